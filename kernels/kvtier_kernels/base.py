@@ -1,0 +1,120 @@
+"""The kernel contract: ragged attention over slot tables, with votes.
+
+One call serves one *head class* of one layer for a batch of requests. Requests may hold
+different numbers of entries; all heads of a class hold the same number.
+
+    q         [tokens, heads, group, dim]   heads = KV heads of the class, group = GQA group
+    kv.k      [slots,  heads, dim]          any strides; the pool decides the physical layout
+    slots     [entries]                     the entries of all requests, one after another
+    indptr    requests + 1 ints             request i owns slots[indptr[i]:indptr[i + 1]]
+
+Every result is an `AttentionState` (o, lse) with the natural-log LSE, so results over
+disjoint blocks of KV can be merged with `states.merge_states`.
+
+Ownership: kernels borrow every tensor and keep none of them beyond the call, except that a
+plan keeps its slot table. Plans are immutable and may be shared by all layers of a step.
+Thread safety: kernels hold no mutable state.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+
+class KernelUnavailableError(RuntimeError):
+    """A kernel backend was asked for that is unknown or cannot run here."""
+
+
+class AttentionState(NamedTuple):
+    """Normalised output and log-sum-exp of queries over one block of KV.
+
+    o:   [tokens, heads, group, dim] in the query's dtype.
+    lse: [tokens, heads, group] float32, natural log; -inf where the block is empty.
+    """
+
+    o: torch.Tensor
+    lse: torch.Tensor
+
+
+class RaggedKV(NamedTuple):
+    """The buffers of one head class of one layer.
+
+    k, v:      [slots, heads, dim].
+    log_votes: [slots] float32 added to the logits of an entry (KeepKV: ln p), or None when
+               every entry stands for exactly one token.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    log_votes: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Window:
+    """Streaming prefill: which tokens of its own turn a query may see.
+
+    A query at position p sees the key at position t of the same turn when
+    ``t <= p and (t < sink_tokens or t > p - recent_tokens)``. Entries settled before the
+    turn began are visible to all.
+
+    q_start:   per request, the position of its first query.
+    positions: [entries] int64, the position of every prefix entry in the plan's order.
+    settled:   [entries] bool, whether the entry belongs to a turn that has ended.
+    """
+
+    sink_tokens: int
+    recent_tokens: int
+    q_start: Sequence[int]
+    positions: torch.Tensor
+    settled: torch.Tensor
+
+
+class AttentionKernels(ABC):
+    """One backend of the contract in this module's docstring."""
+
+    name: str
+
+    @abstractmethod
+    def plan(
+        self,
+        slots: torch.Tensor,
+        indptr: Sequence[int],
+        log_votes: torch.Tensor | None = None,
+    ) -> Any:
+        """Prepare a slot table for `decode` and `extend`; reusable by every layer of a step.
+
+        slots:     [entries] int64, indices into the class's slots.
+        indptr:    requests + 1 non-decreasing ints, from 0 to len(slots).
+        log_votes: the class's [slots] float32 table, or None.
+        """
+
+    @abstractmethod
+    def decode(self, q: torch.Tensor, kv: RaggedKV, plan: Any, scale: float) -> AttentionState:
+        """One query per request over all its entries (its own token included).
+
+        q: [requests, heads, group, dim]. scale multiplies q.k (usually 1 / sqrt(dim)).
+        """
+
+    @abstractmethod
+    def extend(
+        self,
+        q: torch.Tensor,
+        k_new: torch.Tensor,
+        v_new: torch.Tensor,
+        q_indptr: Sequence[int],
+        kv: RaggedKV,
+        plan: Any,
+        scale: float,
+        window: Window | None = None,
+    ) -> AttentionState:
+        """New tokens of each request over its planned prefix entries and, causally, themselves.
+
+        q: [tokens, heads, group, dim]; k_new, v_new: [tokens, heads, dim]; request i owns the
+        rows q_indptr[i]:q_indptr[i + 1]. The plan holds the prefix only. `window` restricts
+        what is seen of the request's own turn (streaming prefill).
+        """

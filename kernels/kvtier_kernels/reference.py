@@ -1,0 +1,260 @@
+"""The reference backend: plain PyTorch, any device, no padding, no copy of long runs.
+
+Its speed on a CPU matters (it serves the engine there), its clarity matters more: the other
+backends are tested against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvtier_kernels.base import AttentionKernels, AttentionState, RaggedKV, Window
+from kvtier_kernels.slots import RequestSlots, plan_batch, plan_request
+from kvtier_kernels.states import empty_state, merge_states
+
+# Queries per block of the banded attention of streaming prefill.
+WINDOW_BLOCK_TOKENS = 512
+# More query rows than this per head go through the tiled kernel instead of one product.
+DENSE_MAX_ROWS = 16
+
+Plan = tuple[RequestSlots, ...]
+
+
+class ReferenceKernels(AttentionKernels):
+    name = "reference"
+
+    def plan(
+        self,
+        slots: torch.Tensor,
+        indptr: Sequence[int],
+        log_votes: torch.Tensor | None = None,
+    ) -> Plan:
+        return plan_batch(slots, indptr, log_votes)
+
+    def decode(
+        self, q: torch.Tensor, kv: RaggedKV, plan: Plan, scale: float
+    ) -> AttentionState:
+        states = [
+            _over_entries(q[i : i + 1], kv, request, scale) for i, request in enumerate(plan)
+        ]
+        return _concat(states)
+
+    def extend(
+        self,
+        q: torch.Tensor,
+        k_new: torch.Tensor,
+        v_new: torch.Tensor,
+        q_indptr: Sequence[int],
+        kv: RaggedKV,
+        plan: Plan,
+        scale: float,
+        window: Window | None = None,
+    ) -> AttentionState:
+        states = []
+        entries_before = 0
+        for i, request in enumerate(plan):
+            rows = slice(q_indptr[i], q_indptr[i + 1])
+            args = (q[rows], k_new[rows], v_new[rows], kv, request, scale)
+            if window is None:
+                states.append(_extend_exact(*args))
+            else:
+                entries = slice(entries_before, entries_before + request.num_entries)
+                states.append(_extend_windowed(*args, window, i, entries))
+            entries_before += request.num_entries
+        return _concat(states)
+
+
+def _concat(states: list[AttentionState]) -> AttentionState:
+    if len(states) == 1:
+        return states[0]
+    return AttentionState(torch.cat([s.o for s in states]), torch.cat([s.lse for s in states]))
+
+
+def _extend_exact(
+    q: torch.Tensor,
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    kv: RaggedKV,
+    request: RequestSlots,
+    scale: float,
+) -> AttentionState:
+    own = _causal(q, k_new, v_new, scale)
+    if request.num_entries == 0:
+        return own
+    return merge_states(_over_entries(q, kv, request, scale), own)
+
+
+def _over_entries(
+    q: torch.Tensor, kv: RaggedKV, request: RequestSlots, scale: float
+) -> AttentionState:
+    """Unmasked attention of q [rows, heads, group, dim] over the entries of one request."""
+    state = None
+    for start, stop in request.runs:
+        part = _dense(q, kv.k[start:stop], kv.v[start:stop], None, scale)
+        state = part if state is None else merge_states(state, part)
+    if request.scattered is not None:
+        k, v = kv.k[request.scattered], kv.v[request.scattered]
+        part = _dense(q, k, v, request.bias, scale)
+        state = part if state is None else merge_states(state, part)
+    return empty_state(q) if state is None else state
+
+
+def _dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+) -> AttentionState:
+    """q [rows, heads, group, dim] over k, v [entries, heads, dim], every entry visible.
+
+    bias: [entries] log-votes or None. Few rows are one matrix product that streams K and V
+    once; many rows go through PyTorch's tiled kernel, which never holds the logits.
+    """
+    rows, heads, group, dim = q.shape
+    folded = q.permute(1, 2, 0, 3).reshape(heads, group * rows, dim)
+    if group * rows <= DENSE_MAX_ROWS:
+        o, lse = _product(folded, k, v, bias, scale)
+    else:
+        mask = None if bias is None else bias.to(q.dtype).expand(1, 1, group * rows, -1)
+        o, lse = _tiled(folded, k.transpose(0, 1), v.transpose(0, 1), scale, mask=mask)
+    return _unfold(o, lse, rows, group)
+
+
+def _product(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [heads, rows, dim] over k, v [entries, heads, dim] as two batched products in float32."""
+    logits = torch.bmm((q * scale).float(), k.permute(1, 2, 0).float())
+    if bias is not None:
+        logits += bias
+    peak = logits.amax(dim=-1, keepdim=True)
+    weights = logits.sub_(peak).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    o = torch.bmm(weights, v.transpose(0, 1).float()) / total
+    return o.to(q.dtype), (peak + total.log()).squeeze(-1)
+
+
+def _tiled(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [heads, rows, dim] over k, v [heads, entries, dim] -> o, lse; nothing quadratic is held."""
+    o, lse = _flash(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), scale, causal, mask)
+    return o.squeeze(0), lse.squeeze(0)
+
+
+def _flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    causal: bool,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[batch, heads, rows, dim] attention returning the LSE, which the public SDPA hides."""
+    if q.device.type == "cpu":
+        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return o, lse
+    logits = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
+    if mask is not None:
+        logits = logits + mask.float()
+    if causal:
+        rows, entries = logits.shape[-2:]
+        hidden = torch.ones(rows, entries, dtype=torch.bool, device=q.device).triu(1)
+        logits = logits.masked_fill(hidden, float("-inf"))
+    lse = torch.logsumexp(logits, dim=-1)
+    return torch.matmul(torch.exp(logits - lse.unsqueeze(-1)), v.float()).to(q.dtype), lse
+
+
+def _unfold(o: torch.Tensor, lse: torch.Tensor, rows: int, group: int) -> AttentionState:
+    """[heads, group * rows, ...] back to [rows, heads, group, ...]."""
+    heads, _, dim = o.shape
+    o = o.view(heads, group, rows, dim).permute(2, 0, 1, 3)
+    lse = lse.reshape(heads, group, rows).permute(2, 0, 1)
+    return AttentionState(o, lse.float())
+
+
+def _causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> AttentionState:
+    """New tokens over themselves: q [rows, heads, group, dim], k, v [rows, heads, dim]."""
+    rows, heads, group, dim = q.shape
+    # KV heads as the batch, the GQA group as heads: K and V are broadcast, not repeated.
+    wide = (heads, group, rows, dim)
+    k = k.transpose(0, 1).unsqueeze(1).expand(wide)
+    v = v.transpose(0, 1).unsqueeze(1).expand(wide)
+    o, lse = _flash(q.permute(1, 2, 0, 3), k, v, scale, True, None)
+    return AttentionState(o.permute(2, 0, 1, 3), lse.permute(2, 0, 1).float())
+
+
+def _extend_windowed(
+    q: torch.Tensor,
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    kv: RaggedKV,
+    request: RequestSlots,
+    scale: float,
+    window: Window,
+    index: int,
+    entries: slice,
+) -> AttentionState:
+    """Streaming prefill of one request (see `Window`), in bands of WINDOW_BLOCK_TOKENS.
+
+        keys:   [ settled entries ][ sink ][ ...hidden... ][ recent ][ block, causal ]
+    """
+    q_start, positions = window.q_start[index], window.positions[entries]
+    settled = window.settled[entries] | (positions < window.sink_tokens)
+    near = ~settled & (positions > q_start - window.recent_tokens)
+    slots = request.all_slots
+    # Everything a band can see of this turn, in order of position.
+    k = torch.cat([kv.k[slots[near]], k_new])
+    v = torch.cat([kv.v[slots[near]], v_new])
+    new_positions = torch.arange(q_start, q_start + q.shape[0], device=q.device)
+    key_positions = torch.cat([positions[near], new_positions])
+    bands = []
+    for begin in range(0, q.shape[0], WINDOW_BLOCK_TOKENS):
+        end = min(begin + WINDOW_BLOCK_TOKENS, q.shape[0])
+        bands.append(
+            _band(q[begin:end], new_positions[begin:end], k, v, key_positions, scale, window)
+        )
+    own = _concat(bands)
+    if not bool(settled.any()):
+        return own
+    settled_slots = plan_request(slots[settled], kv.log_votes)
+    return merge_states(_over_entries(q, kv, settled_slots, scale), own)
+
+
+def _band(
+    q: torch.Tensor,
+    q_positions: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_positions: torch.Tensor,
+    scale: float,
+    window: Window,
+) -> AttentionState:
+    """One block of consecutive queries over the keys its window and sinks reach."""
+    first, last = int(q_positions[0]), int(q_positions[-1])
+    sink = key_positions < window.sink_tokens
+    reach = (key_positions > first - window.recent_tokens) & (key_positions <= last)
+    keys = torch.nonzero(reach | (sink & (key_positions <= last))).flatten()
+    t = key_positions[keys].unsqueeze(0)
+    p = q_positions.unsqueeze(1)
+    visible = (t <= p) & ((t < window.sink_tokens) | (t > p - window.recent_tokens))
+    rows, heads, group, dim = q.shape
+    hidden = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
+    hidden.masked_fill_(~visible, float("-inf"))
+    folded = q.permute(1, 2, 0, 3).reshape(heads, group * rows, dim)
+    mask = hidden.repeat(group, 1).expand(1, 1, -1, -1)
+    o, lse = _tiled(folded, k[keys].transpose(0, 1), v[keys].transpose(0, 1), scale, mask=mask)
+    return _unfold(o, lse, rows, group)

@@ -1,0 +1,82 @@
+"""Slot tables cut into contiguous runs, so that long stretches are read in place.
+
+    slots of a request:   7 8 9 10 11 | 40 | 3 | 90 91 92 93
+    runs (min_run = 4):   [7:12)        -    -   [90:94)         read as views, no copy
+    scattered:                          40   3                   gathered, a few entries
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+# Shorter runs cost more as separate matrix products than as rows of one gathered block.
+MIN_RUN_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class RequestSlots:
+    """The entries of one request.
+
+    runs:      (start, stop) slot ranges without votes, read as views.
+    scattered: [entries] int64 slots to gather, or None.
+    bias:      [entries] float32 log-votes of `scattered`, or None when all are zero.
+    all_slots: [entries] int64, everything in the original order.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    scattered: torch.Tensor | None
+    bias: torch.Tensor | None
+    all_slots: torch.Tensor
+
+    @property
+    def num_entries(self) -> int:
+        return int(self.all_slots.numel())
+
+
+def plan_request(
+    slots: torch.Tensor, log_votes: torch.Tensor | None, min_run: int = MIN_RUN_TOKENS
+) -> RequestSlots:
+    """Cut one request's slots into runs and scattered entries.
+
+    slots: [entries] int64. log_votes: [all slots] float32 or None; an entry with a non-zero
+    log-vote is always scattered, so runs need no bias.
+    """
+    if slots.numel() == 0:
+        return RequestSlots((), None, None, slots)
+    votes = None if log_votes is None else log_votes[slots]
+    breaks = slots[1:] != slots[:-1] + 1
+    if votes is not None:
+        voted = votes != 0
+        breaks = breaks | voted[1:] | voted[:-1]
+    edges = (torch.nonzero(breaks).flatten() + 1).tolist()
+    bounds = [0, *edges, slots.numel()]
+    runs, loose = [], []
+    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+        if end - begin >= min_run:
+            first = int(slots[begin])
+            runs.append((first, first + end - begin))
+        else:
+            loose.append((begin, end))
+    if not loose:
+        return RequestSlots(tuple(runs), None, None, slots)
+    index = torch.cat([torch.arange(b, e, device=slots.device) for b, e in loose])
+    bias = None if votes is None else votes[index]
+    if bias is not None and not bool((bias != 0).any()):
+        bias = None
+    return RequestSlots(tuple(runs), slots[index], bias, slots)
+
+
+def plan_batch(
+    slots: torch.Tensor,
+    indptr: Sequence[int],
+    log_votes: torch.Tensor | None,
+    min_run: int = MIN_RUN_TOKENS,
+) -> tuple[RequestSlots, ...]:
+    """`plan_request` for every request of a batch."""
+    return tuple(
+        plan_request(slots[begin:end], log_votes, min_run)
+        for begin, end in zip(indptr[:-1], indptr[1:], strict=True)
+    )

@@ -1,0 +1,71 @@
+"""Every error kvtier raises on purpose.
+
+    KvtierError
+    ├── UsageError (also ValueError)        bad input: names the argument and what was expected
+    │   ├── UnknownPolicyError              a bench policy that does not exist
+    │   ├── SizeError                       --len and friends: not a size, or out of range
+    │   ├── BudgetError                     a KV budget that cannot hold one session
+    │   ├── ConfigurationError              kvtier's own settings or configuration file
+    │   ├── UnsupportedModelError           MLA, SSM, sliding-window layers: heads cannot be split
+    │   └── IncompatibleFlagError           an SGLang flag that cannot be combined with kvtier
+    ├── HeadProfileError (also ValueError)  a head profile that is malformed
+    │   └── HeadProfileMismatchError        ... or belongs to another model or shape
+    └── StartupError (also RuntimeError)    the SGLang plugin did not take; the server must stop
+
+Anything else that escapes is a bug.
+"""
+
+from __future__ import annotations
+
+
+class KvtierError(Exception):
+    """Base of all errors raised by kvtier on purpose."""
+
+
+class UsageError(KvtierError, ValueError):
+    """Bad input. `argument` is the flag or parameter the user has to change."""
+
+    def __init__(self, argument: str, expected: str, got: object) -> None:
+        self.argument = argument
+        self.expected = expected
+        self.got = got
+        super().__init__(f"{argument}: expected {expected}, got {got!r}")
+
+    def __reduce__(self) -> tuple[type[UsageError], tuple[str, str, object]]:
+        return type(self), (self.argument, self.expected, self.got)
+
+
+class UnknownPolicyError(UsageError):
+    """A bench policy that does not exist."""
+
+
+class SizeError(UsageError):
+    """A size such as --len that does not parse or is out of range."""
+
+
+class BudgetError(UsageError):
+    """A KV budget too small for one session."""
+
+
+class ConfigurationError(UsageError):
+    """A kvtier setting or configuration file that does not validate."""
+
+
+class UnsupportedModelError(UsageError):
+    """A model whose KV heads kvtier cannot split."""
+
+
+class IncompatibleFlagError(UsageError):
+    """An SGLang flag that cannot be combined with kvtier."""
+
+
+class HeadProfileError(KvtierError, ValueError):
+    """A head profile file that cannot be read or violates its own format."""
+
+
+class HeadProfileMismatchError(HeadProfileError):
+    """A head profile made for another model, revision or shape."""
+
+
+class StartupError(KvtierError, RuntimeError):
+    """The SGLang plugin did not take effect; serving would silently be something else."""

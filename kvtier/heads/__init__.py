@@ -1,0 +1,1 @@
+"""Head profiles: which KV heads keep the whole context, and how that was found out."""

@@ -1,0 +1,62 @@
+"""The locality rule: what a locality head keeps of one finished node.
+
+A node spans positions [start, stop) of its context; the part from `prompt_stop` on was
+generated. Locality heads keep three things and drop the rest:
+
+    start                          prompt_stop - R    prompt_stop        stop
+      |  sink |      dropped            |   recent         |   generated   |
+      0       S                         (R = recent_tokens)
+
+The sink is counted from the beginning of the context (position 0), so only the first node has
+one. Generated tokens are kept because a later turn may ask for them (ContextKeeper's growing
+window). The dropped tokens become one compensation entry with as many votes as there were
+tokens (RazorAttention).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class DroppedSpan(NamedTuple):
+    """Offsets [begin, end) inside a node whose locality KV is dropped; empty when equal."""
+
+    begin: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class LocalityRule:
+    """Sink, recent and branching windows, in tokens."""
+
+    sink_tokens: int
+    recent_tokens: int
+    branch_recent_tokens: int
+    compensation: bool = True
+
+    def dropped(self, start: int, stop: int, prompt_stop: int) -> DroppedSpan:
+        """What a node [start, stop) with prompt up to `prompt_stop` drops, as node offsets.
+
+        A span of one token is kept: a compensation entry would cost as much.
+        """
+        prompt_stop = min(max(prompt_stop, start), stop)
+        begin = max(self.sink_tokens, start) - start
+        end = max(prompt_stop - self.recent_tokens, start) - start
+        if end - begin <= 1:
+            return DroppedSpan(0, 0)
+        return DroppedSpan(begin, end)
+
+    def can_split(self, span: DroppedSpan, offset: int) -> bool:
+        """Whether a compressed node may be cut at `offset` without tearing its dropped span.
+
+        Before the span everything is still exact. Behind it, enough recent tokens must remain
+        in front of the branch for the locality heads of the branching request.
+        """
+        if span.num_tokens == 0 or offset <= span.begin:
+            return True
+        return offset >= span.end + self.branch_recent_tokens

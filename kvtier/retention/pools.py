@@ -1,0 +1,96 @@
+"""The arithmetic of the two pools: how a KV budget is cut, and what a session occupies.
+
+Used by the engine to size its pools and by `kvtier.bench --dry-run` to print the plan, so
+that both say the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier.errors import BudgetError
+from kvtier.heads.profile import HeadProfile
+
+
+@dataclass(frozen=True)
+class SlotBytes:
+    """Bytes of one slot of each class, summed over all layers (K and V)."""
+
+    ca: int
+    locality: int
+
+    @property
+    def full(self) -> int:
+        """Bytes one token costs when nothing is dropped."""
+        return self.ca + self.locality
+
+
+@dataclass(frozen=True)
+class SessionShape:
+    """How long sessions are and what their locality heads keep.
+
+    context_tokens: tokens before the first answer. turn_tokens: what all turns add.
+    kept_tokens:    sink + recent + one compensation entry.
+    prefill_tokens: locality slots one running prefill needs at most.
+    """
+
+    context_tokens: int
+    turn_tokens: int
+    kept_tokens: int
+    prefill_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.context_tokens + self.turn_tokens
+
+    @property
+    def locality_slots(self) -> int:
+        """Locality slots of one resting session."""
+        return min(self.kept_tokens, self.context_tokens) + self.turn_tokens
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """Slots of each class and how many sessions they hold."""
+
+    ca_slots: int
+    locality_slots: int
+    sessions: float
+
+
+def slot_bytes(profile: HeadProfile, dtype_bytes: int) -> SlotBytes:
+    """Bytes per slot of each class for a profile's model shape."""
+    head_bytes = 2 * profile.shape.head_dim * dtype_bytes
+    total = profile.shape.num_layers * profile.shape.num_kv_heads
+    ca = profile.num_ca_heads * head_bytes
+    return SlotBytes(ca=ca, locality=total * head_bytes - ca)
+
+
+def session_bytes(bytes_per_slot: SlotBytes, shape: SessionShape) -> int:
+    """Device bytes of one resting session."""
+    return bytes_per_slot.ca * shape.total_tokens + bytes_per_slot.locality * shape.locality_slots
+
+
+def plan_pools(budget_bytes: int, bytes_per_slot: SlotBytes, shape: SessionShape) -> PoolPlan:
+    """Cut a KV budget so that as many sessions as possible rest beside one running prefill.
+
+    Raises BudgetError when not even one session fits.
+    """
+    reserve_slots = max(0, shape.prefill_tokens - shape.locality_slots)
+    reserve = reserve_slots * bytes_per_slot.locality
+    one = session_bytes(bytes_per_slot, shape)
+    if budget_bytes < reserve + one:
+        raise BudgetError(
+            "KV budget",
+            f"at least {reserve + one} bytes for one session of {shape.total_tokens} tokens",
+            budget_bytes,
+        )
+    sessions = (budget_bytes - reserve) / one
+    locality_slots = int(sessions * shape.locality_slots) + reserve_slots
+    if bytes_per_slot.locality == 0:
+        locality_slots = int(sessions * shape.total_tokens)
+    return PoolPlan(
+        ca_slots=int(sessions * shape.total_tokens),
+        locality_slots=locality_slots,
+        sessions=sessions,
+    )

@@ -1,0 +1,1 @@
+"""How the demo model in `models/kvtier-demo` is made and measured."""

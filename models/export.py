@@ -1,0 +1,37 @@
+"""Write a training checkpoint as a model folder that transformers and SGLang load.
+
+    python -m models.export build/demo-model/span-136k.pt models/kvtier-demo
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from kvtier.bench.recall import DEFAULT_LANGUAGE
+from models.net import Net, NetConfig, save_net
+from models.recipe import SEED
+from models.tokenizer import write_tokenizer
+
+
+def export(checkpoint: dict, folder: Path) -> None:
+    """Write weights, configuration, tokenizer and training history of `checkpoint` into `folder`."""
+    language = DEFAULT_LANGUAGE
+    net = Net(NetConfig(vocab_size=language.vocab_size))
+    net.load_state_dict(checkpoint["net"])
+    special = {
+        "pad_token_id": language.pad,
+        "bos_token_id": language.bos,
+        "eos_token_id": language.eot,
+    }
+    save_net(net, folder, special)
+    write_tokenizer(folder, net.config.max_positions)
+    history = {"seed": SEED, "torch": torch.__version__, "steps": checkpoint["log"]}
+    (folder / "history.json").write_text(json.dumps(history, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    export(torch.load(sys.argv[1], weights_only=False), Path(sys.argv[2]))

@@ -1,0 +1,52 @@
+"""The stages of training, in order, with everything that is random named by a seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SEED = 20261120
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of training with one kind of data.
+
+    tokens, batch:   shape of a step's batch
+    max_steps:       hard end
+    stop_accuracy:   early end, once the running answer accuracy (per token) reaches it
+    max_span:        see `models.batches.SessionShape`
+    periodic_share:  share of steps that train on periodic sequences instead
+    """
+
+    name: str
+    tokens: int
+    batch: int
+    max_steps: int
+    lr_start: float
+    lr_end: float
+    stop_accuracy: float = 1.1
+    min_steps: int = 40
+    max_span: int = 0
+    periodic_share: float = 0.25
+    context_weight: float = 0.0
+    turn_share: float = 0.4
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage("copy-64", 64, 64, 1200, 3e-3, 3e-3, stop_accuracy=0.92, periodic_share=1.0),
+    Stage("recall-64", 64, 64, 800, 3e-3, 2e-3, stop_accuracy=0.93),
+    Stage("recall-128", 128, 32, 600, 2e-3, 1.5e-3, stop_accuracy=0.95),
+    Stage("recall-256", 256, 16, 500, 1.5e-3, 1.5e-3, stop_accuracy=0.96),
+    Stage("recall-512", 512, 8, 400, 1.5e-3, 1e-3, stop_accuracy=0.97),
+    Stage("span-4k", 512, 8, 400, 1e-3, 1e-3, stop_accuracy=0.975, max_span=4096, periodic_share=0.1),
+    Stage("span-32k", 512, 8, 400, 1e-3, 1e-3, stop_accuracy=0.98, max_span=32768, periodic_share=0.1),
+    Stage("span-136k", 512, 8, 800, 1e-3, 5e-4, stop_accuracy=0.985, max_span=139000, periodic_share=0.1),
+)
+
+
+def stage_named(name: str) -> Stage:
+    """The stage called `name`; KeyError names the valid ones."""
+    for stage in STAGES:
+        if stage.name == name:
+            return stage
+    raise KeyError(f"unknown stage {name!r}; stages: {', '.join(stage.name for stage in STAGES)}")

@@ -1,0 +1,69 @@
+"""Write the demo model's tokenizer: one token per word, split at white space.
+
+`python -m models.tokenizer models/kvtier-demo` writes `tokenizer.json`, `tokenizer_config.json`
+(with the chat template) and `generation_config.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from kvtier.bench.recall import DEFAULT_LANGUAGE
+from kvtier.bench.recall_words import SPECIALS
+
+# The context goes into a system message, which has no marker of its own: the rendered text is then
+# what `kvtier.bench.recall` writes.
+CHAT_TEMPLATE = (
+    "{%- if not messages[0]['content'].startswith(bos_token) %}{{ bos_token + ' ' }}{% endif %}"
+    "{%- for message in messages %}"
+    "{%- if message['role'] == 'system' %}{{ message['content'] + ' ' }}"
+    "{%- elif message['role'] == 'user' %}{{ '<user> ' + message['content'] + ' ' }}"
+    "{%- elif message['role'] == 'tool' %}{{ '<tool> ' + message['content'] + ' ' }}"
+    "{%- elif message['role'] == 'assistant' %}"
+    "{{ '<assistant> ' + message['content'] + ' ' + eos_token + ' ' }}"
+    "{%- else %}{{ raise_exception('roles are system, user, tool and assistant') }}"
+    "{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def write_tokenizer(folder: Path, max_tokens: int = 139264) -> None:
+    """Write the tokenizer and generation settings into `folder`."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    language = DEFAULT_LANGUAGE
+    # No decoder is set: decoding then joins the words with spaces, which is what we want.
+    tokenizer = Tokenizer(models.WordLevel(dict(language.ids), unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIALS])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eot>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "model_max_length": max_tokens,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    _write_json(folder / "tokenizer_config.json", settings)
+    generation = {
+        "bos_token_id": language.bos,
+        "eos_token_id": language.eot,
+        "pad_token_id": language.pad,
+        "do_sample": False,
+        "max_new_tokens": 16,
+    }
+    _write_json(folder / "generation_config.json", generation)
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    write_tokenizer(Path(sys.argv[1]))

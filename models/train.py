@@ -1,0 +1,120 @@
+"""Train the demo model: `OMP_NUM_THREADS=1 python -m models.train --out models/kvtier-demo`.
+
+One CPU thread is enough.  Every stage is seeded by its name and writes a checkpoint to the
+work folder, so a run can be resumed at any stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from kvtier.bench.recall import DEFAULT_LANGUAGE
+from models.batches import Batch, SessionShape, periodic_batch, session_batch
+from models.export import export
+from models.net import Net, NetConfig
+from models.recipe import SEED, STAGES, Stage, stage_named
+
+LOG_EVERY = 20
+RUNNING = 0.95  # decay of the running accuracy
+
+
+def make_batch(rng: np.random.Generator, stage: Stage) -> tuple[Batch, bool]:
+    """A batch of the stage and whether it is a recall batch."""
+    if rng.random() < stage.periodic_share:
+        tokens = min(stage.tokens, 256)
+        return periodic_batch(rng, tokens, stage.batch * stage.tokens // tokens), False
+    shape = SessionShape(
+        stage.tokens, stage.batch, stage.max_span, stage.context_weight, stage.turn_share
+    )
+    return session_batch(rng, shape), True
+
+
+def batch_loss(net: Net, batch: Batch) -> tuple[torch.Tensor, float]:
+    """Weighted next-token loss, and the share of answer tokens predicted right."""
+    hidden = net.hidden(batch.ids, batch.positions, batch.bias)
+    weights, targets = batch.weights[:, 1:], batch.ids[:, 1:]
+    chosen = weights > 0
+    logits = net.logits(hidden[:, :-1][chosen])
+    losses = F.cross_entropy(logits, targets[chosen], reduction="none")
+    loss = (losses * weights[chosen]).sum() / batch.is_answer.sum()
+    scored = batch.is_answer[:, 1:][chosen]
+    hits = (logits.argmax(-1) == targets[chosen])[scored]
+    return loss, hits.float().mean().item()
+
+
+def run_stage(net: Net, optimizer: torch.optim.Optimizer, stage: Stage, log: list[dict]) -> None:
+    """Train until `stage.stop_accuracy` or `stage.max_steps`."""
+    rng = np.random.default_rng([SEED, zlib.crc32(stage.name.encode())])
+    started = time.perf_counter()
+    running = {True: 0.0, False: 0.0}
+    counts = {True: 0, False: 0}
+    watched = stage.periodic_share < 1.0
+    for step in range(stage.max_steps):
+        rate = stage.lr_start + (stage.lr_end - stage.lr_start) * step / stage.max_steps
+        warm = min(1.0, (step + 1) / 20)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * warm
+        batch, is_recall = make_batch(rng, stage)
+        loss, accuracy = batch_loss(net, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        counts[is_recall] += 1
+        # Bias-corrected, so that the first steps count fully.
+        decay = min(RUNNING, 1 - 1 / counts[is_recall])
+        running[is_recall] = decay * running[is_recall] + (1 - decay) * accuracy
+        done = step + 1 >= stage.min_steps and running[watched] >= stage.stop_accuracy
+        if (step + 1) % LOG_EVERY == 0 or done or step + 1 == stage.max_steps:
+            entry = {
+                "stage": stage.name,
+                "step": step + 1,
+                "loss": round(loss.item(), 4),
+                "recall": round(running[True], 4),
+                "copy": round(running[False], 4),
+                "seconds": round(time.perf_counter() - started, 1),
+            }
+            log.append(entry)
+            print(json.dumps(entry), flush=True)
+        if done:
+            break
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the finished model")
+    parser.add_argument("--work", type=Path, default=Path("build/demo-model"), help="checkpoints")
+    parser.add_argument("--stages", default="", help="comma-separated names; default all")
+    parser.add_argument("--resume", type=Path, help="checkpoint (.pt) to start from")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(SEED)
+    options.work.mkdir(parents=True, exist_ok=True)
+    net = Net(NetConfig(vocab_size=DEFAULT_LANGUAGE.vocab_size))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    log: list[dict] = []
+    if options.resume:
+        saved = torch.load(options.resume, weights_only=False)
+        net.load_state_dict(saved["net"])
+        optimizer.load_state_dict(saved["optimizer"])
+        log = saved["log"]
+    names = [name for name in options.stages.split(",") if name]
+    for stage in [stage_named(name) for name in names] or STAGES:
+        run_stage(net, optimizer, stage, log)
+        state = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "log": log}
+        torch.save(state, options.work / f"{stage.name}.pt")
+    export(state, options.out)
+
+
+if __name__ == "__main__":
+    main()

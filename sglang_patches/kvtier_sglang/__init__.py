@@ -1,0 +1,13 @@
+"""The SGLang plugin: platform, head-split pools, radix tree, attention backend.
+
+SGLang 0.5.23 is extended through its own seams (entry points, registries, hooks), never
+forked. Reading order:
+
+    plugin.py      what is registered and hooked, and the start-up check that it took
+    pool.py        the head-split KV pool: two slot spaces, one per head class
+    allocator.py   which slots are free, and the map from CA slot to locality slot
+    radix.py       the radix tree whose nodes are compressed when their turn ends
+    budget.py      admission that counts both pools
+    attention.py   the attention backend over kvtier_kernels
+    platform.py    stock SGLang on any CPU
+"""

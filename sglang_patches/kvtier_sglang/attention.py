@@ -1,0 +1,219 @@
+"""The attention backend `kvtier`: one ragged kernel call per head class and layer.
+
+Per forward pass the slot tables are planned once per class and shared by all layers; per layer
+the query heads of each class attend over their own class's entries. Nothing is padded and no
+contiguous stretch of the cache is copied (see kvtier_kernels.slots).
+
+Runs over a `HeadSplitKVPool` only. With every head CA (policy `full`) the locality class is
+empty and never touched, so the same backend serves SGLang's own radix cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kvtier_kernels import AttentionKernels, RaggedKV, Window, get_kernels
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from kvtier.config import Settings
+from kvtier.errors import StartupError
+from kvtier_sglang.pool import ClassBuffers, HeadSplitKVPool
+
+
+@dataclass(frozen=True)
+class ClassPlan:
+    """The entries of one class for this pass, and the streaming window if it has one."""
+
+    plan: Any
+    window: Window | None = None
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What one forward pass attends over.
+
+    ca, locality: per class; locality is None when no layer has locality heads.
+    write:        where this pass's new tokens are stored, in both slot spaces.
+    q_indptr:     row ranges of the requests in an extend pass.
+    """
+
+    ca: ClassPlan
+    locality: ClassPlan | None
+    write: KVWriteLoc
+    q_indptr: tuple[int, ...]
+
+
+class KvtierAttnBackend(AttentionBackend):
+    """See the module docstring. One per model runner; used by its forward thread."""
+
+    def __init__(self, model_runner: Any, settings: Settings) -> None:
+        super().__init__()
+        pool = model_runner.token_to_kv_pool
+        if not isinstance(pool, HeadSplitKVPool):
+            raise StartupError(
+                f"attention backend kvtier: expected a HeadSplitKVPool, got "
+                f"{type(pool).__name__}; the pool hook did not take"
+            )
+        self.pool = pool
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.device = model_runner.device
+        self.settings = settings
+        self.kernels: AttentionKernels = get_kernels(settings.kernels)
+        self.forward_metadata: BatchPlan | None = None
+
+    def support_triton(self) -> bool:
+        return False
+
+    # -- once per forward pass --
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        if forward_batch.forward_mode.is_idle():
+            self.forward_metadata = None
+            return
+        extend = forward_batch.forward_mode.is_extend()
+        requests = forward_batch.req_pool_indices.tolist()
+        if extend:
+            lengths = [int(n) for n in forward_batch.extend_prefix_lens_cpu]
+            new = [int(n) for n in forward_batch.extend_seq_lens_cpu]
+        else:
+            lengths, new = [int(n) for n in forward_batch.seq_lens_cpu], [1] * len(requests)
+        rows = [
+            self.req_to_token[request, :length].to(torch.int64)
+            for request, length in zip(requests, lengths, strict=True)
+        ]
+        written = forward_batch.out_cache_loc
+        locality = None
+        if self.pool.splits_heads:
+            locality = self._plan_locality(rows, streaming=extend and self._streams)
+            written = KVWriteLoc(written, self.pool.locality_of[written])
+        else:
+            written = KVWriteLoc(written)
+        self.forward_metadata = BatchPlan(
+            ca=ClassPlan(self.kernels.plan(*_ragged(rows))),
+            locality=locality,
+            write=written,
+            q_indptr=_indptr(new),
+        )
+
+    @property
+    def _streams(self) -> bool:
+        return self.settings.prefill == "streaming"
+
+    def _plan_locality(self, rows: list[torch.Tensor], *, streaming: bool) -> ClassPlan:
+        """Locality entries: the CA slots that still have a locality slot, in order."""
+        images = [self.pool.locality_of[row] for row in rows]
+        positions = [torch.nonzero(image).flatten() for image in images]
+        slots = [image[where] for image, where in zip(images, positions, strict=True)]
+        plan = self.kernels.plan(*_ragged(slots), self.pool.log_votes)
+        if not streaming:
+            return ClassPlan(plan)
+        settled = [self.pool.settled[r[p]] for r, p in zip(rows, positions, strict=True)]
+        window = Window(
+            sink_tokens=self.settings.sink_tokens,
+            recent_tokens=self.settings.recent_tokens,
+            q_start=tuple(int(row.numel()) for row in rows),
+            positions=torch.cat(positions),
+            settled=torch.cat(settled),
+        )
+        return ClassPlan(plan, window)
+
+    # -- once per layer --
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """q [tokens, heads * dim], k, v [tokens, KV heads, dim] -> [tokens, heads * dim]."""
+        batch = self._metadata()
+        q, k, v = self._shaped(q, k, v, layer)
+        if save_kv_cache:
+            self.pool.set_kv_buffer(layer, batch.write, k, v)
+        out = torch.empty_like(q)
+        for buffers, part, votes in self._classes(layer, batch):
+            state = self.kernels.extend(
+                buffers.select(q),
+                buffers.select(k),
+                buffers.select(v),
+                batch.q_indptr,
+                RaggedKV(buffers.k, buffers.v, votes),
+                part.plan,
+                layer.scaling,
+                part.window,
+            )
+            _place(out, buffers, state.o)
+        return out.view(out.shape[0], -1)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """One token per request; shapes as in `forward_extend`."""
+        batch = self._metadata()
+        q, k, v = self._shaped(q, k, v, layer)
+        if save_kv_cache:
+            self.pool.set_kv_buffer(layer, batch.write, k, v)
+        out = torch.empty_like(q)
+        for buffers, part, votes in self._classes(layer, batch):
+            kv = RaggedKV(buffers.k, buffers.v, votes)
+            state = self.kernels.decode(buffers.select(q), kv, part.plan, layer.scaling)
+            _place(out, buffers, state.o)
+        return out.view(out.shape[0], -1)
+
+    def _metadata(self) -> BatchPlan:
+        assert self.forward_metadata is not None, "init_forward_metadata was not called"
+        return self.forward_metadata
+
+    def _shaped(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q as [tokens, KV heads, group, dim]; k, v as [tokens, KV heads, dim]."""
+        heads, dim = layer.tp_k_head_num, layer.qk_head_dim
+        group = layer.tp_q_head_num // heads
+        return q.view(-1, heads, group, dim), k.view(-1, heads, dim), v.view(-1, heads, dim)
+
+    def _classes(
+        self, layer: Any, batch: BatchPlan
+    ) -> list[tuple[ClassBuffers, ClassPlan, torch.Tensor | None]]:
+        """The classes that have heads in this layer, each with its plan and votes."""
+        index = layer.layer_id - self.pool.start_layer
+        classes: list[tuple[ClassBuffers, ClassPlan, torch.Tensor | None]] = []
+        if self.pool.ca[index].heads:
+            classes.append((self.pool.ca[index], batch.ca, None))
+        if self.pool.locality[index].heads:
+            assert batch.locality is not None, "a locality head without a locality plan"
+            classes.append((self.pool.locality[index], batch.locality, self.pool.log_votes))
+        return classes
+
+
+def _place(out: torch.Tensor, buffers: ClassBuffers, o: torch.Tensor) -> None:
+    """Store a class's output [tokens, class heads, group, dim] at its heads of `out`."""
+    first, last = buffers.heads[0], buffers.heads[-1]
+    if last - first + 1 == len(buffers.heads):
+        out[:, first : last + 1] = o
+    else:
+        out[:, list(buffers.heads)] = o
+
+
+def _ragged(rows: list[torch.Tensor]) -> tuple[torch.Tensor, tuple[int, ...]]:
+    return torch.cat(rows), _indptr([int(row.numel()) for row in rows])
+
+
+def _indptr(lengths: list[int]) -> tuple[int, ...]:
+    total, bounds = 0, [0]
+    for length in lengths:
+        total += length
+        bounds.append(total)
+    return tuple(bounds)

@@ -1,0 +1,70 @@
+"""Flags of SGLang that cannot be combined with kvtier, refused before any model loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvtier.config import Settings
+from kvtier.errors import IncompatibleFlagError
+from kvtier.heads.model_config import check_splittable, model_shape, read_config, weights_revision
+from kvtier.heads.profile import load_profile
+
+NAME = "kvtier"
+
+# field -> (is it acceptable?, what is expected). Checked when attention or radix is ours.
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "speculative_algorithm": (lambda v: v is None, "no speculative decoding"),
+    "disaggregation_mode": (lambda v: v in (None, "null"), "no disaggregation"),
+    "enable_hierarchical_cache": (lambda v: not v, "no HiCache"),
+    "enable_lmcache": (lambda v: not v, "no LMCache"),
+    "enable_flexkv": (lambda v: not v, "no FlexKV"),
+    "enable_unified_memory": (lambda v: not v, "no unified memory pool"),
+    "enable_session_radix_cache": (lambda v: not v, "no session radix cache"),
+    "enable_streaming_session": (lambda v: not v, "no streaming sessions"),
+    "enable_hisparse": (lambda v: not v, "no HiSparse"),
+    "enable_memory_saver": (lambda v: not v, "no memory saver"),
+    "kv_events_config": (lambda v: not v, "no KV cache events"),
+    "page_size": (lambda v: v in (None, 1), "a page size of 1"),
+    "pp_size": (lambda v: v in (None, 1), "a pipeline of one stage"),
+    "tp_size": (lambda v: v in (None, 1), "tensor parallelism of 1"),
+    "dcp_size": (lambda v: v in (None, 1), "a decode context parallelism of 1"),
+    "kv_cache_dtype": (
+        lambda v: v in (None, "auto", "bfloat16", "bf16", "float16", "float32"),
+        "an unquantised KV cache",
+    ),
+    "decode_attention_backend": (lambda v: v in (None, NAME), "the same backend throughout"),
+    "prefill_attention_backend": (lambda v: v in (None, NAME), "the same backend throughout"),
+}
+
+
+def uses_kvtier(server_args: Any) -> bool:
+    """Whether any part of kvtier was asked for."""
+    return NAME in (server_args.attention_backend, server_args.radix_cache_backend)
+
+
+def check_server_args(server_args: Any, settings: Settings) -> None:
+    """Raise IncompatibleFlagError (or a model or profile error) naming the first obstacle.
+
+    server_args: SGLang's ServerArgs before resolution; untouched.
+    """
+    if not uses_kvtier(server_args):
+        return
+    for field, (acceptable, expected) in _RULES.items():
+        value = getattr(server_args, field, None)
+        if not acceptable(value):
+            flag = "--" + field.replace("_", "-")
+            raise IncompatibleFlagError(flag, f"{expected} together with kvtier", value)
+    if server_args.radix_cache_backend == NAME and server_args.attention_backend != NAME:
+        raise IncompatibleFlagError(
+            "--attention-backend",
+            "kvtier together with --radix-cache-backend kvtier",
+            server_args.attention_backend,
+        )
+    if Path(server_args.model_path).is_dir():
+        config = read_config(server_args.model_path)
+        check_splittable(config)
+        if settings.head_profile is not None:
+            profile = load_profile(settings.head_profile)
+            profile.check_fits(model_shape(config), weights_revision(server_args.model_path))

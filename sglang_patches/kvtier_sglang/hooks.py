@@ -1,0 +1,197 @@
+"""The functions hooked into SGLang where it has no seam. Each does nothing unless kvtier's
+backends were asked for, except the two that only observe.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvtier.config import Settings, load_settings
+from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_profile
+from kvtier.retention.pools import SessionShape, plan_pools, slot_bytes
+from kvtier_sglang import guards
+from kvtier_sglang.allocator import HeadSplitAllocator
+from kvtier_sglang.guards import NAME
+from kvtier_sglang.pool import HeadSplitKVPool
+
+logger = logging.getLogger(__name__)
+
+
+def _ours() -> tuple[bool, bool]:
+    """Whether (attention, radix cache) of this server are kvtier's."""
+    from sglang.srt.runtime_context import get_exec, get_memory
+
+    return (
+        get_exec().kernel.attention_backend == NAME,
+        get_memory().radix_cache_backend == NAME,
+    )
+
+
+def check_flags(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE ServerArgs.resolve_once: refuse what cannot be combined, before anything loads."""
+    if guards.uses_kvtier(server_args):
+        guards.check_server_args(server_args, load_settings())
+
+
+def _profile(configurator: Any, settings: Settings) -> HeadProfile:
+    """The profile in force: the user's for kvtier's tree, every head CA for SGLang's own."""
+    config = configurator.model_config
+    shape = ModelShape(
+        num_layers=configurator.layer_info.num_effective_layers,
+        num_kv_heads=config.get_total_num_kv_heads(),
+        num_attention_heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+    )
+    _, radix = _ours()
+    if not radix or settings.head_profile is None:
+        return full_profile(shape)
+    profile = load_profile(settings.head_profile)
+    profile.check_fits(shape)
+    return profile
+
+
+def _session_shape(settings: Settings) -> SessionShape:
+    from sglang.srt.runtime_context import get_schedule
+
+    kept = settings.sink_tokens + settings.recent_tokens + 1
+    prefill = settings.session_tokens
+    chunk = get_schedule().chunked_prefill_size
+    if settings.prefill == "streaming" and chunk and chunk > 0:
+        prefill = min(prefill, chunk + settings.sink_tokens + settings.recent_tokens)
+    return SessionShape(
+        context_tokens=settings.session_tokens,
+        turn_tokens=settings.turn_tokens,
+        kept_tokens=kept,
+        prefill_tokens=prefill,
+    )
+
+
+def size_pools(
+    original: Callable[..., Any], configurator: Any, budget_bytes: int, **kwargs: Any
+) -> Any:
+    """AROUND config_from_budget: turn the byte budget into slots of both classes.
+
+    SGLang divides the budget by the bytes of a whole token. Handing it the bytes that as many
+    whole tokens as we have CA slots would cost makes it arrive at our number; a token cap of
+    the user (--max-total-tokens) caps the CA slots as it always did.
+    """
+    _, radix = _ours()
+    if not radix:
+        return original(configurator, budget_bytes, **kwargs)
+    settings = load_settings()
+    profile = _profile(configurator, settings)
+    per_slot = slot_bytes(profile, configurator.kv_cache_dtype.itemsize)
+    plan = plan_pools(budget_bytes, per_slot, _session_shape(settings))
+    config = original(configurator, plan.ca_slots * per_slot.full, **kwargs)
+    ca_slots = config.max_total_num_tokens
+    # A token cap shrinks both pools alike; never below what one running prefill needs.
+    scaled = int(plan.locality_slots * ca_slots / plan.ca_slots)
+    derived = min(ca_slots, max(scaled, _session_shape(settings).prefill_tokens))
+    configurator_slots[id(configurator)] = settings.locality_slots or derived
+    return config
+
+
+# The configurator has __slots__, so what sizing decided waits here for the pool to be built.
+configurator_slots: dict[int, int] = {}
+
+
+def build_pool(
+    original: Callable[..., Any], configurator: Any, *, max_total_num_tokens: int, **kwargs: Any
+) -> Any:
+    """AROUND _build_mha_kv_pool: the head-split pool where attention is kvtier's."""
+    attention, radix = _ours()
+    if not attention:
+        return original(configurator, max_total_num_tokens=max_total_num_tokens, **kwargs)
+    profile = _profile(configurator, load_settings())
+    locality_slots = 0
+    if radix:
+        locality_slots = configurator_slots.pop(id(configurator))
+    pool = HeadSplitKVPool(
+        max_total_num_tokens,
+        locality_slots,
+        profile=profile,
+        dtype=configurator.kv_cache_dtype,
+        device=configurator.device,
+        start_layer=configurator.layer_info.start_layer,
+    )
+    logger.info(
+        "kvtier pools: %d CA slots, %d locality slots, %d of %d KV heads CA",
+        max_total_num_tokens,
+        locality_slots,
+        profile.num_ca_heads,
+        profile.shape.num_layers * profile.shape.num_kv_heads,
+    )
+    return pool
+
+
+def build_allocator(
+    original: Callable[..., Any],
+    configurator: Any,
+    *,
+    token_to_kv_pool: Any,
+    token_to_kv_pool_allocator: Any,
+    **kwargs: Any,
+) -> Any:
+    """AROUND _build_token_to_kv_pool_allocator: ours where the radix cache is kvtier's."""
+    _, radix = _ours()
+    if not radix or token_to_kv_pool_allocator is not None:
+        return original(
+            configurator,
+            token_to_kv_pool=token_to_kv_pool,
+            token_to_kv_pool_allocator=token_to_kv_pool_allocator,
+            **kwargs,
+        )
+    settings = load_settings()
+    streaming = None
+    if settings.prefill == "streaming":
+        streaming = settings.sink_tokens + settings.recent_tokens + 1
+    return HeadSplitAllocator(token_to_kv_pool, streaming_tokens=streaming, need_sort=False)
+
+
+# -- observation, for every policy --
+
+_peak = {"bytes": 0}
+
+
+def _used_bytes(allocator: Any) -> int:
+    if isinstance(allocator, HeadSplitAllocator):
+        return allocator.used_bytes()
+    k_bytes, v_bytes = allocator.get_kvcache().get_kv_size_bytes()
+    # The padding slot is part of the buffers but never of the occupancy.
+    per_slot = (k_bytes + v_bytes) // (allocator.size + 1)
+    return int((allocator.size - allocator.available_size()) * per_slot)
+
+
+def observe_peak(result: torch.Tensor, tree_cache: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER alloc_token_slots: remember the highest occupancy since it was last read."""
+    used = _used_bytes(tree_cache.token_to_kv_pool_allocator)
+    _peak["bytes"] = max(_peak["bytes"], used)
+
+
+def report_state(result: Any, controller: Any, state: dict[str, Any]) -> None:
+    """AFTER _add_memory_usage: pool occupancy under internal_states[*]["kvtier"]."""
+    scheduler = controller.scheduler
+    allocator = scheduler.token_to_kv_pool_allocator
+    k_bytes, v_bytes = allocator.get_kvcache().get_kv_size_bytes()
+    used = _used_bytes(allocator)
+    report: dict[str, Any] = {
+        "kv_used_bytes": used,
+        "kv_peak_bytes": max(_peak["bytes"], used),
+        "kv_capacity_bytes": k_bytes + v_bytes,
+        "ca_slots": allocator.size,
+        "ca_slots_used": allocator.size - allocator.available_size(),
+    }
+    if isinstance(allocator, HeadSplitAllocator):
+        tree = scheduler.tree_cache
+        report |= {
+            "locality_slots": allocator.locality_size,
+            "locality_slots_used": allocator.locality_size - allocator.locality_available_size(),
+            "integrity": tree.check_integrity(),
+            **tree.counters,
+        }
+    _peak["bytes"] = 0
+    state["kvtier"] = report

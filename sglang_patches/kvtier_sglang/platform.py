@@ -1,0 +1,41 @@
+"""An out-of-tree platform that lets stock SGLang run on any CPU.
+
+SGLang's own CPU path wants an AMX build of its kernels. This platform only says "a CPU, no
+special kernels", which is enough for the engine, and steps aside wherever an accelerator is
+available, so that installing kvtier never changes a GPU server's platform.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.interface import PlatformCapabilities, PlatformEnum, SRTPlatform
+
+from kvtier.config import ENV_PREFIX
+
+
+def activate() -> str | None:
+    """Entry point `sglang.srt.platforms`: the platform class, or None where CUDA is at hand.
+
+    Read from the environment, not from Settings: SGLang asks before any configuration exists,
+    and a broken configuration file must not change which device is served.
+    """
+    forced = os.environ.get(ENV_PREFIX + "FORCE_CPU", "").lower() in ("1", "true", "yes")
+    if torch.cuda.is_available() and not forced:
+        return None
+    return f"{__name__}:KvtierCpuPlatform"
+
+
+class KvtierCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """Any CPU: no Triton, no graphs, torch-native operators."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def is_pin_memory_available(self, device: object = None) -> bool:
+        return False

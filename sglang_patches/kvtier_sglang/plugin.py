@@ -1,0 +1,93 @@
+"""What kvtier registers and hooks in every SGLang process, and the proof that it took.
+
+SGLang only logs a plugin that fails. So every hook is named in `HOOKS`, `verify` compares that
+list with what SGLang really applied, and the objects built late (attention backend, radix
+cache) refuse to start on foundations that are not ours.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from kvtier.config import Settings, load_settings
+from kvtier.errors import StartupError
+from kvtier_sglang import guards, hooks
+from kvtier_sglang.guards import NAME
+
+logger = logging.getLogger(__name__)
+
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
+
+HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
+    "sglang.srt.server_args.ServerArgs.resolve_once": (hooks.check_flags, HookType.BEFORE),
+    f"{_CONFIGURATOR}.config_from_budget": (hooks.size_pools, HookType.AROUND),
+    f"{_CONFIGURATOR}._build_mha_kv_pool": (hooks.build_pool, HookType.AROUND),
+    f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator": (
+        hooks.build_allocator,
+        HookType.AROUND,
+    ),
+    "sglang.srt.mem_cache.allocation.alloc_token_slots": (hooks.observe_peak, HookType.AFTER),
+    f"{_STATE}._add_memory_usage": (hooks.report_state, HookType.AFTER),
+}
+
+
+def register() -> None:
+    """Entry point `sglang.srt.plugins`: runs once in every SGLang process."""
+    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
+
+    register_attention_backend(NAME)(_attention_backend)
+    add_attention_backend_choices([NAME])
+    register_radix_cache_backend(NAME, _radix_cache)
+    for target, (hook, kind) in HOOKS.items():
+        HookRegistry.register(target, hook, kind)
+
+
+def verify() -> None:
+    """Raise StartupError unless every registration and hook is in force in this process."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.mem_cache.registry import get_radix_cache_factory
+
+    missing = [target for target in HOOKS if target not in HookRegistry._patched]
+    if NAME not in ATTENTION_BACKENDS:
+        missing.append("attention backend registration")
+    if get_radix_cache_factory(NAME) is None:
+        missing.append("radix cache registration")
+    if missing:
+        raise StartupError(
+            "kvtier is installed but did not take effect in SGLang: " + ", ".join(missing)
+        )
+
+
+def _attention_backend(runner: Any) -> Any:
+    from kvtier_sglang.attention import KvtierAttnBackend
+
+    verify()
+    return KvtierAttnBackend(runner, _settings())
+
+
+def _radix_cache(ctx: Any) -> Any:
+    from kvtier_sglang.allocator import HeadSplitAllocator
+    from kvtier_sglang.radix import build
+
+    verify()
+    allocator = ctx.params.token_to_kv_pool_allocator
+    if not isinstance(allocator, HeadSplitAllocator):
+        raise StartupError(
+            f"radix cache kvtier: expected a HeadSplitAllocator, got {type(allocator).__name__}; "
+            "serve with --attention-backend kvtier as well"
+        )
+    return build(ctx, _settings())
+
+
+def _settings() -> Settings:
+    return load_settings()
+
+
+__all__ = ["HOOKS", "guards", "register", "verify"]

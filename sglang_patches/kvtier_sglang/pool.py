@@ -1,0 +1,186 @@
+"""The head-split KV pool: one slot space per head class.
+
+Per layer the KV heads fall into two classes, context-anchored (CA) and locality. Each class
+has its own buffers and its own slots; how many heads a class has may differ per layer, from
+none to all, and the slot of a token is the same in every layer.
+
+    CA slot space        [0 .. ca_size]        slot 0 is SGLang's padding slot
+    locality slot space  [0 .. locality_size]  slot 0 likewise
+
+SGLang knows CA slots only. `KVWriteLoc.swa_loc`, which carries "the other pool's slot" for
+sliding-window models, carries the locality slot here.
+
+Physical layout on a CPU is [heads, slots, dim], which streams 3-7 times faster through
+matrix products than [slots, heads, dim] (measured at 128k x 4 heads x 32); accelerators use
+[slots, heads, dim], the layout of paged kernels. Callers always see [slots, heads, dim].
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.mem_cache.memory_pool import KVCache, unwrap_write_loc
+
+from kvtier.heads.profile import HeadProfile
+from kvtier.retention.pools import SlotBytes
+
+
+class ClassBuffers(NamedTuple):
+    """One head class of one layer.
+
+    heads: ascending KV head indices of the class.
+    k, v:  [slots, heads, dim] views, whatever the physical layout.
+    """
+
+    heads: tuple[int, ...]
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def select(self, x: torch.Tensor) -> torch.Tensor:
+        """This class's heads of x [tokens, all KV heads, ...]; a view where they are adjacent."""
+        first, last = self.heads[0], self.heads[-1]
+        if last - first + 1 == len(self.heads):
+            return x[:, first : last + 1]
+        return x[:, list(self.heads)]
+
+    def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k, v [tokens, all KV heads, dim] of this class's heads at `slots`."""
+        self.k[slots] = self.select(k).to(self.k.dtype)
+        self.v[slots] = self.select(v).to(self.v.dtype)
+
+
+class HeadSplitKVPool(KVCache):
+    """Buffers of both classes for all layers of one rank.
+
+    Owns the memory and the slot tables that attention reads; the allocator writes the tables.
+
+    locality_of: [ca_size + 1] int64, the locality slot of a CA slot, 0 where it has none.
+    settled:     [ca_size + 1] bool, whether the CA slot's turn has ended and was compressed.
+    log_votes:   [locality_size + 1] float32, 0 for a token, ln N for a compensation entry.
+    """
+
+    def __init__(
+        self,
+        ca_size: int,
+        locality_size: int,
+        *,
+        profile: HeadProfile,
+        dtype: torch.dtype,
+        device: str,
+        start_layer: int,
+        page_size: int = 1,
+    ) -> None:
+        shape = profile.shape
+        super().__init__(
+            ca_size,
+            page_size,
+            dtype,
+            shape.num_layers,
+            device,
+            False,
+            start_layer,
+            start_layer + shape.num_layers - 1,
+        )
+        self.profile = profile
+        self.locality_size = locality_size
+        self.head_num = shape.num_kv_heads
+        self.head_dim = shape.head_dim
+        self.v_head_dim = shape.head_dim
+        self.ca = [self._buffers(ca_size, heads) for heads in profile.ca_heads]
+        self.locality = [
+            self._buffers(locality_size, profile.locality_heads(layer))
+            for layer in range(shape.num_layers)
+        ]
+        self.locality_of = torch.zeros(ca_size + 1, dtype=torch.int64, device=device)
+        self.settled = torch.zeros(ca_size + 1, dtype=torch.bool, device=device)
+        self.log_votes = torch.zeros(locality_size + 1, dtype=torch.float32, device=device)
+        self._finalize_allocation_log(ca_size)
+
+    def _buffers(self, size: int, heads: tuple[int, ...]) -> ClassBuffers:
+        slots, count = size + self.page_size, len(heads)
+        tensors = []
+        for _ in range(2):
+            if self.device == "cpu":
+                physical = torch.zeros(
+                    (count, slots, self.head_dim), dtype=self.store_dtype, device=self.device
+                )
+                tensors.append(physical.transpose(0, 1))
+            else:
+                tensors.append(
+                    torch.zeros(
+                        (slots, count, self.head_dim), dtype=self.store_dtype, device=self.device
+                    )
+                )
+        return ClassBuffers(heads, tensors[0], tensors[1])
+
+    @property
+    def splits_heads(self) -> bool:
+        """Whether any head is a locality head."""
+        return any(buffers.heads for buffers in self.locality)
+
+    @property
+    def slot_bytes(self) -> SlotBytes:
+        """Bytes one slot of each class occupies over all layers, from the real buffers."""
+        return SlotBytes(ca=_bytes_per_slot(self.ca), locality=_bytes_per_slot(self.locality))
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        every = [*self.ca, *self.locality]
+        k = sum(b.k.numel() * b.k.element_size() for b in every)
+        v = sum(b.v.numel() * b.v.element_size() for b in every)
+        return k, v
+
+    def set_kv_buffer(
+        self,
+        layer: Any,
+        loc_info: Any,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+    ) -> None:
+        """Store new tokens: cache_k, cache_v [tokens, KV heads, dim]."""
+        ca_slots, locality_slots, _ = unwrap_write_loc(loc_info)
+        index = layer.layer_id - self.start_layer
+        if self.ca[index].heads:
+            self.ca[index].write(ca_slots, cache_k, cache_v)
+        if self.locality[index].heads:
+            assert locality_slots is not None, "locality slots were not resolved for this batch"
+            self.locality[index].write(locality_slots, cache_k, cache_v)
+
+    def compensate(self, dropped: torch.Tensor, into: int) -> None:
+        """Write the compensation entry of `dropped` locality slots into slot `into`.
+
+        k = mean(k), v = mean(v) per layer and head (RazorAttention), weighted by votes so that
+        entries can be folded again; votes add up. `into` may be one of the dropped slots.
+        """
+        votes = self.log_votes[dropped].exp()
+        total = votes.sum()
+        weights = (votes / total).unsqueeze(0)
+        for buffers in self.locality:
+            # Head by head, so that the gather stays small for a 128k span.
+            for head in range(len(buffers.heads)):
+                for side in (buffers.k, buffers.v):
+                    mean = weights @ side[dropped, head].float()
+                    side[into, head] = mean.squeeze(0).to(side.dtype)
+        self.log_votes[into] = total.log()
+
+    # SGLang's single-buffer accessors have no meaning for two slot spaces.
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        raise RuntimeError("a head-split pool has no single key buffer; use .ca and .locality")
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        raise RuntimeError("a head-split pool has no single value buffer; use .ca and .locality")
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        raise RuntimeError("a head-split pool has no single KV buffer; use .ca and .locality")
+
+
+def _bytes_per_slot(layers: list[ClassBuffers]) -> int:
+    return sum(
+        len(b.heads) * (b.k.shape[-1] + b.v.shape[-1]) * b.k.element_size() for b in layers
+    )
+
+
+__all__ = ["ClassBuffers", "HeadSplitKVPool"]
