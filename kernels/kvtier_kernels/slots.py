@@ -42,7 +42,7 @@ def plan_request(
     """Cut one request's slots into runs and scattered entries.
 
     slots: [entries] int64. log_votes: [all slots] float32 or None; an entry with a non-zero
-    log-vote is always scattered, so runs need no bias.
+    log-vote is always scattered, so runs need no bias. min_run: at least 2.
     """
     if slots.numel() == 0:
         return RequestSlots((), None, None, slots)

@@ -6,10 +6,15 @@ that both say the same.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvtier.errors import BudgetError
 from kvtier.heads.profile import HeadProfile
+
+
+# Tokens of other requests' decode steps that may be in flight beside a prefill.
+SLACK_SLOTS = 64
 
 
 @dataclass(frozen=True)
@@ -71,13 +76,24 @@ def session_bytes(bytes_per_slot: SlotBytes, shape: SessionShape) -> int:
     return bytes_per_slot.ca * shape.total_tokens + bytes_per_slot.locality * shape.locality_slots
 
 
+def locality_slots_for(ca_slots: int, shape: SessionShape) -> int:
+    """Locality slots that go with `ca_slots`: the resting sessions they hold (at least one),
+    and room for one running prefill with its answer."""
+    resting = math.ceil(max(1.0, ca_slots / shape.total_tokens) * shape.locality_slots)
+    return min(resting + _prefill_reserve(shape), max(ca_slots, shape.prefill_tokens))
+
+
+def _prefill_reserve(shape: SessionShape) -> int:
+    """Slots a running prefill and its answer need beyond those of a resting session."""
+    return max(0, shape.prefill_tokens + shape.turn_tokens - shape.locality_slots) + SLACK_SLOTS
+
+
 def plan_pools(budget_bytes: int, bytes_per_slot: SlotBytes, shape: SessionShape) -> PoolPlan:
     """Cut a KV budget so that as many sessions as possible rest beside one running prefill.
 
     Raises BudgetError when not even one session fits.
     """
-    reserve_slots = max(0, shape.prefill_tokens - shape.locality_slots)
-    reserve = reserve_slots * bytes_per_slot.locality
+    reserve = _prefill_reserve(shape) * bytes_per_slot.locality
     one = session_bytes(bytes_per_slot, shape)
     if budget_bytes < reserve + one:
         raise BudgetError(
@@ -86,11 +102,12 @@ def plan_pools(budget_bytes: int, bytes_per_slot: SlotBytes, shape: SessionShape
             budget_bytes,
         )
     sessions = (budget_bytes - reserve) / one
-    locality_slots = int(sessions * shape.locality_slots) + reserve_slots
-    if bytes_per_slot.locality == 0:
-        locality_slots = int(sessions * shape.total_tokens)
+    ca_slots = int(sessions * shape.total_tokens)
     return PoolPlan(
-        ca_slots=int(sessions * shape.total_tokens),
-        locality_slots=locality_slots,
+        ca_slots=ca_slots,
+        # Without locality heads the class costs nothing and must never be the bottleneck.
+        locality_slots=ca_slots
+        if bytes_per_slot.locality == 0
+        else int(sessions * shape.locality_slots) + _prefill_reserve(shape),
         sessions=sessions,
     )

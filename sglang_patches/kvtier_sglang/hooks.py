@@ -12,7 +12,7 @@ import torch
 
 from kvtier.config import Settings, load_settings
 from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_profile
-from kvtier.retention.pools import SessionShape, plan_pools, slot_bytes
+from kvtier.retention.pools import SessionShape, locality_slots_for, plan_pools, slot_bytes
 from kvtier_sglang import guards
 from kvtier_sglang.allocator import HeadSplitAllocator
 from kvtier_sglang.guards import NAME
@@ -54,16 +54,18 @@ def _profile(configurator: Any, settings: Settings) -> HeadProfile:
     return profile
 
 
-def _session_shape(settings: Settings) -> SessionShape:
+def _session_shape(settings: Settings, ca_slots: int | None = None) -> SessionShape:
+    """What sessions are expected to look like; none is longer than the pool itself."""
     from sglang.srt.runtime_context import get_schedule
 
+    context = min(settings.session_tokens, ca_slots or settings.session_tokens)
     kept = settings.sink_tokens + settings.recent_tokens + 1
-    prefill = settings.session_tokens
+    prefill = context
     chunk = get_schedule().chunked_prefill_size
     if settings.prefill == "streaming" and chunk and chunk > 0:
         prefill = min(prefill, chunk + settings.sink_tokens + settings.recent_tokens)
     return SessionShape(
-        context_tokens=settings.session_tokens,
+        context_tokens=context,
         turn_tokens=settings.turn_tokens,
         kept_tokens=kept,
         prefill_tokens=prefill,
@@ -88,9 +90,9 @@ def size_pools(
     plan = plan_pools(budget_bytes, per_slot, _session_shape(settings))
     config = original(configurator, plan.ca_slots * per_slot.full, **kwargs)
     ca_slots = config.max_total_num_tokens
-    # A token cap shrinks both pools alike; never below what one running prefill needs.
-    scaled = int(plan.locality_slots * ca_slots / plan.ca_slots)
-    derived = min(ca_slots, max(scaled, _session_shape(settings).prefill_tokens))
+    derived = plan.locality_slots
+    if ca_slots < plan.ca_slots:
+        derived = locality_slots_for(ca_slots, _session_shape(settings, ca_slots))
     configurator_slots[id(configurator)] = settings.locality_slots or derived
     return config
 

@@ -141,12 +141,22 @@ class HeadSplitKVPool(KVCache):
     ) -> None:
         """Store new tokens: cache_k, cache_v [tokens, KV heads, dim]."""
         ca_slots, locality_slots, _ = unwrap_write_loc(loc_info)
-        index = layer.layer_id - self.start_layer
+        self.write_at(layer.layer_id - self.start_layer, ca_slots, locality_slots, cache_k, cache_v)
+
+    def write_at(
+        self,
+        index: int,
+        ca_slots: torch.Tensor,
+        locality_slots: torch.Tensor | None,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        """Store k, v [tokens, KV heads, dim] of the pool's `index`-th layer in both classes."""
         if self.ca[index].heads:
-            self.ca[index].write(ca_slots, cache_k, cache_v)
+            self.ca[index].write(ca_slots, k, v)
         if self.locality[index].heads:
             assert locality_slots is not None, "locality slots were not resolved for this batch"
-            self.locality[index].write(locality_slots, cache_k, cache_v)
+            self.locality[index].write(locality_slots, k, v)
 
     def compensate(self, dropped: torch.Tensor, into: int) -> None:
         """Write the compensation entry of `dropped` locality slots into slot `into`.

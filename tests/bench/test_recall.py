@@ -1,6 +1,8 @@
-"""The recall language: what a session promises to whoever trains, calibrates or measures with it."""
+"""What a session of the recall language promises to whoever trains or measures with it."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -44,7 +46,9 @@ def test_equal_seeds_give_equal_languages_and_sessions():
     assert np.array_equal(first.context_ids, second.context_ids)
     assert first.turns == second.turns
     assert np.array_equal(RecallLanguage(seed=1).transitions, RecallLanguage(seed=1).transitions)
-    assert not np.array_equal(RecallLanguage(seed=1).transitions, RecallLanguage(seed=2).transitions)
+    assert not np.array_equal(
+        RecallLanguage(seed=1).transitions, RecallLanguage(seed=2).transitions
+    )
 
 
 @given(sessions)
@@ -114,7 +118,7 @@ def test_an_unknown_word_becomes_unk():
 def test_filler_follows_the_markov_table():
     language = DEFAULT_LANGUAGE
     walk = language.filler_walk(np.random.default_rng(3), 2000)
-    for word, following in zip(walk, walk[1:], strict=False):
+    for word, following in pairwise(walk):
         assert following in language.transitions[word - language.filler.start]
 
 
@@ -128,7 +132,9 @@ def test_context_length_is_exact_and_facts_spread_over_all_of_it(tokens: int):
 
 
 def test_scores_count_codes_place_by_place():
-    expected = make_session(np.random.default_rng(0), 200, 1, 3, invented_share=0).turns[0].answer_ids
+    expected = (
+        make_session(np.random.default_rng(0), 200, 1, 3, invented_share=0).turns[0].answer_ids
+    )
     eot = DEFAULT_LANGUAGE.eot
     assert score_answer(expected, [*expected, eot, 7]).strict
     assert score_answer(expected, expected).codes == 1.0

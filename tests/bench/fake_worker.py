@@ -1,0 +1,105 @@
+"""A worker whose engine is a few lines of Python: it recalls by searching the prompt.
+
+FAKE_WORKER=crash makes the engine fail to start, FAKE_WORKER=hang makes it wait with a child
+process, whose pid goes to the file FAKE_WORKER_PID.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtier.bench import worker
+from kvtier.bench.engine import Answer
+from kvtier.bench.recall import DEFAULT_LANGUAGE, NUM_CODES
+from kvtier.bench.schema import Occupancy, Plan
+
+INVENTED = tuple(DEFAULT_LANGUAGE.codes[:NUM_CODES])
+
+
+class FakeEngine:
+    """Answers at once; keeps whole sequences, least recently used out first."""
+
+    device = "fake"
+
+    def __init__(self, plan: Plan) -> None:
+        self.policy = plan.policy
+        self.capacity_tokens = plan.pools.max_total_tokens
+        self.kept: list[tuple[int, ...]] = []
+        self.peak_tokens = 0
+        self.requests: list[tuple[int, ...]] = []
+        self.closed = False
+
+    def generate(self, input_ids: Sequence[int], max_new_tokens: int, stop_id: int) -> Answer:
+        prompt = tuple(input_ids)
+        self.requests.append(prompt)
+        best = max(self.kept, key=lambda kept: _common(kept, prompt), default=())
+        cached = _common(best, prompt)
+        output = self._say(prompt, stop_id)[:max_new_tokens]
+        if best and cached == len(best):
+            self.kept.remove(best)
+        self.kept.append(prompt + output[:-1])
+        while sum(map(len, self.kept)) > self.capacity_tokens and len(self.kept) > 1:
+            self.kept.pop(0)
+        self.peak_tokens = max(self.peak_tokens, self._tokens())
+        computed = len(prompt) - cached
+        steps = (2.0,) * (len(output) - 1)
+        return Answer(output, cached, float(computed), computed + sum(steps), steps)
+
+    def _say(self, prompt: tuple[int, ...], stop_id: int) -> tuple[int, ...]:
+        """The codes behind the asked name's first appearance, or invented ones."""
+        name = prompt[-3:-1]
+        for at in range(len(prompt) - 3):
+            codes = prompt[at + 2 : at + 2 + NUM_CODES]
+            known = all(code in DEFAULT_LANGUAGE.codes for code in codes)
+            if prompt[at : at + 2] == name and known and len(codes) == NUM_CODES:
+                return (*name, *codes, stop_id)
+        return (*name, *INVENTED, stop_id)
+
+    def _tokens(self) -> int:
+        return sum(map(len, self.kept))
+
+    def occupancy(self) -> Occupancy:
+        per_token = 25 if self.policy == "kvtier" else 100
+        tokens, peak = self._tokens(), self.peak_tokens
+        self.peak_tokens = tokens
+        return Occupancy(
+            kv_used_bytes=per_token * tokens,
+            kv_peak_bytes=per_token * peak,
+            kv_capacity_bytes=100 * self.capacity_tokens,
+        )
+
+    def flush(self) -> None:
+        self.kept.clear()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the common prefix, always leaving one token to compute."""
+    length = 0
+    for a, b in zip(left, right[:-1], strict=False):
+        if a != b:
+            break
+        length += 1
+    return length
+
+
+def open_engine(plan: Plan) -> FakeEngine:
+    match os.environ.get("FAKE_WORKER"):
+        case "crash":
+            raise RuntimeError("no such weights")
+        case "hang":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            Path(os.environ["FAKE_WORKER_PID"]).write_text(str(child.pid))
+            time.sleep(600)
+    return FakeEngine(plan)
+
+
+if __name__ == "__main__":
+    sys.exit(worker.main(sys.argv[1:], open_engine))

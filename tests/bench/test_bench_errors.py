@@ -1,0 +1,150 @@
+"""Bad input: one typed error that names the flag, before anything heavy is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import SHAPE, make_profile, write_model
+
+from kvtier.bench.__main__ import main
+from kvtier.bench.options import parse_options
+from kvtier.bench.planning import make_plans
+from kvtier.errors import (
+    BudgetError,
+    ConfigurationError,
+    HeadProfileError,
+    HeadProfileMismatchError,
+    SizeError,
+    UnknownPolicyError,
+    UnsupportedModelError,
+    UsageError,
+)
+
+CASES = [
+    (["--policies", "full,ful"], UnknownPolicyError, "--policies", "stock, full, kvtier, window"),
+    (["--policies", "full,full"], UnknownPolicyError, "--policies", "each once"),
+    (["--len", "long"], SizeError, "--len", "a size such as"),
+    (["--len", "16"], SizeError, "--len", "at least 64"),
+    (["--len", "8k"], SizeError, "--len", "at most"),
+    (["--turns", "0"], UsageError, "--turns", "at least 1"),
+    (["--turns", "many"], UsageError, "--turns", "whole number"),
+    (["--sessions", "0"], UsageError, "--sessions", "at least 1"),
+    (["--questions", "0"], UsageError, "--questions", "at least 1"),
+    (["--seed", "-1"], UsageError, "--seed", "at least 0"),
+    (["--chunk", "x"], SizeError, "--chunk", "a size such as"),
+    (["--prefill", "lazy"], UsageError, "--prefill", "invalid choice"),
+    (["--nonsense"], UsageError, "arguments", "--nonsense"),
+    (["--budget-sessions", "0.5"], BudgetError, "--budget-sessions", "at least 1"),
+    (["--budget-sessions", "2", "--kv-budget", "1g"], UsageError, "--kv-budget", "only one"),
+    (["--kv-budget", "1m"], BudgetError, "--kv-budget", "policy full"),
+    (["--budget-sessions", "1"], BudgetError, "--budget-sessions", "policy kvtier"),
+    (["--json", "no/such/folder/out.json"], UsageError, "--json", "existing directory"),
+    (["--report", "."], UsageError, "--report", "existing directory"),
+]
+
+
+@pytest.mark.parametrize(("flags", "kind", "argument", "says"), CASES)
+def test_bad_input_is_a_typed_error_that_names_the_flag(
+    flags: list[str], kind: type[UsageError], argument: str, says: str, model_path: Path
+):
+    given = ["--len", "4k", "--model-path", str(model_path), *flags]
+    with pytest.raises(UsageError) as caught:
+        make_plans(parse_options(given))
+    assert type(caught.value) is kind
+    assert caught.value.argument == argument
+    assert says in str(caught.value)
+
+
+def plan_for(folder: Path, *flags: str) -> None:
+    make_plans(parse_options(["--len", "4k", "--model-path", str(folder), *flags]))
+
+
+@pytest.mark.parametrize(
+    "config", [{"kv_lora_rank": 512}, {"mamba_d_state": 16}, {"sliding_window": 4096}]
+)
+def test_a_model_that_cannot_be_split_is_refused(config: dict[str, int], tmp_path: Path):
+    with pytest.raises(UnsupportedModelError, match="--model-path"):
+        plan_for(write_model(tmp_path / "model", **config))
+
+
+def test_a_model_directory_without_weights_or_vocabulary_is_refused(tmp_path: Path):
+    with pytest.raises(UsageError, match="weights"):
+        plan_for(write_model(tmp_path / "empty", weights=False))
+    with pytest.raises(UsageError, match="vocabulary"):
+        plan_for(write_model(tmp_path / "small", vocab_size=100))
+    with pytest.raises(UsageError, match=r"config\.json"):
+        plan_for(tmp_path / "nowhere")
+
+
+def test_a_missing_demo_model_says_where_it_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("kvtier.bench.planning.DEMO_MODEL", Path("models/gone"))
+    with pytest.raises(UsageError, match=r"--model-path: .*demo model .*source checkout"):
+        make_plans(parse_options([]))
+
+
+def test_a_head_profile_of_another_model_is_refused(tmp_path: Path, model_path: Path):
+    other = tmp_path / "other.json"
+    shape = SHAPE.model_copy(update={"num_layers": 2})
+    make_profile(shape=shape, ca_heads=((), (0,))).save(other)
+    with pytest.raises(HeadProfileMismatchError, match="head_profile"):
+        plan_for(model_path, "--head-profile", str(other))
+    make_profile(revision="0" * 16).save(other)
+    with pytest.raises(HeadProfileMismatchError, match="revision"):
+        plan_for(model_path, "--head-profile", str(other))
+
+
+def test_a_head_profile_that_is_not_there_or_not_one_is_refused(tmp_path: Path, model_path: Path):
+    with pytest.raises(HeadProfileError, match=r"gone\.json"):
+        plan_for(model_path, "--head-profile", str(tmp_path / "gone.json"))
+    (model_path / "head_profile.json").write_text("{}")
+    with pytest.raises(HeadProfileError, match="head_profile"):
+        plan_for(model_path)
+    (model_path / "head_profile.json").unlink()
+    with pytest.raises(HeadProfileError, match=r"--head-profile: .*calibrate"):
+        plan_for(model_path)
+    plan_for(model_path, "--policies", "stock,full,window")
+
+
+def test_a_bad_setting_in_the_environment_is_named(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("KVTIER_SINK_TOKENS", "-1")
+    with pytest.raises(ConfigurationError, match="sink_tokens"):
+        plan_for(model_path)
+
+
+def test_the_command_prints_one_line_and_exits_with_2(capsys: pytest.CaptureFixture[str]):
+    assert main(["--turns", "0"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("kvtier.bench: error: --turns: expected")
+    assert printed.err.count("\n") == 1
+
+
+BLOCKED = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "sglang", "transformers"):
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Block())
+from kvtier.bench.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"), [(["--dry-run"], 0), (["--policies", "nope"], 2), (["--len", "9m"], 2)]
+)
+def test_no_torch_and_no_engine_is_imported_to_plan_or_to_refuse(
+    flags: list[str], code: int, model_path: Path
+):
+    command = [sys.executable, "-c", BLOCKED, "--model-path", str(model_path), "--len", "4k"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert "blocked" not in done.stderr

@@ -1,0 +1,123 @@
+"""The measuring loop over a fake engine, and the arithmetic on what it measured."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from fake_worker import FakeEngine
+
+from kvtier.bench.engine import EngineError, StreamClock
+from kvtier.bench.measure import run_plan
+from kvtier.bench.metrics import compare, compare_all
+from kvtier.bench.options import parse_options
+from kvtier.bench.planning import make_plans
+from kvtier.bench.schema import RunResult
+from kvtier.bench.workload import EXCHANGE_TOKENS, longest_prompt, plan_sessions
+
+
+def run(folder: Path, policy: str, *flags: str) -> tuple[RunResult, FakeEngine]:
+    given = ["--len", "512", "--model-path", str(folder), "--policies", policy, *flags]
+    _, (entry,) = make_plans(parse_options(given))
+    engine = FakeEngine(entry.plan)
+    return run_plan(entry.plan, lambda plan: engine, lambda event: None), engine
+
+
+def test_a_session_continues_with_what_the_model_said_and_branches_leave_no_trace(model_path: Path):
+    result, engine = run(model_path, "full", "--turns", "3", "--questions", "3")
+    assert engine.closed
+    asked = engine.requests[-9:]
+    main_line, branches = asked[::3], [r for i, r in enumerate(asked) if i % 3]
+    for before, after in pairwise(main_line):
+        assert after[: len(before)] == before
+    for number, branch in enumerate(branches):
+        prefix = len(main_line[number // 2]) + 11
+        assert len(branch) == prefix + 17
+        following = main_line[number // 2 + 1 :]
+        assert all(branch[:prefix] == later[:prefix] for later in following)
+        assert all(branch != later[: len(branch)] for later in following)
+    assert [turn.turn for turn in result.turns] == [1, 2, 3]
+    assert [turn.prompt_tokens for turn in result.turns] == [529, 557, 585]
+    assert result.summary.recall == 1.0
+
+
+def test_later_turns_find_their_history_cached(model_path: Path):
+    result, _ = run(model_path, "full", "--turns", "3", "--questions", "1")
+    assert result.turns[0].cached_tokens == 0
+    # All but the last token of an answer is in the cache when the next turn comes.
+    assert result.turns[1].cached_tokens == 529 + 10
+    assert result.turns[1].ttft_ms == 557 - 539
+    assert result.turns[1].tpot_ms == pytest.approx(2.0)
+    assert result.summary.median_ttft_ms == 18
+
+
+def test_an_answer_that_was_invented_is_the_right_one_when_asked_again(model_path: Path):
+    for seed in range(20):
+        given = ["--turns", "6", "--questions", "1", "--seed", str(seed)]
+        result, _ = run(model_path, "full", *given)
+        if any(request.recall is None for request in result.requests):
+            assert result.summary.recall == 1.0
+            return
+    pytest.fail("no seed led to an invented answer")
+
+
+def test_residency_is_counted_per_turn_and_at_the_end(model_path: Path):
+    tight, engine = run(model_path, "full", "--sessions", "5", "--turns", "3")
+    assert [turn.resident_sessions for turn in tight.turns] == [None, 0, 0]
+    assert tight.summary.resident_sessions == sum(len(kept) > 512 for kept in engine.kept)
+    assert tight.summary.resident_sessions in (2, 3)
+    roomy, _ = run(model_path, "full", "--sessions", "5", "--budget-sessions", "8", "--turns", "3")
+    assert [turn.resident_sessions for turn in roomy.turns] == [None, 5, 5]
+    assert roomy.summary.resident_sessions == 5
+
+
+def test_ratios_are_bigger_when_kvtier_is_better(model_path: Path):
+    flags = ["--turns", "2", "--questions", "2"]
+    full, kvtier, stock = (run(model_path, name, *flags)[0] for name in ("full", "kvtier", "stock"))
+    pair = compare(full, kvtier)
+    assert pair.kv_device_bytes == pytest.approx(4.0, rel=0.01)
+    assert pair.recall == pytest.approx(1.0)
+    slower = kvtier.model_copy(
+        update={"summary": kvtier.summary.model_copy(update={"median_tpot_ms": 4.0, "recall": 0.5})}
+    )
+    assert compare(full, slower).median_tpot_ms == pytest.approx(0.5)
+    assert compare(full, slower).recall == pytest.approx(0.5)
+    main, others = compare_all([stock, full, kvtier])
+    assert main is not None
+    assert (main.baseline, main.policy) == ("full", "kvtier")
+    assert [(p.baseline, p.policy) for p in others] == [("stock", "full"), ("stock", "kvtier")]
+    assert compare_all([stock])[0] is None
+
+
+def test_nothing_to_compare_is_none_and_not_a_division_by_zero(model_path: Path):
+    full = run(model_path, "full", "--turns", "1")[0]
+    silent = full.model_copy(update={"summary": full.summary.model_copy(update={"recall": None})})
+    assert compare(silent, full).recall is None
+    assert compare(full, silent).recall is None
+
+
+def test_questions_are_the_same_for_every_policy_and_differ_by_seed(model_path: Path):
+    workloads = [
+        parse_options(["--len", "512", "--questions", "4", "--seed", seed]).workload
+        for seed in ("1", "1", "2")
+    ]
+    first, again, other = (
+        [branch.prompt_ids for turn in plan_sessions(each)[0].branches for branch in turn]
+        for each in workloads
+    )
+    assert first == again != other
+    assert longest_prompt(workloads[0]) == 512 + 6 * EXCHANGE_TOKENS
+
+
+def test_the_clock_spreads_a_chunk_over_its_tokens():
+    times = iter([10.0, 10.5, 10.6, 10.9])
+    clock = StreamClock(now=lambda: next(times))
+    for tokens in (1, 2, 2, 5):
+        clock.see(tokens)
+    answer = clock.answer([1, 2, 3, 4, 5], 7)
+    assert answer.ttft_ms == pytest.approx(500)
+    assert answer.itl_ms == pytest.approx((100, 100, 100, 100))
+    assert answer.latency_ms == pytest.approx(900)
+    with pytest.raises(EngineError):
+        StreamClock().answer([], 0)

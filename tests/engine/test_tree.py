@@ -1,0 +1,189 @@
+"""The radix tree with compressed nodes, driven by a miniature scheduler (no model)."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from tree_harness import MiniScheduler, random_tokens
+
+
+def run_turn(s: MiniScheduler, prompt: list[int], answer: list[int], chunk: int = 1000):
+    request = s.admit(prompt)
+    assert request is not None
+    while request.filled < len(prompt):
+        assert s.extend(request, chunk)
+        s.checkpoint(request)
+    for token in answer:
+        assert s.decode(request, token)
+    s.release(request, checkpoint=True)
+    s.check()
+    return request
+
+
+def matched(s: MiniScheduler, tokens: list[int]) -> int:
+    key = RadixKey(array("q", tokens))
+    return s.tree.match_prefix(MatchPrefixParams(key=key)).device_prefix_len
+
+
+def context(n: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(50) for _ in range(n)]
+
+
+def test_a_finished_turn_keeps_sink_recent_generated_and_one_compensation_entry():
+    s = MiniScheduler()
+    run_turn(s, context(60), [1, 2, 3])
+    (node,) = s.tree.nodes()
+    assert node.compressed
+    assert (node.dropped.begin, node.dropped.end) == (4, 54)
+    assert node.locality_size == 4 + 1 + 6 + 3
+    assert matched(s, [*context(60), 1, 2, 3, 9]) == 63
+
+
+def test_chunked_prefill_ends_as_one_node():
+    s = MiniScheduler()
+    run_turn(s, context(60), [1, 2], chunk=13)
+    assert len(list(s.tree.nodes())) == 1
+
+
+def test_streaming_prefill_never_holds_the_whole_context():
+    s = MiniScheduler(locality_size=60, streaming=True)
+    run_turn(s, context(120), [1, 2], chunk=20)
+    (node,) = s.tree.nodes()
+    assert node.locality_size == 4 + 1 + 6 + 2
+
+
+def test_each_turn_becomes_a_node_and_drops_only_its_own_span():
+    s = MiniScheduler()
+    first = [*context(60), 1, 2]
+    run_turn(s, context(60), [1, 2])
+    run_turn(s, [*first, *context(40, seed=1)], [3, 4])
+    spans = sorted((n.start, n.dropped.begin, n.dropped.end) for n in s.tree.nodes())
+    assert spans == [(0, 4, 54), (62, 0, 34)]
+
+
+def test_leaving_a_compressed_node_in_the_middle_recomputes_and_the_next_one_shares():
+    s = MiniScheduler()
+    shared = context(40)
+    run_turn(s, shared + context(20, seed=1), [1])
+    other = shared + context(20, seed=2)
+    # Only the sink is usable of the compressed node.
+    assert s.admit(other).prefix_len == 4
+    s.release(s.running[0], checkpoint=False)
+    run_turn(s, other, [2])
+    third = s.admit(shared + context(20, seed=3))
+    assert third.prefix_len == 40, "the learned branch point is shared"
+    s.release(third, checkpoint=False)
+    # The first session is still there in full.
+    assert matched(s, [*shared, *context(20, seed=1), 1]) == 61
+    s.check()
+
+
+def test_leaving_in_the_recent_window_keeps_the_prefix_if_enough_recent_tokens_remain():
+    s = MiniScheduler()
+    tokens = context(60)
+    run_turn(s, tokens, [1])
+    assert s.admit([*tokens[:58], 77, 78]).prefix_len == 58
+    s.release(s.running[0], checkpoint=False)
+    assert s.admit([*tokens[:55], 77, 78]).prefix_len == 4
+    s.release(s.running[0], checkpoint=False)
+    s.check()
+
+
+def test_a_node_in_use_by_another_request_is_compressed_when_the_last_user_leaves():
+    s = MiniScheduler()
+    tokens = context(60)
+    a = s.admit([*tokens, 5])
+    s.extend(a, 100)
+    s.checkpoint(a)
+    b = s.admit([*tokens, 6])
+    assert b.prefix_len == 60
+    s.extend(b, 100)
+    s.checkpoint(b)
+    s.release(a, checkpoint=True)
+    shared = next(n for n in s.tree.nodes() if n.start == 0)
+    assert not shared.compressed
+    s.check()
+    s.release(b, checkpoint=True)
+    assert shared.compressed
+    s.check()
+
+
+def test_duplicates_of_requests_running_together_are_freed():
+    s = MiniScheduler()
+    tokens = context(50)
+    a, b = s.admit([*tokens, 5]), s.admit([*tokens, 6])
+    for request in (a, b):
+        s.extend(request, 100)
+    for request in (a, b):
+        s.checkpoint(request)
+        s.check()
+    assert s.allocator.size - s.allocator.available_size() == 52
+
+
+def test_eviction_gives_back_both_classes():
+    s = MiniScheduler()
+    run_turn(s, context(60), [1, 2])
+    s.tree.evict(EvictParams(num_tokens=1))
+    s.check()
+    assert s.allocator.available_size() == s.allocator.size
+    assert s.allocator.locality_available_size() == s.allocator.locality_size
+
+
+def test_flush_forgets_everything():
+    s = MiniScheduler()
+    run_turn(s, context(60), [1, 2])
+    s.tree.reset()
+    s.allocator.clear()
+    s.check()
+    assert matched(s, context(60)) == 0
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_leaks_in_500_random_operations(seed, streaming):
+    """Arrivals, chunks, decodes, ends, aborts, forks inside nodes, evictions, flushes, and two
+    pools too small for all of it; every invariant after every operation."""
+    rng = random.Random(seed)
+    s = MiniScheduler(size=300, locality_size=160, streaming=streaming)
+    history: list[list[int]] = [random_tokens(rng, 30)]
+    for _ in range(500):
+        operation = rng.random()
+        if operation < 0.25 or not s.running:
+            base = rng.choice(history)
+            cut = rng.randrange(len(base) + 1) if rng.random() < 0.4 else len(base)
+            prompt = base[:cut] + random_tokens(rng, rng.randrange(1, 40))
+            s.admit(prompt[:200])
+        elif operation < 0.55:
+            request = rng.choice(s.running)
+            if s.extend(request, rng.randrange(1, 50)):
+                s.checkpoint(request)
+        elif operation < 0.75:
+            request = rng.choice(s.running)
+            if request.filled == len(request.full_untruncated_fill_ids):
+                s.decode(request, rng.randrange(3))
+        elif operation < 0.92:
+            request = rng.choice(s.running)
+            complete = request.filled == len(request.full_untruncated_fill_ids)
+            s.release(request, checkpoint=complete)
+            if complete:
+                history.append(list(request.full_untruncated_fill_ids))
+        elif operation < 0.97:
+            s.tree.evict(EvictParams(num_tokens=rng.randrange(1, 60)))
+        else:
+            while s.running:
+                s.release(s.running[0], checkpoint=False)
+            s.tree.reset()
+            s.allocator.clear()
+        s.check()
+    assert s.tree.counters["compressed_nodes"] > 0
+    while s.running:
+        s.release(s.running[0], checkpoint=False)
+    s.tree.evict(EvictParams(num_tokens=10_000))
+    s.check()
+    assert s.allocator.available_size() == s.allocator.size
+    assert s.allocator.locality_available_size() == s.allocator.locality_size

@@ -1,0 +1,186 @@
+"""A scheduler in miniature: drives the real tree, allocator and pool without a model.
+
+It does what SGLang's scheduler does to a radix cache, in the same order (match, lock, allocate,
+write the row, checkpoint, release), and writes KV whose value is a digest of the token's whole
+prefix, so that any entry found under the wrong prefix is noticed.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import dataclass, field
+
+import torch
+from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from kvtier.heads.profile import HeadProfile, ModelShape
+from kvtier.retention.locality import LocalityRule
+from kvtier_sglang.allocator import HeadSplitAllocator
+from kvtier_sglang.pool import HeadSplitKVPool
+from kvtier_sglang.radix import KvtierRadixCache
+
+SHAPE = ModelShape(num_layers=2, num_kv_heads=3, num_attention_heads=6, head_dim=2)
+PROFILE = HeadProfile(model="test", shape=SHAPE, method="test", ca_heads=((), (1,)))
+
+
+def digest(tokens) -> float:
+    """A float32-exact number that depends on every token of a prefix."""
+    value = 7
+    for token in tokens:
+        value = (value * 31 + token + 1) % 1_000_003
+    return float(value)
+
+
+@dataclass
+class Request:
+    """The fields of SGLang's Req that a radix cache reads."""
+
+    prompt: list[int]
+    origin_input_ids: array = field(init=False)
+    full_untruncated_fill_ids: array = field(init=False)
+    kv: ReqKvInfo = field(default_factory=ReqKvInfo)
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    lock: object = None
+    last_node: object = None
+    done: bool = False
+    prefix_len: int = 0
+    filled: int = 0
+
+    def __post_init__(self) -> None:
+        self.origin_input_ids = array("q", self.prompt)
+        self.full_untruncated_fill_ids = array("q", self.prompt)
+
+    def finished(self) -> bool:
+        return self.done
+
+
+class MiniScheduler:
+    """See the module docstring."""
+
+    def __init__(self, size=400, locality_size=300, sink=4, recent=6, branch=3, streaming=False):
+        self.pool = HeadSplitKVPool(
+            size, locality_size, profile=PROFILE, dtype=torch.float32, device="cpu", start_layer=0
+        )
+        self.allocator = HeadSplitAllocator(
+            self.pool, streaming_tokens=sink + recent if streaming else None, need_sort=False
+        )
+        self.rows = ReqToTokenPool(
+            size=16, max_context_len=512, device="cpu", enable_memory_saver=False
+        )
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.rows,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=1,
+        )
+        self.rule = LocalityRule(sink, recent, branch)
+        self.tree = KvtierRadixCache(params, self.rule, streaming=streaming)
+        self.running: list[Request] = []
+        self.free_rows = list(range(1, 16))
+
+    def admit(self, prompt: list[int]) -> Request | None:
+        """Match and lock; None when both pools together cannot hold the request."""
+        request = Request(prompt)
+        key = RadixKey(request.full_untruncated_fill_ids, limit=len(prompt) - 1)
+        match = self.tree.match_prefix(MatchPrefixParams(key=key))
+        request.prefix_len = request.kv.cache_protected_len = match.device_prefix_len
+        request.last_node = match.last_device_node
+        request.lock = self.tree.lock(request.last_node)
+        need = len(prompt) - request.prefix_len + 1
+        ca_room = self.allocator.available_size() + self.tree.evictable_size()
+        locality_room = (
+            self.allocator.locality_available_size() + self.tree.locality_evictable_size()
+        )
+        streaming = self.allocator.streaming_tokens
+        locality_need = need if streaming is None else min(need, streaming + 20)
+        if need >= ca_room or locality_need >= locality_room or not self.free_rows:
+            self.tree.unlock(request.lock)
+            return None
+        request.kv.req_pool_idx = self.free_rows.pop()
+        path = self.tree.path_device_indices(request.last_node)
+        assert len(path) == request.prefix_len
+        self.rows.req_to_token[request.kv.req_pool_idx, : len(path)] = path.to(torch.int32)
+        request.filled = request.prefix_len
+        self.running.append(request)
+        return request
+
+    def extend(self, request: Request, tokens: int) -> bool:
+        """Compute `tokens` more of the request; False when memory is short even after eviction."""
+        tokens = min(tokens, len(request.full_untruncated_fill_ids) - request.filled)
+        if tokens == 0:
+            return True
+        self.allocator.evict_to_free_tokens(self.tree, tokens)
+        slots = self.allocator.alloc(tokens)
+        if slots is None:
+            return False
+        begin, end = request.filled, request.filled + tokens
+        self.rows.req_to_token[request.kv.req_pool_idx, begin:end] = slots.to(torch.int32)
+        ids = request.full_untruncated_fill_ids
+        values = torch.tensor([digest(ids[: p + 1]) for p in range(begin, end)])
+        block = values[:, None, None].expand(-1, SHAPE.num_kv_heads, SHAPE.head_dim)
+        images = self.allocator.locality_of[slots]
+        for layer in range(SHAPE.num_layers):
+            self.pool.write_at(layer, slots, images, block, block)
+        request.filled = request.kv.kv_allocated_len = end
+        return True
+
+    def checkpoint(self, request: Request) -> None:
+        self.tree.checkpoint(request, up_to=request.filled)
+
+    def decode(self, request: Request, token: int) -> bool:
+        request.full_untruncated_fill_ids = request.full_untruncated_fill_ids + array("q", [token])
+        if self.extend(request, 1):
+            return True
+        request.full_untruncated_fill_ids = request.full_untruncated_fill_ids[:-1]
+        return False
+
+    def release(self, request: Request, *, checkpoint: bool) -> None:
+        """`release_kv_cache` in SGLang: finish (checkpoint), or abort and retract (not)."""
+        request.done = checkpoint
+        if checkpoint:
+            self.checkpoint(request)
+        row = self.rows.req_to_token[request.kv.req_pool_idx]
+        self.allocator.free(row[request.kv.cache_protected_len : request.filled].to(torch.int64))
+        self.tree.unlock(request.lock)
+        self.tree.on_release(request, checkpointed=checkpoint)
+        self.free_rows.append(request.kv.req_pool_idx)
+        self.running.remove(request)
+
+    def check(self) -> None:
+        """Every invariant, including that each entry holds the KV of its own prefix."""
+        assert self.tree.check_integrity() == []
+        held = sum(r.filled - r.kv.cache_protected_len for r in self.running)
+        assert (
+            self.allocator.available_size()
+            + self.tree.evictable_size()
+            + self.tree.protected_size()
+            + held
+            == self.allocator.size
+        )
+        for request in self.running:
+            row = self.rows.req_to_token[request.kv.req_pool_idx, : request.filled].long()
+            self.check_entries(row, list(request.full_untruncated_fill_ids))
+
+    def check_entries(self, row: torch.Tensor, tokens: list[int]) -> None:
+        """Entries hold the digest of their own prefix, and votes add up to all tokens."""
+        slots = self.allocator.locality_of[row]
+        votes = self.pool.log_votes[slots]
+        plain = (slots > 0) & (votes == 0)
+        expected = torch.tensor([digest(tokens[: p + 1]) for p in range(len(row))])
+        found_ca, found_locality = self.pool.ca[1].k[row, 0, 0], self.pool.locality[0].k[slots, 0, 0]
+        assert torch.equal(found_ca, expected), "a CA entry under the wrong prefix"
+        assert torch.equal(found_locality[plain], expected[plain]), "a locality entry misplaced"
+        total = votes[slots > 0].exp().sum()
+        torch.testing.assert_close(total, torch.tensor(float(len(row))), rtol=1e-4, atol=1e-2)
+
+
+def random_tokens(rng: random.Random, count: int) -> list[int]:
+    # Few distinct tokens, so that prefixes collide and nodes split often.
+    return [rng.randrange(3) for _ in range(count)]

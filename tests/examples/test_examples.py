@@ -1,0 +1,122 @@
+"""Both example agents hold a conversation with a live server that runs kvtier."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.heads.model_config import model_shape, read_config
+from kvtier.heads.profile import full_profile
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "models" / "kvtier-demo"
+PROFILE = MODEL / "head_profile.json"
+START_TIMEOUT_S, AGENT_TIMEOUT_S = 600, 300
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.skipif(not (MODEL / "model.safetensors").is_file(), reason="no demo model"),
+]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def server_command(port: int, profile: Path) -> list[str]:
+    return [
+        *(sys.executable, "-m", "kvtier.cli", "serve", "--model-path", str(MODEL)),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
+        *("--max-total-tokens", "16384", "--head-profile", str(profile)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server on a free loopback port; stopped with everything it started."""
+    folder = tmp_path_factory.mktemp("server")
+    profile = PROFILE
+    if not profile.is_file():  # nothing calibrated yet: keep every head
+        profile = folder / "all_heads.json"
+        full_profile(model_shape(read_config(str(MODEL)))).save(profile)
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    log = folder / "server.log"
+    with log.open("wb") as stream:
+        server = subprocess.Popen(
+            server_command(port, profile), stdout=stream, stderr=stream, start_new_session=True
+        )
+    try:
+        wait_until_healthy(url, server, log)
+        yield url
+    finally:
+        stop(server)
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    """Stop the server's whole process group."""
+    import signal
+
+    for sign, patience_s in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 20.0)):
+        try:
+            os.killpg(server.pid, sign)
+            server.wait(patience_s)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        assert server.poll() is None, log.read_text()[-4000:]
+        assert time.monotonic() < deadline, f"no answer: {log.read_text()[-4000:]}"
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            pass
+        time.sleep(1)
+
+
+@pytest.mark.parametrize("agent", ["agent_frontend.py", "agent_openai.py"])
+def test_an_agent_opens_every_vault(agent: str, server_url: str):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / agent), "--url", server_url],
+        capture_output=True,
+        text=True,
+        timeout=AGENT_TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("assistant:") == 5
+    assert done.stdout.count("tool: open, and empty") == 3
+
+
+@pytest.mark.parametrize("agent", ["agent_frontend.py", "agent_openai.py"])
+def test_an_agent_whose_tool_call_fails_exits_with_1(agent: str, server_url: str, tmp_path: Path):
+    """Somebody has changed the locks."""
+    script = tmp_path / "changed_locks.py"
+    script.write_text(
+        f"import runpy, sys\nsys.path.insert(0, {str(ROOT / 'examples')!r})\n"
+        "import vault\nstory = vault.write_story\n"
+        "def changed(*given):\n    told = story(*given)\n"
+        "    told.vaults.codes = {name: 'k00' for name in told.vaults.codes}\n    return told\n"
+        "vault.write_story = changed\n"
+        f"runpy.run_path({str(ROOT / 'examples' / agent)!r}, run_name='__main__')\n"
+    )
+    command = [sys.executable, str(script), "--url", server_url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=AGENT_TIMEOUT_S)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "does not open it" in done.stdout

@@ -1,0 +1,215 @@
+"""Calibration end to end: on a tiny random model, and on the demo model where it is at hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_llama import RULE, make_ids, profile_of
+
+from kvtier.bench.recall import DEFAULT_LANGUAGE
+from kvtier.errors import SizeError, UnsupportedModelError, UsageError
+from kvtier.heads.base import CalibrationSample, Question, Target
+from kvtier.heads.calibrate import calibrate_heads, load_model, rich_progress, summary
+from kvtier.heads.cli import add_calibrate_parser
+from kvtier.heads.model_config import weights_revision
+from kvtier.heads.picture import draw_profile, score_grid, title_lines
+from kvtier.heads.policy import PolicySession
+from kvtier.heads.probe import HeadProbe
+from kvtier.heads.profile import HeadProfile, load_profile, random_profile
+from kvtier.heads.samples import make_samples, maker_for
+from kvtier.heads.verify import verify
+
+DEMO = Path(__file__).parents[2] / "models" / "kvtier-demo"
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that reads the recall language."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=DEFAULT_LANGUAGE.vocab_size, hidden_size=32, intermediate_size=48,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=1024, initializer_range=0.2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    vocab = {"model": {"vocab": dict(DEFAULT_LANGUAGE.ids)}}
+    (folder / "tokenizer.json").write_text(json.dumps(vocab))
+    return folder
+
+
+def run_cli(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    add_calibrate_parser(parser.add_subparsers())
+    options = parser.parse_args(["calibrate", "heads", *map(str, arguments)])
+    code = options.handler(options)
+    assert isinstance(code, int)
+    return code
+
+
+def is_png(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+@pytest.mark.parametrize("method", ["sensitivity", "contextkeeper"])
+def test_the_command_writes_a_verified_profile(
+    method: str, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, picture = tmp_path / "heads.json", tmp_path / "heads.png"
+    arguments = (
+        "--model-path", tiny_folder, "--method", method, "--share", 0.5, "--out", out,
+        "--picture", picture, "--len", "448,512", "--samples", 2, "--seed", 3,
+    )  # fmt: skip
+    assert run_cli(*arguments) == 0
+    shown = capsys.readouterr().out
+    assert f"{method}: 2 of 4 KV heads" in shown
+    assert "recall at 512:" in shown
+    profile = load_profile(out)
+    assert profile.num_ca_heads == 2
+    assert profile.method == method
+    assert profile.model == tiny_folder.name
+    assert profile.revision == weights_revision(str(tiny_folder))
+    assert profile.scores is not None
+    metrics = [(cost.metric, cost.context_tokens, cost.samples) for cost in profile.costs]
+    assert metrics == [
+        (name, length, 32) for length in (448, 512) for name in ("recall", "token recall", "nll")
+    ]
+    assert profile.parameters["seed"] == 3
+    assert profile.parameters["control"][1]["context_tokens"] == 512
+    assert is_png(picture)
+
+    again = tmp_path / "again.json"
+    assert run_cli(*arguments[:6], "--out", again, *arguments[10:], "--quiet") == 0
+    assert capsys.readouterr() == ("", "")
+    assert again.read_bytes() == out.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"method": "duo"}, UsageError, "--method"),
+        ({"out": Path("/nowhere/p.json")}, UsageError, "--out"),
+        ({"model_path": "/nowhere"}, UsageError, "--model-path"),
+        ({"lengths": (2048,)}, SizeError, "--len"),
+        ({"lengths": (512, 512)}, SizeError, "--len"),
+        ({"lengths": (256,)}, SizeError, "--len"),
+        ({"samples": 0}, UsageError, "--samples"),
+        ({"target": Target()}, UsageError, "--share"),
+    ],
+)
+def test_bad_arguments_are_named_and_nothing_is_written(
+    change: dict[str, Any], error: type[Exception], match: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    good: dict[str, Any] = {
+        "model_path": str(tiny_folder), "method": "sensitivity", "out": tmp_path / "p.json",
+        "target": Target(share=0.5), "lengths": (512,), "samples": 1,
+    }  # fmt: skip
+    with pytest.raises(error, match=match):
+        calibrate_heads(**(good | change))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
+    config = {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="MLA"):
+        calibrate_heads(str(tmp_path), "sensitivity", tmp_path / "p.json", target=Target(share=0.5))
+
+
+@pytest.mark.parametrize("options", [{"--len": "4q"}, {"--picture": "/no/p.png"}, {"--seed": -1}])
+def test_the_command_names_a_bad_option(options: dict[str, object], tiny_folder: Path) -> None:
+    name, value = next(iter(options.items()))
+    with pytest.raises(UsageError, match=name):
+        run_cli("--model-path", tiny_folder, "--share", 0.5, "--out", "p.json", name, value)
+
+
+def test_any_tokenizer_gets_english_samples(tiny_folder: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: index for index, symbol in enumerate(["<s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(tmp_path)
+    maker, tasks = maker_for(str(tmp_path))
+    (sample,) = make_samples(maker, tasks, 1, [4096], seed=0)
+    assert len(sample.context_ids) == 4096
+    assert sample.context_ids[0] == 0
+    assert max(sample.context_ids) < DEFAULT_LANGUAGE.vocab_size
+    probe = HeadProbe(load_model(str(tiny_folder)))
+    assert probe.prepare(sample).quality(probe.full()).loss > 0
+
+
+def test_verification_measures_one_length_at_a_time(model: Any) -> None:
+    probe = HeadProbe(model, RULE)
+    question = Question((1, 2, 3), (4, 5))
+    short, long = (
+        probe.prepare(CalibrationSample(tuple(make_ids(n)), (question,))) for n in (40, 50)
+    )
+    profile = random_profile(probe.shape, 2, seed=0)
+    found = verify([short, short], profile, seed=0)
+    assert (found.context_tokens, found.answers) == (40, 2)
+    assert found.profile == pytest.approx(short.quality(probe.mask(profile)))
+    with pytest.raises(UsageError, match="batches"):
+        verify([short, long], profile, seed=0)
+
+
+def test_pictures_are_the_same_for_equal_profiles(tmp_path: Path) -> None:
+    profile = profile_of((0,), (), (0, 1))
+    for name in ("a.png", "b.png"):
+        draw_profile(profile, tmp_path / name)
+    assert is_png(tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    assert score_grid(profile) == [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
+    assert title_lines(profile) == ["tiny: by hand, 3 of 6 KV heads keep the context (50%)"]
+
+
+def test_progress_is_shown_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with rich_progress() as progress:
+        progress("a stage", 0, 2)
+        progress("a stage", 2, 2)
+    assert capsys.readouterr().out == ""
+
+
+needs_demo = pytest.mark.skipif(not (DEMO / "model.safetensors").exists(), reason="no demo model")
+
+
+@pytest.fixture(scope="module")
+def demo_result(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    out = tmp_path_factory.mktemp("demo") / "heads.json"
+    return calibrate_heads(
+        str(DEMO), "sensitivity", out, target=Target(share=0.25), lengths=(2048,), samples=2
+    )
+
+
+@needs_demo
+def test_sensitive_heads_beat_random_ones_widely(demo_result: Any) -> None:
+    (found,) = demo_result.verifications
+    assert found.full.tokens > 0.9
+    assert found.profile.tokens > found.random.tokens + 0.4
+    assert demo_result.profile.num_ca_heads == 3
+    assert len(summary(demo_result)) == 2
+
+
+@needs_demo
+def test_greedy_sessions_recall_what_the_probe_measures(demo_result: Any) -> None:
+    probe = HeadProbe(load_model(str(DEMO)))
+    maker, tasks = maker_for(str(DEMO))
+    (sample,) = make_samples(maker, tasks, 1, [2048], seed=9)
+    profile: HeadProfile = demo_result.profile
+    measured = probe.prepare(sample).quality(probe.mask(profile))
+    session = PolicySession(probe.model, profile)
+    session.turn(sample.context_ids, 0)
+    right = [
+        tuple(session.fork().turn(q.prompt_ids, len(q.answer_ids)).token_ids) == q.answer_ids
+        for q in sample.questions
+    ]
+    assert measured.recall == pytest.approx(sum(right) / len(right))

@@ -1,0 +1,225 @@
+"""Selection rules, on scores and losses that are known; no model runs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.errors import UsageError
+from kvtier.heads import contextkeeper, sensitivity
+from kvtier.heads.base import (
+    METHODS,
+    CalibrationSample,
+    HeadMethod,
+    HeadScores,
+    Question,
+    Target,
+    best_heads,
+    heads_by_layer,
+    make_method,
+)
+from kvtier.heads.contextkeeper import ContextKeeper, candidates, mean_matrix
+from kvtier.heads.probe import Quality
+from kvtier.heads.profile import ModelShape
+from kvtier.heads.sensitivity import Sensitivity, all_heads
+
+Weights = dict[tuple[int, int], float]
+
+
+def shape(layers: int, heads: int) -> ModelShape:
+    return ModelShape(num_layers=layers, num_kv_heads=heads, num_attention_heads=heads, head_dim=8)
+
+
+def fake_batch(size: ModelShape) -> Any:
+    full = ((True,) * size.num_kv_heads,) * size.num_layers
+    return SimpleNamespace(shape=size, probe=SimpleNamespace(full=lambda: full))
+
+
+def additive(weights: Weights) -> Any:
+    """A model whose every head is worth its weight: dropping it costs that much, alone or not."""
+
+    def measure(_: Any, kept: Any) -> Quality:
+        lost = sum(w for (layer, head), w in weights.items() if not kept[layer][head])
+        right = max(0.0, 1.0 - lost)
+        return Quality(recall=right, tokens=right, loss=lost)
+
+    return measure
+
+
+@st.composite
+def weighted_heads(draw: st.DrawFn) -> tuple[ModelShape, Weights]:
+    size = shape(draw(st.integers(1, 4)), draw(st.integers(1, 4)))
+    heads = all_heads(size)
+    ranks = draw(st.permutations(range(len(heads))))
+    total = sum(range(len(heads))) or 1
+    return size, {head: rank / total for head, rank in zip(heads, ranks, strict=True)}
+
+
+def run_sensitivity(size: ModelShape, weights: Weights, target: Target) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sensitivity, "measure", additive(weights))
+        method, batches = Sensitivity(), [fake_batch(size)]
+        return method.select(method.score(batches), batches, target)
+
+
+@given(weighted_heads(), st.floats(0.01, 1.0))
+def test_elimination_to_a_share_keeps_the_heads_worth_most(
+    case: tuple[ModelShape, Weights], share: float
+) -> None:
+    size, weights = case
+    selection = run_sensitivity(size, weights, Target(share=share))
+    count = max(1, round(share * len(weights)))
+    best = sorted(weights, key=lambda head: -weights[head])[:count]
+    assert selection.ca_heads == heads_by_layer(best, size.num_layers)
+    for (layer, head), weight in weights.items():
+        assert selection.scores[layer][head] == pytest.approx(weight)
+
+
+@given(weighted_heads(), st.floats(0.0, 0.99))
+def test_elimination_within_a_budget_is_within_it_and_minimal(
+    case: tuple[ModelShape, Weights], budget: float
+) -> None:
+    size, weights = case
+    selection = run_sensitivity(size, weights, Target(budget=budget))
+    kept = {(layer, head) for layer, row in enumerate(selection.ca_heads) for head in row}
+    lost = sum(w for head, w in weights.items() if head not in kept)
+    assert lost <= budget + 1e-9
+    if len(kept) > 1:
+        assert lost + min(weights[head] for head in kept) > budget - 1e-9
+
+
+def test_big_models_lose_several_heads_per_round() -> None:
+    size = shape(8, 8)
+    weights = {head: float(rank) / 2016 for rank, head in enumerate(all_heads(size))}
+    selection = run_sensitivity(size, weights, Target(share=0.25))
+    path = [step["heads"] for step in selection.parameters["elimination"]]
+    assert path[0] == 60
+    assert path[-1] == 16
+    assert sum(map(len, selection.ca_heads)) == 16
+    budgeted = run_sensitivity(size, weights, Target(budget=0.001))
+    assert sum(map(len, budgeted.ca_heads)) == 62, "0, 1 of 2016 parts fit, two more would not"
+
+
+def test_sensitivity_needs_a_target() -> None:
+    with pytest.raises(UsageError, match="--share"):
+        run_sensitivity(shape(1, 2), {(0, 0): 1.0, (0, 1): 0.0}, Target())
+
+
+matrices = st.integers(1, 4).flatmap(
+    lambda heads: st.lists(
+        st.tuples(*[st.floats(0, 1, width=16)] * heads), min_size=1, max_size=4
+    ).map(tuple)
+)
+
+
+@given(matrices, st.floats(0.01, 1.0))
+def test_candidates_are_the_best_of_each_layer(matrix: Any, share: float) -> None:
+    for row, marks in zip(matrix, candidates(matrix, share), strict=True):
+        chosen = [s for s, mark in zip(row, marks, strict=True) if mark]
+        others = [s for s, mark in zip(row, marks, strict=True) if not mark]
+        assert len(chosen) == max(1, round(share * len(row)))
+        assert not others or min(chosen) >= max(others)
+
+
+@given(matrices, st.integers(0, 16))
+def test_best_heads_are_distinct_and_no_other_is_better(matrix: Any, count: int) -> None:
+    chosen = best_heads(matrix, count)
+    everything = [(layer, head) for layer, row in enumerate(matrix) for head in range(len(row))]
+    assert len(set(chosen)) == len(chosen) == min(count, len(everything))
+    others = [matrix[at[0]][at[1]] for at in everything if at not in chosen]
+    assert not chosen or not others or min(matrix[a][b] for a, b in chosen) >= max(others)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), unique=True))
+def test_heads_by_layer_is_a_profile_layout(heads: list[tuple[int, int]]) -> None:
+    layers = heads_by_layer(heads, 4)
+    assert all(list(row) == sorted(set(row)) for row in layers)
+    assert {(layer, head) for layer, row in enumerate(layers) for head in row} == set(heads)
+
+
+def keeper_scores(*samples: tuple[str, tuple[float, ...]]) -> HeadScores:
+    per_sample = tuple((row,) for _, row in samples)
+    return HeadScores(mean_matrix(per_sample), per_sample, tuple(task for task, _ in samples))
+
+
+FOUR = [fake_batch(shape(1, 4))]
+
+
+def test_thresholds_need_samples_and_tasks() -> None:
+    scores = keeper_scores(
+        ("a", (0.9, 0.8, 0.1, 0.2)), ("a", (0.9, 0.8, 0.1, 0.2)), ("a", (0.9, 0.8, 0.1, 0.2)),
+        ("b", (0.9, 0.1, 0.8, 0.2)),
+    )  # fmt: skip
+    by_samples = ContextKeeper(candidate_share=0.5, sample_consensus=0.7, task_consensus=0.5)
+    assert by_samples.select(scores, FOUR, Target()).ca_heads == ((0, 1),)
+    by_tasks = ContextKeeper(candidate_share=0.5, sample_consensus=0.7, task_consensus=0.9)
+    assert by_tasks.select(scores, FOUR, Target()).ca_heads == ((0,),)
+    none = ContextKeeper(candidate_share=0.25, sample_consensus=0.7)
+    varied = keeper_scores(("a", (1, 0, 0, 0)), ("a", (0, 1, 0, 0)), ("a", (0, 0, 1, 0)))
+    assert none.select(varied, FOUR, Target()).ca_heads == ((),)
+
+
+def test_a_share_goes_by_consensus_and_mass_decides_ties() -> None:
+    scores = keeper_scores(("a", (0.5, 0.9, 0.1, 0.6)), ("a", (0.5, 0.2, 0.1, 0.6)))
+    keeper = ContextKeeper(candidate_share=0.5)
+    # Votes: head 0 once, 1 once, 3 twice; head 1 has more mass than head 0.
+    assert keeper.select(scores, FOUR, Target(share=0.25)).ca_heads == ((3,),)
+    assert keeper.select(scores, FOUR, Target(share=0.5)).ca_heads == ((1, 3),)
+
+
+def test_a_budget_takes_as_few_heads_as_it_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {(0, 0): 0.1, (0, 1): 0.5, (0, 2): 0.0, (0, 3): 0.3}
+    monkeypatch.setattr(contextkeeper, "measure", additive(weights))
+    scores = keeper_scores(("a", (0.3, 0.9, 0.1, 0.6)))
+    keeper = ContextKeeper(candidate_share=0.5)
+    assert keeper.select(scores, FOUR, Target(budget=0.2)).ca_heads == ((1, 3),)
+    assert keeper.select(scores, FOUR, Target(budget=0.05)).ca_heads == ((0, 1, 3),)
+    both = Target(share=0.75, budget=0.2)
+    assert keeper.select(scores, FOUR, both).ca_heads == ((0, 1, 3),)
+
+
+@given(st.floats(0.001, 1.0), st.integers(1, 40), st.integers(1, 16))
+@settings(max_examples=50)
+def test_a_share_is_whole_heads_and_at_least_one(share: float, layers: int, heads: int) -> None:
+    count = Target(share=share).num_heads(shape(layers, heads))
+    assert 1 <= count <= layers * heads
+    assert abs(count - share * layers * heads) <= 1
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_every_registered_method_can_be_made(name: str) -> None:
+    method = make_method(name)
+    assert isinstance(method, HeadMethod)
+    assert method.name == name
+
+
+def test_errors_name_the_argument_and_the_valid_values() -> None:
+    with pytest.raises(UsageError, match=r"--method.*contextkeeper, sensitivity.*'duo'"):
+        make_method("duo")
+    for bad in (0.0, 1.5, -1.0):
+        with pytest.raises(UsageError, match="--share"):
+            Target(share=bad)
+    with pytest.raises(UsageError, match="--budget"):
+        Target(budget=1.0)
+    with pytest.raises(UsageError, match="candidate_share"):
+        make_method("contextkeeper", candidate_share=0)
+    with pytest.raises(UsageError, match="prefill_rows"):
+        make_method("contextkeeper", prefill_rows=0)
+    with pytest.raises(UsageError, match="round_share"):
+        make_method("sensitivity", round_share=0)
+    with pytest.raises(UsageError, match="unscored"):
+        Question((1,), (2,), unscored=1)
+    with pytest.raises(UsageError, match="prompt_ids"):
+        Question((), (2,))
+    with pytest.raises(UsageError, match="samples"):
+        CalibrationSample((), ())
+
+
+def test_spans_of_a_sample_follow_each_other() -> None:
+    sample = CalibrationSample((1, 2, 3), (Question((4, 5), (6,)),))
+    assert sample.context_span == range(3)
+    assert sample.question_span(0) == range(3, 5)

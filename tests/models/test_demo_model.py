@@ -1,0 +1,138 @@
+"""Gates of the stored demo model: what is not true of these weights must not be shown with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier.bench.recall import DEFAULT_LANGUAGE, make_session, score_answer
+from models.evaluate import all_heads, head_mask, make_probe, measure, parse_heads, random_heads
+from models.longcontext import prefill, turn_hidden
+from models.net import Net, load_net
+
+FOLDER = Path(__file__).resolve().parents[2] / "models" / "kvtier-demo"
+SEED = 4321
+
+
+@pytest.fixture(scope="module")
+def net() -> Net:
+    return load_net(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def best_heads() -> list[tuple[int, int]]:
+    return parse_heads(json.loads((FOLDER / "heads.json").read_text())["best"])
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoTokenizer.from_pretrained(FOLDER)
+
+
+@pytest.mark.parametrize("context_tokens", [1024, 4096])
+def test_the_full_cache_recalls_and_the_best_heads_nearly_as_well(net, best_heads, context_tokens):
+    probes = [make_probe(net, SEED + index, context_tokens, 20) for index in range(4)]
+    full = measure(net, probes, all_heads(net)).codes
+    best = measure(net, probes, best_heads).codes
+    draws = random_heads(net, len(best_heads), draws=6, seed=SEED)
+    chance = np.mean([measure(net, probes, heads).codes for heads in draws])
+    assert full >= 0.95
+    assert best >= 0.97 * full
+    if context_tokens > 2048:  # in a short context the window alone holds many facts
+        assert chance < best - 0.3
+        assert measure(net, probes, []).codes < 0.25
+
+
+def test_an_invented_answer_is_given_again_when_asked_again(net):
+    """Greedy decoding; the model must repeat its own first answer."""
+    scores = []
+    for seed in range(SEED, SEED + 4):
+        session = make_session(np.random.default_rng(seed), 1024, 6, 24, invented_share=0.7)
+        answers = generate_answers(net, session)
+        for turn, got in zip(session.turns, answers, strict=True):
+            if turn.refers_to_turn is not None:
+                scores.append(score_answer(turn.expected(answers), got).codes)
+    assert len(scores) >= 6
+    assert np.mean(scores) >= 0.8
+
+
+def generate_answers(net: Net, session) -> list[list[int]]:
+    """Greedy answers without `<eot>`, at most 16 tokens each."""
+    cache = prefill(net, torch.from_numpy(session.context_ids))
+    anchored = head_mask(net, all_heads(net))
+    ids: list[int] = []
+    answers = []
+    for turn in session.turns:
+        ids += turn.prompt_ids
+        answer: list[int] = []
+        while len(answer) < 16:
+            hidden = turn_hidden(net, cache, torch.tensor(ids), anchored)
+            token = int(net.logits(hidden[-1]).argmax())
+            ids.append(token)
+            if token == DEFAULT_LANGUAGE.eot:
+                break
+            answer.append(token)
+        answers.append(answer)
+    return answers
+
+
+def test_transformers_computes_the_same_logits(net):
+    transformers = pytest.importorskip("transformers")
+    stock = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    session = make_session(np.random.default_rng(SEED), 600, 3)
+    ids = torch.tensor([[*session.context_ids, *session.turns[0].prompt_ids]])
+    with torch.no_grad():
+        torch.testing.assert_close(net(ids), stock(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_chunked_prefill_computes_the_same_as_one_pass(net):
+    session = make_session(np.random.default_rng(SEED), 700, 2)
+    turn_ids = torch.tensor(session.answered_ids(np.random.default_rng(0))[0])
+    context = torch.from_numpy(session.context_ids)
+    cache = prefill(net, context, chunk_tokens=256)
+    ids = torch.cat([context, turn_ids])
+    with torch.no_grad():
+        whole = net.hidden(ids[None], torch.arange(len(ids))[None])[0, len(context) :]
+    hidden = turn_hidden(net, cache, turn_ids, head_mask(net, all_heads(net)))
+    torch.testing.assert_close(hidden, whole, atol=1e-4, rtol=1e-4)
+
+
+def test_the_tokenizer_and_the_language_agree(tokenizer):
+    session = make_session(np.random.default_rng(SEED), 400, 2)
+    text = DEFAULT_LANGUAGE.decode(session.context_ids)
+    assert tokenizer.encode(text) == session.context_ids.tolist()
+    assert tokenizer.decode(session.context_ids) == text
+    assert tokenizer.encode("xyzzy") == DEFAULT_LANGUAGE.encode("xyzzy")
+    assert tokenizer.vocab_size == DEFAULT_LANGUAGE.vocab_size
+
+
+def test_the_chat_template_writes_what_the_language_writes(tokenizer):
+    session = make_session(np.random.default_rng(SEED), 200, 2, 4, invented_share=0.0)
+    first, second = session.turns
+    messages = [
+        {"role": "system", "content": DEFAULT_LANGUAGE.decode(session.context_ids[1:])},
+        {"role": "user", "content": DEFAULT_LANGUAGE.decode(first.prompt_ids[1:-1])},
+        {"role": "assistant", "content": DEFAULT_LANGUAGE.decode(first.answer_ids)},
+        {"role": "user", "content": DEFAULT_LANGUAGE.decode(second.prompt_ids[1:-1])},
+    ]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    turns = [*first.prompt_ids, *first.answer_ids, DEFAULT_LANGUAGE.eot, *second.prompt_ids]
+    assert tokenizer.encode(rendered) == [*session.context_ids.tolist(), *turns]
+
+
+def test_the_special_ids_are_the_language_s(tokenizer):
+    config = json.loads((FOLDER / "config.json").read_text())
+    assert config["eos_token_id"] == tokenizer.eos_token_id == DEFAULT_LANGUAGE.eot
+    assert config["bos_token_id"] == tokenizer.bos_token_id == DEFAULT_LANGUAGE.bos
+    assert config["pad_token_id"] == tokenizer.pad_token_id == DEFAULT_LANGUAGE.pad
+    generation = json.loads((FOLDER / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == DEFAULT_LANGUAGE.eot
+
+
+def test_the_weights_stay_small():
+    assert (FOLDER / "model.safetensors").stat().st_size < 4_000_000
