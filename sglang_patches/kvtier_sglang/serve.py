@@ -1,0 +1,87 @@
+"""`kvtier serve`: SGLang's own server with kvtier's cache and attention.
+
+kvtier's flags are the settings of kvtier.config (--head-profile, --sink-tokens, ...); every
+other flag goes to SGLang unchanged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import types
+import typing
+from typing import Any
+
+from kvtier.config import Settings, load_settings
+from kvtier_sglang.guards import NAME
+
+
+def main(argv: list[str]) -> int:
+    """Serve until interrupted. Raises KvtierError for bad input, before any model loads."""
+    options, sglang_flags = _parser().parse_known_args(argv)
+    settings = load_settings(**vars(options))
+    # SGLang's processes are spawned: the environment is how settings reach them.
+    os.environ.update(settings.to_env())
+    launch(with_defaults(sglang_flags))
+    return 0
+
+
+def launch(sglang_flags: list[str]) -> None:
+    """Start SGLang's server in this process with the given flags."""
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    from kvtier_sglang import plugin
+
+    load_plugins()
+    plugin.verify()
+    server_args = prepare_server_args(sglang_flags)
+    plugin.guards.check_server_args(server_args, load_settings())
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def with_defaults(flags: list[str]) -> list[str]:
+    """SGLang's flags plus those that make it kvtier's, where the user did not choose."""
+    import torch
+
+    defaults = {"--attention-backend": NAME, "--radix-cache-backend": NAME}
+    if torch.cuda.is_available():
+        # The reference kernels plan on the host, which a CUDA graph cannot record.
+        defaults["--cuda-graph-backend-decode"] = "disabled"
+        defaults["--cuda-graph-backend-prefill"] = "disabled"
+    else:
+        defaults["--device"] = "cpu"
+    given = {flag.split("=", 1)[0] for flag in flags}
+    added = [f"{flag}={value}" for flag, value in defaults.items() if flag not in given]
+    return [*flags, *added]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvtier serve",
+        description="SGLang's server with kvtier's cache. Flags not listed here go to SGLang.",
+        argument_default=None,
+        allow_abbrev=False,
+    )
+    for name, field in Settings.model_fields.items():
+        flag = "--" + name.replace("_", "-")
+        if _is_bool(field.annotation):
+            parser.add_argument(
+                flag, action=argparse.BooleanOptionalAction, default=None, help=field.description
+            )
+        else:
+            parser.add_argument(flag, metavar="VALUE", help=field.description)
+    return parser
+
+
+def _is_bool(annotation: Any) -> bool:
+    members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else ()
+    return annotation is bool or bool in members
+
+
+__all__ = ["launch", "main", "with_defaults"]

@@ -1,0 +1,43 @@
+"""Starting engine processes from tests: isolated, one at a time, killed with their children."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEMO_MODEL = REPOSITORY / "models" / "kvtier-demo"
+RUNNER = Path(__file__).with_name("engine_runner.py")
+
+
+def run_script(
+    script: Path, folder: Path, plan: dict[str, Any], env: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Run `script plan.json out.json` in a fresh process and return what it wrote."""
+    plan_path, out_path = folder / "plan.json", folder / "out.json"
+    plan_path.write_text(json.dumps(plan))
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("KVTIER_")}
+    process = subprocess.run(
+        [sys.executable, str(script), str(plan_path), str(out_path)],
+        env={**clean, "OMP_NUM_THREADS": "2", **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(out_path.read_text())
+
+
+def run_engine(
+    folder: Path,
+    engine: dict[str, Any],
+    rounds: list[list[dict[str, Any]]],
+    env: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """See engine_runner.py."""
+    return run_script(RUNNER, folder, {"engine": engine, "rounds": rounds}, env)

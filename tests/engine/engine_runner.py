@@ -1,0 +1,85 @@
+"""Runs a real SGLang engine in its own process: `python engine_runner.py plan.json out.json`.
+
+plan: {"engine": {...}, "rounds": [[{"input_ids", "max_new_tokens", "logprobs"?}, ...], ...]}
+Every round is sent at once (continuous batching); a request may name the round and index it
+continues ({"continues": [round, index], "input_ids": tail}): its prompt is then that request's
+prompt, its answer, and the tail. out: per round and request the answer, and the final state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ENGINE_DEFAULTS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "log_level": "error",
+    "grammar_backend": "none",
+    "max_running_requests": 16,
+    "random_seed": 0,
+}
+
+
+async def run_rounds(engine: Any, rounds: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    finished: list[list[dict[str, Any]]] = []
+    for requests in rounds:
+        prompts = [_prompt(request, finished) for request in requests]
+        answers = await asyncio.gather(
+            *(
+                engine.async_generate(
+                    input_ids=prompt,
+                    sampling_params={
+                        "temperature": 0,
+                        "max_new_tokens": request["max_new_tokens"],
+                        "ignore_eos": True,
+                    },
+                    return_logprob=request.get("logprobs", False),
+                )
+                for prompt, request in zip(prompts, requests, strict=True)
+            )
+        )
+        finished.append(
+            [_result(prompt, a) for prompt, a in zip(prompts, answers, strict=True)]
+        )
+    return finished
+
+
+def _prompt(request: dict[str, Any], finished: list[list[dict[str, Any]]]) -> list[int]:
+    if "continues" not in request:
+        return list(request["input_ids"])
+    round_index, index = request["continues"]
+    earlier = finished[round_index][index]
+    return [*earlier["prompt"], *earlier["output_ids"], *request["input_ids"]]
+
+
+def _result(prompt: list[int], answer: dict[str, Any]) -> dict[str, Any]:
+    meta = answer["meta_info"]
+    return {
+        "prompt": prompt,
+        "output_ids": answer["output_ids"],
+        "cached_tokens": meta["cached_tokens"],
+        "logprobs": [entry[0] for entry in meta.get("output_token_logprobs") or []],
+    }
+
+
+def main(plan_path: str, out_path: str) -> None:
+    import sglang
+
+    plan = json.loads(Path(plan_path).read_text())
+    engine = sglang.Engine(**{**ENGINE_DEFAULTS, **plan["engine"]})
+    try:
+        rounds = engine.loop.run_until_complete(run_rounds(engine, plan["rounds"]))
+        state = engine.get_server_info()["internal_states"][0]["kvtier"]
+    finally:
+        engine.shutdown()
+    report = {"rounds": rounds, "state": state}
+    Path(out_path).write_text(json.dumps(report, default=int))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

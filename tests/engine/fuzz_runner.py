@@ -1,0 +1,120 @@
+"""Random life of a server: `python fuzz_runner.py plan.json out.json`.
+
+plan: {"engine": {...}, "operations": int, "seed": int}. Operations are arrivals (half of them
+forks somewhere inside an earlier conversation), aborts, waits and flushes, with far more work in
+flight than the pools hold. SGLang's own memory checks are on, busy and idle: a violation kills
+the scheduler and with it this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine_runner import ENGINE_DEFAULTS
+
+MAX_PROMPT_TOKENS = 700
+
+
+class Fuzzer:
+    """Issues operations and remembers every finished conversation to fork from."""
+
+    def __init__(self, engine: Any, seed: int) -> None:
+        self.engine = engine
+        self.rng = random.Random(seed)
+        self.running: dict[str, asyncio.Task[Any]] = {}
+        self.history: list[list[int]] = [self._tokens(400)]
+        self.counts = {"arrivals": 0, "forks": 0, "aborts": 0, "waits": 0, "flushes": 0}
+        self.finished = 0
+        self.refused = 0
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(6, 384) for _ in range(count)]
+
+    async def operate(self) -> None:
+        choice = self.rng.random()
+        if choice < 0.55:
+            self._arrive()
+        elif choice < 0.75:
+            self._abort()
+        elif choice < 0.97:
+            self.counts["waits"] += 1
+            await asyncio.sleep(self.rng.random() * 0.1)
+        else:
+            self.counts["flushes"] += 1
+            await self.engine.tokenizer_manager.flush_cache()
+
+    def _arrive(self) -> None:
+        base = self.rng.choice(self.history)
+        if self.rng.random() < 0.5:
+            base = base[: self.rng.randrange(len(base) + 1)]
+            self.counts["forks"] += 1
+        prompt = (base + self._tokens(self.rng.randrange(1, 200)))[:MAX_PROMPT_TOKENS]
+        rid = f"request-{self.counts['arrivals']}"
+        self.counts["arrivals"] += 1
+        self.running[rid] = asyncio.create_task(self._generate(rid, prompt))
+
+    async def _generate(self, rid: str, prompt: list[int]) -> None:
+        params = {
+            "temperature": 0,
+            "max_new_tokens": self.rng.randrange(1, 40),
+            "ignore_eos": True,
+        }
+        try:
+            answer = await self.engine.async_generate(
+                input_ids=prompt, sampling_params=params, rid=rid
+            )
+        except ValueError:
+            self.refused += 1
+            return
+        finally:
+            self.running.pop(rid, None)
+        if answer["meta_info"]["finish_reason"]["type"] == "length":
+            self.finished += 1
+            self.history.append(prompt + answer["output_ids"])
+
+    def _abort(self) -> None:
+        if self.running:
+            self.counts["aborts"] += 1
+            self.engine.tokenizer_manager.abort_request(
+                rid=self.rng.choice(list(self.running))
+            )
+
+    async def run(self, operations: int) -> None:
+        for _ in range(operations):
+            await self.operate()
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*list(self.running.values()))
+        # Long enough idle for SGLang's idle self-check to run.
+        await asyncio.sleep(1.0)
+
+
+def main(plan_path: str, out_path: str) -> None:
+    import sglang
+
+    plan = json.loads(Path(plan_path).read_text())
+    engine = sglang.Engine(**{**ENGINE_DEFAULTS, **plan["engine"]})
+    fuzzer = Fuzzer(engine, plan["seed"])
+    try:
+        engine.loop.run_until_complete(fuzzer.run(plan["operations"]))
+        busy = engine.get_server_info()["internal_states"][0]["kvtier"]
+        engine.flush_cache()
+        empty = engine.get_server_info()["internal_states"][0]["kvtier"]
+    finally:
+        engine.shutdown()
+    report = {
+        "counts": fuzzer.counts,
+        "finished": fuzzer.finished,
+        "refused": fuzzer.refused,
+        "state": busy,
+        "after_flush": empty,
+    }
+    Path(out_path).write_text(json.dumps(report, default=int))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

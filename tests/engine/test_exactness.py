@@ -1,0 +1,163 @@
+"""With nothing compressed, kvtier's engine is SGLang's engine: the same tokens, bit for bit of
+greedy choice, on 240 requests; with a profile it is the policy's own reference implementation.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine_process import DEMO_MODEL, run_engine
+
+from kvtier.heads.model_config import model_shape, read_config
+from kvtier.heads.profile import HeadProfile, load_profile
+from kvtier.retention.locality import LocalityRule
+
+pytestmark = pytest.mark.engine
+
+
+def mixed_rounds(seed: int) -> list[list[dict]]:
+    """Three turns of 80 concurrent requests: short, long (chunked), shared prefixes, batched."""
+    rng = random.Random(seed)
+    shared = [[rng.randrange(6, 384) for _ in range(n)] for n in (40, 300, 900)]
+    first = []
+    for i in range(80):
+        length = rng.choice([1, 2, 17, 60, 130, 400, 700])
+        prompt = [rng.randrange(6, 384) for _ in range(length)]
+        if i % 3 == 0:
+            prompt = rng.choice(shared) + prompt
+        first.append({"input_ids": prompt, "max_new_tokens": rng.randrange(1, 14)})
+    rounds = [first]
+    for turn in (1, 2):
+        rounds.append(
+            [
+                {
+                    "continues": [turn - 1, i],
+                    "input_ids": [rng.randrange(6, 384) for _ in range(rng.randrange(1, 30))],
+                    "max_new_tokens": rng.randrange(1, 14),
+                }
+                for i in range(80)
+            ]
+        )
+    for requests in rounds:
+        for request in requests:
+            request["logprobs"] = True
+    return rounds
+
+
+POLICIES = {
+    "stock": {"attention_backend": "torch_native"},
+    "full": {"attention_backend": "kvtier"},
+    "kvtier": {"attention_backend": "kvtier", "radix_cache_backend": "kvtier"},
+}
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory) -> dict[str, dict]:
+    common = {
+        "model_path": str(DEMO_MODEL),
+        "max_total_tokens": 60_000,
+        "chunked_prefill_size": 512,
+    }
+    rounds = mixed_rounds(seed=1)
+    return {
+        name: run_engine(tmp_path_factory.mktemp(name), {**common, **args}, rounds)
+        for name, args in POLICIES.items()
+    }
+
+
+@pytest.mark.parametrize("policy", ["full", "kvtier"])
+def test_greedy_tokens_are_those_of_stock_sglang_on_240_requests(outputs, policy):
+    different = [
+        (turn, i)
+        for turn, (ours, theirs) in enumerate(
+            zip(outputs[policy]["rounds"], outputs["stock"]["rounds"], strict=True)
+        )
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True))
+        if a["output_ids"] != b["output_ids"]
+    ]
+    assert sum(len(r) for r in outputs[policy]["rounds"]) == 240
+    assert different == []
+
+
+@pytest.mark.parametrize("policy", ["full", "kvtier"])
+def test_log_probabilities_are_within_a_thousandth(outputs, policy):
+    worst = max(
+        abs(x - y)
+        for ours, theirs in zip(outputs[policy]["rounds"], outputs["stock"]["rounds"], strict=True)
+        for a, b in zip(ours, theirs, strict=True)
+        for x, y in zip(a["logprobs"], b["logprobs"], strict=True)
+    )
+    assert worst < 1e-3
+
+
+def test_later_turns_are_served_from_the_tree(outputs):
+    for a, b in zip(
+        outputs["kvtier"]["rounds"][1], outputs["kvtier"]["rounds"][0], strict=True
+    ):
+        # All of the first turn but its last token, which has no KV yet.
+        assert a["cached_tokens"] >= len(b["prompt"]) + len(b["output_ids"]) - 1
+
+
+def test_the_engine_ends_with_sound_accounts(outputs):
+    assert outputs["kvtier"]["state"]["integrity"] == []
+
+
+RULE = LocalityRule(sink_tokens=16, recent_tokens=48, branch_recent_tokens=24)
+RULE_ENV = {
+    "KVTIER_SINK_TOKENS": str(RULE.sink_tokens),
+    "KVTIER_RECENT_TOKENS": str(RULE.recent_tokens),
+    "KVTIER_BRANCH_RECENT_TOKENS": str(RULE.branch_recent_tokens),
+}
+
+
+def policy_session_rounds(profile: HeadProfile, model, sessions: int, turns: int):
+    """Sessions with long contexts for the engine, and the oracle's answers to the same prompts."""
+    from kvtier.heads.policy import PolicySession
+
+    rng = random.Random(5)
+    rounds: list[list[dict]] = [[] for _ in range(turns)]
+    expected: list[list[list[int]]] = [[] for _ in range(turns)]
+    for index in range(sessions):
+        session = PolicySession(model, profile, RULE)
+        for turn in range(turns):
+            length = rng.randrange(300, 1500) if turn == 0 else rng.randrange(1, 150)
+            prompt = [rng.randrange(6, 384) for _ in range(length)]
+            request = {"input_ids": prompt, "max_new_tokens": 9}
+            if turn:
+                request["continues"] = [turn - 1, index]
+            rounds[turn].append(request)
+            expected[turn].append(session.turn(prompt, 9).token_ids)
+    return rounds, expected
+
+
+def uneven_profile() -> HeadProfile:
+    """A layer with all heads CA, one with a gap in its CA heads, and one with none."""
+    shape = model_shape(read_config(str(DEMO_MODEL)))
+    return HeadProfile(
+        model="test", shape=shape, method="test", ca_heads=((), (0, 2), (0, 1, 2, 3))
+    )
+
+
+@pytest.mark.parametrize("which", ["stored", "uneven"])
+def test_with_a_profile_the_tokens_are_those_of_the_transformers_reference(tmp_path, which):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    stored = DEMO_MODEL / "head_profile.json"
+    profile = load_profile(stored) if which == "stored" else uneven_profile()
+    profile.save(tmp_path / "profile.json")
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    rounds, expected = policy_session_rounds(profile, model, sessions=8, turns=4)
+    engine = {
+        "model_path": str(DEMO_MODEL),
+        "max_total_tokens": 30_000,
+        "chunked_prefill_size": 512,
+        **POLICIES["kvtier"],
+    }
+    env = {**RULE_ENV, "KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json")}
+    out = run_engine(tmp_path, engine, rounds, env)
+    got = [[request["output_ids"] for request in requests] for requests in out["rounds"]]
+    assert got == expected
+    assert out["state"]["dropped_tokens"] > 1000
+    assert out["state"]["integrity"] == []
