@@ -33,12 +33,8 @@ class ReferenceKernels(AttentionKernels):
     ) -> Plan:
         return plan_batch(slots, indptr, log_votes)
 
-    def decode(
-        self, q: torch.Tensor, kv: RaggedKV, plan: Plan, scale: float
-    ) -> AttentionState:
-        states = [
-            _over_entries(q[i : i + 1], kv, request, scale) for i, request in enumerate(plan)
-        ]
+    def decode(self, q: torch.Tensor, kv: RaggedKV, plan: Plan, scale: float) -> AttentionState:
+        states = [_over_entries(q[i : i + 1], kv, request, scale) for i, request in enumerate(plan)]
         return _concat(states)
 
     def extend(
@@ -184,9 +180,7 @@ def _unfold(o: torch.Tensor, lse: torch.Tensor, rows: int, group: int) -> Attent
     return AttentionState(o, lse.float())
 
 
-def _causal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-) -> AttentionState:
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> AttentionState:
     """New tokens over themselves: q [rows, heads, group, dim], k, v [rows, heads, dim]."""
     rows, heads, group, dim = q.shape
     # KV heads as the batch, the GQA group as heads: K and V are broadcast, not repeated.
@@ -210,7 +204,7 @@ def _extend_windowed(
 ) -> AttentionState:
     """Streaming prefill of one request (see `Window`), in bands of WINDOW_BLOCK_TOKENS.
 
-        keys:   [ settled entries ][ sink ][ ...hidden... ][ recent ][ block, causal ]
+    keys:   [ settled entries ][ sink ][ ...hidden... ][ recent ][ block, causal ]
     """
     q_start, positions = window.q_start[index], window.positions[entries]
     settled = window.settled[entries] | (positions < window.sink_tokens)

@@ -34,4 +34,6 @@ def get_kernels(name: str) -> AttentionKernels:
     try:
         return factory()
     except ImportError as error:
-        raise KernelUnavailableError(f"kernels: {name!r} needs a missing package: {error}") from error
+        raise KernelUnavailableError(
+            f"kernels: {name!r} needs a missing package: {error}"
+        ) from error

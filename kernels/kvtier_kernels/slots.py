@@ -1,14 +1,15 @@
 """Slot tables cut into contiguous runs, so that long stretches are read in place.
 
-    slots of a request:   7 8 9 10 11 | 40 | 3 | 90 91 92 93
-    runs (min_run = 4):   [7:12)        -    -   [90:94)         read as views, no copy
-    scattered:                          40   3                   gathered, a few entries
+slots of a request:   7 8 9 10 11 | 40 | 3 | 90 91 92 93
+runs (min_run = 4):   [7:12)        -    -   [90:94)         read as views, no copy
+scattered:                          40   3                   gathered, a few entries
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -54,7 +55,7 @@ def plan_request(
     edges = (torch.nonzero(breaks).flatten() + 1).tolist()
     bounds = [0, *edges, slots.numel()]
     runs, loose = [], []
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for begin, end in pairwise(bounds):
         if end - begin >= min_run:
             first = int(slots[begin])
             runs.append((first, first + end - begin))
@@ -77,6 +78,5 @@ def plan_batch(
 ) -> tuple[RequestSlots, ...]:
     """`plan_request` for every request of a batch."""
     return tuple(
-        plan_request(slots[begin:end], log_votes, min_run)
-        for begin, end in zip(indptr[:-1], indptr[1:], strict=True)
+        plan_request(slots[begin:end], log_votes, min_run) for begin, end in pairwise(indptr)
     )

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from kvtier.errors import HeadProfileError, HeadProfileMismatchError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 
 
 class ModelShape(BaseModel):
@@ -139,9 +139,7 @@ def full_profile(shape: ModelShape, model: str = "any") -> HeadProfile:
 
 def window_profile(shape: ModelShape, model: str = "any") -> HeadProfile:
     """No head CA: the floor that any useful profile must beat."""
-    return HeadProfile(
-        model=model, shape=shape, method="window", ca_heads=((),) * shape.num_layers
-    )
+    return HeadProfile(model=model, shape=shape, method="window", ca_heads=((),) * shape.num_layers)
 
 
 def random_profile(

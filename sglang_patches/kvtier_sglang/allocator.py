@@ -34,6 +34,9 @@ class HeadSplitAllocator(TokenToKVPoolAllocator):
     heads stream (sink + recent), or None when prefill is exact and holds all of them.
     """
 
+    free_pages: torch.Tensor
+    release_pages: torch.Tensor
+
     def __init__(
         self,
         pool: HeadSplitKVPool,

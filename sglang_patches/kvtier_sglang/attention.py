@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kvtier_kernels import AttentionKernels, RaggedKV, Window, get_kernels
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from kvtier.config import Settings
 from kvtier.errors import StartupError
+from kvtier_kernels import AttentionKernels, RaggedKV, Window, get_kernels
 from kvtier_sglang.pool import ClassBuffers, HeadSplitKVPool
 
 

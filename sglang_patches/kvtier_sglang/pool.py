@@ -188,9 +188,7 @@ class HeadSplitKVPool(KVCache):
 
 
 def _bytes_per_slot(layers: list[ClassBuffers]) -> int:
-    return sum(
-        len(b.heads) * (b.k.shape[-1] + b.v.shape[-1]) * b.k.element_size() for b in layers
-    )
+    return sum(len(b.heads) * (b.k.shape[-1] + b.v.shape[-1]) * b.k.element_size() for b in layers)
 
 
 __all__ = ["ClassBuffers", "HeadSplitKVPool"]

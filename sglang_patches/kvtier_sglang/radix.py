@@ -82,6 +82,9 @@ class KvNode(TreeNode):
 class KvtierRadixCache(RadixCache):
     """SGLang's radix cache over a `HeadSplitAllocator`, one page per token."""
 
+    root_node: KvNode
+    _empty_match_result: MatchResult
+
     def __init__(self, params: Any, rule: LocalityRule, *, streaming: bool = False) -> None:
         self.rule = rule
         self.streaming = streaming
@@ -225,9 +228,7 @@ class KvtierRadixCache(RadixCache):
     def _adopt_row(self, req: Any, node: KvNode, begin: int, end: int) -> None:
         """Point the request's row [begin, end) at the tree's slots."""
         path = self.path_device_indices(node)
-        self.req_to_token_pool.write(
-            (req.kv.req_pool_idx, slice(begin, end)), path[begin:end]
-        )
+        self.req_to_token_pool.write((req.kv.req_pool_idx, slice(begin, end)), path[begin:end])
 
     def _append(
         self,
@@ -455,9 +456,7 @@ class KvtierRadixCache(RadixCache):
 
 
 def _joined(a: RadixKey, b: RadixKey) -> RadixKey:
-    return RadixKey(
-        a.raw_token_ids() + b.raw_token_ids(), a.extra_key, cache_salt=a.cache_salt
-    )
+    return RadixKey(a.raw_token_ids() + b.raw_token_ids(), a.extra_key, cache_salt=a.cache_salt)
 
 
 def build(ctx: TreeCacheBuildContext, settings: Settings) -> KvtierRadixCache:

@@ -4,5 +4,5 @@ import warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import sglang.srt.managers.schedule_batch  # noqa: F401
+    import sglang.srt.managers.schedule_batch
     import sglang.srt.model_executor.forward_batch_info  # noqa: F401

@@ -43,9 +43,7 @@ async def run_rounds(engine: Any, rounds: list[list[dict[str, Any]]]) -> list[li
                 for prompt, request in zip(prompts, requests, strict=True)
             )
         )
-        finished.append(
-            [_result(prompt, a) for prompt, a in zip(prompts, answers, strict=True)]
-        )
+        finished.append([_result(prompt, a) for prompt, a in zip(prompts, answers, strict=True)])
     return finished
 
 

@@ -80,9 +80,7 @@ class Fuzzer:
     def _abort(self) -> None:
         if self.running:
             self.counts["aborts"] += 1
-            self.engine.tokenizer_manager.abort_request(
-                rid=self.rng.choice(list(self.running))
-            )
+            self.engine.tokenizer_manager.abort_request(rid=self.rng.choice(list(self.running)))
 
     async def run(self, operations: int) -> None:
         for _ in range(operations):

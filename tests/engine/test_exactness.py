@@ -92,9 +92,7 @@ def test_log_probabilities_are_within_a_thousandth(outputs, policy):
 
 
 def test_later_turns_are_served_from_the_tree(outputs):
-    for a, b in zip(
-        outputs["kvtier"]["rounds"][1], outputs["kvtier"]["rounds"][0], strict=True
-    ):
+    for a, b in zip(outputs["kvtier"]["rounds"][1], outputs["kvtier"]["rounds"][0], strict=True):
         # All of the first turn but its last token, which has no KV yet.
         assert a["cached_tokens"] >= len(b["prompt"]) + len(b["output_ids"]) - 1
 

@@ -174,7 +174,10 @@ class MiniScheduler:
         votes = self.pool.log_votes[slots]
         plain = (slots > 0) & (votes == 0)
         expected = torch.tensor([digest(tokens[: p + 1]) for p in range(len(row))])
-        found_ca, found_locality = self.pool.ca[1].k[row, 0, 0], self.pool.locality[0].k[slots, 0, 0]
+        found_ca, found_locality = (
+            self.pool.ca[1].k[row, 0, 0],
+            self.pool.locality[0].k[slots, 0, 0],
+        )
         assert torch.equal(found_ca, expected), "a CA entry under the wrong prefix"
         assert torch.equal(found_locality[plain], expected[plain]), "a locality entry misplaced"
         total = votes[slots > 0].exp().sum()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvtier_kernels import (
     KernelUnavailableError,
     RaggedKV,
@@ -48,7 +49,9 @@ def assert_close(state, o, lse, dtype):
 @backends
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("layout", ["slot-major", "head-major"])
-@pytest.mark.parametrize(("heads", "group", "dim"), [(1, 1, 64), (3, 2, 32), (2, 7, 128), (1, 16, 256)])
+@pytest.mark.parametrize(
+    ("heads", "group", "dim"), [(1, 1, 64), (3, 2, 32), (2, 7, 128), (1, 16, 256)]
+)
 def test_decode_equals_dense_attention(name, dtype, layout, heads, group, dim):
     torch.manual_seed(heads * 100 + group)
     kernels = get_kernels(name)
@@ -104,9 +107,7 @@ def test_extend_equals_dense_attention_over_prefix_and_causal_tail(name, prefixe
     q = torch.randn(q_indptr[-1], heads, group, dim)
     k_new, v_new = torch.randn(2, q_indptr[-1], heads, dim)
     plan = kernels.plan(slots, indptr, votes)
-    state = kernels.extend(
-        q, k_new, v_new, q_indptr, RaggedKV(k, v, votes), plan, dim**-0.5
-    )
+    state = kernels.extend(q, k_new, v_new, q_indptr, RaggedKV(k, v, votes), plan, dim**-0.5)
     for i, (n, m) in enumerate(zip(prefixes, news, strict=True)):
         part = slice(q_indptr[i], q_indptr[i + 1])
         keys = torch.cat([k[rows[i]], k_new[part]])
@@ -140,9 +141,7 @@ def test_streaming_extend_sees_settled_entries_sinks_and_the_window(
     q = torch.randn(new, heads, group, dim)
     k_new, v_new = torch.randn(2, new, heads, dim)
     plan = kernels.plan(slots, [0, prefix])
-    state = kernels.extend(
-        q, k_new, v_new, [0, new], RaggedKV(k, v), plan, dim**-0.5, window
-    )
+    state = kernels.extend(q, k_new, v_new, [0, new], RaggedKV(k, v), plan, dim**-0.5, window)
     t, p = torch.arange(prefix + new)[None, :], (prefix + torch.arange(new))[:, None]
     visible = (t <= p) & ((t < settled) | (t < sink) | (t > p - recent))
     keys, values = torch.cat([k[slots], k_new]), torch.cat([v[slots], v_new])

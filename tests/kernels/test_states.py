@@ -3,6 +3,7 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvtier_kernels import AttentionState, empty_state, merge_states
 
 

@@ -1,0 +1,57 @@
+# Everything needs Python 3.11+ and make; the rest is installed into VENV on first use.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.kvtier-ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup bench test test-fast lint types check constraints demo-model gpu-check clean
+
+help:  ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+setup: $(READY)  ## Create VENV and install kvtier with all it needs (3-5 minutes, 11 GB)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "kvtier needs Python 3.11 or newer; set PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+bench: $(READY)  ## Run the 128k bench: full KV against kvtier (about 12 minutes on 2 cores)
+	@mkdir -p out
+	$(BIN)/python -m kvtier.bench --turns 5 --len 128k --json out/bench.json --report out/bench.html
+
+test: $(READY)  ## Run all tests, engine tests included (about 20 minutes on 2 cores)
+	$(BIN)/python -m pytest
+
+test-fast: $(READY)  ## Run the tests that start no engine
+	$(BIN)/python -m pytest -m "not engine and not slow"
+
+lint: $(READY)  ## Check style, formatting and the one-way imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(READY)  ## Check types (mypy, strict)
+	$(BIN)/mypy
+
+check: lint types test  ## What CI runs
+
+constraints: $(READY)  ## Pin what is installed in VENV now
+	@{ sed -n '/^#/p' constraints.txt; \
+	   $(BIN)/python -m pip freeze --exclude-editable | grep -vE '^(pip|wheel|kvtier)\b'; } > constraints.new
+	mv constraints.new constraints.txt
+
+demo-model: $(READY)  ## Train the demo model again from its recorded seed (one CPU thread)
+	OMP_NUM_THREADS=1 $(BIN)/python -m models.train --out models/kvtier-demo
+
+gpu-check:  ## Reserved: kernels and engine on a GPU, one command
+	@echo "gpu-check is not built yet; benchmarks/GPU_BACKLOG.md lists what waits for a GPU" >&2
+	@exit 1
+
+clean:  ## Remove the environment and all caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis out
