@@ -1,47 +1,12 @@
-"""A tiny model directory with a head profile, and nothing that loads a real engine."""
+"""Fixtures of the bench's tests."""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from kvtier.heads.profile import HeadProfile, ModelShape
-
-SHAPE = ModelShape(num_layers=3, num_kv_heads=4, num_attention_heads=8, head_dim=32)
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "hidden_size": 128,
-    "vocab_size": 384,
-    "max_position_embeddings": 8192,
-}
-
-
-def write_model(folder: Path, weights: bool = True, **changes: Any) -> Path:
-    """A model directory whose weights are empty."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
-    if weights:
-        (folder / "model.safetensors").touch()
-    return folder
-
-
-def make_profile(**changes: Any) -> HeadProfile:
-    """A quarter of the heads CA, all in the middle layer."""
-    values: dict[str, Any] = {
-        "model": "tiny",
-        "shape": SHAPE,
-        "method": "test",
-        "ca_heads": ((), (0, 1, 2), ()),
-    }
-    return HeadProfile(**(values | changes))
+from bench_models import make_profile, write_model
 
 
 @pytest.fixture(autouse=True)

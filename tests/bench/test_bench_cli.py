@@ -121,7 +121,9 @@ def test_an_interrupt_exits_with_130_and_kills_the_engine_with_its_children(
 ):
     pid_file = tmp_path / "pid"
     script = (
-        "import sys\nfrom kvtier.bench import runner\n"
+        # A shell that started the tests in the background has SIGINT ignored.
+        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from kvtier.bench import runner\n"
         f"runner.WORKER_COMMAND = (sys.executable, {FAKE_WORKER!r})\n"
         "from kvtier.bench.__main__ import main\nsys.exit(main(sys.argv[1:]))"
     )

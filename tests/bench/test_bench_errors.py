@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SHAPE, make_profile, write_model
+from bench_models import SHAPE, make_profile, write_model
 
 from kvtier.bench.__main__ import main
 from kvtier.bench.options import parse_options
@@ -35,7 +35,11 @@ CASES = [
     (["--questions", "0"], UsageError, "--questions", "at least 1"),
     (["--seed", "-1"], UsageError, "--seed", "at least 0"),
     (["--chunk", "x"], SizeError, "--chunk", "a size such as"),
-    (["--prefill", "lazy"], UsageError, "--prefill", "invalid choice"),
+    (["--prefill", "lazy"], UsageError, "--prefill", "one of exact, streaming"),
+    (["--device", "tpu"], UsageError, "--device", "one of cpu, cuda"),
+    (["--dtype", "int4"], UsageError, "--dtype", "one of float32"),
+    (["--format", "xml"], UsageError, "--format", "one of table, json"),
+    (["--turns"], UsageError, "--turns", "expected one argument"),
     (["--nonsense"], UsageError, "arguments", "--nonsense"),
     (["--budget-sessions", "0.5"], BudgetError, "--budget-sessions", "at least 1"),
     (["--budget-sessions", "2", "--kv-budget", "1g"], UsageError, "--kv-budget", "only one"),

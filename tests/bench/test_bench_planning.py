@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import write_model
+from bench_models import write_model
 
 from kvtier.bench.__main__ import main
 from kvtier.bench.options import parse_options

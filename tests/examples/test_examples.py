@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from kvtier.heads.profile import full_profile
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "kvtier-demo"
 PROFILE = MODEL / "head_profile.json"
-START_TIMEOUT_S, AGENT_TIMEOUT_S = 600, 300
+START_TIMEOUT_S, STOP_TIMEOUT_S, AGENT_TIMEOUT_S = 600, 20, 300
 
 pytestmark = [
     pytest.mark.engine,
@@ -36,7 +38,7 @@ def free_port() -> int:
 
 def server_command(port: int, profile: Path) -> list[str]:
     return [
-        *(sys.executable, "-m", "kvtier.cli", "serve", "--model-path", str(MODEL)),
+        *(sys.executable, "-m", "kvtier", "serve", "--model-path", str(MODEL)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
         *("--max-total-tokens", "16384", "--head-profile", str(profile)),
     ]
@@ -64,17 +66,13 @@ def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:
-    """Stop the server's whole process group."""
-    import signal
-
-    for sign, patience_s in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 20.0)):
-        try:
-            os.killpg(server.pid, sign)
-            server.wait(patience_s)
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
+    """Ask the server to end, then end whatever is left of its process group."""
+    server.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        server.wait(STOP_TIMEOUT_S)
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
 
 
 def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> None:

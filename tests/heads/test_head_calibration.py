@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,15 @@ from tiny_llama import RULE, make_ids, profile_of
 from kvtier.bench.recall import DEFAULT_LANGUAGE
 from kvtier.errors import SizeError, UnsupportedModelError, UsageError
 from kvtier.heads.base import CalibrationSample, Question, Target
-from kvtier.heads.calibrate import calibrate_heads, load_model, rich_progress, summary
+from kvtier.heads.calibrate import Calibrated, calibrate_heads, load_model, rich_progress, summary
 from kvtier.heads.cli import add_calibrate_parser
 from kvtier.heads.model_config import weights_revision
 from kvtier.heads.picture import draw_profile, score_grid, title_lines
 from kvtier.heads.policy import PolicySession
-from kvtier.heads.probe import HeadProbe
+from kvtier.heads.probe import HeadProbe, Quality
 from kvtier.heads.profile import HeadProfile, load_profile, random_profile
 from kvtier.heads.samples import make_samples, maker_for
-from kvtier.heads.verify import verify
+from kvtier.heads.verify import Verification, verify
 
 DEMO = Path(__file__).parents[2] / "models" / "kvtier-demo"
 
@@ -104,9 +106,11 @@ def test_the_command_writes_a_verified_profile(
         ({"target": Target()}, UsageError, "--share"),
     ],
 )
-def test_bad_arguments_are_named_and_nothing_is_written(
-    change: dict[str, Any], error: type[Exception], match: str, tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_bad_arguments_are_named_before_the_model_loads(
+    change: dict[str, Any], error: type[Exception], match: str, tiny_folder: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("kvtier.heads.calibrate.load_model", lambda _: pytest.fail("too late"))
     good: dict[str, Any] = {
         "model_path": str(tiny_folder), "method": "sensitivity", "out": tmp_path / "p.json",
         "target": Target(share=0.5), "lengths": (512,), "samples": 1,
@@ -162,6 +166,16 @@ def test_verification_measures_one_length_at_a_time(model: Any) -> None:
         verify([short, long], profile, seed=0)
 
 
+def test_the_summary_says_when_the_budget_does_not_hold_elsewhere() -> None:
+    profile = profile_of((0,), (), ()).model_copy(update={"parameters": {"budget": 0.02}})
+    full, worse = Quality(1.0, 1.0, 0.0), Quality(0.97, 1.0, 0.1)
+    for kept, count in ((worse, 3), (full, 2)):
+        found = Verification(4096, 64, full, kept, worse, worse)
+        lines = summary(Calibrated(profile, (found,)))
+        assert len(lines) == count
+        assert lines[0] == "by hand: 1 of 6 KV heads keep the context (17%): 0.0"
+
+
 def test_pictures_are_the_same_for_equal_profiles(tmp_path: Path) -> None:
     profile = profile_of((0,), (), (0, 1))
     for name in ("a.png", "b.png"):
@@ -213,3 +227,9 @@ def test_greedy_sessions_recall_what_the_probe_measures(demo_result: Any) -> Non
         for q in sample.questions
     ]
     assert measured.recall == pytest.approx(sum(right) / len(right))
+
+
+def test_parsing_the_command_line_imports_nothing_heavy() -> None:
+    code = "import sys, kvtier.heads.cli; print({'torch', 'transformers'} & set(sys.modules))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout == "set()\n"

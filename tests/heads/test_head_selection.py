@@ -106,7 +106,8 @@ def test_big_models_lose_several_heads_per_round() -> None:
 
 def test_sensitivity_needs_a_target() -> None:
     with pytest.raises(UsageError, match="--share"):
-        run_sensitivity(shape(1, 2), {(0, 0): 1.0, (0, 1): 0.0}, Target())
+        Sensitivity().check_target(Target())
+    ContextKeeper().check_target(Target())
 
 
 matrices = st.integers(1, 4).flatmap(

@@ -1,0 +1,126 @@
+"""Start-up: every hook takes or the server stops, and bad combinations are refused by name."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from engine_process import DEMO_MODEL
+from kvtier_sglang import guards, platform, plugin
+from sglang.srt.plugins import hook_registry
+
+from kvtier.config import load_settings
+from kvtier.errors import (
+    HeadProfileMismatchError,
+    IncompatibleFlagError,
+    StartupError,
+    UnsupportedModelError,
+)
+from kvtier.heads.profile import ModelShape, full_profile
+
+
+def server_args(**changes):
+    args = {
+        "model_path": str(DEMO_MODEL),
+        "attention_backend": "kvtier",
+        "radix_cache_backend": "kvtier",
+    }
+    return SimpleNamespace(**{**args, **changes})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("speculative_algorithm", "EAGLE"),
+        ("disaggregation_mode", "prefill"),
+        ("enable_hierarchical_cache", True),
+        ("enable_lmcache", True),
+        ("page_size", 16),
+        ("pp_size", 2),
+        ("tp_size", 2),
+        ("kv_cache_dtype", "fp8_e4m3"),
+        ("decode_attention_backend", "triton"),
+        ("kv_events_config", "{}"),
+    ],
+)
+def test_an_incompatible_flag_is_refused_by_name(field, value):
+    flag = "--" + field.replace("_", "-")
+    with pytest.raises(IncompatibleFlagError, match=f"^{flag}: expected"):
+        guards.check_server_args(server_args(**{field: value}), load_settings())
+
+
+def test_every_guarded_flag_exists_in_this_sglang():
+    from sglang.srt.server_args import ServerArgs
+
+    fields = set(ServerArgs.__struct_fields__) | set(dir(ServerArgs))
+    assert set(guards._RULES) <= fields
+
+
+def test_kvtiers_tree_needs_kvtiers_attention():
+    with pytest.raises(IncompatibleFlagError, match="--attention-backend"):
+        guards.check_server_args(server_args(attention_backend="triton"), load_settings())
+
+
+def test_a_server_that_does_not_use_kvtier_is_left_alone():
+    args = server_args(attention_backend="triton", radix_cache_backend=None, page_size=64)
+    guards.check_server_args(args, load_settings())
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"kv_lora_rank": 512}, "MLA"),
+        ({"mamba_d_state": 16}, "SSM"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding-window"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused(tmp_path, config, kind):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["X"], **config}))
+    with pytest.raises(UnsupportedModelError, match=kind):
+        guards.check_server_args(server_args(model_path=str(tmp_path)), load_settings())
+
+
+def test_a_profile_of_another_shape_is_refused(tmp_path):
+    shape = ModelShape(num_layers=5, num_kv_heads=4, num_attention_heads=8, head_dim=32)
+    full_profile(shape).save(tmp_path / "p.json")
+    with pytest.raises(HeadProfileMismatchError, match="head_profile"):
+        guards.check_server_args(server_args(), load_settings(head_profile=tmp_path / "p.json"))
+
+
+def test_a_profile_of_other_weights_is_refused(tmp_path):
+    from kvtier.heads.model_config import model_shape, read_config
+
+    profile = full_profile(model_shape(read_config(str(DEMO_MODEL))))
+    profile.model_copy(update={"revision": "0" * 16}).save(tmp_path / "p.json")
+    with pytest.raises(HeadProfileMismatchError, match="revision"):
+        guards.check_server_args(server_args(), load_settings(head_profile=tmp_path / "p.json"))
+
+
+def test_a_hook_that_did_not_take_stops_the_server(monkeypatch):
+    monkeypatch.setattr(hook_registry.HookRegistry, "_patched", set())
+    with pytest.raises(StartupError, match="did not take effect"):
+        plugin.verify()
+
+
+def test_every_hook_target_exists_and_takes():
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    plugin.verify()
+
+
+def test_the_cpu_platform_steps_aside_where_cuda_is(monkeypatch):
+    monkeypatch.delenv("KVTIER_FORCE_CPU", raising=False)
+    monkeypatch.setattr(platform.torch.cuda, "is_available", lambda: True)
+    assert platform.activate() is None
+    monkeypatch.setenv("KVTIER_FORCE_CPU", "true")
+    assert platform.activate() == "kvtier_sglang.platform:KvtierCpuPlatform"
+
+
+def test_the_attention_backend_refuses_a_pool_that_is_not_ours():
+    from kvtier_sglang.attention import KvtierAttnBackend
+
+    runner = SimpleNamespace(token_to_kv_pool=object())
+    with pytest.raises(StartupError, match="HeadSplitKVPool"):
+        KvtierAttnBackend(runner, load_settings())

@@ -1,0 +1,61 @@
+"""The locality rule: what is dropped, and where a compressed node may be cut."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.retention.locality import DroppedSpan, LocalityRule
+
+lengths = st.integers(0, 500)
+rules = st.builds(
+    LocalityRule,
+    sink_tokens=st.integers(0, 60),
+    recent_tokens=st.integers(1, 80),
+    branch_recent_tokens=st.integers(0, 80),
+)
+
+
+@given(rules, lengths, lengths, lengths)
+def test_sink_recent_and_generated_tokens_are_never_dropped(rule, start, prompt, generated):
+    stop = start + prompt + generated
+    span = rule.dropped(start, stop, start + prompt)
+    kept = set(range(start, stop)) - set(range(start + span.begin, start + span.end))
+    must_stay = {
+        p
+        for p in range(start, stop)
+        if p < rule.sink_tokens or p >= start + prompt - rule.recent_tokens
+    }
+    assert must_stay <= kept
+
+
+@given(rules, lengths, lengths, lengths)
+def test_everything_else_is_dropped_unless_it_is_a_single_token(rule, start, prompt, generated):
+    stop = start + prompt + generated
+    span = rule.dropped(start, stop, start + prompt)
+    droppable = [
+        p
+        for p in range(start, start + prompt)
+        if p >= rule.sink_tokens and p < start + prompt - rule.recent_tokens
+    ]
+    assert span.num_tokens == (len(droppable) if len(droppable) > 1 else 0)
+
+
+@given(rules, lengths, st.integers(1, 500))
+def test_a_cut_never_tears_the_dropped_span(rule, start, prompt):
+    span = rule.dropped(start, start + prompt, start + prompt)
+    for offset in range(prompt + 1):
+        if rule.can_split(span, offset):
+            assert not span.begin < offset < span.end
+
+
+def test_a_cut_behind_the_span_keeps_enough_recent_tokens():
+    rule = LocalityRule(sink_tokens=4, recent_tokens=10, branch_recent_tokens=6)
+    span = rule.dropped(0, 100, 100)
+    assert span == DroppedSpan(4, 90)
+    assert not rule.can_split(span, 95)
+    assert rule.can_split(span, 96)
+    assert rule.can_split(span, 4)
+
+
+def test_a_prompt_beyond_the_node_counts_as_prompt_throughout():
+    rule = LocalityRule(sink_tokens=0, recent_tokens=10, branch_recent_tokens=0)
+    assert rule.dropped(50, 100, 400) == DroppedSpan(0, 40)

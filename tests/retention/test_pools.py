@@ -1,0 +1,74 @@
+"""The arithmetic of the two pools."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import BudgetError
+from kvtier.heads.profile import ModelShape, full_profile, random_profile, window_profile
+from kvtier.retention.pools import (
+    SessionShape,
+    SlotBytes,
+    locality_slots_for,
+    plan_pools,
+    session_bytes,
+    slot_bytes,
+)
+
+SHAPE = ModelShape(num_layers=3, num_kv_heads=4, num_attention_heads=8, head_dim=32)
+
+
+def session(context: int, prefill: int | None = None) -> SessionShape:
+    return SessionShape(context, 200, 385, context if prefill is None else prefill)
+
+
+@given(st.integers(0, 12))
+def test_the_classes_share_the_bytes_of_a_token(num_ca):
+    per_slot = slot_bytes(random_profile(SHAPE, num_ca, seed=1), dtype_bytes=2)
+    assert per_slot.full == 12 * 2 * 32 * 2
+    assert per_slot.ca == num_ca * 2 * 32 * 2
+
+
+def test_a_quarter_of_the_heads_makes_a_128k_session_almost_four_times_smaller():
+    per_slot = slot_bytes(random_profile(SHAPE, 3, seed=1), dtype_bytes=4)
+    shape = session(128 * 1024)
+    assert 3.8 < per_slot.full * shape.total_tokens / session_bytes(per_slot, shape) < 4
+
+
+@given(st.integers(500, 50_000), st.integers(1, 12), st.floats(1.0, 40.0))
+def test_a_plan_fits_its_budget_and_holds_a_running_prefill(context, num_ca, sessions):
+    per_slot = slot_bytes(random_profile(SHAPE, num_ca, seed=3), dtype_bytes=4)
+    shape = session(context)
+    budget = int(sessions * per_slot.full * shape.total_tokens) + 64 * per_slot.full
+    plan = plan_pools(budget, per_slot, shape)
+    if per_slot.locality:
+        used = plan.ca_slots * per_slot.ca + plan.locality_slots * per_slot.locality
+        assert used <= budget
+        assert plan.locality_slots >= shape.prefill_tokens
+    assert plan.ca_slots >= shape.total_tokens * 0.99
+    assert plan.sessions >= sessions * 0.99
+
+
+def test_without_locality_heads_the_class_is_never_the_bottleneck():
+    per_slot = slot_bytes(full_profile(SHAPE), dtype_bytes=4)
+    plan = plan_pools(10**9, per_slot, session(1000))
+    assert plan.locality_slots == plan.ca_slots
+
+
+def test_without_ca_heads_a_session_costs_what_it_keeps():
+    per_slot = slot_bytes(window_profile(SHAPE), dtype_bytes=4)
+    assert session_bytes(per_slot, session(100_000)) == (385 + 200) * per_slot.full
+
+
+def test_a_budget_below_one_session_names_what_it_takes():
+    per_slot = SlotBytes(ca=100, locality=300)
+    with pytest.raises(BudgetError, match="KV budget: expected at least"):
+        plan_pools(1000, per_slot, session(1000))
+
+
+@given(st.integers(1, 200_000), st.integers(500, 40_000))
+def test_slots_for_a_token_cap_hold_one_running_prefill(ca_slots, context):
+    context = min(context, ca_slots)
+    shape = session(context)
+    slots = locality_slots_for(ca_slots, shape)
+    assert slots >= min(shape.prefill_tokens, max(ca_slots, shape.prefill_tokens))

@@ -1,0 +1,73 @@
+"""Settings: precedence, errors that name the setting, and the way into child processes."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.config import load_settings
+from kvtier.errors import ConfigurationError, SizeError
+from kvtier.sizes import format_bytes, format_size, parse_size
+
+
+@pytest.fixture(autouse=True)
+def _no_outside_settings(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KVTIER_CONFIG", raising=False)
+
+
+def test_flags_beat_environment_beats_file_beats_defaults(monkeypatch, tmp_path):
+    (tmp_path / "kvtier.toml").write_text("sink_tokens = 1\nrecent_tokens = 2\nturn_tokens = 3\n")
+    monkeypatch.setenv("KVTIER_RECENT_TOKENS", "20")
+    monkeypatch.setenv("KVTIER_TURN_TOKENS", "30")
+    settings = load_settings(turn_tokens=300)
+    assert (settings.sink_tokens, settings.recent_tokens, settings.turn_tokens) == (1, 20, 300)
+    assert settings.prefill == "exact"
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ({"sink_tokens": -1}, "sink_tokens"),
+        ({"recent_tokens": 0}, "recent_tokens"),
+        ({"prefill": "lazy"}, "prefill"),
+        ({"no_such_setting": 1}, "no_such_setting"),
+    ],
+)
+def test_a_bad_setting_is_named(flags, name):
+    with pytest.raises(ConfigurationError, match=f"^{name}: expected"):
+        load_settings(**flags)
+
+
+def test_a_missing_configuration_file_is_named(monkeypatch):
+    monkeypatch.setenv("KVTIER_CONFIG", "nowhere.toml")
+    with pytest.raises(ConfigurationError, match="KVTIER_CONFIG"):
+        load_settings()
+
+
+def test_settings_survive_the_trip_through_the_environment(monkeypatch, tmp_path):
+    sent = load_settings(
+        head_profile=tmp_path / "p.json", prefill="streaming", compensation=False, locality_slots=9
+    )
+    for name, value in sent.to_env().items():
+        monkeypatch.setenv(name, value)
+    assert load_settings() == sent
+
+
+@given(st.integers(1, 2**40))
+def test_sizes_round_trip(value):
+    assert parse_size(format_size(value)) == value
+
+
+@pytest.mark.parametrize("text", ["", "k", "-1", "0", "1.5", "12q", "4 k", "1e3"])
+def test_what_is_not_a_size_is_refused_by_name(text):
+    with pytest.raises(SizeError, match="^--len: expected"):
+        parse_size(text, "--len")
+
+
+def test_bytes_are_readable():
+    assert [format_bytes(n) for n in (5, 1536, 5 * 2**20, 3 * 2**30)] == [
+        "5 B",
+        "1.5 KiB",
+        "5.0 MiB",
+        "3.00 GiB",
+    ]
