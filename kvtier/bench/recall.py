@@ -5,11 +5,11 @@ them.  Nobody who compresses the context can know which facts will be asked.
 
     <bos> river along … amber fox k07 k61 … k12 . … stone      context: facts inside Markov filler
     <user> paper still … amber fox <assistant>                 prompt, 17 tokens by default
-    amber fox k07 k61 … k12 <eot>                              answer: the name, 8 codes, end of turn
+    amber fox k07 k61 … k12 <eot>                              answer: name, 8 codes, end of turn
 
 A name is an adjective and a noun; both are shared between facts, so both must be matched.  Some
-turns ask for a name that is *not* in the context: the model then invents a code, and a later turn
-asks again, so the right answer is whatever the model said before (`Turn.refers_to_turn`).
+turns ask for a name that is *not* in the context: the model then invents a code, and a later
+turn asks again, so the right answer is what the model said before (`Turn.refers_to_turn`).
 
 The module needs numpy and nothing else: training, head calibration and the benchmark use it.
 """
@@ -48,8 +48,10 @@ class RecallLanguage:
     def vocab(self) -> tuple[str, ...]:
         """Word of every id."""
         return (
-            *words.SPECIALS, words.FULL_STOP, *words.ADJECTIVES, *words.NOUNS, *words.CODES, *words.FILLER,
-        )  # fmt: skip
+            *(*words.SPECIALS, words.FULL_STOP),
+            *(*words.ADJECTIVES, *words.NOUNS, *words.CODES),
+            *words.FILLER,
+        )
 
     @cached_property
     def ids(self) -> dict[str, int]:
@@ -110,7 +112,7 @@ class RecallLanguage:
 
     @cached_property
     def transitions(self) -> np.ndarray:
-        """Ids that may follow each filler word, int64 `[num_filler, successors]`, equally likely."""
+        """Ids that may follow each filler word, equally likely: `[num_filler, successors]`."""
         rng = np.random.default_rng(self.seed)
         rows = [rng.permutation(len(self.filler))[: self.successors] for _ in self.filler]
         return np.stack(rows) + self.filler.start
@@ -221,7 +223,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Score:
-    """`codes` is the share of code tokens right at their place; `strict` needs every token right."""
+    """`codes` is the share of code tokens right at their place; `strict` needs all right."""
 
     codes: float
     strict: bool
@@ -254,6 +256,7 @@ def make_session(
     invented_share: float = 0.25,
     prompt_tokens: int = PROMPT_TOKENS,
     shared_words: bool = False,
+    few_codes: bool = False,
     language: RecallLanguage = DEFAULT_LANGUAGE,
 ) -> Session:
     """A random session; everything random comes from `rng`.
@@ -263,24 +266,28 @@ def make_session(
     invented_share:  share of turns that invent an answer or ask for an invented one again
     prompt_tokens:   length of every prompt; at least 4
     shared_words:    draw names from few adjectives and nouns, so that near misses are common
+    few_codes:       draw codes from a part of the code words, for the same reason
 
     Raises ValueError where facts or prompts do not fit.
     """
-    room = (context_tokens - 1) // FACT_TOKENS
+    room = min((context_tokens - 1) // FACT_TOKENS, MAX_FACTS)
     if num_facts is None:
         num_facts = min(int(rng.integers(8, 65)), max(1, room // 2))
-    if not 1 <= num_facts <= min(room, MAX_FACTS):
-        raise ValueError(f"num_facts must be 1 … {min(room, MAX_FACTS)} for context_tokens={context_tokens}, got {num_facts}")  # fmt: skip
+    if not 1 <= num_facts <= room:
+        raise ValueError(f"num_facts must be 1 … {room} for {context_tokens=}, got {num_facts}")
     if prompt_tokens < 4:
         raise ValueError(f"prompt_tokens must be at least 4, got {prompt_tokens}")
     invented = _invented_pairs(rng, num_turns, invented_share)
     names = _draw_names(rng, num_facts + len(invented), shared_words, language)
-    context, facts = _write_context(rng, context_tokens, names[:num_facts], language)
+    codes = _draw_codes(rng, names[:num_facts], few_codes, language)
+    context, facts = _write_context(rng, context_tokens, names[:num_facts], codes, language)
     turns = _ask(rng, num_turns, facts, names[num_facts:], invented, prompt_tokens, language)
     return Session(context, facts, turns, language)
 
 
-def _invented_pairs(rng: np.random.Generator, num_turns: int, share: float) -> list[tuple[int, int]]:
+def _invented_pairs(
+    rng: np.random.Generator, num_turns: int, share: float
+) -> list[tuple[int, int]]:
     """(inventing turn, turn that asks again) pairs; the two are never the same turn."""
     count = min(int(num_turns * share / 2 + rng.random()), num_turns // 2) if share > 0 else 0
     chosen = rng.permutation(num_turns)[: 2 * count].reshape(count, 2)
@@ -298,24 +305,34 @@ def _draw_names(
     adjectives = rng.permutation(num_adjectives)[:side]
     nouns = rng.permutation(num_nouns)[:side]
     cells = rng.permutation(side * side)[:count]
-    return [language.name(adjectives[cell // side] * num_nouns + nouns[cell % side]) for cell in cells]
+    return [
+        language.name(adjectives[cell // side] * num_nouns + nouns[cell % side]) for cell in cells
+    ]
 
 
 def _draw_codes(
-    rng: np.random.Generator, names: Sequence[tuple[int, int]], language: RecallLanguage
+    rng: np.random.Generator,
+    names: Sequence[tuple[int, int]],
+    few_codes: bool,
+    language: RecallLanguage,
 ) -> list[tuple[int, ...]]:
     """Codes in which no pair of neighbouring words (noun and first code included) comes twice.
 
     A pair then tells where in which fact the reader is, so a model that matches two tokens can be
     right every time, and a wrong answer is the cache's fault.
     """
+    pool = list(language.codes)
+    if few_codes:
+        # Three times as many pairs as are needed, so that the search below always ends soon.
+        size = max(12, int(np.ceil(np.sqrt(3 * NUM_CODES * len(names)))))
+        pool = rng.permutation(pool)[:size].tolist()
     used: set[tuple[int, int]] = set()
     rows = []
     for _, noun in names:
         row: list[int] = []
         before = noun
         while len(row) < NUM_CODES:
-            code = int(rng.integers(language.codes.start, language.codes.stop))
+            code = pool[int(rng.integers(len(pool)))]
             if (before, code) not in used:
                 used.add((before, code))
                 row.append(code)
@@ -328,11 +345,11 @@ def _write_context(
     rng: np.random.Generator,
     context_tokens: int,
     names: Sequence[tuple[int, int]],
+    codes: Sequence[tuple[int, ...]],
     language: RecallLanguage,
 ) -> tuple[np.ndarray, tuple[Fact, ...]]:
     """Facts at uniformly random places of one filler walk, never inside each other."""
     num_filler = context_tokens - 1 - FACT_TOKENS * len(names)
-    codes = _draw_codes(rng, names, language)
     places = np.sort(rng.integers(0, num_filler + 1, size=len(names)))
     walk = language.filler_walk(rng, num_filler)
     pieces = [np.array([language.bos])]

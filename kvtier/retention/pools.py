@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from kvtier.errors import BudgetError
 from kvtier.heads.profile import HeadProfile
 
-
 # Tokens of other requests' decode steps that may be in flight beside a prefill.
 SLACK_SLOTS = 64
 

@@ -1,0 +1,140 @@
+"""`python -m kvtier.bench`: parse, plan, run each policy, print. Exit codes are in `--help`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from kvtier.bench.environment import describe_environment
+from kvtier.bench.metrics import compare_all
+from kvtier.bench.options import PROGRAM, Options, parse_options
+from kvtier.bench.planning import Model, PolicyPlan, make_plans
+from kvtier.bench.progress import Progress
+from kvtier.bench.report import render_report
+from kvtier.bench.runner import run_worker, terminated_as_interrupted
+from kvtier.bench.schema import Document, RunFailure, RunResult
+from kvtier.bench.table import make_console, print_document, print_plan
+from kvtier.errors import KvtierError
+
+EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit code; only `--help` exits by itself."""
+    given = tuple(sys.argv[1:] if argv is None else argv)
+    try:
+        options = parse_options(given)
+        model, plans = make_plans(options)
+    except KvtierError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    if options.dry_run:
+        return show_plan(options, model, plans)
+    try:
+        with terminated_as_interrupted():
+            document = run_all(options, model, plans, given)
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    publish(options, document)
+    return EXIT_RUN_FAILED if document.failures else EXIT_OK
+
+
+def run_all(
+    options: Options, model: Model, plans: Sequence[PolicyPlan], command: tuple[str, ...]
+) -> Document:
+    """Run every policy, one after the other, and collect what came of it."""
+    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    outcomes: list[RunResult | RunFailure] = []
+    with Progress(options.quiet) as progress:
+        for entry in plans:
+            warn_if_small(entry, progress)
+            outcomes.append(run_worker(entry.plan, progress))
+    runs = tuple(outcome for outcome in outcomes if isinstance(outcome, RunResult))
+    ratios, comparisons = compare_all(runs)
+    return Document(
+        started_at=started_at,
+        command=command,
+        environment=describe_environment(options.workload.seed),
+        model=describe_model(model, plans),
+        settings=options.settings.model_dump(mode="json"),
+        workload=options.workload,
+        runs=runs,
+        failures=tuple(outcome for outcome in outcomes if isinstance(outcome, RunFailure)),
+        ratios=ratios,
+        comparisons=comparisons,
+    )
+
+
+def warn_if_small(entry: PolicyPlan, progress: Progress) -> None:
+    """Say beforehand when kvtier's own budget will make it recompute, and what would help."""
+    pools, wanted = entry.plan.pools, entry.plan.workload.sessions
+    if entry.policy.splits_heads and pools.sessions < wanted:
+        progress.note(
+            f"{entry.policy.name}: the budget holds {pools.sessions:.1f} of {wanted} sessions, so "
+            "later turns will recompute; --prefill streaming or a smaller --chunk leaves more room"
+        )
+
+
+def describe_model(model: Model, plans: Sequence[PolicyPlan]) -> dict[str, Any]:
+    """The model for the outcome, with the head profile that was used."""
+    profiles = {entry.policy.name: entry.profile_note for entry in plans if entry.profile_note}
+    return {
+        "path": str(model.path),
+        "shape": model.shape.model_dump(),
+        "device": model.device,
+        "dtype": model.dtype,
+        "head_profiles": profiles,
+    }
+
+
+def publish(options: Options, document: Document) -> None:
+    """Write the files asked for, print to stdout, and show what failed on stderr."""
+    if options.json_path is not None:
+        options.json_path.write_text(document.model_dump_json(indent=1) + "\n")
+    if options.report_path is not None:
+        options.report_path.write_text(render_report(document), encoding="utf-8")
+    if options.json_output:
+        print(document.model_dump_json(indent=1))
+    else:
+        print_document(document, make_console())
+    for failure in document.failures:
+        print(f"{PROGRAM}: {failure.policy} failed; its last log lines:", file=sys.stderr)
+        for line in failure.log_tail:
+            print(f"  {line}", file=sys.stderr)
+
+
+def show_plan(options: Options, model: Model, plans: Sequence[PolicyPlan]) -> int:
+    """The dry run."""
+    text = json.dumps(plan_document(options, model, plans), indent=1)
+    if options.json_path is not None:
+        options.json_path.write_text(text + "\n")
+    if options.json_output:
+        print(text)
+    else:
+        print_plan(model, plans, options.workload, make_console())
+    return EXIT_OK
+
+
+def plan_document(options: Options, model: Model, plans: Sequence[PolicyPlan]) -> dict[str, Any]:
+    """The dry run as data: every worker's plan, and the bytes it is made from."""
+    return {
+        "model": describe_model(model, plans),
+        "workload": options.workload.model_dump(),
+        "plans": [
+            {
+                **entry.plan.model_dump(mode="json"),
+                "bytes_per_token": {"ca": entry.slots.ca, "locality": entry.slots.locality},
+                "session_bytes": entry.session_bytes,
+                "prefill_bytes": entry.prefill_bytes,
+            }
+            for entry in plans
+        ],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""The engine as the bench sees it, and the real one behind it.
+
+`ChatEngine` is all the measuring loop knows. It is used from one thread, one request at a time;
+whoever opens it closes it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvtier.bench.schema import Occupancy, Plan
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One finished request. itl_ms[i] is the time between output tokens i and i + 1."""
+
+    output_ids: tuple[int, ...]
+    cached_tokens: int
+    ttft_ms: float
+    latency_ms: float
+    itl_ms: tuple[float, ...]
+
+
+class ChatEngine(Protocol):
+    """Greedy generation from token ids over a prefix cache."""
+
+    device: str
+
+    def generate(self, input_ids: Sequence[int], max_new_tokens: int, stop_id: int) -> Answer:
+        """Generate until `stop_id` (which is part of the output) or `max_new_tokens`."""
+        ...
+
+    def occupancy(self) -> Occupancy:
+        """What the KV pools hold now; starts a new peak."""
+        ...
+
+    def flush(self) -> None:
+        """Forget every cached prefix."""
+        ...
+
+    def close(self) -> None:
+        """Stop the engine and its processes."""
+        ...
+
+
+EngineFactory = Callable[[Plan], ChatEngine]
+
+
+class EngineError(Exception):
+    """The engine answered with something that cannot be measured."""
+
+
+class StreamClock:
+    """Times the chunks of one stream. A chunk of several tokens counts as several equal steps."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._start = self._last = now()
+        self._tokens = 0
+        self._ttft_s: float | None = None
+        self._itl_s: list[float] = []
+
+    def see(self, num_tokens: int) -> None:
+        """A chunk arrived that brings the output to `num_tokens`."""
+        new = num_tokens - self._tokens
+        if new <= 0:
+            return
+        at = self._now()
+        if self._ttft_s is None:
+            self._ttft_s, new = at - self._start, new - 1
+        if new > 0:
+            self._itl_s += [(at - self._last) / new] * new
+        self._last, self._tokens = at, num_tokens
+
+    def answer(self, output_ids: Sequence[int], cached_tokens: int) -> Answer:
+        """The finished request. Raises EngineError when no token came."""
+        if self._ttft_s is None:
+            raise EngineError("the engine finished a request without a single token")
+        return Answer(
+            output_ids=tuple(output_ids),
+            cached_tokens=cached_tokens,
+            ttft_ms=self._ttft_s * 1e3,
+            latency_ms=(self._last - self._start) * 1e3,
+            itl_ms=tuple(step * 1e3 for step in self._itl_s),
+        )
+
+
+class SglangEngine:
+    """`sglang.Engine` in this process, its scheduler in a child."""
+
+    def __init__(self, plan: Plan) -> None:
+        import sglang as sgl
+        import torch
+
+        self._engine: Any = sgl.Engine(**plan.engine_args)
+        on_cuda = plan.engine_args["device"] == "cuda"
+        self.device = torch.cuda.get_device_name() if on_cuda else "cpu"
+
+    def generate(self, input_ids: Sequence[int], max_new_tokens: int, stop_id: int) -> Answer:
+        params = {"temperature": 0, "max_new_tokens": max_new_tokens, "stop_token_ids": [stop_id]}
+        clock = StreamClock()
+        chunk: dict[str, Any] = {}
+        for chunk in self._engine.generate(
+            input_ids=list(input_ids), sampling_params=params, stream=True
+        ):
+            clock.see(chunk["meta_info"]["completion_tokens"])
+        reason = chunk["meta_info"]["finish_reason"] if chunk else None
+        if not reason or reason["type"] not in ("stop", "length"):
+            raise EngineError(f"a request of {len(input_ids)} tokens ended with {reason}")
+        return clock.answer(chunk["output_ids"], chunk["meta_info"]["cached_tokens"])
+
+    def occupancy(self) -> Occupancy:
+        state = self._engine.get_server_info()["internal_states"][0]
+        if "kvtier" not in state:
+            raise EngineError(
+                "the engine reports no pool occupancy: is the kvtier plugin installed "
+                "(pip install -e .) and not hidden by SGLANG_PLUGINS?"
+            )
+        return Occupancy(**{name: state["kvtier"][name] for name in Occupancy.model_fields})
+
+    def flush(self) -> None:
+        self._engine.flush_cache()
+
+    def close(self) -> None:
+        self._engine.shutdown()

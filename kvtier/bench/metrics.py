@@ -1,0 +1,135 @@
+"""From requests to turns, summaries and ratios. Names follow `sglang.benchmark.serving`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from kvtier.bench.policies import BASELINES
+from kvtier.bench.recall import PROMPT_TOKENS
+from kvtier.bench.schema import Ratios, RequestRecord, RunResult, Summary, TurnResult
+
+# A session is resident when at least this share of its history is still cached.
+RESIDENT_SHARE = 0.9
+
+
+def is_resident(cached_tokens: int, history_tokens: int) -> bool:
+    """Whether a session's history was still on the device."""
+    return cached_tokens >= RESIDENT_SHARE * history_tokens
+
+
+def tpot_ms(record: RequestRecord) -> float:
+    """Time per output token after the first, in ms; 0 for an answer of one token."""
+    later = len(record.output_ids) - 1
+    return (record.latency_ms - record.ttft_ms) / later if later > 0 else 0.0
+
+
+def turn_results(records: Sequence[RequestRecord]) -> tuple[TurnResult, ...]:
+    """One row per turn."""
+    turns = sorted({record.turn for record in records})
+    return tuple(_turn([record for record in records if record.turn == turn]) for turn in turns)
+
+
+def _turn(records: Sequence[RequestRecord]) -> TurnResult:
+    main = [record for record in records if record.question == 0]
+    readings = [record.occupancy for record in main if record.occupancy is not None]
+    ttfts = [record.ttft_ms for record in main]
+    turn = records[0].turn
+    scores = _scores(records)
+    resident = sum(is_resident(r.cached_tokens, r.prompt_tokens - PROMPT_TOKENS) for r in main)
+    return TurnResult(
+        turn=turn,
+        prompt_tokens=round(_median(record.prompt_tokens for record in main)),
+        cached_tokens=round(_median(record.cached_tokens for record in main)),
+        ttft_ms=_median(ttfts),
+        p99_ttft_ms=_p99(ttfts),
+        tpot_ms=_median(tpot_ms(record) for record in main),
+        kv_device_bytes=round(_median(reading.kv_used_bytes for reading in readings)),
+        kv_peak_bytes=max((reading.kv_peak_bytes for reading in readings), default=0),
+        recall=_mean(scores),
+        scored_questions=len(scores),
+        resident_sessions=None if turn == 1 else resident,
+    )
+
+
+def summarize(
+    records: Sequence[RequestRecord], turns: Sequence[TurnResult], resident: int | None
+) -> Summary:
+    """Latencies of the follow-up turns; memory and recall of all turns."""
+    main = [record for record in records if record.question == 0]
+    later = [record for record in main if record.turn > 1] or main
+    ttfts = [record.ttft_ms for record in later]
+    tpots = [tpot_ms(record) for record in later]
+    itls = [step for record in later for step in record.itl_ms]
+    strict = [float(record.strict) for record in records if record.strict is not None]
+    return Summary(
+        median_ttft_ms=_median(ttfts),
+        mean_ttft_ms=float(np.mean(ttfts)),
+        p99_ttft_ms=_p99(ttfts),
+        median_tpot_ms=_median(tpots),
+        mean_tpot_ms=float(np.mean(tpots)),
+        p99_tpot_ms=_p99(tpots),
+        median_itl_ms=_median(itls),
+        p99_itl_ms=_p99(itls),
+        median_e2e_latency_ms=_median(record.latency_ms for record in later),
+        kv_device_bytes=round(_median(turn.kv_device_bytes for turn in turns)),
+        kv_peak_bytes=max(turn.kv_peak_bytes for turn in turns),
+        recall=_mean(_scores(records)),
+        strict_recall=_mean(strict),
+        resident_sessions=resident,
+    )
+
+
+def _scores(records: Iterable[RequestRecord]) -> list[float]:
+    return [record.recall for record in records if record.recall is not None]
+
+
+def _median(values: Iterable[float]) -> float:
+    listed = list(values)
+    return float(np.median(listed)) if listed else 0.0
+
+
+def _p99(values: Sequence[float]) -> float:
+    return float(np.percentile(values, 99)) if values else 0.0
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def compare(baseline: RunResult, run: RunResult) -> Ratios:
+    """`run` against `baseline`: above 1 is better for `run`, in every field."""
+
+    def smaller(value: Callable[[RunResult], float]) -> float | None:
+        return _ratio(value(baseline), value(run))
+
+    return Ratios(
+        baseline=baseline.policy,
+        policy=run.policy,
+        kv_device_bytes=smaller(lambda r: r.summary.kv_device_bytes),
+        kv_peak_bytes=smaller(lambda r: r.summary.kv_peak_bytes),
+        median_ttft_ms=smaller(lambda r: r.summary.median_ttft_ms),
+        first_ttft_ms=smaller(lambda r: r.turns[0].ttft_ms),
+        median_tpot_ms=smaller(lambda r: r.summary.median_tpot_ms),
+        recall=_ratio(run.summary.recall, baseline.summary.recall),
+        resident_sessions=_ratio(run.summary.resident_sessions, baseline.summary.resident_sessions),
+    )
+
+
+def _ratio(over: float | None, under: float | None) -> float | None:
+    return None if over is None or not under else over / under
+
+
+def compare_all(runs: Sequence[RunResult]) -> tuple[Ratios | None, tuple[Ratios, ...]]:
+    """The headline, kvtier against the first baseline that ran, and every other comparison."""
+    by_name = {run.policy: run for run in runs}
+    bases = [by_name[name] for name in BASELINES if name in by_name]
+    pairs = [
+        compare(base, run)
+        for base in bases
+        for run in runs
+        if run.policy != base.policy and (run.policy not in BASELINES or base.policy == "stock")
+    ]
+    main = next((pair for pair in pairs if pair.policy == "kvtier"), None)
+    return main, tuple(pair for pair in pairs if pair is not main)

@@ -1,0 +1,195 @@
+"""The command line: text in, one validated `Options` out, before anything heavy is imported.
+
+Every error is a UsageError that names the flag and what was expected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from kvtier.bench.policies import POLICIES, Policy, parse_policies
+from kvtier.bench.schema import Workload
+from kvtier.config import Settings, load_settings
+from kvtier.errors import BudgetError, SizeError, UsageError
+from kvtier.sizes import parse_size
+
+PROGRAM = "kvtier.bench"
+DEFAULT_BUDGET_SESSIONS = 3.0
+MIN_CONTEXT_TOKENS = 64
+MIN_CHUNK_TOKENS = 16
+PREFILLS = ("exact", "streaming")
+DEVICES = ("cpu", "cuda")
+DTYPES = ("float32", "bfloat16", "float16")
+FORMATS = ("table", "json")
+
+_EPILOG = """\
+Ratios are printed so that bigger is better for kvtier: bytes and times are baseline / kvtier,
+recall and resident sessions are kvtier / baseline.
+exit codes: 0 all policies ran, 1 a policy failed, 2 usage error, 130 interrupted
+"""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The KV memory every policy gets: bytes, or so many full sessions. `argument` is its flag."""
+
+    argument: str
+    num_bytes: int | None = None
+    full_sessions: float | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for. budget None: room for exactly one session, whatever that takes."""
+
+    policies: tuple[Policy, ...]
+    workload: Workload
+    settings: Settings
+    chunk_tokens: int
+    budget: Budget | None
+    model_path: Path | None
+    device: str | None
+    dtype: str | None
+    json_path: Path | None
+    report_path: Path | None
+    json_output: bool
+    quiet: bool
+    dry_run: bool
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are ours: raised, not printed."""
+
+    def error(self, message: str) -> NoReturn:
+        named = re.fullmatch(r"argument (\S+): (.*)", message)
+        if named is not None:
+            raise UsageError(named[1], "a valid value (see --help)", named[2])
+        raise UsageError("arguments", "only flags that --help lists", message)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Flags are kept as text; `parse_options` gives them meaning."""
+    parser = _Parser(
+        prog=f"python -m {PROGRAM}",
+        description="Hold long multi-turn sessions with SGLang, with and without kvtier.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("workload").add_argument
+    add("--turns", default="5", help="turns per session (%(default)s)")
+    add("--len", default="32k", help="context tokens: 4096, 32k, … (%(default)s)")
+    add("--sessions", default="1", help="sessions, interleaved by turn (%(default)s)")
+    add("--questions", help="questions per turn, for recall (4; 1 under a KV budget)")
+    add("--seed", default="0", help="seed of the workload (%(default)s)")
+    add = parser.add_argument_group("serving").add_argument
+    add("--policies", default="full,kvtier", help=f"from {', '.join(POLICIES)} (%(default)s)")
+    add("--model-path", help="model directory (the demo model of the checkout)")
+    add("--head-profile", help="head profile file (head_profile.json of the model)")
+    add("--prefill", help=f"{' or '.join(PREFILLS)} (KVTIER_PREFILL, or exact)")
+    add("--chunk", help="prefill chunk tokens (a quarter of --len, 512 to 4096)")
+    add("--budget-sessions", help="KV budget in full sessions (3 with --sessions)")
+    add("--kv-budget", help="KV budget in bytes: 512m, 8g, …")
+    add("--device", help=f"{' or '.join(DEVICES)} (cuda where there is one)")
+    add("--dtype", help=f"{', '.join(DTYPES)} (float32 on CPU, else the model's 16 bits)")
+    add = parser.add_argument_group("output").add_argument
+    add("--json", metavar="FILE", help="write the whole outcome as JSON")
+    add("--report", metavar="FILE", help="write one self-contained HTML page")
+    add("--format", default="table", help=f"of stdout: {' or '.join(FORMATS)} (%(default)s)")
+    add("-q", "--quiet", action="store_true", help="no progress on stderr")
+    add("--dry-run", action="store_true", help="print plan and memory arithmetic only")
+    return parser
+
+
+def parse_options(argv: Sequence[str]) -> Options:
+    """Options from flags, KVTIER_* environment and file. Raises UsageError."""
+    args = make_parser().parse_args(argv)
+    policies = parse_policies(args.policies)
+    context_tokens = parse_size(args.len, "--len")
+    if context_tokens < MIN_CONTEXT_TOKENS:
+        raise SizeError("--len", f"at least {MIN_CONTEXT_TOKENS} tokens", args.len)
+    sessions = _count(args.sessions, "--sessions")
+    budget = _budget(args.budget_sessions, args.kv_budget, sessions)
+    questions = args.questions or ("4" if budget is None else "1")
+    workload = Workload(
+        context_tokens=context_tokens,
+        turns=_count(args.turns, "--turns"),
+        sessions=sessions,
+        questions=_count(questions, "--questions"),
+        seed=_count(args.seed, "--seed", least=0),
+    )
+    return Options(
+        policies=policies,
+        workload=workload,
+        settings=load_settings(
+            head_profile=args.head_profile, prefill=_choice(args.prefill, "--prefill", PREFILLS)
+        ),
+        chunk_tokens=_chunk(args.chunk, context_tokens),
+        budget=budget,
+        model_path=None if args.model_path is None else Path(args.model_path),
+        device=_choice(args.device, "--device", DEVICES),
+        dtype=_choice(args.dtype, "--dtype", DTYPES),
+        json_path=_output(args.json, "--json"),
+        report_path=_output(args.report, "--report"),
+        json_output=_choice(args.format, "--format", FORMATS) == "json",
+        quiet=args.quiet,
+        dry_run=args.dry_run,
+    )
+
+
+def _count(text: str, argument: str, least: int = 1) -> int:
+    expected = f"a whole number of at least {least}"
+    try:
+        value = int(text)
+    except ValueError as error:
+        raise UsageError(argument, expected, text) from error
+    if value < least:
+        raise UsageError(argument, expected, text)
+    return value
+
+
+def _choice(text: str | None, argument: str, valid: Sequence[str]) -> str | None:
+    if text is not None and text not in valid:
+        raise UsageError(argument, f"one of {', '.join(valid)}", text)
+    return text
+
+
+def _chunk(text: str | None, context_tokens: int) -> int:
+    if text is None:
+        return max(512, min(4096, context_tokens // 4))
+    value = parse_size(text, "--chunk")
+    if value < MIN_CHUNK_TOKENS:
+        raise SizeError("--chunk", f"at least {MIN_CHUNK_TOKENS} tokens", text)
+    return value
+
+
+def _budget(full_sessions: str | None, num_bytes: str | None, sessions: int) -> Budget | None:
+    if full_sessions is not None and num_bytes is not None:
+        raise UsageError("--kv-budget", "only one of --kv-budget and --budget-sessions", num_bytes)
+    if num_bytes is not None:
+        return Budget("--kv-budget", num_bytes=parse_size(num_bytes, "--kv-budget"))
+    if full_sessions is None:
+        return Budget("--sessions", full_sessions=DEFAULT_BUDGET_SESSIONS) if sessions > 1 else None
+    try:
+        value = float(full_sessions)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value < math.inf:
+        raise BudgetError("--budget-sessions", "a number of at least 1", full_sessions)
+    return Budget("--budget-sessions", full_sessions=value)
+
+
+def _output(text: str | None, argument: str) -> Path | None:
+    """A file that can be written once the run is over, checked before it begins."""
+    if text is None:
+        return None
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(argument, "a file in an existing directory", text)
+    return path

@@ -1,0 +1,58 @@
+"""The policies the bench can compare, and what each means for the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier.errors import UnknownPolicyError
+from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, window_profile
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One way to serve the workload.
+
+    kvtier_attention: our attention backend instead of SGLang's own
+    splits_heads:     our radix cache, two pools and a head profile
+    """
+
+    name: str
+    description: str
+    kvtier_attention: bool
+    splits_heads: bool
+
+    @property
+    def needs_profile(self) -> bool:
+        """Whether the user's head profile decides what is kept."""
+        return self.name == "kvtier"
+
+    def profile(self, shape: ModelShape, given: HeadProfile | None) -> HeadProfile:
+        """The head profile in force; `given` is the user's, for the policy that needs one."""
+        if self.name == "window":
+            return window_profile(shape)
+        if self.needs_profile:
+            assert given is not None, "the profile is resolved before a policy asks for it"
+            return given
+        return full_profile(shape)
+
+
+_ALL = (
+    Policy("stock", "SGLang's own radix cache and attention", False, False),
+    Policy("full", "SGLang's radix cache, kvtier's attention, every head keeps all", True, False),
+    Policy("kvtier", "CA heads keep the context, the others sink + recent", True, True),
+    Policy("window", "no head keeps the context: the floor", True, True),
+)
+POLICIES = {policy.name: policy for policy in _ALL}
+BASELINES = ("full", "stock")
+
+
+def parse_policies(text: str) -> tuple[Policy, ...]:
+    """A comma-separated list, in the order given. Raises UnknownPolicyError."""
+    names = [name.strip() for name in text.split(",")]
+    valid = f"a comma-separated choice of {', '.join(POLICIES)}"
+    for name in names:
+        if name not in POLICIES:
+            raise UnknownPolicyError("--policies", valid, name or text)
+    if len(set(names)) != len(names):
+        raise UnknownPolicyError("--policies", valid + ", each once", text)
+    return tuple(POLICIES[name] for name in names)

@@ -1,0 +1,194 @@
+"""The outcome as one HTML page that needs nothing else: inline CSS, inline SVG, no script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from html import escape
+
+from kvtier.bench.charts import Series, line_chart
+from kvtier.bench.policies import POLICIES
+from kvtier.bench.schema import Document, Ratios, RunResult, TurnResult
+from kvtier.bench.table import NOTHING, describe_workload, ratio_rows
+from kvtier.sizes import format_bytes
+
+Value = Callable[[TurnResult], float | None]
+
+_HEAD = "turn|TTFT ms|p99 TTFT ms|TPOT ms|cached|prompt|KV bytes|KV peak|recall"
+_CSS = """
+:root { color-scheme: light dark; --ink: #1d2530; --soft: #5b6675; --rule: #d9dee5; --page: #ffffff;
+  --tile: #f4f6f9; --s0: #8a5a00; --s1: #0b62c4; --s2: #0a7d4f; --s3: #a3308a; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6eaf0; --soft: #9aa5b4; --rule: #333c48;
+  --page: #14181e; --tile: #1d232b; --s0: #e0a33a; --s1: #66aaff; --s2: #45c48c; --s3: #e17cc9; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
+  max-width: 1000px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+p.soft, figcaption, .tick, .tile span { color: var(--soft); }
+.tiles { display: flex; flex-wrap: wrap; gap: .75rem; margin: 1.25rem 0; }
+.tile { background: var(--tile); border-radius: 8px; padding: .6rem 1rem; min-width: 8rem; }
+.tile b { display: block; font-size: 1.5rem; } .tile span { font-size: .85rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(340px, 1fr));
+  gap: 1.25rem; }
+figure { margin: 0; } figcaption { font-size: .9rem; } svg { width: 100%; height: auto; }
+.legend { display: flex; flex-wrap: wrap; gap: 1.25rem; } .legend i { display: inline-block;
+  width: .8rem; height: .8rem; border-radius: 50%; margin-right: .4rem; vertical-align: -1px; }
+.grid { stroke: var(--rule); stroke-width: 1; } .tick { font-size: 12px; fill: var(--soft); }
+.series polyline { fill: none; stroke-width: 2; }
+.s0 polyline { stroke: var(--s0); } .s1 polyline { stroke: var(--s1); }
+.s2 polyline { stroke: var(--s2); } .s3 polyline { stroke: var(--s3); }
+.s0 circle { fill: var(--s0); } .s1 circle { fill: var(--s1); }
+.s2 circle { fill: var(--s2); } .s3 circle { fill: var(--s3); }
+i.s0 { background: var(--s0); } i.s1 { background: var(--s1); }
+i.s2 { background: var(--s2); } i.s3 { background: var(--s3); }
+.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--rule);
+  font-variant-numeric: tabular-nums; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+pre { background: var(--tile); padding: .75rem; border-radius: 8px; overflow-x: auto;
+  font-size: .8rem; }
+"""
+
+
+def render_report(document: Document) -> str:
+    """The whole page."""
+    workload = escape(describe_workload(document.workload))
+    body = [
+        "<h1>kvtier bench</h1>",
+        f'<p class="soft">{workload}<br>{escape(document.started_at)}</p>',
+        _tiles(document.ratios),
+        _legend(document.runs),
+        _charts(document.runs),
+        _turn_tables(document.runs),
+        _comparisons(document),
+        _failures(document),
+        _environment(document),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>kvtier bench: {workload}</title><style>{_CSS}</style></head>\n<body>\n"
+        + "\n".join(part for part in body if part)
+        + "\n</body></html>\n"
+    )
+
+
+def _tiles(ratios: Ratios | None) -> str:
+    """The headline numbers."""
+    if ratios is None:
+        return ""
+    shown = [
+        (ratios.kv_device_bytes, "x", "fewer KV bytes on the device"),
+        (ratios.median_ttft_ms, "x", "faster first token, later turns"),
+        (ratios.median_tpot_ms, "x", "faster per token"),
+        (ratios.resident_sessions, "x", "as many resident sessions"),
+        (ratios.recall, "", "of the recall"),
+    ]
+    tiles = "".join(
+        f'<div class="tile"><b>{value:.2f}{unit}</b><span>{text}</span></div>'
+        for value, unit, text in shown
+        if value is not None
+    )
+    title = f"<h2>{escape(ratios.policy)} against {escape(ratios.baseline)}</h2>"
+    return f'{title}<div class="tiles">{tiles}</div>'
+
+
+def _legend(runs: Sequence[RunResult]) -> str:
+    entries = "".join(
+        f'<span><i class="s{_style(run)}"></i><b>{run.policy}</b>: '
+        f"{escape(POLICIES[run.policy].description)}</span>"
+        for run in runs
+    )
+    return f'<div class="legend">{entries}</div>'
+
+
+def _style(run: RunResult) -> int:
+    """A policy has the same colour in every report."""
+    return list(POLICIES).index(run.policy)
+
+
+def _charts(runs: Sequence[RunResult]) -> str:
+    unit, size = _byte_unit(max((run.summary.kv_peak_bytes for run in runs), default=0))
+    charts: list[tuple[str, Value, Callable[[float], str], float]] = [
+        ("Time to first token", lambda t: t.ttft_ms, _milliseconds, 0),
+        ("Time per output token", lambda t: t.tpot_ms, _milliseconds, 0),
+        (
+            "KV on the device after the turn",
+            lambda t: t.kv_device_bytes / size,
+            lambda v: f"{v:.4g} {unit}",
+            0,
+        ),
+        ("Recall: share of code tokens right", lambda t: t.recall, lambda v: f"{v:.2f}", 1),
+        ("Sessions still resident", lambda t: t.resident_sessions, lambda v: f"{v:g}", 1),
+    ]
+    figures = []
+    for title, value, label, at_least in charts:
+        lines = [Series(run.policy, tuple(map(value, run.turns)), _style(run)) for run in runs]
+        if "resident" in title and all(len({r.session for r in run.requests}) == 1 for run in runs):
+            continue
+        if chart := line_chart(title, lines, label, at_least):
+            figures.append(f"<figure><figcaption>{escape(title)}</figcaption>{chart}</figure>")
+    return f'<div class="charts">{"".join(figures)}</div>'
+
+
+def _byte_unit(largest: float) -> tuple[str, int]:
+    """The unit of a bytes axis, so that its ticks are round numbers."""
+    return ("GiB", 1024**3) if largest >= 1024**3 else ("MiB", 1024**2)
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value / 1000:.4g} s" if value >= 1000 else f"{value:.4g} ms"
+
+
+def _turn_tables(runs: Sequence[RunResult]) -> str:
+    parts = []
+    for run in runs:
+        rows = [
+            [
+                f"{run.policy} {turn.turn}",
+                f"{turn.ttft_ms:,.1f}",
+                f"{turn.p99_ttft_ms:,.1f}",
+                f"{turn.tpot_ms:,.2f}",
+                f"{turn.cached_tokens:,}",
+                f"{turn.prompt_tokens:,}",
+                format_bytes(turn.kv_device_bytes),
+                format_bytes(turn.kv_peak_bytes),
+                NOTHING if turn.recall is None else f"{turn.recall:.3f}",
+            ]
+            for turn in run.turns
+        ]
+        parts.append(_table(_HEAD.split("|"), rows))
+    return "<h2>Turns</h2>" + "".join(parts)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows)
+    table = f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="wide">{table}</div>'
+
+
+def _comparisons(document: Document) -> str:
+    pairs = [pair for pair in (document.ratios, *document.comparisons) if pair is not None]
+    if not pairs:
+        return ""
+    head = ["bigger is better", *(f"{pair.policy} / {pair.baseline}" for pair in pairs)]
+    return "<h2>Ratios</h2>" + _table(head, [[label, *cells] for label, cells in ratio_rows(pairs)])
+
+
+def _failures(document: Document) -> str:
+    return "".join(
+        f"<h2>{escape(failure.policy)} failed (exit code {failure.exit_code})</h2>"
+        f"<pre>{escape(chr(10).join(failure.log_tail))}</pre>"
+        for failure in document.failures
+    )
+
+
+def _environment(document: Document) -> str:
+    described = {
+        "command": "python -m kvtier.bench " + " ".join(document.command),
+        "environment": document.environment.model_dump(mode="json"),
+        "model": document.model,
+        "settings": document.settings,
+    }
+    text = escape(json.dumps(described, indent=1))
+    return f"<h2>Where this was measured</h2><pre>{text}</pre>"

@@ -1,0 +1,122 @@
+"""Runs plans in worker processes, one after the other, and never leaves one behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from kvtier.bench.progress import Progress
+from kvtier.bench.schema import Plan, RunFailure, RunResult
+from kvtier.config import ENV_PREFIX
+
+WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "kvtier.bench.worker")
+LOG_TAIL_LINES = 15
+STOP_GRACE_S = 5.0
+
+
+def run_worker(plan: Plan, progress: Progress) -> RunResult | RunFailure:
+    """Run one plan to its end. The worker and all its children are gone when this returns."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
+        files = _Files(Path(folder))
+        files.plan.write_text(plan.model_dump_json())
+        files.config.touch()
+        environment = worker_environment(os.environ, plan, files)
+        read_end, write_end = os.pipe()
+        with files.log.open("wb") as log, os.fdopen(read_end) as events:
+            command = [*WORKER_COMMAND, str(files.plan), str(files.result), str(write_end)]
+            with _process(command, environment, log.fileno(), write_end) as process:
+                for line in events:
+                    progress.event(plan, json.loads(line))
+                exit_code = process.wait()
+        if exit_code == 0 and files.result.is_file():
+            return RunResult.model_validate_json(files.result.read_text())
+        return RunFailure(policy=plan.policy, exit_code=exit_code, log_tail=_tail(files.log))
+
+
+class _Files:
+    """What a run keeps in its temporary folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.plan = folder / "plan.json"
+        self.result = folder / "result.json"
+        self.log = folder / "worker.log"
+        self.profile = folder / "head_profile.json"
+        self.config = folder / "kvtier.toml"
+
+
+def worker_environment(parent: Mapping[str, str], plan: Plan, files: _Files) -> dict[str, str]:
+    """The parent's environment with the plan's settings and no other KVTIER_* variable.
+
+    An empty configuration file keeps a kvtier.toml of the working directory out as well: the
+    parent has already applied it.
+    """
+    environment = {k: v for k, v in parent.items() if not k.startswith(ENV_PREFIX)}
+    environment |= plan.environment
+    environment[ENV_PREFIX + "CONFIG"] = str(files.config)
+    if plan.head_profile is not None:
+        plan.head_profile.save(files.profile)
+        environment[ENV_PREFIX + "HEAD_PROFILE"] = str(files.profile)
+    return environment
+
+
+@contextmanager
+def _process(
+    command: list[str], environment: dict[str, str], log: int, write_end: int
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The worker in its own process group, which is killed when the block is left."""
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=(write_end,),
+        start_new_session=True,
+    )
+    os.close(write_end)
+    try:
+        yield process
+    finally:
+        stop_group(process)
+
+
+def stop_group(process: subprocess.Popen[bytes]) -> None:
+    """Stop a process and everything it started: politely, then not."""
+    for sign, patience_s in ((signal.SIGTERM, STOP_GRACE_S), (signal.SIGKILL, None)):
+        try:
+            if process.poll() is None:
+                os.killpg(process.pid, sign)
+            process.wait(patience_s)
+        except ProcessLookupError:
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # whatever the worker left in its group
+
+
+def _tail(log: Path) -> tuple[str, ...]:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return tuple(lines[-LOG_TAIL_LINES:])
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt inside the block, so that the same clean-up runs."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,194 @@
+"""What goes into a run and what comes out: the documents that parent and worker exchange.
+
+The parent writes one `Plan` per policy; a worker process reads it, drives an engine and writes one
+`RunResult`. Everything ends in one `Document`, which is what `--json` writes. All of them are
+immutable and own their data; nothing here refers to a live engine.
+
+Units are in the names. `ttft` is the time to the first token, `tpot` the time per output token
+after the first one, (latency - ttft) / (n - 1), both as in `sglang.benchmark.serving`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvtier.heads.profile import HeadProfile
+
+
+class Frozen(BaseModel):
+    """Base of all documents: immutable, no unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Workload(Frozen):
+    """Which sessions are held with the engine; equal workloads are equal token for token.
+
+    questions: questions per turn; the first continues the session, the others branch off after it
+    and only measure recall.
+    """
+
+    context_tokens: int = Field(ge=1)
+    turns: int = Field(ge=1)
+    sessions: int = Field(ge=1)
+    questions: int = Field(ge=1)
+    seed: int
+
+
+class PoolSizes(Frozen):
+    """Slots the engine is started with. locality_slots is None where the cache is not split."""
+
+    budget_bytes: int
+    max_total_tokens: int
+    locality_slots: int | None = None
+    sessions: float = Field(description="Sessions of this workload the budget holds.")
+
+
+class Plan(Frozen):
+    """Everything a worker needs to run one policy."""
+
+    policy: str
+    workload: Workload
+    pools: PoolSizes
+    engine_args: dict[str, Any] = Field(description="Keyword arguments of sglang.Engine.")
+    environment: dict[str, str] = Field(description="KVTIER_* variables of the worker.")
+    head_profile: HeadProfile | None = Field(None, description="None: nothing is ever dropped.")
+    ca_share: float = Field(description="CA heads / all KV heads; 1 where nothing is dropped.")
+
+
+class Occupancy(Frozen):
+    """What the KV pools hold, as the engine reports it."""
+
+    kv_used_bytes: int
+    kv_peak_bytes: int = Field(description="Highest kv_used_bytes since the previous reading.")
+    kv_capacity_bytes: int
+
+
+class RequestRecord(Frozen):
+    """One request of a run. question 0 is the session's own line; the others are branches.
+
+    recall is the share of code tokens right at their place, None where nothing was to be known.
+    """
+
+    session: int
+    turn: int
+    question: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_ids: tuple[int, ...]
+    ttft_ms: float
+    latency_ms: float
+    itl_ms: tuple[float, ...]
+    recall: float | None
+    strict: bool | None
+    occupancy: Occupancy | None = None
+
+
+class TurnResult(Frozen):
+    """One turn over all sessions: medians of the main-line requests, recall over all questions.
+
+    turn counts from 1. kv_device_bytes is the pool occupancy measured after the turn.
+    resident_sessions: sessions whose history was still cached when this turn began (at least 90%
+    of it); None for the first turn, which has no history.
+    """
+
+    turn: int
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_ms: float
+    p99_ttft_ms: float
+    tpot_ms: float
+    kv_device_bytes: int
+    kv_peak_bytes: int
+    recall: float | None
+    scored_questions: int
+    resident_sessions: int | None = None
+
+
+class Summary(Frozen):
+    """Latencies over the follow-up turns (2 … n; the only turn where there is just one)."""
+
+    median_ttft_ms: float
+    mean_ttft_ms: float
+    p99_ttft_ms: float
+    median_tpot_ms: float
+    mean_tpot_ms: float
+    p99_tpot_ms: float
+    median_itl_ms: float
+    p99_itl_ms: float
+    median_e2e_latency_ms: float
+    kv_device_bytes: int = Field(description="Median over the turns of the measured occupancy.")
+    kv_peak_bytes: int
+    recall: float | None
+    strict_recall: float | None
+    resident_sessions: int | None = Field(
+        None, description="Sessions found resident after the last turn, most recent first."
+    )
+
+
+class RunResult(Frozen):
+    """One policy, measured."""
+
+    policy: str
+    ca_share: float
+    pools: PoolSizes
+    kv_capacity_bytes: int
+    load_s: float
+    wall_s: float
+    device: str
+    turns: tuple[TurnResult, ...]
+    summary: Summary
+    requests: tuple[RequestRecord, ...]
+
+
+class RunFailure(Frozen):
+    """A policy whose worker did not finish. exit_code is negative for a signal."""
+
+    policy: str
+    exit_code: int
+    log_tail: tuple[str, ...]
+
+
+class Ratios(Frozen):
+    """`policy` against `baseline`, in the direction in which bigger is better.
+
+    Bytes and times are baseline / policy, recall and resident sessions are policy / baseline.
+    None where the baseline has nothing to compare.
+    """
+
+    baseline: str
+    policy: str
+    kv_device_bytes: float | None
+    kv_peak_bytes: float | None
+    median_ttft_ms: float | None
+    first_ttft_ms: float | None
+    median_tpot_ms: float | None
+    recall: float | None
+    resident_sessions: float | None = None
+
+
+class Environment(Frozen):
+    """Where the numbers come from. commit is None outside a git checkout."""
+
+    commit: str | None
+    versions: dict[str, str]
+    machine: dict[str, Any]
+    seed: int
+
+
+class Document(Frozen):
+    """The whole outcome. ratios is None where there is no pair to compare."""
+
+    schema_version: Literal[1] = 1
+    started_at: str
+    command: tuple[str, ...]
+    environment: Environment
+    model: dict[str, Any]
+    settings: dict[str, Any]
+    workload: Workload
+    runs: tuple[RunResult, ...]
+    failures: tuple[RunFailure, ...] = ()
+    ratios: Ratios | None
+    comparisons: tuple[Ratios, ...] = ()

@@ -1,0 +1,165 @@
+"""The outcome and the plan as terminal tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from kvtier.bench.planning import Model, PolicyPlan
+from kvtier.bench.policies import POLICIES
+from kvtier.bench.schema import Document, Ratios, RunResult, Workload
+from kvtier.sizes import format_bytes, format_size
+
+NOTHING = "-"
+_RATIO_LABELS = {
+    "kv_device_bytes": "KV bytes on the device, less",
+    "kv_peak_bytes": "peak KV bytes, less",
+    "median_ttft_ms": "TTFT of later turns, less",
+    "first_ttft_ms": "TTFT of the first turn, less",
+    "median_tpot_ms": "TPOT of later turns, less",
+    "recall": "recall",
+    "resident_sessions": "resident sessions, more",
+}
+PLAIN_WIDTH = 110
+
+
+def make_console() -> Console:
+    """Standard output; wide enough for the tables where it is not a terminal."""
+    console = Console(highlight=False, soft_wrap=False)
+    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+
+
+def print_document(document: Document, console: Console) -> None:
+    """One table per policy, then the ratios."""
+    console.print(f"[bold]{describe_workload(document.workload)}[/bold]  {document.model['path']}")
+    for run in document.runs:
+        console.print(_run_table(run, document.workload.sessions))
+        console.print(_summary_line(run))
+    pairs = [pair for pair in (document.ratios, *document.comparisons) if pair is not None]
+    if pairs:
+        console.print(_ratio_table(pairs))
+    for failure in document.failures:
+        console.print(f"[red]{failure.policy} failed[/red] (exit code {failure.exit_code})")
+
+
+def describe_workload(workload: Workload) -> str:
+    """A workload in one line."""
+    sessions, turns, questions = (
+        f"{count} {noun}{'s' if count > 1 else ''}"
+        for count, noun in (
+            (workload.sessions, "session"),
+            (workload.turns, "turn"),
+            (workload.questions, "question"),
+        )
+    )
+    context = format_size(workload.context_tokens)
+    return f"{sessions} of {turns}, {context} context, {questions} per turn, seed {workload.seed}"
+
+
+def ratio_rows(pairs: Sequence[Ratios]) -> list[tuple[str, list[str]]]:
+    """Label and one cell per pair; every ratio is better when it is bigger."""
+    rows = []
+    for field, label in _RATIO_LABELS.items():
+        values = [getattr(pair, field) for pair in pairs]
+        if any(value is not None for value in values):
+            unit = "" if field == "recall" else "x"
+            cells = [NOTHING if value is None else f"{value:.2f}{unit}" for value in values]
+            rows.append((label, cells))
+    return rows
+
+
+def _ratio_table(pairs: Sequence[Ratios]) -> Table:
+    table = Table(title="Ratios (bigger is better)", title_justify="left")
+    table.add_column("")
+    for pair in pairs:
+        table.add_column(f"{pair.policy} / {pair.baseline}", justify="right")
+    for label, cells in ratio_rows(pairs):
+        table.add_row(label, *cells)
+    return table
+
+
+def _run_table(run: RunResult, sessions: int) -> Table:
+    share = "" if run.ca_share == 1 else f", {run.ca_share:.0%} CA heads"
+    table = Table(
+        title=f"{run.policy}: {POLICIES[run.policy].description}{share}", title_justify="left"
+    )
+    columns = ["turn", "TTFT ms", "TPOT ms", "cached tokens", "KV on device", "KV peak", "recall"]
+    if sessions > 1:
+        columns[2:2] = ["p99 TTFT ms"]
+        columns.append("still resident")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for turn in run.turns:
+        row = [
+            str(turn.turn),
+            f"{turn.ttft_ms:,.1f}",
+            f"{turn.tpot_ms:,.2f}",
+            f"{turn.cached_tokens:,} / {turn.prompt_tokens:,}",
+            format_bytes(turn.kv_device_bytes),
+            format_bytes(turn.kv_peak_bytes),
+            NOTHING if turn.recall is None else f"{turn.recall:.3f}",
+        ]
+        if sessions > 1:
+            row[2:2] = [f"{turn.p99_ttft_ms:,.1f}"]
+            seen = turn.resident_sessions
+            row.append(NOTHING if seen is None else f"{seen} of {sessions}")
+        table.add_row(*row)
+    return table
+
+
+def _summary_line(run: RunResult) -> str:
+    summary = run.summary
+    parts = [
+        f"median_ttft_ms {summary.median_ttft_ms:,.1f}",
+        f"p99_ttft_ms {summary.p99_ttft_ms:,.1f}",
+        f"median_tpot_ms {summary.median_tpot_ms:,.2f}",
+        f"p99_itl_ms {summary.p99_itl_ms:,.2f}",
+        f"recall {NOTHING if summary.recall is None else f'{summary.recall:.3f}'}",
+    ]
+    if summary.resident_sessions is not None:
+        parts.append(f"resident at the end {summary.resident_sessions}")
+    return "later turns: " + "  ".join(parts) + f"  ({run.wall_s:.0f} s in all)\n"
+
+
+def print_plan(
+    model: Model, plans: Sequence[PolicyPlan], workload: Workload, console: Console
+) -> None:
+    """The dry run: what would be started, and the memory it would take."""
+    shape = model.shape
+    console.print(f"[bold]{describe_workload(workload)}[/bold]  {model.path}")
+    console.print(
+        f"{shape.num_layers} layers x {shape.num_kv_heads} KV heads x head_dim {shape.head_dim}, "
+        f"{model.dtype} KV on {model.device}, positions up to {format_size(model.max_positions)}"
+    )
+    table = Table(title="KV memory, predicted", title_justify="left")
+    for column in ("", *(entry.policy.name for entry in plans)):
+        table.add_column(column, justify="right" if column else "left")
+    for label, values in _plan_rows(plans):
+        table.add_row(label, *values)
+    console.print(table)
+    for entry in plans:
+        if entry.profile_note:
+            console.print(f"head profile of {entry.policy.name}: {entry.profile_note}")
+
+
+def _plan_rows(plans: Sequence[PolicyPlan]) -> list[tuple[str, list[str]]]:
+    full = max(entry.slots.full * entry.session.total_tokens for entry in plans)
+    return [
+        ("CA heads", [f"{entry.profile.ca_share:.1%}" for entry in plans]),
+        ("bytes per token, CA heads", [f"{entry.slots.ca:,}" for entry in plans]),
+        ("bytes per token, locality heads", [f"{entry.slots.locality:,}" for entry in plans]),
+        ("one resting session", [format_bytes(entry.session_bytes) for entry in plans]),
+        ("… smaller than full", [f"{full / entry.session_bytes:.2f}x" for entry in plans]),
+        ("one session in prefill", [format_bytes(entry.prefill_bytes) for entry in plans]),
+        ("KV budget", [format_bytes(entry.plan.pools.budget_bytes) for entry in plans]),
+        ("CA slots", [f"{entry.plan.pools.max_total_tokens:,}" for entry in plans]),
+        ("locality slots", [_slots(entry) for entry in plans]),
+        ("sessions in the budget", [f"{entry.plan.pools.sessions:.1f}" for entry in plans]),
+    ]
+
+
+def _slots(entry: PolicyPlan) -> str:
+    slots = entry.plan.pools.locality_slots
+    return NOTHING if slots is None else f"{slots:,}"
