@@ -60,7 +60,7 @@ def test_sizes_round_trip(value):
 
 @pytest.mark.parametrize("text", ["", "k", "-1", "0", "1.5", "12q", "4 k", "1e3"])
 def test_what_is_not_a_size_is_refused_by_name(text):
-    with pytest.raises(SizeError, match="^--len: expected"):
+    with pytest.raises(SizeError, match=r"^--len: expected"):
         parse_size(text, "--len")
 
 

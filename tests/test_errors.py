@@ -7,7 +7,9 @@ import pytest
 
 from kvtier import errors
 
-CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__]
+CLASSES = [
+    c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__
+]
 
 
 @pytest.mark.parametrize("cls", CLASSES)

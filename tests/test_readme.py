@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
+from live_server import free_port, serving
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = (REPOSITORY / "README.md").read_text()
@@ -73,14 +76,9 @@ def test_calibrating_and_serving_work_as_written(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "heads.json").is_file()
     assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
-    from live_server import free_port, serving
-
     port = free_port()
     arguments = in_this_environment(serve.replace("30000", str(port)))
-    with serving(arguments, port, cwd=tmp_path) as url:
-        import json
-        from urllib.request import Request, urlopen
-
+    with serving(arguments, port, log=tmp_path / "server.log", cwd=tmp_path) as url:
         body = json.dumps({"text": "river along", "sampling_params": {"max_new_tokens": 2}})
         request = Request(f"{url}/generate", body.encode(), {"Content-Type": "application/json"})
         with urlopen(request, timeout=60) as reply:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 from engine_process import DEMO_MODEL
-from kvtier_sglang import guards, platform, plugin
 from sglang.srt.plugins import hook_registry
 
 from kvtier.config import load_settings
@@ -18,6 +17,7 @@ from kvtier.errors import (
     UnsupportedModelError,
 )
 from kvtier.heads.profile import ModelShape, full_profile
+from kvtier_sglang import guards, platform, plugin
 
 
 def server_args(**changes):

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from live_server import free_port, serving
 
 from kvtier.heads.model_config import model_shape, read_config
 from kvtier.heads.profile import full_profile
@@ -21,19 +16,13 @@ from kvtier.heads.profile import full_profile
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "kvtier-demo"
 PROFILE = MODEL / "head_profile.json"
-START_TIMEOUT_S, STOP_TIMEOUT_S, AGENT_TIMEOUT_S = 600, 20, 300
+AGENT_TIMEOUT_S = 300
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
     pytest.mark.skipif(not (MODEL / "model.safetensors").is_file(), reason="no demo model"),
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def server_command(port: int, profile: Path) -> list[str]:
@@ -52,41 +41,9 @@ def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if not profile.is_file():  # nothing calibrated yet: keep every head
         profile = folder / "all_heads.json"
         full_profile(model_shape(read_config(str(MODEL)))).save(profile)
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    log = folder / "server.log"
-    with log.open("wb") as stream:
-        server = subprocess.Popen(
-            server_command(port, profile), stdout=stream, stderr=stream, start_new_session=True
-        )
-    try:
-        wait_until_healthy(url, server, log)
+    port = free_port()
+    with serving(server_command(port, profile), port, log=folder / "server.log") as url:
         yield url
-    finally:
-        stop(server)
-
-
-def stop(server: subprocess.Popen[bytes]) -> None:
-    """Ask the server to end, then end whatever is left of its process group."""
-    server.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        server.wait(STOP_TIMEOUT_S)
-    with suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)
-    server.wait()
-
-
-def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while True:
-        assert server.poll() is None, log.read_text()[-4000:]
-        assert time.monotonic() < deadline, f"no answer: {log.read_text()[-4000:]}"
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-                if answer.status == 200:
-                    return
-        except OSError:
-            pass
-        time.sleep(1)
 
 
 @pytest.mark.parametrize("agent", ["agent_frontend.py", "agent_openai.py"])

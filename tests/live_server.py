@@ -1,0 +1,61 @@
+"""A live server for tests: started, waited for, and stopped with everything it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+START_TIMEOUT_S, STOP_TIMEOUT_S = 600, 20
+
+
+def free_port() -> int:
+    """A loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(command: list[str], port: int, *, log: Path, cwd: Path | None = None) -> Iterator[str]:
+    """Run a server command until it is healthy on `port`; yields its URL."""
+    url = f"http://127.0.0.1:{port}"
+    with log.open("wb") as stream:
+        server = subprocess.Popen(
+            command, stdout=stream, stderr=stream, start_new_session=True, cwd=cwd
+        )
+    try:
+        wait_until_healthy(url, server, log)
+        yield url
+    finally:
+        stop(server)
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    """Ask the server to end, then end whatever is left of its process group."""
+    server.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        server.wait(STOP_TIMEOUT_S)
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+
+
+def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        assert server.poll() is None, log.read_text()[-4000:]
+        assert time.monotonic() < deadline, f"no answer: {log.read_text()[-4000:]}"
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            pass
+        time.sleep(1)
