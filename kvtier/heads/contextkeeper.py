@@ -1,0 +1,173 @@
+"""ContextKeeper: keep the heads that prefer the middle of the context (ContextKeeper, equation 1).
+
+    s(l, h) = 1 / (|U| + |V|) · Σ_{t in U ∪ V} Σ_{i in C} A_t,i
+
+U are the last `m` rows of the prefill, V the first `K` decode steps, C the middle that a locality
+head would drop.  Per sample, the best share `p` of each layer's heads are candidates; a head is CA
+when enough samples and enough tasks agree.  A GQA group is scored by the mean of its query heads.
+
+Attention mass shows where a head looks, not whether the answer depends on it; compare
+`kvtier.heads.sensitivity`, and see every profile's measured cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.errors import UsageError
+from kvtier.heads.base import (
+    Head,
+    HeadMethod,
+    HeadScores,
+    Matrix,
+    Progress,
+    Selection,
+    Target,
+    best_heads,
+    heads_by_layer,
+    no_progress,
+)
+from kvtier.heads.probe import ProbeBatch, kept_heads, measure, middle_mass
+
+
+class ContextKeeper(HeadMethod):
+    """Consensus over attention mass.
+
+    prefill_rows:      m, rows; questions shorter than that count in full
+    decode_steps:      K, tokens of the right answer, teacher-forced
+    candidate_share:   p, of each layer's KV heads, in (0, 1]
+    sample_consensus:  s, share of samples, in (0, 1]
+    task_consensus:    t, share of tasks, in (0, 1]
+    """
+
+    name = "contextkeeper"
+
+    def __init__(
+        self,
+        prefill_rows: int = 32,
+        decode_steps: int = 8,
+        candidate_share: float = 0.65,
+        sample_consensus: float = 0.85,
+        task_consensus: float = 0.85,
+    ) -> None:
+        """The defaults are the paper's for GQA models. Raises UsageError naming a bad one."""
+        for name, count in (("prefill_rows", prefill_rows), ("decode_steps", decode_steps)):
+            if count < 1:
+                raise UsageError(name, "at least 1", count)
+        shares = {
+            "candidate_share": candidate_share,
+            "sample_consensus": sample_consensus,
+            "task_consensus": task_consensus,
+        }
+        for name, share in shares.items():
+            if not 0 < share <= 1:
+                raise UsageError(name, "a number in (0, 1]", share)
+        self.prefill_rows = prefill_rows
+        self.decode_steps = decode_steps
+        self.candidate_share = candidate_share
+        self.sample_consensus = sample_consensus
+        self.task_consensus = task_consensus
+
+    def score(self, batches: Sequence[ProbeBatch], progress: Progress = no_progress) -> HeadScores:
+        """Mean attention mass on the middle, per sample and over all, in [0, 1]."""
+        per_sample = []
+        for done, batch in enumerate(batches):
+            progress("attention mass", done, len(batches))
+            per_sample.append(middle_mass(batch, self.prefill_rows, self.decode_steps))
+        progress("attention mass", len(batches), len(batches))
+        tasks = tuple(batch.sample.task for batch in batches)
+        return HeadScores(mean_matrix(per_sample), tuple(per_sample), tasks)
+
+    def select(
+        self,
+        scores: HeadScores,
+        batches: Sequence[ProbeBatch],
+        target: Target,
+        progress: Progress = no_progress,
+    ) -> Selection:
+        """The thresholds' heads; with a share or a budget, the best by consensus instead."""
+        votes = [candidates(matrix, self.candidate_share) for matrix in scores.per_sample]
+        consensus = mean_matrix(votes)
+        if target.share is None and target.budget is None:
+            chosen = self.agreed(votes, scores.tasks)
+        else:
+            # Votes are few, so ties are many: the mass itself decides between equals.
+            order = _ranked(consensus, scores.mean)
+            count = target.num_heads(batches[0].shape)
+            if target.budget is not None:
+                count = fewest_within(order, batches, count, target.budget, progress)
+            chosen = order[:count]
+        parameters = {
+            "prefill_rows": self.prefill_rows,
+            "decode_steps": self.decode_steps,
+            "candidate_share": self.candidate_share,
+            "sample_consensus": self.sample_consensus,
+            "task_consensus": self.task_consensus,
+            "consensus": consensus,
+        }
+        return Selection(heads_by_layer(chosen, len(consensus)), scores.mean, parameters)
+
+    def agreed(self, votes: Sequence[Matrix], tasks: Sequence[str]) -> list[Head]:
+        """Heads that pass both thresholds; a task agrees when most of its samples do."""
+        overall = mean_matrix(votes)
+        by_task = [
+            mean_matrix([vote for vote, task in zip(votes, tasks, strict=True) if task == wanted])
+            for wanted in sorted(set(tasks))
+        ]
+        chosen = []
+        for layer, head in best_heads(overall, sum(map(len, overall))):
+            agreeing = sum(matrix[layer][head] > 0.5 for matrix in by_task)
+            if overall[layer][
+                head
+            ] >= self.sample_consensus and agreeing >= self.task_consensus * len(by_task):
+                chosen.append((layer, head))
+        return chosen
+
+
+def candidates(scores: Matrix, share: float) -> Matrix:
+    """1.0 for the best `share` of each layer's heads (at least one), 0.0 for the others."""
+    rows = []
+    for row in scores:
+        count = max(1, round(share * len(row)))
+        best = {head for _, head in best_heads((row,), count)}
+        rows.append(tuple(float(head in best) for head in range(len(row))))
+    return tuple(rows)
+
+
+def mean_matrix(matrices: Sequence[Matrix]) -> Matrix:
+    """Elementwise mean of equally shaped matrices."""
+    return tuple(
+        tuple(sum(cell) / len(matrices) for cell in zip(*rows, strict=True))
+        for rows in zip(*matrices, strict=True)
+    )
+
+
+def _ranked(first: Matrix, second: Matrix) -> list[Head]:
+    """All heads, best first, by the first matrix and then by the second."""
+    heads = best_heads(second, sum(map(len, second)))
+    return sorted(heads, key=lambda at: -first[at[0]][at[1]])
+
+
+def fewest_within(
+    order: Sequence[Head],
+    batches: Sequence[ProbeBatch],
+    least: int,
+    budget: float,
+    progress: Progress = no_progress,
+) -> int:
+    """How many heads of `order` keep recall within `budget` of full retention, at least `least`.
+
+    Bisection, as recall rises with every head kept (nearly).
+    """
+    shape = batches[0].shape
+    floor = measure(batches, batches[0].probe.full()).recall - budget
+    low, high = least, len(order)
+    while low < high:
+        progress("heads within the budget", len(order) - (high - low), len(order))
+        middle = (low + high) // 2
+        mask = kept_heads(heads_by_layer(order[:middle], shape.num_layers), shape)
+        if measure(batches, mask).recall >= floor:
+            high = middle
+        else:
+            low = middle + 1
+    return low
