@@ -42,7 +42,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Attentio
         out, lse = flash(q, k4, v4, 0.0, True)
     else:
         out, lse = flash(q.reshape(1, heads, group * tokens, dim), k[None], v[None], 0.0, False)
-    return AttentionState(out.view(heads, group, tokens, dim), _lse_shape(lse, heads, group, tokens))
+    return AttentionState(
+        out.view(heads, group, tokens, dim), _lse_shape(lse, heads, group, tokens)
+    )
 
 
 def _lse_shape(lse: Tensor, heads: int, group: int, tokens: int) -> Tensor:
@@ -50,7 +52,7 @@ def _lse_shape(lse: Tensor, heads: int, group: int, tokens: int) -> Tensor:
 
 
 def attend_entry(q: Tensor, k: Tensor, v: Tensor, votes: float) -> AttentionState:
-    """Every query over one entry per KV head that stands for `votes` tokens; k and v `[kv_heads, dim]`."""
+    """Every query over one entry per KV head, k and v `[kv_heads, dim]`, with `votes` votes."""
     scale = 1.0 / math.sqrt(q.shape[-1])
     lse = torch.einsum("hgtd,hd->hgt", q, k) * scale + math.log(votes)
     out = v[:, None, None, :].expand_as(q)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvtier.bench.recall import DEFAULT_LANGUAGE, FACT_TOKENS, Session, make_session
+from models.net import Split
 
 TURN_OVERHEAD_TOKENS = 15  # <user>, name, <assistant>, and the answer of 11 tokens
 NEAR_TOKENS = 48  # filler this close to the reader stands for itself only
@@ -28,13 +29,14 @@ NEAR_TOKENS = 48  # filler this close to the reader stands for itself only
 @dataclass(frozen=True)
 class Batch:
     """ids and positions int64 `[batch, tokens]`; `weights` float `[batch, tokens]` weighs the loss
-    of predicting `ids[:, t]` from what came before; `bias` as in `Net.hidden`, or None."""
+    of predicting `ids[:, t]` from what came before; `bias` and `split` as in `Net.hidden`."""
 
     ids: Tensor
     positions: Tensor
     weights: Tensor
     is_answer: Tensor
     bias: Tensor | None = None
+    split: Split | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class SessionShape:
     batch:          rows
     max_span:       largest context the row pretends to be; 0 leaves positions and votes alone
     context_weight: loss weight of the context's own tokens (answers weigh 1)
+    turn_share:     share of the row that is turns
+    fact_density:   largest share of the context that facts may fill
+    few_codes_share: share of rows whose facts use few code words, so that near misses abound
+    anchored:       bool `[layers, kv_heads]`: turns see the context under this head policy
     """
 
     tokens: int
@@ -52,6 +58,9 @@ class SessionShape:
     max_span: int = 0
     context_weight: float = 0.0
     turn_share: float = 0.4
+    fact_density: float = 0.7
+    few_codes_share: float = 0.0
+    anchored: Tensor | None = None
 
 
 def periodic_batch(rng: np.random.Generator, tokens: int, batch: int) -> Batch:
@@ -80,9 +89,10 @@ def session_batch(rng: np.random.Generator, shape: SessionShape) -> Batch:
     weights = np.zeros((shape.batch, shape.tokens), dtype=np.float32)
     answers = np.zeros((shape.batch, shape.tokens), dtype=bool)
     log_votes = np.zeros((shape.batch, shape.tokens), dtype=np.float32)
+    contexts = np.zeros(shape.batch, dtype=np.int64)
     for row in range(shape.batch):
         session = random_session(rng, shape)
-        context = len(session.context_ids)
+        context = contexts[row] = len(session.context_ids)
         turn_ids, marks = session.answered_ids(rng)
         total = context + len(turn_ids)
         ids[row, :total] = np.concatenate([session.context_ids, turn_ids])
@@ -93,12 +103,18 @@ def session_batch(rng: np.random.Generator, shape: SessionShape) -> Batch:
         span = random_span(rng, context, shape.max_span)
         positions[row] = stretched_positions(rng, session, shape.tokens, span)
         log_votes[row, :context] = filler_log_votes(rng, session, span)
+    votes = torch.from_numpy(log_votes)
+    bias = vote_bias(votes)
+    split = None
+    if shape.anchored is not None:
+        split = split_policy(rng, votes, torch.from_numpy(contexts), bias, shape.anchored)
     return Batch(
         torch.from_numpy(ids),
         torch.from_numpy(positions),
         torch.from_numpy(weights),
         torch.from_numpy(answers),
-        vote_bias(torch.from_numpy(log_votes)) if shape.max_span else None,
+        bias if shape.max_span else None,
+        split,
     )
 
 
@@ -109,7 +125,7 @@ def random_session(rng: np.random.Generator, shape: SessionShape) -> Session:
     num_turns = max(1, int(shape.tokens * shape.turn_share) // turn)
     context = shape.tokens - num_turns * turn
     room = (context - 1) // FACT_TOKENS
-    num_facts = int(rng.integers(1, max(2, min(64, int(room * 0.7)) + 1)))
+    num_facts = int(rng.integers(1, max(2, min(64, int(room * shape.fact_density)) + 1)))
     return make_session(
         rng,
         context,
@@ -118,11 +134,12 @@ def random_session(rng: np.random.Generator, shape: SessionShape) -> Session:
         invented_share=float(rng.choice([0.0, 0.4])) if num_turns > 1 else 0.0,
         prompt_tokens=prompt,
         shared_words=bool(rng.random() < 0.4),
+        few_codes=shape.few_codes_share > 0 and bool(rng.random() < shape.few_codes_share),
     )
 
 
 def random_span(rng: np.random.Generator, context: int, max_span: int) -> int:
-    """Length the context pretends to have: log-uniform in `context … max_span`, one in eight real."""
+    """Length the context pretends to have: log-uniform up to `max_span`, one in eight real."""
     if max_span <= context or rng.random() < 0.125:
         return context
     return int(np.exp(rng.uniform(np.log(context), np.log(max_span))))
@@ -171,3 +188,26 @@ def vote_bias(log_votes: Tensor) -> Tensor:
     distance = torch.arange(tokens).unsqueeze(1) - torch.arange(tokens)
     bias = log_votes.unsqueeze(1) * (distance > NEAR_TOKENS)
     return bias.masked_fill(distance < 0, float("-inf")).unsqueeze(1)
+
+
+def split_policy(
+    rng: np.random.Generator, log_votes: Tensor, contexts: Tensor, bias: Tensor, anchored: Tensor
+) -> Split:
+    """The locality rule for the turns of a batch; `contexts` `[batch]` holds context lengths.
+
+    Sink and recent window are random and shorter than when serving (128 and 256), because the rows
+    are short too.
+    """
+    tokens = log_votes.shape[1]
+    shortest = int(contexts.min())
+    sink = int(rng.integers(8, max(9, min(128, shortest // 5)) + 1))
+    recent = int(rng.integers(16, max(17, min(256, shortest // 3)) + 1))
+    at = torch.arange(tokens)
+    middle = (at >= sink) & (at < contexts.unsqueeze(1) - recent)
+    weights = torch.where(middle, log_votes.exp(), 0.0)
+    dropped = weights.sum(1, keepdim=True)
+    in_turns = at >= contexts.unsqueeze(1)
+    hidden = in_turns.unsqueeze(2) & middle.unsqueeze(1)
+    local = bias.masked_fill(hidden.unsqueeze(1), float("-inf"))
+    column = torch.where(in_turns, dropped.log(), float("-inf"))
+    return Split(anchored, torch.cat([local, column[:, None, :, None]], dim=3), weights / dropped)

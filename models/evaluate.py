@@ -5,8 +5,8 @@
     … --heads 1.0+1.3+2.2        # CA heads as layer.kv_head
 
 Contexts are prefilled exactly (full causal attention, in chunks); the policy acts on what the turns
-see of the context.  Turns are teacher-forced: an answer counts as right when every one of its tokens
-is the argmax, which is when greedy decoding writes the same answer.
+see of the context.  Turns are teacher-forced: an answer is right when every token of it is the
+argmax, which is when greedy decoding writes the same answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtier.bench.recall import ANSWER_TOKENS, Session, make_session
+from kvtier.bench.recall import ANSWER_TOKENS, FACT_TOKENS, Session, make_session
 from models.longcontext import ContextCache, prefill, turn_hidden
 from models.net import Net, load_net
 
@@ -54,7 +54,9 @@ def make_probe(
 ) -> Probe:
     """A seeded session, prefilled exactly."""
     rng = np.random.default_rng(seed)
-    session = make_session(rng, context_tokens, num_turns, invented_share=invented_share)
+    # A fact asked twice could be answered from the earlier turn, which no policy drops.
+    num_facts = min(max(num_turns, int(rng.integers(8, 65))), context_tokens // (2 * FACT_TOKENS))
+    session = make_session(rng, context_tokens, num_turns, num_facts, invented_share=invented_share)
     turn_ids, marks = session.answered_ids(rng)
     cache = prefill(net, torch.from_numpy(session.context_ids))
     return Probe(session, cache, torch.tensor(turn_ids), torch.tensor(marks))
@@ -89,18 +91,20 @@ def measure(net: Net, probes: Iterable[Probe], heads: Iterable[Head]) -> Recall:
 
 
 def judged_answers(probe: Probe, right: Tensor) -> list[Tensor]:
-    """Per turn that asks for a fact of the context: whether each of its 11 answer tokens is right."""
+    """Per turn that first asks for a fact of the context: which of its 11 tokens are right."""
     answers = []
+    asked = set()
     end = 0
     for turn in probe.session.turns:
         end += len(turn.prompt_ids) + ANSWER_TOKENS
-        if turn.fact_position is not None:
+        if turn.fact_position is not None and turn.name not in asked:
+            asked.add(turn.name)
             answers.append(right[end - ANSWER_TOKENS : end])
     return answers
 
 
 def eliminate(net: Net, probes: list[Probe], keep: int) -> list[tuple[list[Head], float]]:
-    """Greedy backward elimination: drop the head whose context is missed least, until `keep` remain.
+    """Greedy backward elimination: drop the least missed head until `keep` remain.
 
     Returns the surviving heads and their share of right code tokens after every drop.
     """
@@ -164,11 +168,15 @@ def format_heads(heads: Iterable[Head]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--len", default="1k,4k", help="context lengths")
     parser.add_argument("--heads", default="full,random3,window", help="policies")
-    parser.add_argument("--find", type=int, help="eliminate down to this many heads and print the path")
+    parser.add_argument(
+        "--find", type=int, help="eliminate down to this many heads and print the path"
+    )
     parser.add_argument("--contexts", type=int, default=2)
     parser.add_argument("--turns", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
@@ -181,16 +189,47 @@ def main() -> None:
         started = time.perf_counter()
         seeds = range(options.seed, options.seed + options.contexts)
         probes = [make_probe(net, s, parse_length(length), options.turns) for s in seeds]
-        print(json.dumps({"len": length, "prefill_s": round(time.perf_counter() - started, 1)}), flush=True)  # fmt: skip
+        print(
+            json.dumps({"len": length, "prefill_s": round(time.perf_counter() - started, 1)}),
+            flush=True,
+        )
         for name, choices in policies(net, options.heads).items():
             found = [measure(net, probes, heads) for heads in choices]
-            strict, codes = (float(np.mean([getattr(r, f) for r in found])) for f in ("strict", "codes"))  # fmt: skip
-            print(json.dumps({"len": length, "heads": name, "strict": round(strict, 4), "codes": round(codes, 4), "answers": found[0].answers}), flush=True)  # fmt: skip
+            strict, codes = (
+                float(np.mean([getattr(r, f) for r in found])) for f in ("strict", "codes")
+            )
+            print(
+                json.dumps(
+                    {
+                        "len": length,
+                        "heads": name,
+                        "strict": round(strict, 4),
+                        "codes": round(codes, 4),
+                        "answers": found[0].answers,
+                    }
+                ),
+                flush=True,
+            )
         if options.find:
             for head, score in sensitivity(net, probes).items():
-                print(json.dumps({"len": length, "dropped": format_heads([head]), "codes": round(score, 4)}), flush=True)  # fmt: skip
+                print(
+                    json.dumps(
+                        {"len": length, "dropped": format_heads([head]), "codes": round(score, 4)}
+                    ),
+                    flush=True,
+                )
             for heads, score in eliminate(net, probes, options.find):
-                print(json.dumps({"len": length, "keep": len(heads), "heads": format_heads(heads), "codes": round(score, 4)}), flush=True)  # fmt: skip
+                print(
+                    json.dumps(
+                        {
+                            "len": length,
+                            "keep": len(heads),
+                            "heads": format_heads(heads),
+                            "codes": round(score, 4),
+                        }
+                    ),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Write a training checkpoint as a model folder that transformers and SGLang load.
 
-    python -m models.export build/demo-model/span-136k.pt models/kvtier-demo
+python -m models.export build/demo-model/span-136k.pt models/kvtier-demo
 """
 
 from __future__ import annotations
@@ -8,17 +8,18 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from kvtier.bench.recall import DEFAULT_LANGUAGE
 from models.net import Net, NetConfig, save_net
-from models.recipe import SEED
+from models.recipe import ANCHORED, SEED
 from models.tokenizer import write_tokenizer
 
 
-def export(checkpoint: dict, folder: Path) -> None:
-    """Write weights, configuration, tokenizer and training history of `checkpoint` into `folder`."""
+def export(checkpoint: dict[str, Any], folder: Path) -> None:
+    """Write the weights of `checkpoint`, and all that goes with them, into `folder`."""
     language = DEFAULT_LANGUAGE
     net = Net(NetConfig(vocab_size=language.vocab_size))
     net.load_state_dict(checkpoint["net"])
@@ -29,6 +30,8 @@ def export(checkpoint: dict, folder: Path) -> None:
     }
     save_net(net, folder, special)
     write_tokenizer(folder, net.config.max_positions)
+    heads = {"best": "+".join(f"{layer}.{head}" for layer, head in ANCHORED)}
+    (folder / "heads.json").write_text(json.dumps(heads) + "\n")
     history = {"seed": SEED, "torch": torch.__version__, "steps": checkpoint["log"]}
     (folder / "history.json").write_text(json.dumps(history, indent=1) + "\n")
 

@@ -1,8 +1,8 @@
 """Prefill a long context exactly, in chunks, and answer turns over it under a head policy.
 
-    context KV     | sink 128 |           middle            | recent 256 |
-    CA head        | ######## | ########################### | ########## |  + turns
-    locality head  | ######## |   one compensation entry    | ########## |  + turns
+context KV     | sink 128 |           middle            | recent 256 |
+CA head        | ######## | ########################### | ########## |  + turns
+locality head  | ######## |   one compensation entry    | ########## |  + turns
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ class ContextCache:
 
 
 def _project(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`x` `[tokens, hidden]` → q `[kv_heads, group, tokens, dim]`, k and v `[kv_heads, tokens, dim]`."""
-    q, k, v = layer.self_attn.project(layer.input_layernorm(x)[None], cos, sin)
+    """`x` `[tokens, hidden]` → q `[kv_heads, group, tokens, dim]`, k, v `[kv_heads, n, dim]`."""
+    q, k, v = layer.project(x[None], cos, sin)
     return q[0].unflatten(0, (k.shape[1], -1)), k[0], v[0]
 
 
 def _finish(layer: Layer, x: Tensor, state: AttentionState) -> Tensor:
-    x = x + layer.self_attn.output(state.out.flatten(0, 1)[None])[0]
-    return x + layer.mlp(layer.post_attention_layernorm(x))
+    return layer.finish(x[None], state.out.flatten(0, 1)[None])[0]
 
 
 @torch.no_grad()
@@ -48,14 +47,14 @@ def prefill(net: Net, ids: Tensor, chunk_tokens: int = CHUNK_TOKENS) -> ContextC
     """KV of the context `ids` `[tokens]` under full causal attention."""
     config = net.config
     shape = (config.num_kv_heads, len(ids), config.head_dim)
-    keys = tuple(torch.empty(shape) for _ in net.model.layers)
-    values = tuple(torch.empty(shape) for _ in net.model.layers)
-    last = len(net.model.layers) - 1
+    keys = tuple(torch.empty(shape) for _ in net.layers)
+    values = tuple(torch.empty(shape) for _ in net.layers)
+    last = len(net.layers) - 1
     for start in range(0, len(ids), chunk_tokens):
         stop = min(start + chunk_tokens, len(ids))
         cos, sin = rope_tables(config, torch.arange(start, stop))
         x = net.model.embed_tokens(ids[start:stop])
-        for index, layer in enumerate(net.model.layers):
+        for index, layer in enumerate(net.layers):
             q, k, v = _project(layer, x, cos, sin)
             keys[index][:, start:stop], values[index][:, start:stop] = k, v
             if index == last:
@@ -99,7 +98,7 @@ def turn_hidden(net: Net, cache: ContextCache, turn_ids: Tensor, anchored: Tenso
     start = cache.num_tokens
     cos, sin = rope_tables(net.config, torch.arange(start, start + len(turn_ids)))
     x = net.model.embed_tokens(turn_ids)
-    for index, layer in enumerate(net.model.layers):
+    for index, layer in enumerate(net.layers):
         q, k, v = _project(layer, x, cos, sin)
         state = attend_context(q, cache.keys[index], cache.values[index], anchored[index])
         x = _finish(layer, x, state.merge(attend(q, k, v, causal=True)))

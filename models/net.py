@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class NetConfig:
         }
 
     @classmethod
-    def from_hf(cls, raw: dict) -> NetConfig:
+    def from_hf(cls, raw: dict[str, Any]) -> NetConfig:
         """Inverse of `to_hf`."""
         rope = raw.get("rope_parameters") or raw
         return cls(
@@ -94,6 +95,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary embedding to `x` `[..., tokens, head_dim]`."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+@dataclass(frozen=True)
+class Split:
+    """A head policy inside one training batch.
+
+    anchored:      bool `[layers, kv_heads]`, the CA heads; they attend under the plain bias
+    bias:          `[batch, 1, tokens, tokens + 1]` for all other heads; the last column is the
+                   compensation entry
+    mean_weights:  `[batch, tokens]`, rows sum to 1: how much each token counts in that entry
+    """
+
+    anchored: Tensor
+    bias: Tensor
+    mean_weights: Tensor
 
 
 class Attention(nn.Module):
@@ -126,14 +142,30 @@ class Attention(nn.Module):
         batch, _, tokens, _ = attended.shape
         return self.o_proj(attended.transpose(1, 2).reshape(batch, tokens, -1))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None) -> Tensor:
-        """Causal attention, or attention under `bias` `[batch|1, heads|1, tokens, tokens]`, which
-        then carries the causal mask itself."""
-        q, k, v = self.project(x, cos, sin)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        """Causal attention, or attention under `bias` `[batch|1, 1, tokens, entries]`, which then
+        carries the causal mask itself."""
         group = self.config.group_size
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None)
-        return self.output(attended)
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, is_causal=bias is None
+        )
+
+    def attend_split(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, split: Split, layer: int
+    ) -> Tensor:
+        """CA heads under `bias`, the others under `split.bias` with a compensation entry."""
+        group = self.config.group_size
+        anchored = split.anchored[layer]
+        weights = split.mean_weights[:, None, None, :]
+        k_local = torch.cat([k[:, ~anchored], weights @ k[:, ~anchored]], dim=2)
+        v_local = torch.cat([v[:, ~anchored], weights @ v[:, ~anchored]], dim=2)
+        rows = anchored.repeat_interleave(group)
+        out = torch.empty_like(q)
+        out[:, ~rows] = self.attend(q[:, ~rows], k_local, v_local, split.bias)
+        if anchored.any():
+            out[:, rows] = self.attend(q[:, rows], k[:, anchored], v[:, anchored], bias)
+        return out
 
 
 class FeedForward(nn.Module):
@@ -146,7 +178,7 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
@@ -159,8 +191,13 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, bias)
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated q, k, v of the normalised input."""
+        return self.self_attn.project(self.input_layernorm(x), cos, sin)
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Residual stream after this layer, given what its heads read."""
+        x = x + self.self_attn.output(attended)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -185,13 +222,29 @@ class Net(nn.Module):
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
 
-    def hidden(self, ids: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
+    @property
+    def layers(self) -> list[Layer]:
+        """The transformer layers, first to last."""
+        return [cast(Layer, layer) for layer in self.model.layers]
+
+    def hidden(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        bias: Tensor | None = None,
+        split: Split | None = None,
+    ) -> Tensor:
         """Final hidden states `[batch, tokens, hidden]` of `ids` `[batch, tokens]` at `positions`
-        `[batch|1, tokens]`."""
+        `[batch|1, tokens]`; causal unless `bias` says otherwise."""
         cos, sin = (table.unsqueeze(1) for table in rope_tables(self.config, positions))
         x = self.model.embed_tokens(ids)
-        for layer in self.model.layers:
-            x = layer(x, cos, sin, bias)
+        for index, layer in enumerate(self.layers):
+            q, k, v = layer.project(x, cos, sin)
+            if split is None:
+                attended = layer.self_attn.attend(q, k, v, bias)
+            else:
+                attended = layer.self_attn.attend_split(q, k, v, bias, split, index)
+            x = layer.finish(x, attended)
         return self.model.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -212,6 +265,7 @@ def save_net(net: Net, folder: Path, token_ids: dict[str, int]) -> None:
     # Written beside and renamed, so that a reader never sees half a checkpoint.
     partial = folder / "model.safetensors.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)
     partial.replace(folder / "model.safetensors")
     config = json.dumps(net.config.to_hf(token_ids), indent=2) + "\n"
     (folder / "config.json").write_text(config)

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 SEED = 20261120
 
+# (layer, kv_head) of the CA heads that the last stages specialise: the ones that backward
+# elimination left after the stages before them.
+ANCHORED: tuple[tuple[int, int], ...] = ((1, 0), (1, 1), (1, 2))
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -16,6 +20,7 @@ class Stage:
     stop_accuracy:   early end, once the running answer accuracy (per token) reaches it
     max_span:        see `models.batches.SessionShape`
     periodic_share:  share of steps that train on periodic sequences instead
+    split_share:     share of the recall steps in which only `ANCHORED` heads keep the middle
     """
 
     name: str
@@ -30,6 +35,9 @@ class Stage:
     periodic_share: float = 0.25
     context_weight: float = 0.0
     turn_share: float = 0.4
+    fact_density: float = 0.7
+    few_codes_share: float = 0.0
+    split_share: float = 0.0
 
 
 STAGES: tuple[Stage, ...] = (
@@ -38,9 +46,66 @@ STAGES: tuple[Stage, ...] = (
     Stage("recall-128", 128, 32, 600, 2e-3, 1.5e-3, stop_accuracy=0.95),
     Stage("recall-256", 256, 16, 500, 1.5e-3, 1.5e-3, stop_accuracy=0.96),
     Stage("recall-512", 512, 8, 400, 1.5e-3, 1e-3, stop_accuracy=0.97),
-    Stage("span-4k", 512, 8, 400, 1e-3, 1e-3, stop_accuracy=0.975, max_span=4096, periodic_share=0.1),
-    Stage("span-32k", 512, 8, 400, 1e-3, 1e-3, stop_accuracy=0.98, max_span=32768, periodic_share=0.1),
-    Stage("span-136k", 512, 8, 800, 1e-3, 5e-4, stop_accuracy=0.985, max_span=139000, periodic_share=0.1),
+    Stage(
+        "span-4k", 512, 8, 400, 1e-3, 1e-3, stop_accuracy=0.975, max_span=4096, periodic_share=0.1
+    ),
+    Stage(
+        "span-32k", 512, 8, 400, 1e-3, 1e-3, stop_accuracy=0.98, max_span=32768, periodic_share=0.1
+    ),
+    Stage(
+        "span-136k",
+        512,
+        8,
+        800,
+        1e-3,
+        5e-4,
+        stop_accuracy=0.985,
+        max_span=139000,
+        periodic_share=0.1,
+    ),
+    Stage(
+        "dense-136k",
+        512,
+        8,
+        700,
+        1.2e-3,
+        8e-4,
+        max_span=138000,
+        periodic_share=0.1,
+        fact_density=0.95,
+        few_codes_share=0.6,
+        split_share=0.2,
+    ),
+    Stage(
+        "long-1k",
+        1024,
+        4,
+        480,
+        8e-4,
+        4e-4,
+        max_span=137000,
+        periodic_share=0.05,
+        turn_share=0.5,
+        context_weight=0.02,
+        fact_density=0.95,
+        few_codes_share=0.5,
+        split_share=0.35,
+    ),
+    Stage(
+        "final-1k",
+        1024,
+        4,
+        220,
+        4e-4,
+        2e-5,
+        max_span=136000,
+        periodic_share=0.0,
+        turn_share=0.35,
+        context_weight=0.02,
+        fact_density=0.95,
+        few_codes_share=0.3,
+        split_share=0.35,
+    ),
 )
 
 

@@ -11,75 +11,94 @@ import json
 import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from kvtier.bench.recall import DEFAULT_LANGUAGE
 from models.batches import Batch, SessionShape, periodic_batch, session_batch
 from models.export import export
 from models.net import Net, NetConfig
-from models.recipe import SEED, STAGES, Stage, stage_named
+from models.recipe import ANCHORED, SEED, STAGES, Stage, stage_named
 
 LOG_EVERY = 20
 RUNNING = 0.95  # decay of the running accuracy
 
 
-def make_batch(rng: np.random.Generator, stage: Stage) -> tuple[Batch, bool]:
-    """A batch of the stage and whether it is a recall batch."""
+def make_batch(rng: np.random.Generator, stage: Stage) -> tuple[Batch, str]:
+    """A batch of the stage and its kind: `copy`, `recall` or `split`."""
     if rng.random() < stage.periodic_share:
         tokens = min(stage.tokens, 256)
-        return periodic_batch(rng, tokens, stage.batch * stage.tokens // tokens), False
+        return periodic_batch(rng, tokens, stage.batch * stage.tokens // tokens), "copy"
+    split = stage.split_share > 0 and bool(rng.random() < stage.split_share)
     shape = SessionShape(
-        stage.tokens, stage.batch, stage.max_span, stage.context_weight, stage.turn_share
+        stage.tokens,
+        stage.batch,
+        stage.max_span,
+        stage.context_weight,
+        stage.turn_share,
+        stage.fact_density,
+        stage.few_codes_share,
+        anchored_mask() if split else None,
     )
-    return session_batch(rng, shape), True
+    return session_batch(rng, shape), "split" if split else "recall"
+
+
+def anchored_mask() -> torch.Tensor:
+    """`ANCHORED` as bool `[layers, kv_heads]`."""
+    config = NetConfig()
+    mask = torch.zeros(config.num_layers, config.num_kv_heads, dtype=torch.bool)
+    for layer, head in ANCHORED:
+        mask[layer, head] = True
+    return mask
 
 
 def batch_loss(net: Net, batch: Batch) -> tuple[torch.Tensor, float]:
     """Weighted next-token loss, and the share of answer tokens predicted right."""
-    hidden = net.hidden(batch.ids, batch.positions, batch.bias)
+    hidden = net.hidden(batch.ids, batch.positions, batch.bias, batch.split)
     weights, targets = batch.weights[:, 1:], batch.ids[:, 1:]
     chosen = weights > 0
     logits = net.logits(hidden[:, :-1][chosen])
-    losses = F.cross_entropy(logits, targets[chosen], reduction="none")
+    losses = functional.cross_entropy(logits, targets[chosen], reduction="none")
     loss = (losses * weights[chosen]).sum() / batch.is_answer.sum()
     scored = batch.is_answer[:, 1:][chosen]
     hits = (logits.argmax(-1) == targets[chosen])[scored]
     return loss, hits.float().mean().item()
 
 
-def run_stage(net: Net, optimizer: torch.optim.Optimizer, stage: Stage, log: list[dict]) -> None:
+def run_stage(
+    net: Net, optimizer: torch.optim.Optimizer, stage: Stage, log: list[dict[str, Any]]
+) -> None:
     """Train until `stage.stop_accuracy` or `stage.max_steps`."""
     rng = np.random.default_rng([SEED, zlib.crc32(stage.name.encode())])
     started = time.perf_counter()
-    running = {True: 0.0, False: 0.0}
-    counts = {True: 0, False: 0}
-    watched = stage.periodic_share < 1.0
+    running: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    watched = "recall" if stage.periodic_share < 1.0 else "copy"
     for step in range(stage.max_steps):
         rate = stage.lr_start + (stage.lr_end - stage.lr_start) * step / stage.max_steps
         warm = min(1.0, (step + 1) / 20)
         for group in optimizer.param_groups:
             group["lr"] = rate * warm
-        batch, is_recall = make_batch(rng, stage)
+        batch, kind = make_batch(rng, stage)
         loss, accuracy = batch_loss(net, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        counts[is_recall] += 1
+        counts[kind] = counts.get(kind, 0) + 1
         # Bias-corrected, so that the first steps count fully.
-        decay = min(RUNNING, 1 - 1 / counts[is_recall])
-        running[is_recall] = decay * running[is_recall] + (1 - decay) * accuracy
-        done = step + 1 >= stage.min_steps and running[watched] >= stage.stop_accuracy
+        decay = min(RUNNING, 1 - 1 / counts[kind])
+        running[kind] = decay * running.get(kind, 0.0) + (1 - decay) * accuracy
+        done = step + 1 >= stage.min_steps and running.get(watched, 0.0) >= stage.stop_accuracy
         if (step + 1) % LOG_EVERY == 0 or done or step + 1 == stage.max_steps:
             entry = {
                 "stage": stage.name,
                 "step": step + 1,
                 "loss": round(loss.item(), 4),
-                "recall": round(running[True], 4),
-                "copy": round(running[False], 4),
+                **{name: round(value, 4) for name, value in sorted(running.items())},
                 "seconds": round(time.perf_counter() - started, 1),
             }
             log.append(entry)
@@ -102,7 +121,7 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     net = Net(NetConfig(vocab_size=DEFAULT_LANGUAGE.vocab_size))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    log: list[dict] = []
+    log: list[dict[str, Any]] = []
     if options.resume:
         saved = torch.load(options.resume, weights_only=False)
         net.load_state_dict(saved["net"])
