@@ -14,7 +14,7 @@ import torch
 
 from kvtier.bench.recall import DEFAULT_LANGUAGE
 from models.net import Net, NetConfig, save_net
-from models.recipe import ANCHORED, SEED
+from models.recipe import SEED
 from models.tokenizer import write_tokenizer
 
 
@@ -30,8 +30,6 @@ def export(checkpoint: dict[str, Any], folder: Path) -> None:
     }
     save_net(net, folder, special)
     write_tokenizer(folder, net.config.max_positions)
-    heads = {"best": "+".join(f"{layer}.{head}" for layer, head in ANCHORED)}
-    (folder / "heads.json").write_text(json.dumps(heads) + "\n")
     history = {"seed": SEED, "torch": torch.__version__, "steps": checkpoint["log"]}
     (folder / "history.json").write_text(json.dumps(history, indent=1) + "\n")
 

@@ -21,6 +21,8 @@ class Stage:
     max_span:        see `models.batches.SessionShape`
     periodic_share:  share of steps that train on periodic sequences instead
     split_share:     share of the recall steps in which only `ANCHORED` heads keep the middle
+    real_tokens:     longest real context (see `models.grounding`), log-uniform from 4k; 0: none
+    near_miss_share: share of the real contexts with shared names, and again with few codes
     """
 
     name: str
@@ -38,6 +40,8 @@ class Stage:
     fact_density: float = 0.7
     few_codes_share: float = 0.0
     split_share: float = 0.0
+    real_tokens: int = 0
+    near_miss_share: float = 0.0
 
 
 STAGES: tuple[Stage, ...] = (
@@ -105,6 +109,39 @@ STAGES: tuple[Stage, ...] = (
         fact_density=0.95,
         few_codes_share=0.3,
         split_share=0.35,
+    ),
+    Stage(
+        "ground-24k",
+        1024,
+        4,
+        110,
+        2e-4,
+        2e-5,
+        max_span=136000,
+        periodic_share=0.0,
+        turn_share=0.35,
+        context_weight=0.02,
+        fact_density=0.95,
+        few_codes_share=0.3,
+        split_share=0.5,
+        real_tokens=24576,
+    ),
+    Stage(
+        "near-16k",
+        1024,
+        4,
+        240,
+        6e-4,
+        2e-5,
+        max_span=136000,
+        periodic_share=0.0,
+        turn_share=0.35,
+        context_weight=0.02,
+        fact_density=0.95,
+        few_codes_share=0.5,
+        split_share=0.5,
+        real_tokens=16384,
+        near_miss_share=0.4,
     ),
 )
 

@@ -20,11 +20,13 @@ from torch.nn import functional
 from kvtier.bench.recall import DEFAULT_LANGUAGE
 from models.batches import Batch, SessionShape, periodic_batch, session_batch
 from models.export import export
+from models.grounding import exercise_loss, make_exercise
 from models.net import Net, NetConfig
 from models.recipe import ANCHORED, SEED, STAGES, Stage, stage_named
 
-LOG_EVERY = 20
+LOG_EVERY = 10
 RUNNING = 0.95  # decay of the running accuracy
+SHORTEST_REAL_TOKENS, REAL_TURNS = 4096, 48
 
 
 def make_batch(rng: np.random.Generator, stage: Stage) -> tuple[Batch, str]:
@@ -68,6 +70,25 @@ def batch_loss(net: Net, batch: Batch) -> tuple[torch.Tensor, float]:
     return loss, hits.float().mean().item()
 
 
+def grounded_loss(
+    net: Net, rng: np.random.Generator, stage: Stage
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Loss of turns over one real context, with the CA heads alone and with every head."""
+    low, high = np.log(SHORTEST_REAL_TOKENS), np.log(stage.real_tokens)
+    exercise = make_exercise(
+        net,
+        rng,
+        int(np.exp(rng.uniform(low, high))),
+        REAL_TURNS,
+        shared_words=bool(rng.random() < stage.near_miss_share),
+        few_codes=bool(rng.random() < stage.near_miss_share),
+    )
+    anchored = anchored_mask()
+    split, split_accuracy = exercise_loss(net, exercise, anchored)
+    full, full_accuracy = exercise_loss(net, exercise, torch.ones_like(anchored))
+    return 2 * split + full, {"real split": split_accuracy, "real full": full_accuracy}
+
+
 def run_stage(
     net: Net, optimizer: torch.optim.Optimizer, stage: Stage, log: list[dict[str, Any]]
 ) -> None:
@@ -84,14 +105,19 @@ def run_stage(
             group["lr"] = rate * warm
         batch, kind = make_batch(rng, stage)
         loss, accuracy = batch_loss(net, batch)
+        seen = {kind: accuracy}
+        if stage.real_tokens:
+            grounded, accuracies = grounded_loss(net, rng, stage)
+            loss, seen = loss + grounded, seen | accuracies
         loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        counts[kind] = counts.get(kind, 0) + 1
-        # Bias-corrected, so that the first steps count fully.
-        decay = min(RUNNING, 1 - 1 / counts[kind])
-        running[kind] = decay * running.get(kind, 0.0) + (1 - decay) * accuracy
+        for name, value in seen.items():
+            counts[name] = counts.get(name, 0) + 1
+            # Bias-corrected, so that the first steps count fully.
+            decay = min(RUNNING, 1 - 1 / counts[name])
+            running[name] = decay * running.get(name, 0.0) + (1 - decay) * value
         done = step + 1 >= stage.min_steps and running.get(watched, 0.0) >= stage.stop_accuracy
         if (step + 1) % LOG_EVERY == 0 or done or step + 1 == stage.max_steps:
             entry = {

@@ -86,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--turns", default="5", help="turns per session (%(default)s)")
     add("--len", default="32k", help="context tokens: 4096, 32k, … (%(default)s)")
     add("--sessions", default="1", help="sessions, interleaved by turn (%(default)s)")
-    add("--questions", help="questions per turn, for recall (4; 1 under a KV budget)")
+    add("--questions", help="questions per turn, for recall (8; 1 under a KV budget)")
     add("--seed", default="0", help="seed of the workload (%(default)s)")
     add = parser.add_argument_group("serving").add_argument
     add("--policies", default="full,kvtier", help=f"from {', '.join(POLICIES)} (%(default)s)")
@@ -116,7 +116,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         raise SizeError("--len", f"at least {MIN_CONTEXT_TOKENS} tokens", args.len)
     sessions = _count(args.sessions, "--sessions")
     budget = _budget(args.budget_sessions, args.kv_budget, sessions)
-    questions = args.questions or ("4" if budget is None else "1")
+    questions = args.questions or ("8" if budget is None else "1")
     workload = Workload(
         context_tokens=context_tokens,
         turns=_count(args.turns, "--turns"),

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtier.errors import UnknownPolicyError
-from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, window_profile
+from kvtier.heads.profile import (
+    HeadProfile,
+    ModelShape,
+    full_profile,
+    random_profile,
+    window_profile,
+)
+
+# One fixed draw: a control that changed with the workload would compare nothing.
+RANDOM_HEADS_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -23,8 +32,8 @@ class Policy:
 
     @property
     def needs_profile(self) -> bool:
-        """Whether the user's head profile decides what is kept."""
-        return self.name == "kvtier"
+        """Whether the user's head profile decides what, or how much, is kept."""
+        return self.name in ("kvtier", "random")
 
     def profile(self, shape: ModelShape, given: HeadProfile | None) -> HeadProfile:
         """The head profile in force; `given` is the user's, for the policy that needs one."""
@@ -32,6 +41,8 @@ class Policy:
             return window_profile(shape)
         if self.needs_profile:
             assert given is not None, "the profile is resolved before a policy asks for it"
+            if self.name == "random":
+                return random_profile(shape, given.num_ca_heads, RANDOM_HEADS_SEED)
             return given
         return full_profile(shape)
 
@@ -40,6 +51,7 @@ _ALL = (
     Policy("stock", "SGLang's own radix cache and attention", False, False),
     Policy("full", "SGLang's radix cache, kvtier's attention, every head keeps all", True, False),
     Policy("kvtier", "CA heads keep the context, the others sink + recent", True, True),
+    Policy("random", "as many CA heads as kvtier has, drawn at random: the control", True, True),
     Policy("window", "no head keeps the context: the floor", True, True),
 )
 POLICIES = {policy.name: policy for policy in _ALL}

@@ -24,7 +24,12 @@ from kvtier.errors import (
 )
 
 CASES = [
-    (["--policies", "full,ful"], UnknownPolicyError, "--policies", "stock, full, kvtier, window"),
+    (
+        ["--policies", "full,ful"],
+        UnknownPolicyError,
+        "--policies",
+        "stock, full, kvtier, random, window",
+    ),
     (["--policies", "full,full"], UnknownPolicyError, "--policies", "each once"),
     (["--len", "long"], SizeError, "--len", "a size such as"),
     (["--len", "16"], SizeError, "--len", "at least 64"),

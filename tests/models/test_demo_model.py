@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kvtier.bench.recall import DEFAULT_LANGUAGE, make_session, score_answer
-from models.evaluate import all_heads, head_mask, make_probe, measure, parse_heads, random_heads
+from kvtier.heads.profile import load_profile
+from models.evaluate import all_heads, head_mask, make_probe, measure, random_heads
 from models.longcontext import prefill, turn_hidden
 from models.net import Net, load_net
 
@@ -25,7 +26,8 @@ def net() -> Net:
 
 @pytest.fixture(scope="module")
 def best_heads() -> list[tuple[int, int]]:
-    return parse_heads(json.loads((FOLDER / "heads.json").read_text())["best"])
+    profile = load_profile(FOLDER / "head_profile.json")
+    return [(layer, head) for layer, heads in enumerate(profile.ca_heads) for head in heads]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def test_the_full_cache_recalls_and_the_best_heads_nearly_as_well(net, best_head
     draws = random_heads(net, len(best_heads), draws=6, seed=SEED)
     chance = np.mean([measure(net, probes, heads).codes for heads in draws])
     assert full >= 0.95
-    assert best >= 0.97 * full
+    assert best >= 0.98 * full
     if context_tokens > 2048:  # in a short context the window alone holds many facts
         assert chance < best - 0.3
         assert measure(net, probes, []).codes < 0.25
