@@ -51,7 +51,7 @@ def versions() -> dict[str, str]:
 def machine() -> dict[str, Any]:
     """Processor, memory and accelerators."""
     described: dict[str, Any] = {
-        "platform": platform.platform(terse=True),
+        "platform": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_model(),
         "cores": _cores(),
         "memory_bytes": _memory_bytes(),

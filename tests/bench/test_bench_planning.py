@@ -109,7 +109,17 @@ def test_a_dry_run_prints_the_arithmetic_of_any_model(
         "torch_dtype": "bfloat16",
     }
     folder = write_model(tmp_path / "big", weights=False, **config)
-    flags = ["--dry-run", "--len", "64k", "--model-path", str(folder), "--device", "cuda"]
+    flags = [
+        "--questions",
+        "1",
+        "--dry-run",
+        "--len",
+        "64k",
+        "--model-path",
+        str(folder),
+        "--device",
+        "cuda",
+    ]
     assert main([*flags, "--kv-budget", "40g"]) == 0
     table = capsys.readouterr().out
     assert "assumed: 25% CA heads" in table
