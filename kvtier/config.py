@@ -8,6 +8,7 @@ process; `Settings.to_env` is how the settings reach it.
 from __future__ import annotations
 
 import os
+import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,6 +112,10 @@ def load_settings(**flags: Any) -> Settings:
     given = {name: value for name, value in flags.items() if value is not None}
     try:
         return Settings(**given)
+    except (tomllib.TOMLDecodeError, OSError) as error:
+        raise ConfigurationError(
+            "KVTIER_CONFIG", f"a readable TOML file ({error})", str(config_file())
+        ) from error
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or "settings"

@@ -44,6 +44,12 @@ def test_a_missing_configuration_file_is_named(monkeypatch):
         load_settings()
 
 
+def test_a_broken_configuration_file_is_named(tmp_path):
+    (tmp_path / "kvtier.toml").write_text("sink_tokens = = 3")
+    with pytest.raises(ConfigurationError, match="KVTIER_CONFIG: expected a readable TOML"):
+        load_settings()
+
+
 def test_settings_survive_the_trip_through_the_environment(monkeypatch, tmp_path):
     sent = load_settings(
         head_profile=tmp_path / "p.json", prefill="streaming", compensation=False, locality_slots=9

@@ -18,6 +18,8 @@ from kvtier_kernels.states import empty_state, merge_states
 WINDOW_BLOCK_TOKENS = 512
 # More query rows than this per head go through the tiled kernel instead of one product.
 DENSE_MAX_ROWS = 16
+# Logits held at a time where no tiled operator exists: 64 M float32.
+BLOCK_LOGITS = 1 << 26
 
 Plan = tuple[RequestSlots, ...]
 
@@ -161,15 +163,38 @@ def _flash(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
         return o, lse
-    logits = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
-    if mask is not None:
-        logits = logits + mask.float()
-    if causal:
-        rows, entries = logits.shape[-2:]
-        hidden = torch.ones(rows, entries, dtype=torch.bool, device=q.device).triu(1)
-        logits = logits.masked_fill(hidden, float("-inf"))
-    lse = torch.logsumexp(logits, dim=-1)
-    return torch.matmul(torch.exp(logits - lse.unsqueeze(-1)), v.float()).to(q.dtype), lse
+    return _blockwise(q, k, v, scale, causal, mask)
+
+
+def _blockwise(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    causal: bool,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_flash` for devices without that operator: blocks of entries, merged as they come."""
+    rows, entries = q.shape[-2], k.shape[-2]
+    step = max(1, BLOCK_LOGITS // max(1, q.shape[:-1].numel()))
+    state = None
+    for begin in range(0, entries, step):
+        end = min(begin + step, entries)
+        logits = torch.matmul(q.float(), k[..., begin:end, :].float().transpose(-1, -2)) * scale
+        if mask is not None:
+            logits = logits + mask[..., begin:end].float()
+        if causal:
+            ahead = torch.arange(begin, end, device=q.device)
+            row = torch.arange(rows, device=q.device).unsqueeze(-1)
+            logits = logits.masked_fill(ahead > row, float("-inf"))
+        lse = torch.logsumexp(logits, dim=-1)
+        shift = torch.where(torch.isinf(lse), torch.zeros_like(lse), lse).unsqueeze(-1)
+        part = AttentionState(
+            torch.matmul(torch.exp(logits - shift), v[..., begin:end, :].float()), lse
+        )
+        state = part if state is None else merge_states(state, part)
+    assert state is not None, "attention over no entries is the caller's empty state"
+    return state.o.to(q.dtype), state.lse
 
 
 def _unfold(o: torch.Tensor, lse: torch.Tensor, rows: int, group: int) -> AttentionState:

@@ -1,6 +1,7 @@
 """The attention backend `kvtier`: one ragged kernel call per head class and layer.
 
-Per forward pass the slot tables are planned once per class and shared by all layers; per layer
+Per forward pass the slot tables are planned once per class and shared by all layers (a streaming
+prefill plans its settled entries again in each); per layer
 the query heads of each class attend over their own class's entries. Nothing is padded and no
 contiguous stretch of the cache is copied (see kvtier_kernels.slots).
 

@@ -57,7 +57,25 @@ class HeadSplitPrefillBudget(PrefillBudget):
             return False, None
         beyond_extend = total_tokens - extend_input_len
         needed = self.locality_tokens(extend_input_len, chunk_limit) + beyond_extend
-        return (True, chunk_limit) if needed < self.remaining_locality else (False, None)
+        if needed < self.remaining_locality:
+            return True, chunk_limit
+        return self._alone(extend_input_len, chunk_limit)
+
+    def _alone(self, extend_tokens: int, chunk_limit: int | None) -> tuple[bool, int | None]:
+        """Admission of a request that nobody else will ever make room for.
+
+        Its decode headroom is then no reason to wait (running out of it ends in SGLang's own
+        retraction), and a streaming prefill may take smaller chunks.
+        """
+        if self.total_offset > 0:
+            return False, None
+        if extend_tokens < self.remaining_locality:
+            return True, chunk_limit
+        streaming = self.allocator.streaming_tokens
+        if streaming is None or chunk_limit is None:
+            return False, None
+        room = self.remaining_locality - streaming - 1
+        return (True, min(chunk_limit, room)) if room > 0 else (False, None)
 
     def can_allocate_prefill(
         self,
@@ -79,8 +97,8 @@ class HeadSplitPrefillBudget(PrefillBudget):
     def available_chunk_tokens(self, chunk_limit: int) -> int | None:
         """Tokens the next chunk of a running prefill may take; None: wait for a decode to end.
 
-        Waiting cannot last: the whole prompt was admitted against both pools, so once nothing
-        else runs its remainder fits.
+        Waiting cannot last: what the prompt needs at its peak was admitted against both pools,
+        so once nothing else runs its next chunk fits.
         """
         room = min(chunk_limit, int(self.remaining_total), self.remaining_locality)
         return room if room > 0 else None

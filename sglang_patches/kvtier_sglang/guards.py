@@ -6,10 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvtier.config import Settings
-from kvtier.errors import IncompatibleFlagError
+from kvtier.errors import ConfigurationError, IncompatibleFlagError
 from kvtier.heads.model_config import check_splittable, model_shape, read_config, weights_revision
 from kvtier.heads.profile import load_profile
+from kvtier_kernels import available_kernels
 
 NAME = "kvtier"
 
@@ -24,6 +27,9 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enable_session_radix_cache": (lambda v: not v, "no session radix cache"),
     "enable_streaming_session": (lambda v: not v, "no streaming sessions"),
     "enable_hisparse": (lambda v: not v, "no HiSparse"),
+    # With nothing kept in the tree there are no turns to compress.
+    "disable_radix_cache": (lambda v: not v, "the radix cache enabled"),
+    "strip_thinking_cache": (lambda v: not v, "no stripped thinking tokens"),
     "enable_memory_saver": (lambda v: not v, "no memory saver"),
     "kv_events_config": (lambda v: not v, "no KV cache events"),
     "page_size": (lambda v: v in (None, 1), "a page size of 1"),
@@ -56,6 +62,14 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
         if not acceptable(value):
             flag = "--" + field.replace("_", "-")
             raise IncompatibleFlagError(flag, f"{expected} together with kvtier", value)
+    if settings.prefill == "streaming" and getattr(server_args, "enable_mixed_chunk", False):
+        # A mixed batch would show decoding requests the window of a prefill.
+        raise IncompatibleFlagError(
+            "--enable-mixed-chunk", "no mixed chunks together with --prefill streaming", True
+        )
+    if settings.kernels not in available_kernels():
+        raise ConfigurationError("kernels", f"one of {available_kernels()}", settings.kernels)
+    _check_cuda_graphs(server_args)
     if server_args.radix_cache_backend == NAME and server_args.attention_backend != NAME:
         raise IncompatibleFlagError(
             "--attention-backend",
@@ -68,3 +82,15 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
         if settings.head_profile is not None:
             profile = load_profile(settings.head_profile)
             profile.check_fits(model_shape(config), weights_revision(server_args.model_path))
+
+
+def _check_cuda_graphs(server_args: Any) -> None:
+    """The reference kernels plan on the host, which a CUDA graph cannot record."""
+    if not torch.cuda.is_available() or getattr(server_args, "disable_cuda_graph", False):
+        return
+    for phase in ("decode", "prefill"):
+        backend = getattr(server_args, f"cuda_graph_backend_{phase}", None)
+        if backend != "disabled":
+            raise IncompatibleFlagError(
+                f"--cuda-graph-backend-{phase}", "disabled together with kvtier", backend
+            )

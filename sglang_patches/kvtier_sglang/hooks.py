@@ -4,6 +4,7 @@ backends were asked for, except the two that only observe.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -54,11 +55,11 @@ def _profile(configurator: Any, settings: Settings) -> HeadProfile:
     return profile
 
 
-def _session_shape(settings: Settings, ca_slots: int | None = None) -> SessionShape:
-    """What sessions are expected to look like; none is longer than the pool itself."""
+def _session_shape(settings: Settings, longest: int) -> SessionShape:
+    """What sessions are expected to look like; `longest` tokens is what model or pool allow."""
     from sglang.srt.runtime_context import get_schedule
 
-    context = min(settings.session_tokens, ca_slots or settings.session_tokens)
+    context = min(settings.session_tokens, longest)
     kept = settings.sink_tokens + settings.recent_tokens + 1
     prefill = context
     chunk = get_schedule().chunked_prefill_size
@@ -87,12 +88,13 @@ def size_pools(
     settings = load_settings()
     profile = _profile(configurator, settings)
     per_slot = slot_bytes(profile, configurator.kv_cache_dtype.itemsize)
-    plan = plan_pools(budget_bytes, per_slot, _session_shape(settings))
+    longest = configurator.model_config.context_len
+    plan = plan_pools(budget_bytes, per_slot, _session_shape(settings, longest))
     config = original(configurator, plan.ca_slots * per_slot.full, **kwargs)
     ca_slots = config.max_total_num_tokens
     derived = plan.locality_slots
     if ca_slots < plan.ca_slots:
-        derived = locality_slots_for(ca_slots, _session_shape(settings, ca_slots))
+        derived = locality_slots_for(ca_slots, _session_shape(settings, min(longest, ca_slots)))
     configurator_slots[id(configurator)] = settings.locality_slots or derived
     return config
 
@@ -159,31 +161,47 @@ def build_allocator(
 _peak = {"bytes": 0}
 
 
+def _pool_bytes(allocator: Any) -> int:
+    """Bytes of the pool's buffers; some of SGLang's pools report K and V apart, some together."""
+    size = allocator.get_kvcache().get_kv_size_bytes()
+    return int(sum(size)) if isinstance(size, tuple) else int(size)
+
+
 def _used_bytes(allocator: Any) -> int:
     if isinstance(allocator, HeadSplitAllocator):
         return allocator.used_bytes()
-    k_bytes, v_bytes = allocator.get_kvcache().get_kv_size_bytes()
     # The padding slot is part of the buffers but never of the occupancy.
-    per_slot = (k_bytes + v_bytes) // (allocator.size + 1)
+    per_slot = _pool_bytes(allocator) // (allocator.size + 1)
     return int((allocator.size - allocator.available_size()) * per_slot)
 
 
 def observe_peak(result: torch.Tensor, tree_cache: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER alloc_token_slots: remember the highest occupancy since it was last read."""
-    used = _used_bytes(tree_cache.token_to_kv_pool_allocator)
-    _peak["bytes"] = max(_peak["bytes"], used)
+    """AFTER alloc_token_slots: remember the highest occupancy since it was last read.
+
+    Runs in every SGLang process, whatever pools it has, so it must never fail one.
+    """
+    with contextlib.suppress(Exception):
+        used = _used_bytes(tree_cache.token_to_kv_pool_allocator)
+        _peak["bytes"] = max(_peak["bytes"], used)
 
 
 def report_state(result: Any, controller: Any, state: dict[str, Any]) -> None:
-    """AFTER _add_memory_usage: pool occupancy under internal_states[*]["kvtier"]."""
-    scheduler = controller.scheduler
+    """AFTER _add_memory_usage: pool occupancy under internal_states[*]["kvtier"].
+
+    Absent where the pools are of a kind that cannot be read this way.
+    """
+    with contextlib.suppress(Exception):
+        state["kvtier"] = _report(controller.scheduler)
+        _peak["bytes"] = 0
+
+
+def _report(scheduler: Any) -> dict[str, Any]:
     allocator = scheduler.token_to_kv_pool_allocator
-    k_bytes, v_bytes = allocator.get_kvcache().get_kv_size_bytes()
     used = _used_bytes(allocator)
     report: dict[str, Any] = {
         "kv_used_bytes": used,
         "kv_peak_bytes": max(_peak["bytes"], used),
-        "kv_capacity_bytes": k_bytes + v_bytes,
+        "kv_capacity_bytes": _pool_bytes(allocator),
         "ca_slots": allocator.size,
         "ca_slots_used": allocator.size - allocator.available_size(),
     }
@@ -195,5 +213,4 @@ def report_state(result: Any, controller: Any, state: dict[str, Any]) -> None:
             "integrity": tree.check_integrity(),
             **tree.counters,
         }
-    _peak["bytes"] = 0
-    state["kvtier"] = report
+    return report

@@ -5,8 +5,8 @@ takes away are locality slots, which the allocator finds through its CA -> local
 matching, locking, eviction and SGLang's idle invariant see an ordinary tree, and this class
 adds three things:
 
-Compression. When a request ends, the nodes of its path that nobody else has locked drop the
-span that `LocalityRule` names. Chunked prefill publishes a prompt as a chain of nodes; the
+Compression. When a request ends or is aborted, the nodes of its path that nobody else has locked
+drop the span that `LocalityRule` names. Chunked prefill publishes a prompt as a chain of nodes; the
 chain is one context, so it is merged into one node first.
 
     while prefilling   [chunk 0]-[chunk 1]-[chunk 2]          exact
@@ -121,7 +121,7 @@ class KvtierRadixCache(RadixCache):
         if self.disable or len(key) == 0:
             return self._empty_match_result
         node, length = self._walk(self.root_node, key, 0)
-        if length == 0:
+        if length == 0 or self._outgrown(node):
             return self._empty_match_result
         return MatchResult(
             device_prefix_len=length,
@@ -129,6 +129,32 @@ class KvtierRadixCache(RadixCache):
             last_host_node=node,
             best_match_node=node,
         )
+
+    def _outgrown(self, node: KvNode) -> bool:
+        """Whether a streaming session's kept turns leave no room to prefill the next one.
+
+        Recomputing it folds its old answers into the context, which makes it small again.
+        """
+        streaming = self.allocator.streaming_tokens
+        if streaming is None:
+            return False
+        held = sum(n.locality_size for n in self._path(node))
+        return held > self.allocator.locality_size - 2 * streaming
+
+    def touch_prefix(self, key: RadixKey) -> None:
+        """See BasePrefixCache: keep what waiting requests will match from being evicted."""
+        if self.disable:
+            return
+        node, offset, now = self.root_node, 0, time.monotonic()
+        while offset < len(key):
+            best, usable = self._furthest_child(node, key, offset, exact_only=False)
+            if best is None:
+                return
+            best.last_access_time = now
+            offset += usable
+            if usable < len(best.key):
+                return
+            node = best
 
     def _walk(
         self, node: KvNode, key: RadixKey, offset: int, *, exact_only: bool = False
@@ -330,15 +356,43 @@ class KvtierRadixCache(RadixCache):
             self._drop(node, span)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
-        """The turn ended: compress what nobody else is using of the request's path."""
-        if self.disable or not checkpointed:
+        """The turn ended or was aborted: compress what nobody else uses of the request's path.
+
+        Not when it was retracted: it will be back for its exact KV.
+        """
+        if self.disable or not (checkpointed or req.finished()):
             return
         node = req.last_node
         while node is not self.root_node:
+            parent = node.parent
             if not node.compressed and node.lock_ref == 0:
                 node = self._merge_upwards(node)
+                parent = node.parent
                 self._compress(node)
-            node = node.parent
+                self._drop_twin(node)
+            node = parent
+
+    def _drop_twin(self, node: KvNode) -> None:
+        """Keep one of two compressed copies of the same tokens: an earlier request could not use
+        the older one, say because it wanted the prompt's log-probabilities.
+
+        Nobody has `node` locked, so nobody has its children locked; they move to the older copy.
+        """
+        siblings = node.parent.siblings[node.key.child_key()]
+        twin = next((n for n in siblings if n is not node and _same_tokens(n, node)), None)
+        if twin is None or not twin.compressed:
+            return
+        children = list(node.children.values())
+        for child in children:
+            self._detach(child)
+            child.parent = twin
+            self._attach(twin, child)
+        self._update_leaf_status(twin)
+        self.allocator.free(node.value)
+        self._delete_leaf(node)
+        self.kv_events.record_remove(node)
+        for child in children:
+            self._drop_twin(child)
 
     def _merge_upwards(self, node: KvNode) -> KvNode:
         """Merge `node` with the chain of ancestors that chunked prefill cut it from.
@@ -361,6 +415,7 @@ class KvtierRadixCache(RadixCache):
             node.dropped = parent.dropped
             node.locality_size += parent.locality_size
             node.hit_count = max(node.hit_count, parent.hit_count)
+            node.priority = max(node.priority, parent.priority)
             self._attach(node.parent, node)
             parent = node.parent
         return node
@@ -453,6 +508,10 @@ class KvtierRadixCache(RadixCache):
                 f"[{node.start}, {node.stop}) {state} locality={node.locality_size} "
                 f"locks={node.lock_ref} id={node.id}"
             )
+
+
+def _same_tokens(a: KvNode, b: KvNode) -> bool:
+    return len(a.key) == len(b.key) and a.key.match(b.key) == len(a.key)
 
 
 def _joined(a: RadixKey, b: RadixKey) -> RadixKey:

@@ -11,6 +11,7 @@ from sglang.srt.plugins import hook_registry
 
 from kvtier.config import load_settings
 from kvtier.errors import (
+    ConfigurationError,
     HeadProfileMismatchError,
     IncompatibleFlagError,
     StartupError,
@@ -42,12 +43,60 @@ def server_args(**changes):
         ("kv_cache_dtype", "fp8_e4m3"),
         ("decode_attention_backend", "triton"),
         ("kv_events_config", "{}"),
+        ("disable_radix_cache", True),
+        ("strip_thinking_cache", True),
     ],
 )
 def test_an_incompatible_flag_is_refused_by_name(field, value):
     flag = "--" + field.replace("_", "-")
     with pytest.raises(IncompatibleFlagError, match=f"^{flag}: expected"):
         guards.check_server_args(server_args(**{field: value}), load_settings())
+
+
+def test_mixed_chunks_are_refused_with_streaming_only():
+    guards.check_server_args(server_args(enable_mixed_chunk=True), load_settings())
+    with pytest.raises(IncompatibleFlagError, match="--enable-mixed-chunk"):
+        guards.check_server_args(
+            server_args(enable_mixed_chunk=True), load_settings(prefill="streaming")
+        )
+
+
+def test_unknown_kernels_are_refused_before_any_model_loads():
+    with pytest.raises(ConfigurationError, match="kernels"):
+        guards.check_server_args(server_args(), load_settings(kernels="magic"))
+
+
+def test_cuda_graphs_are_refused_where_cuda_is(monkeypatch):
+    monkeypatch.setattr(guards.torch.cuda, "is_available", lambda: True)
+    with pytest.raises(IncompatibleFlagError, match="--cuda-graph-backend-decode"):
+        guards.check_server_args(server_args(), load_settings())
+    guards.check_server_args(server_args(disable_cuda_graph=True), load_settings())
+
+
+class OddPool:
+    """A pool of SGLang's that reports one size, as the MLA pools do, or none at all."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def get_kv_size_bytes(self):
+        if self.size is None:
+            raise NotImplementedError
+        return self.size
+
+
+@pytest.mark.parametrize("size", [1000, (400, 600), None])
+def test_observing_never_fails_a_server_with_other_pools(size):
+    from kvtier_sglang import hooks
+
+    allocator = SimpleNamespace(size=9, available_size=lambda: 4, get_kvcache=lambda: OddPool(size))
+    hooks.observe_peak(None, SimpleNamespace(token_to_kv_pool_allocator=allocator), 1)
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=allocator)
+    state: dict = {}
+    hooks.report_state(None, SimpleNamespace(scheduler=scheduler), state)
+    assert ("kvtier" in state) == (size is not None)
+    if size is not None:
+        assert state["kvtier"]["kv_used_bytes"] == 500
 
 
 def test_every_guarded_flag_exists_in_this_sglang():

@@ -143,6 +143,71 @@ def test_flush_forgets_everything():
     assert matched(s, context(60)) == 0
 
 
+def test_an_aborted_prefill_is_compressed_so_that_it_does_not_push_out_others():
+    s = MiniScheduler()
+    request = s.admit(context(200))
+    s.extend(request, 120)
+    s.checkpoint(request)
+    s.release(request, checkpoint=False, aborted=True)
+    s.check()
+    (node,) = s.tree.nodes()
+    assert node.compressed
+    assert node.locality_size == 4 + 1 + 6
+
+
+def test_a_retracted_request_finds_its_exact_kv_again():
+    s = MiniScheduler()
+    request = s.admit(context(100))
+    s.extend(request, 100)
+    s.checkpoint(request)
+    s.release(request, checkpoint=False)
+    (node,) = s.tree.nodes()
+    assert not node.compressed
+    assert s.admit(context(100)).prefix_len == 99
+
+
+def test_touching_a_prefix_saves_it_from_eviction():
+    s = MiniScheduler()
+    for seed in range(3):
+        run_turn(s, context(60, seed=seed), [1])
+    s.tree.touch_prefix(RadixKey(array("q", [*context(60, seed=0), 1, 9])))
+    s.tree.evict(EvictParams(num_tokens=1))
+    assert matched(s, context(60, seed=0)) == 60
+    assert matched(s, context(60, seed=1)) == 0
+
+
+def test_the_same_prompt_computed_again_from_scratch_is_kept_once():
+    s = MiniScheduler(size=1000, locality_size=700)
+    for _ in range(5):
+        request = s.admit(context(60))
+        s.tree.unlock(request.lock)
+        # As a request that wants the log-probabilities of its whole prompt: no prefix is used.
+        request.filled = request.prefix_len = request.kv.cache_protected_len = 0
+        request.last_node = s.tree.root_node
+        request.lock = s.tree.lock(request.last_node)
+        s.extend(request, 60)
+        s.checkpoint(request)
+        s.release(request, checkpoint=True)
+        s.check()
+    assert s.allocator.size - s.allocator.available_size() <= 2 * 60
+
+
+def test_a_streaming_session_that_outgrew_its_pool_is_recomputed_instead_of_stuck():
+    s = MiniScheduler(size=600, locality_size=60, streaming=True)
+    tokens = context(30)
+    for turn in range(8):
+        request = s.admit(tokens)
+        assert request is not None, f"turn {turn} was never admitted"
+        while request.filled < len(tokens):
+            assert s.extend(request, 12)
+            s.checkpoint(request)
+        for token in range(6):
+            assert s.decode(request, token)
+        s.release(request, checkpoint=True)
+        s.check()
+        tokens = [*request.full_untruncated_fill_ids, *context(5, seed=turn)]
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_nothing_leaks_in_500_random_operations(seed, streaming):
@@ -169,7 +234,7 @@ def test_nothing_leaks_in_500_random_operations(seed, streaming):
         elif operation < 0.92:
             request = rng.choice(s.running)
             complete = request.filled == len(request.full_untruncated_fill_ids)
-            s.release(request, checkpoint=complete)
+            s.release(request, checkpoint=complete, aborted=rng.random() < 0.5)
             if complete:
                 history.append(list(request.full_untruncated_fill_ids))
         elif operation < 0.97:

@@ -141,9 +141,9 @@ class MiniScheduler:
         request.full_untruncated_fill_ids = request.full_untruncated_fill_ids[:-1]
         return False
 
-    def release(self, request: Request, *, checkpoint: bool) -> None:
-        """`release_kv_cache` in SGLang: finish (checkpoint), or abort and retract (not)."""
-        request.done = checkpoint
+    def release(self, request: Request, *, checkpoint: bool, aborted: bool = False) -> None:
+        """`release_kv_cache` in SGLang: finish (checkpoint), abort, or retract (neither)."""
+        request.done = checkpoint or aborted
         if checkpoint:
             self.checkpoint(request)
         row = self.rows.req_to_token[request.kv.req_pool_idx]
