@@ -6,7 +6,8 @@ forked. Reading order:
     plugin.py      what is registered and hooked, and the start-up check that it took
     pool.py        the head-split KV pool: two slot spaces, one per head class
     allocator.py   which slots are free, and the map from CA slot to locality slot
-    radix.py       the radix tree whose nodes are compressed when their turn ends
+    variants.py    a radix tree with nodes that cannot be cut, and variants of them
+    radix.py       ... whose nodes are compressed when their turn ends
     budget.py      admission that counts both pools
     attention.py   the attention backend over kvtier_kernels
     platform.py    stock SGLang on any CPU
