@@ -22,6 +22,7 @@ class Stage:
     periodic_share:  share of steps that train on periodic sequences instead
     split_share:     share of the recall steps in which only `ANCHORED` heads keep the middle
     real_tokens:     longest real context (see `models.grounding`), log-uniform from 4k; 0: none
+    split_weight:    weight of the real contexts' loss under the split policy; the full one is 1
     near_miss_share: share of the real contexts with shared names, and again with few codes
     """
 
@@ -41,6 +42,7 @@ class Stage:
     few_codes_share: float = 0.0
     split_share: float = 0.0
     real_tokens: int = 0
+    split_weight: float = 1.0
     near_miss_share: float = 0.0
 
 
@@ -141,6 +143,7 @@ STAGES: tuple[Stage, ...] = (
         few_codes_share=0.5,
         split_share=0.5,
         real_tokens=16384,
+        split_weight=2.0,
         near_miss_share=0.4,
     ),
 )

@@ -80,13 +80,21 @@ def grounded_loss(
         rng,
         int(np.exp(rng.uniform(low, high))),
         REAL_TURNS,
-        shared_words=bool(rng.random() < stage.near_miss_share),
-        few_codes=bool(rng.random() < stage.near_miss_share),
+        shared_words=_happens(rng, stage.near_miss_share),
+        few_codes=_happens(rng, stage.near_miss_share),
     )
     anchored = anchored_mask()
     split, split_accuracy = exercise_loss(net, exercise, anchored)
     full, full_accuracy = exercise_loss(net, exercise, torch.ones_like(anchored))
-    return 2 * split + full, {"real split": split_accuracy, "real full": full_accuracy}
+    return stage.split_weight * split + full, {
+        "real split": split_accuracy,
+        "real full": full_accuracy,
+    }
+
+
+def _happens(rng: np.random.Generator, share: float) -> bool:
+    """A draw that costs no randomness where it cannot happen."""
+    return share > 0 and bool(rng.random() < share)
 
 
 def run_stage(
