@@ -21,7 +21,6 @@ AGENT_TIMEOUT_S = 300
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
-    pytest.mark.skipif(not (MODEL / "model.safetensors").is_file(), reason="no demo model"),
 ]
 
 

@@ -193,9 +193,6 @@ def test_progress_is_shown_on_standard_error(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == ""
 
 
-needs_demo = pytest.mark.skipif(not (DEMO / "model.safetensors").exists(), reason="no demo model")
-
-
 @pytest.fixture(scope="module")
 def demo_result(tmp_path_factory: pytest.TempPathFactory) -> Any:
     out = tmp_path_factory.mktemp("demo") / "heads.json"
@@ -204,7 +201,6 @@ def demo_result(tmp_path_factory: pytest.TempPathFactory) -> Any:
     )
 
 
-@needs_demo
 def test_sensitive_heads_beat_random_ones_widely(demo_result: Any) -> None:
     (found,) = demo_result.verifications
     assert found.full.tokens > 0.9
@@ -213,7 +209,6 @@ def test_sensitive_heads_beat_random_ones_widely(demo_result: Any) -> None:
     assert len(summary(demo_result)) == 2
 
 
-@needs_demo
 def test_greedy_sessions_recall_what_the_probe_measures(demo_result: Any) -> None:
     probe = HeadProbe(load_model(str(DEMO)))
     maker, tasks = maker_for(str(DEMO))
