@@ -12,7 +12,16 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from platformdirs import user_data_path
+from pydantic import (
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -20,16 +29,20 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from kvtier.calibration.address import parse_address
 from kvtier.errors import ConfigurationError
 
 ENV_PREFIX = "KVTIER_"
 DEFAULT_CONFIG_FILE = "kvtier.toml"
+HIDDEN = "**********"
 
 
 class Settings(BaseSettings):
     """What a context keeps, and how the pools are cut."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", hide_input_in_errors=True
+    )
 
     head_profile: Path | None = Field(
         None, description="Head profile file (JSON). None: every head keeps the whole context."
@@ -54,6 +67,40 @@ class Settings(BaseSettings):
         description="exact: prefill attends to everything, then compresses. streaming: locality "
         "heads see sink + recent already during prefill, so their peak memory falls too.",
     )
+    quality: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Quality target: every context keeps the share that its calibration curve "
+        "allows under it. None: CA heads keep everything.",
+    )
+    retention: float | None = Field(
+        None, gt=0, le=1, description="Share of every context that CA heads keep, instead."
+    )
+    budget_tokens: int | None = Field(
+        None, ge=1, description="CA entries that a session's prompts may hold, instead."
+    )
+    budget_bytes: int | None = Field(
+        None, ge=1, description="The same in bytes of one session's CA entries, instead."
+    )
+    session_retention: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Expected share that CA heads keep; sizes the pools. None: `retention`, or 1.",
+    )
+    nll_stride: int = Field(
+        16, ge=1, description="Every how many prompt tokens the model's surprise is measured."
+    )
+    leverage_weight: float = Field(
+        0.3, ge=0, description="Weight of key leverage beside attention (Compactor's lambda)."
+    )
+    score_window_tokens: int = Field(
+        256, ge=2, description="Tokens that attend to each other when a context is scored."
+    )
+    score_pool_width: int = Field(
+        3, ge=1, description="Neighbouring tokens that share their attention score; odd."
+    )
     session_tokens: int = Field(
         32768, ge=1, description="Expected context length of a session; sizes the two pools."
     )
@@ -66,6 +113,28 @@ class Settings(BaseSettings):
     kernels: str = Field("reference", description="Attention kernel backend.")
     force_cpu: bool = Field(
         False, description="Activate kvtier's CPU platform even where CUDA is available."
+    )
+    redis_url: SecretStr | None = Field(
+        None,
+        description="Redis that holds calibrations: redis://, rediss:// or unix://, with user and "
+        "password. None: an embedded server in data_dir.",
+    )
+    redis_ca: Path | None = Field(
+        None,
+        description="Certificate authorities to trust for rediss:// (PEM). None: the system's.",
+    )
+    redis_timeout_s: float = Field(
+        0.5, gt=0, le=60, description="Longest wait for a connection or an answer of Redis."
+    )
+    calibration_ttl_s: int = Field(
+        90 * 86400, ge=1, description="Seconds that a stored calibration lives."
+    )
+    calibration_poll_s: float = Field(
+        5.0, gt=0, description="Seconds between looks for a changed calibration while serving."
+    )
+    data_dir: Path = Field(
+        default_factory=lambda: user_data_path("kvtier", appauthor=False),
+        description="What kvtier keeps between runs: the embedded Redis and local copies.",
     )
 
     @classmethod
@@ -80,13 +149,70 @@ class Settings(BaseSettings):
         toml = TomlConfigSettingsSource(settings_cls, toml_file=config_file())
         return init_settings, env_settings, toml
 
+    @field_validator("redis_url")
+    @classmethod
+    def _is_a_redis_url(cls, url: SecretStr | None) -> SecretStr | None:
+        if url is not None:
+            try:
+                parse_address(url.get_secret_value())
+            except ValueError as error:
+                raise PydanticCustomError("redis_url", str(error)) from None
+        return url
+
+    @field_validator("redis_ca")
+    @classmethod
+    def _is_used_by_tls(cls, ca: Path | None, info: ValidationInfo) -> Path | None:
+        if ca is None:
+            return None
+        url: SecretStr | None = info.data.get("redis_url")
+        if url is None or parse_address(url.get_secret_value()).scheme != "rediss":
+            # Whoever names an authority means to be encrypted.
+            raise PydanticCustomError("redis_ca", "a rediss:// redis_url beside it")
+        if not ca.is_file():
+            raise PydanticCustomError("redis_ca", "an existing PEM file")
+        return ca
+
+    @model_validator(mode="after")
+    def _one_retention_rule(self) -> Settings:
+        rules = ("quality", "retention", "budget_tokens", "budget_bytes")
+        given = [name for name in rules if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"only one of {', '.join(given)}")
+        if self.score_pool_width % 2 == 0:
+            raise ValueError(f"score_pool_width must be odd, got {self.score_pool_width}")
+        return self
+
+    @property
+    def compacts(self) -> bool:
+        """Whether CA heads may keep less than the whole context."""
+        rules = (self.quality, self.retention, self.budget_tokens, self.budget_bytes)
+        return any(rule is not None for rule in rules)
+
+    @property
+    def expected_retention(self) -> float:
+        """The share that pools are sized for."""
+        return self.session_retention or self.retention or 1.0
+
     def to_env(self) -> dict[str, str]:
-        """The settings as KVTIER_* variables for child processes; unset ones are left out."""
+        """The settings as KVTIER_* variables for child processes, secrets in clear; unset ones are
+        left out."""
         values = self.model_dump(mode="json", exclude_none=True)
+        secrets = {
+            name: value.get_secret_value()
+            for name in values
+            if isinstance(value := getattr(self, name), SecretStr)
+        }
         return {
             ENV_PREFIX + name.upper(): str(value).lower() if isinstance(value, bool) else str(value)
-            for name, value in values.items()
+            for name, value in (values | secrets).items()
         }
+
+    def shown(self) -> dict[str, Any]:
+        """The settings for people: passwords hidden, the rest of their URLs not."""
+        values = self.model_dump(mode="json")
+        if self.redis_url is not None:
+            values["redis_url"] = str(parse_address(self.redis_url.get_secret_value()))
+        return values
 
 
 def config_file() -> Path | None:
@@ -119,4 +245,13 @@ def load_settings(**flags: Any) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or "settings"
-        raise ConfigurationError(name, first["msg"], first.get("input")) from error
+        raise ConfigurationError(name, first["msg"], _printable(name, first["input"])) from error
+
+
+def _printable(name: str, value: Any) -> Any:
+    """A rejected value as an error may show it: a URL can hold a password, also under a name that
+    was mistyped, and the input of the whole object holds every setting."""
+    if isinstance(value, dict):
+        return {key: _printable(key, one) for key, one in value.items()}
+    hidden = name == "redis_url" or "://" in str(value)
+    return HIDDEN if hidden else value

@@ -120,7 +120,15 @@ class SglangEngine:
                 "the engine reports no pool occupancy: is the kvtier plugin installed "
                 "(pip install -e .) and not hidden by SGLANG_PLUGINS?"
             )
-        return Occupancy(**{name: state["kvtier"][name] for name in Occupancy.model_fields})
+        report = state["kvtier"]
+        retention = report.get("retention", {})
+        return Occupancy(
+            kv_used_bytes=report["kv_used_bytes"],
+            kv_peak_bytes=report["kv_peak_bytes"],
+            kv_capacity_bytes=report["kv_capacity_bytes"],
+            compacted_turns=retention.get("compacted_turns", 0),
+            newest=retention["recent"][-1] if retention.get("recent") else None,
+        )
 
     def flush(self) -> None:
         self._engine.flush_cache()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kvtier.bench.engine import Answer, ChatEngine, EngineFactory
 from kvtier.bench.metrics import is_resident, summarize, turn_results
 from kvtier.bench.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE, Turn, score_answer
-from kvtier.bench.schema import Occupancy, Plan, RequestRecord, RunResult
+from kvtier.bench.schema import Occupancy, Plan, RequestRecord, RetainedTurn, RunResult
 from kvtier.bench.workload import PlannedSession, plan_sessions
 
 # Long enough to touch every code path, short enough to cost nothing.
@@ -99,9 +99,11 @@ def hold_sessions(
 
 def _hold_turn(engine: ChatEngine, talk: Conversation, turn: int) -> list[RequestRecord]:
     asked = talk.planned.session.turns[turn]
-    engine.occupancy()  # starts the peak of this turn
+    before = engine.occupancy()  # starts the peak of this turn
     answer = _ask(engine, talk, asked)
-    records = [_record(talk, turn, 0, asked, answer, engine.occupancy())]
+    after = engine.occupancy()
+    retained = after.newest if after.compacted_turns > before.compacted_turns else None
+    records = [_record(talk, turn, 0, asked, answer, after, retained)]
     talk.take_answer(asked.prompt_ids, answer.output_ids)
     for number, question in enumerate(talk.planned.branches[turn], start=1):
         answer = _ask(engine, talk, question)
@@ -120,6 +122,7 @@ def _record(
     asked: Turn,
     answer: Answer,
     occupancy: Occupancy | None = None,
+    retained: RetainedTurn | None = None,
 ) -> RequestRecord:
     """A request's outcome, scored against what could be known before it was asked."""
     expected = asked.expected(talk.answers)
@@ -137,6 +140,7 @@ def _record(
         recall=None if score is None else score.codes,
         strict=None if score is None else score.strict,
         occupancy=occupancy,
+        retained=retained,
     )
 
 

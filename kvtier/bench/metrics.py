@@ -50,7 +50,15 @@ def _turn(records: Sequence[RequestRecord]) -> TurnResult:
         recall=_mean(scores),
         scored_questions=len(scores),
         resident_sessions=None if turn == 1 else resident,
+        retained_share=retained_share(main),
     )
+
+
+def retained_share(records: Iterable[RequestRecord]) -> float | None:
+    """Prompt tokens kept by CA heads over prompt tokens, where a share was decided."""
+    turns = [record.retained for record in records if record.retained is not None]
+    prompts = sum(turn.prompt_tokens for turn in turns)
+    return sum(turn.kept_tokens for turn in turns) / prompts if prompts else None
 
 
 def summarize(
@@ -78,6 +86,7 @@ def summarize(
         recall=_mean(_scores(records)),
         strict_recall=_mean(strict),
         resident_sessions=resident,
+        retained_share=retained_share(main),
     )
 
 

@@ -93,6 +93,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model-path", help="model directory (the demo model of the checkout)")
     add("--head-profile", help="head profile file (head_profile.json of the model)")
     add("--prefill", help=f"{' or '.join(PREFILLS)} (KVTIER_PREFILL, or exact)")
+    add("--quality", help="quality target: each context keeps what its curve allows, such as 0.95")
+    add("--retention", help="share of each context that CA heads keep instead, such as 0.5")
     add("--chunk", help="prefill chunk tokens (a quarter of --len, 512 to 4096)")
     add("--budget-sessions", help="KV budget in full sessions (3 with --sessions)")
     add("--kv-budget", help="KV budget in bytes: 512m, 8g, …")
@@ -128,7 +130,9 @@ def parse_options(argv: Sequence[str]) -> Options:
         policies=policies,
         workload=workload,
         settings=load_settings(
-            head_profile=args.head_profile, prefill=_choice(args.prefill, "--prefill", PREFILLS)
+            head_profile=args.head_profile,
+            prefill=_choice(args.prefill, "--prefill", PREFILLS),
+            **_share(args.quality, args.retention),
         ),
         chunk_tokens=_chunk(args.chunk, context_tokens),
         budget=budget,
@@ -158,6 +162,21 @@ def _choice(text: str | None, argument: str, valid: Sequence[str]) -> str | None
     if text is not None and text not in valid:
         raise UsageError(argument, f"one of {', '.join(valid)}", text)
     return text
+
+
+def _share(quality: str | None, retention: str | None) -> dict[str, float | None]:
+    if quality is not None and retention is not None:
+        raise UsageError("--retention", "only one of --quality and --retention", retention)
+    shares: dict[str, float | None] = {}
+    for name, text in (("quality", quality), ("retention", retention)):
+        try:
+            value = None if text is None else float(text)
+        except ValueError:
+            value = math.nan
+        if value is not None and not 0 < value <= 1:
+            raise UsageError(f"--{name}", "a number in (0, 1]", text)
+        shares[name] = value
+    return shares
 
 
 def _chunk(text: str | None, context_tokens: int) -> int:

@@ -184,7 +184,8 @@ def _plan(
     options: Options, model: Model, policy: Policy, given: HeadProfile | None, note: str
 ) -> PolicyPlan:
     profile = policy.profile(model.shape, given)
-    slots = slot_bytes(profile, model.dtype_bytes)
+    scored = policy.splits_heads and options.settings.compacts
+    slots = slot_bytes(profile, model.dtype_bytes, scored=scored)
     session = session_shape(options, policy)
     pools = pool_sizes(options.budget, policy, slots, session)
     plan = Plan(
@@ -208,7 +209,13 @@ def session_shape(options: Options, policy: Policy) -> SessionShape:
         return SessionShape(context, total - context, kept_tokens=context, prefill_tokens=0)
     held = context if settings.prefill == "exact" else min(context, options.chunk_tokens + kept)
     prefill = held + PROMPT_TOKENS
-    return SessionShape(context, total - context, kept_tokens=kept + 1, prefill_tokens=prefill)
+    return SessionShape(
+        context,
+        total - context,
+        kept_tokens=kept + 1,
+        prefill_tokens=prefill,
+        retention=settings.expected_retention,
+    )
 
 
 def pool_sizes(

@@ -9,7 +9,7 @@ from html import escape
 from kvtier.bench.charts import Series, line_chart
 from kvtier.bench.policies import POLICIES
 from kvtier.bench.schema import Document, Ratios, RunResult, TurnResult
-from kvtier.bench.table import NOTHING, describe_workload, ratio_rows
+from kvtier.bench.table import NOTHING, describe_workload, ratio_rows, retention_lines
 from kvtier.sizes import format_bytes
 
 Value = Callable[[TurnResult], float | None]
@@ -59,6 +59,7 @@ def render_report(document: Document) -> str:
         _legend(document.runs),
         _charts(document.runs),
         _turn_tables(document.runs),
+        _retention(document.runs),
         _comparisons(document),
         _failures(document),
         _environment(document),
@@ -158,6 +159,12 @@ def _turn_tables(runs: Sequence[RunResult]) -> str:
         ]
         parts.append(_table(_HEAD.split("|"), rows))
     return "<h2>Turns</h2>" + "".join(parts)
+
+
+def _retention(runs: Sequence[RunResult]) -> str:
+    """What each context was allowed to keep."""
+    items = [f"<li>{run.policy}: {escape(x)}</li>" for run in runs for x in retention_lines(run)]
+    return f"<h2>Kept by CA heads</h2><ul>{''.join(items)}</ul>" if items else ""
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -58,12 +58,32 @@ class Plan(Frozen):
     ca_share: float = Field(description="CA heads / all KV heads; 1 where nothing is dropped.")
 
 
+class RetainedTurn(Frozen):
+    """What the CA heads kept of one finished turn, and why.
+
+    retention: share of the prompt that was allowed; quality: what the curve predicts there
+    nll:       of the prompt, nats per token, None where it was not asked for
+    """
+
+    prompt_tokens: int
+    kept_tokens: int
+    retention: float
+    reason: str
+    nll: float | None
+    quality: float | None
+
+
 class Occupancy(Frozen):
-    """What the KV pools hold, as the engine reports it."""
+    """What the KV pools hold, as the engine reports it.
+
+    compacted_turns: turns so far whose CA heads were asked to keep a share; newest: the last one.
+    """
 
     kv_used_bytes: int
     kv_peak_bytes: int = Field(description="Highest kv_used_bytes since the previous reading.")
     kv_capacity_bytes: int
+    compacted_turns: int = 0
+    newest: RetainedTurn | None = None
 
 
 class RequestRecord(Frozen):
@@ -84,6 +104,7 @@ class RequestRecord(Frozen):
     recall: float | None
     strict: bool | None
     occupancy: Occupancy | None = None
+    retained: RetainedTurn | None = None
 
 
 class TurnResult(Frozen):
@@ -92,6 +113,7 @@ class TurnResult(Frozen):
     turn counts from 1. kv_device_bytes is the pool occupancy measured after the turn.
     resident_sessions: sessions whose history was still cached when this turn began (at least 90%
     of it); None for the first turn, which has no history.
+    retained_share: of this turn's prompts, what CA heads kept; None where nothing was decided.
     """
 
     turn: int
@@ -105,6 +127,7 @@ class TurnResult(Frozen):
     recall: float | None
     scored_questions: int
     resident_sessions: int | None = None
+    retained_share: float | None = None
 
 
 class Summary(Frozen):
@@ -125,6 +148,9 @@ class Summary(Frozen):
     strict_recall: float | None
     resident_sessions: int | None = Field(
         None, description="Sessions found resident after the last turn, most recent first."
+    )
+    retained_share: float | None = Field(
+        None, description="Of the prompts a share was decided for, what CA heads kept."
     )
 
 

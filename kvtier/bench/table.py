@@ -37,11 +37,30 @@ def print_document(document: Document, console: Console) -> None:
     for run in document.runs:
         console.print(_run_table(run, document.workload.sessions))
         console.print(_summary_line(run))
+        for line in retention_lines(run):
+            console.print(line)
     pairs = [pair for pair in (document.ratios, *document.comparisons) if pair is not None]
     if pairs:
         console.print(_ratio_table(pairs))
     for failure in document.failures:
         console.print(f"[red]{failure.policy} failed[/red] (exit code {failure.exit_code})")
+
+
+def retention_lines(run: RunResult) -> list[str]:
+    """What each context was allowed to keep, a line per session and turn."""
+    lines = []
+    for record in run.requests:
+        kept = record.retained
+        if kept is None:
+            continue
+        nll = "" if kept.nll is None else f", NLL {kept.nll:.2f} nats"
+        quality = "" if kept.quality is None else f", predicted quality {kept.quality:.3f}"
+        lines.append(
+            f"session {record.session + 1} turn {record.turn}: CA heads keep "
+            f"{kept.kept_tokens:,} of {kept.prompt_tokens:,} tokens "
+            f"(r = {kept.retention:.3f}, by {kept.reason}{nll}{quality})"
+        )
+    return lines
 
 
 def describe_workload(workload: Workload) -> str:

@@ -36,16 +36,24 @@ class SessionShape:
     context_tokens: tokens before the first answer. turn_tokens: what all turns add.
     kept_tokens:    sink + recent + one compensation entry.
     prefill_tokens: locality slots one running prefill needs at most.
+    retention:      share of the context that CA heads keep once its turn has ended.
     """
 
     context_tokens: int
     turn_tokens: int
     kept_tokens: int
     prefill_tokens: int
+    retention: float = 1.0
 
     @property
     def total_tokens(self) -> int:
         return self.context_tokens + self.turn_tokens
+
+    @property
+    def ca_slots(self) -> int:
+        """CA slots of one resting session; the tokens locality heads keep are always among them."""
+        kept = max(math.ceil(self.retention * self.context_tokens), self.kept_tokens)
+        return min(kept, self.context_tokens) + self.turn_tokens
 
     @property
     def locality_slots(self) -> int:
@@ -62,23 +70,31 @@ class PoolPlan:
     sessions: float
 
 
-def slot_bytes(profile: HeadProfile, dtype_bytes: int) -> SlotBytes:
-    """Bytes per slot of each class for a profile's model shape."""
+def score_bytes(profile: HeadProfile) -> int:
+    """Bytes per CA slot of what compaction remembers of a token: a float per CA head, and one."""
+    return 4 * (profile.num_ca_heads + 1)
+
+
+def slot_bytes(profile: HeadProfile, dtype_bytes: int, *, scored: bool = False) -> SlotBytes:
+    """Bytes per slot of each class for a profile's model shape; `scored` where CA heads compact."""
     head_bytes = 2 * profile.shape.head_dim * dtype_bytes
     total = profile.shape.num_layers * profile.shape.num_kv_heads
     ca = profile.num_ca_heads * head_bytes
-    return SlotBytes(ca=ca, locality=total * head_bytes - ca)
+    return SlotBytes(
+        ca=ca + (score_bytes(profile) if scored else 0), locality=total * head_bytes - ca
+    )
 
 
 def session_bytes(bytes_per_slot: SlotBytes, shape: SessionShape) -> int:
     """Device bytes of one resting session."""
-    return bytes_per_slot.ca * shape.total_tokens + bytes_per_slot.locality * shape.locality_slots
+    return bytes_per_slot.ca * shape.ca_slots + bytes_per_slot.locality * shape.locality_slots
 
 
 def locality_slots_for(ca_slots: int, shape: SessionShape) -> int:
     """Locality slots that go with `ca_slots`: the resting sessions they hold (at least one),
     and room for one running prefill with its answer."""
-    resting = math.ceil(max(1.0, ca_slots / shape.total_tokens) * shape.locality_slots)
+    sessions = (ca_slots - _ca_reserve(shape)) / shape.ca_slots
+    resting = math.ceil(max(1.0, sessions) * shape.locality_slots)
     return min(resting + _prefill_reserve(shape), max(ca_slots, shape.prefill_tokens))
 
 
@@ -87,12 +103,18 @@ def _prefill_reserve(shape: SessionShape) -> int:
     return max(0, shape.prefill_tokens + shape.turn_tokens - shape.locality_slots) + SLACK_SLOTS
 
 
+def _ca_reserve(shape: SessionShape) -> int:
+    """CA slots a running prefill needs beyond those of a resting session."""
+    return shape.total_tokens - shape.ca_slots
+
+
 def plan_pools(budget_bytes: int, bytes_per_slot: SlotBytes, shape: SessionShape) -> PoolPlan:
     """Cut a KV budget so that as many sessions as possible rest beside one running prefill.
 
     Raises BudgetError when not even one session fits.
     """
     reserve = _prefill_reserve(shape) * bytes_per_slot.locality
+    reserve += _ca_reserve(shape) * bytes_per_slot.ca
     one = session_bytes(bytes_per_slot, shape)
     if budget_bytes < reserve + one:
         raise BudgetError(
@@ -101,7 +123,7 @@ def plan_pools(budget_bytes: int, bytes_per_slot: SlotBytes, shape: SessionShape
             budget_bytes,
         )
     sessions = (budget_bytes - reserve) / one
-    ca_slots = int(sessions * shape.total_tokens)
+    ca_slots = int(sessions * shape.ca_slots) + _ca_reserve(shape)
     return PoolPlan(
         ca_slots=ca_slots,
         # Without locality heads the class costs nothing and must never be the bottleneck.

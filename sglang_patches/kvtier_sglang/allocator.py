@@ -85,6 +85,7 @@ class HeadSplitAllocator(TokenToKVPoolAllocator):
         if slots is not None:
             self.locality_of[slots] = self.locality_free[:need_size]
             self.pool.settled[slots] = False
+            self.pool.forget_scores(slots)
             self.locality_free = self.locality_free[need_size:]
         return slots
 
@@ -96,6 +97,9 @@ class HeadSplitAllocator(TokenToKVPoolAllocator):
         self.unsorted = False
 
     def free(self, free_index: torch.Tensor) -> None:
+        if self.pool.mass is not None:
+            # Compaction leaves the padding slot where a token has no CA entry any more.
+            free_index = free_index[free_index > 0]
         if free_index.numel() == 0:
             return
         if self.free_group is None:
@@ -128,6 +132,18 @@ class HeadSplitAllocator(TokenToKVPoolAllocator):
         held = self.locality_of[holders]
         self.pool.compensate(held, int(held[0]))
         return self.free_locality(holders[1:])
+
+    def compact(self, ca_slots: torch.Tensor, keep: int) -> torch.Tensor:
+        """Give back all but the first `keep` slots of a dropped span.
+
+        ca_slots: [tokens] int64; only the first may still have a locality slot (that of the
+        compensation entry). Returns the span as the tree keeps it, 0 where a slot went.
+        """
+        assert not bool(self.locality_of[ca_slots[keep:]].any()), "compacting what is still local"
+        self.free(ca_slots[keep:])
+        kept = ca_slots.clone()
+        kept[keep:] = 0
+        return kept
 
     def settle(self, ca_slots: torch.Tensor) -> None:
         """Mark CA slots as belonging to a turn that has ended."""
@@ -201,6 +217,8 @@ class HeadSplitAllocator(TokenToKVPoolAllocator):
         """Violations of the invariant in this module's docstring; empty when healthy."""
         problems = []
         free_ca = torch.cat((self.free_pages, self.release_pages))
+        if bool((free_ca == 0).any()):
+            problems.append("the padding slot was freed")
         if torch.unique(free_ca).numel() != free_ca.numel():
             problems.append("a CA slot is free twice")
         if bool(self.locality_of[free_ca].any()):

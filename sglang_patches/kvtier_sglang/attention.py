@@ -11,6 +11,7 @@ empty and never touched, so the same backend serves SGLang's own radix cache.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from kvtier.config import Settings
 from kvtier.errors import StartupError
 from kvtier_kernels import AttentionKernels, RaggedKV, Window, get_kernels
+from kvtier_sglang.compaction import Compaction, PrefillRows, compactor_of, find_rotary
 from kvtier_sglang.pool import ClassBuffers, HeadSplitKVPool
 
 
@@ -39,12 +41,22 @@ class BatchPlan:
     ca, locality: per class; locality is None when no layer has locality heads.
     write:        where this pass's new tokens are stored, in both slot spaces.
     q_indptr:     row ranges of the requests in an extend pass.
+    prefill:      what an extend pass computes, where compaction wants to know; else None.
     """
 
     ca: ClassPlan
     locality: ClassPlan | None
     write: KVWriteLoc
     q_indptr: tuple[int, ...]
+    prefill: PrefillRows | None = None
+
+
+_active: weakref.ReferenceType[KvtierAttnBackend] | None = None
+
+
+def active_backend() -> KvtierAttnBackend | None:
+    """The attention backend of this process, for what observes a forward pass from outside."""
+    return None if _active is None else _active()
 
 
 class KvtierAttnBackend(AttentionBackend):
@@ -64,6 +76,13 @@ class KvtierAttnBackend(AttentionBackend):
         self.settings = settings
         self.kernels: AttentionKernels = get_kernels(settings.kernels)
         self.forward_metadata: BatchPlan | None = None
+        self.compaction: Compaction | None = None
+        if pool.mass is not None:
+            layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
+            pool.rotary = find_rotary(model_runner.model, layers)
+            self.compaction = Compaction(pool, compactor_of(settings))
+        global _active
+        _active = weakref.ref(self)
 
     def support_triton(self) -> bool:
         return False
@@ -86,6 +105,9 @@ class KvtierAttnBackend(AttentionBackend):
             for request, length in zip(requests, lengths, strict=True)
         ]
         written = forward_batch.out_cache_loc
+        prefill = None
+        if extend and self.compaction is not None:
+            prefill = PrefillRows(_indptr(new), tuple(lengths), written)
         locality = None
         if self.pool.splits_heads:
             locality = self._plan_locality(rows, streaming=extend and self._streams)
@@ -93,11 +115,22 @@ class KvtierAttnBackend(AttentionBackend):
         else:
             written = KVWriteLoc(written)
         self.forward_metadata = BatchPlan(
-            ca=ClassPlan(self.kernels.plan(*_ragged(rows))),
+            ca=self._plan_ca(rows),
             locality=locality,
             write=written,
             q_indptr=_indptr(new),
+            prefill=prefill,
         )
+
+    def prefill_rows(self) -> PrefillRows | None:
+        """What the extend pass under way computes, if compaction will want to know."""
+        return None if self.forward_metadata is None else self.forward_metadata.prefill
+
+    def _plan_ca(self, rows: list[torch.Tensor]) -> ClassPlan:
+        """CA entries: every token's, less those that compaction took (slot 0)."""
+        if self.compaction is not None:
+            rows = [row[row > 0] for row in rows]
+        return ClassPlan(self.kernels.plan(*_ragged(rows)))
 
     @property
     def _streams(self) -> bool:
@@ -137,6 +170,9 @@ class KvtierAttnBackend(AttentionBackend):
         q, k, v = self._shaped(q, k, v, layer)
         if save_kv_cache:
             self.pool.set_kv_buffer(layer, batch.write, k, v)
+        if self.compaction is not None and batch.prefill is not None:
+            index = layer.layer_id - self.pool.start_layer
+            self.compaction.observe(index, q, k, v, batch.prefill, layer.scaling)
         out = torch.empty_like(q)
         for buffers, part, votes in self._classes(layer, batch):
             state = self.kernels.extend(

@@ -70,6 +70,7 @@ def _session_shape(settings: Settings, longest: int) -> SessionShape:
         turn_tokens=settings.turn_tokens,
         kept_tokens=kept,
         prefill_tokens=prefill,
+        retention=settings.expected_retention,
     )
 
 
@@ -87,7 +88,8 @@ def size_pools(
         return original(configurator, budget_bytes, **kwargs)
     settings = load_settings()
     profile = _profile(configurator, settings)
-    per_slot = slot_bytes(profile, configurator.kv_cache_dtype.itemsize)
+    itemsize = configurator.kv_cache_dtype.itemsize
+    per_slot = slot_bytes(profile, itemsize, scored=settings.compacts)
     longest = configurator.model_config.context_len
     plan = plan_pools(budget_bytes, per_slot, _session_shape(settings, longest))
     config = original(configurator, plan.ca_slots * per_slot.full, **kwargs)
@@ -110,7 +112,8 @@ def build_pool(
     attention, radix = _ours()
     if not attention:
         return original(configurator, max_total_num_tokens=max_total_num_tokens, **kwargs)
-    profile = _profile(configurator, load_settings())
+    settings = load_settings()
+    profile = _profile(configurator, settings)
     locality_slots = 0
     if radix:
         locality_slots = configurator_slots.pop(id(configurator))
@@ -121,6 +124,7 @@ def build_pool(
         dtype=configurator.kv_cache_dtype,
         device=configurator.device,
         start_layer=configurator.layer_info.start_layer,
+        scored=radix and settings.compacts,
     )
     logger.info(
         "kvtier pools: %d CA slots, %d locality slots, %d of %d KV heads CA",
@@ -212,5 +216,6 @@ def _report(scheduler: Any) -> dict[str, Any]:
             "locality_slots_used": allocator.locality_size - allocator.locality_available_size(),
             "integrity": tree.check_integrity(),
             **tree.counters,
+            "retention": tree.retention.report(),
         }
     return report

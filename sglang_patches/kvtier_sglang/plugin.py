@@ -15,7 +15,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kvtier.config import Settings, load_settings
 from kvtier.errors import StartupError
-from kvtier_sglang import guards, hooks
+from kvtier_sglang import guards, hooks, surprise
 from kvtier_sglang.guards import NAME
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,10 @@ HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
     f"{_CONFIGURATOR}._build_mha_kv_pool": (hooks.build_pool, HookType.AROUND),
     f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator": (
         hooks.build_allocator,
+        HookType.AROUND,
+    ),
+    "sglang.srt.layers.logits_processor.LogitsProcessor.forward": (
+        surprise.observe_surprise,
         HookType.AROUND,
     ),
     "sglang.srt.mem_cache.allocation.alloc_token_slots": (hooks.observe_peak, HookType.AFTER),

@@ -23,7 +23,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVCache, unwrap_write_loc
 
 from kvtier.heads.profile import HeadProfile
-from kvtier.retention.pools import SlotBytes
+from kvtier.retention.pools import SlotBytes, score_bytes
 
 
 class ClassBuffers(NamedTuple):
@@ -58,6 +58,14 @@ class HeadSplitKVPool(KVCache):
     locality_of: [ca_size + 1] int64, the locality slot of a CA slot, 0 where it has none.
     settled:     [ca_size + 1] bool, whether the CA slot's turn has ended and was compressed.
     log_votes:   [locality_size + 1] float32, 0 for a token, ln N for a compensation entry.
+
+    What compaction will want to know of a CA slot, written during prefill where `scored`:
+
+    mass:        per layer [CA heads, ca_size + 1] float32, what the token drew from its window
+                 times its value's norm; 0 for a generated token. None where not scored.
+    nll:         [ca_size + 1] float32, how surprising the token after it was, nats; NaN where it
+                 was not asked.
+    rotary:      per layer, how its keys are rotated; the attention backend fills it in.
     """
 
     def __init__(
@@ -70,6 +78,7 @@ class HeadSplitKVPool(KVCache):
         device: str,
         start_layer: int,
         page_size: int = 1,
+        scored: bool = False,
     ) -> None:
         shape = profile.shape
         super().__init__(
@@ -95,6 +104,13 @@ class HeadSplitKVPool(KVCache):
         self.locality_of = torch.zeros(ca_size + 1, dtype=torch.int64, device=device)
         self.settled = torch.zeros(ca_size + 1, dtype=torch.bool, device=device)
         self.log_votes = torch.zeros(locality_size + 1, dtype=torch.float32, device=device)
+        self.mass: list[torch.Tensor] | None = None
+        self.nll = torch.empty(0)
+        self.rotary: list[Any] = [None] * shape.num_layers
+        if scored:
+            sizes = [(len(heads), ca_size + 1) for heads in profile.ca_heads]
+            self.mass = [torch.zeros(size, dtype=torch.float32, device=device) for size in sizes]
+            self.nll = torch.full((ca_size + 1,), torch.nan, device=device)
         self._finalize_allocation_log(ca_size)
 
     def _buffers(self, size: int, heads: tuple[int, ...]) -> ClassBuffers:
@@ -122,7 +138,10 @@ class HeadSplitKVPool(KVCache):
     @property
     def slot_bytes(self) -> SlotBytes:
         """Bytes one slot of each class occupies over all layers, from the real buffers."""
-        return SlotBytes(ca=_bytes_per_slot(self.ca), locality=_bytes_per_slot(self.locality))
+        scores = 0 if self.mass is None else score_bytes(self.profile)
+        return SlotBytes(
+            ca=_bytes_per_slot(self.ca) + scores, locality=_bytes_per_slot(self.locality)
+        )
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         every = [*self.ca, *self.locality]
@@ -174,6 +193,13 @@ class HeadSplitKVPool(KVCache):
                     mean = weights @ side[dropped, head].float()
                     side[into, head] = mean.squeeze(0).to(side.dtype)
         self.log_votes[into] = total.log()
+
+    def forget_scores(self, ca_slots: torch.Tensor) -> None:
+        """Slots handed out anew know nothing of the tokens they will hold."""
+        if self.mass is not None:
+            self.nll[ca_slots] = torch.nan
+            for mass in self.mass:
+                mass[:, ca_slots] = 0.0
 
     # SGLang's single-buffer accessors have no meaning for two slot spaces.
 

@@ -11,6 +11,9 @@ chain is one context, so it is merged into one node first.
     while prefilling   [chunk 0]-[chunk 1]-[chunk 2]                    exact
     turn ended         [ sink | compensation | recent | generated ]     one node
 
+Where a share of the context was asked for, CA heads keep only their best tokens of that span
+too (compaction.py), and the slots of the others go back to the pool.
+
 How a tree with such nodes is matched, extended and accounted for is in variants.py.
 """
 
@@ -25,17 +28,31 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 from kvtier.config import Settings
 from kvtier.retention.locality import DroppedSpan, LocalityRule
+from kvtier.retention.share import Everything, Turn
+from kvtier_sglang.compaction import Compaction, compactor_of
+from kvtier_sglang.retention import Retention, curve_source, mean_nll, share_rule
 from kvtier_sglang.variants import KvNode, VariantRadixCache
 
 
 class KvtierRadixCache(VariantRadixCache):
     """The tree behind `--radix-cache-backend kvtier`.
 
-    streaming: locality heads drop what leaves their window already during prefill.
+    streaming:  locality heads drop what leaves their window already during prefill.
+    retention:  how much of a context CA heads keep; compaction does it, None keeps everything.
     """
 
-    def __init__(self, params: Any, rule: LocalityRule, *, streaming: bool = False) -> None:
+    def __init__(
+        self,
+        params: Any,
+        rule: LocalityRule,
+        *,
+        streaming: bool = False,
+        retention: Retention | None = None,
+        compaction: Compaction | None = None,
+    ) -> None:
         self.streaming = streaming
+        self.retention = retention or Retention(Everything())
+        self.compaction = compaction
         super().__init__(params, rule)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
@@ -162,6 +179,7 @@ class KvtierRadixCache(VariantRadixCache):
             node.start, node.parent = parent.start, parent.parent
             node.dropped = parent.dropped
             node.locality_size += parent.locality_size
+            node.ca_size += parent.ca_size
             node.hit_count = max(node.hit_count, parent.hit_count)
             node.priority = max(node.priority, parent.priority)
             self._attach(node.parent, node)
@@ -175,7 +193,30 @@ class KvtierRadixCache(VariantRadixCache):
         span = self.rule.dropped(node.start, node.stop, node.prompt_stop)
         if span.num_tokens:
             self._drop(node, span)
+            self._compact(node, span)
             self.counters["compressed_nodes"] += 1
+
+    def _compact(self, node: KvNode, span: DroppedSpan) -> None:
+        """Let CA heads keep the share of an unlocked node that the retention rule allows."""
+        if self.compaction is None:
+            return
+        prompt_stop = min(node.prompt_stop, node.stop)
+        asked = self.allocator.pool.nll[node.value[: prompt_stop - node.start]]
+        turn = Turn(
+            prompt_tokens=prompt_stop - node.start,
+            held_tokens=sum(n.ca_size for n in self._path(node.parent)),
+            nll=mean_nll(asked) if self.retention.rule.needs_nll else None,
+        )
+        keep = self.retention.keep(turn, span.num_tokens)
+        if keep == span.num_tokens:
+            return
+        slots = node.value[span.begin : span.end]
+        self.compaction.compact(slots, node.start + span.begin, keep)
+        node.value[span.begin : span.end] = self.allocator.compact(slots, keep)
+        freed = span.num_tokens - keep
+        node.ca_size -= freed
+        self.evictable_size_ -= freed
+        self.counters["compacted_tokens"] += freed
 
     def _drop(self, node: KvNode, span: DroppedSpan) -> None:
         freed = self.allocator.drop(
@@ -206,4 +247,15 @@ def build(ctx: TreeCacheBuildContext, settings: Settings) -> KvtierRadixCache:
         branch_recent_tokens=settings.branch_recent_tokens,
         compensation=settings.compensation,
     )
-    return KvtierRadixCache(ctx.params, rule, streaming=settings.prefill == "streaming")
+    streaming = settings.prefill == "streaming"
+    if not settings.compacts:
+        return KvtierRadixCache(ctx.params, rule, streaming=streaming)
+    pool = ctx.params.token_to_kv_pool_allocator.pool
+    source = curve_source(settings, pool.profile) if settings.quality is not None else None
+    return KvtierRadixCache(
+        ctx.params,
+        rule,
+        streaming=streaming,
+        retention=Retention(share_rule(settings, pool.slot_bytes.ca, source), source),
+        compaction=Compaction(pool, compactor_of(settings)),
+    )

@@ -51,6 +51,8 @@ class KvNode(TreeNode):
     dropped:        offsets of the span replaced by the compensation entry.
     branch_point:   a request left at the node's end; never merged with its child.
     locality_size:  locality slots the node holds.
+    ca_size:        CA slots the node holds: its tokens, less what compaction freed. The value of
+                    a token without one is 0, SGLang's padding slot.
     """
 
     def __init__(self, priority: int = 0) -> None:
@@ -64,6 +66,7 @@ class KvNode(TreeNode):
         self.dropped = NOTHING_DROPPED
         self.branch_point = False
         self.locality_size = 0
+        self.ca_size = 0
 
     @property
     def stop(self) -> int:
@@ -78,7 +81,12 @@ class VariantRadixCache(RadixCache):
 
     def __init__(self, params: Any, rule: LocalityRule) -> None:
         self.rule = rule
-        self.counters = {"compressed_nodes": 0, "dropped_tokens": 0, "variants": 0}
+        self.counters = {
+            "compressed_nodes": 0,
+            "dropped_tokens": 0,
+            "variants": 0,
+            "compacted_tokens": 0,
+        }
         super().__init__(params)
         self.allocator.owner_check = self.check_integrity
         assert self.page_size == 1, "kvtier keeps one token per page"
@@ -216,7 +224,8 @@ class VariantRadixCache(RadixCache):
             child.hit_count = 1
             self._attach(node, child)
             child.locality_size = self._count_locality(child)
-            self.evictable_size_ += len(child.key)
+            child.ca_size = len(child.key)
+            self.evictable_size_ += child.ca_size
             self.locality_evictable_size_ += child.locality_size
             self._update_leaf_status(node)
             self._update_leaf_status(child)
@@ -273,34 +282,49 @@ class VariantRadixCache(RadixCache):
                 upper.dropped, child.dropped = child.dropped, NOTHING_DROPPED
         upper.locality_size = self._count_locality(upper)
         child.locality_size -= upper.locality_size
+        upper.ca_size = int(torch.count_nonzero(upper.value))
+        child.ca_size -= upper.ca_size
         self._attach(parent, upper)
         self._attach(upper, child)
         self._update_leaf_status(upper)
         return upper
 
-    # -- accounting of the second pool --
+    # -- accounting: what is held, not how long the keys are --
 
     def inc_lock_ref(self, node: KvNode) -> IncLockRefResult:
-        if not self.disable:
-            for n in self._path(node):
-                if n.lock_ref == 0:
-                    self.locality_evictable_size_ -= n.locality_size
-                    self.locality_protected_size_ += n.locality_size
-        return super().inc_lock_ref(node)
+        if self.disable:
+            return IncLockRefResult(delta=0)
+        before = self.evictable_size_
+        for n in self._path(node):
+            if n.lock_ref == 0:
+                self._protect(n, 1)
+            n.lock_ref += 1
+            self._update_leaf_status(n)
+        return IncLockRefResult(delta=self.evictable_size_ - before)
 
     def dec_lock_ref(
         self, node: KvNode, params: DecLockRefParams | None = None
     ) -> DecLockRefResult:
-        if not self.disable:
-            for n in self._path(node):
-                if n.lock_ref == 1:
-                    self.locality_evictable_size_ += n.locality_size
-                    self.locality_protected_size_ -= n.locality_size
-        return super().dec_lock_ref(node, params)
+        if self.disable:
+            return DecLockRefResult(delta=0)
+        before = self.evictable_size_
+        for n in self._path(node):
+            if n.lock_ref == 1:
+                self._protect(n, -1)
+            n.lock_ref -= 1
+            self._update_leaf_status(n)
+        return DecLockRefResult(delta=self.evictable_size_ - before)
+
+    def _protect(self, node: KvNode, sign: int) -> None:
+        """Move a node's slots from evictable to protected (1) or back (-1)."""
+        self.evictable_size_ -= sign * node.ca_size
+        self.protected_size_ += sign * node.ca_size
+        self.locality_evictable_size_ -= sign * node.locality_size
+        self.locality_protected_size_ += sign * node.locality_size
 
     def _delete_leaf(self, node: KvNode) -> None:
         self._detach(node)
-        self.evictable_size_ -= len(node.key)
+        self.evictable_size_ -= node.ca_size
         self.locality_evictable_size_ -= node.locality_size
         self.evictable_leaves.discard(node)
         self._update_leaf_status(node.parent)
@@ -316,7 +340,7 @@ class VariantRadixCache(RadixCache):
     def check_integrity(self) -> list[str]:
         """Violations of the tree's invariants; empty when healthy."""
         problems = list(self.allocator.check_integrity())
-        evictable = locality_evictable = locality_protected = 0
+        evictable = protected = locality_evictable = locality_protected = 0
         for node in self.nodes():
             if node.locality_size != self._count_locality(node):
                 problems.append(f"node {node.id} miscounts its locality slots")
@@ -324,13 +348,17 @@ class VariantRadixCache(RadixCache):
                 problems.append(f"node {node.id} does not continue its parent")
             if len(node.value) != len(node.key):
                 problems.append(f"node {node.id} has {len(node.value)} slots")
+            if node.ca_size != int(torch.count_nonzero(node.value)):
+                problems.append(f"node {node.id} miscounts its CA slots")
             if node.lock_ref == 0:
-                evictable += len(node.key)
+                evictable += node.ca_size
                 locality_evictable += node.locality_size
             else:
+                protected += node.ca_size
                 locality_protected += node.locality_size
         for name, counted, kept in (
             ("evictable", evictable, self.evictable_size_),
+            ("protected", protected, self.protected_size_),
             ("locality evictable", locality_evictable, self.locality_evictable_size_),
             ("locality protected", locality_protected, self.locality_protected_size_),
         ):

@@ -19,10 +19,14 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvtier.heads.profile import HeadProfile, ModelShape
+from kvtier.retention.compactor import Compactor
 from kvtier.retention.locality import LocalityRule
+from kvtier.retention.share import ShareRule
 from kvtier_sglang.allocator import HeadSplitAllocator
+from kvtier_sglang.compaction import Compaction
 from kvtier_sglang.pool import HeadSplitKVPool
 from kvtier_sglang.radix import KvtierRadixCache
+from kvtier_sglang.retention import Retention
 
 SHAPE = ModelShape(num_layers=2, num_kv_heads=3, num_attention_heads=6, head_dim=2)
 PROFILE = HeadProfile(model="test", shape=SHAPE, method="test", ca_heads=((), (1,)))
@@ -64,9 +68,24 @@ class Request:
 class MiniScheduler:
     """See the module docstring."""
 
-    def __init__(self, size=400, locality_size=300, sink=4, recent=6, branch=3, streaming=False):
+    def __init__(
+        self,
+        size=400,
+        locality_size=300,
+        sink=4,
+        recent=6,
+        branch=3,
+        streaming=False,
+        share: ShareRule | None = None,
+    ):
         self.pool = HeadSplitKVPool(
-            size, locality_size, profile=PROFILE, dtype=torch.float32, device="cpu", start_layer=0
+            size,
+            locality_size,
+            profile=PROFILE,
+            dtype=torch.float32,
+            device="cpu",
+            start_layer=0,
+            scored=share is not None,
         )
         self.allocator = HeadSplitAllocator(
             self.pool, streaming_tokens=sink + recent if streaming else None, need_sort=False
@@ -81,7 +100,13 @@ class MiniScheduler:
             page_size=1,
         )
         self.rule = LocalityRule(sink, recent, branch)
-        self.tree = KvtierRadixCache(params, self.rule, streaming=streaming)
+        self.tree = KvtierRadixCache(
+            params,
+            self.rule,
+            streaming=streaming,
+            retention=None if share is None else Retention(share),
+            compaction=None if share is None else Compaction(self.pool, Compactor()),
+        )
         self.running: list[Request] = []
         self.free_rows = list(range(1, 16))
 
@@ -128,6 +153,9 @@ class MiniScheduler:
         images = self.allocator.locality_of[slots]
         for layer in range(SHAPE.num_layers):
             self.pool.write_at(layer, slots, images, block, block)
+        if self.pool.mass is not None:
+            self.pool.mass[1][:, slots] = values % 97
+            self.pool.nll[slots] = values % 5
         request.filled = request.kv.kv_allocated_len = end
         return True
 
@@ -169,7 +197,10 @@ class MiniScheduler:
             self.check_entries(row, list(request.full_untruncated_fill_ids))
 
     def check_entries(self, row: torch.Tensor, tokens: list[int]) -> None:
-        """Entries hold the digest of their own prefix, and votes add up to all tokens."""
+        """Entries hold the digest of their own prefix, and votes add up to all tokens.
+
+        Where a span was compacted, CA entries may stand for any token of that span, each once.
+        """
         slots = self.allocator.locality_of[row]
         votes = self.pool.log_votes[slots]
         plain = (slots > 0) & (votes == 0)
@@ -178,10 +209,25 @@ class MiniScheduler:
             self.pool.ca[1].k[row, 0, 0],
             self.pool.locality[0].k[slots, 0, 0],
         )
-        assert torch.equal(found_ca, expected), "a CA entry under the wrong prefix"
+        moved = self.compacted(row)
+        assert torch.equal(found_ca[~moved], expected[~moved]), "a CA entry under the wrong prefix"
+        kept = found_ca[moved & (row > 0)]
+        assert torch.isin(kept, expected[moved]).all(), "a CA entry of another context"
+        assert kept.unique().numel() == kept.numel(), "one token kept twice"
         assert torch.equal(found_locality[plain], expected[plain]), "a locality entry misplaced"
         total = votes[slots > 0].exp().sum()
         torch.testing.assert_close(total, torch.tensor(float(len(row))), rtol=1e-4, atol=1e-2)
+
+    def compacted(self, row: torch.Tensor) -> torch.Tensor:
+        """Which positions of a row lie in spans whose CA entries were chosen anew."""
+        moved = torch.zeros(len(row), dtype=torch.bool)
+        slots = set(row[row > 0].tolist())
+        for node in self.tree.nodes():
+            span = node.value[node.dropped.begin : node.dropped.end]
+            if bool((span == 0).any()) and set(span[span > 0].tolist()) <= slots:
+                begin = node.start + node.dropped.begin
+                moved[begin : begin + span.numel()] = True
+        return moved
 
 
 def random_tokens(rng: random.Random, count: int) -> list[int]:

@@ -1,0 +1,121 @@
+"""What an entry of a context is worth, from its keys and queries alone: Compactor's two scores.
+
+    leverage        how far a key sticks out of the others:  diag(X (XᵀX)⁻¹ Xᵀ), X centred keys
+    window mass     how much attention a key draws when the causal mask is dropped:
+                    column sums of softmax(Q Kᵀ / √d) inside windows of neighbouring tokens
+
+Higher = keep. Both are batched matrix products on whatever device the tensors are; nothing is
+ever context × context. Source: Compactor, §3.2-3.4. Stateless.
+
+Layout: heads first, `[heads, tokens, dim]`, because every score is per head over tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+# Floats of one block of window logits (64 MiB), so that scoring stays small beside attention.
+_BLOCK_FLOATS = 16 << 20
+_JITTER = 1e-6
+
+
+def leverage_scores(keys: torch.Tensor) -> torch.Tensor:
+    """Statistical leverage of each key among its head's keys, in [0, 1].
+
+    keys: `[heads, tokens, dim]`, before rotation; any float dtype.
+    Returns float32 `[heads, tokens]`. Directions that no key has (a singular Gram matrix) count
+    for nothing.
+
+    The paper sketches the keys to k = 48 columns to save an SVD. The dim x dim Gram matrix needs
+    no SVD, and a sketch narrower than the keys loses the order: against the exact scores its rank
+    correlation is 0.86 for Gaussian keys of dim 64 and 0.6 for dim 128.
+    """
+    x = keys.float()
+    x = x - x.mean(1, keepdim=True)
+    gram = (x.transpose(1, 2) @ x).double()
+    scale = gram.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(torch.finfo(torch.float32).tiny)
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    factor = torch.linalg.cholesky(gram + _JITTER * scale[:, None, None] * eye)
+    # With G = L Lᵀ the score of a row x is |L⁻¹ x|²; L⁻¹ is small, the rows are many.
+    inverse = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
+    return (x @ inverse.transpose(1, 2).float()).square().sum(-1)
+
+
+def window_mass(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_indptr: Sequence[int],
+    q_start: Sequence[int],
+    scale: float,
+    window_tokens: int,
+) -> torch.Tensor:
+    """Non-causal attention that each new token draws from its window, averaged over its group.
+
+    q:        `[tokens, heads, group, dim]`, rotated; k: `[tokens, heads, dim]`, rotated.
+    q_indptr: request i owns the rows q_indptr[i]:q_indptr[i + 1]
+    q_start:  position of each request's first row; windows begin at multiples of `window_tokens`
+              in the context, so a prefill cut at such multiples scores as if it were not cut.
+    Returns float32 `[heads, tokens]`: a column sum, 1 on average within a window.
+    """
+    mass = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+    for index, position in enumerate(q_start):
+        begin, end = q_indptr[index], q_indptr[index + 1]
+        first = min(begin + -position % window_tokens, end)
+        whole = (end - first) // window_tokens * window_tokens
+        for start, stop, width in (
+            (begin, first, first - begin),
+            (first, first + whole, window_tokens),
+            (first + whole, end, end - first - whole),
+        ):
+            if stop > start:
+                rows = slice(start, stop)
+                mass[:, rows] = _equal_windows(q[rows], k[rows], scale, width)
+    return mass
+
+
+def _equal_windows(q: torch.Tensor, k: torch.Tensor, scale: float, width: int) -> torch.Tensor:
+    """`window_mass` of tokens that fill their windows of `width` exactly."""
+    tokens, heads, group, dim = q.shape
+    windows = tokens // width
+    out = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
+    step = max(1, _BLOCK_FLOATS // (heads * group * width * width))
+    for first in range(0, windows, step):
+        count = min(step, windows - first)
+        rows = slice(first * width, (first + count) * width)
+        keys = k[rows].view(count, width, heads, dim).permute(0, 2, 3, 1)
+        queries = q[rows].view(count, width, heads, group, dim).permute(0, 2, 3, 1, 4)
+        logits = queries.reshape(count, heads, group * width, dim) @ keys
+        weights = torch.softmax(logits.float() * scale, dim=-1)
+        # [windows, heads, width] -> [heads, windows * width]
+        out[:, rows] = (weights.sum(-2) / group).transpose(0, 1).reshape(heads, -1)
+    return out
+
+
+def unrotate(
+    keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False
+) -> torch.Tensor:
+    """Undo the rotary embedding of cached keys.
+
+    keys:        `[heads, tokens, dim]`, rotated
+    cos, sin:    `[tokens, rotary_dim / 2]` as they were applied: a factor that they carry (YaRN's
+                 attention scaling) is undone with them
+    interleaved: pairs are neighbours (GPT-J) instead of halves (NeoX)
+    Returns float32 `[heads, tokens, dim]`; dimensions past rotary_dim are copied.
+    """
+    keys = keys.float()
+    rotary_dim = 2 * cos.shape[-1]
+    turned, rest = keys[..., :rotary_dim], keys[..., rotary_dim:]
+    norm = cos.float().square() + sin.float().square()
+    cos, sin = cos.float() / norm, sin.float() / norm
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        back = torch.stack((a * cos + b * sin, b * cos - a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, dim=-1)
+        back = torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
+    return torch.cat((back, rest), dim=-1)
+
+
+__all__ = ["leverage_scores", "unrotate", "window_mass"]

@@ -1,0 +1,130 @@
+"""Compactor's scores equal their definitions, computed densely in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier_kernels.scores import leverage_scores, unrotate, window_mass
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def dense_mass(
+    q: torch.Tensor, k: torch.Tensor, positions: list[int], scale: float, window: int
+) -> torch.Tensor:
+    """One request, token by token, in float64: who looks at whom inside a window."""
+    tokens, heads, group, _ = q.shape
+    q, k = q.double(), k.double()
+    mass = torch.zeros(heads, tokens, dtype=torch.float64)
+    for row in range(tokens):
+        seen = [t for t in range(tokens) if positions[t] // window == positions[row] // window]
+        for head in range(heads):
+            for g in range(group):
+                weights = torch.softmax(k[seen, head] @ q[row, head, g] * scale, 0)
+                mass[head, seen] += weights / group
+    return mass
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 10_000),
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3),
+    starts=st.lists(st.integers(0, 50), min_size=3, max_size=3),
+    heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    window=st.sampled_from([2, 7, 16]),
+)
+def test_window_mass_is_the_dense_column_sum(
+    seed: int, lengths: list[int], starts: list[int], heads: int, group: int, window: int
+) -> None:
+    dim = 8
+    q, k = normal(seed, sum(lengths), heads, group, dim), normal(seed + 1, sum(lengths), heads, dim)
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    got = window_mass(q, k, bounds, starts[: len(lengths)], dim**-0.5, window)
+    for i, length in enumerate(lengths):
+        rows = slice(bounds[i], bounds[i + 1])
+        positions = [starts[i] + t for t in range(length)]
+        expected = dense_mass(q[rows], k[rows], positions, dim**-0.5, window)
+        torch.testing.assert_close(got[:, rows].double(), expected, rtol=0, atol=1e-5)
+
+
+def test_a_prefill_cut_at_window_bounds_scores_as_if_it_were_not_cut() -> None:
+    q, k = normal(0, 100, 2, 2, 16), normal(1, 100, 2, 16)
+    whole = window_mass(q, k, [0, 100], [0], 0.25, 16)
+    parts = [
+        window_mass(q[a:b], k[a:b], [0, b - a], [a], 0.25, 16)
+        for a, b in [(0, 32), (32, 48), (48, 100)]
+    ]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_large_batches_are_scored_in_blocks_with_the_same_result() -> None:
+    q, k = normal(0, 8192, 2, 4, 8), normal(1, 8192, 2, 8)
+    whole = window_mass(q, k, [0, 8192], [0], 0.3, 256)
+    torch.testing.assert_close(whole.sum(1), torch.full((2,), 8192.0), rtol=1e-4, atol=0)
+    last = window_mass(q[-256:], k[-256:], [0, 256], [8192 - 256], 0.3, 256)
+    torch.testing.assert_close(whole[:, -256:], last, rtol=1e-5, atol=1e-6)
+
+
+def exact_leverage(keys: torch.Tensor) -> torch.Tensor:
+    x = keys.double() - keys.double().mean(1, keepdim=True)
+    u = torch.linalg.svd(x, full_matrices=False).U
+    return u.square().sum(-1)
+
+
+def test_exact_leverage_is_that_of_the_svd() -> None:
+    keys = normal(3, 3, 500, 24) * torch.logspace(0, -2, 24)
+    got = leverage_scores(keys).double()
+    torch.testing.assert_close(got, exact_leverage(keys), rtol=1e-3, atol=1e-6)
+    assert got.min() >= 0
+    torch.testing.assert_close(
+        got.sum(1), torch.full((3,), 24.0, dtype=torch.float64), rtol=1e-3, atol=0
+    )
+
+
+def test_directions_that_no_key_has_count_for_nothing() -> None:
+    keys = torch.cat([normal(4, 1, 300, 4), torch.zeros(1, 300, 4)], -1)
+    torch.testing.assert_close(
+        leverage_scores(keys), leverage_scores(keys[..., :4]), rtol=1e-3, atol=1e-6
+    )
+    assert torch.isfinite(leverage_scores(torch.ones(2, 10, 4))).all()
+
+
+def rank_correlation(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Spearman's."""
+    ranks = torch.stack([x.argsort().argsort().double() for x in (a, b)])
+    return float(torch.corrcoef(ranks)[0, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_leverage_ranks_tokens_as_the_svd_does(dim: int, dtype: torch.dtype) -> None:
+    keys = (normal(dim, 2, 4096, dim) / torch.arange(1, dim + 1)).to(dtype)
+    got, exact = leverage_scores(keys), exact_leverage(keys)
+    assert min(rank_correlation(a, b) for a, b in zip(got, exact, strict=True)) > 0.999
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_unrotate_undoes_a_rotation(interleaved: bool, factor: float) -> None:
+    heads, tokens, dim, rotary = 2, 50, 24, 16
+    keys = normal(6, heads, tokens, dim)
+    angles = torch.arange(tokens)[:, None] * torch.logspace(0, -3, rotary // 2)
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    turned = keys.clone()
+    first = slice(0, rotary, 2) if interleaved else slice(0, rotary // 2)
+    second = slice(1, rotary, 2) if interleaved else slice(rotary // 2, rotary)
+    a, b = keys[..., first], keys[..., second]
+    turned[..., first], turned[..., second] = a * cos - b * sin, b * cos + a * sin
+    back = unrotate(turned, cos, sin, interleaved=interleaved)
+    torch.testing.assert_close(back, keys, rtol=1e-5, atol=1e-5)
+    assert not math.isclose(float((turned - keys).abs().max()), 0)
