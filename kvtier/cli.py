@@ -1,7 +1,10 @@
 """The `kvtier` command.
 
     kvtier env                print the effective configuration and versions
-    kvtier calibrate heads    find out which KV heads need the whole context
+    kvtier calibrate          find a model's head profile and curve, and store both
+    kvtier calibrate heads    only find out which KV heads need the whole context
+    kvtier calibrate curve    only fit the curve of a head profile
+    kvtier calibration        list, show, export, import and delete stored calibrations
     kvtier serve              SGLang's server with kvtier's cache (installed by kvtier_sglang)
 
 Commands of other packages arrive through the entry point group `kvtier.commands`, so that the
@@ -16,9 +19,10 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 
 from kvtier import __version__
+from kvtier.calibration.calibrate_cli import add_calibrate_parser
+from kvtier.calibration.cli import add_calibration_parser
 from kvtier.config import ENV_PREFIX, config_file, load_settings
 from kvtier.errors import KvtierError
-from kvtier.heads.cli import add_calibrate_parser
 
 COMMANDS_GROUP = "kvtier.commands"
 _SHOWN_VERSIONS = ("sglang", "torch", "transformers", "triton", "flashinfer_python", "numpy")
@@ -52,6 +56,7 @@ def _parser(external: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     env = commands.add_parser("env", help="print the effective configuration and versions")
     env.set_defaults(handler=lambda options: print_environment())
     add_calibrate_parser(commands)
+    add_calibration_parser(commands)
     for name, entry in sorted(external.items()):
         # Listed for --help only: `main` hands their arguments over before parsing.
         commands.add_parser(name, help=f"see `kvtier {name} --help` ({entry.value})")
@@ -65,7 +70,7 @@ def print_environment() -> int:
     for name in _SHOWN_VERSIONS:
         print(f"  {name:<18} {_version(name)}")
     print(f"configuration file: {config_file() or 'none'}")
-    for name, value in settings.model_dump(mode="json").items():
+    for name, value in settings.shown().items():
         source = "" if name in settings.model_fields_set else "  (default)"
         print(f"  {ENV_PREFIX + name.upper():<30} {value}{source}")
     return 0

@@ -90,7 +90,7 @@ class Settings(BaseSettings):
         description="Expected share that CA heads keep; sizes the pools. None: `retention`, or 1.",
     )
     nll_stride: int = Field(
-        16, ge=1, description="Every how many prompt tokens the model's surprise is measured."
+        8, ge=1, description="Every how many prompt tokens the model's surprise is measured."
     )
     leverage_weight: float = Field(
         0.3, ge=0, description="Weight of key leverage beside attention (Compactor's lambda)."

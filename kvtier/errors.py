@@ -6,10 +6,16 @@
     │   ├── SizeError                       --len and friends: not a size, or out of range
     │   ├── BudgetError                     a KV budget that cannot hold one session
     │   ├── ConfigurationError              kvtier's own settings or configuration file
+    │   ├── SamplesFileError                --samples-file: which line and field of it
     │   ├── UnsupportedModelError           MLA, SSM, sliding-window layers: heads cannot be split
     │   └── IncompatibleFlagError           an SGLang flag that cannot be combined with kvtier
     ├── HeadProfileError (also ValueError)  a head profile that is malformed
     │   └── HeadProfileMismatchError        ... or belongs to another model or shape
+    ├── CalibrationDocumentError (also ValueError)  a stored calibration document that is malformed
+    │   └── CalibrationMismatchError        ... or was measured on another model, policy or dtype
+    ├── StoreError (also RuntimeError)      the calibration store did not do what was asked
+    │   ├── StoreUnavailableError           down, unreachable, too slow, or no Redis at all
+    │   └── StoreRefusedError               wrong password, no permission, read-only, out of memory
     └── StartupError (also RuntimeError)    the SGLang plugin did not take; the server must stop
 
 Anything else that escapes is a bug.
@@ -51,6 +57,10 @@ class ConfigurationError(UsageError):
     """A kvtier setting or configuration file that does not validate."""
 
 
+class SamplesFileError(UsageError):
+    """A file of calibration samples that is malformed; `argument` names file, line and field."""
+
+
 class UnsupportedModelError(UsageError):
     """A model whose KV heads kvtier cannot split."""
 
@@ -65,6 +75,26 @@ class HeadProfileError(KvtierError, ValueError):
 
 class HeadProfileMismatchError(HeadProfileError):
     """A head profile made for another model, revision or shape."""
+
+
+class CalibrationDocumentError(KvtierError, ValueError):
+    """A calibration document that cannot be read or violates its own format."""
+
+
+class CalibrationMismatchError(CalibrationDocumentError):
+    """A calibration document measured on another model, revision, policy or dtype."""
+
+
+class StoreError(KvtierError, RuntimeError):
+    """The calibration store did not do what was asked. No password is ever in the message."""
+
+
+class StoreUnavailableError(StoreError):
+    """The store is down, unreachable or too slow; asking again later may help."""
+
+
+class StoreRefusedError(StoreError):
+    """The store answered and said no; somebody has to change something."""
 
 
 class StartupError(KvtierError, RuntimeError):

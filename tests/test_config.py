@@ -1,9 +1,13 @@
 """Settings: precedence, errors that name the setting, and the way into child processes."""
 
+import traceback
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.cli import main
 from kvtier.config import load_settings
 from kvtier.errors import ConfigurationError, SizeError
 from kvtier.sizes import format_bytes, format_size, parse_size
@@ -57,6 +61,63 @@ def test_settings_survive_the_trip_through_the_environment(monkeypatch, tmp_path
     for name, value in sent.to_env().items():
         monkeypatch.setenv(name, value)
     assert load_settings() == sent
+
+
+SECRET_URL = "rediss://ada:s3cr3t@cache:6380/2"
+
+
+def test_a_redis_password_reaches_child_processes_and_nobody_else(monkeypatch, tmp_path, capsys):
+    (tmp_path / "ca.pem").write_text("")
+    sent = load_settings(redis_url=SECRET_URL, redis_ca=tmp_path / "ca.pem", redis_timeout_s=0.25)
+    for name, value in sent.to_env().items():
+        monkeypatch.setenv(name, value)
+    received = load_settings()
+    assert received == sent
+    assert received.redis_url.get_secret_value() == SECRET_URL
+    assert main(["env"]) == 0
+    shown = capsys.readouterr().out
+    assert "rediss://ada:***@cache:6380/2" in shown
+    for text in (shown, repr(sent), str(sent), sent.model_dump_json(), str(sent.shown())):
+        assert "s3cr3t" not in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ({"redis_url": "http://ada:s3cr3t@cache"}, "redis_url"),
+        ({"redis_url": "s3cr3t@cache:6379"}, "redis_url"),
+        ({"redis_url": "redis://ada:s3/cr3t@cache"}, "redis_url"),
+        ({"redis_url": "redis://cache?password=s3cr3t"}, "redis_url"),
+        ({"redis_uri": "redis://ada:s3cr3t@cache"}, "redis_uri"),
+        ({"redis_url": SECRET_URL, "sink_tokens": -1}, "sink_tokens"),
+        ({"redis_url": SECRET_URL, "redis_ca": "nowhere.pem"}, "redis_ca"),
+        ({"redis_url": "redis://ada:s3cr3t@cache", "redis_ca": "kvtier.toml"}, "redis_ca"),
+        ({"redis_ca": "kvtier.toml"}, "redis_ca"),
+        ({"redis_timeout_s": 0}, "redis_timeout_s"),
+        ({"calibration_ttl_s": 0}, "calibration_ttl_s"),
+        ({"calibration_poll_s": 0}, "calibration_poll_s"),
+    ],
+)
+def test_a_bad_store_setting_is_named_without_its_password(flags, name, tmp_path):
+    (tmp_path / "kvtier.toml").write_text("")
+    with pytest.raises(ConfigurationError, match=f"^{name}: expected") as caught:
+        load_settings(**flags)
+    told = "".join(traceback.format_exception(caught.value))
+    assert "cr3t" not in told
+
+
+def test_settings_that_do_not_go_together_hide_the_password_too(monkeypatch):
+    """The input of a rule over all settings is all settings."""
+    monkeypatch.setenv("KVTIER_REDIS_URL", SECRET_URL)
+    with pytest.raises(ConfigurationError) as caught:
+        load_settings(score_pool_width=2)
+    assert "cr3t" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_data_live_in_the_users_folder_unless_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert load_settings().data_dir == tmp_path / "kvtier"
+    assert load_settings(data_dir="elsewhere").data_dir == Path("elsewhere")
 
 
 @given(st.integers(1, 2**40))

@@ -40,7 +40,8 @@ def leverage_scores(keys: torch.Tensor) -> torch.Tensor:
     factor = torch.linalg.cholesky(gram + _JITTER * scale[:, None, None] * eye)
     # With G = L Lᵀ the score of a row x is |L⁻¹ x|²; L⁻¹ is small, the rows are many.
     inverse = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
-    return (x @ inverse.transpose(1, 2).float()).square().sum(-1)
+    scores: torch.Tensor = (x @ inverse.transpose(1, 2).float()).square().sum(-1)
+    return scores
 
 
 def window_mass(

@@ -12,8 +12,9 @@ Without a curve, or without an NLL, everything is kept: a doubt never costs an a
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 Reason = Literal["everything", "share", "budget", "quality", "no-curve", "no-nll"]
 """Why a context kept what it kept; the keys of the engine's counters."""
@@ -55,41 +56,41 @@ class CurveLike(Protocol):
     def retention(self, quality: float, nll: float) -> float: ...
 
 
-class ShareRule(Protocol):
-    """Decides the share of one finished turn. Called on the scheduler thread: never blocks."""
+class ShareRule(ABC):
+    """Decides the share of one finished turn. Called on the scheduler thread: never blocks.
 
-    needs_nll: bool
+    needs_nll: whether `Turn.nll` is read at all
+    """
 
-    def choose(self, turn: Turn) -> Choice: ...
+    needs_nll: ClassVar[bool] = False
+
+    @abstractmethod
+    def choose(self, turn: Turn) -> Choice:
+        """The share of this turn's prompt that CA heads keep."""
 
 
-@dataclass(frozen=True)
-class Everything:
+class Everything(ShareRule):
     """Keep the whole context."""
-
-    needs_nll: bool = False
 
     def choose(self, turn: Turn) -> Choice:
         return Choice(1.0, "everything", turn.nll)
 
 
 @dataclass(frozen=True)
-class FixedShare:
+class FixedShare(ShareRule):
     """Keep the same share of every context, in (0, 1]."""
 
     share: float
-    needs_nll: bool = False
 
     def choose(self, turn: Turn) -> Choice:
         return Choice(self.share, "share", turn.nll)
 
 
 @dataclass(frozen=True)
-class TokenBudget:
+class TokenBudget(ShareRule):
     """Keep at most `tokens` CA entries of a whole session, oldest turns first."""
 
     tokens: int
-    needs_nll: bool = False
 
     def choose(self, turn: Turn) -> Choice:
         left = max(1, self.tokens - turn.held_tokens)
@@ -103,12 +104,12 @@ class CurveSource(Protocol):
 
 
 @dataclass(frozen=True)
-class QualityTarget:
+class QualityTarget(ShareRule):
     """Keep as little as the curve allows under a quality target in (0, 1]."""
 
     target: float
     source: CurveSource
-    needs_nll: bool = True
+    needs_nll: ClassVar[bool] = True
 
     def choose(self, turn: Turn) -> Choice:
         curve = self.source.curve()

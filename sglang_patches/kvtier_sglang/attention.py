@@ -21,8 +21,9 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from kvtier.config import Settings
 from kvtier.errors import StartupError
+from kvtier.retention.rules import compactor_of
 from kvtier_kernels import AttentionKernels, RaggedKV, Window, get_kernels
-from kvtier_sglang.compaction import Compaction, PrefillRows, compactor_of, find_rotary
+from kvtier_sglang.compaction import Compaction, PrefillRows, find_rotary
 from kvtier_sglang.pool import ClassBuffers, HeadSplitKVPool
 
 

@@ -15,20 +15,19 @@ rotation with them: positions stay what they were.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 
-from kvtier.config import Settings
 from kvtier.errors import StartupError
 from kvtier.retention.compactor import Compactor
 from kvtier_kernels.scores import unrotate, window_mass
 from kvtier_sglang.pool import ClassBuffers, HeadSplitKVPool
 
-Rotary = RotaryEmbedding | None
+Rotary: TypeAlias = RotaryEmbedding | None
 """How a layer rotates its keys; None where it does not."""
 
 
@@ -90,15 +89,6 @@ class Compaction:
             cos, sin = table.to(keys.device).chunk(2, dim=-1)
             keys = unrotate(keys, cos, sin, interleaved=not rotary.is_neox_style)
         return self.compactor.select(self.compactor.scores(keys, mass), keep)
-
-
-def compactor_of(settings: Settings) -> Compactor:
-    """The scoring rule that the settings ask for."""
-    return Compactor(
-        leverage_weight=settings.leverage_weight,
-        window_tokens=settings.score_window_tokens,
-        pool_width=settings.score_pool_width,
-    )
 
 
 class PrefillRows(NamedTuple):

@@ -16,6 +16,7 @@ from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_pro
 from kvtier.retention.pools import SessionShape, locality_slots_for, plan_pools, slot_bytes
 from kvtier_sglang import guards
 from kvtier_sglang.allocator import HeadSplitAllocator
+from kvtier_sglang.calibrated import stored_profile
 from kvtier_sglang.guards import NAME
 from kvtier_sglang.pool import HeadSplitKVPool
 
@@ -39,7 +40,8 @@ def check_flags(server_args: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _profile(configurator: Any, settings: Settings) -> HeadProfile:
-    """The profile in force: the user's for kvtier's tree, every head CA for SGLang's own."""
+    """The profile in force: the user's or the stored one for kvtier's tree, every head CA for
+    SGLang's own."""
     config = configurator.model_config
     shape = ModelShape(
         num_layers=configurator.layer_info.num_effective_layers,
@@ -48,8 +50,10 @@ def _profile(configurator: Any, settings: Settings) -> HeadProfile:
         head_dim=config.head_dim,
     )
     _, radix = _ours()
-    if not radix or settings.head_profile is None:
+    if not radix:
         return full_profile(shape)
+    if settings.head_profile is None:
+        return stored_profile(settings, config.model_path, shape) or full_profile(shape)
     profile = load_profile(settings.head_profile)
     profile.check_fits(shape)
     return profile

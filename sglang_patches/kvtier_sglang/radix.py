@@ -28,9 +28,11 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 from kvtier.config import Settings
 from kvtier.retention.locality import DroppedSpan, LocalityRule
+from kvtier.retention.rules import compactor_of, locality_rule
 from kvtier.retention.share import Everything, Turn
-from kvtier_sglang.compaction import Compaction, compactor_of
-from kvtier_sglang.retention import Retention, curve_source, mean_nll, share_rule
+from kvtier_sglang.calibrated import watch_curve
+from kvtier_sglang.compaction import Compaction
+from kvtier_sglang.retention import Retention, mean_nll, share_rule
 from kvtier_sglang.variants import KvNode, VariantRadixCache
 
 
@@ -241,21 +243,20 @@ def _joined(a: RadixKey, b: RadixKey) -> RadixKey:
 
 def build(ctx: TreeCacheBuildContext, settings: Settings) -> KvtierRadixCache:
     """The factory behind `--radix-cache-backend kvtier`."""
-    rule = LocalityRule(
-        sink_tokens=settings.sink_tokens,
-        recent_tokens=settings.recent_tokens,
-        branch_recent_tokens=settings.branch_recent_tokens,
-        compensation=settings.compensation,
-    )
+    rule = locality_rule(settings)
     streaming = settings.prefill == "streaming"
     if not settings.compacts:
         return KvtierRadixCache(ctx.params, rule, streaming=streaming)
     pool = ctx.params.token_to_kv_pool_allocator.pool
-    source = curve_source(settings, pool.profile) if settings.quality is not None else None
+    compactor, source = compactor_of(settings), None
+    if settings.quality is not None:
+        path = ctx.server_args.model_path
+        dtype = str(pool.dtype).removeprefix("torch.")
+        source = watch_curve(settings, path, pool.profile, rule, compactor, dtype)
     return KvtierRadixCache(
         ctx.params,
         rule,
         streaming=streaming,
         retention=Retention(share_rule(settings, pool.slot_bytes.ca, source), source),
-        compaction=Compaction(pool, compactor_of(settings)),
+        compaction=Compaction(pool, compactor),
     )

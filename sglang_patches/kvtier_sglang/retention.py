@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from kvtier.config import Settings
-from kvtier.heads.profile import HeadProfile
 from kvtier.retention.share import (
     Choice,
     CurveSource,
@@ -98,7 +97,3 @@ def mean_nll(nll: torch.Tensor) -> float | None:
     asked = nll[~torch.isnan(nll)]
     mean = float(asked.double().mean()) if asked.numel() >= MIN_ASKED else math.nan
     return mean if math.isfinite(mean) else None
-
-
-def curve_source(settings: Settings, profile: HeadProfile) -> Any:
-    raise NotImplementedError

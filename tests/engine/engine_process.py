@@ -23,7 +23,7 @@ def run_script(
     clean = {k: v for k, v in os.environ.items() if not k.startswith("KVTIER_")}
     process = subprocess.run(
         [sys.executable, str(script), str(plan_path), str(out_path)],
-        env={**clean, "OMP_NUM_THREADS": "2", **(env or {})},
+        env={**clean, "OMP_NUM_THREADS": "2", "KVTIER_DATA_DIR": str(folder), **(env or {})},
         capture_output=True,
         text=True,
         timeout=900,

@@ -1,0 +1,1 @@
+"""Calibration: curves from retention to quality, and the store that serves them to engines."""

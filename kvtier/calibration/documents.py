@@ -1,0 +1,242 @@
+"""What the calibration store holds: one JSON document per curve and per head profile.
+
+Documents are immutable, know the model they were measured on, and refuse to be built from numbers
+that would make no curve. Whoever reads one from outside calls `parse_document`, and `check_fits`
+before using it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, Literal, Self
+
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from kvtier.calibration.curves import (
+    LOG_POWER,
+    LOG_STEEPNESS,
+    UNDERESTIMATE_WEIGHT,
+    Curve,
+    Measurement,
+    fit_curve,
+    goodness,
+    held_out_rmse,
+)
+from kvtier.calibration.keys import CurveKey, Key, ProfileKey, curve_key, profile_key
+from kvtier.errors import CalibrationDocumentError, CalibrationMismatchError
+from kvtier.heads.profile import HeadProfile, ModelShape
+
+_ROUNDING = 1e-6  # ln s comes back from α·n + β with the last digits changed
+
+
+class Stored(BaseModel):
+    """Base of the documents: immutable, no unknown fields, no NaN and no infinity anywhere."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    schema_version: Literal[1] = 1
+    model: str = Field(min_length=1, description="Model name the measurements were made on.")
+    revision: str | None = Field(None, description="Digest of the model's weights.")
+    created_at: AwareDatetime = Field(default_factory=lambda: datetime.now(UTC))
+
+    @field_validator("created_at")
+    @classmethod
+    def _in_utc(cls, moment: datetime) -> datetime:
+        return moment.astimezone(UTC)
+
+    def to_json(self) -> str:
+        """The document as the store holds it."""
+        return self.model_dump_json(indent=1)
+
+
+class CurveDocument(Stored):
+    """A fitted calibration curve and how well it explains what was measured.
+
+    policy:             what drops the tokens, with its parameters, as the curve's key names it
+    rmse, r2:           on the fitted measurements; in quality, and the share of variance explained
+    held_out_rmse:      on contexts left out of the fit; None when there was but one
+    retentions:         shares that were measured, ascending
+    answer_floor_nats:  added to both NLLs of every ratio
+    """
+
+    policy: str = Field(min_length=1)
+    dtype: str = Field(min_length=1)
+    alpha: float
+    beta: float
+    power: float
+    nll_min: float
+    nll_max: float
+    rmse: float = Field(ge=0)
+    r2: float = Field(le=1)
+    held_out_rmse: float | None = Field(None, ge=0)
+    measurements: int = Field(ge=1)
+    contexts: int = Field(ge=1)
+    retentions: tuple[float, ...] = Field(min_length=1)
+    answer_floor_nats: float = Field(ge=0)
+    parameters: dict[str, JsonValue] = Field(default_factory=dict)
+
+    @field_validator("retentions")
+    @classmethod
+    def _are_shares(cls, retentions: tuple[float, ...]) -> tuple[float, ...]:
+        ascending = list(retentions) == sorted(set(retentions))
+        if not ascending or not 0 < retentions[0] <= retentions[-1] <= 1:
+            raise ValueError("must be ascending shares in (0, 1]")
+        return retentions
+
+    @field_validator("parameters")
+    @classmethod
+    def _are_finite(cls, parameters: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        json.dumps(parameters, allow_nan=False)
+        return parameters
+
+    @model_validator(mode="after")
+    def _is_a_curve(self) -> Self:
+        if self.nll_min > self.nll_max:
+            raise ValueError(f"nll_min {self.nll_min} is above nll_max {self.nll_max}")
+        low, high = LOG_STEEPNESS
+        for nll in (self.nll_min, self.nll_max):
+            log_s = self.alpha * nll + self.beta
+            if not low - _ROUNDING <= log_s <= high + _ROUNDING:
+                raise ValueError(
+                    f"alpha and beta give ln s = {log_s} at nll {nll}, outside {low} … {high}"
+                )
+        if (
+            not LOG_POWER[0] - _ROUNDING
+            <= math.log(max(self.power, 1e-9))
+            <= LOG_POWER[1] + _ROUNDING
+        ):
+            raise ValueError(f"power {self.power} is outside 0.5 … 12")
+        return self
+
+    @property
+    def key(self) -> CurveKey:
+        """Where the store keeps it."""
+        return curve_key(self.model, self.revision, self.policy)
+
+    @property
+    def curve(self) -> Curve:
+        """The curve itself."""
+        return Curve(self.alpha, self.beta, self.power, self.nll_min, self.nll_max)
+
+    def quality(self, retention: float, nll: float) -> float:
+        """The quality in [0, 1] that a share in [0, 1] leaves."""
+        return self.curve.quality(retention, nll)
+
+    def retention(self, quality: float, nll: float) -> float:
+        """The share to keep for a quality target in (0, 1], never below what was measured."""
+        return max(self.curve.retention(quality, nll), self.retentions[0])
+
+    def check_fits(self, model: str, revision: str | None, policy: str, dtype: str) -> None:
+        """Raise CalibrationMismatchError unless it was measured on exactly this."""
+        served = {"model": model, "revision": revision, "policy": policy, "dtype": dtype}
+        _check_same("curve", {name: getattr(self, name) for name in served}, served)
+
+
+class ProfileDocument(Stored):
+    """A head profile, with the same envelope as a curve."""
+
+    profile: HeadProfile
+
+    @model_validator(mode="after")
+    def _is_finite_and_named_alike(self) -> Self:
+        rows = self.profile.scores or ()
+        costs = [number for cost in self.profile.costs for number in (cost.full, cost.profile)]
+        if not all(math.isfinite(number) for row in (*rows, costs) for number in row):
+            raise ValueError("profile has scores or costs that are not finite")
+        if (self.profile.model, self.profile.revision) != (self.model, self.revision):
+            raise ValueError("profile names another model or revision than its document")
+        return self
+
+    @classmethod
+    def of(cls, profile: HeadProfile) -> Self:
+        """The document of a profile made just now."""
+        return cls(model=profile.model, revision=profile.revision, profile=profile)
+
+    @property
+    def key(self) -> ProfileKey:
+        """Where the store keeps it."""
+        return profile_key(self.model, self.revision)
+
+    def check_fits(self, model: str, revision: str | None, shape: ModelShape | None = None) -> None:
+        """Raise CalibrationMismatchError unless it was made for this model (and head layout)."""
+        found = {"model": self.model, "revision": self.revision, "shape": self.profile.shape}
+        served = {"model": model, "revision": revision, "shape": shape or self.profile.shape}
+        _check_same("head profile", found, served)
+
+
+Document = CurveDocument | ProfileDocument
+
+
+def document_of_fit(
+    measurements: Sequence[Measurement],
+    *,
+    model: str,
+    revision: str | None,
+    policy: str,
+    dtype: str,
+    answer_floor_nats: float,
+    underestimate_weight: float = UNDERESTIMATE_WEIGHT,
+    parameters: dict[str, JsonValue] | None = None,
+) -> CurveDocument:
+    """Fit a curve and describe it. Raises UsageError as `fit_curve` does."""
+    curve = fit_curve(measurements, underestimate_weight=underestimate_weight)
+    fitted = goodness(curve, measurements)
+    return CurveDocument(
+        model=model,
+        revision=revision,
+        policy=policy,
+        dtype=dtype,
+        alpha=curve.alpha,
+        beta=curve.beta,
+        power=curve.power,
+        nll_min=curve.nll_min,
+        nll_max=curve.nll_max,
+        rmse=fitted.rmse,
+        r2=fitted.r2,
+        held_out_rmse=held_out_rmse(measurements, underestimate_weight=underestimate_weight),
+        measurements=len(measurements),
+        contexts=len({measurement.context for measurement in measurements}),
+        retentions=tuple(sorted({measurement.retention for measurement in measurements})),
+        answer_floor_nats=answer_floor_nats,
+        parameters={"underestimate_weight": underestimate_weight, **(parameters or {})},
+    )
+
+
+def parse_document(key: Key, text: str | bytes) -> Document:
+    """The document stored under `key`.
+
+    Raises CalibrationDocumentError naming the key and the field at fault, and
+    CalibrationMismatchError when the document belongs under another key.
+    """
+    kind: type[CurveDocument | ProfileDocument] = (
+        CurveDocument if isinstance(key, CurveKey) else ProfileDocument
+    )
+    try:
+        document = kind.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "document"
+        raise CalibrationDocumentError(f"{key}: {where}: {first['msg']}") from error
+    if document.key != key:
+        raise CalibrationMismatchError(f"{key}: holds the document of {document.key}")
+    return document
+
+
+def _check_same(what: str, found: dict[str, Any], served: dict[str, Any]) -> None:
+    for name, expected in served.items():
+        if found[name] != expected:
+            raise CalibrationMismatchError(
+                f"{what}: made for {name} {found[name]!r}, but {expected!r} is served"
+            )

@@ -1,0 +1,32 @@
+"""The digest of what drops tokens: a curve holds for exactly one such policy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from kvtier.heads.profile import HeadProfile
+from kvtier.retention.locality import LocalityRule
+
+if TYPE_CHECKING:
+    from kvtier.retention.compactor import Compactor
+
+DIGEST_CHARACTERS = 16
+
+
+def policy_digest(profile: HeadProfile, rule: LocalityRule, compactor: Compactor) -> str:
+    """Equal for policies that keep the same entries of every context; 16 hexadecimal digits.
+
+    The branching window is left out: it decides who may share a context, not what is kept.
+    """
+    policy = {
+        "ca_heads": profile.ca_heads,
+        "sink_tokens": rule.sink_tokens,
+        "recent_tokens": rule.recent_tokens,
+        "compensation": rule.compensation,
+        "compactor": asdict(compactor),
+    }
+    text = json.dumps(policy, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_CHARACTERS]

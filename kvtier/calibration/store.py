@@ -1,0 +1,204 @@
+"""The store of calibration documents: one interface, and Redis behind it.
+
+Every key expires, so that models nobody serves any more leave by themselves; writing a document
+again starts its time anew. Every call is bounded by timeouts and few retries: a store that is down
+costs a second and never a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from kvtier.calibration.address import RedisAddress, parse_address
+from kvtier.calibration.documents import Document, parse_document
+from kvtier.calibration.keys import PREFIX, Key, parse_key
+from kvtier.config import Settings
+from kvtier.errors import UsageError
+
+CLIENT_NAME = "kvtier"
+RETRIES = 2
+RETRY_BASE_S, RETRY_CAP_S = 0.02, 0.2
+SCAN_COUNT = 200
+
+
+@dataclass(frozen=True)
+class StoredKey:
+    """A key and the seconds it still has; None when it never expires (kvtier sets no such key)."""
+
+    key: Key
+    ttl_s: float | None
+
+
+class CalibrationStore(Protocol):
+    """Documents by key. Safe for use from several threads; the opener closes it.
+
+    Every method raises StoreUnavailableError or StoreRefusedError.
+    """
+
+    def get(self, key: Key) -> Document | None:
+        """The document, None when there is none. Raises CalibrationDocumentError for a bad one."""
+        ...
+
+    def put(self, document: Document) -> Key:
+        """Write under the document's own key, for the whole TTL."""
+        ...
+
+    def delete(self, key: Key) -> bool:
+        """Whether there was something to delete."""
+        ...
+
+    def list(self) -> tuple[StoredKey, ...]:
+        """All keys, sorted, whatever their documents hold."""
+        ...
+
+    def close(self) -> None:
+        """Give connections back. May be called twice."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class Closing:
+    """`with` for whatever has a `close`."""
+
+    def close(self) -> None:
+        """Overridden."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class RedisStore(Closing):
+    """A Redis server at `url`. Nothing connects before the first call.
+
+    ca_certs:   file of the authorities to trust for rediss://; None: those of the system
+    timeout_s:  to connect, and for each answer
+    ttl_s:      seconds a document lives after it was written
+
+    Least ACL of its user: `~kvtier:v1:* +client|setname +get +set +del +scan +pttl`.
+    """
+
+    def __init__(
+        self, url: str, *, ca_certs: Path | None = None, timeout_s: float, ttl_s: int
+    ) -> None:
+        try:
+            self._address = parse_address(url)
+        except ValueError as error:
+            raise UsageError("redis_url", str(error), "another URL") from None
+        self._ttl_s = ttl_s
+        self._client = connect(self._address, ca_certs=ca_certs, timeout_s=timeout_s)
+
+    def __repr__(self) -> str:
+        return f"RedisStore({str(self._address)!r})"
+
+    def get(self, key: Key) -> Document | None:
+        with self._errors():
+            text: bytes | None = self._client.get(str(key))
+        return None if text is None else parse_document(key, text)
+
+    def put(self, document: Document) -> Key:
+        with self._errors():
+            self._client.set(str(document.key), document.to_json(), ex=self._ttl_s)
+        return document.key
+
+    def delete(self, key: Key) -> bool:
+        with self._errors():
+            return bool(self._client.delete(str(key)))
+
+    def list(self) -> tuple[StoredKey, ...]:
+        found = sorted(set(self._scan()), key=str)
+        return tuple(StoredKey(key, ttl) for key, ttl in zip(found, self._ttls(found), strict=True))
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _errors(self) -> AbstractContextManager[None]:
+        from kvtier.calibration.redis_errors import redis_errors
+
+        return redis_errors(self._address)
+
+    def _scan(self) -> Iterator[Key]:
+        with self._errors():
+            names = list(self._client.scan_iter(match=f"{PREFIX}*", count=SCAN_COUNT))
+        for name in names:
+            try:
+                yield parse_key(name.decode())
+            except (UsageError, UnicodeDecodeError):
+                continue  # under our prefix, and not ours
+
+    def _ttls(self, keys: Sequence[Key]) -> Sequence[float | None]:
+        with self._errors(), self._client.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                pipeline.pttl(str(key))
+            return [None if ttl < 0 else ttl / 1000 for ttl in pipeline.execute()]
+
+
+def connect(
+    address: RedisAddress,
+    *,
+    ca_certs: Path | None = None,
+    timeout_s: float,
+    retries: int = RETRIES,
+) -> Any:
+    """A redis-py client. Answers are bytes; RESP2, which every Redis and its forks speak."""
+    import redis
+    from redis.backoff import ExponentialWithJitterBackoff
+    from redis.retry import Retry
+
+    where: dict[str, Any] = {"host": address.host, "port": address.port}
+    if address.scheme == "unix":
+        where = {"unix_socket_path": address.path}
+    elif address.scheme == "rediss":
+        where |= {
+            "ssl": True,
+            "ssl_ca_certs": None if ca_certs is None else str(ca_certs),
+            "ssl_cert_reqs": "required",
+            "ssl_check_hostname": True,
+        }
+    return redis.Redis(
+        **where,
+        db=address.db,
+        username=address.username,
+        password=address.password,
+        client_name=CLIENT_NAME,
+        protocol=2,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=Retry(ExponentialWithJitterBackoff(base=RETRY_BASE_S, cap=RETRY_CAP_S), retries),
+    )
+
+
+def open_store(settings: Settings) -> CalibrationStore:
+    """The Redis of `redis_url`; without one the embedded server of `data_dir`, when first used."""
+    if settings.redis_url is not None:
+        return RedisStore(
+            settings.redis_url.get_secret_value(),
+            ca_certs=settings.redis_ca,
+            timeout_s=settings.redis_timeout_s,
+            ttl_s=settings.calibration_ttl_s,
+        )
+    from kvtier.calibration.embedded import EmbeddedStore
+
+    return EmbeddedStore(
+        settings.data_dir, timeout_s=settings.redis_timeout_s, ttl_s=settings.calibration_ttl_s
+    )

@@ -1,0 +1,26 @@
+"""The retention rules that settings ask for, the same for whoever serves and whoever calibrates."""
+
+from __future__ import annotations
+
+from kvtier.config import Settings
+from kvtier.retention.compactor import Compactor
+from kvtier.retention.locality import LocalityRule
+
+
+def locality_rule(settings: Settings) -> LocalityRule:
+    """The rule that a server with these settings serves by."""
+    return LocalityRule(
+        sink_tokens=settings.sink_tokens,
+        recent_tokens=settings.recent_tokens,
+        branch_recent_tokens=settings.branch_recent_tokens,
+        compensation=settings.compensation,
+    )
+
+
+def compactor_of(settings: Settings) -> Compactor:
+    """The scoring rule that a server with these settings serves by."""
+    return Compactor(
+        leverage_weight=settings.leverage_weight,
+        window_tokens=settings.score_window_tokens,
+        pool_width=settings.score_pool_width,
+    )

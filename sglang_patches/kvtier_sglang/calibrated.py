@@ -1,0 +1,100 @@
+"""What a server knows of its model from the calibration store: head profile and curve.
+
+The profile is read once, when the pools are built; the curve is watched, so that a new one is in
+force without a restart. Nothing here fails or delays serving: a store that is down means the last
+known document, then its local copy, then every head and the whole context.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+
+from kvtier.calibration.documents import CurveDocument, ProfileDocument
+from kvtier.calibration.embedded import has_data
+from kvtier.calibration.keys import profile_key
+from kvtier.calibration.local_copy import LocalCopy
+from kvtier.calibration.policy import policy_digest
+from kvtier.calibration.store import open_store
+from kvtier.calibration.watcher import LOCAL_DIRECTORY, CalibrationWatcher, Served, watch
+from kvtier.config import Settings
+from kvtier.errors import CalibrationDocumentError, CalibrationMismatchError, StoreError
+from kvtier.heads.model_config import model_name, weights_revision
+from kvtier.heads.profile import HeadProfile, ModelShape
+from kvtier.retention.compactor import Compactor
+from kvtier.retention.locality import LocalityRule
+
+logger = logging.getLogger(__name__)
+
+# What a start-up may wait for the first answer; serving goes on without it.
+FIRST_POLL_S = 2.0
+
+
+class WatchedCurve:
+    """The curve in force, for `QualityTarget`. Owns its watcher."""
+
+    def __init__(self, watcher: CalibrationWatcher) -> None:
+        self.watcher = watcher
+
+    def curve(self) -> CurveDocument | None:
+        return self.watcher.current().curve
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return self.watcher.counters
+
+
+def watch_curve(
+    settings: Settings,
+    model_path: str,
+    profile: HeadProfile,
+    rule: LocalityRule,
+    compactor: Compactor,
+    dtype: str,
+) -> WatchedCurve:
+    """Watch the curve of exactly this model, policy and KV dtype."""
+    served = Served(
+        model=model_name(model_path),
+        revision=weights_revision(model_path),
+        policy=policy_digest(profile, rule, compactor),
+        dtype=dtype,
+        shape=profile.shape,
+    )
+    watcher = watch(settings, served)
+    watcher.wait_first_poll(FIRST_POLL_S)
+    if watcher.current().curve is None:
+        logger.warning(
+            "no calibration curve under %s: CA heads keep everything until there is one "
+            "(make it with `kvtier calibrate`)",
+            served.curve_key,
+        )
+    return WatchedCurve(watcher)
+
+
+@lru_cache(maxsize=4)
+def stored_profile(settings: Settings, model_path: str, shape: ModelShape) -> HeadProfile | None:
+    """The stored head profile of a model, or None: then every head keeps the whole context.
+
+    Asked once per process, so that whoever builds pools from it sees the same one.
+    """
+    if settings.redis_url is None and not has_data(settings.data_dir):
+        return None
+    model, revision = model_name(model_path), weights_revision(model_path)
+    key = profile_key(model, revision)
+    local = LocalCopy(settings.data_dir / LOCAL_DIRECTORY)
+    try:
+        with open_store(settings) as store:
+            document = store.get(key)
+        if document is not None:
+            local.save(document)
+    except (StoreError, CalibrationDocumentError) as error:
+        logger.warning("head profile %s: %s; using the last known one", key, error)
+        document = local.load(key)
+    if not isinstance(document, ProfileDocument):
+        return None
+    try:
+        document.check_fits(model, revision, shape)
+    except CalibrationMismatchError as error:
+        logger.warning("head profile %s is not used: %s", key, error)
+        return None
+    return document.profile

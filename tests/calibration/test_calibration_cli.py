@@ -1,0 +1,194 @@
+"""`kvtier calibration`: what is printed, what is written, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from calibration_samples import curve_document, profile_document
+
+from kvtier.calibration.cli import format_seconds
+from kvtier.cli import main
+
+
+@pytest.fixture
+def kvtier(server, monkeypatch, capsys):
+    """Runs a command on the shared server: (exit code, standard output, standard error)."""
+    monkeypatch.setenv("KVTIER_REDIS_URL", server.url)
+
+    def run(*arguments):
+        code = main(["calibration", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_an_empty_store_is_an_empty_list(kvtier):
+    assert kvtier("list", "--format", "json") == (0, "[]\n", "")
+    assert kvtier("list")[0] == 0
+
+
+def test_the_list_says_what_how_good_how_old_and_for_how_long(kvtier, store):
+    store.put(curve_document(created_at="2026-01-01T00:00:00Z"))
+    store.put(profile_document())
+    code, out, _ = kvtier("list")
+    assert code == 0
+    curve, profile = (line for line in out.splitlines() if "kvtier:v1:" in line)
+    for cell in (
+        "curve",
+        "org/model:7b",
+        "compactor-32",
+        " d ",
+        "17 min",
+        "rmse 0.020, held out 0.030",
+    ):
+        assert cell in curve
+    for cell in ("profile", "0123456789abcdef", "0 s", "0.0% of heads"):
+        assert cell in profile
+    rows = json.loads(kvtier("list", "--format", "json")[1])
+    assert [row["kind"] for row in rows] == ["curve", "profile"]
+    assert rows[0]["key"] == str(curve_document().key)
+    assert rows[0]["age_s"] > 86400
+    assert 990 < rows[1]["ttl_s"] <= 1000
+
+
+def test_a_document_that_cannot_be_read_is_listed_as_such(kvtier, server):
+    server.admin.set(str(curve_document().key), "no json")
+    code, out, _ = kvtier("list")
+    assert code == 0
+    assert "invalid: document:" in out
+    assert kvtier("show", curve_document().key)[0] == 2
+    assert kvtier("delete", curve_document().key)[0] == 0
+
+
+def test_show_prints_the_document(kvtier, store):
+    key = store.put(curve_document())
+    code, out, _ = kvtier("show", key)
+    assert code == 0
+    assert json.loads(out) == store.get(key).model_dump(mode="json")
+    assert out.count("\n") > 10
+    assert '"compactor-32"' in kvtier("show", key, "--format", "table")[1]
+
+
+def test_what_is_exported_can_be_imported(kvtier, server, store, tmp_path):
+    documents = [curve_document(), profile_document()]
+    keys = [store.put(document) for document in documents]
+    file = tmp_path / "all.json"
+    code, out, _ = kvtier("export", file)
+    assert code == 0
+    assert all(str(key) in out for key in keys)
+    assert [path.name for path in tmp_path.iterdir()] == ["all.json"]
+    server.admin.flushall()
+    assert kvtier("import", file)[1].count(" new ") == 2
+    assert [store.get(key) for key in keys] == documents
+    changed = curve_document(rmse=0.5)
+    store.put(changed)
+    outcome = json.loads(kvtier("import", file, "--format", "json")[1])
+    assert {row["change"] for row in outcome} == {"replaced", "unchanged"}
+    assert store.get(changed.key) == documents[0]
+
+
+def test_one_key_can_be_exported_alone(kvtier, store, tmp_path):
+    store.put(curve_document())
+    key = store.put(profile_document())
+    assert kvtier("export", tmp_path / "one.json", key)[0] == 0
+    assert list(json.loads((tmp_path / "one.json").read_text())["documents"]) == [str(key)]
+
+
+def test_an_import_with_one_bad_document_writes_nothing(kvtier, server, store, tmp_path):
+    store.put(curve_document())
+    store.put(profile_document())
+    file = tmp_path / "all.json"
+    kvtier("export", file)
+    content = json.loads(file.read_text())
+    content["documents"][str(profile_document().key)]["profile"]["ca_heads"] = [[9], []]
+    file.write_text(json.dumps(content))
+    server.admin.flushall()
+    code, out, err = kvtier("import", file)
+    assert (code, out) == (2, "")
+    assert "all.json" in err
+    assert "profile" in err
+    assert server.admin.dbsize() == 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "\x00",
+        "[]",
+        "{}",
+        '{"schema_version": 2, "documents": {}}',
+        '{"schema_version": 1, "documents": 3}',
+        '{"schema_version": 1, "documents": {"no key": {}}}',
+    ],
+)
+def test_what_is_no_export_is_refused(kvtier, tmp_path, content):
+    (tmp_path / "bad.json").write_text(content)
+    code, _, err = kvtier("import", tmp_path / "bad.json")
+    assert code == 2
+    assert err.startswith("kvtier: error: FILE: expected")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["show", "no-key"], "KEY: expected kvtier:v1:curve"),
+        (["show", "kvtier:v1:profile:a:b"], "KEY: expected a stored key"),
+        (["delete", "kvtier:v1:profile:a:b"], "KEY: expected stored keys"),
+        (["export", "nowhere/file.json"], "FILE: expected a file in an existing directory"),
+        (["export", "x.json", "kvtier:v1:profile:a:b"], "KEY: expected a stored key"),
+        (["import", "nowhere.json"], "FILE: expected"),
+    ],
+)
+def test_mistakes_are_named(kvtier, arguments, text):
+    code, _, err = kvtier(*arguments)
+    assert code == 2
+    assert err.startswith(f"kvtier: error: {text}")
+
+
+def test_deleting_several_deletes_those_that_are_there(kvtier, store):
+    keys = [store.put(curve_document()), store.put(profile_document())]
+    code, out, err = kvtier("delete", *keys, "kvtier:v1:profile:a:b", "--format", "json")
+    assert code == 2
+    assert [row["deleted"] for row in json.loads(out)] == [str(key) for key in keys]
+    assert "kvtier:v1:profile:a:b" in err
+    assert store.list() == ()
+
+
+def test_a_store_that_is_down_is_said_without_the_password(monkeypatch, capsys):
+    monkeypatch.setenv("KVTIER_REDIS_URL", "redis://ada:s3cr3t@127.0.0.1:1")
+    assert main(["calibration", "list"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("kvtier: error: calibration store redis://ada:***@127.0.0.1:1/0: ")
+    assert "s3cr3t" not in err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "-"), (0.4, "0 s"), (119, "2 min"), (7200, "2 h"), (90 * 86400, "90 d")],
+)
+def test_spans_are_short(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+def test_it_works_without_torch_and_without_a_redis(tmp_path):
+    """The embedded store, in an interpreter that cannot import torch, sglang or matplotlib."""
+    script = (
+        "import sys\n"
+        "for name in ('torch', 'transformers', 'sglang', 'matplotlib', 'scipy'):\n"
+        "    sys.modules[name] = None\n"
+        "from kvtier.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    for arguments, expected in ((["list", "--format", "json"], "[]"), (["export", "e.json"], "")):
+        done = subprocess.run(
+            [sys.executable, "-c", script, "calibration", *arguments],
+            capture_output=True, text=True, check=False, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert expected in done.stdout
+    assert json.loads((tmp_path / "e.json").read_text())["documents"] == {}

@@ -1,0 +1,347 @@
+"""The store on a real Redis: documents, times to live, and every way a server can fail."""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from contextlib import contextmanager
+
+import pytest
+from calibration_samples import curve_document, profile_document
+from redis_server import RedisServer, redis_server
+
+from kvtier.calibration.address import parse_address
+from kvtier.calibration.keys import profile_key
+from kvtier.calibration.store import RedisStore, open_store
+from kvtier.config import load_settings
+from kvtier.errors import (
+    CalibrationDocumentError,
+    CalibrationMismatchError,
+    StoreRefusedError,
+    StoreUnavailableError,
+    UsageError,
+)
+
+PASSWORD = "s3cr3t-&-p4ss"
+ENCODED = "s3cr3t-%26-p4ss"
+TIMEOUT_S = 0.2
+LONGEST_S = 3.0  # three tries of connecting and reading, pauses, and a slow test machine
+
+
+def opened(url: str, ttl_s: int = 1000) -> RedisStore:
+    return RedisStore(url, timeout_s=TIMEOUT_S, ttl_s=ttl_s)
+
+
+def test_what_is_put_can_be_got_listed_and_deleted(store):
+    documents = [curve_document(), profile_document(), curve_document(policy="keepkv")]
+    keys = [store.put(document) for document in documents]
+    assert [store.get(key) for key in keys] == documents
+    assert [stored.key for stored in store.list()] == sorted(keys, key=str)
+    assert store.delete(keys[0])
+    assert not store.delete(keys[0])
+    assert store.get(keys[0]) is None
+    assert len(store.list()) == 2
+
+
+def test_putting_again_replaces(store):
+    store.put(curve_document())
+    store.put(curve_document(rmse=0.5))
+    assert store.get(curve_document().key).rmse == 0.5
+
+
+def test_every_key_expires_and_putting_again_starts_its_time_anew(server, store):
+    key = store.put(curve_document())
+    assert 999 <= server.admin.ttl(str(key)) <= 1000
+    server.admin.expire(str(key), 5)
+    assert 4 < store.list()[0].ttl_s <= 5
+    store.put(curve_document())
+    assert store.list()[0].ttl_s > 999
+
+
+def test_an_expired_document_is_gone(server):
+    with opened(server.url, ttl_s=1) as store:
+        key = store.put(curve_document())
+        assert store.get(key) is not None
+        time.sleep(1.1)
+        assert store.get(key) is None
+        assert store.list() == ()
+
+
+def test_listing_never_blocks_the_server(server, store):
+    """SCAN in steps, never KEYS; more keys than fit one step are all found, once each."""
+    for index in range(500):
+        store.put(curve_document(policy=f"p{index}"))
+    assert len(store.list()) == 500
+    calls = server.calls()
+    assert calls["scan"] > 1
+    assert "keys" not in calls
+
+
+def test_others_may_keep_keys_in_the_same_server(server, store):
+    server.admin.mset({"else": "1", "kvtier:v1:odd": "2", b"kvtier:v1:profile:\xff:r": "3"})
+    store.put(curve_document())
+    assert [stored.key for stored in store.list()] == [curve_document().key]
+
+
+def test_the_connection_says_who_it_is(server, store):
+    store.list()
+    assert "kvtier" in [client["name"] for client in server.admin.client_list()]
+
+
+def test_a_value_that_is_no_document_is_named_and_stays_listed(server, store):
+    key = curve_document().key
+    server.admin.set(str(key), b"\xff not json")
+    with pytest.raises(CalibrationDocumentError, match="compactor-32: document"):
+        store.get(key)
+    assert [(stored.key, stored.ttl_s) for stored in store.list()] == [(key, None)]
+    server.admin.set(str(key), curve_document(model="other").to_json())
+    with pytest.raises(CalibrationMismatchError):
+        store.get(key)
+    server.admin.delete(str(key))
+    server.admin.lpush(str(key), "a list")
+    with pytest.raises(StoreRefusedError, match="WRONGTYPE"):
+        store.get(key)
+
+
+def test_a_store_is_quiet_until_it_is_used():
+    with opened("unix:///nowhere/at/all"):
+        pass
+
+
+# Every failure: how to make it, what it must be called, and what the message must say.
+
+
+@contextmanager
+def down():
+    with redis_server() as server:
+        server.stop()
+        yield server.url
+
+
+@contextmanager
+def nobody_listens():
+    yield "redis://user:" + ENCODED + "@127.0.0.1:1/0"
+
+
+@contextmanager
+def wrong_password():
+    with redis_server() as server:
+        url = server.add_user("ada", "right", "+@all", "~*")
+        yield url.replace("right", ENCODED)
+
+
+@contextmanager
+def no_login():
+    with redis_server() as server:
+        server.admin.config_set("requirepass", PASSWORD)
+        yield server.url
+
+
+@contextmanager
+def no_write_permission():
+    with redis_server() as server:
+        yield server.add_user("ada", PASSWORD, "+@all", "-set", "~*")
+
+
+@contextmanager
+def no_key_permission():
+    with redis_server() as server:
+        yield server.add_user("ada", "pw", "+@all", "~other:*")
+
+
+@contextmanager
+def out_of_memory():
+    with redis_server() as server:
+        server.admin.config_set("maxmemory-policy", "noeviction")
+        server.admin.config_set("maxmemory", 1000)
+        yield server.url
+
+
+@contextmanager
+def read_only_replica():
+    with redis_server() as server:
+        server.admin.replicaof("127.0.0.1", 1)
+        yield server.url
+
+
+@contextmanager
+def paused():
+    with redis_server() as server:
+        server.admin.client_pause(60_000)
+        yield server.url
+
+
+@contextmanager
+def stopped():
+    with redis_server() as server:
+        server.pause()
+        yield server.url
+
+
+FAILURES = [
+    (down, StoreUnavailableError, "ConnectionError"),
+    (nobody_listens, StoreUnavailableError, "refused"),
+    (paused, StoreUnavailableError, "TimeoutError"),
+    (stopped, StoreUnavailableError, "TimeoutError"),
+    (wrong_password, StoreRefusedError, "AuthenticationError"),
+    (no_login, StoreRefusedError, "AuthenticationError"),
+    (no_write_permission, StoreRefusedError, "NoPermissionError"),
+    (no_key_permission, StoreRefusedError, "NoPermissionError"),
+    (out_of_memory, StoreRefusedError, "OutOfMemoryError"),
+    (read_only_replica, StoreRefusedError, "ReadOnlyError"),
+]
+
+
+@pytest.mark.parametrize(("failing", "expected", "text"), FAILURES, ids=lambda x: str(x))
+def test_every_failure_has_its_error_in_time_and_keeps_the_password(
+    failing, expected, text, caplog
+):
+    caplog.set_level(logging.DEBUG)
+    with failing() as url, opened(url) as store:
+        began = time.monotonic()
+        with pytest.raises(expected, match=text) as caught:
+            store.put(curve_document())
+        assert time.monotonic() - began < LONGEST_S
+        seen = "".join(traceback.format_exception(caught.value)) + repr(store) + caplog.text
+        assert "unix://" in seen or "redis://" in seen
+        for secret in (PASSWORD, ENCODED, "right", ":pw@"):
+            assert secret not in seen
+
+
+def test_a_server_that_hangs_while_it_is_in_use_costs_bounded_time():
+    with redis_server() as server, opened(server.url) as store:
+        key = store.put(curve_document())
+        for _ in range(2):
+            server.pause()
+            began = time.monotonic()
+            with pytest.raises(StoreUnavailableError):
+                store.get(key)
+            assert time.monotonic() - began < LONGEST_S
+            server.resume()
+            assert store.get(key) == curve_document(created_at=store.get(key).created_at)
+
+
+def test_a_server_that_comes_back_is_used_again():
+    with redis_server() as server, opened(server.url) as store:
+        store.put(curve_document())
+        server.stop()
+        with pytest.raises(StoreUnavailableError):
+            store.list()
+        server.start()
+        assert store.list() == ()
+        store.put(curve_document())
+
+
+def test_what_does_not_speak_redis_is_unavailable(tmp_path):
+    import socketserver
+    import threading
+
+    class Http(socketserver.BaseRequestHandler):
+        def handle(self):
+            self.request.recv(1024)
+            self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Http) as http:
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            with opened(f"redis://:{ENCODED}@127.0.0.1:{http.server_address[1]}") as store:
+                with pytest.raises(StoreUnavailableError) as caught:
+                    store.list()
+                assert "p4ss" not in str(caught.value)
+        finally:
+            http.shutdown()
+            thread.join()
+
+
+def test_a_server_that_echoes_the_login_does_not_make_us_print_it():
+    """An old or broken server may quote the command that it did not understand."""
+    import socketserver
+    import threading
+
+    class Echo(socketserver.BaseRequestHandler):
+        def handle(self):
+            while data := self.request.recv(4096):
+                line = b" ".join(data.split(b"\r\n"))
+                self.request.sendall(b"-ERR unknown command, with args: " + line + b"\r\n")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as echo:
+        echo.daemon_threads = True
+        thread = threading.Thread(target=echo.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            with opened(f"redis://ada:{ENCODED}@127.0.0.1:{echo.server_address[1]}") as store:
+                with pytest.raises(StoreRefusedError) as caught:
+                    store.list()
+                assert "***" in str(caught.value)
+                assert PASSWORD not in "".join(traceback.format_exception(caught.value))
+        finally:
+            echo.shutdown()
+            thread.join()
+
+
+def test_the_documented_permissions_are_enough(server: RedisServer):
+    rules = "~kvtier:v1:* +client|setname +get +set +del +scan +pttl"
+    assert rules in RedisStore.__doc__
+    url = server.add_user("least", "pw", *rules.split())
+    with opened(url) as store:
+        key = store.put(curve_document())
+        assert store.get(key) is not None
+        assert len(store.list()) == 1
+        assert store.delete(key)
+
+
+def test_many_threads_share_one_store(server):
+    from concurrent.futures import ThreadPoolExecutor
+
+    with opened(server.url) as store, ThreadPoolExecutor(8) as pool:
+        documents = [curve_document(policy=f"p{index}") for index in range(64)]
+        keys = list(pool.map(store.put, documents))
+        assert list(pool.map(store.get, keys)) == documents
+
+
+def test_the_settings_choose_the_store(server, monkeypatch):
+    monkeypatch.setenv("KVTIER_REDIS_URL", server.url)
+    with open_store(load_settings()) as store:
+        assert isinstance(store, RedisStore)
+        assert store.get(profile_key("m", None)) is None
+
+
+ADDRESSES = [
+    ("redis://h", "redis://h:6379/0"),
+    ("redis://h:1/2", "redis://h:1/2"),
+    ("rediss://u:p@h:1", "rediss://u:***@h:1/0"),
+    ("redis://:p@[::1]:1", "redis://:***@[::1]:1/0"),
+    ("unix:///a/b", "unix:///a/b"),
+    ("unix://u:p@/a%20b?db=3", "unix://u:***@/a b?db=3"),
+]
+
+
+@pytest.mark.parametrize(("url", "shown"), ADDRESSES)
+def test_addresses_are_shown_without_their_password(url, shown):
+    assert str(parse_address(url)) == shown
+    assert "p'" not in repr(parse_address(url))
+
+
+def test_everything_special_may_be_percent_encoded():
+    address = parse_address("redis://us%40er:p%3A%2F%40%23%3Fw@h")
+    assert (address.username, address.password) == ("us@er", "p:/@#?w")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "", "host:6379", "http://h", "redis://", "redis:///1", "redis://u:se/cret@h", "unix://",
+        "redis://u:se#cret@h", "redis://u:se?cret@h", "redis://h:notaport", "redis://h/notadb",
+        "redis://h?ssl_cert_reqs=none", "unix:///s?password=secret", "unix://host/s",
+        "redis://u:secret@[::1", "redis://h:99999",
+    ],
+)  # fmt: skip
+def test_bad_addresses_are_refused_without_a_word_of_them(url):
+    with pytest.raises(ValueError, match="redis://, rediss:// or unix://") as caught:
+        parse_address(url)
+    with pytest.raises(UsageError, match=r"^redis_url: expected") as refused:
+        opened(url)
+    for error in (caught.value, refused.value):
+        assert "cret" not in "".join(traceback.format_exception(error)).replace(__file__, "")
