@@ -74,6 +74,9 @@ class Settings(BaseSettings):
         description="Quality target: every context keeps the share that its calibration curve "
         "allows under it. None: CA heads keep everything.",
     )
+    curve: Path | None = Field(
+        None, description="Calibration curve file (JSON). None: the store's, for --quality."
+    )
     retention: float | None = Field(
         None, gt=0, le=1, description="Share of every context that CA heads keep, instead."
     )
@@ -187,6 +190,11 @@ class Settings(BaseSettings):
         """Whether CA heads may keep less than the whole context."""
         rules = (self.quality, self.retention, self.budget_tokens, self.budget_bytes)
         return any(rule is not None for rule in rules)
+
+    def keeping_everything(self) -> Settings:
+        """The same settings without any share of the context asked for."""
+        names = ("quality", "curve", "retention", "budget_tokens", "budget_bytes")
+        return self.model_copy(update=dict.fromkeys((*names, "session_retention")))
 
     @property
     def expected_retention(self) -> float:

@@ -94,6 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--head-profile", help="head profile file (head_profile.json of the model)")
     add("--prefill", help=f"{' or '.join(PREFILLS)} (KVTIER_PREFILL, or exact)")
     add("--quality", help="quality target: each context keeps what its curve allows, such as 0.95")
+    add("--curve", help="curve file for --quality (curve.json of the model, or the store's)")
     add("--retention", help="share of each context that CA heads keep instead, such as 0.5")
     add("--chunk", help="prefill chunk tokens (a quarter of --len, 512 to 4096)")
     add("--budget-sessions", help="KV budget in full sessions (3 with --sessions)")
@@ -131,6 +132,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         workload=workload,
         settings=load_settings(
             head_profile=args.head_profile,
+            curve=args.curve,
             prefill=_choice(args.prefill, "--prefill", PREFILLS),
             **_share(args.quality, args.retention),
         ),

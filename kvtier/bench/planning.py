@@ -20,6 +20,7 @@ from kvtier.bench.options import Budget, Options
 from kvtier.bench.policies import Policy
 from kvtier.bench.recall import DEFAULT_LANGUAGE, PROMPT_TOKENS
 from kvtier.bench.schema import Plan, PoolSizes
+from kvtier.config import Settings
 from kvtier.errors import BudgetError, HeadProfileError, SizeError, UsageError
 from kvtier.heads.model_config import (
     check_splittable,
@@ -40,7 +41,7 @@ from kvtier.retention.pools import (
 from kvtier.sizes import format_size
 
 DEMO_MODEL = Path("models/kvtier-demo")
-PROFILE_FILE = "head_profile.json"
+PROFILE_FILE, CURVE_FILE = "head_profile.json", "curve.json"
 # The engine keeps a few tokens of its pool free for itself.
 ADMISSION_TOKENS = 64
 # Room beyond one session where no budget is set: nothing may be evicted while it is measured.
@@ -184,7 +185,7 @@ def _plan(
     options: Options, model: Model, policy: Policy, given: HeadProfile | None, note: str
 ) -> PolicyPlan:
     profile = policy.profile(model.shape, given)
-    scored = policy.splits_heads and options.settings.compacts
+    scored = policy.compacts and options.settings.compacts
     slots = slot_bytes(profile, model.dtype_bytes, scored=scored)
     session = session_shape(options, policy)
     pools = pool_sizes(options.budget, policy, slots, session)
@@ -193,7 +194,7 @@ def _plan(
         workload=options.workload,
         pools=pools,
         engine_args=engine_args(options, model, policy, pools),
-        environment=worker_environment(options, policy, session, pools),
+        environment=worker_environment(options, model, policy, session, pools),
         head_profile=profile if policy.splits_heads else None,
         ca_share=profile.ca_share,
     )
@@ -214,7 +215,7 @@ def session_shape(options: Options, policy: Policy) -> SessionShape:
         total - context,
         kept_tokens=kept + 1,
         prefill_tokens=prefill,
-        retention=settings.expected_retention,
+        retention=settings.expected_retention if policy.compacts else 1.0,
     )
 
 
@@ -295,12 +296,16 @@ def engine_args(options: Options, model: Model, policy: Policy, pools: PoolSizes
 
 
 def worker_environment(
-    options: Options, policy: Policy, session: SessionShape, pools: PoolSizes
+    options: Options, model: Model, policy: Policy, session: SessionShape, pools: PoolSizes
 ) -> dict[str, str]:
     """The worker's KVTIER_* variables; the head profile is added where its file is written."""
-    settings = options.settings.model_copy(
+    settings = options.settings
+    if not policy.compacts:
+        settings = settings.keeping_everything()
+    settings = settings.model_copy(
         update={
             "head_profile": None,
+            "curve": find_curve(settings, model),
             "locality_slots": pools.locality_slots,
             "session_tokens": session.context_tokens,
             "turn_tokens": session.turn_tokens,
@@ -308,3 +313,11 @@ def worker_environment(
         }
     )
     return settings.to_env()
+
+
+def find_curve(settings: Settings, model: Model) -> Path | None:
+    """The curve file for a quality target: the user's, or the model's; None leaves the store's."""
+    if settings.quality is None or settings.curve is not None:
+        return settings.curve
+    path = model.path / CURVE_FILE
+    return path.resolve() if path.is_file() else None

@@ -35,6 +35,11 @@ class Policy:
         """Whether the user's head profile decides what, or how much, is kept."""
         return self.name in ("kvtier", "random")
 
+    @property
+    def compacts(self) -> bool:
+        """Whether --quality and --retention are for this policy; the controls keep everything."""
+        return self.name == "kvtier"
+
     def profile(self, shape: ModelShape, given: HeadProfile | None) -> HeadProfile:
         """The head profile in force; `given` is the user's, for the policy that needs one."""
         if self.name == "window":

@@ -1,15 +1,15 @@
 """Calibration curves: the quality that is left when a share of a context is kept.
 
-    f(r, n) = (1 − e^{−s r^p}) / (1 − e^{−s}),   s = e^{α·n + β}     f(0) = 0, f(1) = 1
-    r*(τ, n) = (−ln(1 − τ (1 − e^{−s})) / s)^{1/p}
+    f(r, n) = (1 − 2^{−(r/m)^p}) / (1 − 2^{−(1/m)^p}),   m = α·n + β     f(0) = 0, f(1) = 1
+    r*(τ, n) = m · (−log₂(1 − τ (1 − 2^{−(1/m)^p})))^{1/p}
 
 n is the context's token-mean NLL in nats, r the share of it that is kept. Quality is the NLL of the
-true answers with the full cache over that with the compressed one. A large s means that much can go
-before quality falls; p is how suddenly it falls then; s → 0 leaves f = r^p.
+true answers with the full cache over that with the compressed one. m is the share that leaves about
+half of the quality, and grows with n: a text that surprises is a text that cannot lose much. p says
+how suddenly quality falls there.
 
-Compactor (section 3.5) has p = 1 and b = −s = α·n + β, which can only bend: it starts to fall at
-once. A text whose facts are all kept or not falls like a step, at a share that its NLL foretells.
-Measured on the demo model, 16 contexts of 4k: held-out RMSE 0.21 for that curve, 0.07 for this one.
+Compactor (section 3.5) has p = 1 (with b = −ln 2 / m, and b linear in n), which can only bend: it
+starts to fall at once. A text whose facts are either kept or lost falls like a step.
 
 Everything here is pure and deterministic; nothing needs torch.
 """
@@ -27,23 +27,22 @@ from kvtier.errors import UsageError
 
 Floats = NDArray[np.float64]
 
-LOG_STEEPNESS = (-4.0, 18.0)
-"""Limits of ln s in a fit. Below the first f is r^p to three digits; the second lets a step (p = 8)
-stand at a share of 0.1. A model that recalled everything would otherwise ask for s = inf."""
+HALF_LIMITS = (0.01, 4.0)
+"""Limits of m in a fit. Below the first, less would be kept than anybody measures; the second is
+straight to two digits. A model that recalled everything would otherwise ask for m = 0."""
 
-LOG_POWER = (math.log(0.5), math.log(12.0))
-"""Limits of ln p in a fit."""
+POWER_LIMITS = (0.5, 24.0)
+"""Limits of p in a fit."""
 
 MIN_MEASUREMENTS = 8
 UNDERESTIMATE_WEIGHT = 4.0
 FOLDS = 5
 
-_LINEAR = 1e-7  # below it f is its own first-order series to the last digit
-_LARGEST_LOG = 700.0  # e^x is still finite
+_LN2 = math.log(2.0)
 _MIN_NLL_SPREAD = 1e-6  # nats; closer NLLs are one NLL
 _RIDGE = 1e-6  # in squared quality, one unit away from where the ridge stands
-_FLAT = np.array([0.0, 0.0, 0.0])  # ln s at both ends and ln p of the curve taken when in doubt
-_GRID, _SHRINK, _PRECISION = 13, 0.6, 1e-6
+_FLAT = np.array([0.0, 0.0, 0.0])  # ln m at both ends and ln p of the curve taken when in doubt
+_GRID, _SHRINK, _PRECISION = 9, 0.6, 1e-6
 
 
 @dataclass(frozen=True)
@@ -93,48 +92,43 @@ class Curve:
         if self.nll_min > self.nll_max:
             raise UsageError("nll_min", f"at most nll_max ({self.nll_max})", self.nll_min)
 
-    def log_steepness(self, nll: float) -> float:
-        """ln s of a context with this NLL (nats). Raises UsageError for NaN."""
+    def half(self, nll: float) -> float:
+        """m of a context with this NLL (nats). Raises UsageError for NaN."""
         if math.isnan(nll):
             raise UsageError("nll", "a number", nll)
-        return self.alpha * min(max(nll, self.nll_min), self.nll_max) + self.beta
+        half = self.alpha * min(max(nll, self.nll_min), self.nll_max) + self.beta
+        return min(max(half, HALF_LIMITS[0]), HALF_LIMITS[1])
 
     def quality(self, retention: float, nll: float) -> float:
         """f: quality in [0, 1] when `retention` in [0, 1] is kept. Raises UsageError."""
         if not 0 <= retention <= 1:
             raise UsageError("retention", "a share in [0, 1]", retention)
-        log_s, power = np.float64(self.log_steepness(nll)), np.float64(self.power)
-        return float(quality_at(np.float64(retention), log_s, power))
+        half, power = np.float64(self.half(nll)), np.float64(self.power)
+        return float(quality_at(np.float64(retention), half, power))
 
     def retention(self, quality: float, nll: float) -> float:
         """r*: the share to keep, in (0, 1], for a quality in (0, 1]. Raises UsageError."""
         if not 0 < quality <= 1:
             raise UsageError("quality", "a target in (0, 1]", quality)
-        return retention_at(quality, self.log_steepness(nll), self.power)
+        return retention_at(quality, self.half(nll), self.power)
 
 
 def quality_at(
-    retention: Floats | np.float64, log_s: Floats | np.float64, power: Floats | np.float64
+    retention: Floats | np.float64, half: Floats | np.float64, power: Floats | np.float64
 ) -> Floats:
-    """f elementwise, broadcasting; exact for s → 0 and free of overflow for every finite ln s."""
-    steep = np.exp(np.minimum(log_s, _LARGEST_LOG))
-    kept = retention**power
-    linear = steep < _LINEAR
-    s = np.where(linear, 1.0, steep)
-    bent = np.expm1(-s * kept) / np.expm1(-s)
-    return np.where(linear, kept * (1.0 + steep * (1.0 - kept) / 2.0), bent)
+    """f elementwise, broadcasting, for m and p within their limits; e^-700 is as good as 0."""
+    kept = np.minimum(_LN2 * (retention / half) ** power, 700.0)
+    everything = np.minimum(_LN2 * (1.0 / half) ** power, 700.0)
+    return np.asarray(np.expm1(-kept) / np.expm1(-everything))
 
 
-def retention_at(quality: float, log_s: float, power: float) -> float:
-    """r* for a quality in (0, 1] and any finite ln s and positive power, in (0, 1]."""
+def retention_at(quality: float, half: float, power: float) -> float:
+    """r* for a quality in (0, 1] and m and p within their limits, in (0, 1]."""
     if quality == 1.0:
         return 1.0
-    s = math.exp(min(log_s, _LARGEST_LOG))
-    if s < _LINEAR:
-        kept = quality * (1.0 - s * (1.0 - quality) / 2.0)
-    else:
-        kept = -math.log1p(quality * math.expm1(-s)) / s
-    return float(min(max(kept ** (1.0 / power), math.ulp(0.0)), 1.0))
+    everything = min(_LN2 * (1.0 / half) ** power, 700.0)
+    kept = -math.log1p(quality * math.expm1(-everything)) / _LN2
+    return float(min(max(half * kept ** (1.0 / power), math.ulp(0.0)), 1.0))
 
 
 def fit_curve(
@@ -148,7 +142,7 @@ def fit_curve(
     qualities, 4 through the 0.2 expectile; 1 gives ordinary least squares.
 
     A ratio above 1 counts as 1: better than the full cache is no reason to keep less. Where the
-    measurements cannot tell two curves apart, the one nearest to s = p = 1 is taken, within limits;
+    measurements cannot tell two curves apart, the one nearest to m = p = 1 is taken, within limits;
     so perfect recall everywhere gives a steep curve and not an infinite one. Contexts of equal NLL
     give α = 0.
 
@@ -222,41 +216,42 @@ def _columns(measurements: Sequence[Measurement]) -> tuple[Floats, Floats, Float
 def _residuals(curve: Curve, measurements: Sequence[Measurement]) -> Floats:
     """Predicted minus measured quality, [measurements]."""
     nll, retention, measured = _columns(measurements)
-    log_s = curve.alpha * np.clip(nll, curve.nll_min, curve.nll_max) + curve.beta
-    return quality_at(retention, log_s, np.float64(curve.power)) - measured
+    half = np.array([curve.half(float(one)) for one in nll])
+    return quality_at(retention, half, np.float64(curve.power)) - measured
 
 
 def _solve(measurements: Sequence[Measurement], weight: float) -> Curve:
-    """The fit in terms of ln s at the two ends of the NLL range, and of ln p: a box."""
+    """The fit in terms of ln m at the two ends of the NLL range, and of ln p: a box."""
     nll, retention, measured = _columns(measurements)
     low, high = float(nll.min()), float(nll.max())
     spread = high - low if high - low >= _MIN_NLL_SPREAD else 0.0
     position = (nll - low) / spread if spread else np.zeros_like(nll)
 
     def loss(points: Floats) -> Floats:
-        log_s = points[:, :1] * (1.0 - position) + points[:, 1:2] * position
-        error = quality_at(retention, log_s, np.exp(points[:, 2:])) - measured
+        ends = np.exp(points[:, :2])
+        half = ends[:, :1] * (1.0 - position) + ends[:, 1:] * position
+        error = quality_at(retention, half, np.exp(points[:, 2:])) - measured
         asymmetric = np.where(error > 0, weight, 1.0) * error**2
         distance = np.mean((points - _FLAT) ** 2, axis=1)
         return np.asarray(asymmetric.mean(axis=1) + _RIDGE * distance)
 
-    at_low, at_high, log_power = _least(loss, one_nll=not spread)
-    alpha = (at_high - at_low) / spread if spread else 0.0
-    return Curve(alpha, at_low - alpha * low, math.exp(log_power), low, high)
+    at_low, at_high, power = np.exp(_least(loss, one_nll=not spread))
+    alpha = float(at_high - at_low) / spread if spread else 0.0
+    return Curve(alpha, float(at_low) - alpha * low, float(power), low, high)
 
 
-def _least(loss: Callable[[Floats], Floats], *, one_nll: bool) -> tuple[float, float, float]:
-    """The point of the box (ln s at the low end, at the high end, ln p) with the least loss.
+def _least(loss: Callable[[Floats], Floats], *, one_nll: bool) -> Floats:
+    """The point of the box (ln m at the low end, at the high end, ln p) with the least loss.
 
     loss: [candidates, 3] -> [candidates]. A grid that closes in on its best point needs neither
-    derivatives nor a starting point; it closes in slowly, because ln s and ln p lean on each other.
+    derivatives nor a starting point; it closes in slowly, because the coordinates lean on each
+    other.
     """
-    lowest = np.array([LOG_STEEPNESS[0], LOG_STEEPNESS[0], LOG_POWER[0]])
-    highest = np.array([LOG_STEEPNESS[1], LOG_STEEPNESS[1], LOG_POWER[1]])
+    lowest, highest = np.log(np.array([HALF_LIMITS, HALF_LIMITS, POWER_LIMITS])).T
     steps = np.linspace(-1.0, 1.0, _GRID)
     if one_nll:
-        s, p = (axis.ravel() for axis in np.meshgrid(steps, steps, indexing="ij"))
-        offsets = np.stack([s, s, p], axis=1)
+        m, p = (axis.ravel() for axis in np.meshgrid(steps, steps, indexing="ij"))
+        offsets = np.stack([m, m, p], axis=1)
     else:
         offsets = np.stack(np.meshgrid(steps, steps, steps, indexing="ij"), axis=-1).reshape(-1, 3)
     best, reach = (lowest + highest) / 2, 1.0
@@ -264,4 +259,4 @@ def _least(loss: Callable[[Floats], Floats], *, one_nll: bool) -> tuple[float, f
         candidates = np.clip(best + reach * offsets * (highest - lowest) / 2, lowest, highest)
         best = candidates[np.argmin(loss(candidates))]
         reach *= _SHRINK
-    return float(best[0]), float(best[1]), float(best[2])
+    return np.asarray(best)

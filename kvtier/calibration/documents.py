@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import (
@@ -25,8 +26,8 @@ from pydantic import (
 )
 
 from kvtier.calibration.curves import (
-    LOG_POWER,
-    LOG_STEEPNESS,
+    HALF_LIMITS,
+    POWER_LIMITS,
     UNDERESTIMATE_WEIGHT,
     Curve,
     Measurement,
@@ -38,7 +39,7 @@ from kvtier.calibration.keys import CurveKey, Key, ProfileKey, curve_key, profil
 from kvtier.errors import CalibrationDocumentError, CalibrationMismatchError
 from kvtier.heads.profile import HeadProfile, ModelShape
 
-_ROUNDING = 1e-6  # ln s comes back from α·n + β with the last digits changed
+_ROUNDING = 1e-6  # m comes back from α·n + β with the last digits changed
 
 
 class Stored(BaseModel):
@@ -105,19 +106,13 @@ class CurveDocument(Stored):
     def _is_a_curve(self) -> Self:
         if self.nll_min > self.nll_max:
             raise ValueError(f"nll_min {self.nll_min} is above nll_max {self.nll_max}")
-        low, high = LOG_STEEPNESS
-        for nll in (self.nll_min, self.nll_max):
-            log_s = self.alpha * nll + self.beta
-            if not low - _ROUNDING <= log_s <= high + _ROUNDING:
-                raise ValueError(
-                    f"alpha and beta give ln s = {log_s} at nll {nll}, outside {low} … {high}"
-                )
-        if (
-            not LOG_POWER[0] - _ROUNDING
-            <= math.log(max(self.power, 1e-9))
-            <= LOG_POWER[1] + _ROUNDING
+        for name, limits, values in (
+            ("m", HALF_LIMITS, [self.alpha * n + self.beta for n in (self.nll_min, self.nll_max)]),
+            ("power", POWER_LIMITS, [self.power]),
         ):
-            raise ValueError(f"power {self.power} is outside 0.5 … 12")
+            low, high = limits
+            if not all(low - _ROUNDING <= value <= high + _ROUNDING for value in values):
+                raise ValueError(f"{name} must be within {low} … {high}, got {values}")
         return self
 
     @property
@@ -214,6 +209,22 @@ def document_of_fit(
     )
 
 
+def load_curve(path: Path) -> CurveDocument:
+    """Read a curve file. Raises CalibrationDocumentError naming the file and the field at fault."""
+    try:
+        return CurveDocument.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise CalibrationDocumentError(f"curve: cannot read {path}: {error}") from error
+    except ValidationError as error:
+        raise CalibrationDocumentError(f"curve: {path}: {_first_problem(error)}") from error
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors(include_input=False, include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"]) or "document"
+    return f"{where}: {first['msg']}"
+
+
 def parse_document(key: Key, text: str | bytes) -> Document:
     """The document stored under `key`.
 
@@ -226,9 +237,7 @@ def parse_document(key: Key, text: str | bytes) -> Document:
     try:
         document = kind.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "document"
-        raise CalibrationDocumentError(f"{key}: {where}: {first['msg']}") from error
+        raise CalibrationDocumentError(f"{key}: {_first_problem(error)}") from error
     if document.key != key:
         raise CalibrationMismatchError(f"{key}: holds the document of {document.key}")
     return document

@@ -81,5 +81,5 @@ def title_lines(curve: Curve, measurements: Sequence[Measurement], title: str) -
     return [
         *([title] if title else []),
         f"{len(measurements)} measurements of {contexts} contexts",
-        f"ln s = {curve.alpha:.3f} · NLL + {curve.beta:.3f}, p = {curve.power:.2f}",
+        f"half at m = {curve.alpha:.3f} · NLL + {curve.beta:.3f}, p = {curve.power:.2f}",
     ]

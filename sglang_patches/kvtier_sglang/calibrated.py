@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 
-from kvtier.calibration.documents import CurveDocument, ProfileDocument
+from kvtier.calibration.documents import CurveDocument, ProfileDocument, load_curve
 from kvtier.calibration.embedded import has_data
 from kvtier.calibration.keys import profile_key
 from kvtier.calibration.local_copy import LocalCopy
@@ -44,15 +44,29 @@ class WatchedCurve:
         return self.watcher.counters
 
 
-def watch_curve(
+class FixedCurve:
+    """A curve from a file."""
+
+    def __init__(self, document: CurveDocument) -> None:
+        self._document = document
+        self.counters: dict[str, int] = {}
+
+    def curve(self) -> CurveDocument | None:
+        return self._document
+
+
+def curve_source(
     settings: Settings,
     model_path: str,
     profile: HeadProfile,
     rule: LocalityRule,
     compactor: Compactor,
     dtype: str,
-) -> WatchedCurve:
-    """Watch the curve of exactly this model, policy and KV dtype."""
+) -> WatchedCurve | FixedCurve:
+    """The curve of exactly this model, policy and KV dtype: the user's file, or the store's.
+
+    Raises CalibrationDocumentError for a file that is no such curve.
+    """
     served = Served(
         model=model_name(model_path),
         revision=weights_revision(model_path),
@@ -60,6 +74,14 @@ def watch_curve(
         dtype=dtype,
         shape=profile.shape,
     )
+    if settings.curve is not None:
+        document = load_curve(settings.curve)
+        served.check(document)
+        return FixedCurve(document)
+    return _watched(settings, served)
+
+
+def _watched(settings: Settings, served: Served) -> WatchedCurve:
     watcher = watch(settings, served)
     watcher.wait_first_poll(FIRST_POLL_S)
     if watcher.current().curve is None:

@@ -30,7 +30,7 @@ from kvtier.config import Settings
 from kvtier.retention.locality import DroppedSpan, LocalityRule
 from kvtier.retention.rules import compactor_of, locality_rule
 from kvtier.retention.share import Everything, Turn
-from kvtier_sglang.calibrated import watch_curve
+from kvtier_sglang.calibrated import curve_source
 from kvtier_sglang.compaction import Compaction
 from kvtier_sglang.retention import Retention, mean_nll, share_rule
 from kvtier_sglang.variants import KvNode, VariantRadixCache
@@ -252,7 +252,7 @@ def build(ctx: TreeCacheBuildContext, settings: Settings) -> KvtierRadixCache:
     if settings.quality is not None:
         path = ctx.server_args.model_path
         dtype = str(pool.dtype).removeprefix("torch.")
-        source = watch_curve(settings, path, pool.profile, rule, compactor, dtype)
+        source = curve_source(settings, path, pool.profile, rule, compactor, dtype)
     return KvtierRadixCache(
         ctx.params,
         rule,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
@@ -21,15 +20,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvtier.calibration.curves import LOG_POWER, LOG_STEEPNESS, fit_curve
+from kvtier.calibration.curves import HALF_LIMITS, POWER_LIMITS, fit_curve
 from kvtier.calibration.documents import document_of_fit, parse_document
 from kvtier.errors import CalibrationDocumentError, CalibrationMismatchError
 from kvtier.heads.profile import MeasuredCost
 
-steepnesses = st.floats(*LOG_STEEPNESS)
+halves = st.floats(*HALF_LIMITS)
 
 
-@given(steepnesses, steepnesses, st.floats(0.5, 12), st.text(min_size=1, max_size=9))
+@given(halves, halves, st.floats(*POWER_LIMITS), st.text(min_size=1, max_size=9))
 def test_a_stored_curve_is_read_back_equal(low, high, power, policy):
     alpha = (high - low) / 3.0
     document = curve_document(alpha=alpha, beta=low - alpha, power=power, policy=policy)
@@ -49,7 +48,7 @@ def test_a_stored_profile_is_read_back_equal():
         ({"alpha": float("nan")}, "alpha"),
         ({"beta": float("inf")}, "beta"),
         ({"alpha": 1e9}, "document"),
-        ({"beta": LOG_STEEPNESS[1] + 10}, "document"),
+        ({"beta": HALF_LIMITS[1] + 10}, "document"),
         ({"power": 0.0}, "document"),
         ({"power": 1e3}, "document"),
         ({"power": float("nan")}, "power"),
@@ -91,9 +90,9 @@ def test_what_is_no_document_is_refused(text):
 
 
 def test_a_curve_at_the_limit_is_still_one():
-    low, high = LOG_STEEPNESS
+    low, high = HALF_LIMITS
     alpha = (high - low) / 3
-    document = curve_document(alpha=alpha, beta=low - alpha, power=math.exp(LOG_POWER[1]))
+    document = curve_document(alpha=alpha, beta=low - alpha, power=POWER_LIMITS[1])
     assert parse_document(document.key, document.to_json()) == document
 
 
@@ -138,7 +137,7 @@ def test_dates_are_in_utc_whatever_they_were_given_in():
 
 
 def test_a_fit_is_described_completely():
-    measured = synthetic(2.0, -10.0, 0.02)
+    measured = synthetic(0.1, 0.1, 0.02)
     document = document_of_fit(
         measured, model=MODEL, revision=None, policy=POLICY, dtype=DTYPE,
         answer_floor_nats=0.1, parameters={"seed": 3},
@@ -153,7 +152,7 @@ def test_a_fit_is_described_completely():
 
 
 def test_no_context_keeps_less_than_was_ever_measured():
-    document = curve_document(alpha=0.0, beta=6.0, power=1.0, retentions=(0.25, 0.5))
+    document = curve_document(alpha=0.0, beta=0.01, power=1.0, retentions=(0.25, 0.5))
     assert document.curve.retention(0.95, 2.0) < 0.1
     assert document.retention(0.95, 2.0) == 0.25
     assert document.retention(1.0, 2.0) == 1.0

@@ -194,7 +194,7 @@ def change_curve() -> CurveDocument:
         (stored,) = store.list()
         document = store.get(stored.key)
         assert isinstance(document, CurveDocument)
-        changed = document.model_copy(update={"alpha": 0.0, "beta": 2.0, "power": 1.0})
+        changed = document.model_copy(update={"alpha": 0.0, "beta": 0.3, "power": 1.0})
         store.put(changed)
     return changed
 
