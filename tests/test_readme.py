@@ -40,7 +40,10 @@ def commands(prefix: str) -> list[str]:
 
 
 def test_every_command_of_the_readme_is_covered_here():
-    known = ("make ", "pip install ", "kvtier calibrate", "kvtier serve", "kvtier env", "python -m")
+    known = (
+        *("make ", "pip install ", "python -m"),
+        *("kvtier calibrate ", "kvtier calibration ", "kvtier serve", "kvtier env"),
+    )
     assert [c for c in COMMANDS if not c.startswith(known)] == []
     assert all(commands(prefix) for prefix in known)
 
@@ -60,22 +63,32 @@ def test_the_extras_exist(command):
     assert set(extras) <= set(project["optional-dependencies"])
 
 
-@pytest.mark.parametrize("command", [*commands("kvtier env"), *commands("python -m")])
-def test_quick_commands_run_as_written(command):
+@pytest.mark.parametrize(
+    "command",
+    [*commands("kvtier env"), *commands("kvtier calibration"), *commands("python -m")],
+)
+def test_quick_commands_run_as_written(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path))
     done = run(in_this_environment(command))
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
 
 @pytest.mark.engine
-def test_calibrating_and_serving_work_as_written(tmp_path):
-    """The calibrate command, then the serve command with its profile, answering one request."""
+def test_calibrating_and_serving_work_as_written(tmp_path, monkeypatch):
+    """The calibrate command, then the serve command that picks up its profile and curve from the
+    embedded store, answering one request."""
+    monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
     (tmp_path / "models").symlink_to(REPOSITORY / "models")
-    (calibrate,), (serve,) = commands("kvtier calibrate"), commands("kvtier serve")
+    (calibrate,), (serve,) = commands("kvtier calibrate "), commands("kvtier serve")
     done = run(in_this_environment(calibrate), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "heads.json").is_file()
-    assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
+    files = {path.name for path in (tmp_path / "calibration").iterdir()}
+    assert files == {"head_profile.json", "head_profile.png", "curve.json", "curve.png"}
+    (listing,) = commands("kvtier calibration list")
+    listed = run(in_this_environment(listing), cwd=tmp_path).stdout
+    assert "kvtier:v1:profile:kvtier-demo:" in listed
+    assert "kvtier:v1:curve:kvtier-demo:" in listed
     port = free_port()
     arguments = in_this_environment(serve.replace("30000", str(port)))
     with serving(arguments, port, log=tmp_path / "server.log", cwd=tmp_path) as url:
@@ -83,3 +96,7 @@ def test_calibrating_and_serving_work_as_written(tmp_path):
         request = Request(f"{url}/generate", body.encode(), {"Content-Type": "application/json"})
         with urlopen(request, timeout=60) as reply:
             assert json.load(reply)["meta_info"]["completion_tokens"] == 2
+        with urlopen(f"{url}/server_info", timeout=60) as reply:
+            state = json.load(reply)["internal_states"][0]["kvtier"]
+    assert state["retention"]["calibration"]["changes"] >= 1, "the curve was not picked up"
+    assert "3 of 12 KV heads CA" in (tmp_path / "server.log").read_text()
