@@ -129,12 +129,19 @@ class Selection:
 
 
 class HeadMethod(ABC):
-    """A way to find the heads that need the context. Stateless between calls."""
+    """A way to find the heads that need the context. Stateless between calls.
+
+    data_free:  scores come from the model alone: one batch is enough, unless a budget is measured
+    """
 
     name: ClassVar[str]
+    data_free: ClassVar[bool] = False
 
     def check_target(self, target: Target) -> None:  # noqa: B027  (most methods take any)
         """Raise UsageError when the method cannot serve `target`; called before any model loads."""
+
+    def check_shape(self, shape: ModelShape) -> None:  # noqa: B027  (most methods take any)
+        """Raise HeadProfileError when it cannot serve such a model; called before it loads."""
 
     @abstractmethod
     def score(self, batches: Sequence[ProbeBatch], progress: Progress = no_progress) -> HeadScores:
@@ -153,6 +160,8 @@ class HeadMethod(ABC):
 
 METHODS: dict[str, str] = {
     "contextkeeper": "kvtier.heads.contextkeeper:ContextKeeper",
+    "import": "kvtier.heads.duoattention:ImportedPattern",
+    "razor": "kvtier.heads.razor:Razor",
     "sensitivity": "kvtier.heads.sensitivity:Sensitivity",
 }
 
@@ -184,3 +193,9 @@ def best_heads(scores: Matrix, count: int) -> list[Head]:
         key=lambda at: (-scores[at[0]][at[1]], at),
     )
     return order[:count]
+
+
+def ranked(first: Matrix, second: Matrix) -> list[Head]:
+    """All heads, best first, by the first matrix and then by the second."""
+    heads = best_heads(second, sum(map(len, second)))
+    return sorted(heads, key=lambda at: -first[at[0]][at[1]])

@@ -1,49 +1,66 @@
-"""Calibrate a model's heads: samples, scores, selection, verification, profile file."""
+"""Calibrate a model's heads: samples, scores, selection, verification, profile file.
+
+Several methods run on the same samples, whose contexts are prefilled once:
+
+    calibration samples ── prefill ──> method 1, method 2, … ──> one selection each
+    held-out samples ───── prefill ──> full, random, no heads, selection 1, selection 2, …
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier.errors import SizeError, UsageError
-from kvtier.heads.base import (
-    CalibrationSample,
-    HeadMethod,
-    Progress,
-    Selection,
-    Target,
-    make_method,
-    no_progress,
-)
+from kvtier.errors import UsageError
+from kvtier.heads.base import CalibrationSample, Progress, Selection, Target, no_progress
+from kvtier.heads.entries import Entry, Parameters, make_entry
+from kvtier.heads.loading import load_model
 from kvtier.heads.model_config import (
     check_splittable,
-    context_length,
+    model_name,
     model_shape,
     read_config,
     weights_revision,
 )
+from kvtier.heads.plan import SamplePlan, synthetic_plan, users_plan
 from kvtier.heads.policy import DEFAULT_RULE
-from kvtier.heads.probe import HeadProbe, ProbeBatch, middle_of
+from kvtier.heads.probe import HeadProbe, ProbeBatch
 from kvtier.heads.profile import HeadProfile
-from kvtier.heads.samples import HELD_OUT, make_samples, maker_for
-from kvtier.heads.verify import Verification, verify
+from kvtier.heads.verify import Verification, verify_all
 from kvtier.retention.locality import LocalityRule
-from kvtier.sizes import format_size
 
 DEFAULT_LENGTHS = (4096,)
 DEFAULT_SAMPLES = 4
-QUESTION_ROOM_TOKENS = 128
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A stored profile and what was measured before it was stored, per context length."""
+    """A profile and what was measured of it, per group of held-out samples.
+
+    label:    the method as it was asked for
+    seconds:  scoring and selecting, without prefilling the samples
+    """
 
     profile: HeadProfile
     verifications: tuple[Verification, ...]
+    label: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class CalibrationRun:
+    """Methods run on the same samples, and what they shared.
+
+    prefill_seconds:  all contexts, calibration and held out
+    description:      samples, seed and rule, as the profiles' parameters carry them
+    """
+
+    results: tuple[Calibrated, ...]
+    prefill_seconds: float
+    description: dict[str, Any]
 
 
 def calibrate_heads(
@@ -56,73 +73,157 @@ def calibrate_heads(
     samples: int = DEFAULT_SAMPLES,
     seed: int = 0,
     rule: LocalityRule = DEFAULT_RULE,
+    samples_file: Path | None = None,
+    parameters: Parameters | None = None,
     progress: Progress = no_progress,
 ) -> Calibrated:
     """Find the CA heads of a local model, measure what they cost, and write the profile to `out`.
 
-    lengths:  context lengths in tokens, `samples` contexts each; the cost is measured at each
-    rule:     what a locality head keeps; the costs hold for this rule only
+    lengths:       context lengths in tokens, `samples` contexts each; the cost is measured at each
+    rule:          what a locality head keeps; the costs hold for this rule only
+    samples_file:  the user's own samples (`kvtier.heads.user_samples`) instead of lengths, samples
+    parameters:    keyword arguments of methods, by name
 
     Raises UsageError, naming the argument, before anything heavy starts.
     """
-    chosen = make_method(method)
-    chosen.check_target(target)
-    if not out.parent.is_dir():
+    run = run_methods(
+        model_path, [make_entry(method, target, parameters)], out,
+        lengths=lengths, samples=samples, seed=seed, rule=rule, samples_file=samples_file,
+        progress=progress,
+    )  # fmt: skip
+    return run.results[0]
+
+
+def run_methods(
+    model_path: str,
+    entries: Sequence[Entry],
+    out: Path | None = None,
+    *,
+    lengths: Sequence[int] = DEFAULT_LENGTHS,
+    samples: int = DEFAULT_SAMPLES,
+    seed: int = 0,
+    rule: LocalityRule = DEFAULT_RULE,
+    samples_file: Path | None = None,
+    progress: Progress = no_progress,
+) -> CalibrationRun:
+    """Run every entry on the same samples; the first one's profile goes to `out`, if given.
+
+    Arguments and errors as in `calibrate_heads`.
+    """
+    if out is not None and not out.parent.is_dir():
         raise UsageError("--out", "a file in an existing directory", str(out))
-    check_model(model_path, lengths, rule)
-    maker, tasks = maker_for(model_path)
-    calibration = make_samples(maker, tasks, samples, lengths, seed)
-    held_out = make_samples(maker, tasks, samples, lengths, seed, HELD_OUT)
+    check_model(model_path, entries)
+    if samples_file is not None:
+        plan = users_plan(model_path, samples_file, rule)
+    else:
+        plan = synthetic_plan(model_path, lengths, samples, seed, rule)
     progress("loading the model", 0, 1)
     probe = HeadProbe(load_model(model_path), rule)
     progress("loading the model", 1, 1)
 
-    selection = choose(chosen, probe, calibration, target, progress)
-    profile = HeadProfile(
-        model=Path(model_path).resolve().name,
-        revision=weights_revision(model_path),
-        shape=probe.shape,
-        method=method,
-        ca_heads=selection.ca_heads,
-        scores=selection.scores,
-    )
-    found = tuple(
-        verify(
-            prepare(probe, [s for s in held_out if len(s.context_ids) == length], progress),
-            profile, seed, progress=progress,
-        )
-        for length in lengths
-    )  # fmt: skip
-    parameters = {
-        **selection.parameters,
-        "share": target.share,
-        "budget": target.budget,
-        "lengths": list(lengths),
-        "contexts_per_length": samples,
+    clock = _Clock()
+    chosen = choose_all(entries, probe, plan.calibration, progress, clock)
+    profiles = _profiles(model_path, probe, entries, [selection for selection, _ in chosen])
+    measured = measure_all(probe, plan, profiles, seed, progress, clock)
+    description = {
+        **plan.description,
         "seed": seed,
-        "tasks": list(tasks),
         "sink_tokens": rule.sink_tokens,
         "recent_tokens": rule.recent_tokens,
         "compensation": rule.compensation,
+    }
+    results = tuple(
+        _finished(entry, selection, seconds, profile, found, description)
+        for entry, (selection, seconds), profile, found in zip(
+            entries, chosen, profiles, measured, strict=True
+        )
+    )
+    if out is not None:
+        results[0].profile.save(out)
+    return CalibrationRun(results, clock.seconds, description)
+
+
+class _Clock:
+    """Adds up the time spent inside it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._since
+
+
+def _profiles(
+    model_path: str, probe: HeadProbe, entries: Sequence[Entry], chosen: Sequence[Selection]
+) -> list[HeadProfile]:
+    """The profiles as far as they are known before they are measured."""
+    model, revision = model_name(model_path), weights_revision(model_path)
+    return [
+        HeadProfile(
+            model=model,
+            revision=revision,
+            shape=probe.shape,
+            method=entry.method.name,
+            ca_heads=selection.ca_heads,
+            scores=selection.scores,
+        )
+        for entry, selection in zip(entries, chosen, strict=True)
+    ]
+
+
+def _finished(
+    entry: Entry, selection: Selection, seconds: float, profile: HeadProfile,
+    found: tuple[Verification, ...], description: dict[str, Any],
+) -> Calibrated:  # fmt: skip
+    """The profile with its measured costs and everything that led to it."""
+    parameters = {
+        **selection.parameters,
+        "share": entry.target.share,
+        "budget": entry.target.budget,
+        **description,
         "control": [verification.control() for verification in found],
     }
     costs = tuple(cost for verification in found for cost in verification.costs())
     profile = profile.model_copy(update={"costs": costs, "parameters": parameters})
-    profile.save(out)
-    return Calibrated(profile, found)
+    return Calibrated(profile, found, entry.label, seconds)
 
 
-def choose(
-    method: HeadMethod,
-    probe: HeadProbe,
-    samples: Sequence[CalibrationSample],
-    target: Target,
-    progress: Progress,
-) -> Selection:
-    """Score and select; the samples' KV is freed on return."""
-    batches = prepare(probe, samples, progress)
-    scores = method.score(batches, progress)
-    return method.select(scores, batches, target, progress)
+def choose_all(
+    entries: Sequence[Entry], probe: HeadProbe, samples: Sequence[CalibrationSample],
+    progress: Progress, clock: _Clock,
+) -> list[tuple[Selection, float]]:  # fmt: skip
+    """Selections and the seconds each took; the samples' KV is freed on return."""
+    read = any(not e.method.data_free or e.target.budget is not None for e in entries)
+    with clock:
+        batches = prepare(probe, samples if read else samples[:1], progress)
+    chosen = []
+    for entry in entries:
+        own = _Clock()
+        with own:
+            scores = entry.method.score(batches, progress)
+            selection = entry.method.select(scores, batches, entry.target, progress)
+        chosen.append((selection, own.seconds))
+        # No method profits from what the one before it has already computed.
+        for batch in batches:
+            batch.forget()
+    return chosen
+
+
+def measure_all(
+    probe: HeadProbe, plan: SamplePlan, profiles: Sequence[HeadProfile], seed: int,
+    progress: Progress, clock: _Clock,
+) -> list[tuple[Verification, ...]]:  # fmt: skip
+    """What every profile costs on each held-out group; one group's KV is held at a time."""
+    groups = []
+    for samples in plan.held_out:
+        with clock:
+            batches = prepare(probe, samples, progress)
+        groups.append(verify_all(batches, profiles, seed, progress=progress))
+        del batches
+    return list(zip(*groups, strict=True))
 
 
 def prepare(
@@ -137,76 +238,10 @@ def prepare(
     return batches
 
 
-def check_model(model_path: str, lengths: Sequence[int], rule: LocalityRule) -> None:
-    """Raise UnsupportedModelError or SizeError for what cannot be calibrated."""
+def check_model(model_path: str, entries: Sequence[Entry] = ()) -> None:
+    """Raise UnsupportedModelError for what cannot be calibrated, or what a method raises."""
     config = read_config(model_path)
     check_splittable(config)
-    model_shape(config)
-    longest = context_length(config)
-    if not lengths or len(set(lengths)) != len(lengths):
-        raise SizeError("--len", "different context lengths", list(lengths))
-    for length in lengths:
-        middle_of(length, rule)
-    if longest and max(lengths) > longest:
-        raise SizeError(
-            "--len", f"at most {format_size(longest)} tokens", format_size(max(lengths))
-        )
-
-
-def load_model(model_path: str) -> Any:
-    """A transformers causal LM: on the GPU in its own dtype, or on the CPU in float32."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    on_gpu = torch.cuda.is_available()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype="auto" if on_gpu else torch.float32
-        )
-    except (OSError, ValueError) as error:
-        raise UsageError("--model-path", "a model that transformers loads", model_path) from error
-    return model.to("cuda" if on_gpu else "cpu").eval()
-
-
-def summary(result: Calibrated) -> list[str]:
-    """What was found, in a few lines for people."""
-    profile = result.profile
-    total = profile.shape.num_layers * profile.shape.num_kv_heads
-    names = [f"{layer}.{head}" for layer, row in enumerate(profile.ca_heads) for head in row]
-    shown = " ".join(names) if len(names) <= 32 else f"{' '.join(names[:32])} …"
-    lines = [
-        f"{profile.method}: {profile.num_ca_heads} of {total} KV heads keep the context "
-        f"({profile.ca_share:.0%}): {shown}"
-    ]
-    for found in result.verifications:
-        lines.append(
-            f"recall at {format_size(found.context_tokens)}: {found.profile.recall:.1%}   "
-            f"full {found.full.recall:.1%}   random heads {found.random.recall:.1%}   "
-            f"no heads {found.window.recall:.1%}   ({found.answers} answers)"
-        )
-        budget = profile.parameters.get("budget")
-        if budget is not None and found.full.recall - found.profile.recall > budget:
-            lines.append(
-                f"  over the budget of {budget:.1%} on samples it was not chosen on: "
-                "calibrate with more --samples"
-            )
-    return lines
-
-
-@contextmanager
-def rich_progress() -> Iterator[Progress]:
-    """One live bar on standard error, named by what is being done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Bars(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("calibration")
-
-        def report(stage: str, done: int, total: int) -> None:
-            bars.update(task, description=stage, completed=done, total=total)
-
-        yield report
+    shape = model_shape(config)
+    for entry in entries:
+        entry.method.check_shape(shape)

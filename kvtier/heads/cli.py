@@ -1,71 +1,175 @@
-"""`kvtier calibrate heads`: the command-line face of `kvtier.heads.calibrate`."""
+"""`kvtier calibrate heads`: the command-line face of `kvtier.heads.calibrate`.
+
+One method finds a profile; several, separated by commas, are compared on the same samples.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import UsageError
 from kvtier.heads.base import METHODS, Target
 from kvtier.sizes import parse_size
 
 if TYPE_CHECKING:
+    from kvtier.heads.calibrate import CalibrationRun
+
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DEFAULT_LENGTHS, DEFAULT_SAMPLES = "4k", 4
+METHOD_OPTIONS = {
+    "candidate_share": "contextkeeper",
+    "sample_consensus": "contextkeeper",
+    "task_consensus": "contextkeeper",
+    "pattern": "import",
+}
 
 
 def add_calibrate_parser(subparsers: Subparsers) -> None:
-    """Add `calibrate heads`; parsed arguments carry the handler as `handler`."""
+    """Add `calibrate` and its kinds; parsed arguments carry the handler as `handler`."""
     parser = subparsers.add_parser("calibrate", help="make what kvtier needs to know of a model")
     kinds = parser.add_subparsers(dest="calibrate", required=True, metavar="WHAT")
+    add_heads_parser(kinds)
+
+
+def add_heads_parser(kinds: Subparsers) -> None:
+    """Add the kind `heads`."""
     heads = kinds.add_parser(
         "heads",
         help="find the KV heads that need the whole context, and measure what keeping them costs",
     )
     heads.add_argument("--model-path", required=True, help="local model directory")
     heads.add_argument(
-        "--method", default="sensitivity", metavar="NAME",
-        help=f"{' or '.join(sorted(METHODS))} (default: %(default)s)",
+        "--method", default="sensitivity", metavar="NAME[@SHARE][,…]",
+        help=f"{', '.join(sorted(METHODS))}; several are compared on the same samples, and the "
+        "first one's profile is written (default: %(default)s)",
     )  # fmt: skip
     heads.add_argument("--share", type=float, help="share of KV heads to keep, such as 0.25")
     heads.add_argument("--budget", type=float, help="largest fall of recall allowed, such as 0.02")
-    heads.add_argument("--out", type=Path, required=True, help="profile to write (JSON)")
-    heads.add_argument("--picture", type=Path, help="picture to write (PNG)")
     heads.add_argument(
-        "--len", default="4k", help="context lengths, such as 4k,32k (default: %(default)s)"
+        "--out", type=Path, help="profile to write (JSON); a comparison can do without"
     )
+    heads.add_argument("--picture", type=Path, help="picture of that profile to write (PNG)")
     heads.add_argument(
-        "--samples", type=int, default=4, help="contexts per length (default: %(default)s)"
+        "--format", choices=("table", "json"), help="how a comparison is printed (default: table)"
     )
-    heads.add_argument("--seed", type=int, default=0)
+    _add_sample_options(heads.add_argument_group("samples"))
+    _add_method_options(heads.add_argument_group("single methods"))
     heads.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary")
     heads.set_defaults(handler=run_calibrate_heads)
+
+
+def _add_sample_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--len", help=f"context lengths, such as 4k,32k (default: {DEFAULT_LENGTHS})"
+    )
+    group.add_argument(
+        "--samples", type=int, help=f"contexts per length (default: {DEFAULT_SAMPLES})"
+    )
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument(
+        "--samples-file", type=Path, metavar="FILE.jsonl",
+        help='your own samples instead, one per line: {"context": …, "questions": [{"question": …, '
+        '"answer": …}], "task": …}; of each task every second one only measures',
+    )  # fmt: skip
+
+
+def _add_method_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--candidate-share", type=float, metavar="P",
+        help="contextkeeper: share of each layer's heads that are a sample's candidates "
+        "(default: 0.825 for MHA models, 0.65 for GQA)",
+    )  # fmt: skip
+    for name in ("sample", "task"):
+        group.add_argument(
+            f"--{name}-consensus", type=float, metavar=name[0].upper(),
+            help=f"contextkeeper: share of {name}s that must agree (default: 0.85)",
+        )  # fmt: skip
+    group.add_argument(
+        "--pattern", type=Path, metavar="FILE",
+        help="import: DuoAttention's gates, a TSV or the directory of one; by --share, or gates "
+        "of at least 0.5",
+    )  # fmt: skip
 
 
 def run_calibrate_heads(options: argparse.Namespace) -> int:
     """Handler of `kvtier calibrate heads`. Raises KvtierError; returns the exit code 0."""
     target = Target(share=options.share, budget=options.budget)
-    lengths = [parse_size(text, "--len") for text in options.len.split(",")]
+    samples = _sample_arguments(options)
+    several = "," in options.method
+    if options.out is None and not several and options.format is None:
+        raise UsageError("--out", "a file for the profile, or several methods to compare", None)
     if options.picture is not None and not options.picture.parent.is_dir():
         raise UsageError("--picture", "a file in an existing directory", str(options.picture))
-    if options.seed < 0:
-        raise UsageError("--seed", "at least 0", options.seed)
+    parameters = _method_parameters(options)
 
     from contextlib import nullcontext
 
     from kvtier.heads.base import no_progress
-    from kvtier.heads.calibrate import calibrate_heads, rich_progress, summary
+    from kvtier.heads.calibrate import run_methods
+    from kvtier.heads.entries import make_entries
+    from kvtier.heads.report import rich_progress
 
+    entries = make_entries(options.method, target, parameters)
     with nullcontext(no_progress) if options.quiet else rich_progress() as progress:
-        result = calibrate_heads(
-            options.model_path, options.method, options.out,
-            target=target, lengths=lengths, samples=options.samples, seed=options.seed,
-            progress=progress,
-        )  # fmt: skip
+        run = run_methods(options.model_path, entries, options.out, progress=progress, **samples)
     if options.picture is not None:
         from kvtier.heads.picture import draw_profile
 
-        draw_profile(result.profile, options.picture)
-    if not options.quiet:
-        print("\n".join(summary(result)))
+        draw_profile(run.results[0].profile, options.picture)
+    default = "table" if several else "summary"
+    _print(run, options.format or ("nothing" if options.quiet else default))
     return 0
+
+
+def _sample_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of `run_methods` that say which samples."""
+    if options.seed < 0:
+        raise UsageError("--seed", "at least 0", options.seed)
+    if options.samples_file is not None:
+        for name in ("len", "samples"):
+            if getattr(options, name) is not None:
+                given = getattr(options, name)
+                raise UsageError(f"--{name}", "nothing beside --samples-file", given)
+        return {"samples_file": options.samples_file, "seed": options.seed}
+    lengths = (options.len or DEFAULT_LENGTHS).split(",")
+    return {
+        "lengths": [parse_size(text, "--len") for text in lengths],
+        "samples": DEFAULT_SAMPLES if options.samples is None else options.samples,
+        "seed": options.seed,
+    }
+
+
+def _method_parameters(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Keyword arguments of methods, by name. Raises UsageError for a method that does not run."""
+    asked = {label.strip().partition("@")[0] for label in options.method.split(",")}
+    parameters: dict[str, dict[str, Any]] = {"razor": {"seed": options.seed}}
+    for option, method in METHOD_OPTIONS.items():
+        value = getattr(options, option)
+        if value is None:
+            continue
+        if method not in asked:
+            flag = f"--{option.replace('_', '-')}"
+            raise UsageError(flag, f"{method} among the methods", options.method)
+        parameters.setdefault(method, {})[option] = value
+    return parameters
+
+
+def _print(run: CalibrationRun, form: str) -> None:
+    """The comparison as "table" or "json", the "summary" of the first method, or "nothing"."""
+    import json
+    import shutil
+    import sys
+
+    from kvtier.heads.compare import comparison_document, comparison_table
+    from kvtier.heads.report import summary
+
+    if form == "json":
+        print(json.dumps(comparison_document(run), indent=1))
+    elif form == "table":
+        on_terminal = sys.stdout.isatty()
+        print(comparison_table(run, shutil.get_terminal_size().columns if on_terminal else None))
+    elif form == "summary":
+        print("\n".join(summary(run.results[0])))

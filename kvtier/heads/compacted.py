@@ -21,7 +21,7 @@ from kvtier.retention.compactor import Compactor
 from kvtier.retention.locality import LocalityRule
 from kvtier_kernels.scores import unrotate, window_mass
 
-NLL_STRIDE = 16
+NLL_STRIDE = 8
 
 KeepCount = Callable[[int, int], int]
 """(prompt tokens of the turn, tokens of its droppable span) -> entries of the span to keep."""

@@ -6,6 +6,10 @@ U are the last `m` rows of the prefill, V the first `K` decode steps, C the midd
 head would drop.  Per sample, the best share `p` of each layer's heads are candidates; a head is CA
 when enough samples and enough tasks agree.  A GQA group is scored by the mean of its query heads.
 
+The paper's p is read as its text says, "top-p% heads".  Its results (25% of heads kept with p of
+80 to 85, 50% with 60 to 70, s and t of at least 0.8) fit the best 100 - p percent better: pass
+`candidate_share` 0.15 to 0.2 (MHA) or 0.3 to 0.4 (GQA) for that.
+
 Attention mass shows where a head looks, not whether the answer depends on it; compare
 `kvtier.heads.sensitivity`, and see every profile's measured cost.
 """
@@ -26,8 +30,13 @@ from kvtier.heads.base import (
     best_heads,
     heads_by_layer,
     no_progress,
+    ranked,
 )
 from kvtier.heads.probe import ProbeBatch, kept_heads, measure, middle_mass
+from kvtier.heads.profile import ModelShape
+
+MHA_CANDIDATE_SHARE = 0.825
+GQA_CANDIDATE_SHARE = 0.65
 
 
 class ContextKeeper(HeadMethod):
@@ -35,7 +44,7 @@ class ContextKeeper(HeadMethod):
 
     prefill_rows:      m, rows; questions shorter than that count in full
     decode_steps:      K, tokens of the right answer, teacher-forced
-    candidate_share:   p, of each layer's KV heads, in (0, 1]
+    candidate_share:   p, of each layer's KV heads, in (0, 1]; None: the paper's for the model
     sample_consensus:  s, share of samples, in (0, 1]
     task_consensus:    t, share of tasks, in (0, 1]
     """
@@ -46,11 +55,11 @@ class ContextKeeper(HeadMethod):
         self,
         prefill_rows: int = 32,
         decode_steps: int = 8,
-        candidate_share: float = 0.65,
+        candidate_share: float | None = None,
         sample_consensus: float = 0.85,
         task_consensus: float = 0.85,
     ) -> None:
-        """The defaults are the paper's for GQA models. Raises UsageError naming a bad one."""
+        """Defaults are the middles of the paper's ranges. Raises UsageError naming a bad one."""
         for name, count in (("prefill_rows", prefill_rows), ("decode_steps", decode_steps)):
             if count < 1:
                 raise UsageError(name, "at least 1", count)
@@ -60,7 +69,7 @@ class ContextKeeper(HeadMethod):
             "task_consensus": task_consensus,
         }
         for name, share in shares.items():
-            if not 0 < share <= 1:
+            if share is not None and not 0 < share <= 1:
                 raise UsageError(name, "a number in (0, 1]", share)
         self.prefill_rows = prefill_rows
         self.decode_steps = decode_steps
@@ -86,13 +95,14 @@ class ContextKeeper(HeadMethod):
         progress: Progress = no_progress,
     ) -> Selection:
         """The thresholds' heads; with a share or a budget, the best by consensus instead."""
-        votes = [candidates(matrix, self.candidate_share) for matrix in scores.per_sample]
+        share = self.candidate_share or default_candidate_share(batches[0].shape)
+        votes = [candidates(matrix, share) for matrix in scores.per_sample]
         consensus = mean_matrix(votes)
         if target.share is None and target.budget is None:
             chosen = self.agreed(votes, scores.tasks)
         else:
             # Votes are few, so ties are many: the mass itself decides between equals.
-            order = _ranked(consensus, scores.mean)
+            order = ranked(consensus, scores.mean)
             count = target.num_heads(batches[0].shape)
             if target.budget is not None:
                 count = fewest_within(order, batches, count, target.budget, progress)
@@ -100,7 +110,7 @@ class ContextKeeper(HeadMethod):
         parameters = {
             "prefill_rows": self.prefill_rows,
             "decode_steps": self.decode_steps,
-            "candidate_share": self.candidate_share,
+            "candidate_share": share,
             "sample_consensus": self.sample_consensus,
             "task_consensus": self.task_consensus,
             "consensus": consensus,
@@ -114,14 +124,19 @@ class ContextKeeper(HeadMethod):
             mean_matrix([vote for vote, task in zip(votes, tasks, strict=True) if task == wanted])
             for wanted in sorted(set(tasks))
         ]
-        chosen = []
-        for layer, head in best_heads(overall, sum(map(len, overall))):
-            agreeing = sum(matrix[layer][head] > 0.5 for matrix in by_task)
-            if overall[layer][
-                head
-            ] >= self.sample_consensus and agreeing >= self.task_consensus * len(by_task):
-                chosen.append((layer, head))
-        return chosen
+        # Shares are compared as quotients: 0.55 * 20 is more than 11 in floating point.
+        return [
+            (layer, head)
+            for layer, head in best_heads(overall, sum(map(len, overall)))
+            if overall[layer][head] >= self.sample_consensus
+            and sum(matrix[layer][head] > 0.5 for matrix in by_task) / len(by_task)
+            >= self.task_consensus
+        ]
+
+
+def default_candidate_share(shape: ModelShape) -> float:
+    """The paper's p: 0.8 to 0.85 for multi-head attention, 0.6 to 0.7 for grouped queries."""
+    return MHA_CANDIDATE_SHARE if shape.group_size == 1 else GQA_CANDIDATE_SHARE
 
 
 def candidates(scores: Matrix, share: float) -> Matrix:
@@ -140,12 +155,6 @@ def mean_matrix(matrices: Sequence[Matrix]) -> Matrix:
         tuple(sum(cell) / len(matrices) for cell in zip(*rows, strict=True))
         for rows in zip(*matrices, strict=True)
     )
-
-
-def _ranked(first: Matrix, second: Matrix) -> list[Head]:
-    """All heads, best first, by the first matrix and then by the second."""
-    heads = best_heads(second, sum(map(len, second)))
-    return sorted(heads, key=lambda at: -first[at[0]][at[1]])
 
 
 def fewest_within(

@@ -34,7 +34,8 @@ def check_splittable(config: dict[str, Any]) -> None:
     """Raise UnsupportedModelError for a model whose KV heads cannot be split by head.
 
     Multi-head latent attention has no per-head KV, state-space layers have no KV, and
-    sliding-window layers already drop their context in their own way.
+    sliding-window layers already drop their context in their own way.  ALiBi's bias by distance
+    is in none of our kernels.
     """
     architecture = ", ".join(config.get("architectures") or ["unknown"])
     expected = "a model with per-head KV in every layer (MHA or GQA, full attention)"
@@ -42,6 +43,8 @@ def check_splittable(config: dict[str, Any]) -> None:
         raise UnsupportedModelError("--model-path", expected, f"{architecture} (MLA)")
     if any(config.get(key) for key in _SSM_KEYS):
         raise UnsupportedModelError("--model-path", expected, f"{architecture} (SSM layers)")
+    if config.get("alibi") or (config.get("attn_config") or {}).get("alibi"):
+        raise UnsupportedModelError("--model-path", expected, f"{architecture} (ALiBi positions)")
     kinds = set(config.get("layer_types") or ["full_attention"])
     windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
     if kinds != {"full_attention"} or (windowed and "layer_types" not in config):
@@ -69,6 +72,12 @@ def model_shape(config: dict[str, Any]) -> ModelShape:
 def context_length(config: dict[str, Any]) -> int:
     """Longest position the model was made for, in tokens."""
     return int(config.get("max_position_embeddings") or 0)
+
+
+def model_name(model_path: str) -> str:
+    """What a model is called in profiles and curves: the directory's name, or the hub id."""
+    path = Path(model_path)
+    return path.resolve().name if path.is_dir() else model_path
 
 
 def weights_revision(model_path: str) -> str | None:

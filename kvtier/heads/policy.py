@@ -173,12 +173,16 @@ class ClassCache:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """New tokens over everything held and themselves (shapes as in `attend_own`), then hold
         them too."""
+        return self.attend_state(q, k, v, scale).out.reshape(q.shape)
+
+    def attend_state(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:
+        """As `attend`, with the log-sum-exp; rows as in `attend_own`."""
         state = attend_own(q, k, v, scale)
         rows = q.flatten(1, 2)
         for block in (*self.settled, *self.fresh):
             state = state.merge(attend(rows, block, scale))
         _push(self.fresh, Block(k, v))
-        return state.out.reshape(q.shape)
+        return state
 
     def settle(self, begin: int, end: int, compensation: bool) -> None:
         """End the turn; entries [begin, end) of the fresh ones are dropped."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvtier.errors import UsageError
 from kvtier.heads.base import Progress, no_progress
-from kvtier.heads.probe import ProbeBatch, Quality, measure
+from kvtier.heads.probe import Kept, ProbeBatch, Quality, measure
 from kvtier.heads.profile import HeadProfile, MeasuredCost, random_profile, window_profile
 
 RANDOM_DRAWS = 5
@@ -20,7 +20,7 @@ RANDOM_DRAWS = 5
 
 @dataclass(frozen=True)
 class Verification:
-    """Measurements at one context length.
+    """Measurements at one context length, or at the mean of the samples' own lengths.
 
     random:  mean over draws of equally many random heads
     window:  no head keeps the middle
@@ -70,25 +70,55 @@ def verify(
 
     Raises HeadProfileMismatchError when the profile is for another shape of model.
     """
-    lengths = {batch.context_tokens for batch in batches}
-    if len(lengths) != 1 or draws < 1:
-        raise UsageError("batches", "samples of one context length", sorted(lengths))
+    if len({batch.context_tokens for batch in batches}) != 1:
+        lengths = sorted({batch.context_tokens for batch in batches})
+        raise UsageError("batches", "samples of one context length", lengths)
+    return verify_all(batches, [profile], seed, draws, progress)[0]
+
+
+def verify_all(
+    batches: Sequence[ProbeBatch],
+    profiles: Sequence[HeadProfile],
+    seed: int,
+    draws: int = RANDOM_DRAWS,
+    progress: Progress = no_progress,
+) -> list[Verification]:
+    """Measure several profiles on the same samples; what they have in common is measured once.
+
+    Samples of different lengths are reported at their mean length.
+    """
+    if draws < 1:
+        raise UsageError("draws", "at least 1", draws)
     probe = batches[0].probe
-    controls = [random_profile(probe.shape, profile.num_ca_heads, seed + i) for i in range(draws)]
-    masks = [probe.full(), probe.mask(profile), probe.mask(window_profile(probe.shape))]
-    masks += [probe.mask(control) for control in controls]
-    found = []
+    full, window = probe.full(), probe.mask(window_profile(probe.shape))
+    kept = [probe.mask(profile) for profile in profiles]
+    drawn = [
+        [
+            probe.mask(random_profile(probe.shape, profile.num_ca_heads, seed + draw))
+            for draw in range(draws)
+        ]
+        for profile in profiles
+    ]
+    found: dict[Kept, Quality] = {}
+    masks = dict.fromkeys((full, window, *kept, *(mask for masks in drawn for mask in masks)))
     for done, mask in enumerate(masks):
         progress("verification", done, len(masks))
-        found.append(measure(batches, mask))
+        found[mask] = measure(batches, mask)
     progress("verification", len(masks), len(masks))
-    full, kept, window, *drawn = found
-    random = Quality(*(sum(column) / draws for column in zip(*drawn, strict=True)))
-    return Verification(
-        context_tokens=lengths.pop(),
-        answers=sum(len(batch.sample.questions) for batch in batches),
-        full=full,
-        profile=kept,
-        random=random,
-        window=window,
-    )
+    lengths = [batch.context_tokens for batch in batches]
+    return [
+        Verification(
+            context_tokens=round(sum(lengths) / len(lengths)),
+            answers=sum(len(batch.sample.questions) for batch in batches),
+            full=found[full],
+            profile=found[mask],
+            random=_mean([found[control] for control in controls]),
+            window=found[window],
+        )
+        for mask, controls in zip(kept, drawn, strict=True)
+    ]
+
+
+def _mean(qualities: Sequence[Quality]) -> Quality:
+    columns = zip(*qualities, strict=True)
+    return Quality(*(sum(column) / len(qualities) for column in columns))

@@ -8,9 +8,16 @@ from typing import Any
 
 import torch
 
+from kvtier.calibration.documents import load_curve
 from kvtier.config import Settings
 from kvtier.errors import ConfigurationError, IncompatibleFlagError
-from kvtier.heads.model_config import check_splittable, model_shape, read_config, weights_revision
+from kvtier.heads.model_config import (
+    check_splittable,
+    model_name,
+    model_shape,
+    read_config,
+    weights_revision,
+)
 from kvtier.heads.profile import load_profile
 from kvtier_kernels import available_kernels
 
@@ -82,6 +89,12 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
         if settings.head_profile is not None:
             profile = load_profile(settings.head_profile)
             profile.check_fits(model_shape(config), weights_revision(server_args.model_path))
+        if settings.curve is not None:
+            curve = load_curve(settings.curve)
+            revision = weights_revision(server_args.model_path)
+            curve.check_fits(
+                model_name(server_args.model_path), revision, curve.policy, curve.dtype
+            )
 
 
 def _check_cuda_graphs(server_args: Any) -> None:

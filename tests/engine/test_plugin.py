@@ -9,8 +9,11 @@ import pytest
 from engine_process import DEMO_MODEL
 from sglang.srt.plugins import hook_registry
 
+from kvtier.calibration.documents import CurveDocument
 from kvtier.config import load_settings
 from kvtier.errors import (
+    CalibrationDocumentError,
+    CalibrationMismatchError,
     ConfigurationError,
     HeadProfileMismatchError,
     IncompatibleFlagError,
@@ -144,6 +147,21 @@ def test_a_profile_of_other_weights_is_refused(tmp_path):
     profile.model_copy(update={"revision": "0" * 16}).save(tmp_path / "p.json")
     with pytest.raises(HeadProfileMismatchError, match="revision"):
         guards.check_server_args(server_args(), load_settings(head_profile=tmp_path / "p.json"))
+
+
+def test_a_curve_of_another_model_is_refused(tmp_path):
+    document = CurveDocument(
+        model="kvtier-demo", revision="0" * 16, policy="p", dtype="float32", alpha=0.1, beta=0.1,
+        power=2.0, nll_min=1.0, nll_max=2.0, rmse=0.0, r2=1.0, held_out_rmse=None, measurements=9,
+        contexts=1, retentions=(0.5,), answer_floor_nats=0.1,
+    )  # fmt: skip
+    (tmp_path / "c.json").write_text(document.to_json())
+    settings = load_settings(quality=0.9, curve=tmp_path / "c.json")
+    with pytest.raises(CalibrationMismatchError, match="revision"):
+        guards.check_server_args(server_args(), settings)
+    (tmp_path / "c.json").write_text(document.to_json().replace('"alpha": 0.1', '"alpha": 9e9'))
+    with pytest.raises(CalibrationDocumentError, match=r"c\.json"):
+        guards.check_server_args(server_args(), settings)
 
 
 def test_a_hook_that_did_not_take_stops_the_server(monkeypatch):

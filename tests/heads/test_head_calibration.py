@@ -16,13 +16,15 @@ from tiny_llama import RULE, make_ids, profile_of
 from kvtier.bench.recall import DEFAULT_LANGUAGE
 from kvtier.errors import SizeError, UnsupportedModelError, UsageError
 from kvtier.heads.base import CalibrationSample, Question, Target
-from kvtier.heads.calibrate import Calibrated, calibrate_heads, load_model, rich_progress, summary
+from kvtier.heads.calibrate import Calibrated, calibrate_heads
 from kvtier.heads.cli import add_calibrate_parser
+from kvtier.heads.loading import load_model
 from kvtier.heads.model_config import weights_revision
 from kvtier.heads.picture import draw_profile, score_grid, title_lines
 from kvtier.heads.policy import PolicySession
 from kvtier.heads.probe import HeadProbe, Quality
 from kvtier.heads.profile import HeadProfile, load_profile, random_profile
+from kvtier.heads.report import rich_progress, summary
 from kvtier.heads.samples import make_samples, maker_for
 from kvtier.heads.verify import Verification, verify
 
@@ -125,6 +127,16 @@ def test_a_model_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match="MLA"):
         calibrate_heads(str(tmp_path), "sensitivity", tmp_path / "p.json", target=Target(share=0.5))
+
+
+def test_a_model_whose_attention_cannot_be_replaced_is_refused(tmp_path: Path) -> None:
+    """Bloom brings its own attention; every choice of heads would measure the same."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(vocab_size=16, hidden_size=16, n_layer=1, n_head=2)
+    BloomForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM"):
+        load_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("options", [{"--len": "4q"}, {"--picture": "/no/p.png"}, {"--seed": -1}])

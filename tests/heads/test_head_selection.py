@@ -22,7 +22,12 @@ from kvtier.heads.base import (
     heads_by_layer,
     make_method,
 )
-from kvtier.heads.contextkeeper import ContextKeeper, candidates, mean_matrix
+from kvtier.heads.contextkeeper import (
+    ContextKeeper,
+    candidates,
+    default_candidate_share,
+    mean_matrix,
+)
 from kvtier.heads.probe import Quality
 from kvtier.heads.profile import ModelShape
 from kvtier.heads.sensitivity import Sensitivity, all_heads
@@ -164,6 +169,36 @@ def test_thresholds_need_samples_and_tasks() -> None:
     assert none.select(varied, FOUR, Target()).ca_heads == ((),)
 
 
+def test_candidates_follow_the_paper_for_mha_and_gqa() -> None:
+    """0.8 to 0.85 of a layer's heads for MHA, 0.6 to 0.7 for GQA, unless it is said."""
+    mha = shape(1, 20)
+    gqa = mha.model_copy(update={"num_attention_heads": 80})
+    assert 0.8 <= default_candidate_share(mha) <= 0.85
+    assert 0.6 <= default_candidate_share(gqa) <= 0.7
+    scores = keeper_scores(("a", tuple(range(20))))
+    for size, share, count in ((mha, None, 16), (gqa, None, 13), (gqa, 0.3, 6)):
+        keeper = ContextKeeper(candidate_share=share)
+        selection = keeper.select(scores, [fake_batch(size)], Target())
+        assert selection.ca_heads == (tuple(range(20 - count, 20)),)
+        assert selection.parameters["candidate_share"] == (share or default_candidate_share(size))
+
+
+@given(st.integers(1, 30), st.integers(1, 30))
+def test_consensus_is_reached_by_exactly_the_share_asked_for(agreeing: int, total: int) -> None:
+    """0.55 of 20 tasks are 11, whatever floating point makes of the product."""
+    agreeing = min(agreeing, total)
+    rows = [(0.9, 0.1) if index < agreeing else (0.1, 0.9) for index in range(total)]
+    samples = keeper_scores(*[("a", row) for row in rows])
+    tasks = keeper_scores(*[(f"task {index}", row) for index, row in enumerate(rows)])
+    two_heads = [fake_batch(shape(1, 2))]
+    share = agreeing / total
+    by_tasks = ContextKeeper(candidate_share=0.5, sample_consensus=0.01, task_consensus=share)
+    assert 0 in by_tasks.select(tasks, two_heads, Target()).ca_heads[0]
+    by_samples = ContextKeeper(candidate_share=0.5, sample_consensus=share, task_consensus=0.01)
+    found = by_samples.select(samples, two_heads, Target()).ca_heads[0]
+    assert (0 in found) == (share > 0.5), "the only task agrees when most of its samples do"
+
+
 def test_a_share_goes_by_consensus_and_mass_decides_ties() -> None:
     scores = keeper_scores(("a", (0.5, 0.9, 0.1, 0.6)), ("a", (0.5, 0.2, 0.1, 0.6)))
     keeper = ContextKeeper(candidate_share=0.5)
@@ -199,7 +234,9 @@ def test_every_registered_method_can_be_made(name: str) -> None:
 
 
 def test_errors_name_the_argument_and_the_valid_values() -> None:
-    with pytest.raises(UsageError, match=r"--method.*contextkeeper, sensitivity.*'duo'"):
+    with pytest.raises(
+        UsageError, match=r"--method.*contextkeeper, import, razor, sensitivity.*'duo'"
+    ):
         make_method("duo")
     for bad in (0.0, 1.5, -1.0):
         with pytest.raises(UsageError, match="--share"):

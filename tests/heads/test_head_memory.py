@@ -1,0 +1,32 @@
+"""Long samples fit a small machine: the whole command's peak memory, imports included."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.heads.profile import load_profile
+
+DEMO = Path(__file__).parents[2] / "models" / "kvtier-demo"
+LIMIT_BYTES = 4 << 30
+
+
+@pytest.mark.slow
+def test_samples_of_32k_tokens_fit_in_4_gib(tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    command = [
+        sys.executable, "-m", "kvtier", "calibrate", "heads", "--model-path", str(DEMO),
+        "--share", "0.25", "--len", "32k", "--samples", "2", "--out", str(out), "--quiet",
+    ]  # fmt: skip
+    process = subprocess.Popen(command)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    assert load_profile(out).costs[0].context_tokens == 32768
+    peak_bytes = usage.ru_maxrss * 1024  # Linux counts in KiB
+    print(f"peak resident memory: {peak_bytes / 2**30:.2f} GiB")
+    assert peak_bytes < LIMIT_BYTES
