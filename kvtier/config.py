@@ -96,7 +96,7 @@ class Settings(BaseSettings):
         8, ge=1, description="Every how many prompt tokens the model's surprise is measured."
     )
     leverage_weight: float = Field(
-        0.3, ge=0, description="Weight of key leverage beside attention (Compactor's lambda)."
+        1.0, ge=0, description="Weight of key leverage beside attention (Compactor's lambda)."
     )
     score_window_tokens: int = Field(
         256, ge=2, description="Tokens that attend to each other when a context is scored."

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "kvtier-demo"
 PROFILE = MODEL / "head_profile.json"
 WAIT_S = 60.0
+PAUSE_S = 0.2
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -53,7 +54,7 @@ def persistent_redis(folder: Path, *, tls: bool) -> Iterator[tuple[RedisServer, 
         "--tls-cert-file", str(folder / "server.pem"), "--tls-key-file", str(folder / "server.key"),
         "--tls-ca-cert-file", str(folder / "ca.pem"),
         # On the command line, because a killed server forgets users that were added later.
-        "--user", f"ada on >{PASSWORD} ~* +@all",
+        "--user", "ada", "on", f">{PASSWORD}", "~*", "+@all",
     ]  # fmt: skip
     with redis_server(*durable, *options, binary=binary) as server:
         url = f"rediss://ada:{PASSWORD}@127.0.0.1:{port}/0"
@@ -96,6 +97,7 @@ class Load:
                 self.ask()
             except Exception as error:
                 self.failures.append(repr(error))
+            self._stopping.wait(PAUSE_S)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -166,7 +168,8 @@ def a_server(log: Path):
     command = [
         *(sys.executable, "-m", "kvtier", "serve", "--model-path", str(MODEL)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
-        *("--max-total-tokens", "8192"),
+        # Idle servers poll; three processes share the cores of a small machine here.
+        *("--max-total-tokens", "8192", "--sleep-on-idle"),
     ]
     return serving(command, port, log=log, cwd=ROOT)
 
