@@ -17,6 +17,8 @@ from models.net import Net, NetConfig, save_net
 from models.recipe import SEED
 from models.tokenizer import write_tokenizer
 
+HISTORY = "history.json"  # of all training steps, in the model's folder
+
 
 def export(checkpoint: dict[str, Any], folder: Path) -> None:
     """Write the weights of `checkpoint`, and all that goes with them, into `folder`."""
@@ -31,7 +33,7 @@ def export(checkpoint: dict[str, Any], folder: Path) -> None:
     save_net(net, folder, special)
     write_tokenizer(folder, net.config.max_positions)
     history = {"seed": SEED, "torch": torch.__version__, "steps": checkpoint["log"]}
-    (folder / "history.json").write_text(json.dumps(history, indent=1) + "\n")
+    (folder / HISTORY).write_text(json.dumps(history, indent=1) + "\n")
 
 
 if __name__ == "__main__":

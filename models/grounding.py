@@ -1,4 +1,4 @@
-"""The last stage: turns over real long contexts, prefilled exactly.
+"""Two late stages: turns over real long contexts, prefilled exactly.
 
 The stages before it only pretend to be long (see `models.batches`). Here a context of thousands of
 tokens is prefilled without gradient, and the turns that follow it learn to read it, alternately

@@ -24,6 +24,7 @@ class Stage:
     real_tokens:     longest real context (see `models.grounding`), log-uniform from 4k; 0: none
     split_weight:    weight of the real contexts' loss under the split policy; the full one is 1
     near_miss_share: share of the real contexts with shared names, and again with few codes
+    language:        train the last MLP alone, on what follows filler (see `models.language`)
     """
 
     name: str
@@ -44,6 +45,7 @@ class Stage:
     real_tokens: int = 0
     split_weight: float = 1.0
     near_miss_share: float = 0.0
+    language: bool = False
 
 
 STAGES: tuple[Stage, ...] = (
@@ -145,6 +147,20 @@ STAGES: tuple[Stage, ...] = (
         real_tokens=16384,
         split_weight=2.0,
         near_miss_share=0.4,
+    ),
+    Stage(
+        "language",
+        1024,
+        4,
+        4000,
+        1e-2,
+        5e-5,
+        max_span=136000,
+        turn_share=0.5,
+        fact_density=0.95,
+        few_codes_share=0.5,
+        real_tokens=24576,
+        language=True,
     ),
 )
 

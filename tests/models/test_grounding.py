@@ -1,4 +1,4 @@
-"""The last training stage reads long contexts exactly as the evaluation does."""
+"""The stages on real contexts read them exactly as the evaluation does."""
 
 import numpy as np
 import torch
