@@ -1,0 +1,32 @@
+"""The stored calibration of the demo model belongs to its weights, its head profile and the
+default settings, and says what the model card says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtier.calibration.documents import load_curve
+from kvtier.calibration.policy import policy_digest
+from kvtier.config import Settings
+from kvtier.heads.model_config import model_name, weights_revision
+from kvtier.heads.profile import load_profile
+from kvtier.retention.rules import compactor_of, locality_rule
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "kvtier-demo"
+
+
+def test_the_stored_curve_is_the_one_that_a_server_with_default_settings_asks_for(monkeypatch):
+    monkeypatch.chdir(MODEL)  # where no kvtier.toml is
+    settings, profile = Settings(), load_profile(MODEL / "head_profile.json")
+    policy = policy_digest(profile, locality_rule(settings), compactor_of(settings))
+    revision = weights_revision(str(MODEL))
+    load_curve(MODEL / "curve.json").check_fits(model_name(str(MODEL)), revision, policy, "float32")
+
+
+def test_dense_contexts_keep_clearly_more_than_filler():
+    curve = load_curve(MODEL / "curve.json")
+    filler, dense = (curve.retention(0.95, nll) for nll in (1.73, 3.82))
+    assert filler < 0.35
+    assert dense > 0.6
+    assert curve.held_out_rmse < 0.1
