@@ -42,7 +42,8 @@ _LN2 = math.log(2.0)
 _MIN_NLL_SPREAD = 1e-6  # nats; closer NLLs are one NLL
 _RIDGE = 1e-6  # in squared quality, one unit away from where the ridge stands
 _FLAT = np.array([0.0, 0.0, 0.0])  # ln m at both ends and ln p of the curve taken when in doubt
-_GRID, _SHRINK, _PRECISION = 9, 0.6, 1e-6
+_GRID, _SHRINK, _PRECISION = 9, 0.6, 1e-5
+_STARTS, _REACHES = 4, (0.5, 0.2)  # reach: share of the box around where the search stands
 
 
 @dataclass(frozen=True)
@@ -244,8 +245,8 @@ def _least(loss: Callable[[Floats], Floats], *, one_nll: bool) -> Floats:
     """The point of the box (ln m at the low end, at the high end, ln p) with the least loss.
 
     loss: [candidates, 3] -> [candidates]. A grid that closes in on its best point needs neither
-    derivatives nor a starting point; it closes in slowly, because the coordinates lean on each
-    other.
+    derivatives nor a starting point; it closes in slowly, from several points, and looks around
+    again from where it ended, because the coordinates lean on each other.
     """
     lowest, highest = np.log(np.array([HALF_LIMITS, HALF_LIMITS, POWER_LIMITS])).T
     steps = np.linspace(-1.0, 1.0, _GRID)
@@ -254,9 +255,14 @@ def _least(loss: Callable[[Floats], Floats], *, one_nll: bool) -> Floats:
         offsets = np.stack([m, m, p], axis=1)
     else:
         offsets = np.stack(np.meshgrid(steps, steps, steps, indexing="ij"), axis=-1).reshape(-1, 3)
-    best, reach = (lowest + highest) / 2, 1.0
-    while reach > _PRECISION:
-        candidates = np.clip(best + reach * offsets * (highest - lowest) / 2, lowest, highest)
-        best = candidates[np.argmin(loss(candidates))]
-        reach *= _SHRINK
-    return np.asarray(best)
+    offsets *= (highest - lowest) / 2
+    everywhere = (lowest + highest) / 2 + offsets
+    ends = []
+    for best in everywhere[np.argsort(loss(everywhere), kind="stable")[:_STARTS]]:
+        for reach in _REACHES:
+            while reach > _PRECISION:
+                candidates = np.clip(best + reach * offsets, lowest, highest)
+                best = candidates[np.argmin(loss(candidates))]
+                reach *= _SHRINK
+        ends.append(best)
+    return np.asarray(ends[int(np.argmin(loss(np.stack(ends))))])
