@@ -11,8 +11,9 @@ the whole context from its cache, or it would be an answer from exact KV.
     request 2 …    [ context | question ]   context cached, question new
 
 heads "all":     every KV head is context-anchored, so retention is the share kept: like for like
-                 with a press, which compresses every head
-heads "profile": the model's head profile, retention chosen for the same bytes
+                 with a press, which compresses every head and protects 8 + 4 tokens
+heads "profile": the model's head profile and kvtier's own windows, retention chosen for the
+                 same bytes
 """
 
 from __future__ import annotations
@@ -44,6 +45,12 @@ from kvtier.heads.profile import HeadProfile, full_profile, load_profile
 
 Heads = Literal["all", "profile"]
 METHODS: dict[Heads, str] = {"all": "kvtier", "profile": "kvtier + head profile"}
+# The first and last tokens kept unseen: those of kvpress's CompactorPress, where heads are alike.
+# kvtier's own windows (128 + 256) would be most of what a tenth of 4k may keep.
+WINDOWS: dict[Heads, dict[str, str]] = {
+    "all": {ENV_PREFIX + "SINK_TOKENS": "8", ENV_PREFIX + "RECENT_TOKENS": "4"},
+    "profile": {},
+}
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_MODEL = ROOT / "models" / "kvtier-demo"
 PROFILE_FILE = "head_profile.json"
@@ -88,7 +95,8 @@ def run_engine(
                 kept_share=share,
             )
             retention = retention_for(share, profile, len(contexts[0].context_ids))
-            records += _run_worker(folder, job, retention)
+            environment = worker_environment(folder, job.plan, heads, retention)
+            records += _run_worker(folder, job, environment)
     return records
 
 
@@ -126,7 +134,7 @@ def make_plan(model: Path, contexts: Sequence[RecallContext], profile: Path) -> 
     return plans[0].plan
 
 
-def _run_worker(folder: Path, job: Job, retention: float) -> list[Record]:
+def _run_worker(folder: Path, job: Job, environment: dict[str, str]) -> list[Record]:
     job_file, result, log = (folder / f for f in ("job.json", "records.json", "worker.log"))
     job_file.write_text(job.model_dump_json())
     result.unlink(missing_ok=True)
@@ -135,7 +143,7 @@ def _run_worker(folder: Path, job: Job, retention: float) -> list[Record]:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=worker_environment(folder, job.plan, retention),
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,
@@ -147,11 +155,11 @@ def _run_worker(folder: Path, job: Job, retention: float) -> list[Record]:
             stop_group(process)
     if exit_code != 0:
         tail = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        raise WorkerError(f"the engine at retention {retention:g} failed:\n" + "\n".join(tail))
+        raise WorkerError(f"the engine at share {job.kept_share:g} failed:\n" + "\n".join(tail))
     return [Record.model_validate(entry) for entry in json.loads(result.read_text())]
 
 
-def worker_environment(folder: Path, plan: Plan, retention: float) -> dict[str, str]:
+def worker_environment(folder: Path, plan: Plan, heads: Heads, retention: float) -> dict[str, str]:
     """This process's environment with the plan's settings and no other KVTIER_* variable."""
     config = folder / "kvtier.toml"
     config.touch()  # empty, so that no file of the working directory has a say
@@ -159,6 +167,7 @@ def worker_environment(folder: Path, plan: Plan, retention: float) -> dict[str, 
     return {
         **environment,
         **plan.environment,
+        **WINDOWS[heads],
         ENV_PREFIX + "CONFIG": str(config),
         ENV_PREFIX + "HEAD_PROFILE": str(folder / PROFILE_FILE),
         RETENTION_VARIABLE: f"{retention:.9f}",

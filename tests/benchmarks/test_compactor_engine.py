@@ -92,9 +92,10 @@ def test_the_worker_gets_the_retention_and_no_stray_setting(
 ) -> None:
     plan = job([CONTEXT], tmp_path).plan
     monkeypatch.setenv("KVTIER_STRAY", "1")
-    environment = side.worker_environment(tmp_path, plan, 0.25)
+    environment = side.worker_environment(tmp_path, plan, "all", 0.25)
     assert float(environment[side.RETENTION_VARIABLE]) == 0.25
     assert "KVTIER_STRAY" not in environment
+    assert (environment["KVTIER_SINK_TOKENS"], environment["KVTIER_RECENT_TOKENS"]) == ("8", "4")
     assert Path(environment["KVTIER_CONFIG"]).read_text() == ""
     assert environment["KVTIER_HEAD_PROFILE"] == str(tmp_path / side.PROFILE_FILE)
 
