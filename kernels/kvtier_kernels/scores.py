@@ -18,7 +18,8 @@ import torch
 
 # Floats of one block of window logits (64 MiB), so that scoring stays small beside attention.
 _BLOCK_FLOATS = 16 << 20
-_JITTER = 1e-6
+# Added to the eigenvalues of a Gram matrix, as a share of their mean: float32 knows no better.
+_RIDGE = 1e-6
 
 
 def leverage_scores(keys: torch.Tensor) -> torch.Tensor:
@@ -35,12 +36,13 @@ def leverage_scores(keys: torch.Tensor) -> torch.Tensor:
     x = keys.float()
     x = x - x.mean(1, keepdim=True)
     gram = (x.transpose(1, 2) @ x).double()
-    scale = gram.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(torch.finfo(torch.float32).tiny)
-    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    factor = torch.linalg.cholesky(gram + _JITTER * scale[:, None, None] * eye)
-    # With G = L Lᵀ the score of a row x is |L⁻¹ x|²; L⁻¹ is small, the rows are many.
-    inverse = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
-    scores: torch.Tensor = (x @ inverse.transpose(1, 2).float()).square().sum(-1)
+    # A head whose keys hardly vary has eigenvalues below the rounding of float32, some negative.
+    values, vectors = torch.linalg.eigh(gram.nan_to_num())
+    values = values.clamp_min(0)
+    scale = values.mean(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    # With G = V Λ Vᵀ the score of a row x is |Λ^(-1/2) Vᵀ x|²; V is small, the rows are many.
+    whiten = (vectors * (values + _RIDGE * scale).rsqrt().unsqueeze(1)).float()
+    scores: torch.Tensor = (x @ whiten).square().sum(-1)
     return scores
 
 

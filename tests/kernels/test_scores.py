@@ -99,6 +99,22 @@ def test_directions_that_no_key_has_count_for_nothing() -> None:
     assert torch.isfinite(leverage_scores(torch.ones(2, 10, 4))).all()
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_keys_that_hardly_vary_are_scored_too(seed: int) -> None:
+    """One strong direction and 31 at float32's rounding: the Gram matrix may look indefinite."""
+    strong = 1000 * normal(seed, 2, 4096, 1) * normal(seed + 1, 2, 1, 32)
+    got = leverage_scores(strong + 1e-3 * normal(seed + 2, 2, 4096, 32) + 100)
+    assert torch.isfinite(got).all()
+    assert got.min() >= 0
+    assert got.max() <= 1.5
+
+
+def test_keys_that_are_not_numbers_raise_nothing() -> None:
+    keys = normal(0, 1, 64, 8)
+    keys[0, 3, 2] = float("nan")
+    assert leverage_scores(keys).shape == (1, 64)
+
+
 def rank_correlation(a: torch.Tensor, b: torch.Tensor) -> float:
     """Spearman's."""
     ranks = torch.stack([x.argsort().argsort().double() for x in (a, b)])
