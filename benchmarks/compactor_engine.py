@@ -42,6 +42,7 @@ from kvtier.config import ENV_PREFIX, load_settings
 from kvtier.errors import KvtierError
 from kvtier.heads.model_config import model_shape, read_config
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile
+from kvtier.retention.pools import slot_bytes
 
 Heads = Literal["all", "profile"]
 METHODS: dict[Heads, str] = {"all": "kvtier", "profile": "kvtier + head profile"}
@@ -56,6 +57,7 @@ DEMO_MODEL = ROOT / "models" / "kvtier-demo"
 PROFILE_FILE = "head_profile.json"
 RETENTION_VARIABLE = ENV_PREFIX + "RETENTION"
 LOG_TAIL_LINES = 20
+DTYPE_BYTES = 4  # float32, as in the peer
 
 
 class Job(BaseModel):
@@ -108,15 +110,20 @@ def head_profile(model: Path, heads: Heads) -> HeadProfile:
 
 
 def retention_for(share: float, profile: HeadProfile, context_tokens: int) -> float:
-    """Retention of the CA heads at which the whole cache keeps `share` of its bytes.
+    """Retention of the CA heads at which the cache takes `share` of the bytes of an exact one.
 
-    1 where the profile alone already keeps less; never below what one token is. Locality heads
-    keep sink, recent and one compensation entry.
+    What kvtier remembers beside keys and values (scores) is paid from the same bytes. 1 where the
+    profile alone already keeps less; never below what one token is. Locality heads keep sink,
+    recent and one compensation entry.
     """
+    if share == 1:
+        return 1.0
     settings = load_settings()
     held = min(settings.sink_tokens + settings.recent_tokens + 1, context_tokens)
-    locality = (1 - profile.ca_share) * held / context_tokens
-    return min(1.0, max(1 / context_tokens, (share - locality) / profile.ca_share))
+    exact = slot_bytes(profile, DTYPE_BYTES).full
+    ours = slot_bytes(profile, DTYPE_BYTES, scored=True)
+    left = share * exact - ours.locality * held / context_tokens
+    return min(1.0, max(1 / context_tokens, left / ours.ca))
 
 
 def make_plan(model: Path, contexts: Sequence[RecallContext], profile: Path) -> Plan:

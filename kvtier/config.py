@@ -93,7 +93,7 @@ class Settings(BaseSettings):
         description="Expected share that CA heads keep; sizes the pools. None: `retention`, or 1.",
     )
     nll_stride: int = Field(
-        8, ge=1, description="Every how many prompt tokens the model's surprise is measured."
+        4, ge=1, description="Every how many prompt tokens the model's surprise is measured."
     )
     leverage_weight: float = Field(
         1.0, ge=0, description="Weight of key leverage beside attention (Compactor's lambda)."
@@ -102,7 +102,7 @@ class Settings(BaseSettings):
         256, ge=2, description="Tokens that attend to each other when a context is scored."
     )
     score_pool_width: int = Field(
-        3, ge=1, description="Neighbouring tokens that share their attention score; odd."
+        5, ge=1, description="Neighbouring tokens that share their score; odd."
     )
     session_tokens: int = Field(
         32768, ge=1, description="Expected context length of a session; sizes the two pools."

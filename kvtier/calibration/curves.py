@@ -3,10 +3,11 @@
     f(r, n) = (1 − 2^{−(r/m)^p}) / (1 − 2^{−(1/m)^p}),   m = α·n + β     f(0) = 0, f(1) = 1
     r*(τ, n) = m · (−log₂(1 − τ (1 − 2^{−(1/m)^p})))^{1/p}
 
-n is the context's token-mean NLL in nats, r the share of it that is kept. Quality is the NLL of the
-true answers with the full cache over that with the compressed one. m is the share that leaves about
-half of the quality, and grows with n: a text that surprises is a text that cannot lose much. p says
-how suddenly quality falls there.
+n is the context's token-mean NLL in nats, r the share that is kept of what may be dropped: sink and
+recent tokens always stay and do not count, so that one curve fits every length. Quality is the NLL
+of the true answers with the full cache over that with the compressed one. m is the share that
+leaves about half of the quality, and grows with n: a text that surprises is a text that cannot lose
+much. p says how suddenly quality falls there.
 
 Compactor (section 3.5) has p = 1 (with b = −ln 2 / m, and b linear in n), which can only bend: it
 starts to fall at once. A text whose facts are either kept or lost falls like a step.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,7 @@ POWER_LIMITS = (0.5, 24.0)
 """Limits of p in a fit."""
 
 MIN_MEASUREMENTS = 8
-UNDERESTIMATE_WEIGHT = 4.0
+UNDERESTIMATE_WEIGHT = 2.0
 FOLDS = 5
 
 _LN2 = math.log(2.0)
@@ -51,7 +52,7 @@ class Measurement:
     """One context, compressed once and asked about.
 
     nll:        token-mean NLL of the context, nats
-    retention:  share kept, in (0, 1]
+    retention:  share kept of the tokens that may be dropped, in (0, 1]
     ratio:      NLL of the true answers, full cache / compressed cache, both plus a small floor
     context:    id of the context; held-out splits never cut through one
     """
@@ -140,7 +141,7 @@ def fit_curve(
     underestimate_weight: weight of an error that predicts too HIGH a quality; the others weigh 1.
     Such an error makes r* too small: the answer is lost and nobody notices, while the opposite one
     costs a little memory. A weight w draws the curve through the 1/(1+w) expectile of the measured
-    qualities, 4 through the 0.2 expectile; 1 gives ordinary least squares.
+    qualities, 2 through the 1/3 expectile; 1 gives ordinary least squares.
 
     A ratio above 1 counts as 1: better than the full cache is no reason to keep less. Where the
     measurements cannot tell two curves apart, the one nearest to m = p = 1 is taken, within limits;
@@ -199,12 +200,15 @@ def held_out_rmse(
     count = min(folds, len(contexts))
     if count < 2:
         return None
+    nll = [measurement.nll for measurement in measurements]
     fold = {context: index % count for index, context in enumerate(contexts)}
     errors = []
     for left_out in range(count):
         rest = [m for m in measurements if fold[m.context] != left_out]
         held = [m for m in measurements if fold[m.context] == left_out]
-        errors.append(_residuals(_solve(rest, underestimate_weight), held))
+        # Over the range of all contexts: the curve that is served knows the outermost ones too.
+        curve = replace(_solve(rest, underestimate_weight), nll_min=min(nll), nll_max=max(nll))
+        errors.append(_residuals(curve, held))
     return float(np.sqrt(np.mean(np.concatenate(errors) ** 2)))
 
 

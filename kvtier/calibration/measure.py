@@ -21,13 +21,13 @@ from torch import Tensor
 from kvtier.calibration.curves import Measurement
 from kvtier.errors import UsageError
 from kvtier.heads.base import CalibrationSample, Progress, no_progress
-from kvtier.heads.compacted import ScoredSession, gather_tokens
+from kvtier.heads.compacted import NLL_STRIDE, ScoredSession, gather_tokens
 from kvtier.heads.policy import Block
 from kvtier.heads.probe import HeadProbe, Kept, LayerParts, ProbeBatch, middle_of
 from kvtier.heads.profile import HeadProfile, full_profile
 from kvtier.retention.compactor import Compactor
 
-RETENTIONS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)
+RETENTIONS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)
 ANSWER_FLOOR_NATS = 0.1
 
 
@@ -45,17 +45,12 @@ class ScoredContext:
     nll: float
 
     @property
-    def protected_tokens(self) -> int:
-        """Tokens that every head keeps: sink and recent."""
-        return self.batch.context_tokens - self.middle_tokens
-
-    @property
     def middle_tokens(self) -> int:
         return middle_of(self.batch.context_tokens, self.batch.probe.rule).num_tokens
 
     def kept_tokens(self, retention: float) -> int:
-        """Middle tokens that a share of the whole context leaves, at least one."""
-        wanted = math.ceil(retention * self.batch.context_tokens - 1e-9) - self.protected_tokens
+        """A share of the middle, in whole tokens and at least one; never undercut by rounding."""
+        wanted = math.ceil(retention * self.middle_tokens - 1e-9)
         return min(max(wanted, 1), self.middle_tokens)
 
     def at(self, keep: int, profile: HeadProfile) -> ProbeBatch:
@@ -122,7 +117,7 @@ def measure_curve(
     *,
     retentions: Sequence[float] = RETENTIONS,
     floor_nats: float = ANSWER_FLOOR_NATS,
-    nll_stride: int = 16,
+    nll_stride: int = NLL_STRIDE,
     progress: Progress = no_progress,
 ) -> list[Measurement]:
     """Every sample at every retention; one context at a time is held.
@@ -159,7 +154,7 @@ def _measure(
         found.append(
             Measurement(
                 nll=context.nll,
-                retention=(context.protected_tokens + keep) / context.batch.context_tokens,
+                retention=keep / context.middle_tokens,
                 ratio=(full + floor_nats) / (loss + floor_nats),
                 context=index,
                 task=context.batch.sample.task,

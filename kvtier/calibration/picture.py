@@ -42,7 +42,7 @@ def draw_curve(
         label = f"{name} NLL, {nll:.2f} nats"
         axes.plot(grid, [curve.quality(float(r), nll) for r in grid], color=shade, label=label)
     axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle=":")
-    axes.set_xlabel("retention (share of the context kept)")
+    axes.set_xlabel("retention (share kept of what may be dropped)")
     axes.set_ylabel("quality (NLL full / NLL compressed)")
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1.05)

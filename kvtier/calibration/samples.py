@@ -19,7 +19,7 @@ from kvtier.heads.samples import make_samples, maker_for, speaks_recall
 # Facts fill at most this share of a context: the language needs filler between its facts.
 DENSEST = 0.7
 FEWEST_FACTS = 4
-QUESTIONS = 24
+QUESTIONS = 64
 STREAM = 2
 
 

@@ -21,10 +21,10 @@ from kvtier.retention.compactor import Compactor
 from kvtier.retention.locality import LocalityRule
 from kvtier_kernels.scores import unrotate, window_mass
 
-NLL_STRIDE = 8
+NLL_STRIDE = 4
 
 KeepCount = Callable[[int, int], int]
-"""(prompt tokens of the turn, tokens of its droppable span) -> entries of the span to keep."""
+"""(prompt tokens of the turn, droppable ones among them) -> how many of those to keep."""
 
 
 class ScoredSession(PolicySession):

@@ -1,11 +1,12 @@
 """How much of a context its CA heads keep.
 
 One rule per server: everything, a fixed share, an absolute budget, or whatever a quality target
-allows this very context, read from the model's calibration curve at the context's own NLL:
+allows this very context, read from the model's calibration curve at the context's own NLL.
 
-    r* = ln(1 + τ (e^b − 1)) / b,    b = α n + β        (kvtier.calibration.curves)
+    turn's prompt   [ sink | droppable ………………………… | recent ]
+    shares, budgets   count the whole prompt: what is protected anyway is paid from them first
+    curves            count the droppable tokens alone, so that one curve fits every length
 
-A share counts every token of a turn's prompt, the protected ones (sink and recent) included.
 Without a curve, or without an NLL, everything is kept: a doubt never costs an answer.
 """
 
@@ -24,28 +25,39 @@ Reason = Literal["everything", "share", "budget", "quality", "no-curve", "no-nll
 class Turn:
     """What is known of a finished turn when its share is decided.
 
-    prompt_tokens: of this turn alone
-    held_tokens:   CA entries that the turns before it keep
-    nll:           token-mean negative log-likelihood of the prompt in nats, None if not measured
+    prompt_tokens:    of this turn alone
+    droppable_tokens: of them, those that no rule protects; at least 1
+    held_tokens:      CA entries that the turns before it keep
+    nll:              token-mean negative log-likelihood of the prompt in nats, None if not measured
     """
 
     prompt_tokens: int
+    droppable_tokens: int
     held_tokens: int = 0
     nll: float | None = None
+
+    @property
+    def protected_tokens(self) -> int:
+        return self.prompt_tokens - self.droppable_tokens
 
 
 @dataclass(frozen=True)
 class Choice:
-    """retention: share of the prompt kept, in (0, 1]. quality: what the curve predicts there."""
+    """kept_tokens: of the droppable ones, 1 … all. quality: what the curve predicts there."""
 
-    retention: float
+    kept_tokens: int
     reason: Reason
     nll: float | None = None
     quality: float | None = None
 
-    def tokens(self, prompt_tokens: int) -> int:
-        """CA entries the prompt may keep; the share is never undercut by rounding."""
-        return math.ceil(self.retention * prompt_tokens - 1e-9)
+
+def _within(turn: Turn, kept_tokens: int) -> int:
+    return min(max(kept_tokens, 1), turn.droppable_tokens)
+
+
+def _share_of(share: float, tokens: int) -> int:
+    """Never undercut by rounding."""
+    return math.ceil(share * tokens - 1e-9)
 
 
 class CurveLike(Protocol):
@@ -66,35 +78,39 @@ class ShareRule(ABC):
 
     @abstractmethod
     def choose(self, turn: Turn) -> Choice:
-        """The share of this turn's prompt that CA heads keep."""
+        """How many of this turn's droppable tokens CA heads keep."""
 
 
 class Everything(ShareRule):
     """Keep the whole context."""
 
     def choose(self, turn: Turn) -> Choice:
-        return Choice(1.0, "everything", turn.nll)
+        return Choice(turn.droppable_tokens, "everything", turn.nll)
 
 
 @dataclass(frozen=True)
 class FixedShare(ShareRule):
-    """Keep the same share of every context, in (0, 1]."""
+    """Keep the same share of every prompt, in (0, 1], and never less than is protected."""
 
     share: float
 
     def choose(self, turn: Turn) -> Choice:
-        return Choice(self.share, "share", turn.nll)
+        wanted = _share_of(self.share, turn.prompt_tokens) - turn.protected_tokens
+        return Choice(_within(turn, wanted), "share", turn.nll)
 
 
 @dataclass(frozen=True)
 class TokenBudget(ShareRule):
-    """Keep at most `tokens` CA entries of a whole session, oldest turns first."""
+    """Keep at most `tokens` CA entries of a whole session, oldest turns first.
+
+    A turn keeps its protected tokens and one more even where nothing is left.
+    """
 
     tokens: int
 
     def choose(self, turn: Turn) -> Choice:
-        left = max(1, self.tokens - turn.held_tokens)
-        return Choice(min(1.0, left / turn.prompt_tokens), "budget", turn.nll)
+        left = self.tokens - turn.held_tokens - turn.protected_tokens
+        return Choice(_within(turn, left), "budget", turn.nll)
 
 
 class CurveSource(Protocol):
@@ -114,8 +130,9 @@ class QualityTarget(ShareRule):
     def choose(self, turn: Turn) -> Choice:
         curve = self.source.curve()
         if curve is None:
-            return Choice(1.0, "no-curve", turn.nll)
+            return Choice(turn.droppable_tokens, "no-curve", turn.nll)
         if turn.nll is None:
-            return Choice(1.0, "no-nll")
+            return Choice(turn.droppable_tokens, "no-nll")
         share = curve.retention(self.target, turn.nll)
-        return Choice(share, "quality", turn.nll, curve.quality(share, turn.nll))
+        kept = _within(turn, _share_of(share, turn.droppable_tokens))
+        return Choice(kept, "quality", turn.nll, curve.quality(share, turn.nll))

@@ -206,10 +206,11 @@ class KvtierRadixCache(VariantRadixCache):
         asked = self.allocator.pool.nll[node.value[: prompt_stop - node.start]]
         turn = Turn(
             prompt_tokens=prompt_stop - node.start,
+            droppable_tokens=span.num_tokens,
             held_tokens=sum(n.ca_size for n in self._path(node.parent)),
             nll=mean_nll(asked) if self.retention.rule.needs_nll else None,
         )
-        keep = self.retention.keep(turn, span.num_tokens)
+        keep = self.retention.keep(turn)
         if keep == span.num_tokens:
             return
         slots = node.value[span.begin : span.end]

@@ -36,18 +36,14 @@ class Retention:
         self.prompt_tokens = 0
         self.kept_tokens = 0
 
-    def keep(self, turn: Turn, span_tokens: int) -> int:
-        """Entries of a turn's droppable span that its CA heads keep: 1 … span_tokens.
-
-        The rest of the prompt is protected and counts towards the share.
-        """
+    def keep(self, turn: Turn) -> int:
+        """Entries of a turn's droppable span that its CA heads keep: 1 … all of them."""
         choice = self.rule.choose(turn)
-        protected = turn.prompt_tokens - span_tokens
-        kept = min(max(choice.tokens(turn.prompt_tokens) - protected, 1), span_tokens)
-        self._record(turn, choice, protected + kept)
-        return kept
+        self._record(turn, choice)
+        return choice.kept_tokens
 
-    def _record(self, turn: Turn, choice: Choice, kept: int) -> None:
+    def _record(self, turn: Turn, choice: Choice) -> None:
+        kept = turn.protected_tokens + choice.kept_tokens
         self.reasons[choice.reason] += 1
         self.prompt_tokens += turn.prompt_tokens
         self.kept_tokens += kept
@@ -55,7 +51,7 @@ class Retention:
             {
                 "prompt_tokens": turn.prompt_tokens,
                 "kept_tokens": kept,
-                "retention": choice.retention,
+                "retention": kept / turn.prompt_tokens,
                 "reason": choice.reason,
                 "nll": choice.nll,
                 "quality": choice.quality,

@@ -70,20 +70,25 @@ def test_an_answer_from_recomputed_kv_does_not_count(tmp_path: Path) -> None:
 
 @given(st.floats(0.01, 1.0), st.integers(1024, 1 << 17))
 def test_retention_of_all_heads_is_the_share(share: float, tokens: int) -> None:
-    assert side.retention_for(share, full_profile(PROFILE.shape), tokens) == pytest.approx(share)
+    alike = full_profile(PROFILE.shape)
+    assert side.retention_for(1, alike, tokens) == 1
+    kept = side.retention_for(share, alike, tokens) * slot_bytes(alike, 4, scored=True).ca
+    if share < 1:
+        assert kept == pytest.approx(max(share, 1 / tokens) * slot_bytes(alike, 4).full, rel=0.02)
+        assert kept <= share * slot_bytes(alike, 4).full * (1 + 1e-9) or share < 2 / tokens
 
 
 @given(st.floats(0.01, 1.0), st.integers(1024, 1 << 17))
 def test_retention_under_a_profile_keeps_the_bytes_asked_for(share: float, tokens: int) -> None:
     retention = side.retention_for(share, PROFILE, tokens)
-    per_slot = slot_bytes(PROFILE, 4)
+    per_slot, exact = slot_bytes(PROFILE, 4, scored=True), slot_bytes(PROFILE, 4)
     settings = Settings()
     held = settings.sink_tokens + settings.recent_tokens + 1
     kept = per_slot.ca * retention * tokens + per_slot.locality * held
-    wanted = share * per_slot.full * tokens
+    wanted = share * exact.full * tokens
     if 1 / tokens < retention < 1:
         assert kept == pytest.approx(wanted)
-    elif retention == 1:
+    elif retention == 1 and share < 1:
         assert kept <= wanted * (1 + 1e-9)
 
 

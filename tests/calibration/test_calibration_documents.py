@@ -147,7 +147,7 @@ def test_a_fit_is_described_completely():
     assert document.retentions == (0.1, 0.25, 0.5, 0.75, 0.9)
     assert 0 < document.rmse < 0.03
     assert document.r2 > 0.95
-    assert document.parameters == {"underestimate_weight": 4.0, "seed": 3}
+    assert document.parameters == {"underestimate_weight": 2.0, "seed": 3}
     assert parse_document(document.key, document.to_json()) == document
 
 

@@ -37,7 +37,7 @@ def compacting_rounds(profile: HeadProfile, model, sessions: int, turns: int):
     for _ in range(sessions):
         session = CompactingSession(model, profile, RULE, chunk_tokens=512)
         rule = Retention(FixedShare(SHARE))
-        session.keep_count = lambda prompt, span, rule=rule: rule.keep(Turn(prompt), span)
+        session.keep_count = lambda prompt, span, rule=rule: rule.keep(Turn(prompt, span))
         for turn in range(turns):
             length = rng.randrange(300, 1500) if turn == 0 else rng.randrange(1, 400)
             prompt = [rng.randrange(6, 384) for _ in range(length)]
