@@ -13,6 +13,7 @@ import logging
 import random
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,8 @@ LOCAL_DIRECTORY = "calibration"
 REASONS = (
     "polls", "changes", "unavailable", "refused", "invalid", "mismatch", "local_copy", "unexpected",
 )  # fmt: skip
+
+OnEvent = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -84,14 +87,22 @@ class CalibrationWatcher:
     poll_s: between polls, give or take a tenth; while the store is down the pause doubles up to
     MAX_BACKOFF_S. A document that the store no longer has is no longer used: somebody deleted it,
     or it expired.
+    on_event: called with one of REASONS whenever it happens, from the watcher's thread.
     """
 
     def __init__(
-        self, store: CalibrationStore, served: Served, *, local: LocalCopy, poll_s: float
+        self,
+        store: CalibrationStore,
+        served: Served,
+        *,
+        local: LocalCopy,
+        poll_s: float,
+        on_event: OnEvent | None = None,
     ) -> None:
         self._store, self._served, self._local, self._poll_s = store, served, local, poll_s
         self._snapshot = Snapshot()
         self._counts: Counter[str] = Counter()
+        self._on_event = on_event
         self._last_problem: dict[str, str] = {}
         self._first_poll, self._stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="kvtier-calibration", daemon=True)
@@ -126,7 +137,7 @@ class CalibrationWatcher:
 
     def _poll(self) -> bool:
         """Ask for both documents; whether the store answered."""
-        self._counts["polls"] += 1
+        self._count("polls")
         keys: tuple[Key, ...] = (self._served.profile_key, self._served.curve_key)
         for key in keys:
             try:
@@ -160,7 +171,7 @@ class CalibrationWatcher:
         if document == getattr(self._snapshot, key.kind):
             return
         self._use(key, document)
-        self._counts["changes"] += 1
+        self._count("changes")
         if document is None:
             logger.warning("calibration %s is gone from the store; not used any more", key)
         else:
@@ -184,7 +195,7 @@ class CalibrationWatcher:
             document = self._local.load(key)
             if document is not None and self._fits(document):
                 self._use(key, document)
-                self._counts["local_copy"] += 1
+                self._count("local_copy")
                 logger.warning("calibration %s comes from its local copy", key)
 
     def _fits(self, document: Document) -> bool:
@@ -195,22 +206,30 @@ class CalibrationWatcher:
         return True
 
     def _failed(self, what: str, reason: str, error: Exception) -> None:
-        self._counts[reason] += 1
+        self._count(reason)
         if self._last_problem.get(what) != reason:
             self._last_problem[what] = reason
             trace = error if reason == "unexpected" else None
             logger.warning("%s: %s: %s", what, reason, error, exc_info=trace)
+
+    def _count(self, reason: str) -> None:
+        self._counts[reason] += 1
+        if self._on_event is not None:
+            self._on_event(reason)
 
     def _works(self, what: str) -> None:
         if self._last_problem.pop(what, None) is not None:
             logger.info("%s: works again", what)
 
 
-def watch(settings: Settings, served: Served) -> CalibrationWatcher:
+def watch(
+    settings: Settings, served: Served, on_event: OnEvent | None = None
+) -> CalibrationWatcher:
     """A watcher on the store of `settings`, with its local copy in the data directory."""
     return CalibrationWatcher(
         open_store(settings),
         served,
         local=LocalCopy(settings.data_dir / LOCAL_DIRECTORY),
         poll_s=settings.calibration_poll_s,
+        on_event=on_event,
     )

@@ -16,7 +16,13 @@ from kvtier.calibration.keys import profile_key
 from kvtier.calibration.local_copy import LocalCopy
 from kvtier.calibration.policy import policy_digest
 from kvtier.calibration.store import open_store
-from kvtier.calibration.watcher import LOCAL_DIRECTORY, CalibrationWatcher, Served, watch
+from kvtier.calibration.watcher import (
+    LOCAL_DIRECTORY,
+    CalibrationWatcher,
+    OnEvent,
+    Served,
+    watch,
+)
 from kvtier.config import Settings
 from kvtier.errors import CalibrationDocumentError, CalibrationMismatchError, StoreError
 from kvtier.heads.model_config import model_name, weights_revision
@@ -62,8 +68,11 @@ def curve_source(
     rule: LocalityRule,
     compactor: Compactor,
     dtype: str,
+    on_event: OnEvent | None = None,
 ) -> WatchedCurve | FixedCurve:
     """The curve of exactly this model, policy and KV dtype: the user's file, or the store's.
+
+    on_event: told of the watcher's events; see CalibrationWatcher.
 
     Raises CalibrationDocumentError for a file that is no such curve.
     """
@@ -78,11 +87,11 @@ def curve_source(
         document = load_curve(settings.curve)
         served.check(document)
         return FixedCurve(document)
-    return _watched(settings, served)
+    return _watched(settings, served, on_event)
 
 
-def _watched(settings: Settings, served: Served) -> WatchedCurve:
-    watcher = watch(settings, served)
+def _watched(settings: Settings, served: Served, on_event: OnEvent | None) -> WatchedCurve:
+    watcher = watch(settings, served, on_event)
     watcher.wait_first_poll(FIRST_POLL_S)
     if watcher.current().curve is None:
         logger.warning(

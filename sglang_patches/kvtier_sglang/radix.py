@@ -32,6 +32,7 @@ from kvtier.retention.rules import compactor_of, locality_rule
 from kvtier.retention.share import Everything, Turn
 from kvtier_sglang.calibrated import curve_source
 from kvtier_sglang.compaction import Compaction
+from kvtier_sglang.metrics import RetentionMetrics
 from kvtier_sglang.retention import Retention, mean_nll, share_rule
 from kvtier_sglang.variants import KvNode, VariantRadixCache
 
@@ -250,14 +251,19 @@ def build(ctx: TreeCacheBuildContext, settings: Settings) -> KvtierRadixCache:
         return KvtierRadixCache(ctx.params, rule, streaming=streaming)
     pool = ctx.params.token_to_kv_pool_allocator.pool
     compactor, source = compactor_of(settings), None
+    metrics = None
+    if ctx.server_args.enable_metrics:
+        name = ctx.server_args.served_model_name or ctx.server_args.model_path
+        metrics = RetentionMetrics(name, settings.quality)
     if settings.quality is not None:
         path = ctx.server_args.model_path
         dtype = str(pool.dtype).removeprefix("torch.")
-        source = curve_source(settings, path, pool.profile, rule, compactor, dtype)
+        told = metrics.calibration_event if metrics is not None else None
+        source = curve_source(settings, path, pool.profile, rule, compactor, dtype, told)
     return KvtierRadixCache(
         ctx.params,
         rule,
         streaming=streaming,
-        retention=Retention(share_rule(settings, pool.slot_bytes.ca, source), source),
+        retention=Retention(share_rule(settings, pool.slot_bytes.ca, source), source, metrics),
         compaction=Compaction(pool, compactor),
     )

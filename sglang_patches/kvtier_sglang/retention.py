@@ -19,6 +19,7 @@ from kvtier.retention.share import (
     TokenBudget,
     Turn,
 )
+from kvtier_sglang.metrics import RetentionMetrics
 
 RECENT_TURNS = 64
 # Fewer asked tokens say little about a text.
@@ -28,9 +29,12 @@ MIN_ASKED = 16
 class Retention:
     """Chooses how many CA entries a turn keeps and remembers why. Scheduler thread only."""
 
-    def __init__(self, rule: ShareRule, source: Any = None) -> None:
+    def __init__(
+        self, rule: ShareRule, source: Any = None, metrics: RetentionMetrics | None = None
+    ) -> None:
         self.rule = rule
         self.source = source
+        self.metrics = metrics
         self.reasons: Counter[str] = Counter()
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_TURNS)
         self.prompt_tokens = 0
@@ -45,6 +49,8 @@ class Retention:
     def _record(self, turn: Turn, choice: Choice) -> None:
         kept = turn.protected_tokens + choice.kept_tokens
         self.reasons[choice.reason] += 1
+        if self.metrics is not None:
+            self.metrics.turn(turn, choice)
         self.prompt_tokens += turn.prompt_tokens
         self.kept_tokens += kept
         self.recent.append(

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from live_server import free_port, serving
+from prometheus_client.parser import text_string_to_metric_families
 from redis_server import RedisServer, redis_server
 from test_redis_tls import PASSWORD, tls_binary, write_certificates
 
@@ -29,6 +30,8 @@ MODEL = ROOT / "models" / "kvtier-demo"
 PROFILE = MODEL / "head_profile.json"
 WAIT_S = 60.0
 PAUSE_S = 0.2
+PROMPT_TOKENS, SINK, RECENT = 600, 16, 32
+QUALITY = 0.9
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -85,7 +88,7 @@ class Load:
         self._thread.start()
 
     def ask(self) -> None:
-        prompt = [self.rng.randrange(136, 384) for _ in range(600)]
+        prompt = [self.rng.randrange(136, 384) for _ in range(PROMPT_TOKENS)]
         params = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
         answer = post(f"{self.url}/generate", {"input_ids": prompt, "sampling_params": params})
         assert answer["meta_info"]["completion_tokens"] == 2
@@ -121,10 +124,10 @@ def test_a_killed_redis_costs_no_request_and_the_curve_comes_back(tmp_path, monk
         environment = {
             **reach,
             "KVTIER_HEAD_PROFILE": str(PROFILE),
-            "KVTIER_SINK_TOKENS": "16",
-            "KVTIER_RECENT_TOKENS": "32",
+            "KVTIER_SINK_TOKENS": str(SINK),
+            "KVTIER_RECENT_TOKENS": str(RECENT),
             "KVTIER_BRANCH_RECENT_TOKENS": "16",
-            "KVTIER_QUALITY": "0.9",
+            "KVTIER_QUALITY": str(QUALITY),
             "KVTIER_CALIBRATION_POLL_S": "0.2",
             "KVTIER_DATA_DIR": str(tmp_path / "data"),
         }
@@ -150,17 +153,29 @@ def test_a_killed_redis_costs_no_request_and_the_curve_comes_back(tmp_path, monk
         changed = change_curve()
         wait_for(
             lambda: all(
-                abs(newest(url)["retention"] - changed.retention(0.9, newest(url)["nll"])) < 1e-6
+                abs(newest(url)["retention"] - share_kept(changed, newest(url)["nll"])) < 0.01
                 for url in urls
             ),
             "a changed curve in both servers without a restart",
         )
         for load in loads:
             load.stop()
+        scraped = [metrics(url) for url in urls]
     assert [load.failures for load in loads] == [[], []]
     assert all(load.done >= 10 for load in loads)
     logs = (tmp_path / "a.log").read_text() + (tmp_path / "b.log").read_text()
     assert PASSWORD not in logs
+    for url_metrics in scraped:
+        assert url_metrics['turns_total{reason="quality"}'] >= 5
+        assert url_metrics['turns_total{reason="no-curve"}'] >= 1
+        assert url_metrics['calibration_events_total{event="unavailable"}'] >= 1
+        assert url_metrics["quality_target"] == QUALITY
+        turns = sum(v for k, v in url_metrics.items() if k.startswith("turns_total"))
+        assert url_metrics["retained_share_count"] == turns
+        assert 0 < url_metrics["retained_tokens_total"] < url_metrics["prompt_tokens_total"]
+        # A prompt that begins as another did adds a little less.
+        assert url_metrics["prompt_tokens_total"] == pytest.approx(turns * PROMPT_TOKENS, rel=0.02)
+        assert url_metrics["predicted_quality_count"] >= 5
 
 
 def a_server(log: Path):
@@ -169,7 +184,7 @@ def a_server(log: Path):
         *(sys.executable, "-m", "kvtier", "serve", "--model-path", str(MODEL)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
         # Idle servers poll; three processes share the cores of a small machine here.
-        *("--max-total-tokens", "8192", "--sleep-on-idle"),
+        *("--max-total-tokens", "8192", "--sleep-on-idle", "--enable-metrics"),
     ]
     return serving(command, port, log=log, cwd=ROOT)
 
@@ -208,6 +223,26 @@ def reasons(url: str) -> dict[str, int]:
 
 def counts(url: str) -> dict[str, int]:
     return retention(url)["calibration"]
+
+
+def share_kept(curve: CurveDocument, nll: float) -> float:
+    """Of a prompt of the load, what its CA heads keep under a curve."""
+    protected = SINK + RECENT
+    droppable = PROMPT_TOKENS - protected
+    return (protected + curve.retention(QUALITY, nll) * droppable) / PROMPT_TOKENS
+
+
+def metrics(url: str) -> dict[str, float]:
+    """kvtier's Prometheus samples by name and labels, `kvtier_` and the model's name left out."""
+    with urllib.request.urlopen(f"{url}/metrics/", timeout=30) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    found = {}
+    for sample in (sample for family in families for sample in family.samples):
+        if sample.name.startswith("kvtier_") and "le" not in sample.labels:
+            assert sample.labels.pop("model_name") == str(MODEL)
+            labels = "".join(f'{{{name}="{value}"}}' for name, value in sample.labels.items())
+            found[sample.name.removeprefix("kvtier_") + labels] = sample.value
+    return found
 
 
 def newest(url: str) -> dict[str, Any]:
