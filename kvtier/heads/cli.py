@@ -27,15 +27,8 @@ METHOD_OPTIONS = {
 }
 
 
-def add_calibrate_parser(subparsers: Subparsers) -> None:
-    """Add `calibrate` and its kinds; parsed arguments carry the handler as `handler`."""
-    parser = subparsers.add_parser("calibrate", help="make what kvtier needs to know of a model")
-    kinds = parser.add_subparsers(dest="calibrate", required=True, metavar="WHAT")
-    add_heads_parser(kinds)
-
-
 def add_heads_parser(kinds: Subparsers) -> None:
-    """Add the kind `heads`."""
+    """Add the kind `heads` of `kvtier calibrate`; parsed arguments carry `handler`."""
     heads = kinds.add_parser(
         "heads",
         help="find the KV heads that need the whole context, and measure what keeping them costs",

@@ -14,10 +14,10 @@ import torch
 from tiny_llama import RULE, make_ids, profile_of
 
 from kvtier.bench.recall import DEFAULT_LANGUAGE
+from kvtier.calibration.calibrate_cli import add_calibrate_parser
 from kvtier.errors import SizeError, UnsupportedModelError, UsageError
 from kvtier.heads.base import CalibrationSample, Question, Target
 from kvtier.heads.calibrate import Calibrated, calibrate_heads
-from kvtier.heads.cli import add_calibrate_parser
 from kvtier.heads.loading import load_model
 from kvtier.heads.model_config import weights_revision
 from kvtier.heads.picture import draw_profile, score_grid, title_lines
