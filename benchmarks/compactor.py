@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compactor_contexts import KINDS, RecallContext, make_contexts, save_contexts
-from benchmarks.compactor_engine import DEMO_MODEL, METHODS, ROOT, Heads, run_engine
+from benchmarks.compactor_engine import METHODS, Heads, run_engine
 from benchmarks.compactor_records import (
     Record,
     Row,
@@ -31,6 +31,7 @@ from benchmarks.compactor_records import (
     margins,
 )
 from benchmarks.compactor_table import print_tables
+from benchmarks.recall_engine import DEMO_MODEL, ROOT
 from kvtier.bench.environment import describe_environment
 from kvtier.bench.recall import DEFAULT_LANGUAGE
 from kvtier.config import load_settings

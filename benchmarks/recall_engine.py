@@ -1,0 +1,187 @@
+"""Recall contexts in the real engine, one engine process per setting.
+
+    ask_engine(contexts, model, profile, settings)    starts a worker and collects its answers
+    python -m benchmarks.recall_engine …              the worker
+
+The context is sent alone with one token to generate, so its turn ends and the engine compresses
+it. Every question then comes as context + question; an answer counts only if the engine served
+the whole context from its cache, or it would be an answer from exact KV.
+
+    request 1      [ context ]              compressed when it ends
+    request 2 …    [ context | question ]   context cached, question new
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from benchmarks.compactor_contexts import RecallContext, load_contexts, save_contexts
+from kvtier.bench.engine import ChatEngine, EngineError, SglangEngine
+from kvtier.bench.options import parse_options
+from kvtier.bench.planning import make_plans
+from kvtier.bench.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE, score_answer
+from kvtier.bench.runner import stop_group
+from kvtier.bench.schema import Plan, RetainedTurn
+from kvtier.bench.worker import die_with_parent
+from kvtier.config import ENV_PREFIX
+from kvtier.errors import KvtierError
+from kvtier.heads.profile import HeadProfile
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO_MODEL = ROOT / "models" / "kvtier-demo"
+PROFILE_FILE = "head_profile.json"
+LOG_TAIL_LINES = 20
+
+
+class Asked(BaseModel):
+    """One context, compressed once and asked about.
+
+    recalls:  per question, the share of codes right, each at its place
+    kv_bytes: what the context took on the device, measured
+    turn_s:   from sending the context until its turn was prefilled, answered and compressed
+    retained: what its CA heads kept, None where they were not asked to drop anything
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: str
+    context: int
+    recalls: tuple[float, ...]
+    kv_bytes: int
+    turn_s: float
+    retained: RetainedTurn | None
+
+
+class WorkerError(KvtierError):
+    """A worker that did not finish; the message ends with its last log lines."""
+
+
+def ask_engine(
+    contexts: Sequence[RecallContext],
+    model: Path,
+    profile: HeadProfile,
+    settings: Mapping[str, str],
+) -> list[Asked]:
+    """Every context in an empty engine, with all its questions. Raises WorkerError.
+
+    settings: KVTIER_* variables by their name without the prefix, such as {"RETENTION": "0.5"}
+    """
+    with tempfile.TemporaryDirectory(prefix="kvtier-recall-") as name:
+        folder = Path(name)
+        profile.save(folder / PROFILE_FILE)
+        save_contexts(folder / "contexts.json", contexts, DEFAULT_LANGUAGE.eot)
+        plan = make_plan(model, contexts, folder / PROFILE_FILE)
+        return _run_worker(folder, plan, worker_environment(folder, plan, settings))
+
+
+def make_plan(model: Path, contexts: Sequence[RecallContext], profile: Path) -> Plan:
+    """A plan of the bench with room for one context and all its questions."""
+    flags = {
+        "--policies": "kvtier",
+        "--turns": "1",
+        "--questions": str(len(contexts[0].questions)),
+        "--len": str(len(contexts[0].context_ids)),
+        "--prefill": "exact",
+        "--model-path": str(model),
+        "--head-profile": str(profile),
+    }
+    _, plans = make_plans(parse_options([part for flag in flags.items() for part in flag]))
+    return plans[0].plan
+
+
+def worker_environment(folder: Path, plan: Plan, settings: Mapping[str, str]) -> dict[str, str]:
+    """This process's, with the plan's and the caller's settings and no other KVTIER_* variable."""
+    config = folder / "kvtier.toml"
+    config.touch()  # empty, so that no file of the working directory has a say
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
+    return {
+        **environment,
+        **plan.environment,
+        ENV_PREFIX + "CONFIG": str(config),
+        ENV_PREFIX + "HEAD_PROFILE": str(folder / PROFILE_FILE),
+        **{ENV_PREFIX + name: value for name, value in settings.items()},
+    }
+
+
+def _run_worker(folder: Path, plan: Plan, environment: dict[str, str]) -> list[Asked]:
+    plan_file, result, log = (folder / f for f in ("plan.json", "asked.json", "worker.log"))
+    plan_file.write_text(plan.model_dump_json())
+    arguments = map(str, (plan_file, folder / "contexts.json", result))
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.recall_engine", *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+        )
+        try:
+            exit_code = process.wait()
+        finally:
+            stop_group(process)
+    if exit_code != 0:
+        tail = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        raise WorkerError("the engine failed:\n" + "\n".join(tail))
+    return [Asked.model_validate(entry) for entry in json.loads(result.read_text())]
+
+
+def ask_all(engine: ChatEngine, context: RecallContext) -> Asked:
+    """Compress one context in an empty engine and ask its questions.
+
+    Raises EngineError when a question was not answered from the compressed context.
+    """
+    eot = DEFAULT_LANGUAGE.eot
+    engine.flush()
+    empty = engine.occupancy()
+    began = time.perf_counter()
+    engine.generate(context.context_ids, 1, eot)
+    full = engine.occupancy()  # answered by the thread that compresses, when it has done so
+    turn_s = time.perf_counter() - began
+    recalls = []
+    for question in context.questions:
+        prompt = [*context.context_ids, *question.prompt_ids]
+        answer = engine.generate(prompt, ANSWER_TOKENS, eot)
+        if answer.cached_tokens < len(context.context_ids):
+            raise EngineError(
+                f"context {context.index}: only {answer.cached_tokens} of "
+                f"{len(context.context_ids)} context tokens came from the cache"
+            )
+        recalls.append(score_answer(question.answer_ids, answer.output_ids).codes)
+    return Asked(
+        kind=context.kind,
+        context=context.index,
+        recalls=tuple(recalls),
+        kv_bytes=full.kv_used_bytes - empty.kv_used_bytes,
+        turn_s=turn_s,
+        retained=full.newest if full.compacted_turns > empty.compacted_turns else None,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """The worker: plan and contexts in, answers out."""
+    die_with_parent()
+    plan = Plan.model_validate_json(Path(argv[0]).read_text())
+    engine = SglangEngine(plan)
+    try:
+        asked = [ask_all(engine, context) for context in load_contexts(Path(argv[1]))]
+    finally:
+        engine.close()
+    dumped: list[dict[str, Any]] = [one.model_dump() for one in asked]
+    Path(argv[2]).write_text(json.dumps(dumped))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,122 @@
+"""What choosing costs: the time of a turn with and without Compactor, in the real engine.
+
+    python -m benchmarks.selection
+
+The same contexts are prefilled by one engine per setting, one setting after the other and all of
+them again in every round: every CA entry kept (the baseline), half of them by Compactor's scores,
+and the share that a quality target asks for. A turn's time ends when its entries are chosen and
+their slots are free again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.compactor_contexts import STANDING_OUT, make_contexts
+from benchmarks.recall_engine import DEMO_MODEL, PROFILE_FILE, ROOT, ask_engine
+from kvtier.bench.environment import describe_environment
+from kvtier.bench.table import make_console
+from kvtier.errors import KvtierError, UsageError
+from kvtier.heads.profile import load_profile
+from kvtier.sizes import parse_size
+
+SCHEMA_VERSION = 1
+BASELINE = "everything kept"
+OUT = ROOT / "benchmarks" / "results" / "selection-overhead.json"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. 0 when everything ran, 1 when the engine failed, 2 for bad input."""
+    options = parse_arguments(argv)
+    try:
+        document = run(options)
+    except UsageError as error:
+        print(f"benchmarks.selection: error: {error}", file=sys.stderr)
+        return 2
+    except KvtierError as error:
+        print(f"benchmarks.selection: {error}", file=sys.stderr)
+        return 1
+    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.selection", description=__doc__.split("\n")[0]
+    )
+    add = parser.add_argument
+    add("--out", type=Path, default=OUT, metavar="FILE", help="JSON of the outcome (%(default)s)")
+    add("--model-path", type=Path, default=DEMO_MODEL, help="with profile and curve beside it")
+    add("--len", default="32k", help="context tokens (%(default)s)")
+    add("--contexts", type=int, default=3, help="contexts per round (%(default)s)")
+    add("--rounds", type=int, default=2, help="of all settings (%(default)s)")
+    add("--seed", type=int, default=0, help="of the contexts (%(default)s)")
+    return parser.parse_args(argv)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Time every setting in every round and return the outcome."""
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    model, tokens = options.model_path, parse_size(options.len, "--len")
+    contexts = make_contexts(STANDING_OUT, options.seed, options.contexts, tokens, questions=1)
+    profile = load_profile(model / PROFILE_FILE)
+    settings: dict[str, dict[str, str]] = {
+        BASELINE: {},
+        "half kept": {"RETENTION": "0.5"},
+        "quality 0.95": {"QUALITY": "0.95", "CURVE": str(model / "curve.json")},
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in settings}
+    for _ in range(options.rounds):
+        for name, setting in settings.items():
+            asked = ask_engine(contexts, model, profile, setting)
+            seconds[name] += [one.turn_s for one in asked]
+    overhead = overheads(seconds)
+    make_console().print(make_table(seconds, overhead))
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "started_at": started,
+        "environment": describe_environment(options.seed).model_dump(),
+        "settings": {
+            "model": model.name,
+            "context_tokens": tokens,
+            "contexts": options.contexts,
+            "rounds": options.rounds,
+        },
+        "turn_s": seconds,
+        "overhead": overhead,
+    }
+
+
+def overheads(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Median over contexts and rounds of (a setting's turn / the baseline's) - 1."""
+    return {
+        name: statistics.median(
+            mine / base for mine, base in zip(turns, seconds[BASELINE], strict=True)
+        )
+        - 1
+        for name, turns in seconds.items()
+    }
+
+
+def make_table(seconds: dict[str, list[float]], overhead: dict[str, float]) -> Table:
+    """A line per setting."""
+    table = Table(title="Time of a turn: prefill, scores, selection")
+    table.add_column("setting")
+    for column in ("median turn", "overhead"):
+        table.add_column(column, justify="right")
+    for name, turns in seconds.items():
+        table.add_row(name, f"{statistics.median(turns):.2f} s", f"{overhead[name]:+.1%}")
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())
