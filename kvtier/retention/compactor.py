@@ -26,6 +26,9 @@ from torch.nn import functional
 
 from kvtier_kernels.scores import leverage_scores
 
+# Deviation of a row, as a share of its mean, below which it says nothing.
+_CONSTANT = 1e-3
+
 
 @dataclass(frozen=True)
 class Compactor:
@@ -56,9 +59,15 @@ class Compactor:
 
 
 def z_score(x: torch.Tensor) -> torch.Tensor:
-    """Each row of `[heads, tokens]` with mean 0 and deviation 1; a constant row becomes 0."""
-    centred = x - x.mean(-1, keepdim=True)
-    return centred / centred.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-6)
+    """Each row of `[heads, tokens]` with mean 0 and deviation 1.
+
+    A row that is constant but for rounding becomes (nearly) 0, not noise of deviation 1: so is the
+    leverage of fewer tokens than a key has dimensions.
+    """
+    mean = x.mean(-1, keepdim=True)
+    centred = x - mean
+    deviation = centred.square().mean(-1, keepdim=True).sqrt()
+    return centred / torch.maximum(deviation, _CONSTANT * mean.abs()).clamp_min(1e-12)
 
 
 def pooled(x: torch.Tensor, width: int) -> torch.Tensor:

@@ -109,6 +109,14 @@ def test_keys_that_hardly_vary_are_scored_too(seed: int) -> None:
     assert got.max() <= 1.5
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 12, 31])
+def test_fewer_tokens_than_dimensions_are_scored_too(tokens: int) -> None:
+    """The Gram matrix of a short turn is singular: no token can be said to stick out."""
+    got = leverage_scores(normal(tokens, 3, tokens, 32))
+    expected = torch.full((3, tokens), (tokens - 1) / tokens)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-2)
+
+
 def test_keys_that_are_not_numbers_raise_nothing() -> None:
     keys = normal(0, 1, 64, 8)
     keys[0, 3, 2] = float("nan")

@@ -1,0 +1,35 @@
+"""Leverage of the demo model's own keys, before rotation, against an SVD in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_scores import exact_leverage, rank_correlation
+
+pytest.importorskip("transformers")
+
+from kvtier.calibration.samples import curve_samples
+from kvtier.heads.compacted import ScoredSession, unrotated
+from kvtier.heads.loading import load_model
+from kvtier.heads.model_config import model_shape, read_config
+from kvtier.heads.profile import full_profile
+from kvtier_kernels.scores import leverage_scores
+
+MODEL = str(Path(__file__).resolve().parents[2] / "models" / "kvtier-demo")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_leverage_ranks_the_demo_models_tokens_as_the_svd_does(dtype: torch.dtype) -> None:
+    (sample,) = curve_samples(MODEL, [4096], count=1, seed=5)
+    model = load_model(MODEL)
+    shape = model_shape(read_config(MODEL))
+    session = ScoredSession(model, full_profile(shape))
+    session.turn(sample.context_ids, 0)
+    for layer in range(shape.num_layers):
+        rotated = session.exact_kv(layer)[0]
+        keys = unrotated(model, rotated, torch.arange(rotated.shape[1]))
+        got = leverage_scores(keys.to(dtype))
+        for mine, true in zip(got, exact_leverage(keys), strict=True):
+            assert rank_correlation(mine, true) > 0.99
