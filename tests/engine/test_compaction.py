@@ -6,11 +6,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engine_process import DEMO_MODEL, run_engine, run_script
 from test_exactness import POLICIES, RULE, RULE_ENV, uneven_profile
 
+from kvtier.calibration.documents import load_curve
+from kvtier.calibration.samples import dense_sample
+from kvtier.heads.compacted import ScoredSession
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile
 from kvtier.retention.share import FixedShare, Turn
 
@@ -77,6 +81,48 @@ def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, which):
     assert state["integrity"] == []
     assert state["compacted_tokens"] > 1000
     assert state["retention"]["reasons"]["share"] >= 8
+
+
+def test_contexts_of_one_batch_keep_what_each_of_them_can_afford(tmp_path):
+    """Filler and dense text side by side: shares follow the curve at each context's own NLL."""
+    from transformers import AutoModelForCausalLM
+
+    facts = (8, 110, 8, 60, 110, 30)
+    contexts = [
+        dense_sample(np.random.default_rng(i), 2000 + 100 * i, count, "").context_ids
+        for i, count in enumerate(facts)
+    ]
+    engine = {
+        "model_path": str(DEMO_MODEL),
+        "max_total_tokens": 30_000,
+        "chunked_prefill_size": 1024,
+        **POLICIES["kvtier"],
+    }
+    env = {
+        "KVTIER_HEAD_PROFILE": str(DEMO_MODEL / "head_profile.json"),
+        "KVTIER_QUALITY": "0.95",
+        "KVTIER_CURVE": str(DEMO_MODEL / "curve.json"),
+    }
+    requests = [{"input_ids": list(ids), "max_new_tokens": 2} for ids in contexts]
+    report = run_engine(tmp_path, engine, [requests], env)["state"]["retention"]
+    assert report["reasons"] == {"quality": len(contexts)}
+    # All begin with <bos>, and some share a word more: that prefix belongs to whoever came first.
+    kept = {round(turn["prompt_tokens"], -2): turn for turn in report["recent"]}
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    curve = load_curve(DEMO_MODEL / "curve.json")
+    for ids in contexts:
+        turn = kept[len(ids)]
+        reference = ScoredSession(model, load_profile(DEMO_MODEL / "head_profile.json"))
+        reference.turn(ids, 0)
+        assert turn["nll"] == pytest.approx(reference.mean_nll(), abs=0.02)
+        droppable = len(ids) - 128 - 256
+        share = curve.retention(0.95, turn["nll"])
+        assert turn["kept_tokens"] - 384 == pytest.approx(share * droppable, abs=4)
+    dense, filler = (
+        [kept[len(ids)]["retention"] for ids, n in zip(contexts, facts, strict=True) if n == count]
+        for count in (110, 8)
+    )
+    assert min(dense) > 2 * max(filler)
 
 
 def test_every_slot_is_accounted_for_after_500_random_operations(tmp_path):
