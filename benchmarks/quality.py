@@ -36,7 +36,7 @@ from kvtier.sizes import parse_size
 
 SCHEMA_VERSION = 1
 # Facts per thousand tokens; the recall language has no room for much more than 60.
-DENSITIES = {"half facts": 30, "dense": 55}
+DENSITIES = {"a third facts": 30, "mostly facts": 55}
 OUT = ROOT / "benchmarks" / "results" / "quality-targets.json"
 
 
