@@ -1,0 +1,72 @@
+"""Names of exact KV: equal for equal prefixes of equal models, and for nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import UsageError
+from kvtier.tier.keys import KEY_BYTES, KvIdentity, span_keys
+
+IDENTITY = KvIdentity("llama", "abc", "bfloat16", num_layers=4, num_kv_heads=2, head_dim=64)
+TOKENS = st.lists(st.integers(0, 200_000), max_size=40)
+
+
+@given(TOKENS, st.integers(1, 9))
+def test_every_whole_span_has_a_name_and_the_tail_has_none(tokens, span):
+    keys = span_keys(IDENTITY, tokens, span)
+    assert len(keys) == len(tokens) // span
+    assert all(len(key) == KEY_BYTES for key in keys)
+    assert len(set(keys)) == len(keys)
+
+
+@given(TOKENS, TOKENS, TOKENS, st.integers(1, 6))
+def test_names_agree_exactly_as_far_as_the_tokens_do(shared, one, other, span):
+    a, b = span_keys(IDENTITY, shared + one, span), span_keys(IDENTITY, shared + other, span)
+    common = 0
+    while common < min(len(shared + one), len(shared + other)):
+        if (shared + one)[common] != (shared + other)[common]:
+            break
+        common += 1
+    equal = [x == y for x, y in zip(a, b, strict=False)]
+    assert equal == [(i + 1) * span <= common for i in range(len(equal))]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "qwen"}, {"revision": "abd"}, {"dtype": "float16"}, {"num_layers": 5},
+        {"num_kv_heads": 4}, {"head_dim": 128}, {"tp_size": 2}, {"tp_rank": 1, "tp_size": 2},
+    ],
+)  # fmt: skip
+def test_another_identity_shares_no_name(change):
+    tokens = list(range(32))
+    mine = set(span_keys(IDENTITY, tokens, 4))
+    assert mine.isdisjoint(span_keys(replace(IDENTITY, **change), tokens, 4))
+
+
+def test_spans_of_another_length_share_no_name():
+    tokens = list(range(32))
+    assert set(span_keys(IDENTITY, tokens, 4)).isdisjoint(span_keys(IDENTITY, tokens, 8))
+
+
+def test_the_names_of_today_are_the_names_of_tomorrow():
+    """A change here orphans every blob of every tier: it needs another protocol version."""
+    (key,) = span_keys(IDENTITY, [1, 2, 3, 4], 4)
+    assert key.hex() == "bbc3dae985a8bfd7216edadd126f8066bab24771fbca2534525060570185107c"
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [({"num_layers": 0}, "num_layers"), ({"tp_rank": 1}, "tp_rank")]
+)
+def test_an_identity_that_cannot_be_is_refused_by_name(change, name):
+    with pytest.raises(UsageError, match=name):
+        replace(IDENTITY, **change)
+
+
+def test_a_span_without_tokens_is_refused():
+    with pytest.raises(UsageError, match="span_tokens"):
+        span_keys(IDENTITY, [1, 2], 0)
