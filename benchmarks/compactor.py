@@ -86,6 +86,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         expected = "a Python with kvpress; benchmarks/peers/README.md says how to make one"
         raise UsageError("--peer-python", expected, str(options.peer_python))
     started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+    environment = describe_environment(options.seed).model_dump()
     tokens = parse_size(options.len, "--len")
     records: list[Record] = []
     peer: dict[str, Any] = {}
@@ -104,7 +105,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "started_at": started,
         "wall_s": round(time.perf_counter() - began, 1),
-        "environment": describe_environment(options.seed).model_dump(),
+        "environment": environment,
         "peer": peer,
         "settings": settings(options, tokens),
         **outcome(rows, scored),

@@ -28,6 +28,7 @@ from benchmarks.compactor_contexts import KINDS, Question, RecallContext, make_c
 from benchmarks.recall_engine import DEMO_MODEL, PROFILE_FILE, ROOT, Asked, ask_engine
 from kvtier.bench.environment import describe_environment
 from kvtier.bench.recall import make_session
+from kvtier.bench.schema import RetainedTurn
 from kvtier.bench.table import make_console
 from kvtier.errors import KvtierError, UsageError
 from kvtier.heads.model_config import model_shape, read_config
@@ -100,6 +101,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for target in options.targets:
         if not 0 < target <= 1:
             raise UsageError("--targets", "numbers in (0, 1]", target)
+    for name, least in (("contexts", 1), ("questions", 1), ("seed", 0)):
+        if getattr(options, name) < least:
+            raise UsageError(f"--{name}", f"at least {least}", getattr(options, name))
+    environment = describe_environment(options.seed).model_dump()
     started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
     tokens = parse_size(options.len, "--len")
     model = options.model_path
@@ -116,7 +121,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "started_at": started,
         "wall_s": round(time.perf_counter() - began, 1),
-        "environment": describe_environment(options.seed).model_dump(),
+        "environment": environment,
         "settings": {
             "model": model.name,
             "context_tokens": tokens,
@@ -162,20 +167,29 @@ def make_rows(target: float, full: Sequence[Asked], served: Sequence[Asked]) -> 
             for exact, kept in zip(full, served, strict=True)
             if kept.kind == kind
         ]  # fmt: skip
-        retained = [kept.retained for _, kept in pairs if kept.retained is not None]
+        retained = [chosen_by_quality(kept) for _, kept in pairs]
         rows.append(
             Row(
                 target=target,
                 kind=kind,
-                nll=statistics.fmean(turn.nll or 0.0 for turn in retained),
+                nll=statistics.fmean(turn.nll for turn in retained),
                 kept_share=statistics.fmean(turn.retention for turn in retained),
-                predicted=statistics.fmean(turn.quality or 0.0 for turn in retained),
+                predicted=statistics.fmean(turn.quality for turn in retained),
                 recall=statistics.fmean(r for _, kept in pairs for r in kept.recalls),
                 full_recall=statistics.fmean(r for exact, _ in pairs for r in exact.recalls),
                 kv_ratio=sum(e.kv_bytes for e, _ in pairs) / sum(k.kv_bytes for _, k in pairs),
             )
         )
     return rows
+
+
+def chosen_by_quality(asked: Asked) -> RetainedTurn:
+    """What a context kept. Raises UsageError when no curve had a say in it."""
+    turn = asked.retained
+    if turn is None or turn.reason != "quality":
+        got = "too short to drop anything" if turn is None else turn.reason
+        raise UsageError("--len", f"contexts that a quality target is for ({asked.kind})", got)
+    return turn
 
 
 def make_table(rows: Sequence[Row]) -> Table:

@@ -65,7 +65,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Time every setting in every round and return the outcome."""
+    for name, least in (("contexts", 1), ("rounds", 1), ("seed", 0)):
+        if getattr(options, name) < least:
+            raise UsageError(f"--{name}", f"at least {least}", getattr(options, name))
     started = datetime.now(UTC).isoformat(timespec="seconds")
+    environment = describe_environment(options.seed).model_dump()
     model, tokens = options.model_path, parse_size(options.len, "--len")
     contexts = make_contexts(STANDING_OUT, options.seed, options.contexts, tokens, questions=1)
     profile = load_profile(model / PROFILE_FILE)
@@ -75,16 +79,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "quality 0.95": {"QUALITY": "0.95", "CURVE": str(model / "curve.json")},
     }
     seconds: dict[str, list[float]] = {name: [] for name in settings}
-    for _ in range(options.rounds):
-        for name, setting in settings.items():
-            asked = ask_engine(contexts, model, profile, setting)
+    for number in range(options.rounds):
+        # Back and forth, so that a machine that gets slower or faster favours nobody.
+        order = list(settings) if number % 2 == 0 else list(reversed(settings))
+        for name in order:
+            asked = ask_engine(contexts, model, profile, settings[name])
             seconds[name] += [one.turn_s for one in asked]
     overhead = overheads(seconds)
     make_console().print(make_table(seconds, overhead))
     return {
         "schema_version": SCHEMA_VERSION,
         "started_at": started,
-        "environment": describe_environment(options.seed).model_dump(),
+        "environment": environment,
         "settings": {
             "model": model.name,
             "context_tokens": tokens,
@@ -111,10 +117,15 @@ def make_table(seconds: dict[str, list[float]], overhead: dict[str, float]) -> T
     """A line per setting."""
     table = Table(title="Time of a turn: prefill, scores, selection")
     table.add_column("setting")
-    for column in ("median turn", "overhead"):
+    for column in ("median turn", "range", "overhead"):
         table.add_column(column, justify="right")
     for name, turns in seconds.items():
-        table.add_row(name, f"{statistics.median(turns):.2f} s", f"{overhead[name]:+.1%}")
+        table.add_row(
+            name,
+            f"{statistics.median(turns):.2f} s",
+            f"{min(turns):.2f} … {max(turns):.2f} s",
+            f"{overhead[name]:+.1%}",
+        )
     return table
 
 

@@ -61,7 +61,7 @@ class Plan(Frozen):
 class RetainedTurn(Frozen):
     """What the CA heads kept of one finished turn, and why.
 
-    retention: share of the prompt that CA heads kept; quality: what the curve predicts there
+    retention: share of the prompt that CA heads kept; quality: what the curve predicts for it
     nll:       of the prompt, nats per token, None where it was not asked for
     """
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from kvtier.retention.compactor import Compactor
 
 DIGEST_CHARACTERS = 16
+# Of what scores and shares mean; counts up whenever an old curve would be misread.
+SEMANTICS = 2
 
 
 def policy_digest(profile: HeadProfile, rule: LocalityRule, compactor: Compactor) -> str:
@@ -22,6 +24,7 @@ def policy_digest(profile: HeadProfile, rule: LocalityRule, compactor: Compactor
     The branching window is left out: it decides who may share a context, not what is kept.
     """
     policy = {
+        "semantics": SEMANTICS,
         "ca_heads": profile.ca_heads,
         "sink_tokens": rule.sink_tokens,
         "recent_tokens": rule.recent_tokens,

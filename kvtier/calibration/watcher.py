@@ -214,8 +214,14 @@ class CalibrationWatcher:
 
     def _count(self, reason: str) -> None:
         self._counts[reason] += 1
-        if self._on_event is not None:
+        if self._on_event is None:
+            return
+        try:
             self._on_event(reason)
+        except Exception:
+            # Whoever listens must not end the thread; a listener that fails once is dropped.
+            self._on_event = None
+            logger.warning("the listener to calibration events failed", exc_info=True)
 
     def _works(self, what: str) -> None:
         if self._last_problem.pop(what, None) is not None:

@@ -43,7 +43,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Choice:
-    """kept_tokens: of the droppable ones, 1 … all. quality: what the curve predicts there."""
+    """kept_tokens: of the droppable ones, 1 … all. quality: what the curve predicts for them."""
 
     kept_tokens: int
     reason: Reason
@@ -135,4 +135,5 @@ class QualityTarget(ShareRule):
             return Choice(turn.droppable_tokens, "no-nll")
         share = curve.retention(self.target, turn.nll)
         kept = _within(turn, _share_of(share, turn.droppable_tokens))
-        return Choice(kept, "quality", turn.nll, curve.quality(share, turn.nll))
+        predicted = curve.quality(kept / turn.droppable_tokens, turn.nll)
+        return Choice(kept, "quality", turn.nll, predicted)

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 import xxhash
 
 from kvtier.errors import UsageError
-from kvtier.tier.keys import KEY_BYTES
+from kvtier.tier.keys import KEY_BYTES, check_count
 
 Bytes = bytes | bytearray | memoryview
 
@@ -48,8 +48,7 @@ class BlobMeta:
         if self.dtype not in DTYPE_BYTES:
             raise UsageError("dtype", f"one of {', '.join(DTYPE_BYTES)}", self.dtype)
         for name in ("num_layers", "num_tokens", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise UsageError(name, "at least 1", getattr(self, name))
+            check_count(name, getattr(self, name))
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -93,8 +92,7 @@ def verifies(
 ) -> bool:
     """Whether this is, bit by bit, what was stored under this name.
 
-    False for anything else, a payload of another length included. Never raises for what a tier
-    may send.
+    False for anything else, a payload of another length included.
     """
     try:
         found = checksum(key, namespace, meta, payload)

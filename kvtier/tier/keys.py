@@ -5,8 +5,9 @@ name digests every token up to its end, so equal names mean equal KV:
 
     tokens    [ span 0 ][ span 1 ][ span 2 ][ tail ]        the tail has no name yet
     chain       c0    →   c1    →   c2                      c(i) = H(c(i-1) | tokens of span i)
-                ↑                                            c(-1) = H(identity)
+                ↑                                            c(-1) = H(identity, extra key)
     identity: model, revision, dtype, layers, KV heads, head dim, tensor-parallel rank and size
+    extra key: SGLang's, of the request: adapter and cache salt, which change KV or may not share it
 
 So two servers with different models on one tier never see each other's spans, and whoever knows a
 context's tokens can ask for the longest run of its spans that the tier has.
@@ -47,8 +48,7 @@ class KvIdentity:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "tp_size"):
-            if getattr(self, name) < 1:
-                raise UsageError(name, "at least 1", getattr(self, name))
+            check_count(name, getattr(self, name))
         if not 0 <= self.tp_rank < self.tp_size:
             raise UsageError("tp_rank", f"0 … {self.tp_size - 1}", self.tp_rank)
 
@@ -58,18 +58,32 @@ class KvIdentity:
         return hashlib.sha256(b"kvtier/identity/1\0" + text.encode()).digest()
 
 
+def check_count(name: str, value: object) -> None:
+    """Raise UsageError unless `value` is a whole number of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(name, "a whole number of at least 1", value)
+
+
 def span_keys(
-    identity: KvIdentity, token_ids: Sequence[int], span_tokens: int = SPAN_TOKENS
+    identity: KvIdentity,
+    token_ids: Sequence[int],
+    span_tokens: int = SPAN_TOKENS,
+    extra_key: str = "",
 ) -> list[bytes]:
     """The names of the whole spans of a context, in order; what is left over has none.
 
-    Raises UsageError for a span without tokens.
+    Raises UsageError for spans of another length than 1 … 2^31 - 1 and for tokens that are no
+    64-bit integers.
     """
-    if span_tokens < 1:
-        raise UsageError("span_tokens", "at least 1", span_tokens)
+    if not 1 <= span_tokens < 1 << 31:
+        raise UsageError("span_tokens", "1 … 2^31 - 1", span_tokens)
+    tokens = np.asarray(token_ids)
+    if tokens.size and (tokens.dtype.kind != "i" or tokens.ndim != 1):
+        raise UsageError("token_ids", "a sequence of 64-bit integers", f"{tokens.dtype}")
     whole = len(token_ids) // span_tokens
-    tokens = np.asarray(token_ids[: whole * span_tokens], dtype=_TOKEN_DTYPE)
-    chain = hashlib.sha256(identity.digest() + span_tokens.to_bytes(4, "little")).digest()
+    tokens = tokens[: whole * span_tokens].astype(_TOKEN_DTYPE)
+    root = identity.digest() + span_tokens.to_bytes(4, "little") + extra_key.encode()
+    chain = hashlib.sha256(root).digest()
     keys = []
     for span in tokens.reshape(whole, span_tokens):
         chain = hashlib.sha256(chain + span.tobytes()).digest()

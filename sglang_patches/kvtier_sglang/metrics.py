@@ -1,6 +1,7 @@
 """Prometheus metrics of what contexts keep, on SGLang's own `/metrics` (`--enable-metrics`).
 
-    kvtier_turns_total{reason}             turns compressed, by why they kept what they kept
+    kvtier_turns_total{reason}             turns that had something to drop, by why they kept what
+                                           they kept
     kvtier_prompt_tokens_total             of those turns
     kvtier_retained_tokens_total           of those, entries that CA heads kept; the quotient of the
                                            rates is the retained share
@@ -10,7 +11,8 @@
     kvtier_quality_target                  --quality, 0 without one
     kvtier_calibration_events_total{event} the watcher's: polls, changes, unavailable, refused, …
 
-All carry `model_name`, as SGLang's own metrics do.
+All carry `model_name`, as SGLang's own metrics do. They exist where CA heads may drop something:
+with a quality target, a share or a budget.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from __future__ import annotations
 from kvtier.retention.share import Choice, Turn
 
 SHARE_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-QUALITY_BUCKETS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 1.0)
+# Between the targets people ask for, which is where predictions are.
+QUALITY_BUCKETS = (0.55, 0.65, 0.75, 0.85, 0.925, 0.97, 0.985, 0.995, 1.0)
 NLL_BUCKETS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
 
 

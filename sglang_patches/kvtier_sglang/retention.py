@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter, deque
 from typing import Any
@@ -20,6 +21,8 @@ from kvtier.retention.share import (
     Turn,
 )
 from kvtier_sglang.metrics import RetentionMetrics
+
+logger = logging.getLogger(__name__)
 
 RECENT_TURNS = 64
 # Fewer asked tokens say little about a text.
@@ -49,8 +52,7 @@ class Retention:
     def _record(self, turn: Turn, choice: Choice) -> None:
         kept = turn.protected_tokens + choice.kept_tokens
         self.reasons[choice.reason] += 1
-        if self.metrics is not None:
-            self.metrics.turn(turn, choice)
+        self._tell_metrics(turn, choice)
         self.prompt_tokens += turn.prompt_tokens
         self.kept_tokens += kept
         self.recent.append(
@@ -63,6 +65,16 @@ class Retention:
                 "quality": choice.quality,
             }
         )
+
+    def _tell_metrics(self, turn: Turn, choice: Choice) -> None:
+        """Metrics live in files that processes share; a full disk must not end the scheduler."""
+        if self.metrics is None:
+            return
+        try:
+            self.metrics.turn(turn, choice)
+        except Exception:
+            self.metrics = None
+            logger.warning("metrics failed and are off from now on", exc_info=True)
 
     def report(self) -> dict[str, Any]:
         """For the server's internal state: shares, reasons, and the newest turns."""

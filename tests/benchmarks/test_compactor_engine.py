@@ -21,8 +21,8 @@ def test_retention_of_all_heads_is_the_share(share: float, tokens: int) -> None:
     assert side.retention_for(1, alike, tokens) == 1
     kept = side.retention_for(share, alike, tokens) * slot_bytes(alike, 4, scored=True).ca
     if share < 1:
-        assert kept == pytest.approx(max(share, 1 / tokens) * slot_bytes(alike, 4).full, rel=0.02)
-        assert kept <= share * slot_bytes(alike, 4).full * (1 + 1e-9) or share < 2 / tokens
+        # A little less is kept where windows and scores are paid from the same bytes.
+        assert kept == pytest.approx(share * slot_bytes(alike, 4).full)
 
 
 @given(st.floats(0.01, 1.0), st.integers(1024, 1 << 17))

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.quality import DENSITIES, all_contexts, main, make_rows
 from benchmarks.recall_engine import Asked
+from kvtier.bench.recall import DEFAULT_LANGUAGE
 from kvtier.bench.schema import RetainedTurn
 
 
@@ -32,11 +33,18 @@ def test_rows_are_means_over_the_contexts_of_a_kind() -> None:
     assert b.holds
 
 
-def test_every_kind_has_its_contexts_and_they_differ_in_facts() -> None:
+def test_every_kind_has_its_contexts_and_dense_ones_have_more_code_words() -> None:
     contexts = all_contexts(seed=1, count=2, tokens=1024, questions=4)
     kinds = [context.kind for context in contexts]
     assert [kinds.count(kind) for kind in dict.fromkeys(kinds)] == [2] * (2 + len(DENSITIES))
     assert all(len(context.questions) == 4 for context in contexts)
+    codes = DEFAULT_LANGUAGE.codes
+    counts = {
+        kind: sum(t in codes for c in contexts if c.kind == kind for t in c.context_ids)
+        for kind in DENSITIES
+    }
+    few, many = (counts[kind] for kind in DENSITIES)
+    assert many > 1.5 * few
     assert contexts == all_contexts(seed=1, count=2, tokens=1024, questions=4)
 
 

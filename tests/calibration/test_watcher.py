@@ -259,6 +259,20 @@ def test_a_bug_does_not_end_the_thread(bench, monkeypatch, caplog):
         watcher.close()
 
 
+def test_a_listener_that_fails_ends_neither_thread_nor_counting(bench, caplog):
+    def full_disk(event: str) -> None:
+        raise OSError(event)
+
+    watcher = CalibrationWatcher(
+        bench.opened(), SERVED, local=bench.local, poll_s=POLL_S, on_event=full_disk
+    )
+    try:
+        eventually(lambda: watcher.counters["polls"] >= 3)
+    finally:
+        watcher.close()
+    assert caplog.text.count("the listener to calibration events failed") == 1
+
+
 def test_a_store_that_is_down_is_asked_less_and_less(bench):
     bench.server.stop()
     watcher = bench.watcher()

@@ -48,6 +48,18 @@ def test_another_identity_shares_no_name(change):
     assert mine.isdisjoint(span_keys(replace(IDENTITY, **change), tokens, 4))
 
 
+def test_another_adapter_or_salt_shares_no_name():
+    tokens = list(range(32))
+    mine = set(span_keys(IDENTITY, tokens, 4))
+    assert mine.isdisjoint(span_keys(IDENTITY, tokens, 4, extra_key="lora-7"))
+
+
+@pytest.mark.parametrize("tokens", [[1.2, 2.7], ["a", "b"], [1, 1 << 63], [[1, 2], [3, 4]]])
+def test_what_is_no_token_is_refused_by_name(tokens):
+    with pytest.raises(UsageError, match="token_ids"):
+        span_keys(IDENTITY, tokens, 2)
+
+
 def test_spans_of_another_length_share_no_name():
     tokens = list(range(32))
     assert set(span_keys(IDENTITY, tokens, 4)).isdisjoint(span_keys(IDENTITY, tokens, 8))
@@ -60,7 +72,12 @@ def test_the_names_of_today_are_the_names_of_tomorrow():
 
 
 @pytest.mark.parametrize(
-    ("change", "name"), [({"num_layers": 0}, "num_layers"), ({"tp_rank": 1}, "tp_rank")]
+    ("change", "name"),
+    [
+        ({"num_layers": 0}, "num_layers"),
+        ({"head_dim": 1.5}, "head_dim"),
+        ({"tp_rank": 1}, "tp_rank"),
+    ],
 )
 def test_an_identity_that_cannot_be_is_refused_by_name(change, name):
     with pytest.raises(UsageError, match=name):
@@ -68,5 +85,6 @@ def test_an_identity_that_cannot_be_is_refused_by_name(change, name):
 
 
 def test_a_span_without_tokens_is_refused():
-    with pytest.raises(UsageError, match="span_tokens"):
-        span_keys(IDENTITY, [1, 2], 0)
+    for span_tokens in (0, 1 << 31):
+        with pytest.raises(UsageError, match="span_tokens"):
+            span_keys(IDENTITY, [1, 2], span_tokens)
