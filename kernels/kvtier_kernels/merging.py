@@ -1,0 +1,271 @@
+"""KV entries merged into others instead of dropped: KeepKV's two forms, all merges at once.
+
+A bin is a kept entry and all dropped ones assigned to it. With votes p_i and logits a_i of a query,
+
+    w_i = p_i e^(a_i)    W = Σ w_i    λ_i = w_i / W    P = Σ p_i    π_i = p_i / P      (per bin)
+
+both forms give the merged entry v = Σ λ_i v_i and a key whose vote × score is W again. So numerator
+and denominator of attention stay what they were for the query that gave the logits: Theorem 3, for
+any number of entries (conditions 16 and 17).
+
+    paper     p = P                             k = Σ λ_i k_i · ln(W/P) / Σ λ_i a_i     (eq. 8-11)
+    β-form    ln p = Σ λ_i (ln p_i - ln λ_i)    k = Σ λ_i k_i                (ln p = ln W - a of k)
+
+The β-form's vote is real: with p_i = 1 it is the perplexity of λ, the number of entries that q
+tells apart. Its key is the gradient of ln W in q, so the error at another query is of second order;
+and merging in any order gives the same entry. `merge_beta` is the one to use, `merge_paper` keeps
+whole votes.
+
+GQA: all query heads of a group share k and v. The β-form has a log-vote for each of them and
+so keeps everyone's W; k and v are exact for a group of one, and otherwise weighted means over the
+group, see `merge_beta`.
+
+Layout: heads first, `[heads, tokens, dim]`. Any float dtype and device, float32 inside, nothing is
+ever context × context. Stateless. On CUDA sums of a bin come in no fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from kvtier_kernels.bins import NOBODY, Bins
+from kvtier_kernels.prediction import blocks
+
+# A paper-form key longer or shorter than the mean of its bin by more than this factor is not used.
+_MAX_SCALE = 1.5
+
+
+class Entries(NamedTuple):
+    """KV entries of some KV heads.
+
+    k, v:      `[heads, entries, dim]`
+    log_votes: `[heads, group, entries]` float32, added to the logits of each query head; or
+               `[heads, 1, entries]` where a group votes as one. Finite, except that an entry
+               which stands for nothing has -inf.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    log_votes: torch.Tensor
+
+
+class Assignment(NamedTuple):
+    """Where each entry goes.
+
+    kept:   `[heads, count]` int64, distinct indices of entries
+    target: `[heads, tokens]` int64, a position in `kept` (a kept entry's own) or NOBODY
+    """
+
+    kept: torch.Tensor
+    target: torch.Tensor
+
+
+def exact_entries(k: torch.Tensor, v: torch.Tensor) -> Entries:
+    """Tokens as they were computed: k, v `[heads, tokens, dim]`, one vote each."""
+    return Entries(k, v, torch.zeros(k.shape[0], 1, k.shape[1], device=k.device))
+
+
+def assign(
+    keys: torch.Tensor,
+    kept: torch.Tensor,
+    protected: torch.Tensor | None = None,
+    floor: float = 0.8,
+) -> Assignment:
+    """Send each dropped entry to the kept one whose key is most like its own (cosine).
+
+    keys:      `[heads, tokens, dim]`, as attended to (rotated)
+    kept:      `[heads, count]` int64, distinct, count >= 1
+    protected: bool `[tokens]` or `[heads, tokens]`: kept entries that take nobody in (sinks)
+    floor:     an entry goes to nobody unless more similar than this; 1 merges nothing
+    Raises ValueError for bad shapes and for protected entries that are not kept.
+    """
+    if keys.ndim != 3 or kept.ndim != 2 or kept.shape[0] != keys.shape[0] or not kept.shape[1]:
+        raise ValueError(
+            "keys and kept: expected [heads, tokens, dim] and [heads, count >= 1], got "
+            f"{tuple(keys.shape)} and {tuple(kept.shape)}"
+        )
+    heads, tokens, _ = keys.shape
+    count = kept.shape[1]
+    is_kept = torch.zeros(heads, tokens, dtype=torch.bool, device=keys.device)
+    is_kept.scatter_(1, kept, True)
+    closed = None
+    if protected is not None:
+        protected = protected.expand(heads, tokens)
+        if bool((protected & ~is_kept).any()):
+            raise ValueError("protected: expected kept entries only, some are not in kept")
+        closed = protected.gather(1, kept).unsqueeze(1)
+    order = torch.arange(count, device=keys.device).expand(heads, count)
+    target = torch.full((heads, tokens), NOBODY, device=keys.device).scatter_(1, kept, order)
+    dropped = is_kept.byte().argsort(dim=1, stable=True)[:, : tokens - count]
+    homes = _unit(_gather(keys, kept)).transpose(1, 2)
+    for part in blocks(tokens - count, heads * count):
+        rows = dropped[:, part]
+        similarity = _unit(_gather(keys, rows)) @ homes
+        if closed is not None:
+            similarity.masked_fill_(closed, float("-inf"))
+        best, home = similarity.max(dim=-1)
+        # Rounding must not lift equal keys above a floor of 1.
+        target.scatter_(1, rows, torch.where(best.clamp(max=1) > floor, home, NOBODY))
+    return Assignment(kept, target)
+
+
+def merge_beta(
+    entries: Entries,
+    logits: torch.Tensor,
+    assignment: Assignment,
+    logits_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    *,
+    attention_power: float = 1.0,
+) -> Entries:
+    """Merge every bin in the β-form.
+
+    logits:    `[heads, group, tokens]` of the entries, without votes
+    logits_of: the same logits of any keys `[heads, n, dim]`. Where given, the votes are those of
+               the key as stored; without it logits are taken to be linear in the key, which those
+               of one query are and predicted ones are not.
+    Returns `[heads, count, dim]` in the entries' dtype, log-votes `[heads, group, count]`. An entry
+    that took in nobody stays bit for bit what it was. Raises ValueError for bad shapes.
+
+    What a group shares: an entry whose log-mass is off by ε and whose value by Δ moves the output
+    of query head g by about A_g·(ε, Δ), where A_g is the attention that g pays to the bin. The sum
+    of squares is least for the mean of the heads' own λ with weights A_g², the `attention_power`.
+    A power of 1 is a little worse for the queries that gave the logits, and better for later ones
+    (benchmarks/merging_error.py).
+    """
+    _check(entries, logits, assignment)
+    bins = Bins(assignment.target, assignment.kept.shape[1])
+    votes = entries.log_votes.float()
+    log_shares, mass = bins.log_softmax(votes + logits.float())
+    log_attention = mass - torch.logsumexp(mass, dim=-1, keepdim=True)
+    voices = torch.softmax(attention_power * log_attention, dim=1)
+    weights = (bins.spread(voices) * log_shares.exp()).sum(1)
+    k = bins.mix(weights, entries.k).to(entries.k.dtype)
+    v = bins.mix(weights, entries.v).to(entries.v.dtype)
+    if logits_of is None:
+        # mass - q·k·scale, with nothing large to cancel.
+        log_votes = bins.sum(weights.unsqueeze(1) * (votes - log_shares))
+    else:
+        log_votes = mass[..., : bins.count] - logits_of(k)
+    return _keep_singles(Entries(k, v, log_votes), entries, assignment.kept, bins)
+
+
+def merge_paper(
+    entries: Entries, logits: torch.Tensor, assignment: Assignment
+) -> tuple[Entries, torch.Tensor]:
+    """Merge every bin in the paper's form: votes add up, and the key is scaled to fit.
+
+    entries: log-votes `[heads, 1, tokens]`; logits: `[heads, group, tokens]`, without votes
+    Returns the entries, `[heads, count, dim]` in their dtype with log-votes `[heads, 1, count]`;
+    and int64 `[heads]`, how many merges used the fallback. An entry that took in nobody stays bit
+    for bit what it was. Raises ValueError for bad shapes.
+
+    One key and one vote can suit one query only: in a group it is the mean of its heads' queries,
+    whose logits are the mean logits.
+
+    The scale is 1 - KL(λ‖π) / Σ λ_i a_i, which is far from 1, or negative, when that sum is near 0.
+    Where it leaves [1/1.5, 1.5], the key is taken between the bin's two means instead:
+
+        k = θ Σ λ_i k_i + (1 - θ) Σ π_i k_i        θ = KL(π‖λ) / (KL(π‖λ) + KL(λ‖π))
+
+    Since Σ π_i a_i <= ln(W/P) <= Σ λ_i a_i (Jensen), such a θ in [0, 1] always exists: this is as
+    exact as the scale, conserves votes too, and stays among the keys that it is made of.
+    """
+    _check(entries, logits, assignment)
+    if entries.log_votes.shape[1] != 1:
+        raise ValueError(
+            "entries.log_votes: expected one row per KV head for whole votes, got "
+            f"{entries.log_votes.shape[1]}"
+        )
+    bins = Bins(assignment.target, assignment.kept.shape[1])
+    votes, mean = entries.log_votes.float(), logits.float().mean(1, keepdim=True)
+    log_pi, total = bins.log_softmax(votes)
+    log_lambda, _ = bins.log_softmax(votes + mean)
+    pi, weights = log_pi.exp(), log_lambda.exp()
+    above = bins.sum(weights * (log_lambda - log_pi)).clamp_min(0)
+    below = bins.sum(pi * (log_pi - log_lambda)).clamp_min(0)
+    # A bin whose entries q does not tell apart has no divergence, and its mean needs no scale.
+    same = torch.ones_like(above)
+    scale = torch.where(above > 0, 1 - above / bins.sum(weights * mean), same)
+    theta = torch.where(above + below > 0, below / (above + below), same)
+    fits = ((scale >= 1 / _MAX_SCALE) & (scale <= _MAX_SCALE)).transpose(1, 2)
+    centre = bins.mix(weights.squeeze(1), entries.k)
+    between = torch.lerp(bins.mix(pi.squeeze(1), entries.k), centre, theta.transpose(1, 2))
+    k = torch.where(fits, scale.transpose(1, 2) * centre, between).to(entries.k.dtype)
+    v = bins.mix(weights.squeeze(1), entries.v).to(entries.v.dtype)
+    merged = Entries(k, v, total[..., : bins.count])
+    return _keep_singles(merged, entries, assignment.kept, bins), (~fits).sum((1, 2))
+
+
+def compensate(entries: Entries, assignment: Assignment) -> Entries:
+    """Fold the entries that go to nobody into one, as RazorAttention folds what a head drops.
+
+    Returns one entry per head, k and v the vote-weighted means in the entries' dtype, its votes the
+    sum of theirs for every row of log-votes; zeros with -inf where there is none to fold. Query
+    heads that vote apart share the mean of their weights.
+    """
+    folded = (assignment.target == NOBODY).unsqueeze(1)
+    votes = entries.log_votes.float().masked_fill(~folded, float("-inf"))
+    total = torch.logsumexp(votes, dim=-1, keepdim=True)
+    weights = torch.exp(votes - total.nan_to_num(neginf=0.0)).mean(1, keepdim=True)
+    k, v = (_weighted_mean(weights, side) for side in (entries.k, entries.v))
+    return Entries(k, v, total)
+
+
+def _keep_singles(merged: Entries, entries: Entries, kept: torch.Tensor, bins: Bins) -> Entries:
+    """Undo the rounding of entries that took in nobody."""
+    single = (bins.sizes() == 1).unsqueeze(-1)
+    rows = kept.unsqueeze(1).expand(-1, entries.log_votes.shape[1], -1)
+    votes = entries.log_votes.gather(2, rows)
+    return Entries(
+        torch.where(single, _gather(entries.k, kept), merged.k),
+        torch.where(single, _gather(entries.v, kept), merged.v),
+        torch.where(single.transpose(1, 2), votes, merged.log_votes),
+    )
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return functional.normalize(x.float(), dim=-1)
+
+
+def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """x `[heads, tokens, dim]` at index `[heads, n]`."""
+    return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+
+def _weighted_mean(weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """weights `[heads, 1, tokens]`, x `[heads, tokens, dim]` -> `[heads, 1, dim]` in x's dtype."""
+    heads, tokens, dim = x.shape
+    out = torch.zeros(heads, 1, dim, dtype=torch.float32, device=x.device)
+    for part in blocks(tokens, heads * dim):
+        out += torch.bmm(weights[..., part], x[:, part].float())
+    return out.to(x.dtype)
+
+
+def _check(entries: Entries, logits: torch.Tensor, assignment: Assignment) -> None:
+    heads, tokens, _ = entries.k.shape
+    rows, group = entries.log_votes.shape[1], logits.shape[1]
+    for name, shape, expected in (
+        ("entries.log_votes", entries.log_votes.shape, (heads, rows, tokens)),
+        ("logits", logits.shape, (heads, group, tokens)),
+        ("assignment.target", assignment.target.shape, (heads, tokens)),
+    ):
+        if tuple(shape) != expected:
+            raise ValueError(f"{name}: expected shape {expected}, got {tuple(shape)}")
+    if rows not in (1, group):
+        raise ValueError(f"entries.log_votes: expected 1 or {group} rows per head, got {rows}")
+
+
+__all__ = [
+    "NOBODY",
+    "Assignment",
+    "Entries",
+    "assign",
+    "compensate",
+    "exact_entries",
+    "merge_beta",
+    "merge_paper",
+]

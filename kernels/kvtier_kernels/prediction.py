@@ -1,0 +1,119 @@
+"""What the newest queries say the next one will look for: KeepKV's predicted scores (section 4.3).
+
+The paper predicts scores s = e^a, not logits a (equations 12 and 13), so that one query's surprise
+counts as much as it weighs. Over a window of the newest w queries its bias-corrected moving average
+
+    ŝ_i = Σ_j ω_j s_ji      ω_j = (1 - α) α^(w-1-j) / (1 - α^w)      j = w - 1 is the newest
+
+is a weighted mean. Everything stays in the log domain: what is returned is ln ŝ. (A mean of logits
+would be one product with the mean query, and is worse: it forgets what only some queries look at.)
+
+Scores compare within one query only, so a query that likes its keys well outvotes the others. With
+`lse` given, the mean is over attention probabilities instead, where all queries count alike.
+
+Layout: heads first, `[heads, tokens, dim]`. Stateless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+# Floats of one block of intermediate results (64 MiB).
+_BLOCK_FLOATS = 16 << 20
+
+
+def blocks(tokens: int, floats_per_token: int) -> Iterator[slice]:
+    """Slices of `tokens` whose intermediate results fit a block; at least one token each."""
+    step = max(1, _BLOCK_FLOATS // max(1, floats_per_token))
+    for start in range(0, tokens, step):
+        yield slice(start, min(start + step, tokens))
+
+
+def window_weights(window: int, alpha: float) -> torch.Tensor:
+    """ω: float64 `[window]`, the newest query last; sums to 1.
+
+    alpha: in [0, 1); 0 trusts the newest query alone. Raises ValueError.
+    """
+    if window < 1 or not 0 <= alpha < 1:
+        raise ValueError(f"window and alpha: expected >= 1 and [0, 1), got {window} and {alpha}")
+    age = torch.arange(window - 1, -1, -1, dtype=torch.float64)
+    weights = torch.tensor(alpha, dtype=torch.float64) ** age
+    return weights / weights.sum()
+
+
+def predicted_logits(
+    q_window: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    alpha: float = 0.0,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """ln ŝ of every key for every query head; for one query, its logits.
+
+    q_window: `[w, heads, group, dim]`, the newest query last; keys: `[heads, tokens, dim]`, both
+              rotated, any float dtype
+    scale:    multiplies q.k (usually 1 / sqrt(dim))
+    lse:      `[w, heads, group]`, what each query's weights are normalised by (see `window_lse`);
+              None averages scores as the paper does
+    Returns float32 `[heads, group, tokens]`, natural log. Raises ValueError for bad shapes.
+    """
+    _check(q_window, keys)
+    window, heads, group, _ = q_window.shape
+    log_weights = window_weights(window, alpha).log().to(keys.device, torch.float32)
+    offset = log_weights.view(1, 1, window, 1)
+    if lse is not None:
+        offset = offset - lse.float().permute(1, 2, 0).unsqueeze(-1)
+    out = torch.empty(heads, group, keys.shape[1], dtype=torch.float32, device=keys.device)
+    for part in blocks(keys.shape[1], heads * group * window):
+        logits = _logits(q_window, keys[:, part], scale)
+        out[..., part] = torch.logsumexp(logits + offset, dim=2)
+    return out
+
+
+def window_lse(
+    q_window: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    log_votes: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Log-sum-exp of each query of the window over all keys.
+
+    q_window:  `[w, heads, group, dim]`; keys: `[heads, tokens, dim]`
+    log_votes: `[heads, group or 1, tokens]`, None for one token per entry
+    Returns float32 `[w, heads, group]`, natural log. Raises ValueError for bad shapes.
+    """
+    _check(q_window, keys)
+    window, heads, group, _ = q_window.shape
+    total = torch.full((heads, group, window), float("-inf"), device=keys.device)
+    for part in blocks(keys.shape[1], heads * group * window):
+        logits = _logits(q_window, keys[:, part], scale)
+        if log_votes is not None:
+            logits += log_votes[..., part].float().unsqueeze(2)
+        total = torch.logaddexp(total, torch.logsumexp(logits, dim=-1))
+    return total.permute(2, 0, 1)
+
+
+def _logits(q_window: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """`[heads, group, w, tokens]` in float32."""
+    window, heads, group, dim = q_window.shape
+    rows = (q_window.float() * scale).permute(1, 2, 0, 3).reshape(heads, group * window, dim)
+    logits = torch.bmm(rows, keys.float().transpose(1, 2))
+    return logits.view(heads, group, window, -1)
+
+
+def _check(q_window: torch.Tensor, keys: torch.Tensor) -> None:
+    if q_window.ndim != 4 or keys.ndim != 3:
+        raise ValueError(
+            "q_window and keys: expected [w, heads, group, dim] and [heads, tokens, dim], got "
+            f"{tuple(q_window.shape)} and {tuple(keys.shape)}"
+        )
+    if q_window.shape[1] != keys.shape[0] or q_window.shape[3] != keys.shape[2]:
+        raise ValueError(
+            "q_window: expected the heads and dim of keys "
+            f"{tuple(keys.shape)}, got {tuple(q_window.shape)}"
+        )
+
+
+__all__ = ["predicted_logits", "window_lse", "window_weights"]

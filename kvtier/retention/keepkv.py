@@ -1,0 +1,218 @@
+"""KeepKV: a CA head keeps what it will look at; the rest is merged into it instead of dropped.
+
+    predict     what the newest queries look for, averaged, newest most       ŝ per query head
+    keep        the `count` entries with the largest  predicted attention · ‖v‖,  neighbours alike
+    merge       every other entry into the kept one most like it, so that for the predicted query
+                nothing changes (Theorem 3)
+    compensate  entries that are like none of them become one entry with all their votes
+
+       span of tokens    | a b c d e f g h |      count = 3, floor 0.9
+       kept, merged      | a'    d'  f     |      a' = a+b+c   d' = d+h   (per head, by similarity)
+       compensation      | (e g)           |
+
+The tokens come exact from the tier, so their votes are 1 and nothing is merged twice. All heads
+keep the same number; what they keep differs. Without queries (nobody has asked yet) scores from
+elsewhere say what to keep, for instance Compactor's, and merged entries are plain means.
+
+Two things decide more than the form. Neighbours must share their score, because the queries that
+ask look at the beginning of what they ask for. And the floor must suit how sharply a head attends:
+where ‖q‖·‖k‖·scale is 30, a query tells keys of cosine 0.8 apart, and merging them costs the
+answer; the paper's 0.8 is for heads that attend more evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch.nn import functional
+
+from kvtier.errors import UsageError
+from kvtier_kernels.merging import (
+    Assignment,
+    Entries,
+    assign,
+    compensate,
+    exact_entries,
+    merge_beta,
+    merge_paper,
+)
+from kvtier_kernels.prediction import predicted_logits, window_lse
+
+Form = Literal["beta", "paper"]
+"""How a merged entry is made, see `kvtier_kernels.merging`."""
+
+
+class QueryWindow(NamedTuple):
+    """The newest queries of one layer's CA heads.
+
+    q:     `[w, heads, group, dim]`, rotated, the newest last
+    scale: multiplies q.k
+    """
+
+    q: torch.Tensor
+    scale: float
+
+
+class Retained(NamedTuple):
+    """What is left of a span.
+
+    kept:         int64 `[heads, count]`, indices of the span in order of position
+    entries:      the kept ones, with what was merged into them; keys and values in the span's dtype
+    compensation: one entry per head; log-votes -inf where nothing was folded into it
+    fallbacks:    int64 `[heads]`, merges where the paper's key had to be replaced
+    """
+
+    kept: torch.Tensor
+    entries: Entries
+    compensation: Entries
+    fallbacks: torch.Tensor
+
+
+@dataclass(frozen=True)
+class KeepKV:
+    """The rule. All of it enters the policy digest a calibration curve is bound to.
+
+    form:           "beta" (real votes per query head) or "paper" (whole votes per KV head)
+    floor:          cosine similarity of keys up to which entries are not merged, in [-1, 1]
+    window_queries: w, how many of the newest queries predict the next ones
+    alpha:          what a query counts in comparison to the next newer one, in [0, 1)
+    pool_width:     odd number of neighbouring tokens that share the best of their scores
+    """
+
+    form: Form = "beta"
+    floor: float = 0.9
+    window_queries: int = 32
+    alpha: float = 0.9
+    pool_width: int = 15
+
+    def __post_init__(self) -> None:
+        """Raises UsageError naming a bad one."""
+        if self.form not in get_args(Form):
+            raise UsageError("form", f"one of {', '.join(get_args(Form))}", self.form)
+        if not -1 <= self.floor <= 1:
+            raise UsageError("floor", "a similarity in [-1, 1]", self.floor)
+        if self.window_queries < 1:
+            raise UsageError("window_queries", "at least 1", self.window_queries)
+        if not 0 <= self.alpha < 1:
+            raise UsageError("alpha", "a number in [0, 1)", self.alpha)
+        if self.pool_width < 1 or self.pool_width % 2 == 0:
+            raise UsageError("pool_width", "an odd number of tokens", self.pool_width)
+
+    def retain(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        count: int,
+        *,
+        window: QueryWindow | None = None,
+        scores: torch.Tensor | None = None,
+        protected: torch.Tensor | None = None,
+    ) -> Retained:
+        """Keep `count` entries per head of a span, and the rest in them.
+
+        keys, values: `[heads, tokens, dim]`, exact and rotated, any float dtype
+        count:        1 … tokens, at least as many as are protected
+        window:       the newest queries; more than `window_queries` are not looked at
+        scores:       `[heads, tokens]`, higher = keep, instead of the window's own judgement
+        protected:    bool `[tokens]` or `[heads, tokens]`: kept, and nothing is merged into them
+        Raises UsageError naming a bad argument.
+        """
+        check_span(keys, values, count, window, scores, protected)
+        entries = exact_entries(keys, values)
+        logits_of = self.prediction(entries, window)
+        logits = logits_of(keys)
+        if scores is None:
+            scores = best_nearby(expected_output(entries, logits), self.pool_width)
+        kept = best(scores, count, protected)
+        assignment = assign(keys, kept, protected, self.floor)
+        merged, fallbacks = self.merge(entries, logits, assignment, logits_of)
+        return Retained(kept, merged, compensate(entries, assignment), fallbacks)
+
+    def prediction(
+        self, entries: Entries, window: QueryWindow | None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The logits the next query is expected to have, of any keys `[heads, n, dim]`: float32
+        `[heads, group, n]`. Without a window it has no opinion."""
+        if window is None:
+            return lambda keys: torch.zeros(keys.shape[0], 1, keys.shape[1], device=keys.device)
+        q = window.q[-self.window_queries :]
+        # The paper's scale needs the scores themselves. The β-form takes any multiple of them, and
+        # errs less when all queries of the window count alike.
+        lse = window_lse(q, entries.k, window.scale) if self.form == "beta" else None
+        return lambda keys: predicted_logits(q, keys, window.scale, self.alpha, lse)
+
+    def merge(
+        self,
+        entries: Entries,
+        logits: torch.Tensor,
+        assignment: Assignment,
+        logits_of: Callable[[torch.Tensor], torch.Tensor],
+    ) -> tuple[Entries, torch.Tensor]:
+        """The merged entries, and how many merges per head used the paper form's fallback."""
+        if self.form == "paper":
+            return merge_paper(entries, logits, assignment)
+        merged = merge_beta(entries, logits, assignment, logits_of)
+        return merged, torch.zeros(len(merged.k), dtype=torch.int64, device=merged.k.device)
+
+
+def expected_output(entries: Entries, logits: torch.Tensor) -> torch.Tensor:
+    """How much of the next output an entry is: predicted attention, mean over the group, times ‖v‖.
+
+    logits: `[heads, group, tokens]`. Float32 `[heads, tokens]`, higher = keep.
+    """
+    attention = torch.softmax(logits + entries.log_votes, dim=-1).mean(1)
+    worth: torch.Tensor = attention * entries.v.float().norm(dim=-1)
+    return worth
+
+
+def best_nearby(scores: torch.Tensor, width: int) -> torch.Tensor:
+    """The largest score of `width` neighbours in `[heads, tokens]`."""
+    return functional.max_pool1d(scores.unsqueeze(0), width, 1, width // 2).squeeze(0)
+
+
+def best(scores: torch.Tensor, count: int, protected: torch.Tensor | None = None) -> torch.Tensor:
+    """The `count` best entries of every head in order of position: int64 `[heads, count]`.
+
+    Protected ones are always among them; a score that is not a number is the worst.
+    """
+    scores = scores.float().nan_to_num(nan=float("-inf"), posinf=torch.finfo(torch.float32).max)
+    if protected is not None:
+        scores = scores.masked_fill(protected, float("inf"))
+    return torch.topk(scores, count, dim=-1, sorted=False).indices.sort(dim=-1).values
+
+
+def check_span(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    count: int,
+    window: QueryWindow | None,
+    scores: torch.Tensor | None,
+    protected: torch.Tensor | None,
+) -> None:
+    """Raises UsageError for what `KeepKV.retain` cannot work with."""
+    if keys.ndim != 3:
+        raise UsageError("keys", "a tensor [heads, tokens, dim]", tuple(keys.shape))
+    if values.shape[:2] != keys.shape[:2] or values.ndim != 3:
+        raise UsageError("values", f"[heads, tokens] of keys {tuple(keys.shape)}", values.shape)
+    heads, tokens, dim = keys.shape
+    if window is None and scores is None:
+        raise UsageError("window or scores", "one of them", None)
+    if window is not None and (
+        window.q.ndim != 4 or window.q.shape[1::2] != (heads, dim) or not len(window.q)
+    ):
+        raise UsageError("window", f"[w >= 1, {heads}, group, {dim}]", tuple(window.q.shape))
+    if scores is not None and scores.shape != (heads, tokens):
+        raise UsageError("scores", f"shape {(heads, tokens)}", tuple(scores.shape))
+    least = 1
+    if protected is not None:
+        if tuple(protected.shape) not in ((tokens,), (heads, tokens)):
+            raise UsageError("protected", f"[tokens] or {(heads, tokens)}", tuple(protected.shape))
+        least = max(1, int(protected.sum(-1).max()))
+    if not least <= count <= tokens:
+        raise UsageError("count", f"{least} … {tokens}", count)
+
+
+__all__ = ["Form", "KeepKV", "QueryWindow", "Retained", "best", "expected_output"]

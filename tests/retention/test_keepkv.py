@@ -1,0 +1,311 @@
+"""KeepKV keeps what the newest queries look for, and for them the rest is not missing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.merging_error import BASELINE, Case, mean_errors
+from kvtier.errors import UsageError
+from kvtier.retention.keepkv import Form, KeepKV, QueryWindow, best
+from kvtier_kernels.merging import Entries, exact_entries
+from kvtier_kernels.prediction import predicted_logits, window_lse
+
+DIM = 16
+SCALE = DIM**-0.5
+forms = pytest.mark.parametrize("form", ["paper", "beta"])
+seeds = st.integers(0, 10_000)
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_span(seed: int, heads: int = 2, tokens: int = 50) -> tuple[torch.Tensor, torch.Tensor]:
+    return normal(seed, heads, tokens, DIM), normal(seed + 1, heads, tokens, DIM)
+
+
+def make_window(seed: int, queries: int = 4, heads: int = 2, group: int = 1) -> QueryWindow:
+    return QueryWindow(2 * normal(seed + 2, queries, heads, group, DIM), SCALE)
+
+
+def attention_over(q: torch.Tensor, *parts: Entries) -> tuple[torch.Tensor, torch.Tensor]:
+    """o, lse of one query `[heads, group, dim]` over all parts, in float64."""
+    q, group = q.double(), q.shape[1]
+    k, v = (torch.cat([part[i] for part in parts], 1).double() for i in (0, 1))
+    votes = torch.cat([part.log_votes.expand(-1, group, -1) for part in parts], -1).double()
+    logits = q @ k.transpose(1, 2) * SCALE + votes
+    return torch.softmax(logits, -1) @ v, torch.logsumexp(logits, -1)
+
+
+def assert_same(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(got.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+# -- for the predicted query nothing changes --
+
+
+@forms
+@settings(deadline=None, max_examples=40)
+@given(seed=seeds, tokens=st.integers(1, 80), share=st.floats(0.02, 1))
+def test_the_newest_query_sees_no_difference(
+    form: Form, seed: int, tokens: int, share: float
+) -> None:
+    """Alone in its window, and with nothing left to the compensation entry."""
+    keys, values = make_span(seed, tokens=tokens)
+    window = make_window(seed)
+    rule = KeepKV(form, floor=-1.0, window_queries=1)
+    left = rule.retain(keys, values, max(1, int(share * tokens)), window=window)
+    assert torch.isneginf(left.compensation.log_votes).all()
+    o, lse = attention_over(window.q[-1], exact_entries(keys, values))
+    got_o, got_lse = attention_over(window.q[-1], left.entries, left.compensation)
+    assert_same(got_lse, lse)
+    assert_same(got_o, o)
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=seeds, group=st.integers(1, 4), queries=st.integers(1, 10))
+def test_the_predicted_attention_of_every_query_head_stays_whole(
+    seed: int, group: int, queries: int
+) -> None:
+    """The window's mean attention to what is left is what it was to everything: 1."""
+    keys, values = make_span(seed)
+    window = make_window(seed, queries, group=group)
+    left = KeepKV(floor=-1.0).retain(keys, values, 9, window=window)
+    assert left.entries.log_votes.shape == (2, group, 9)
+    lse = window_lse(window.q, keys, SCALE)
+    predicted = predicted_logits(window.q, left.entries.k, SCALE, 0.9, lse)
+    total = (predicted + left.entries.log_votes).exp().sum(-1)
+    assert_same(total, torch.ones(2, group))
+
+
+@forms
+@settings(deadline=None, max_examples=20)
+@given(seed=seeds, count=st.integers(1, 50), floor=st.sampled_from([-1.0, 0.2, 0.5, 0.8, 1.0]))
+def test_no_vote_is_lost(form: Form, seed: int, count: int, floor: float) -> None:
+    """Whole votes add up to the tokens; real votes are never more than those."""
+    keys, values = make_span(seed)
+    rule = KeepKV(form, floor=floor)
+    left = rule.retain(keys, values, count, window=make_window(seed, group=2))
+    votes = left.entries.log_votes.exp().sum(-1) + left.compensation.log_votes.exp().sum(-1)
+    if form == "paper":
+        assert_same(votes, torch.full((2, 1), 50.0))
+        assert left.entries.log_votes.shape == (2, 1, count)
+    assert left.fallbacks.shape == (2,)
+
+
+# -- what is kept --
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=seeds, tokens=st.integers(1, 60), share=st.floats(0, 1), shield=st.floats(0, 0.5))
+def test_the_best_and_all_protected_are_kept_in_order(
+    seed: int, tokens: int, share: float, shield: float
+) -> None:
+    scores = normal(seed, 2, tokens)
+    protected = torch.rand(tokens, generator=torch.Generator().manual_seed(seed)) < shield
+    least = max(1, int(protected.sum()))
+    count = least + int(share * (tokens - least))
+    kept = best(scores, count, protected)
+    assert kept.shape == (2, count)
+    for row, chosen in zip(scores, kept.tolist(), strict=True):
+        assert chosen == sorted(set(chosen))
+        assert set(torch.nonzero(protected).flatten().tolist()) <= set(chosen)
+        free = [t for t in chosen if not protected[t]]
+        left = [t for t in range(tokens) if t not in chosen]
+        assert not free or not left or row[free].min() >= row[left].max()
+
+
+def test_what_the_queries_look_at_stays_with_its_neighbours() -> None:
+    keys, values = make_span(0, tokens=200)
+    window = QueryWindow(keys[:, 120].view(1, 2, 1, DIM) * 40, SCALE)
+    kept = KeepKV(pool_width=5).retain(keys, values, 5, window=window).kept
+    assert kept.tolist() == [[118, 119, 120, 121, 122]] * 2
+
+
+def test_a_score_that_is_not_a_number_is_the_worst() -> None:
+    scores = torch.tensor([[1.0, float("nan"), 0.0, float("inf"), float("-inf")]])
+    assert best(scores, 3).tolist() == [[0, 2, 3]]
+    assert best(scores, 1, torch.tensor([False, False, True, False, False])).tolist() == [[2]]
+
+
+def test_scores_from_elsewhere_choose_and_the_window_merges() -> None:
+    keys, values = make_span(3)
+    scores = torch.arange(50.0).expand(2, -1)
+    left = KeepKV(floor=-1.0).retain(keys, values, 7, window=make_window(3), scores=scores)
+    assert left.kept.tolist() == [list(range(43, 50))] * 2
+    alone = KeepKV(floor=-1.0).retain(keys, values, 7, scores=scores)
+    assert not torch.equal(alone.entries.k, left.entries.k)
+
+
+@forms
+def test_without_queries_entries_become_plain_means(form: Form) -> None:
+    keys, values = make_span(4)
+    values = torch.cat([keys, values], -1)
+    scores = torch.arange(50.0).expand(2, -1)
+    left = KeepKV(form, floor=-1.0).retain(keys, values, 7, scores=scores)
+    assert left.entries.log_votes.shape == (2, 1, 7)
+    # Values that repeat the keys are averaged with the same weights.
+    assert_same(left.entries.v[..., :DIM], left.entries.k)
+    sums = (left.entries.log_votes.exp().transpose(1, 2) * left.entries.k).sum(1)
+    assert_same(sums, keys.sum(1), 1e-4)
+
+
+def test_only_the_newest_queries_are_asked() -> None:
+    keys, values = make_span(5)
+    window = make_window(5, queries=10)
+    rule = KeepKV(window_queries=4)
+    few = rule.retain(keys, values, 9, window=window._replace(q=window.q[-4:]))
+    many = rule.retain(keys, values, 9, window=window)
+    assert torch.equal(few.kept, many.kept)
+    assert torch.equal(few.entries.k, many.entries.k)
+    assert torch.equal(few.entries.log_votes, many.entries.log_votes)
+
+
+# -- what is merged --
+
+
+@forms
+def test_a_floor_of_one_only_drops_and_counts(form: Form) -> None:
+    keys, values = make_span(6)
+    left = KeepKV(form, floor=1.0).retain(keys, values, 9, window=make_window(6))
+    for head in range(2):
+        kept = left.kept[head]
+        rest = [t for t in range(50) if t not in kept.tolist()]
+        assert torch.equal(left.entries.k[head], keys[head, kept])
+        assert torch.equal(left.entries.v[head], values[head, kept])
+        assert_same(left.compensation.k[head, 0], keys[head, rest].mean(0))
+        assert_same(left.compensation.v[head, 0], values[head, rest].mean(0))
+    assert not left.entries.log_votes.any()
+    assert_same(left.compensation.log_votes.exp(), torch.full((2, 1, 1), 41.0))
+
+
+@forms
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_protected_entries_stay_bit_for_bit(form: Form, dtype: torch.dtype) -> None:
+    keys, values = (x.to(dtype) for x in make_span(7))
+    protected = torch.zeros(50, dtype=torch.bool)
+    protected[:4] = protected[-6:] = True
+    rule = KeepKV(form, floor=-1.0)
+    left = rule.retain(keys, values, 12, window=make_window(7), protected=protected)
+    assert left.entries.k.dtype == left.compensation.v.dtype == dtype
+    for edge in (slice(0, 4), slice(-6, None)):
+        assert torch.equal(left.entries.k[:, edge], keys[:, edge])
+        assert torch.equal(left.entries.v[:, edge], values[:, edge])
+        assert not left.entries.log_votes[..., edge].any()
+
+
+@forms
+def test_keeping_everything_changes_nothing(form: Form) -> None:
+    keys, values = make_span(8)
+    left = KeepKV(form).retain(keys, values, 50, window=make_window(8))
+    assert torch.equal(left.entries.k, keys)
+    assert torch.equal(left.entries.v, values)
+    assert not left.entries.log_votes.any()
+    assert torch.isneginf(left.compensation.log_votes).all()
+    assert not left.fallbacks.any()
+
+
+@forms
+def test_the_order_of_tokens_matters_only_to_neighbours(form: Form) -> None:
+    keys, values = make_span(9)
+    window, order = make_window(9), torch.randperm(50, generator=torch.Generator().manual_seed(9))
+    rule = KeepKV(form, floor=0.3, pool_width=1)
+    left = rule.retain(keys, values, 11, window=window)
+    moved = rule.retain(keys[:, order], values[:, order], 11, window=window)
+    for head in range(2):
+        back = order[moved.kept[head]].argsort()
+        assert torch.equal(order[moved.kept[head]][back], left.kept[head])
+        assert_same(moved.entries.k[head, back], left.entries.k[head])
+        assert_same(moved.entries.v[head, back], left.entries.v[head])
+        assert_same(moved.entries.log_votes[head][:, back], left.entries.log_votes[head])
+    assert_same(moved.compensation.k, left.compensation.k)
+
+
+@forms
+def test_heads_do_not_see_each_other(form: Form) -> None:
+    keys, values = make_span(10, heads=3)
+    window = make_window(10, heads=3, group=2)
+    rule = KeepKV(form, floor=0.3)
+    together = rule.retain(keys, values, 11, window=window)
+    for head in range(3):
+        one = slice(head, head + 1)
+        own = window._replace(q=window.q[:, one])
+        alone = rule.retain(keys[one], values[one], 11, window=own)
+        assert torch.equal(alone.kept, together.kept[one])
+        assert_same(alone.entries.k, together.entries.k[one])
+        assert_same(alone.entries.log_votes, together.entries.log_votes[one])
+
+
+def test_keys_that_are_not_numbers_raise_nothing() -> None:
+    """A server must survive them; the other heads are sound."""
+    keys, values = make_span(11)
+    window = make_window(11)
+    alone = window._replace(q=window.q[:, 1:])
+    sound = KeepKV().retain(keys[1:], values[1:], 9, window=alone)
+    keys[0, 3] = float("nan")
+    left = KeepKV().retain(keys, values, 9, window=window)
+    assert_same(left.entries.k[1:], sound.entries.k)
+
+
+# -- measured --
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("kept", [0.5, 0.25])
+def test_for_later_queries_of_clustered_keys_the_beta_form_errs_least(
+    group: int, kept: float
+) -> None:
+    for logit_std, margin in ((1.0, 0.5), (4.0, 0.95)):
+        error = mean_errors(Case("clustered", group, logit_std, "drifting", kept), 512, range(2))
+        assert error["β-form"] < margin * error[BASELINE]
+        assert error["β-form"] < 1.01 * error["plain mean"]
+        assert error["β-form"] < 1.01 * error["paper form"]
+
+
+# -- bad input --
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("form", "both"),
+        ("floor", 1.1),
+        ("floor", float("nan")),
+        ("window_queries", 0),
+        ("alpha", 1.0),
+        ("alpha", -0.1),
+        ("pool_width", 4),
+        ("pool_width", 0),
+    ],
+)
+def test_a_rule_that_makes_no_sense_is_refused(argument: str, value: object) -> None:
+    with pytest.raises(UsageError) as caught:
+        KeepKV(**{argument: value})  # type: ignore[arg-type]
+    assert caught.value.argument == argument
+
+
+def test_spans_that_do_not_fit_are_refused_by_name() -> None:
+    keys, values = make_span(0)
+    window, scores = make_window(0), torch.zeros(2, 50)
+    protected = torch.ones(50, dtype=torch.bool)
+    for argument, options in {
+        "keys": {"keys": keys[0]},
+        "values": {"values": values[:, 1:]},
+        "window or scores": {"window": None},
+        "window": {"window": window._replace(q=window.q[..., 1:])},
+        "scores": {"scores": scores[:, 1:]},
+        "protected": {"protected": protected[1:]},
+        "count": {"protected": protected},
+    }.items():
+        arguments = {"keys": keys, "values": values, "count": 9, "window": window, **options}
+        with pytest.raises(UsageError) as caught:
+            KeepKV().retain(**arguments)
+        assert caught.value.argument == argument
+    for count in (0, 51):
+        with pytest.raises(UsageError, match="count"):
+            KeepKV().retain(keys, values, count, scores=scores)
+    with pytest.raises(UsageError, match="window"):
+        KeepKV().retain(keys, values, 9, window=window._replace(q=window.q[:0]))
