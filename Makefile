@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.kvtier-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench test test-fast lint types check constraints demo-model gpu-check clean
+.PHONY: help setup bench test test-fast proto lint types check constraints demo-model gpu-check clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -31,9 +31,15 @@ test: $(READY)  ## Run all tests, engine tests included (about 20 minutes on 2 c
 test-fast: $(READY)  ## Run the tests that start no engine
 	$(BIN)/python -m pytest -m "not engine and not slow"
 
-lint: $(READY)  ## Check style, formatting and the one-way imports
+proto: $(READY)  ## Generate the tier's stubs again after editing proto/
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=. \
+		--grpc_python_out=. --mypy_out=. --mypy_grpc_out=. proto/kvtier/v1/tier.proto
+
+lint: $(READY)  ## Check style, formatting, the protocol and the one-way imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/buf lint proto
+	$(BIN)/buf format --diff --exit-code proto
 	$(BIN)/lint-imports
 
 types: $(READY)  ## Check types (mypy, strict)

@@ -135,6 +135,37 @@ class Settings(BaseSettings):
     calibration_poll_s: float = Field(
         5.0, gt=0, description="Seconds between looks for a changed calibration while serving."
     )
+    tier: str | None = Field(
+        None, description="KV tier that keeps exact KV: host:port or unix:/path. None: no tier."
+    )
+    tier_namespace: str = Field(
+        "default",
+        min_length=1,
+        max_length=200,
+        description="Whose KV it is in the tier; with TLS the common name of tier_certificate.",
+    )
+    tier_ca: Path | None = Field(
+        None,
+        description="Certificate authority of the tier (PEM); with it the tier is spoken "
+        "to over mutual TLS.",
+    )
+    tier_certificate: Path | None = Field(None, description="This server's certificate (PEM).")
+    tier_key: Path | None = Field(None, description="Key of tier_certificate (PEM).")
+    tier_timeout_s: float = Field(
+        1.0,
+        gt=0,
+        le=60,
+        description="Longest wait for an answer of the tier that carries no KV; KV gets more.",
+    )
+    tier_span_tokens: int = Field(
+        256, ge=16, description="Tokens of one blob in the tier; at most recent_tokens."
+    )
+    tier_buffer_bytes: int = Field(
+        1 << 30, ge=1 << 20, description="Host memory for KV on its way to and from the tier."
+    )
+    tier_shared_memory: bool = Field(
+        True, description="Move KV through shared memory where the tier is on this host."
+    )
     data_dir: Path = Field(
         default_factory=lambda: user_data_path("kvtier", appauthor=False),
         description="What kvtier keeps between runs: the embedded Redis and local copies.",
@@ -183,6 +214,24 @@ class Settings(BaseSettings):
             raise ValueError(f"only one of {', '.join(given)}")
         if self.score_pool_width % 2 == 0:
             raise ValueError(f"score_pool_width must be odd, got {self.score_pool_width}")
+        return self
+
+    @model_validator(mode="after")
+    def _a_tier_that_can_work(self) -> Settings:
+        if self.tier is None:
+            return self
+        if self.tier_span_tokens > self.recent_tokens:
+            # A span may end a turn later than it began: until then the device has its exact KV.
+            raise ValueError(
+                f"tier_span_tokens must be at most recent_tokens ({self.recent_tokens}), "
+                f"got {self.tier_span_tokens}"
+            )
+        tls = (self.tier_ca, self.tier_certificate, self.tier_key)
+        if any(tls) and not all(tls):
+            raise ValueError("tier_ca, tier_certificate and tier_key come together")
+        for name, path in zip(("tier_ca", "tier_certificate", "tier_key"), tls, strict=True):
+            if path is not None and not path.is_file():
+                raise ValueError(f"{name} must be an existing PEM file, got {path}")
         return self
 
     @property

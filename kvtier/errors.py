@@ -16,6 +16,12 @@
     ├── StoreError (also RuntimeError)      the calibration store did not do what was asked
     │   ├── StoreUnavailableError           down, unreachable, too slow, or no Redis at all
     │   └── StoreRefusedError               wrong password, no permission, read-only, out of memory
+    ├── TierError (also RuntimeError)       the KV tier did not do what was asked
+    │   ├── TierUnavailableError            down, unreachable, too slow, or given up on for now
+    │   ├── TierRefusedError                unknown namespace, certificate or permission missing
+    │   ├── TierExhaustedError              no room: quota, in-flight limit, memory or disk full
+    │   ├── TierIntegrityError              bytes that are not what was stored under their name
+    │   └── TierProtocolError               another protocol version, or nonsense
     └── StartupError (also RuntimeError)    the SGLang plugin did not take; the server must stop
 
 Anything else that escapes is a bug.
@@ -95,6 +101,30 @@ class StoreUnavailableError(StoreError):
 
 class StoreRefusedError(StoreError):
     """The store answered and said no; somebody has to change something."""
+
+
+class TierError(KvtierError, RuntimeError):
+    """The KV tier did not do what was asked. For serving it is a miss, never a user's error."""
+
+
+class TierUnavailableError(TierError):
+    """The tier or its medium is down, unreachable or too slow; asking later may help."""
+
+
+class TierRefusedError(TierError):
+    """The tier answered and said no; somebody has to change something."""
+
+
+class TierExhaustedError(TierError):
+    """There is no room: a quota, an in-flight limit, or memory or disk is full."""
+
+
+class TierIntegrityError(TierError):
+    """Bytes that are not, bit by bit, what was stored under their name."""
+
+
+class TierProtocolError(TierError):
+    """The other side speaks another protocol version, or its answer makes no sense."""
 
 
 class StartupError(KvtierError, RuntimeError):

@@ -45,8 +45,9 @@ class RaggedKV(NamedTuple):
     """The buffers of one head class of one layer.
 
     k, v:      [slots, heads, dim].
-    log_votes: [slots] float32 added to the logits of an entry (KeepKV: ln p), or None when
-               every entry stands for exactly one token.
+    log_votes: float32 added to the logits of an entry (KeepKV: ln p), [slots], or
+               [slots, heads, group] where every query head has its own; None when every entry
+               stands for exactly one token.
     """
 
     k: torch.Tensor
@@ -90,7 +91,8 @@ class AttentionKernels(ABC):
 
         slots:     [entries] int64, indices into the class's slots.
         indptr:    requests + 1 non-decreasing ints, from 0 to len(slots).
-        log_votes: the class's [slots] float32 table, or None.
+        log_votes: [slots] float32, anything but 0 where an entry has votes in some layer, or
+                   None where none has; the votes themselves come with each call's RaggedKV.
         """
 
     @abstractmethod

@@ -94,7 +94,10 @@ def _over_entries(
         state = part if state is None else merge_states(state, part)
     if request.scattered is not None:
         k, v = kv.k[request.scattered], kv.v[request.scattered]
-        part = _dense(q, k, v, request.bias, scale)
+        bias = None
+        if request.voted and kv.log_votes is not None:
+            bias = kv.log_votes[request.scattered]
+        part = _dense(q, k, v, bias, scale)
         state = part if state is None else merge_states(state, part)
     return empty_state(q) if state is None else state
 
@@ -108,17 +111,45 @@ def _dense(
 ) -> AttentionState:
     """q [rows, heads, group, dim] over k, v [entries, heads, dim], every entry visible.
 
-    bias: [entries] log-votes or None. Few rows are one matrix product that streams K and V
-    once; many rows go through PyTorch's tiled kernel, which never holds the logits.
+    bias: log-votes [entries] or [entries, heads, group], or None. Few rows are one matrix product
+    that streams K and V once; many rows go through PyTorch's tiled kernel, which never holds the
+    logits.
     """
     rows, heads, group, dim = q.shape
     folded = q.permute(1, 2, 0, 3).reshape(heads, group * rows, dim)
     if group * rows <= DENSE_MAX_ROWS:
-        o, lse = _product(folded, k, v, bias, scale)
-    else:
-        mask = None if bias is None else bias.to(q.dtype).expand(1, 1, group * rows, -1)
-        o, lse = _tiled(folded, k.transpose(0, 1), v.transpose(0, 1), scale, mask=mask)
+        o, lse = _product(folded, k, v, _rows_of(bias, rows), scale)
+        return _unfold(o, lse, rows, group)
+    if bias is not None and bias.ndim == 3:
+        return _dense_per_head(q, k, v, bias, scale)
+    mask = None if bias is None else bias.to(q.dtype).expand(1, 1, group * rows, -1)
+    o, lse = _tiled(folded, k.transpose(0, 1), v.transpose(0, 1), scale, mask=mask)
     return _unfold(o, lse, rows, group)
+
+
+def _rows_of(bias: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    """[entries, heads, group] as [heads, group * rows, entries]; anything else as it is."""
+    if bias is None or bias.ndim == 1:
+        return bias
+    return bias.permute(1, 2, 0).repeat_interleave(rows, dim=1)
+
+
+def _dense_per_head(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scale: float
+) -> AttentionState:
+    """Many rows over entries whose votes differ by query head: blocks of rows, because the mask
+    that the tiled kernel wants is as large as the logits."""
+    heads, group, dim = q.shape[1:]
+    step = max(1, BLOCK_LOGITS // max(1, heads * group * k.shape[0]))
+    states = []
+    for part in torch.split(q, step):
+        folded = part.permute(1, 2, 0, 3).reshape(heads, group * part.shape[0], dim)
+        wide = _rows_of(bias.to(q.dtype), part.shape[0])
+        assert wide is not None
+        mask = wide.unsqueeze(0)
+        o, lse = _tiled(folded, k.transpose(0, 1), v.transpose(0, 1), scale, mask=mask)
+        states.append(_unfold(o, lse, part.shape[0], group))
+    return _concat(states)
 
 
 def _product(

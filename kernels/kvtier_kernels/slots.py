@@ -23,13 +23,13 @@ class RequestSlots:
 
     runs:      (start, stop) slot ranges without votes, read as views.
     scattered: [entries] int64 slots to gather, or None.
-    bias:      [entries] float32 log-votes of `scattered`, or None when all are zero.
+    voted:     whether any of `scattered` has votes.
     all_slots: [entries] int64, everything in the original order.
     """
 
     runs: tuple[tuple[int, int], ...]
     scattered: torch.Tensor | None
-    bias: torch.Tensor | None
+    voted: bool
     all_slots: torch.Tensor
 
     @property
@@ -42,15 +42,16 @@ def plan_request(
 ) -> RequestSlots:
     """Cut one request's slots into runs and scattered entries.
 
-    slots: [entries] int64. log_votes: [all slots] float32 or None; an entry with a non-zero
+    slots: [entries] int64. log_votes: [all slots, ...] float32 or None; an entry with a non-zero
     log-vote is always scattered, so runs need no bias. min_run: at least 2.
     """
     if slots.numel() == 0:
-        return RequestSlots((), None, None, slots)
-    votes = None if log_votes is None else log_votes[slots]
+        return RequestSlots((), None, False, slots)
+    voted = None
+    if log_votes is not None:
+        voted = (log_votes[slots] != 0).reshape(slots.numel(), -1).any(1)
     breaks = slots[1:] != slots[:-1] + 1
-    if votes is not None:
-        voted = votes != 0
+    if voted is not None:
         breaks = breaks | voted[1:] | voted[:-1]
     edges = (torch.nonzero(breaks).flatten() + 1).tolist()
     bounds = [0, *edges, slots.numel()]
@@ -62,12 +63,10 @@ def plan_request(
         else:
             loose.append((begin, end))
     if not loose:
-        return RequestSlots(tuple(runs), None, None, slots)
+        return RequestSlots(tuple(runs), None, False, slots)
     index = torch.cat([torch.arange(b, e, device=slots.device) for b, e in loose])
-    bias = None if votes is None else votes[index]
-    if bias is not None and not bool((bias != 0).any()):
-        bias = None
-    return RequestSlots(tuple(runs), slots[index], bias, slots)
+    any_voted = voted is not None and bool(voted[index].any())
+    return RequestSlots(tuple(runs), slots[index], any_voted, slots)
 
 
 def plan_batch(

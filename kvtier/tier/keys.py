@@ -1,12 +1,13 @@
 """Names of exact KV: a span of tokens in its context, on one model, in one layout.
 
 A context is cut at multiples of `span_tokens` from its first token, whoever computes it. A span's
-name digests every token up to its end, so equal names mean equal KV:
+name digests every token up to its end, so equal names mean KV of equal tokens:
 
-    tokens    [ span 0 ][ span 1 ][ span 2 ][ tail ]        the tail has no name yet
+    tokens    [ span 0 ][ span 1 ][ span 2 ][ tail ]        the tail's name is for its own length
     chain       c0    →   c1    →   c2                      c(i) = H(c(i-1) | tokens of span i)
                 ↑                                            c(-1) = H(identity, extra key)
-    identity: model, revision, dtype, layers, KV heads, head dim, tensor-parallel rank and size
+    identity: model, revision, dtype, layers, KV heads, head dim, tensor-parallel rank and size,
+              what is stored beside the KV, and what the KV was computed under
     extra key: SGLang's, of the request: adapter and cache salt, which change KV or may not share it
 
 So two servers with different models on one tier never see each other's spans, and whoever knows a
@@ -33,7 +34,10 @@ _TOKEN_DTYPE = "<i8"
 class KvIdentity:
     """Whose KV it is, and what its bytes mean: everything that must agree before KV is shared.
 
-    dtype: of the stored elements, by torch's name without `torch.`
+    dtype:  of the stored elements, by torch's name without `torch.`
+    policy: digest of the retention policy that earlier tokens were under when this KV was
+            computed; "" for KV that was computed with nothing dropped, which every policy may use.
+    scores: digest of the rule behind the scores that are stored beside the KV, "" without scores.
     A rank stores its own KV heads; `num_kv_heads` are those of the rank.
     """
 
@@ -45,6 +49,8 @@ class KvIdentity:
     head_dim: int
     tp_rank: int = 0
     tp_size: int = 1
+    policy: str = ""
+    scores: str = ""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "tp_size"):
@@ -64,28 +70,64 @@ def check_count(name: str, value: object) -> None:
         raise UsageError(name, "a whole number of at least 1", value)
 
 
+class SpanChain:
+    """The names of one context's spans, as the context grows. See the module docstring.
+
+    keys:       of the whole spans so far.
+    num_tokens: so far.
+
+    Raises UsageError for spans of another length than 1 … 2^31 - 1.
+    """
+
+    def __init__(
+        self, identity: KvIdentity, span_tokens: int = SPAN_TOKENS, extra_key: str = ""
+    ) -> None:
+        if not 1 <= span_tokens < 1 << 31:
+            raise UsageError("span_tokens", "1 … 2^31 - 1", span_tokens)
+        root = identity.digest() + span_tokens.to_bytes(4, "little") + extra_key.encode()
+        self.span_tokens = span_tokens
+        self.keys: list[bytes] = []
+        self._root = hashlib.sha256(root).digest()
+        self._tail = np.empty(0, _TOKEN_DTYPE)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.keys) * self.span_tokens + len(self._tail)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append tokens. Raises UsageError for what is no 64-bit integer."""
+        tokens = np.asarray(token_ids)
+        if tokens.size == 0:
+            return
+        if tokens.dtype.kind != "i" or tokens.ndim != 1:
+            raise UsageError("token_ids", "a sequence of 64-bit integers", f"{tokens.dtype}")
+        tokens = np.concatenate((self._tail, tokens.astype(_TOKEN_DTYPE)))
+        whole = len(tokens) // self.span_tokens * self.span_tokens
+        for span in tokens[:whole].reshape(-1, self.span_tokens):
+            self.keys.append(hashlib.sha256(self._link(len(self.keys)) + span.tobytes()).digest())
+        self._tail = tokens[whole:]
+
+    def _link(self, spans: int) -> bytes:
+        """What names everything before span number `spans`."""
+        return self.keys[spans - 1] if spans else self._root
+
+    def tail_key(self, spans: int, tail_ids: Sequence[int]) -> bytes:
+        """The name of a last span that is not whole: `tail_ids` after the first `spans` spans."""
+        tail = np.asarray(tail_ids, dtype=_TOKEN_DTYPE).tobytes()
+        return hashlib.sha256(b"kvtier/tail\0" + self._link(spans) + tail).digest()
+
+    def turns_key(self, spans: int) -> bytes:
+        """The name of the record of turns that end within span number `spans`."""
+        return hashlib.sha256(b"kvtier/turns\0" + self._link(spans)).digest()
+
+
 def span_keys(
     identity: KvIdentity,
     token_ids: Sequence[int],
     span_tokens: int = SPAN_TOKENS,
     extra_key: str = "",
 ) -> list[bytes]:
-    """The names of the whole spans of a context, in order; what is left over has none.
-
-    Raises UsageError for spans of another length than 1 … 2^31 - 1 and for tokens that are no
-    64-bit integers.
-    """
-    if not 1 <= span_tokens < 1 << 31:
-        raise UsageError("span_tokens", "1 … 2^31 - 1", span_tokens)
-    tokens = np.asarray(token_ids)
-    if tokens.size and (tokens.dtype.kind != "i" or tokens.ndim != 1):
-        raise UsageError("token_ids", "a sequence of 64-bit integers", f"{tokens.dtype}")
-    whole = len(token_ids) // span_tokens
-    tokens = tokens[: whole * span_tokens].astype(_TOKEN_DTYPE)
-    root = identity.digest() + span_tokens.to_bytes(4, "little") + extra_key.encode()
-    chain = hashlib.sha256(root).digest()
-    keys = []
-    for span in tokens.reshape(whole, span_tokens):
-        chain = hashlib.sha256(chain + span.tobytes()).digest()
-        keys.append(chain)
-    return keys
+    """The names of the whole spans of a context, in order. Raises as SpanChain does."""
+    chain = SpanChain(identity, span_tokens, extra_key)
+    chain.extend(token_ids)
+    return chain.keys

@@ -19,6 +19,7 @@ from kvtier_sglang.allocator import HeadSplitAllocator
 from kvtier_sglang.calibrated import stored_profile
 from kvtier_sglang.guards import NAME
 from kvtier_sglang.pool import HeadSplitKVPool
+from kvtier_sglang.tiered import TieredRadixCache
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +165,13 @@ def build_allocator(
     return HeadSplitAllocator(token_to_kv_pool, streaming_tokens=streaming, need_sort=False)
 
 
+def ask_tier(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE Scheduler._prefetch_kvcache: SGLang's scheduler prefetches, waits and loads back for
+    storage tiers that it knows by name; what it does for LMCache is what ours needs."""
+    if isinstance(scheduler.tree_cache, TieredRadixCache):
+        scheduler.enable_lmcache = True
+
+
 # -- observation, for every policy --
 
 _peak = {"bytes": 0}
@@ -222,4 +230,6 @@ def _report(scheduler: Any) -> dict[str, Any]:
             **tree.counters,
             "retention": tree.retention.report(),
         }
+        if isinstance(tree, TieredRadixCache):
+            report["tier"] = tree.tier_report()
     return report

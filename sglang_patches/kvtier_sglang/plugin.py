@@ -36,6 +36,10 @@ HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
         HookType.AROUND,
     ),
     "sglang.srt.mem_cache.allocation.alloc_token_slots": (hooks.observe_peak, HookType.AFTER),
+    "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache": (
+        hooks.ask_tier,
+        HookType.BEFORE,
+    ),
     f"{_STATE}._add_memory_usage": (hooks.report_state, HookType.AFTER),
 }
 
@@ -78,7 +82,7 @@ def _attention_backend(runner: Any) -> Any:
 
 def _radix_cache(ctx: Any) -> Any:
     from kvtier_sglang.allocator import HeadSplitAllocator
-    from kvtier_sglang.radix import build
+    from kvtier_sglang.build import build
 
     verify()
     allocator = ctx.params.token_to_kv_pool_allocator

@@ -24,16 +24,11 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
-from kvtier.config import Settings
 from kvtier.retention.locality import DroppedSpan, LocalityRule
-from kvtier.retention.rules import compactor_of, locality_rule
 from kvtier.retention.share import Everything, Turn
-from kvtier_sglang.calibrated import curve_source
 from kvtier_sglang.compaction import Compaction
-from kvtier_sglang.metrics import RetentionMetrics
-from kvtier_sglang.retention import Retention, mean_nll, share_rule
+from kvtier_sglang.retention import Retention, mean_nll
 from kvtier_sglang.variants import KvNode, VariantRadixCache
 
 
@@ -180,7 +175,7 @@ class KvtierRadixCache(VariantRadixCache):
             node.key = _joined(parent.key, node.key)
             node.value = torch.cat((parent.value, node.value))
             node.start, node.parent = parent.start, parent.parent
-            node.dropped = parent.dropped
+            node.dropped, node.exact = parent.dropped, parent.exact
             node.locality_size += parent.locality_size
             node.ca_size += parent.ca_size
             node.hit_count = max(node.hit_count, parent.hit_count)
@@ -212,8 +207,12 @@ class KvtierRadixCache(VariantRadixCache):
             nll=mean_nll(asked) if self.retention.rule.needs_nll else None,
         )
         keep = self.retention.keep(turn)
-        if keep == span.num_tokens:
-            return
+        if keep < span.num_tokens:
+            self._keep(node, span, keep)
+
+    def _keep(self, node: KvNode, span: DroppedSpan, keep: int) -> None:
+        """Let CA heads keep their best `keep` entries of a dropped span, and free the others."""
+        assert self.compaction is not None, "nothing scored what to keep"
         slots = node.value[span.begin : span.end]
         self.compaction.compact(slots, node.start + span.begin, keep)
         node.value[span.begin : span.end] = self.allocator.compact(slots, keep)
@@ -241,29 +240,3 @@ def _same_tokens(a: KvNode, b: KvNode) -> bool:
 
 def _joined(a: RadixKey, b: RadixKey) -> RadixKey:
     return RadixKey(a.raw_token_ids() + b.raw_token_ids(), a.extra_key, cache_salt=a.cache_salt)
-
-
-def build(ctx: TreeCacheBuildContext, settings: Settings) -> KvtierRadixCache:
-    """The factory behind `--radix-cache-backend kvtier`."""
-    rule = locality_rule(settings)
-    streaming = settings.prefill == "streaming"
-    if not settings.compacts:
-        return KvtierRadixCache(ctx.params, rule, streaming=streaming)
-    pool = ctx.params.token_to_kv_pool_allocator.pool
-    compactor, source = compactor_of(settings), None
-    metrics = None
-    if ctx.server_args.enable_metrics:
-        name = ctx.server_args.served_model_name or ctx.server_args.model_path
-        metrics = RetentionMetrics(name, settings.quality)
-    if settings.quality is not None:
-        path = ctx.server_args.model_path
-        dtype = str(pool.dtype).removeprefix("torch.")
-        told = metrics.calibration_event if metrics is not None else None
-        source = curve_source(settings, path, pool.profile, rule, compactor, dtype, told)
-    return KvtierRadixCache(
-        ctx.params,
-        rule,
-        streaming=streaming,
-        retention=Retention(share_rule(settings, pool.slot_bytes.ca, source), source, metrics),
-        compaction=Compaction(pool, compactor),
-    )

@@ -53,6 +53,7 @@ class KvNode(TreeNode):
     locality_size:  locality slots the node holds.
     ca_size:        CA slots the node holds: its tokens, less what compaction freed. The value of
                     a token without one is 0, SGLang's padding slot.
+    exact:          its KV was computed with nothing before it dropped.
     """
 
     def __init__(self, priority: int = 0) -> None:
@@ -67,6 +68,7 @@ class KvNode(TreeNode):
         self.branch_point = False
         self.locality_size = 0
         self.ca_size = 0
+        self.exact = True
 
     @property
     def stop(self) -> int:
@@ -217,21 +219,33 @@ class VariantRadixCache(RadixCache):
             return node
         boundaries = self._learned_boundaries(node, key, matched)
         for begin, end in zip([matched, *boundaries], [*boundaries, len(key)], strict=True):
-            child = KvNode(priority=priority)
-            child.parent, child.start, child.prompt_stop = node, begin, prompt_stop
-            child.key, child.value = key[begin:end], slots[begin:end].clone()
-            child.branch_point = end in boundaries
-            child.hit_count = 1
-            self._attach(node, child)
-            child.locality_size = self._count_locality(child)
-            child.ca_size = len(child.key)
-            self.evictable_size_ += child.ca_size
-            self.locality_evictable_size_ += child.locality_size
-            self._update_leaf_status(node)
-            self._update_leaf_status(child)
-            self.kv_events.record_store(child)
-            node = child
+            node = self._hang(node, key[begin:end], slots[begin:end].clone(), priority, prompt_stop)
+            node.branch_point = end in boundaries
         return node
+
+    def _hang(
+        self,
+        parent: KvNode,
+        key: RadixKey,
+        value: torch.Tensor,
+        priority: int,
+        prompt_stop: int,
+    ) -> KvNode:
+        """A new unlocked child of `parent` that owns the slots `value`, one for each token."""
+        child = KvNode(priority=priority)
+        child.parent, child.start, child.prompt_stop = parent, parent.stop, prompt_stop
+        child.key, child.value = key, value
+        child.exact = parent.exact and parent.dropped.num_tokens == 0
+        child.hit_count = 1
+        self._attach(parent, child)
+        child.locality_size = self._count_locality(child)
+        child.ca_size = len(child.key)
+        self.evictable_size_ += child.ca_size
+        self.locality_evictable_size_ += child.locality_size
+        self._update_leaf_status(parent)
+        self._update_leaf_status(child)
+        self.kv_events.record_store(child)
+        return child
 
     def _learned_boundaries(self, node: KvNode, key: RadixKey, offset: int) -> list[int]:
         """Where key[offset:] leaves the compressed nodes it could not use: there a variant is
@@ -270,7 +284,7 @@ class VariantRadixCache(RadixCache):
         upper.parent, upper.start, upper.prompt_stop = parent, child.start, child.prompt_stop
         upper.lock_ref, upper.hit_count = child.lock_ref, child.hit_count
         upper.last_access_time = child.last_access_time
-        upper.compressed = child.compressed
+        upper.compressed, upper.exact = child.compressed, child.exact
         upper.key, upper.value = child.key[:split_len], child.value[:split_len].clone()
         child.parent, child.start = upper, child.start + split_len
         child.key, child.value = child.key[split_len:], child.value[split_len:].clone()

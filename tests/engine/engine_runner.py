@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,16 @@ def _result(prompt: list[int], answer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _settled_state(engine: Any) -> dict[str, Any]:
+    """The final state, once nothing is on its way to a tier any more."""
+    deadline = time.monotonic() + 30
+    while True:
+        state = engine.get_server_info()["internal_states"][0]["kvtier"]
+        if not state.get("tier", {}).get("pending") or time.monotonic() > deadline:
+            return state
+        time.sleep(0.05)
+
+
 def main(plan_path: str, out_path: str) -> None:
     import sglang
 
@@ -72,7 +83,7 @@ def main(plan_path: str, out_path: str) -> None:
     engine = sglang.Engine(**{**ENGINE_DEFAULTS, **plan["engine"]})
     try:
         rounds = engine.loop.run_until_complete(run_rounds(engine, plan["rounds"]))
-        state = engine.get_server_info()["internal_states"][0]["kvtier"]
+        state = _settled_state(engine)
     finally:
         engine.shutdown()
     report = {"rounds": rounds, "state": state}

@@ -7,13 +7,20 @@ prefix, so that any entry found under the wrong prefix is noticed.
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
 from array import array
 from dataclasses import dataclass, field
 
 import torch
 from sglang.srt.managers.schedule_batch import ReqKvInfo
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import (
+    CacheRequestHandle,
+    InitLoadBackParams,
+    MatchPrefixParams,
+    MatchResult,
+)
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -22,13 +29,18 @@ from kvtier.heads.profile import HeadProfile, ModelShape
 from kvtier.retention.compactor import Compactor
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.share import ShareRule
+from kvtier.tier.keys import KvIdentity
+from kvtier.tier.link import TierLink
+from kvtier.tier.names import ContextNames
 from kvtier_sglang.allocator import HeadSplitAllocator
 from kvtier_sglang.compaction import Compaction
 from kvtier_sglang.pool import HeadSplitKVPool
 from kvtier_sglang.radix import KvtierRadixCache
 from kvtier_sglang.retention import Retention
+from kvtier_sglang.tiered import TieredRadixCache
 
 SHAPE = ModelShape(num_layers=2, num_kv_heads=3, num_attention_heads=6, head_dim=2)
+_REQUESTS = itertools.count()
 PROFILE = HeadProfile(model="test", shape=SHAPE, method="test", ca_heads=((), (1,)))
 
 
@@ -51,11 +63,13 @@ class Request:
     extra_key: str | None = None
     cache_salt: str | None = None
     priority: int = 0
+    rid: str = field(default_factory=lambda: f"r{next(_REQUESTS)}")
     lock: object = None
     last_node: object = None
     done: bool = False
     prefix_len: int = 0
     filled: int = 0
+    restored: int = 0
 
     def __post_init__(self) -> None:
         self.origin_input_ids = array("q", self.prompt)
@@ -77,6 +91,8 @@ class MiniScheduler:
         branch=3,
         streaming=False,
         share: ShareRule | None = None,
+        link: TierLink | None = None,
+        span_tokens: int = 6,
     ):
         self.pool = HeadSplitKVPool(
             size,
@@ -100,13 +116,19 @@ class MiniScheduler:
             page_size=1,
         )
         self.rule = LocalityRule(sink, recent, branch)
-        self.tree = KvtierRadixCache(
-            params,
-            self.rule,
-            streaming=streaming,
-            retention=None if share is None else Retention(share),
-            compaction=None if share is None else Compaction(self.pool, Compactor()),
-        )
+        parts = {
+            "streaming": streaming,
+            "retention": None if share is None else Retention(share),
+            "compaction": None if share is None else Compaction(self.pool, Compactor()),
+        }
+        if link is None:
+            self.tree = KvtierRadixCache(params, self.rule, **parts)
+        else:
+            identity = KvIdentity(
+                "test", "0", "float32", 2, 3, 2, policy=f"{share}", scores=f"{share}"
+            )
+            names = ContextNames(identity, span_tokens)
+            self.tree = TieredRadixCache(params, self.rule, link=link, names=names, **parts)
         self.running: list[Request] = []
         self.free_rows = list(range(1, 16))
 
@@ -115,8 +137,12 @@ class MiniScheduler:
         request = Request(prompt)
         key = RadixKey(request.full_untruncated_fill_ids, limit=len(prompt) - 1)
         match = self.tree.match_prefix(MatchPrefixParams(key=key))
+        if isinstance(self.tree, TieredRadixCache):
+            match = self._ask_tier(request, key, match)
         request.prefix_len = request.kv.cache_protected_len = match.device_prefix_len
         request.last_node = match.last_device_node
+        if match.host_hit_length:
+            self._load_back(request, match)
         request.lock = self.tree.lock(request.last_node)
         need = len(prompt) - request.prefix_len + 1
         ca_room = self.allocator.available_size() + self.tree.evictable_size()
@@ -135,6 +161,26 @@ class MiniScheduler:
         request.filled = request.prefix_len
         self.running.append(request)
         return request
+
+    def _ask_tier(self, request: Request, key: RadixKey, match: MatchResult) -> MatchResult:
+        """Arrival and waiting, as SGLang's scheduler goes about them."""
+        handle, held = CacheRequestHandle(request.rid, 0), match.device_prefix_len
+        ids = request.full_untruncated_fill_ids[: len(request.prompt) - 1]
+        node = match.last_device_node
+        self.tree.prefetch_from_storage(handle, node, ids[held:], matched_prefix_tokens=ids[:held])
+        while not self.tree.check_prefetch_progress(handle):
+            time.sleep(0.001)
+        return self.tree.match_prefix(MatchPrefixParams(key=key, req=request))
+
+    def _load_back(self, request: Request, match: MatchResult) -> None:
+        lock = self.tree.lock(match.last_device_node)
+        params = InitLoadBackParams(match.best_match_node, match.host_hit_length, req=request)
+        loaded, request.last_node = self.tree.init_load_back(params)
+        self.tree.unlock(lock)
+        assert loaded in (0, match.host_hit_length), "all that was promised or nothing"
+        request.prefix_len += loaded
+        request.kv.cache_protected_len = request.prefix_len
+        request.restored = loaded
 
     def extend(self, request: Request, tokens: int) -> bool:
         """Compute `tokens` more of the request; False when memory is short even after eviction."""

@@ -30,9 +30,10 @@ def make_cache(heads, dim, dtype, slots=3000, layout="slot-major"):
 
 
 def oracle(q, k, v, votes, visible):
-    """float64: q [rows, heads, group, dim], k, v [entries, heads, dim], visible [rows, entries]."""
+    """float64: q [rows, heads, group, dim], k, v [entries, heads, dim], visible [rows, entries],
+    votes [entries] or [entries, heads, group]."""
     logits = torch.einsum("rhgd,ehd->rhge", q.double(), k.double()) / math.sqrt(q.shape[-1])
-    logits = logits + votes.double()
+    logits = logits + (votes if votes.ndim == 1 else votes.permute(1, 2, 0)).double()
     logits = logits.masked_fill(~visible[:, None, None, :], float("-inf"))
     lse = torch.logsumexp(logits, dim=-1)
     weights = torch.exp(logits - lse[..., None]).nan_to_num()
@@ -49,10 +50,11 @@ def assert_close(state, o, lse, dtype):
 @backends
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("layout", ["slot-major", "head-major"])
+@pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize(
     ("heads", "group", "dim"), [(1, 1, 64), (3, 2, 32), (2, 7, 128), (1, 16, 256)]
 )
-def test_decode_equals_dense_attention(name, dtype, layout, heads, group, dim):
+def test_decode_equals_dense_attention(name, dtype, layout, per_head, heads, group, dim):
     torch.manual_seed(heads * 100 + group)
     kernels = get_kernels(name)
     k, v = make_cache(heads, dim, dtype, layout=layout)
@@ -60,8 +62,8 @@ def test_decode_equals_dense_attention(name, dtype, layout, heads, group, dim):
     slots = torch.randperm(2999)[: sum(lengths)] + 1
     slots[8:308] = torch.arange(1500, 1800)  # one request is a contiguous run
     indptr = [0, 1, 8, 308, 1307]
-    votes = torch.zeros(3000)
-    votes[slots[::11]] = torch.rand(len(slots[::11])) * 20 - 10
+    votes = torch.zeros(3000, heads, group) if per_head else torch.zeros(3000)
+    votes[slots[::11]] = torch.rand(votes[slots[::11]].shape) * 20 - 10
     q = torch.randn(4, heads, group, dim).to(dtype)
     plan = kernels.plan(slots, indptr, votes)
     state = kernels.decode(q, RaggedKV(k, v, votes), plan, dim**-0.5)
@@ -88,9 +90,12 @@ def test_a_request_without_entries_gets_the_empty_state(name):
 @given(
     prefixes=st.lists(st.integers(0, 700), min_size=1, max_size=4),
     news=st.lists(st.integers(1, 90), min_size=4, max_size=4),
+    per_head=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_extend_equals_dense_attention_over_prefix_and_causal_tail(name, prefixes, news, seed):
+def test_extend_equals_dense_attention_over_prefix_and_causal_tail(
+    name, prefixes, news, per_head, seed
+):
     torch.manual_seed(seed)
     kernels, dtype = get_kernels(name), torch.float32
     heads, group, dim = 2, 3, 32
@@ -102,8 +107,9 @@ def test_extend_equals_dense_attention_over_prefix_and_causal_tail(name, prefixe
     for n, m in zip(prefixes, news, strict=True):
         indptr.append(indptr[-1] + n)
         q_indptr.append(q_indptr[-1] + m)
-    votes = torch.zeros(3000)
+    votes = torch.zeros(3000, heads, group) if per_head else torch.zeros(3000)
     votes[1] = math.log(17.0)
+    votes[100:150:7] = torch.randn(votes[100:150:7].shape)
     q = torch.randn(q_indptr[-1], heads, group, dim)
     k_new, v_new = torch.randn(2, q_indptr[-1], heads, dim)
     plan = kernels.plan(slots, indptr, votes)
@@ -112,7 +118,7 @@ def test_extend_equals_dense_attention_over_prefix_and_causal_tail(name, prefixe
         part = slice(q_indptr[i], q_indptr[i + 1])
         keys = torch.cat([k[rows[i]], k_new[part]])
         values = torch.cat([v[rows[i]], v_new[part]])
-        bias = torch.cat([votes[rows[i]], torch.zeros(m)])
+        bias = torch.cat([votes[rows[i]], torch.zeros(m, *votes.shape[1:])])
         visible = torch.arange(n + m)[None, :] <= (n + torch.arange(m))[:, None]
         o, lse = oracle(q[part], keys, values, bias, visible)
         assert_close(type(state)(state.o[part], state.lse[part]), o, lse, dtype)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import UsageError
-from kvtier.tier.keys import KEY_BYTES, KvIdentity, span_keys
+from kvtier.tier.keys import KEY_BYTES, KvIdentity, SpanChain, span_keys
 
 IDENTITY = KvIdentity("llama", "abc", "bfloat16", num_layers=4, num_kv_heads=2, head_dim=64)
 TOKENS = st.lists(st.integers(0, 200_000), max_size=40)
@@ -40,6 +40,7 @@ def test_names_agree_exactly_as_far_as_the_tokens_do(shared, one, other, span):
     [
         {"model": "qwen"}, {"revision": "abd"}, {"dtype": "float16"}, {"num_layers": 5},
         {"num_kv_heads": 4}, {"head_dim": 128}, {"tp_size": 2}, {"tp_rank": 1, "tp_size": 2},
+        {"policy": "quarter"}, {"scores": "nll"},
     ],
 )  # fmt: skip
 def test_another_identity_shares_no_name(change):
@@ -65,10 +66,29 @@ def test_spans_of_another_length_share_no_name():
     assert set(span_keys(IDENTITY, tokens, 4)).isdisjoint(span_keys(IDENTITY, tokens, 8))
 
 
+@given(TOKENS, TOKENS, st.integers(1, 6))
+def test_a_context_that_grows_has_the_names_of_one_that_was_whole(first, second, span):
+    chain = SpanChain(IDENTITY, span)
+    chain.extend(first)
+    chain.extend(second)
+    assert chain.num_tokens == len(first + second)
+    assert chain.keys == span_keys(IDENTITY, first + second, span)
+
+
+@given(TOKENS, TOKENS, st.integers(1, 6))
+def test_tails_and_records_have_names_of_their_own(tokens, tail, span):
+    chain = SpanChain(IDENTITY, span)
+    chain.extend(tokens)
+    whole = len(chain.keys)
+    names = {chain.tail_key(whole, tail), chain.tail_key(whole, [*tail, 1]), *chain.keys}
+    names |= {chain.turns_key(spans) for spans in range(whole + 1)}
+    assert len(names) == 2 + whole + whole + 1
+
+
 def test_the_names_of_today_are_the_names_of_tomorrow():
     """A change here orphans every blob of every tier: it needs another protocol version."""
     (key,) = span_keys(IDENTITY, [1, 2, 3, 4], 4)
-    assert key.hex() == "bbc3dae985a8bfd7216edadd126f8066bab24771fbca2534525060570185107c"
+    assert key.hex() == "4e051a8521724dc559e961779fa54049fadc5ff7a19904c3af4ba4a414a080b9"
 
 
 @pytest.mark.parametrize(

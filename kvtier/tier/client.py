@@ -1,0 +1,402 @@
+"""A blocking client of one tier service.
+
+Every method has a deadline, for all that it asks of the service together, and raises a TierError;
+what to do about it (nothing, mostly) is decided above, in kvtier.tier.link. Thread-safe.
+
+Payloads never pass through memory that nobody asked for: `get` lands them in buffers that the
+caller names, and checks them there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import grpc
+
+from kvtier.errors import (
+    TierError,
+    TierProtocolError,
+    TierRefusedError,
+    TierUnavailableError,
+    UsageError,
+)
+from kvtier.tier.blob import Bytes, Digest, checksum
+from kvtier.tier.landing import Arriving, Land, Landing, Offer, room
+from kvtier.tier.protocol import (
+    DEFAULT_NAMESPACE,
+    MAX_CHUNK_BYTES,
+    MESSAGE_OVERHEAD_BYTES,
+    MIN_CHUNK_BYTES,
+    NAMESPACE_METADATA,
+    PROTOCOL_VERSION,
+    check_version,
+)
+from kvtier.tier.shared import SharedMemory, copy
+from kvtier.tier.status import error_of
+from kvtier.v1 import tier_pb2 as pb
+from kvtier.v1 import tier_pb2_grpc
+
+CHUNK_BYTES = 1 << 20
+_CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_CHUNK_BYTES + MESSAGE_OVERHEAD_BYTES),
+    ("grpc.max_send_message_length", -1),
+    # A service that is back is found within seconds, whichever way it went: a host that vanished
+    # answers no connection attempt, and one that was cut off no packet.
+    ("grpc.initial_reconnect_backoff_ms", 250),
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Each client its own connection: a stalled one must not stall another.
+    ("grpc.use_local_subchannel_pool", 1),
+    # A proxy for the way out to the web is none for KV.
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+class Blob(NamedTuple):
+    """A blob to put. payload: pieces that follow each other."""
+
+    key: bytes
+    layout: bytes
+    payload: Sequence[Bytes]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(memoryview(piece).nbytes for piece in self.payload)
+
+
+class Presence(NamedTuple):
+    """leading_run: how many keys from the first on are held; present: which of them all."""
+
+    leading_run: int
+    present: list[bool]
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM contents for mutual TLS: the certificate authority, and the client's own pair."""
+
+    ca: bytes
+    certificate: bytes
+    key: bytes
+
+
+class Deadline:
+    """When a method has to be over. at: time.monotonic()."""
+
+    def __init__(self, seconds: float) -> None:
+        self.at = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds, at least 0."""
+        return max(0.0, self.at - time.monotonic())
+
+
+class TierClient:
+    """See the module docstring.
+
+    address:   host:port or unix:/path.
+    namespace: whose blobs, printable ASCII; under TLS it must be the certificate's common name,
+               because checksums are over it, and may be anything.
+    timeout_s: of a method that moves no payload; those that do get `bytes / slowest` more.
+    shared:    whether to move payloads through shared memory where the service offers it here.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        namespace: str = DEFAULT_NAMESPACE,
+        *,
+        timeout_s: float = 1.0,
+        slowest_bytes_per_s: float = 100e6,
+        tls: TlsFiles | None = None,
+        shared: bool = True,
+    ) -> None:
+        self.address, self.namespace = address, namespace
+        self.timeout_s, self.slowest_bytes_per_s = timeout_s, slowest_bytes_per_s
+        self._metadata: tuple[tuple[str, str], ...] = ()
+        if tls is None:
+            if not (namespace and namespace.isascii() and namespace.isprintable()):
+                raise UsageError("namespace", "printable ASCII", namespace)
+            self._metadata = ((NAMESPACE_METADATA, namespace),)
+            self._channel = grpc.insecure_channel(address, _CHANNEL_OPTIONS)
+        else:
+            credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
+            self._channel = grpc.secure_channel(address, credentials, _CHANNEL_OPTIONS)
+        self._stub = tier_pb2_grpc.TierServiceStub(self._channel)
+        self._wants_shared = shared
+        self._shared: SharedMemory | None = None
+        self._mapping = threading.Lock()
+        self._chunk_bytes = CHUNK_BYTES
+
+    def __enter__(self) -> TierClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the calls under way, too: they raise TierUnavailableError, as later ones do."""
+        self._channel.close()
+        self._shared = None
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether payloads go through shared memory, as of the last `connect`."""
+        return self._shared is not None
+
+    # -- calls --
+
+    def connect(self) -> pb.GetServerInfoResponse:
+        """Ask who is there and map its memory where that is possible; again after every failure.
+
+        Raises TierProtocolError where the service speaks another version, and TierRefusedError
+        where it takes this client for another namespace.
+        """
+        request = pb.GetServerInfoRequest(protocol_versions=[PROTOCOL_VERSION])
+        info: pb.GetServerInfoResponse = self._call(self._stub.GetServerInfo, request)
+        check_version(info.protocol_version, self.address)
+        if info.namespace != self.namespace:
+            raise TierRefusedError(
+                f"tier {self.address} knows this client as {info.namespace!r}, not as "
+                f"{self.namespace!r}"
+            )
+        self._chunk_bytes = min(max(info.chunk_bytes, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
+        self._map(info)
+        return info
+
+    def _map(self, info: pb.GetServerInfoResponse) -> None:
+        with self._mapping:
+            if self._shared is not None and self._shared.token == info.shared_token:
+                return
+            self._shared = None
+            if self._wants_shared and info.shared_path:
+                self._shared = SharedMemory.open(
+                    info.shared_path, info.shared_bytes, info.shared_token
+                )
+
+    def exists(self, keys: Sequence[bytes]) -> Presence:
+        """Which blobs are held."""
+        response: pb.ExistsResponse = self._call(self._stub.Exists, pb.ExistsRequest(keys=keys))
+        if len(response.present) != (len(keys) + 7) // 8:
+            raise TierProtocolError(f"tier {self.address}: an answer for other keys than asked")
+        present = [bool(response.present[i // 8] >> i % 8 & 1) for i in range(len(keys))]
+        run = response.leading_run
+        if run > len(keys) or not all(present[:run]):
+            raise TierProtocolError(f"tier {self.address}: an answer that contradicts itself")
+        return Presence(run, present)
+
+    def put(self, blob: Blob, *, replace: bool = False) -> bool:
+        """Store one blob; False where it is held already. `replace` stores it even then."""
+        header = self._header(blob)
+        deadline = self.deadline(header.num_bytes)
+        shared = self._shared
+        if shared is not None and not replace:
+            return self._put_shared(shared, blob, header, deadline)
+
+        def requests() -> Iterator[pb.PutRequest]:
+            yield pb.PutRequest(header=header, replace=replace)
+            for piece in blob.payload:
+                view = memoryview(piece).cast("B")
+                for begin in range(0, len(view), self._chunk_bytes):
+                    yield pb.PutRequest(chunk=bytes(view[begin : begin + self._chunk_bytes]))
+
+        response: pb.PutResponse = self._call(self._stub.Put, requests(), deadline)
+        return response.stored
+
+    def _put_shared(
+        self, shared: SharedMemory, blob: Blob, header: pb.BlobHeader, deadline: Deadline
+    ) -> bool:
+        request = pb.ReserveRequest(
+            headers=[header], lease_ms=_lease_ms(deadline), shared_token=shared.token
+        )
+        asked_at = time.monotonic()
+        response: pb.ReserveResponse = self._call(self._stub.Reserve, request, deadline)
+        if not response.extents:
+            return False
+        leases = [extent.lease for extent in response.extents]
+        try:
+            if len(leases) > 1:
+                raise TierProtocolError(f"tier {self.address}: more room than asked for")
+            into = shared.view(response.extents[0].offset, header.num_bytes)
+            lease_over = asked_at + response.expires_ms / 1000
+            copy(blob.payload, into, until=min(deadline.at, lease_over))
+        except BaseException:
+            self._release(leases, deadline)
+            raise
+        self._call(self._stub.Commit, pb.CommitRequest(leases=leases), deadline)
+        return True
+
+    def get(self, keys: Sequence[bytes], land: Land, num_bytes: int) -> list[Landing]:
+        """Read blobs into the buffers that `land` names, and verify them there.
+
+        num_bytes: about how many are expected in all; sets the deadline.
+        A blob that does not verify is reported to the service, which looks at its own copy. On an
+        error the buffers hold anything; blobs that landed before it are not said to have.
+        """
+        deadline = self.deadline(num_bytes)
+        shared = self._shared
+        if shared is not None:
+            outcome = self._get_shared(shared, keys, land, deadline)
+        else:
+            outcome = [Landing.MISSING] * len(keys)
+            self._get_streamed(range(len(keys)), keys, land, deadline, outcome)
+        corrupt = [key for key, one in zip(keys, outcome, strict=True) if one is Landing.CORRUPT]
+        if corrupt:
+            # Best effort: whoever reads the blob next will report it again.
+            self._quietly(self._stub.Quarantine, pb.QuarantineRequest(keys=corrupt), deadline)
+        return outcome
+
+    def _get_streamed(
+        self,
+        wanted: Sequence[int],
+        keys: Sequence[bytes],
+        land: Land,
+        deadline: Deadline,
+        outcome: list[Landing],
+    ) -> None:
+        """Get the blobs at the `wanted` positions of `keys`, and set their outcomes."""
+        request = pb.GetRequest(keys=[keys[position] for position in wanted])
+        positions = iter(wanted)
+        arriving: Arriving | None = None
+        for response in self._responses(request, deadline):
+            part = response.WhichOneof("part")
+            if part == "chunk":
+                if arriving is None:
+                    raise TierProtocolError(f"tier {self.address}: a chunk of nothing")
+                arriving.add(response.chunk)
+                continue
+            if arriving is not None:
+                outcome[arriving.position] = arriving.finish()
+                arriving = None
+            position = next(positions, None)
+            key = response.missing if part == "missing" else response.header.key
+            if position is None or key != keys[position]:
+                raise TierProtocolError(f"tier {self.address}: a blob that was not asked for")
+            if part == "header":
+                arriving = Arriving(position, response.header, self.namespace, land)
+        if arriving is not None:
+            outcome[arriving.position] = arriving.finish()
+
+    def _responses(self, request: pb.GetRequest, deadline: Deadline) -> Iterator[pb.GetResponse]:
+        call = self._call(self._stub.Get, request, deadline)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise error_of(error, self.address) from error
+        finally:
+            call.cancel()
+
+    def _get_shared(
+        self, shared: SharedMemory, keys: Sequence[bytes], land: Land, deadline: Deadline
+    ) -> list[Landing]:
+        request = pb.AcquireRequest(
+            keys=keys, lease_ms=_lease_ms(deadline), shared_token=shared.token
+        )
+        response: pb.AcquireResponse = self._call(self._stub.Acquire, request, deadline)
+        outcome = [Landing.MISSING] * len(keys)
+        elsewhere: list[int] = []
+        positions = iter(range(len(keys)))
+        try:
+            for extent in response.extents:
+                position = next((i for i in positions if keys[i] == extent.key), None)
+                if position is None:
+                    raise TierProtocolError(f"tier {self.address}: a blob that was not asked for")
+                if extent.lease:
+                    outcome[position] = self._land(shared, extent, position, land, deadline)
+                else:
+                    elsewhere.append(position)
+        finally:
+            leases = [extent.lease for extent in response.extents if extent.lease]
+            self._release(leases, deadline)
+        if elsewhere:
+            self._get_streamed(elsewhere, keys, land, deadline, outcome)
+        return outcome
+
+    def _land(
+        self,
+        shared: SharedMemory,
+        extent: pb.Extent,
+        position: int,
+        land: Land,
+        deadline: Deadline,
+    ) -> Landing:
+        header = extent.header
+        buffer = room(land, Offer(position, header.num_bytes, header.layout))
+        if buffer is None:
+            return Landing.DECLINED
+        digest = Digest(extent.key, self.namespace, header.layout)
+        source = shared.view(extent.offset, header.num_bytes)
+        copy([source], buffer, digest, until=deadline.at)
+        return Landing.LANDED if digest.value() == header.checksum else Landing.CORRUPT
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Forget blobs; returns how many there were."""
+        response: pb.DeleteResponse = self._call(self._stub.Delete, pb.DeleteRequest(keys=keys))
+        return response.deleted
+
+    def stats(self) -> pb.StatsResponse:
+        response: pb.StatsResponse = self._call(self._stub.Stats, pb.StatsRequest())
+        return response
+
+    # -- below --
+
+    def deadline(self, num_bytes: int = 0) -> Deadline:
+        """Of a method that moves this many bytes."""
+        return Deadline(self.timeout_s + num_bytes / self.slowest_bytes_per_s)
+
+    def _header(self, blob: Blob) -> pb.BlobHeader:
+        return pb.BlobHeader(
+            key=blob.key,
+            num_bytes=blob.num_bytes,
+            layout=blob.layout,
+            checksum=checksum(blob.key, self.namespace, blob.layout, blob.payload),
+        )
+
+    def _call(self, method: Any, request: Any, deadline: Deadline | None = None) -> Any:
+        timeout = (deadline or self.deadline()).left()
+        try:
+            return method(request, timeout=timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise error_of(error, self.address) from error
+        except ValueError as error:
+            # How gRPC says that the channel is closed.
+            raise TierUnavailableError(f"tier {self.address}: {error}") from error
+
+    def _release(self, leases: list[int], deadline: Deadline) -> None:
+        """Best effort: a lease that is not given back ends by itself."""
+        if leases:
+            self._quietly(self._stub.Release, pb.ReleaseRequest(leases=leases), deadline)
+
+    def _quietly(self, method: Any, request: Any, deadline: Deadline) -> None:
+        with contextlib.suppress(TierError):
+            self._call(method, request, deadline)
+
+
+def _lease_ms(deadline: Deadline) -> int:
+    return max(1, round(1000 * deadline.left()))
+
+
+__all__ = [
+    "Blob",
+    "Deadline",
+    "Land",
+    "Landing",
+    "Offer",
+    "Presence",
+    "TierClient",
+    "TlsFiles",
+]

@@ -1,0 +1,332 @@
+"""What an engine holds of its tier: calls in the background that never fail and never wait long.
+
+    scheduler ── put(blobs) ──> [ queue, bounded in bytes ] ── one thread ──> tier
+              ── submit(work) ─> [ queue, bounded ]         ── one thread ──> tier
+              <── Fetch.done, Fetch.result: what came, or None
+
+Blobs on their way share one budget of host memory. When it is short, puts that still wait are shed
+first, newest first, then gets are refused: losing a put costs a later turn some time, losing a get
+costs this one; and of a context's spans the first ones are worth the most, because a run that
+begins with a gap is of no use.
+
+Nothing here raises because of the tier: a call that fails is counted and is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from kvtier.errors import (
+    TierError,
+    TierExhaustedError,
+    TierIntegrityError,
+    TierProtocolError,
+    TierRefusedError,
+)
+from kvtier.tier.breaker import Breaker
+from kvtier.tier.client import Blob, TierClient
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+# Fetches that may wait; a scheduler that has more of them under way computes faster by itself.
+WAITING_FETCHES = 256
+# For threads to end when the link closes; calls under way are cut off.
+CLOSE_S = 5.0
+# What says nothing about the tier's health: it answered, and the next call may go well.
+_HARMLESS = (TierExhaustedError, TierIntegrityError)
+_MISCONFIGURED = (TierRefusedError, TierProtocolError)
+
+
+class Fetch(Generic[Result]):
+    """Work under way. done: whether `result` is final. Written by one thread, read by another."""
+
+    def __init__(self, work: Callable[[TierClient], Result]) -> None:
+        self.work = work
+        self.result: Result | None = None
+        self.cancelled = False
+        self._ended = threading.Event()
+        self._unwanted: Callable[[Result], None] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def end(self, result: Result | None) -> None:
+        with self._lock:
+            self.result = result
+            self._ended.set()
+            unwanted = self._unwanted
+        if unwanted is not None and result is not None:
+            unwanted(result)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Returns `done`, after at most `timeout_s`."""
+        return self._ended.wait(timeout_s)
+
+    def cancel(self, unwanted: Callable[[Result], None] | None = None) -> None:
+        """The result is not wanted any more; work that has not begun will not.
+
+        unwanted: called once with a result that came or comes all the same.
+        """
+        with self._lock:
+            self.cancelled = True
+            self._unwanted = unwanted
+            result = self.result if self.done else None
+        if unwanted is not None and result is not None:
+            unwanted(result)
+
+
+class _Put(NamedTuple):
+    """A blob that waits. num_bytes: as it was counted when it was queued."""
+
+    blob: Blob
+    replace: bool
+    num_bytes: int
+
+
+class TierLink:
+    """See the module docstring. Thread-safe; owns the client.
+
+    buffer_bytes:    host memory for blobs on their way, both directions together.
+    waiting_fetches: more of them are refused.
+    """
+
+    def __init__(
+        self,
+        client: TierClient,
+        *,
+        buffer_bytes: int,
+        breaker: Breaker | None = None,
+        waiting_fetches: int = WAITING_FETCHES,
+    ) -> None:
+        self.client = client
+        self.breaker = breaker or Breaker()
+        self.counters: Counter[str] = Counter()
+        self._buffer_bytes = buffer_bytes
+        self._waiting_fetches = waiting_fetches
+        # Queued puts, the one under way, and what was claimed; of which queued:
+        self._held_bytes = self._queued_bytes = 0
+        self._puts: deque[_Put] = deque()
+        self._fetches: deque[Fetch[Any]] = deque()
+        self._changed = threading.Condition()
+        self._busy = 0
+        self._closed = False
+        self._connected = False
+        self._threads = [
+            threading.Thread(target=target, name=f"kvtier-{target.__name__}", daemon=True)
+            for target in (self._putting, self._getting, self._probing)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- from the scheduler --
+
+    @property
+    def healthy(self) -> bool:
+        """Whether asking makes sense now."""
+        return not self.breaker.is_open and not self._closed
+
+    @property
+    def pending(self) -> int:
+        """Puts and fetches that wait or are under way."""
+        return len(self._puts) + len(self._fetches) + self._busy
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the budget: queued and under way, and what was claimed."""
+        return self._held_bytes
+
+    def put(self, blobs: Sequence[Blob], *, replace: bool = False) -> int:
+        """Queue blobs; returns how many were taken. The others are shed, the last ones first."""
+        queued = [_Put(blob, replace, blob.num_bytes) for blob in blobs]
+        taken = 0
+        with self._changed:
+            for one in queued:
+                fits = self._held_bytes + one.num_bytes <= self._buffer_bytes
+                if not (fits and self.healthy):
+                    break
+                self._held_bytes += one.num_bytes
+                self._queued_bytes += one.num_bytes
+                self._puts.append(one)
+                taken += 1
+            self._count("puts_shed", len(queued) - taken)
+            self._changed.notify_all()
+        return taken
+
+    def submit(self, work: Callable[[TierClient], Result]) -> Fetch[Result]:
+        """Run `work` with the client in the background."""
+        fetch = Fetch(work)
+        with self._changed:
+            full = len(self._fetches) >= self._waiting_fetches
+            if full or not self.healthy:
+                self._count("gets_refused" if full else "refused_while_open")
+                fetch.end(None)
+                return fetch
+            self._fetches.append(fetch)
+            self._changed.notify_all()
+        return fetch
+
+    def claim(self, num_bytes: int) -> bool:
+        """Host memory for a get, to be given back with `release`; False where there is none."""
+        with self._changed:
+            if self._held_bytes - self._queued_bytes + num_bytes > self._buffer_bytes:
+                self._count("gets_refused")
+                return False
+            while self._held_bytes + num_bytes > self._buffer_bytes:
+                shed = self._puts.pop()
+                self._held_bytes -= shed.num_bytes
+                self._queued_bytes -= shed.num_bytes
+                self._count("puts_shed")
+            self._held_bytes += num_bytes
+            self._changed.notify_all()
+        return True
+
+    def release(self, num_bytes: int) -> None:
+        """Give back what `claim` got."""
+        with self._changed:
+            self._held_bytes -= num_bytes
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until nothing is on its way; returns whether that was reached. For tests and the
+        end of a bench."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not (self._puts or self._fetches or self._busy), timeout_s
+            )
+
+    def close(self) -> None:
+        """Stop; what waits or is under way is lost. Waits CLOSE_S at the longest."""
+        with self._changed:
+            self._closed = True
+            fetches, self._fetches = self._fetches, deque()
+            self._held_bytes -= self._queued_bytes
+            self._queued_bytes = 0
+            self._puts.clear()
+            self._changed.notify_all()
+        for fetch in fetches:
+            fetch.end(None)
+        self.client.close()
+        until = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                logger.warning("%s does not end; it is left behind", thread.name)
+
+    # -- the threads --
+
+    def _putting(self) -> None:
+        while (job := self._next_put()) is not None:
+            self._finished(job.num_bytes, self._store(job))
+
+    def _store(self, job: _Put) -> Counter[str]:
+        stored = self._guarded("put", lambda client: client.put(job.blob, replace=job.replace))
+        if stored is None:
+            return Counter()
+        return Counter(put=1, put_bytes=job.num_bytes) if stored else Counter(put_known=1)
+
+    def _getting(self) -> None:
+        while (fetch := self._next_fetch()) is not None:
+            result = None if fetch.cancelled else self._guarded("get", fetch.work)
+            try:
+                fetch.end(result)
+            except Exception:
+                logger.exception("a result that nobody wanted could not be given back")
+                self._count("get_bugs")
+            self._finished(0, Counter())
+
+    def _probing(self) -> None:
+        """Looks after an open breaker, so that nobody else has to try."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self.breaker.is_open)
+                if self._closed:
+                    return
+                due = self.breaker.seconds_to_probe() or 0.0
+                self._changed.wait_for(lambda: self._closed, due)
+            if self._closed:
+                return
+            self._connected = False
+            self._guarded("probe", lambda client: True)
+
+    def _next_put(self) -> _Put | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._puts)
+            if self._closed:
+                return None
+            self._busy += 1
+            job = self._puts.popleft()
+            self._queued_bytes -= job.num_bytes
+            return job
+
+    def _next_fetch(self) -> Fetch[Any] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._fetches)
+            if self._closed:
+                return None
+            self._busy += 1
+            return self._fetches.popleft()
+
+    def _finished(self, num_bytes: int, counted: Counter[str]) -> None:
+        with self._changed:
+            self.counters.update(counted)
+            self._held_bytes -= num_bytes
+            self._busy -= 1
+            self._changed.notify_all()
+
+    def _count(self, name: str, number: int = 1) -> None:
+        with self._changed:
+            self.counters[name] += number
+
+    def _guarded(self, what: str, work: Callable[[TierClient], Result]) -> Result | None:
+        """Run one call; its failure is counted and told to the breaker."""
+        if what != "probe" and self.breaker.is_open:
+            self._count("refused_while_open")
+            return None
+        try:
+            if not self._connected:
+                self.client.connect()
+                self._connected = True
+            result = work(self.client)
+        except _HARMLESS as error:
+            self._count(f"{what}_{type(error).__name__}")
+            self.breaker.succeeded()
+            return None
+        except TierError as error:
+            self._failed(what, error)
+            return None
+        except BaseException:
+            # A bug of ours in the background must not end the threads that others wait for.
+            logger.exception("a tier %s failed unexpectedly", what)
+            self._count(f"{what}_bugs")
+            if what == "probe":
+                self.breaker.failed()
+            return None
+        if what == "probe":
+            self.breaker.probed()
+            logger.info("tier %s is back", self.client.address)
+        else:
+            self.breaker.succeeded()
+        return result
+
+    def _failed(self, what: str, error: TierError) -> None:
+        if self._closed:
+            # Of course: closing cuts off what is under way.
+            return
+        self._count(f"{what}_{type(error).__name__}")
+        self._connected = False
+        logger.debug("tier %s: %s", what, error)
+        if self.breaker.failed():
+            level = logging.ERROR if isinstance(error, _MISCONFIGURED) else logging.WARNING
+            logger.log(level, "%s; serving goes on without the tier until it is back", error)
+            with self._changed:
+                self._changed.notify_all()
+
+
+__all__ = ["Fetch", "TierLink"]

@@ -1,0 +1,147 @@
+"""`kvtier tier` and `python -m kvtier_tierd`: run a tier service until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtier.errors import KvtierError, UsageError
+from kvtier.sizes import parse_size
+from kvtier_tierd.namespaces import Limits
+from kvtier_tierd.options import TierOptions
+from kvtier_tierd.server import TierServer
+from kvtier_tierd.stores.registry import STORES
+
+DEFAULT_SHARED_DIRECTORY = Path("/dev/shm")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 after an orderly end. Raises KvtierError for bad input."""
+    options = parse(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    _run(serve(options))
+    return 0
+
+
+def _run(main: object) -> None:
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)  # type: ignore[arg-type]
+    else:
+        uvloop.run(main)  # type: ignore[arg-type]
+
+
+async def serve(options: TierOptions) -> None:
+    """Serve until SIGTERM or SIGINT, then drain."""
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    server = TierServer(options)
+    await server.start()
+    try:
+        # One line that scripts can wait for; `listen` may have asked for any free port.
+        print(f"kvtier tier: {server.store.kind} store on {server.address}", flush=True)
+        if server.metrics_port is not None:
+            url = f"http://127.0.0.1:{server.metrics_port}/metrics"
+            print(f"kvtier tier: metrics on {url}", flush=True)
+        await ended.wait()
+        print("kvtier tier: draining", flush=True)
+    finally:
+        await server.stop()
+
+
+def parse(argv: Sequence[str] | None) -> TierOptions:
+    """Raises UsageError naming the flag."""
+    given = _parser().parse_args(argv)
+    shared = None if given.shared_memory == "off" else Path(given.shared_memory)
+    if shared is not None and not shared.is_dir():
+        shared = _no_directory(given.shared_memory)
+    return TierOptions(
+        listen=given.listen,
+        store=given.store,
+        memory_bytes=parse_size(given.memory, "--memory"),
+        disk_path=given.disk_path,
+        disk_bytes=parse_size(given.disk, "--disk"),
+        shared_directory=shared,
+        namespaces=_namespaces(given.namespace, given.in_flight),
+        in_flight=given.in_flight,
+        certificate=given.certificate,
+        key=given.key,
+        client_ca=given.client_ca,
+        insecure=given.insecure,
+        max_blob_bytes=parse_size(given.max_blob, "--max-blob"),
+        metrics_port=given.metrics_port,
+        drain_s=given.drain_s,
+    )
+
+
+def _no_directory(given: str) -> Path | None:
+    """The default directory is a convenience where it exists; a chosen one has to."""
+    if given == str(DEFAULT_SHARED_DIRECTORY):
+        return None
+    raise UsageError("--shared-memory", "a directory, or off", given)
+
+
+def _namespaces(given: Sequence[str], in_flight: int) -> dict[str, Limits]:
+    """Of NAME or NAME=QUOTA each."""
+    limits: dict[str, Limits] = {}
+    for text in given:
+        name, _, quota = text.partition("=")
+        if name in limits:
+            raise UsageError("--namespace", "every name once", text)
+        limits[name] = Limits(parse_size(quota, "--namespace") if quota else None, in_flight)
+    return limits
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvtier tier", description="Serve exact KV from this machine's memory and disk."
+    )
+    defaults = TierOptions()
+    add = parser.add_argument
+    add("--listen", default=defaults.listen, help="host:port or unix:/path (%(default)s)")
+    add("--store", default="memory", help=f"one of {', '.join(STORES)} (%(default)s)")
+    add("--memory", default="4g", metavar="BYTES", help="of the memory store (%(default)s)")
+    add("--disk-path", type=Path, metavar="DIRECTORY", help="of the disk store")
+    add("--disk", default="64g", metavar="BYTES", help="of the disk store (%(default)s)")
+    add(
+        "--shared-memory",
+        default=str(DEFAULT_SHARED_DIRECTORY),
+        metavar="DIRECTORY",
+        help="where the memory is a file that clients of this user map, or off (%(default)s)",
+    )
+    add(
+        "--namespace",
+        action="append",
+        default=[],
+        metavar="NAME[=QUOTA]",
+        help="serve this namespace, with a quota in bytes; repeat (every name, without quota)",
+    )
+    add("--in-flight", type=int, default=64, help="transfers of a namespace at a time (64)")
+    add("--certificate", type=Path, metavar="PEM", help="of the server, for mutual TLS")
+    add("--key", type=Path, metavar="PEM", help="of the certificate")
+    add("--client-ca", type=Path, metavar="PEM", help="who signs clients; their names are theirs")
+    add("--insecure", action="store_true", help="plaintext beyond loopback")
+    add("--max-blob", default="1g", metavar="BYTES", help="larger blobs are refused (%(default)s)")
+    add("--metrics-port", type=int, help="Prometheus metrics on loopback; 0 picks a free port")
+    add("--drain-s", type=float, default=10.0, help="for running calls at the end (%(default)s)")
+    return parser
+
+
+def run() -> int:
+    """`python -m kvtier_tierd`."""
+    try:
+        return main()
+    except KvtierError as error:
+        print(f"kvtier: error: {error}", file=sys.stderr)
+        return 2
+
+
+__all__ = ["main", "parse", "run", "serve"]

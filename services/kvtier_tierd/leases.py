@@ -1,0 +1,105 @@
+"""Leases: how long a client on the same host may use a stretch of the shared memory.
+
+A client that dies, stops or forgets cannot pin memory: a lease that is not given back in time is
+over, its draft aborted or its blob unpinned. The client may then still be writing or reading
+there; whoever reads such bytes finds that they do not verify.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.errors import TierProtocolError
+from kvtier_tierd.stores.base import BlobStore, Draft, Handle
+
+MAX_LEASE_S = 60.0
+DEFAULT_LEASE_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Lease:
+    """What is leased, to which namespace, and until when (time.monotonic)."""
+
+    namespace: str
+    held: Draft | Handle
+    expires_at: float
+
+
+class Leases:
+    """All leases of a service; its event loop owns them. expired: how many were not given back."""
+
+    def __init__(self, store: BlobStore) -> None:
+        self._store = store
+        # A lease of the service that was here before must not be one of this.
+        self._ids = itertools.count(secrets.randbits(62) + 1)
+        self._leases: dict[int, Lease] = {}
+        self.expired = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def grant(self, namespace: str, held: Draft | Handle, lease_s: float) -> int:
+        """Lease a draft or an open handle; returns the lease's number, never 0."""
+        number = next(self._ids)
+        self._leases[number] = Lease(namespace, held, time.monotonic() + lease_s)
+        return number
+
+    def take_drafts(self, namespace: str, numbers: Sequence[int]) -> list[Draft]:
+        """End leases of drafts, and hand the drafts over: all of them, or none.
+
+        Raises TierProtocolError for a lease that is over, another namespace's, or of no draft.
+        """
+        drafts = {}
+        for number in numbers:
+            lease = self._leases.get(number)
+            if lease is None or lease.namespace != namespace or number in drafts:
+                raise TierProtocolError(f"lease {number} is over")
+            if not isinstance(lease.held, Draft):
+                raise TierProtocolError(f"lease {number} is for reading")
+            drafts[number] = lease.held
+        for number in drafts:
+            del self._leases[number]
+        return list(drafts.values())
+
+    async def release(self, namespace: str, number: int) -> None:
+        """End a lease without using it; one that is over already is no error."""
+        lease = self._leases.get(number)
+        if lease is not None and lease.namespace == namespace:
+            del self._leases[number]
+            await self._drop(lease)
+
+    async def expire(self, now: float | None = None) -> int:
+        """End the leases whose time is over; returns how many."""
+        now = time.monotonic() if now is None else now
+        over = [number for number, lease in self._leases.items() if lease.expires_at <= now]
+        leases = [self._leases.pop(number) for number in over]
+        self.expired += len(leases)
+        for lease in leases:
+            try:
+                await self._drop(lease)
+            except Exception:
+                # One that cannot be dropped must not keep the others.
+                logger.exception("a lease did not end as it should")
+        return len(leases)
+
+    async def close(self) -> None:
+        """End all leases."""
+        await self.expire(float("inf"))
+
+    async def _drop(self, lease: Lease) -> None:
+        if isinstance(lease.held, Draft):
+            await self._store.abort(lease.held)
+        else:
+            lease.held.close()
+
+
+def lease_seconds(lease_ms: int) -> float:
+    """What a client gets for what it asked; 0 asks for the default."""
+    return min(lease_ms / 1000, MAX_LEASE_S) if lease_ms else DEFAULT_LEASE_S

@@ -1,0 +1,92 @@
+"""Prometheus metrics of the service, on `--metrics-port`.
+
+kvtier_tier_bytes_total{direction, namespace, path}    moved; path: stream or shared
+kvtier_tier_blobs_moved_total{direction, namespace, path}  likewise
+kvtier_tier_misses_total{namespace}                    blobs asked for and not held
+kvtier_tier_lookups_total{namespace, held}             keys asked for with Exists
+kvtier_tier_quarantined_total{namespace}               blobs whose stored copy did not verify
+kvtier_tier_errors_total{method, code}                 calls that failed, by gRPC status
+kvtier_tier_used_bytes, _capacity_bytes, _blobs        of the store
+kvtier_tier_evictions_total                            of the store
+kvtier_tier_leases, kvtier_tier_leases_expired_total   of the shared memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from kvtier_tierd.stores.base import StoreStats
+
+_SEE = "See kvtier_tierd.metrics"
+
+
+class Gauges(NamedTuple):
+    """What is held now, and what has been over since the start."""
+
+    store: StoreStats
+    leases: int
+    leases_expired: int
+
+
+class TierMetrics:
+    """Counters of one service, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._bytes = self._counter("bytes", "direction", "namespace", "path")
+        self._blobs = self._counter("blobs_moved", "direction", "namespace", "path")
+        self._misses = self._counter("misses", "namespace")
+        self._lookups = self._counter("lookups", "namespace", "held")
+        self._quarantined = self._counter("quarantined", "namespace")
+        self._errors = self._counter("errors", "method", "code")
+
+    def _counter(self, name: str, *labels: str) -> Counter:
+        return Counter(f"kvtier_tier_{name}", f"{_SEE}: {name}.", labels, registry=self.registry)
+
+    def moved(self, direction: str, namespace: str, num_bytes: int, *, shared: bool) -> None:
+        """A blob was put or got."""
+        labels = (direction, namespace, "shared" if shared else "stream")
+        self._bytes.labels(*labels).inc(num_bytes)
+        self._blobs.labels(*labels).inc()
+
+    def missed(self, namespace: str) -> None:
+        self._misses.labels(namespace).inc()
+
+    def looked_up(self, namespace: str, held: int, asked: int) -> None:
+        self._lookups.labels(namespace, "yes").inc(held)
+        self._lookups.labels(namespace, "no").inc(asked - held)
+
+    def quarantined(self, namespace: str) -> None:
+        self._quarantined.labels(namespace).inc()
+
+    def failed(self, method: str, code: str) -> None:
+        self._errors.labels(method, code).inc()
+
+    def watch(self, gauges: Callable[[], Gauges]) -> None:
+        """Read what is held whenever somebody asks for metrics, in a thread of his."""
+        self.registry.register(_Collector(gauges))
+
+
+class _Collector:
+    def __init__(self, gauges: Callable[[], Gauges]) -> None:
+        self._gauges = gauges
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._gauges()
+        for name, value in (
+            ("used_bytes", now.store.used_bytes),
+            ("capacity_bytes", now.store.capacity_bytes),
+            ("blobs", now.store.blobs),
+            ("leases", now.leases),
+        ):
+            yield GaugeMetricFamily(f"kvtier_tier_{name}", f"{_SEE}: {name}.", value)
+        for name, value in (
+            ("evictions", now.store.evictions),
+            ("leases_expired", now.leases_expired),
+        ):
+            yield CounterMetricFamily(f"kvtier_tier_{name}", f"{_SEE}: {name}.", value)

@@ -1,0 +1,86 @@
+"""Who may use the service, and how much of it at a time.
+
+Under mutual TLS the namespace is the common name of the client's certificate and nothing the
+client says changes it. Without, it is what the client says, which only loopback and unix sockets
+are trusted with.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier.errors import TierExhaustedError, TierRefusedError
+from kvtier.tier.protocol import DEFAULT_NAMESPACE, NAMESPACE_METADATA
+
+MAX_NAMESPACE_BYTES = 200
+IN_FLIGHT = 64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one namespace. quota_bytes: of stored payload, None as much as the store holds;
+    in_flight: transfers at a time."""
+
+    quota_bytes: int | None = None
+    in_flight: int = IN_FLIGHT
+
+
+@dataclass
+class Namespaces:
+    """known: limits by namespace; empty: every name is welcome, under `default`."""
+
+    known: Mapping[str, Limits] = field(default_factory=dict)
+    default: Limits = field(default_factory=Limits)
+    _in_flight: Counter[str] = field(default_factory=Counter)
+
+    def limits(self, namespace: str) -> Limits:
+        """Raises TierRefusedError for a namespace that is not served."""
+        if self.known and namespace not in self.known:
+            raise TierRefusedError(f"namespace {namespace!r} is not served here")
+        return self.known.get(namespace, self.default)
+
+    def quotas(self) -> dict[str, int]:
+        return {n: x.quota_bytes for n, x in self.known.items() if x.quota_bytes is not None}
+
+    @contextmanager
+    def transfer(self, namespace: str) -> Iterator[None]:
+        """One transfer of the namespace; raises TierExhaustedError beyond its in-flight limit."""
+        limit = self.limits(namespace).in_flight
+        if self._in_flight[namespace] >= limit:
+            raise TierExhaustedError(
+                f"namespace {namespace!r} has {limit} transfers in flight, its limit"
+            )
+        self._in_flight[namespace] += 1
+        try:
+            yield
+        finally:
+            self._in_flight[namespace] -= 1
+            if not self._in_flight[namespace]:
+                del self._in_flight[namespace]
+
+
+def namespace_of(context: Any) -> str:
+    """The namespace of a call. Raises TierRefusedError where there is none to be had."""
+    identity = context.auth_context()
+    if b"ssl" in identity.get("transport_security_type", ()):
+        names = identity.get("x509_common_name")
+        if not names:
+            raise TierRefusedError("a client certificate without a common name")
+        name = bytes(names[0]).decode(errors="replace")
+    else:
+        told = dict(context.invocation_metadata() or ())
+        name = str(told.get(NAMESPACE_METADATA, DEFAULT_NAMESPACE))
+    check_namespace(name)
+    return name
+
+
+def check_namespace(name: str) -> None:
+    """Raise TierRefusedError for what cannot be a namespace."""
+    if not name or len(name.encode()) > MAX_NAMESPACE_BYTES or not name.isprintable():
+        raise TierRefusedError(
+            f"a namespace of 1 to {MAX_NAMESPACE_BYTES} printable bytes, got {name!r}"
+        )

@@ -1,0 +1,127 @@
+"""What a tier service is told: one frozen object, validated once."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvtier.errors import TierRefusedError, UsageError
+from kvtier.tier.protocol import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from kvtier_tierd.namespaces import IN_FLIGHT, Limits, Namespaces, check_namespace
+
+GIB = 1 << 30
+MIB = 1 << 20
+DEFAULT_LISTEN = "127.0.0.1:7311"
+UNIX = "unix:"
+# Of sockaddr_un, less the NUL.
+MAX_SOCKET_PATH_BYTES = 107
+
+
+@dataclass(frozen=True)
+class TierOptions:
+    """listen:            host:port or unix:/path; port 0 picks a free one.
+    store:             see kvtier_tierd.stores.registry.
+    memory_bytes:      of the memory store. disk_bytes: of the disk store.
+    disk_path:         directory of the disk store.
+    shared_directory:  where the file for clients on the same host is made; None: no sharing.
+    namespaces:        limits by name; empty: everybody is welcome.
+    in_flight:         transfers at a time, of a namespace that is not in `namespaces`.
+    certificate, key, client_ca: PEM files; all three mean mutual TLS.
+    insecure:          plaintext on addresses that other machines reach.
+    chunk_bytes:       of streamed payloads. max_blob_bytes: larger blobs are refused.
+    metrics_port:      of Prometheus metrics on the loopback interface; None: none, 0: a free one.
+    drain_s:           how long running calls may take to end at SIGTERM.
+    """
+
+    listen: str = DEFAULT_LISTEN
+    store: str = "memory"
+    memory_bytes: int = 4 * GIB
+    disk_path: Path | None = None
+    disk_bytes: int = 64 * GIB
+    shared_directory: Path | None = None
+    namespaces: Mapping[str, Limits] = field(default_factory=dict)
+    in_flight: int = IN_FLIGHT
+    certificate: Path | None = None
+    key: Path | None = None
+    client_ca: Path | None = None
+    insecure: bool = False
+    chunk_bytes: int = 1 * MIB
+    max_blob_bytes: int = 1 * GIB
+    metrics_port: int | None = None
+    drain_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        self._check_tls()
+        self._check_listen()
+        for name in ("memory_bytes", "disk_bytes", "max_blob_bytes", "in_flight"):
+            if getattr(self, name) < 1:
+                flag = "--" + name.removesuffix("_bytes").replace("_", "-")
+                raise UsageError(flag, "at least 1", getattr(self, name))
+        if not MIN_CHUNK_BYTES <= self.chunk_bytes <= MAX_CHUNK_BYTES:
+            expected = f"{MIN_CHUNK_BYTES} … {MAX_CHUNK_BYTES}"
+            raise UsageError("chunk_bytes", expected, self.chunk_bytes)
+        if self.metrics_port is not None and not 0 <= self.metrics_port < 1 << 16:
+            raise UsageError("--metrics-port", "0 … 65535", self.metrics_port)
+        if not 0 <= self.drain_s <= 3600:
+            raise UsageError("--drain-s", "0 … 3600 seconds", self.drain_s)
+        for name in self.namespaces:
+            try:
+                check_namespace(name)
+            except TierRefusedError as error:
+                raise UsageError("--namespace", str(error), name) from error
+
+    def _check_tls(self) -> None:
+        tls = (self.certificate, self.key, self.client_ca)
+        if any(tls) and not all(tls):
+            expected = "--certificate, --key and --client-ca together"
+            raise UsageError("--certificate", expected, [str(path) for path in tls if path])
+        for name, path in zip(("--certificate", "--key", "--client-ca"), tls, strict=True):
+            if path is not None and not path.is_file():
+                raise UsageError(name, "an existing PEM file", str(path))
+
+    def _check_listen(self) -> None:
+        if self.socket_path is not None:
+            if self.tls:
+                raise UsageError("--listen", "host:port with TLS", self.listen)
+            if not 1 <= len(self.listen[len(UNIX) :].encode()) <= MAX_SOCKET_PATH_BYTES:
+                expected = f"unix: and a path of at most {MAX_SOCKET_PATH_BYTES} bytes"
+                raise UsageError("--listen", expected, self.listen)
+            return
+        host, port = self._host_and_port()
+        if not host or not port.isascii() or not port.isdigit() or int(port) >= 1 << 16:
+            raise UsageError("--listen", "host:port, [address]:port or unix:/path", self.listen)
+        if not (self.tls or self.insecure or _is_loopback(host)):
+            expected = "a loopback address or unix socket, TLS, or --insecure"
+            raise UsageError("--listen", expected, self.listen)
+
+    def _host_and_port(self) -> tuple[str, str]:
+        """The host without brackets; empty where there is none."""
+        host, _, port = self.listen.rpartition(":")
+        if host.startswith("[") and host.endswith("]"):
+            return host[1:-1], port
+        return ("" if ":" in host else host), port
+
+    @property
+    def socket_path(self) -> Path | None:
+        """Of the unix socket to listen on, if it is one."""
+        return Path(self.listen[len(UNIX) :]) if self.listen.startswith(UNIX) else None
+
+    @property
+    def tls(self) -> bool:
+        return self.certificate is not None
+
+    def served(self) -> Namespaces:
+        return Namespaces(self.namespaces, Limits(in_flight=self.in_flight))
+
+    def quotas(self) -> dict[str, int]:
+        return self.served().quotas()
+
+
+def _is_loopback(host: str) -> bool:
+    """By address, not by looks: 127.example.com is anybody's."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,183 @@
+"""A running tier service: store, RPCs, health, reflection, metrics, and an orderly end.
+
+start    store opened, then listening, then SERVING
+drain    NOT_SERVING, new calls UNAVAILABLE, running ones get `drain_s`, then store closed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import start_http_server
+
+from kvtier.errors import TierUnavailableError
+from kvtier.tier.protocol import MESSAGE_OVERHEAD_BYTES
+from kvtier.v1 import tier_pb2, tier_pb2_grpc
+from kvtier_tierd.metrics import Gauges, TierMetrics
+from kvtier_tierd.options import MIB, TierOptions
+from kvtier_tierd.service import Shared, TierService
+from kvtier_tierd.stores.base import BlobStore
+from kvtier_tierd.stores.layered import LayeredStore
+from kvtier_tierd.stores.memory import MemoryStore
+from kvtier_tierd.stores.registry import make_store
+from kvtier_tierd.tls import RotatingCredentials
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = tier_pb2.DESCRIPTOR.services_by_name["TierService"].full_name
+LEASE_CHECK_S = 0.25
+# For calls that were cut off to give back what they hold, and for what is left to be sent.
+LAST_S = 1.0
+
+
+class TierServer:
+    """One service; `start`, then `stop` exactly once. Belongs to one event loop."""
+
+    def __init__(self, options: TierOptions) -> None:
+        self.options = options
+        self.store: BlobStore = make_store(options)
+        self.metrics = TierMetrics()
+        self.service = TierService(
+            self.store,
+            options.served(),
+            self.metrics,
+            chunk_bytes=options.chunk_bytes,
+            max_blob_bytes=options.max_blob_bytes,
+            shared=shared_memory(self.store),
+        )
+        self.address = options.listen
+        self.metrics_port: int | None = None
+        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(options=_channel_options(options))
+        self._background: asyncio.Task[None] | None = None
+        self._metrics_server: Any = None
+
+    async def start(self) -> None:
+        """Raises KvtierError where the store, an address or a certificate is of no use."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        await self.store.start()
+        tier_pb2_grpc.add_TierServiceServicer_to_server(self.service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        self.address = self._listen()
+        if self.options.metrics_port is not None:
+            self._serve_metrics(self.options.metrics_port)
+        await self._server.start()
+        self._background = asyncio.create_task(self._expire_leases())
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    def _listen(self) -> str:
+        listen = self.options.listen
+        if self.options.socket_path is not None:
+            _check_free(str(self.options.socket_path))
+        credentials = self._credentials()
+        try:
+            if credentials is not None:
+                port = self._server.add_secure_port(listen, credentials)
+            else:
+                port = self._server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise TierUnavailableError(f"--listen {listen}: {error}") from error
+        if self.options.socket_path is not None:
+            return listen
+        return f"{listen.rpartition(':')[0]}:{port}"
+
+    def _credentials(self) -> grpc.ServerCredentials | None:
+        options = self.options
+        if options.certificate is None or options.key is None or options.client_ca is None:
+            return None
+        rotating = RotatingCredentials(options.certificate, options.key, options.client_ca)
+        return rotating.server_credentials()
+
+    def _serve_metrics(self, port: int) -> None:
+        loop = asyncio.get_running_loop()
+
+        def from_loop() -> Gauges:
+            # The store belongs to the loop, and metrics are asked for in a thread.
+            return asyncio.run_coroutine_threadsafe(self._gauges(), loop).result(LAST_S)
+
+        self.metrics.watch(from_loop)
+        try:
+            self._metrics_server, _ = start_http_server(
+                port, "127.0.0.1", registry=self.metrics.registry
+            )
+        except OSError as error:
+            raise TierUnavailableError(f"--metrics-port {port}: {error}") from error
+        self.metrics_port = self._metrics_server.server_port
+
+    async def _gauges(self) -> Gauges:
+        leases = self.service.leases
+        return Gauges(self.store.stats(), len(leases), leases.expired)
+
+    async def _set_health(self, status: Any) -> None:
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, status)
+
+    async def _expire_leases(self) -> None:
+        while True:
+            await asyncio.sleep(LEASE_CHECK_S)
+            over = await self.service.leases.expire()
+            if over:
+                logger.warning("%d leases were not given back in time", over)
+
+    async def stop(self) -> None:
+        """Drain and close. Clients see UNAVAILABLE and go on without the tier."""
+        self.service.draining = True
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        # Only our own calls are waited for: who watches the health would do so for ever.
+        await self.service.idle(self.options.drain_s)
+        await self._server.stop(0)
+        await self.service.idle(LAST_S)
+        if self._background is not None:
+            self._background.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._background
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server.shutdown)
+            self._metrics_server.server_close()
+        await self.service.leases.close()
+        await self.store.close()
+
+
+def shared_memory(store: BlobStore) -> Shared | None:
+    """The file that clients on this host may map, if there is one."""
+    memory = store.memory if isinstance(store, LayeredStore) else store
+    if not isinstance(memory, MemoryStore) or memory.arena.path is None:
+        return None
+    return Shared(str(memory.arena.path), memory.arena.size, memory.arena.token)
+
+
+def _check_free(path: str) -> None:
+    """gRPC replaces a socket file, whoever is still listening there. Raises OSError."""
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+        probe.connect(path)
+        raise TierUnavailableError(f"--listen unix:{path}: somebody is listening there")
+
+
+def _channel_options(options: TierOptions) -> list[tuple[str, int]]:
+    """A message is one chunk and little more; a longer one is refused by gRPC itself."""
+    longest = max(options.chunk_bytes, MIB) + MESSAGE_OVERHEAD_BYTES
+    return [
+        ("grpc.max_receive_message_length", longest),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.so_reuseport", 0),
+        # A client that vanished without a word is noticed, and its streams end.
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ]

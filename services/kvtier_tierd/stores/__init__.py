@@ -1,0 +1,1 @@
+"""Where blobs live; `base` is the interface, `registry` knows the implementations."""

@@ -1,0 +1,164 @@
+"""The interface of a store: named, immutable blobs under a byte budget.
+
+A blob comes and goes in two steps each, so that its bytes are moved once and by whoever is able to
+(a gRPC stream, or a client that shares the memory):
+
+    put    reserve(name, info) -> Draft    fill Draft.buffer    commit(draft) | abort(draft)
+           a commit that fails or is cancelled has given the room back; there is no abort after it
+    get    open(name) -> Handle            read Handle.pieces   handle.close()
+
+Ownership: a Draft's buffer is the caller's until commit or abort, exactly one of which must be
+called. A Handle's pieces stay valid until `close`; an open blob is pinned, that is, never evicted
+or reused; deleting it hides it at once and frees its bytes when the last handle closes.
+
+Concurrency: one event loop owns a store and calls it; a method that blocks (disk, network) moves
+its work to threads of its own. Buffers may be filled and read from any thread.
+
+Durability and failures: a committed blob may vanish at any time (it is a cache), but what `open`
+returns is what was committed, or it does not verify against its checksum.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+Buffer = memoryview
+
+
+class BlobName(NamedTuple):
+    """What a blob is called.
+
+    namespace: whose it is; namespaces never see each other's blobs.
+    key:       32 bytes, unique in its namespace (kvtier.tier.keys).
+    """
+
+    namespace: str
+    key: bytes
+
+
+@dataclass(frozen=True)
+class BlobInfo:
+    """What is kept beside the payload; opaque to stores.
+
+    num_bytes: of the payload, at least 1.
+    layout:    what the bytes mean: a serialized kvtier.v1.Layout, at most 4096 bytes.
+    checksum:  16 bytes, kvtier.tier.blob.checksum.
+    """
+
+    num_bytes: int
+    layout: bytes
+    checksum: bytes
+
+
+class Draft(ABC):
+    """A blob being written.
+
+    buffer: `num_bytes` writable bytes, contents undefined at first.
+    offset: where they are in the memory shared with clients, or None.
+    """
+
+    name: BlobName
+    info: BlobInfo
+    buffer: Buffer
+    offset: int | None = None
+
+
+class Handle(ABC):
+    """A blob being read.
+
+    pieces: its payload, in order, read-only.
+    offset: where it begins in the memory shared with clients, or None.
+    """
+
+    info: BlobInfo
+    pieces: Sequence[Buffer]
+    offset: int | None = None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Unpin the blob. Calling it again does nothing."""
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """What a store holds. Bytes count payloads as the store's budget does.
+
+    evictions, quarantined: since it was opened.
+    namespaces: bytes by namespace.
+    """
+
+    kind: str
+    capacity_bytes: int
+    used_bytes: int
+    blobs: int
+    evictions: int = 0
+    quarantined: int = 0
+    namespaces: dict[str, int] = field(default_factory=dict)
+
+
+class BlobStore(ABC):
+    """See the module docstring. Errors are those of kvtier.errors:
+
+    TierExhaustedError    the blob can not be made room for: larger than the store or than its
+                          namespace's quota, everything else pinned, disk full
+    TierUnavailableError  the medium fails: read-only or broken disk, network down
+    """
+
+    kind: str
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Open the medium and recover what an earlier run left; called once, first.
+
+        Raises TierUnavailableError, naming the medium, when it cannot be used at all.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Flush and release everything; called once, last."""
+
+    @abstractmethod
+    async def exists(self, names: Sequence[BlobName]) -> list[bool]:
+        """Which of the blobs `open` would probably find now. Does not count as a use."""
+
+    @abstractmethod
+    async def reserve(self, name: BlobName, info: BlobInfo) -> Draft:
+        """Room for a new blob, evicting least recently used ones if need be; see `Draft`.
+
+        Raises UsageError for a name or info that the store cannot hold.
+        """
+
+    @abstractmethod
+    async def commit(self, draft: Draft) -> None:
+        """Publish a filled draft under its name, replacing what was there."""
+
+    @abstractmethod
+    async def abort(self, draft: Draft) -> None:
+        """Give a draft's room back."""
+
+    @abstractmethod
+    async def open(self, name: BlobName) -> Handle | None:
+        """Pin a blob for reading and count it as used; None where there is none."""
+
+    @abstractmethod
+    async def delete(self, name: BlobName) -> bool:
+        """Forget a blob; returns whether there was one."""
+
+    @abstractmethod
+    async def quarantine(self, name: BlobName) -> None:
+        """Take a blob that does not verify out of service; it is never served again."""
+
+    @abstractmethod
+    def stats(self) -> StoreStats:
+        """What the store holds now; cheap."""
+
+    @abstractmethod
+    def check_integrity(self) -> list[str]:
+        """Violations of the store's invariants; empty when healthy. For tests; may be slow, and
+        means nothing while a commit is under way."""
+
+
+__all__ = ["BlobInfo", "BlobName", "BlobStore", "Draft", "Handle", "StoreStats"]

@@ -1,0 +1,291 @@
+"""The store `disk`: blobs that survive the service; the least recently used one goes first.
+
+What survives, of blobs whose commit has returned:
+
+    the process is killed (kill -9)      all of them, with `sync` and without
+    the system crashes, power is lost    with `sync`, all but those that the last write stored or
+                                         replaced, as far as the disk does what it is told; each is
+                                         whole or not there.
+                                         without, any number are lost, and some may be there with
+                                         wrong bytes, which their checksums tell
+    the disk loses or damages a file     the others; that one is a miss
+    the index is damaged                 none: the store starts empty
+
+The order of uses is written along with blobs and when the store closes: a crash loses the uses
+since the last write, never the blobs. Delete and quarantine last as commits do.
+
+One thread writes, and commits that wait for it share a write (disk_writer.py); readers have threads
+of their own. Memory, besides about 1.5 KiB per blob held: a draft holds its payload until it is
+written or aborted, a handle a copy of its own. How many of them there are is up to the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.errors import TierError, TierExhaustedError
+from kvtier_tierd.stores.base import (
+    BlobInfo,
+    BlobName,
+    BlobStore,
+    Buffer,
+    Draft,
+    Handle,
+    StoreStats,
+)
+from kvtier_tierd.stores.disk_index import Row, check_row
+from kvtier_tierd.stores.disk_medium import DiskMedium, Payload, cost, new_file
+from kvtier_tierd.stores.disk_writer import GroupWriter
+from kvtier_tierd.stores.lru import LruAccount
+
+READERS = 4
+TRIES = 3  # of a commit on a full disk, each after evicting as many bytes as it needs
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Blob:
+    """A blob that is served, or no longer and waiting for its readers. pins: how many."""
+
+    name: BlobName
+    row: Row
+    pins: int = 0
+
+    @property
+    def cost(self) -> int:
+        return cost(self.row.info)
+
+
+class DiskDraft(Draft):
+    def __init__(self, name: BlobName, info: BlobInfo) -> None:
+        self.name, self.info = name, info
+        self.buffer = np.empty(info.num_bytes, np.uint8).data
+
+
+class DiskHandle(Handle):
+    def __init__(self, store: DiskStore, blob: Blob, payload: Buffer) -> None:
+        self.info, self.pieces = blob.row.info, (payload,)
+        self._store, self._blob = store, blob
+        self._open = True
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._store.unpin(self._blob)
+
+
+class DiskStore(BlobStore):
+    """See the module docstring.
+
+    directory:      created where it is missing; of one service at a time.
+    capacity_bytes: of the payloads in whole blocks of 4096 bytes and, for each blob, 4096 bytes (or
+                    more, with a layout of more than 1.5 KiB) for its row, inode and name. At no
+                    time is more than that on disk, besides what an empty store takes.
+    quotas:         bytes by namespace, counted alike.
+    sync:           whether a commit waits for the disk.
+    """
+
+    kind = "disk"
+
+    def __init__(
+        self,
+        directory: Path,
+        capacity_bytes: int,
+        quotas: Mapping[str, int] | None = None,
+        *,
+        sync: bool = True,
+    ) -> None:
+        self.account = LruAccount(capacity_bytes, quotas)
+        self.quarantined = 0
+        self._medium = DiskMedium(directory, sync=sync)
+        self._writer = GroupWriter(self._medium, self._row_of, self._settle)
+        self._readers = ThreadPoolExecutor(READERS, "disk-store-reader")
+        self._blobs: dict[BlobName, Blob] = {}
+        self._leaving: set[str] = set()  # files of blobs that are hidden and still read
+        self._tries: Counter[str] = Counter()
+        self._clock = 0
+
+    async def start(self) -> None:
+        rows = await self._writer.run(self._medium.open)
+        fitting = self._fitting(rows)
+        for name, row in rows.items():
+            self._clock = row.used
+            if name in fitting:
+                self._blobs[name] = Blob(name, row)
+                self.account.add(name, cost(row.info))
+            else:
+                self._writer.changed[name] = None
+                self._writer.doomed.append(row.file)
+        if self._writer.changed:
+            await self._writer.write()
+
+    def _fitting(self, rows: Mapping[BlobName, Row]) -> set[BlobName]:
+        """The most recently used ones that fit: capacity and quotas may be smaller than before."""
+        room, fitting = self.account.capacity_bytes, set()
+        held: Counter[str] = Counter()
+        for name in reversed(list(rows)):
+            size = cost(rows[name].info)
+            if size <= min(room, self.account.quota(name.namespace) - held[name.namespace]):
+                room -= size
+                held[name.namespace] += size
+                fitting.add(name)
+        return fitting
+
+    async def close(self) -> None:
+        try:
+            await self._writer.finish()
+        except TierError as error:
+            logger.warning("the latest uses and evictions are not on disk: %s", error)
+        finally:
+            self._readers.shutdown()
+
+    async def exists(self, names: Sequence[BlobName]) -> list[bool]:
+        return [name in self._blobs for name in names]
+
+    async def reserve(self, name: BlobName, info: BlobInfo) -> Draft:
+        """As in the interface. Raises UsageError for what does not fit the index."""
+        # Here, because in a group one row that cannot be written would be everybody's.
+        check_row(name, info)
+        victims = self.account.plan(name.namespace, cost(info))
+        try:
+            draft = DiskDraft(name, info)
+        except MemoryError as error:
+            raise TierExhaustedError(f"no memory for {info.num_bytes} bytes") from error
+        for victim in victims:
+            self._forget(self._blobs[victim], evicted=True)
+        self.account.reserve(name.namespace, cost(info))
+        return draft
+
+    async def commit(self, draft: Draft) -> None:
+        """As in the interface; where this fails, the draft's room is given back, too."""
+        row = Row(new_file(), draft.info, self._tick())
+        await self._writer.write(Payload(draft.name, row, draft.buffer))
+
+    async def abort(self, draft: Draft) -> None:
+        self.account.release(draft.name.namespace, cost(draft.info))
+
+    async def open(self, name: BlobName) -> Handle | None:
+        blob = self._blobs.get(name)
+        if blob is None:
+            return None
+        blob.row = blob.row._replace(used=self._tick())
+        self._writer.use(name)
+        self.account.touch(name)
+        self.account.entries[name].pins += 1
+        blob.pins += 1
+        loop = asyncio.get_running_loop()
+        try:
+            payload = await loop.run_in_executor(self._readers, self._medium.read, blob.row)
+        except BaseException:
+            self.unpin(blob)
+            raise
+        if payload is not None:
+            return DiskHandle(self, blob, payload)
+        self.unpin(blob)
+        if self._blobs.get(name) is blob:
+            self.quarantined += 1
+            self._forget(blob)
+        return None
+
+    async def delete(self, name: BlobName) -> bool:
+        if name not in self._blobs:
+            return False
+        self._forget(self._blobs[name])
+        await self._writer.write()
+        return True
+
+    async def quarantine(self, name: BlobName) -> None:
+        self.quarantined += name in self._blobs
+        await self.delete(name)
+
+    def stats(self) -> StoreStats:
+        return StoreStats(
+            kind=self.kind,
+            capacity_bytes=self.account.capacity_bytes,
+            used_bytes=self.account.used_bytes,
+            blobs=len(self._blobs),
+            evictions=self.account.evictions,
+            quarantined=self.quarantined,
+            namespaces=self.account.by_namespace(),
+        )
+
+    def check_integrity(self) -> list[str]:
+        """As in the interface; blocks, and not while somebody waits for a write."""
+        problems = self.account.check_integrity()
+        counted = {name: (blob.cost, blob.pins) for name, blob in self._blobs.items()}
+        entries = self.account.entries.items()
+        if counted != {name: (entry.num_bytes, entry.pins) for name, entry in entries}:
+            problems.append("blobs and their account differ")
+        rows = {name: blob.row for name, blob in self._blobs.items()}
+        files = {row.file for row in rows.values()} | self._leaving
+        return problems + self._writer.check(rows, files)
+
+    def unpin(self, blob: Blob) -> None:
+        """A handle of `blob` closed."""
+        blob.pins -= 1
+        if self._blobs.get(blob.name) is blob:
+            self.account.entries[blob.name].pins -= 1
+        elif blob.pins == 0:
+            self.account.release(blob.name.namespace, blob.cost)
+            self._leaving.remove(blob.row.file)
+            self._writer.doomed.append(blob.row.file)
+
+    def _forget(self, blob: Blob, *, evicted: bool = False) -> None:
+        """Serve a blob no longer. Its file and its bytes go with its last reader."""
+        del self._blobs[blob.name]
+        self.account.remove(blob.name, evicted=evicted)
+        self._writer.changed[blob.name] = None
+        if blob.pins:
+            self.account.reserve(blob.name.namespace, blob.cost)
+            self._leaving.add(blob.row.file)
+        else:
+            self._writer.doomed.append(blob.row.file)
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    # ---- for the writer
+
+    def _row_of(self, name: BlobName) -> Row | None:
+        blob = self._blobs.get(name)
+        return None if blob is None else blob.row
+
+    def _settle(self, payload: Payload, error: Exception | None) -> bool:
+        """Serve what was written, or give its room back; whether to try again after an error."""
+        name, row, _ = payload
+        if isinstance(error, TierExhaustedError) and self._evict_for(row):
+            return True
+        self._tries.pop(row.file, None)
+        self.account.release(name.namespace, cost(row.info))
+        if error is None:
+            if name in self._blobs:
+                self._forget(self._blobs[name])
+            self._blobs[name] = Blob(name, row)
+            self.account.add(name, cost(row.info))
+            # The row has just been written; what was noted about the name is older.
+            self._writer.changed.pop(name, None)
+        return False
+
+    def _evict_for(self, row: Row) -> bool:
+        """Make room on a disk that is full before its time; whether trying again is any use."""
+        self._tries[row.file] += 1
+        missing, victims = cost(row.info), []
+        for name, entry in self.account.entries.items():
+            if missing > 0 and not entry.pins:
+                victims.append(name)
+                missing -= entry.num_bytes
+        if missing > 0 or self._tries[row.file] >= TRIES:
+            return False
+        for name in victims:
+            self._forget(self._blobs[name], evicted=True)
+        return True

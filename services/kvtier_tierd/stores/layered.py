@@ -1,0 +1,216 @@
+"""The store `memory+disk`: memory in front, disk behind.
+
+    put    into memory; written to disk behind the caller's back, through a bounded queue
+    get    from memory; else from disk, and into memory where there is room
+
+What waits for the disk when the process is killed is lost, as is what the queue had no room for:
+then memory alone has it. While the disk fails, memory serves alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+
+from kvtier.errors import TierError
+from kvtier_tierd.stores.base import BlobInfo, BlobName, BlobStore, Draft, Handle, StoreStats
+from kvtier_tierd.stores.memory import MemoryStore
+
+logger = logging.getLogger(__name__)
+
+# Blobs that wait for the disk are pinned; were they most of the memory, nobody could write.
+BEHIND_SHARE = 0.25
+COPY_BYTES = 1 << 20
+
+
+class LayeredStore(BlobStore):
+    """See the module docstring. Owns both stores.
+
+    behind_share: of the memory that blobs may take which wait for the disk.
+    shed:         blobs that never got to disk; failed: times that the disk did not do its part.
+    """
+
+    kind = "memory+disk"
+
+    def __init__(
+        self, memory: MemoryStore, disk: BlobStore, behind_share: float = BEHIND_SHARE
+    ) -> None:
+        self.memory, self.disk = memory, disk
+        self.shed = self.failed = self.quarantined = 0
+        self._behind_bytes = int(behind_share * memory.account.capacity_bytes)
+        self._waiting_bytes = 0
+        self._queue: asyncio.Queue[tuple[BlobName, Handle]] = asyncio.Queue()
+        self._writer: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self.memory.start()
+        await self.disk.start()
+        self._writer = asyncio.create_task(self._write_behind())
+
+    async def close(self) -> None:
+        """Everything that waits for the disk gets there first."""
+        if self._writer is not None:
+            await self.settle()
+            self._writer.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._writer
+        await self.disk.close()
+        await self.memory.close()
+
+    async def settle(self) -> None:
+        """Wait until nothing waits for the disk."""
+        await self._queue.join()
+
+    async def exists(self, names: Sequence[BlobName]) -> list[bool]:
+        in_memory = await self.memory.exists(names)
+        on_disk = await self.disk.exists(names)
+        return [a or b for a, b in zip(in_memory, on_disk, strict=True)]
+
+    async def reserve(self, name: BlobName, info: BlobInfo) -> Draft:
+        return await self.memory.reserve(name, info)
+
+    async def commit(self, draft: Draft) -> None:
+        await self.memory.commit(draft)
+        handle = await self.memory.open(draft.name)
+        if handle is None:
+            return
+        if self._waiting_bytes + handle.info.num_bytes <= self._behind_bytes:
+            self._waiting_bytes += handle.info.num_bytes
+            self._queue.put_nowait((draft.name, handle))
+            return
+        handle.close()
+        self.shed += 1
+        # An older blob of that name on disk would come back once memory has let go.
+        await self._forget_on_disk(draft.name)
+
+    async def _write_behind(self) -> None:
+        while True:
+            name, handle = await self._queue.get()
+            try:
+                await copy_blob(name, handle, self.disk)
+                if not (await self.memory.exists([name]))[0]:
+                    # Pinned blobs are not evicted: it was deleted while it was being written.
+                    await self.disk.delete(name)
+            except TierError as error:
+                self._lost("a blob stays in memory only", error)
+                self.shed += 1
+            except Exception:
+                # Whoever waits for the queue must not wait forever because of a bug.
+                logger.exception("writing to disk failed unexpectedly")
+                self.shed += 1
+            finally:
+                handle.close()
+                self._waiting_bytes -= handle.info.num_bytes
+                self._queue.task_done()
+
+    async def _forget_on_disk(self, name: BlobName) -> bool:
+        try:
+            return await self.disk.delete(name)
+        except TierError as error:
+            self._lost("a blob could not be deleted", error)
+            return False
+
+    def _lost(self, what: str, error: TierError) -> None:
+        """Log the first failure of the disk only; a full disk fails for every blob."""
+        if not self.failed:
+            logger.warning("%s: %s; later failures are only counted", what, error)
+        self.failed += 1
+
+    async def abort(self, draft: Draft) -> None:
+        await self.memory.abort(draft)
+
+    async def open(self, name: BlobName) -> Handle | None:
+        handle = await self.memory.open(name)
+        if handle is not None:
+            return handle
+        try:
+            handle = await self.disk.open(name)
+        except TierError as error:
+            self._lost("a blob on disk could not be read", error)
+            return None
+        if handle is None:
+            return None
+        try:
+            promoted = await self._promote(name, handle)
+        except BaseException:
+            handle.close()
+            raise
+        if promoted is None:
+            return handle
+        handle.close()
+        return promoted
+
+    async def _promote(self, name: BlobName, handle: Handle) -> Handle | None:
+        """The blob in memory, where there is room for it."""
+        try:
+            draft = await self.memory.reserve(name, handle.info)
+        except TierError:
+            return None
+        try:
+            await fill(draft, handle)
+        except BaseException:
+            await self.memory.abort(draft)
+            raise
+        # While it was copied it may have been replaced, deleted, or promoted by somebody else.
+        if (await self.memory.exists([name]))[0] or not (await self.disk.exists([name]))[0]:
+            await self.memory.abort(draft)
+        else:
+            await self.memory.commit(draft)
+        return await self.memory.open(name)
+
+    async def delete(self, name: BlobName) -> bool:
+        in_memory = await self.memory.delete(name)
+        on_disk = await self.disk.delete(name)
+        return in_memory or on_disk
+
+    async def quarantine(self, name: BlobName) -> None:
+        self.quarantined += (await self.exists([name]))[0]
+        await self.memory.quarantine(name)
+        await self.disk.quarantine(name)
+
+    def stats(self) -> StoreStats:
+        """Evictions are those of both; what memory lets go of may still be on disk."""
+        memory, disk = self.memory.stats(), self.disk.stats()
+        namespaces = {
+            name: max(memory.namespaces.get(name, 0), disk.namespaces.get(name, 0))
+            for name in memory.namespaces | disk.namespaces
+        }
+        return StoreStats(
+            kind=self.kind,
+            capacity_bytes=disk.capacity_bytes,
+            used_bytes=max(memory.used_bytes, disk.used_bytes),
+            blobs=max(memory.blobs, disk.blobs),
+            evictions=memory.evictions + disk.evictions,
+            quarantined=self.quarantined,
+            namespaces=namespaces,
+        )
+
+    def check_integrity(self) -> list[str]:
+        return self.memory.check_integrity() + self.disk.check_integrity()
+
+
+async def copy_blob(name: BlobName, handle: Handle, into: BlobStore) -> None:
+    """Copy an open blob into another store. Raises TierError where that has no room for it."""
+    draft = await into.reserve(name, handle.info)
+    try:
+        await fill(draft, handle)
+    except BaseException:
+        await into.abort(draft)
+        raise
+    await into.commit(draft)
+
+
+async def fill(draft: Draft, handle: Handle) -> None:
+    """Copy in steps: a large blob must not keep the event loop from everybody else."""
+    position = 0
+    for piece in handle.pieces:
+        for begin in range(0, len(piece), COPY_BYTES):
+            block = piece[begin : begin + COPY_BYTES]
+            draft.buffer[position : position + len(block)] = block
+            position += len(block)
+            await asyncio.sleep(0)
+
+
+__all__ = ["LayeredStore"]

@@ -1,0 +1,124 @@
+"""Who holds how many bytes, and who goes first: the accounting under every bounded store.
+
+    used + reserved <= capacity                      always
+    held(namespace) <= quota(namespace)              always, reservations included
+    victims: least recently used first, never a pinned one; while the quota of a namespace binds,
+    only its own
+
+Knows names and sizes only. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvtier.errors import TierExhaustedError
+from kvtier_tierd.stores.base import BlobName
+
+
+@dataclass
+class Entry:
+    """One blob of the account. num_bytes: what it costs of the budget; pins: open handles."""
+
+    num_bytes: int
+    pins: int = 0
+
+
+class LruAccount:
+    """See the module docstring.
+
+    capacity_bytes: of everything together.
+    quotas:         bytes by namespace; a namespace without one may use all of the capacity.
+    """
+
+    def __init__(self, capacity_bytes: int, quotas: Mapping[str, int] | None = None) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.quotas = dict(quotas or {})
+        self.entries: OrderedDict[BlobName, Entry] = OrderedDict()
+        self.used: Counter[str] = Counter()
+        self.reserved: Counter[str] = Counter()
+        self.evictions = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Of committed blobs."""
+        return self.used.total()
+
+    def quota(self, namespace: str) -> int:
+        return min(self.capacity_bytes, self.quotas.get(namespace, self.capacity_bytes))
+
+    def plan(self, namespace: str, num_bytes: int) -> list[BlobName]:
+        """Whom to evict, in order, before `num_bytes` more may be reserved for a namespace.
+
+        Raises TierExhaustedError, and changes nothing, when no eviction makes enough room.
+        """
+        if num_bytes > self.quota(namespace):
+            raise TierExhaustedError(
+                f"a blob of {num_bytes} bytes is larger than what namespace {namespace!r} may hold "
+                f"({self.quota(namespace)} bytes)"
+            )
+        own = self.used[namespace] + self.reserved[namespace] + num_bytes - self.quota(namespace)
+        total = self.used_bytes + self.reserved.total() + num_bytes - self.capacity_bytes
+        victims: dict[BlobName, None] = {}
+        for binding in ("quota", "capacity"):
+            for name, entry in self.entries.items():
+                if (own if binding == "quota" else total) <= 0:
+                    break
+                mine = name.namespace == namespace
+                if entry.pins or name in victims or (binding == "quota" and not mine):
+                    continue
+                victims[name] = None
+                total -= entry.num_bytes
+                own -= entry.num_bytes if mine else 0
+        if own > 0 or total > 0:
+            raise TierExhaustedError(
+                f"no room for {num_bytes} bytes of namespace {namespace!r}: everything that is "
+                "left is being read or written"
+            )
+        return list(victims)
+
+    def reserve(self, namespace: str, num_bytes: int) -> None:
+        """Set bytes aside for a draft; `plan` must have found room and its victims be gone."""
+        self.reserved[namespace] += num_bytes
+
+    def release(self, namespace: str, num_bytes: int) -> None:
+        """Give a draft's bytes back."""
+        self.reserved[namespace] -= num_bytes
+
+    def add(self, name: BlobName, num_bytes: int) -> None:
+        """A committed blob, now the most recently used one; the name must be free."""
+        assert name not in self.entries, "replacing a blob removes it first"
+        self.entries[name] = Entry(num_bytes)
+        self.used[name.namespace] += num_bytes
+
+    def remove(self, name: BlobName, *, evicted: bool = False) -> None:
+        self.used[name.namespace] -= self.entries.pop(name).num_bytes
+        self.evictions += evicted
+
+    def touch(self, name: BlobName) -> None:
+        """Count a use."""
+        self.entries.move_to_end(name)
+
+    def by_namespace(self) -> dict[str, int]:
+        return {namespace: held for namespace, held in self.used.items() if held}
+
+    def check_integrity(self) -> list[str]:
+        """Violations of the account's invariants; empty when healthy."""
+        problems = []
+        held: Counter[str] = Counter()
+        for name, entry in self.entries.items():
+            held[name.namespace] += entry.num_bytes
+            if entry.pins < 0:
+                problems.append(f"{name} was closed more often than opened")
+        if +held != +self.used:
+            problems.append(f"counted {dict(self.used)} bytes, the blobs are {dict(held)}")
+        if any(reserved < 0 for reserved in self.reserved.values()):
+            problems.append(f"reservations below zero: {dict(self.reserved)}")
+        if self.used_bytes + self.reserved.total() > self.capacity_bytes:
+            problems.append(f"{self.used_bytes} bytes held of {self.capacity_bytes}")
+        for namespace in self.used | self.reserved:
+            if self.used[namespace] + self.reserved[namespace] > self.quota(namespace):
+                problems.append(f"namespace {namespace} is over its quota")
+        return problems

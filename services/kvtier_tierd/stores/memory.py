@@ -1,0 +1,201 @@
+"""The store `memory`: blobs in one arena, the least recently used one goes first.
+
+A blob that is deleted, replaced or evicted while somebody reads it is hidden at once; its bytes
+stay set aside until the last handle closes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.errors import TierExhaustedError
+from kvtier_tierd.stores.arena import Arena, pages
+from kvtier_tierd.stores.base import (
+    BlobInfo,
+    BlobName,
+    BlobStore,
+    Draft,
+    Handle,
+    StoreStats,
+)
+from kvtier_tierd.stores.lru import LruAccount
+
+HIGH_WATERMARK = 0.95
+LOW_WATERMARK = 0.90
+
+
+@dataclass
+class Blob:
+    """Where a blob is; hidden: no longer served, only waiting for its readers."""
+
+    name: BlobName
+    info: BlobInfo
+    offset: int
+    num_pages_bytes: int
+    pins: int = 0
+    hidden: bool = False
+
+
+class MemoryDraft(Draft):
+    def __init__(self, name: BlobName, info: BlobInfo, buffer: memoryview, offset: int) -> None:
+        self.name, self.info, self.buffer, self.offset = name, info, buffer, offset
+
+
+class MemoryHandle(Handle):
+    def __init__(self, store: MemoryStore, blob: Blob) -> None:
+        self._store, self._blob = store, blob
+        self.info, self.offset = blob.info, blob.offset
+        view = store.arena.view(blob.offset, blob.info.num_bytes)
+        self.pieces = (view.toreadonly(),)
+        self._open = True
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._store.unpin(self._blob)
+
+
+class MemoryStore(BlobStore):
+    """See the module docstring.
+
+    capacity_bytes: of the arena. Every blob costs whole pages of 4096 bytes.
+    quotas:         bytes by namespace.
+    directory:      for the file that clients on the same host map; None: no shared memory.
+    watermarks:     once more than the second share of the capacity is used, least recently used
+                    blobs go until it is the first share, so that writers find room in one piece.
+    """
+
+    kind = "memory"
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        quotas: Mapping[str, int] | None = None,
+        directory: Path | None = None,
+        watermarks: tuple[float, float] = (LOW_WATERMARK, HIGH_WATERMARK),
+    ) -> None:
+        self.arena = Arena(capacity_bytes, directory)
+        self.account = LruAccount(self.arena.capacity_bytes, quotas)
+        self.watermarks = watermarks
+        self.quarantined = 0
+        self._blobs: dict[BlobName, Blob] = {}
+
+    async def start(self) -> None:
+        """Nothing outlives a memory store, so there is nothing to recover."""
+
+    async def close(self) -> None:
+        self.arena.close()
+
+    async def exists(self, names: Sequence[BlobName]) -> list[bool]:
+        return [name in self._blobs for name in names]
+
+    async def reserve(self, name: BlobName, info: BlobInfo) -> Draft:
+        size = pages(info.num_bytes)
+        for victim in self.account.plan(name.namespace, size):
+            self._forget(victim, evicted=True)
+        offset = self.arena.allocate(size)
+        while offset is None:
+            self._evict_one(name.namespace, size)
+            offset = self.arena.allocate(size)
+        self.account.reserve(name.namespace, size)
+        return MemoryDraft(name, info, self.arena.view(offset, info.num_bytes), offset)
+
+    def _evict_one(self, namespace: str, size: int) -> None:
+        """Enough bytes are free, but not in one piece."""
+        unpinned = (name for name, entry in self.account.entries.items() if not entry.pins)
+        victim = next(unpinned, None)
+        if victim is None:
+            raise TierExhaustedError(
+                f"no {size} bytes in one piece for namespace {namespace!r}: everything that is "
+                "left is being read or written"
+            )
+        self._forget(victim, evicted=True)
+
+    async def commit(self, draft: Draft) -> None:
+        assert isinstance(draft, MemoryDraft)
+        assert draft.offset is not None
+        name, size = draft.name, pages(draft.info.num_bytes)
+        if name in self._blobs:
+            self._forget(name)
+        self.account.release(name.namespace, size)
+        self.account.add(name, size)
+        self._blobs[name] = Blob(name, draft.info, draft.offset, size)
+        self._respect_watermarks()
+
+    def _respect_watermarks(self) -> None:
+        low, high = self.watermarks
+        if self.account.used_bytes <= high * self.account.capacity_bytes:
+            return
+        for name, entry in list(self.account.entries.items())[:-1]:
+            if self.account.used_bytes <= low * self.account.capacity_bytes:
+                return
+            if not entry.pins:
+                self._forget(name, evicted=True)
+
+    async def abort(self, draft: Draft) -> None:
+        assert isinstance(draft, MemoryDraft)
+        assert draft.offset is not None
+        self.account.release(draft.name.namespace, pages(draft.info.num_bytes))
+        self.arena.free(draft.offset)
+
+    async def open(self, name: BlobName) -> Handle | None:
+        blob = self._blobs.get(name)
+        if blob is None:
+            return None
+        blob.pins += 1
+        self.account.entries[name].pins += 1
+        self.account.touch(name)
+        return MemoryHandle(self, blob)
+
+    def unpin(self, blob: Blob) -> None:
+        """A handle of `blob` closed."""
+        blob.pins -= 1
+        if not blob.hidden:
+            self.account.entries[blob.name].pins -= 1
+        elif blob.pins == 0:
+            self.account.release(blob.name.namespace, blob.num_pages_bytes)
+            self.arena.free(blob.offset)
+
+    async def delete(self, name: BlobName) -> bool:
+        if name not in self._blobs:
+            return False
+        self._forget(name)
+        return True
+
+    async def quarantine(self, name: BlobName) -> None:
+        self.quarantined += await self.delete(name)
+
+    def _forget(self, name: BlobName, *, evicted: bool = False) -> None:
+        blob = self._blobs.pop(name)
+        self.account.remove(name, evicted=evicted)
+        if blob.pins:
+            blob.hidden = True
+            self.account.reserve(name.namespace, blob.num_pages_bytes)
+        else:
+            self.arena.free(blob.offset)
+
+    def stats(self) -> StoreStats:
+        return StoreStats(
+            kind=self.kind,
+            capacity_bytes=self.account.capacity_bytes,
+            used_bytes=self.account.used_bytes,
+            blobs=len(self._blobs),
+            evictions=self.account.evictions,
+            quarantined=self.quarantined,
+            namespaces=self.account.by_namespace(),
+        )
+
+    def check_integrity(self) -> list[str]:
+        problems = self.account.check_integrity() + self.arena.check_integrity()
+        if set(self._blobs) != set(self.account.entries):
+            problems.append("blobs and their account name different things")
+        for name, blob in self._blobs.items():
+            entry = self.account.entries.get(name)
+            if entry is not None and (entry.pins, entry.num_bytes) != (
+                blob.pins,
+                blob.num_pages_bytes,
+            ):
+                problems.append(f"{name} is miscounted")
+        return problems

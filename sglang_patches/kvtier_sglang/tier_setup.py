@@ -1,0 +1,107 @@
+"""A server's tier from its settings: the connection, and what its KV is called there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+
+from kvtier.config import Settings
+from kvtier.errors import StartupError
+from kvtier.heads.model_config import model_name, weights_revision
+from kvtier.heads.profile import HeadProfile
+from kvtier.retention.locality import LocalityRule
+from kvtier.retention.rules import compactor_of
+from kvtier.tier.client import TierClient, TlsFiles
+from kvtier.tier.keys import KvIdentity
+from kvtier.tier.link import TierLink
+from kvtier.tier.names import ContextNames
+from kvtier_sglang.pool import HeadSplitKVPool
+
+# Of what the stored bytes and records mean; counts up whenever old ones would be misread.
+SEMANTICS = 1
+
+
+def tier_link(settings: Settings) -> TierLink:
+    """The connection to `settings.tier`. The tier need not be there, now or ever."""
+    assert settings.tier is not None, "no tier in the settings"
+    tls = None
+    if settings.tier_ca is not None:
+        assert settings.tier_certificate is not None
+        assert settings.tier_key is not None
+        tls = TlsFiles(
+            settings.tier_ca.read_bytes(),
+            settings.tier_certificate.read_bytes(),
+            settings.tier_key.read_bytes(),
+        )
+    client = TierClient(
+        settings.tier,
+        settings.tier_namespace,
+        timeout_s=settings.tier_timeout_s,
+        tls=tls,
+        shared=settings.tier_shared_memory,
+    )
+    return TierLink(client, buffer_bytes=settings.tier_buffer_bytes)
+
+
+def context_names(
+    settings: Settings, model_path: str, pool: HeadSplitKVPool, rule: LocalityRule
+) -> ContextNames:
+    """What this server's contexts are called in the tier.
+
+    Raises StartupError for weights that cannot be told from others.
+    """
+    revision = weights_revision(model_path)
+    if revision is None:
+        raise StartupError(
+            f"tier: the weights of {model_path} cannot be identified, and KV of other weights "
+            "must never be taken for theirs; serve a directory with safetensors files"
+        )
+    shape = pool.profile.shape
+    scored = pool.mass is not None
+    identity = KvIdentity(
+        model=model_name(model_path),
+        revision=revision,
+        dtype=str(pool.store_dtype).removeprefix("torch."),
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        policy=_policy(settings, pool.profile, rule),
+        scores=_scores(settings, pool.profile) if scored else "",
+    )
+    return ContextNames(identity, settings.tier_span_tokens)
+
+
+def _policy(settings: Settings, profile: HeadProfile, rule: LocalityRule) -> str:
+    """Of everything that decides what a later turn sees of an earlier one."""
+    return _digest(
+        {
+            "ca_heads": profile.ca_heads,
+            "rule": asdict(rule),
+            "prefill": settings.prefill,
+            "retention": [
+                settings.quality,
+                settings.retention,
+                settings.budget_tokens,
+                settings.budget_bytes,
+            ],
+            "compactor": asdict(compactor_of(settings)),
+        }
+    )
+
+
+def _scores(settings: Settings, profile: HeadProfile) -> str:
+    """Of what is stored beside the KV: which heads are scored, and how."""
+    compactor = compactor_of(settings)
+    return _digest(
+        {
+            "ca_heads": profile.ca_heads,
+            "window_tokens": compactor.window_tokens,
+            "nll_stride": settings.nll_stride,
+        }
+    )
+
+
+def _digest(value: object) -> str:
+    text = json.dumps([SEMANTICS, value], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,380 @@
+"""The radix tree with a tier behind it: exact KV leaves at a turn's end and comes back for a fork,
+on another server, or after a restart.
+
+What a request goes through, in SGLang's own words for its storage tiers:
+
+    prefetch_from_storage     it arrived: the tier is asked for what the tree lacks
+    check_prefetch_progress   it waits in the queue for the answer, never longer than computing
+                              would take
+    match_prefix              what landed in host memory counts as a host hit
+    init_load_back            it is admitted: slots are allocated, the KV is written, recorded turns
+                              are compressed again just as they were
+    checkpoint, on_release    its own KV leaves (spill.py)
+
+A tier that is slow, full, lying or dead is a miss: the request computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    CacheRequestHandle,
+    InitLoadBackParams,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from kvtier.retention.locality import DroppedSpan, LocalityRule
+from kvtier.tier.link import Fetch, TierLink
+from kvtier.tier.lookup import Landed, Lookup
+from kvtier.tier.names import ContextNames
+from kvtier.tier.turns import NodeRecord
+from kvtier_sglang.compaction import Compaction
+from kvtier_sglang.radix import KvtierRadixCache
+from kvtier_sglang.rates import Rates
+from kvtier_sglang.retention import Retention
+from kvtier_sglang.spans import SpanCodec
+from kvtier_sglang.spill import Spiller
+from kvtier_sglang.variants import KvNode
+
+logger = logging.getLogger(__name__)
+
+# A request whose fetch takes this many times what computing would is computed.
+PATIENCE = 1.0
+LONGEST_WAIT_S = 30.0
+
+
+@dataclass
+class Flow:
+    """One request's question to the tier. deadline: time.monotonic() at which it gives up."""
+
+    fetch: Fetch[Landed | None]
+    begin: int
+    deadline: float
+
+    @property
+    def landed(self) -> Landed | None:
+        return self.fetch.result if self.fetch.done else None
+
+    def drop(self) -> None:
+        """The answer is not wanted (any more)."""
+        self.fetch.cancel(_release)
+
+
+class TieredRadixCache(KvtierRadixCache):
+    """See the module docstring. link: owned by the tree; names: of this server's KV."""
+
+    def __init__(
+        self,
+        params: Any,
+        rule: LocalityRule,
+        *,
+        link: TierLink,
+        names: ContextNames,
+        rates: Rates | None = None,
+        streaming: bool = False,
+        retention: Retention | None = None,
+        compaction: Compaction | None = None,
+    ) -> None:
+        self.link, self.names = link, names
+        self.rates = rates or Rates()
+        self.tier_counters: Counter[str] = Counter()
+        self._flows: dict[str, Flow] = {}
+        # When a request's chunk began: at its last match, or where its last chunk ended.
+        self._clock: dict[str, float] = {}
+        super().__init__(
+            params, rule, streaming=streaming, retention=retention, compaction=compaction
+        )
+        self.codec = SpanCodec(self.allocator.pool)
+        self.spiller = Spiller(link, self.codec, names)
+
+    def reset(self) -> None:
+        for flow in self._flows.values():
+            flow.drop()
+        self._flows.clear()
+        super().reset()
+
+    # -- asking --
+
+    # SGLang's scheduler reads these two before it prefetches; names are made of tokens here, so
+    # any node will do and nodes carry no hashes.
+    hicache_storage_pass_prefix_keys = False
+
+    def is_backuped(self, node: KvNode) -> bool:
+        return True
+
+    def is_root(self, node: KvNode) -> bool:
+        return node is self.root_node
+
+    def get_last_hash_value(self, node: KvNode) -> None:
+        return None
+
+    def prefetch_from_storage(
+        self,
+        handle: CacheRequestHandle,
+        last_host_node: KvNode,
+        new_input_tokens: Any,
+        last_hash: str | None = None,
+        prefix_keys: Any = None,
+        matched_prefix_tokens: Any = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        storage_hit_end: int | None = None,
+    ) -> None:
+        """A request arrived: ask the tier for what the tree lacks, in the background."""
+        self._forget(handle.rid)
+        begin = len(matched_prefix_tokens or ())
+        missing = len(new_input_tokens)
+        least = max(self.names.span_tokens, self.rates.break_even_tokens(self.token_bytes))
+        if missing < least or not self.link.healthy:
+            return
+        span = self.names.span_tokens
+        lookup = Lookup(
+            names=self.names,
+            link=self.link,
+            token_ids=[*(matched_prefix_tokens or ()), *new_input_tokens],
+            begin=begin,
+            extra_key=extra_key_of(extra_key, cache_salt),
+            layouts={span: self.codec.layout(span)},
+            least=least,
+        )
+        wait_s = min(PATIENCE * self.rates.compute_s(missing), LONGEST_WAIT_S)
+        self._flows[handle.rid] = Flow(self.link.submit(lookup), begin, time.monotonic() + wait_s)
+        self.tier_counters["asked"] += 1
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token's exact KV and scores in the tier."""
+        span = self.names.span_tokens
+        return self.codec.layout(span).num_bytes // span
+
+    def check_prefetch_progress(self, handle: CacheRequestHandle) -> bool:
+        """Whether the request need not wait for the tier (any longer)."""
+        flow = self._flows.get(handle.rid)
+        if flow is None or flow.fetch.done:
+            return True
+        if time.monotonic() < flow.deadline:
+            return False
+        self.tier_counters["gave_up_waiting"] += 1
+        self._forget(handle.rid)
+        return True
+
+    def pop_prefetch_loaded_span(self, handle: CacheRequestHandle) -> tuple[int, int | None]:
+        """Tokens that came from the tier for a request, and where they begin."""
+        flow = self._flows.get(handle.rid)
+        if flow is None or flow.landed is None:
+            return 0, None
+        return flow.landed.stop - flow.landed.begin, flow.landed.begin
+
+    def release_aborted_request(self, handle: CacheRequestHandle) -> None:
+        self._forget(handle.rid)
+        self._clock.pop(handle.rid, None)
+        self.spiller.forget(handle.rid)
+
+    def check_hicache_events(self) -> None:
+        """Nothing waits for a safe point: loads are written when they are admitted."""
+
+    def has_pending_cache_operations(self) -> bool:
+        return bool(self._flows)
+
+    def _forget(self, rid: str) -> None:
+        flow = self._flows.pop(rid, None)
+        if flow is not None:
+            flow.drop()
+
+    # -- restoring --
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """The device's prefix, and what landed behind it as a host hit."""
+        result = super().match_prefix(params)
+        if params.req is not None:
+            self._clock[params.req.rid] = time.monotonic()
+        flow = self._flows.get(params.req.rid) if params.req is not None else None
+        landed = None if flow is None else flow.landed
+        if landed is None:
+            return result
+        held = result.device_prefix_len
+        if not _continues(landed, held) or landed.stop > len(params.key):
+            return result
+        node = result.last_device_node
+        return result._replace(
+            host_hit_length=landed.stop - held, last_host_node=node, best_match_node=node
+        )
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[int, KvNode]:
+        """Write what landed behind the request's prefix into the pool: all of it or nothing."""
+        req, node = params.req, params.best_match_node
+        flow = self._flows.pop(req.rid, None)
+        landed = None if flow is None else flow.landed
+        if flow is None or landed is None or not _continues(landed, node.stop):
+            return 0, node
+        began = time.monotonic()
+        try:
+            restored = self._restore(req, node, landed)
+        finally:
+            flow.drop()
+        if restored is None:
+            self.tier_counters["no_room"] += 1
+            return 0, node
+        loaded = landed.stop - node.stop
+        self.tier_counters["restored_requests"] += 1
+        self.tier_counters["restored_tokens"] += loaded
+        self.rates.loaded(time.monotonic() - began, loaded * self.token_bytes)
+        return loaded, restored
+
+    def _restore(self, req: Any, anchor: KvNode, landed: Landed) -> KvNode | None:
+        """The deepest node of the restored path, or None, with nothing left behind."""
+        ids = req.full_untruncated_fill_ids[: landed.stop]
+        key = RadixKey(ids, req.extra_key, cache_salt=req.cache_salt)
+        node = anchor
+        locks = []
+        try:
+            for place in landed.places:
+                if place.start < anchor.stop:
+                    continue
+                child = self._write(node, key, place.node.stop, place.node.prompt_stop, landed)
+                if child is None:
+                    return None
+                child.exact &= place.node.exact
+                node = child
+                if place.node.compressed:
+                    self._compress_as(node, place.node)
+                locks.append(self.lock(node))
+            if landed.stop > node.stop:
+                child = self._write(node, key, landed.stop, landed.stop, landed)
+                if child is None:
+                    return None
+                child.exact &= landed.exact_stop >= landed.stop
+                node = child
+        finally:
+            for lock in locks:
+                self.unlock(lock)
+        return node
+
+    def _write(
+        self, parent: KvNode, key: RadixKey, stop: int, prompt_stop: int, landed: Landed
+    ) -> KvNode | None:
+        """A new node of tokens [parent.stop, stop) with exact KV; None where there is no room."""
+        begin = parent.stop
+        lock = self.lock(parent)
+        try:
+            self.allocator.evict_to_free_tokens(self, stop - begin)
+            slots = self.allocator.alloc(stop - begin)
+        finally:
+            self.unlock(lock)
+        if slots is None:
+            return None
+        for span, payload in zip(landed.spans, landed.payloads, strict=True):
+            first, last = max(span.begin, begin), min(span.stop, stop)
+            if first < last:
+                part = slots[first - begin : last - begin]
+                tokens = span.stop - span.begin
+                self.codec.scatter(torch.from_numpy(payload), tokens, first - span.begin, part)
+        return self._hang(parent, key[begin:stop], slots, 0, prompt_stop)
+
+    def _compress_as(self, node: KvNode, record: NodeRecord) -> None:
+        """Compress a restored node as it had been, whatever today's rule would choose."""
+        node.compressed = True
+        self.allocator.settle(node.value)
+        span = DroppedSpan(*record.dropped)
+        if span.num_tokens == 0:
+            return
+        self._drop(node, span)
+        if record.kept < span.num_tokens and self.compaction is not None:
+            self._keep(node, span, record.kept)
+        self.counters["compressed_nodes"] += 1
+
+    # -- spilling --
+
+    def checkpoint(self, req: Any, *, up_to: int) -> None:
+        rid, extra = req.rid, extra_key_of(req.extra_key, req.cache_salt)
+        if not self.disable:
+            self._forget(rid)
+            if not self.spiller.known(rid):
+                anchor = req.lock.node if req.lock is not None else self.root_node
+                exact = not self.streaming and anchor.exact and not self._any_dropped(anchor)
+                self.spiller.begin(rid, req.kv.cache_protected_len, extra, exact=exact)
+            self._measure(req, up_to)
+            row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]
+            ids = req.full_untruncated_fill_ids[:up_to]
+            began = time.monotonic()
+            spill = self.spiller.ended if req.finished() else self.spiller.published
+            spill(rid, ids, row.to(torch.int64))
+            self.rates.spilled(time.monotonic() - began)
+        super().checkpoint(req, up_to=up_to)
+
+    def _measure(self, req: Any, up_to: int) -> None:
+        """How fast prompts are computed; the last checkpoint has decoding in it."""
+        now = time.monotonic()
+        began = self._clock.get(req.rid)
+        if began is not None and not req.finished():
+            self.rates.computed(now - began, up_to - req.kv.cache_protected_len)
+        self._clock[req.rid] = now
+
+    def _any_dropped(self, node: KvNode) -> bool:
+        return any(one.dropped.num_tokens for one in self._path(node))
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        super().on_release(req, checkpointed=checkpointed)
+        self._forget(req.rid)
+        self._clock.pop(req.rid, None)
+        if not (checkpointed and req.finished()) or self.disable:
+            self.spiller.forget(req.rid)
+            return
+        nodes = [_record(node) for node in self._path(req.last_node)][::-1]
+        ids = req.full_untruncated_fill_ids[: req.last_node.stop]
+        self.spiller.compressed(req.rid, ids, nodes)
+
+    def tier_report(self) -> dict[str, Any]:
+        """For the server's internal state."""
+        return {
+            "healthy": self.link.healthy,
+            "pending": self.link.pending,
+            "breaker_opened": self.link.breaker.opened,
+            **self.link.counters,
+            **self.spiller.counters,
+            **self.tier_counters,
+            **self.rates.report(),
+        }
+
+
+def extra_key_of(extra_key: str | None, cache_salt: str | None) -> str:
+    """What separates contexts of equal tokens, for their names in the tier."""
+    return f"{extra_key or ''}\0{cache_salt or ''}"
+
+
+def _release(landed: Landed | None) -> None:
+    if landed is not None:
+        landed.release()
+
+
+def _continues(landed: Landed, held: int) -> bool:
+    """Whether what landed can be used behind `held` tokens of the device."""
+    if not landed.begin <= held < landed.stop:
+        return False
+    recorded = max((place.node.stop for place in landed.places), default=0)
+    starts = {place.start for place in landed.places}
+    return held in starts or held >= recorded
+
+
+def _record(node: KvNode) -> NodeRecord:
+    begin, end = node.dropped
+    kept = int(torch.count_nonzero(node.value[begin:end]))
+    return NodeRecord(
+        stop=node.stop,
+        prompt_stop=node.prompt_stop,
+        compressed=node.compressed,
+        dropped=(begin, end),
+        kept=kept,
+        exact=node.exact,
+    )
+
+
+__all__ = ["TieredRadixCache", "extra_key_of"]

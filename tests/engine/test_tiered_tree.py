@@ -1,0 +1,218 @@
+"""The tree with a tier behind it, driven by a miniature scheduler: whatever comes back is the KV of
+its own prefix, compressed as it was, and nothing leaks, whatever the tier does.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tierd.live_tier import in_process
+from tree_harness import MiniScheduler, random_tokens
+
+from kvtier.errors import TierUnavailableError
+from kvtier.retention.share import FixedShare
+from kvtier.tier.breaker import Breaker
+from kvtier.tier.client import TierClient
+from kvtier.tier.link import TierLink
+
+SHARES = [None, FixedShare(0.5)]
+
+
+@pytest.fixture(scope="module")
+def tier():
+    with in_process(memory_bytes=1 << 24) as live:
+        yield live
+
+
+@pytest.fixture
+def connect(tier, request):
+    """Links to the tier in a namespace of the test's own, closed at its end."""
+    links = []
+
+    def make(client_class: type[TierClient] = TierClient, **options) -> TierLink:
+        namespace = f"{request.node.name[:150]}"
+        client = client_class(tier.address, namespace, **options)
+        links.append(TierLink(client, buffer_bytes=1 << 22, breaker=Breaker(first_s=0.01)))
+        return links[-1]
+
+    yield make
+    for link in links:
+        link.close()
+
+
+def context(n: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(50) for _ in range(n)]
+
+
+def turn(s: MiniScheduler, prompt: list[int], answer: list[int], chunk: int = 17):
+    request = s.admit(prompt)
+    assert request is not None
+    while request.filled < len(prompt):
+        assert s.extend(request, chunk)
+        s.checkpoint(request)
+    for token in answer:
+        assert s.decode(request, token)
+    s.release(request, checkpoint=True)
+    s.check()
+    return request
+
+
+def shape(s: MiniScheduler):
+    return sorted(
+        (n.start, n.stop, n.prompt_stop, n.dropped, n.compressed, n.locality_size, n.ca_size)
+        for n in s.tree.nodes()
+    )
+
+
+def entries(s: MiniScheduler, tokens: list[int]):
+    """What both classes hold of a context, in order, with votes."""
+    node, _ = s.tree._walk(s.tree.root_node, _key(tokens), 0)
+    row = s.tree.path_device_indices(node)
+    images = s.allocator.locality_of[row]
+    ca = s.pool.ca[1].k[row[row > 0]]
+    held = images[images > 0]
+    return ca, s.pool.locality[0].v[held], s.pool.log_votes[held]
+
+
+def _key(tokens):
+    from array import array
+
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    return RadixKey(array("q", tokens))
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_turns_come_back_to_another_server_compressed_as_they_were(connect, share):
+    a, never_left = MiniScheduler(share=share, link=connect()), MiniScheduler(share=share)
+    history = context(80)
+    for number, answer in enumerate([[1, 2, 3], [4, 5], [6]]):
+        for s in (a, never_left):
+            turn(s, history, answer)
+        history = [*history, *answer, *context(25, seed=number + 1)]
+    assert a.tree.link.flush(10)
+    b = MiniScheduler(share=share, link=connect())
+    came = turn(b, history, [7])
+    stayed = turn(never_left, history, [7])
+    assert came.restored == stayed.prefix_len == len(history) - 25
+    assert shape(b) == shape(never_left)
+    for ours, theirs in zip(entries(b, history), entries(never_left, history), strict=True):
+        assert ours.equal(theirs)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_fork_inside_a_compressed_context_gets_its_exact_prefix_back(connect, share):
+    s = MiniScheduler(share=share, link=connect())
+    shared = context(90)
+    turn(s, shared, [1, 2])
+    assert s.tree.link.flush(10)
+    fork = turn(s, [*shared[:61], 7, 7, 7], [3])
+    # Spans are 6 tokens long: 60 of the 61 shared ones came whole.
+    assert fork.prefix_len == 60
+
+
+def test_a_tail_shorter_than_a_span_comes_back_too(connect):
+    a = MiniScheduler(link=connect())
+    prompt = context(23)
+    turn(a, prompt, [1, 2])
+    assert a.tree.link.flush(10)
+    b = MiniScheduler(link=connect())
+    assert turn(b, [*prompt, 1, 2, 9, 9], [3]).restored == 25
+
+
+def test_another_policy_shares_exact_kv_and_nothing_else(connect):
+    a = MiniScheduler(share=FixedShare(0.5), link=connect())
+    first = context(60)
+    turn(a, first, [1, 2])
+    second = [*first, 1, 2, *context(40, seed=1)]
+    turn(a, second, [3])
+    assert a.tree.link.flush(10)
+    b = MiniScheduler(share=FixedShare(0.25), link=connect())
+    # Other scores stand beside the KV in this test, so not even the exact part is shared.
+    assert turn(b, [*second, 3, 9], [4]).restored == 0
+
+
+def test_requests_that_end_without_finishing_leave_nothing_in_flight(connect):
+    s = MiniScheduler(link=connect())
+    turn(s, context(60), [1])
+    assert s.tree.link.flush(10)
+    request = s.admit([*context(40), 7, 7])
+    s.extend(request, 1)
+    s.release(request, checkpoint=False, aborted=True)
+    s.check()
+    assert not s.tree.has_pending_cache_operations()
+    assert s.tree.link.flush(10)
+    assert s.tree.link._held_bytes == 0
+
+
+class FlakyClient(TierClient):
+    """Fails every now and then, in every way a call can."""
+
+    rng = random.Random(0)
+
+    def _perhaps(self) -> None:
+        if self.rng.random() < 0.2:
+            raise TierUnavailableError("flaky")
+
+    def put(self, *args, **kwargs):
+        self._perhaps()
+        return super().put(*args, **kwargs)
+
+    def get(self, keys, land, num_bytes):
+        self._perhaps()
+        outcome = super().get(keys, land, num_bytes)
+        self._perhaps()
+        return outcome
+
+    def exists(self, keys):
+        self._perhaps()
+        found = super().exists(keys)
+        # Says it has what it lost since.
+        return found._replace(present=[p or self.rng.random() < 0.05 for p in found.present])
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("client", [TierClient, FlakyClient])
+def test_random_turns_forks_and_aborts_on_two_servers_and_one_tier(connect, client, seed):
+    rng = random.Random(seed)
+    share = SHARES[seed % 2]
+    servers = [
+        MiniScheduler(220, 180, share=share, link=connect(client), streaming=seed == 4)
+        for _ in range(2)
+    ]
+    histories = [random_tokens(rng, 40)]
+    restored = 0
+    for _ in range(60):
+        s = rng.choice(servers)
+        history = rng.choice(histories)
+        if rng.random() < 0.4:
+            history = history[: rng.randrange(1, len(history) + 1)]
+        prompt = [*history, *random_tokens(rng, rng.randrange(1, 30))][:150]
+        request = s.admit(prompt)
+        if request is None:
+            continue
+        restored += request.restored
+        s.check()
+        going = True
+        while going and request.filled < len(prompt):
+            going = s.extend(request, rng.randrange(5, 40))
+            if going:
+                s.checkpoint(request)
+                s.check()
+        answer = random_tokens(rng, rng.randrange(0, 6))
+        answered = [token for token in answer if going and s.decode(request, token)]
+        ending = rng.random()
+        s.release(request, checkpoint=going and ending < 0.8, aborted=ending < 0.9)
+        s.check()
+        if going:
+            histories.append([*prompt, *answered])
+        if rng.random() < 0.5:
+            s.tree.link.flush(10)
+    for s in servers:
+        assert s.tree.link.flush(10)
+        assert s.tree.link._held_bytes == 0
+        assert not s.tree.has_pending_cache_operations()
+    if client is TierClient:
+        assert restored > 0

@@ -1,0 +1,25 @@
+"""Fixtures of the tier service's tests."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from live_tier import InProcessTier, in_process
+
+
+@pytest.fixture
+def memory_directory() -> Iterator[Path]:
+    """Where the service makes its shared file by default, but for nobody else."""
+    with tempfile.TemporaryDirectory(prefix="kvt", dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def tier(memory_directory: Path) -> Iterator[InProcessTier]:
+    """A service of 16 MiB that shares its memory; whole at the end, and nobody holds any of it."""
+    with in_process(shared_directory=memory_directory) as tier:
+        yield tier
+        assert tier.problems() == []

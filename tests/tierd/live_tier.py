@@ -1,0 +1,248 @@
+"""Tier services for tests: a real process that can be killed, stopped and started again, and one
+in a thread of the test's own process, whose insides can be looked at."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import pytest
+
+from kvtier.tier.blob import checksum, record_layout
+from kvtier.tier.client import Blob, Landing, Offer, TierClient
+from kvtier.v1 import tier_pb2, tier_pb2_grpc
+from kvtier_tierd.options import TierOptions
+from kvtier_tierd.server import TierServer
+from kvtier_tierd.stores.memory import MemoryStore
+
+PATIENCE_S = 20.0
+LAYOUT = record_layout("test")
+
+Result = TypeVar("Result")
+
+
+def eventually(fact: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
+    while not fact():
+        assert time.monotonic() < deadline, "did not come true"
+        time.sleep(0.005)
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def payload_of(number: int, num_bytes: int = 10_000) -> bytes:
+    return random.Random(number).randbytes(num_bytes)
+
+
+def blob_of(number: int, num_bytes: int = 10_000) -> Blob:
+    return Blob(key_of(number), LAYOUT, [payload_of(number, num_bytes)])
+
+
+class Landed:
+    """Buffers for whatever comes; `by_position` what landed where."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[int, bytearray] = {}
+
+    def __call__(self, offer: Offer) -> memoryview:
+        buffer = self.buffers[offer.position] = bytearray(offer.num_bytes)
+        return memoryview(buffer)
+
+
+@contextmanager
+def raw_stub(address: str) -> Iterator[tier_pb2_grpc.TierServiceStub]:
+    """For what a client of ours would never say."""
+    with grpc.insecure_channel(address) as channel:
+        yield tier_pb2_grpc.TierServiceStub(channel)
+
+
+def header_of(blob: Blob, namespace: str = "default", **changes: Any) -> tier_pb2.BlobHeader:
+    right = {
+        "key": blob.key,
+        "num_bytes": blob.num_bytes,
+        "layout": blob.layout,
+        "checksum": checksum(blob.key, namespace, blob.layout, blob.payload),
+    }
+    return tier_pb2.BlobHeader(**right | changes)
+
+
+@contextmanager
+def failing(code: grpc.StatusCode) -> Iterator[None]:
+    """What is called in here fails with this status."""
+    with pytest.raises(grpc.RpcError) as caught:
+        yield
+    assert caught.value.code() is code, caught.value.details()
+
+
+def fetch(
+    client: TierClient, keys: Sequence[bytes], num_bytes: int = 1 << 20
+) -> tuple[list[Landing], dict[int, bytes]]:
+    """Outcomes of a get, and the bytes of the blobs that landed, by position."""
+    landed = Landed()
+    outcome = client.get(keys, landed, num_bytes)
+    good = {i: bytes(b) for i, b in landed.buffers.items() if outcome[i] is Landing.LANDED}
+    return outcome, good
+
+
+class LiveTier:
+    """`python -m kvtier_tierd` with flags; restarted on the address it had. log: its stderr."""
+
+    def __init__(self, directory: Path, *flags: str, listen: str = "127.0.0.1:0") -> None:
+        self.directory, self.flags, self.address = directory, flags, listen
+        self.log = directory / "tier.log"
+        self.metrics_url = ""
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> LiveTier:
+        command = [sys.executable, "-m", "kvtier_tierd", "--listen", self.address, *self.flags]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=self.directory
+            )
+        self.address = self._line().rpartition(" ")[2]
+        if "--metrics-port" in self.flags:
+            self.metrics_url = self._line().rpartition(" ")[2]
+        return self
+
+    def _line(self) -> str:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        assert line, f"it did not start: {self.log.read_text()[-2000:]}"
+        return line
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def pause(self) -> None:
+        self.signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """kill -9, and wait until it is gone."""
+        self.signal(signal.SIGKILL)
+        self.wait()
+
+    def wait(self) -> int:
+        """The exit code."""
+        assert self.process is not None
+        assert self.process.stdout is not None
+        code = self.process.wait(PATIENCE_S)
+        self.process.stdout.close()
+        self.process = None
+        return code
+
+    def terminate(self) -> int:
+        """SIGTERM; the exit code."""
+        self.signal(signal.SIGTERM)
+        return self.wait()
+
+    def stop(self) -> None:
+        """However it is, end it."""
+        if self.process is not None:
+            self.resume()
+            self.kill()
+
+
+@contextmanager
+def live_tier(directory: Path, *flags: str, listen: str = "127.0.0.1:0") -> Iterator[LiveTier]:
+    """A started LiveTier without shared memory, unless the flags say otherwise."""
+    if "--shared-memory" not in flags:
+        flags = (*flags, "--shared-memory", "off")
+    tier = LiveTier(directory, *flags, listen=listen)
+    try:
+        yield tier.start()
+    finally:
+        tier.stop()
+
+
+class InProcessTier:
+    """A TierServer in a thread and event loop of its own."""
+
+    def __init__(self, options: TierOptions) -> None:
+        self.is_down = False
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="tier-under-test")
+        self.thread.start()
+        try:
+            self.server = self.call(lambda: TierServer(options))
+            self.run(self.server.start())
+        except BaseException:
+            self._end_loop()
+            raise
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run something where the service runs."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        async def called() -> Result:
+            return function()
+
+        return self.run(called())
+
+    @property
+    def address(self) -> str:
+        return self.server.address
+
+    @property
+    def store(self) -> MemoryStore:
+        assert isinstance(self.server.store, MemoryStore)
+        return self.server.store
+
+    def problems(self) -> list[str]:
+        """Of the store; and what is still held of it though nobody is there."""
+
+        def look() -> list[str]:
+            found = self.store.check_integrity()
+            pins = sum(entry.pins for entry in self.store.account.entries.values())
+            reserved = self.store.account.reserved.total()
+            leases = len(self.server.service.leases)
+            if pins or reserved or leases:
+                found.append(f"{pins} pins, {reserved} bytes reserved, {leases} leases")
+            return found
+
+        return self.call(look)
+
+    def shut_down(self) -> None:
+        """As SIGTERM does, once."""
+        if not self.is_down:
+            self.is_down = True
+            self.run(self.server.stop())
+
+    def stop(self) -> None:
+        try:
+            self.shut_down()
+        finally:
+            self._end_loop()
+
+    def _end_loop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(PATIENCE_S)
+        self.loop.close()
+
+
+@contextmanager
+def in_process(**options: Any) -> Iterator[InProcessTier]:
+    """A service of 16 MiB on a free port; nothing may be left held at its end."""
+    options = {"listen": "127.0.0.1:0", "memory_bytes": 16 << 20, "drain_s": 1.0} | options
+    tier = InProcessTier(TierOptions(**options))
+    try:
+        yield tier
+    finally:
+        tier.stop()

@@ -1,0 +1,204 @@
+"""The accounting of bounded stores: limits that hold, and victims nobody could have spared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from copy import deepcopy
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import TierExhaustedError
+from kvtier_tierd.stores.base import BlobName
+from kvtier_tierd.stores.lru import LruAccount
+
+CAPACITY = 100
+QUOTAS = {"a": 40, "b": 1000}
+NAMESPACES = st.sampled_from(["a", "b", "c"])
+NAMES = st.builds(
+    lambda namespace, number: BlobName(namespace, bytes([number]) * 32), NAMESPACES,
+    st.integers(0, 7),
+)  # fmt: skip
+STEPS = st.one_of(
+    st.tuples(st.just("put"), NAMES, st.integers(1, 60)),
+    st.tuples(st.just("draft"), NAMES, st.integers(1, 60)),
+    st.tuples(st.sampled_from(["pin", "unpin", "touch", "remove", "abort"]), NAMES),
+)
+
+
+class Accounts:
+    """An account as stores use it, and a plain list of the same blobs, oldest use first."""
+
+    def __init__(self) -> None:
+        self.account = LruAccount(CAPACITY, QUOTAS)
+        self.order: list[BlobName] = []
+        self.drafts: dict[BlobName, int] = {}
+
+    def play(self, step: str, name: BlobName, num_bytes: int = 0) -> None:
+        entry = self.account.entries.get(name)
+        if step in ("put", "draft"):
+            self.make(step, name, num_bytes)
+        elif step == "abort" and name in self.drafts:
+            self.account.release(name.namespace, self.drafts.pop(name))
+        elif entry is None:
+            return
+        elif step == "touch":
+            self.account.touch(name)
+            self.order.append(self.order.pop(self.order.index(name)))
+        elif step == "pin":
+            entry.pins += 1
+        elif step == "unpin" and entry.pins:
+            entry.pins -= 1
+        elif step == "remove" and not entry.pins:
+            self.remove(name)
+
+    def make(self, step: str, name: BlobName, num_bytes: int) -> None:
+        try:
+            victims = self.account.plan(name.namespace, num_bytes)
+        except TierExhaustedError:
+            return
+        for victim in victims:
+            self.remove(victim)
+        self.account.reserve(name.namespace, num_bytes)
+        if step == "put" and name not in self.order:
+            self.account.release(name.namespace, num_bytes)
+            self.account.add(name, num_bytes)
+            self.order.append(name)
+        elif name not in self.drafts:
+            self.drafts[name] = num_bytes
+        else:
+            self.account.release(name.namespace, num_bytes)
+
+    def remove(self, name: BlobName) -> None:
+        self.account.remove(name, evicted=True)
+        self.order.remove(name)
+
+
+def played(steps: list[tuple[str, BlobName, int]]) -> Accounts:
+    accounts = Accounts()
+    for step in steps:
+        accounts.play(*step)
+    return accounts
+
+
+def over(account: LruAccount, namespace: str, num_bytes: int, gone: list[BlobName]) -> bool:
+    """Whether so many more bytes break a limit once `gone` are gone."""
+    left = {name: entry for name, entry in account.entries.items() if name not in gone}
+    total = sum(entry.num_bytes for entry in left.values()) + account.reserved.total()
+    own = sum(entry.num_bytes for name, entry in left.items() if name.namespace == namespace)
+    own += account.reserved[namespace]
+    limit = min(CAPACITY, QUOTAS.get(namespace, CAPACITY))
+    return total + num_bytes > CAPACITY or own + num_bytes > limit
+
+
+@given(st.lists(STEPS, max_size=60))
+def test_limits_hold_and_bytes_add_up_whatever_happens(steps):
+    accounts = Accounts()
+    for step in steps:
+        accounts.play(*step)
+        account = accounts.account
+        assert account.check_integrity() == []
+        assert list(account.entries) == accounts.order
+        assert account.used_bytes == sum(account.by_namespace().values())
+        assert not over(account, "a", 0, [])
+
+
+@given(st.lists(STEPS, max_size=60), NAMESPACES, st.integers(1, 120))
+def test_victims_are_enough_and_none_of_them_is_one_too_many(steps, namespace, num_bytes):
+    account = played(steps).account
+    try:
+        victims = account.plan(namespace, num_bytes)
+    except TierExhaustedError:
+        evictable = [name for name, entry in account.entries.items() if not entry.pins]
+        assert over(account, namespace, num_bytes, evictable)
+        return
+    assert not over(account, namespace, num_bytes, victims)
+    assert len(set(victims)) == len(victims)
+    if victims:
+        assert over(account, namespace, num_bytes, victims[:-1])
+
+
+@given(st.lists(STEPS, max_size=60), NAMESPACES, st.integers(1, 120))
+def test_victims_are_the_least_recently_used_and_never_pinned(steps, namespace, num_bytes):
+    accounts = played(steps)
+    try:
+        victims = accounts.account.plan(namespace, num_bytes)
+    except TierExhaustedError:
+        return
+    evictable = [name for name in accounts.order if not accounts.account.entries[name].pins]
+    assert set(victims) <= set(evictable)
+    # Within a namespace always; across them where no quota has its own victims first.
+    for mine in (True, False):
+        candidates = [name for name in evictable if (name.namespace == namespace) == mine]
+        chosen = [name for name in candidates if name in victims]
+        assert chosen == candidates[: len(chosen)]
+    account = accounts.account
+    own = account.used[namespace] + account.reserved[namespace]
+    if own + num_bytes <= account.quota(namespace):
+        assert victims == evictable[: len(victims)]
+
+
+@given(st.lists(STEPS, max_size=60), st.integers(1, 120))
+def test_a_quota_alone_costs_nobody_else_anything(steps, num_bytes):
+    account = played(steps).account
+    if account.used_bytes + account.reserved.total() + num_bytes > CAPACITY:
+        return
+    try:
+        victims = account.plan("a", num_bytes)
+    except TierExhaustedError:
+        return
+    assert all(victim.namespace == "a" for victim in victims)
+
+
+@given(st.lists(STEPS, max_size=60), NAMESPACES, st.integers(1, 120))
+def test_planning_changes_nothing(steps, namespace, num_bytes):
+    account = played(steps).account
+    before = deepcopy((account.entries, +account.used, +account.reserved, account.evictions))
+    with suppress(TierExhaustedError):
+        account.plan(namespace, num_bytes)
+    assert (account.entries, +account.used, +account.reserved, account.evictions) == before
+
+
+def test_a_quota_above_the_capacity_is_the_capacity():
+    assert LruAccount(10, {"a": 50}).quota("a") == 10
+    with pytest.raises(TierExhaustedError, match="10 bytes"):
+        LruAccount(10, {"a": 50}).plan("a", 11)
+
+
+def test_a_namespace_without_blobs_is_not_listed():
+    account = LruAccount(10)
+    account.add(BlobName("a", b""), 4)
+    account.remove(BlobName("a", b""))
+    assert account.by_namespace() == {}
+    assert account.evictions == 0
+
+
+def one_blob() -> LruAccount:
+    account = LruAccount(10, {"a": 6})
+    account.add(BlobName("a", b""), 4)
+    assert account.check_integrity() == []
+    return account
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"capacity_bytes": 3}, "4 bytes held of 3"),
+        ({"quotas": {"a": 3}}, "over its quota"),
+        ({"used": Counter(a=5)}, "counted"),
+        ({"reserved": Counter(b=-1)}, "below zero"),
+    ],
+)
+def test_what_does_not_add_up_is_found(change, problem):
+    account = one_blob()
+    for name, value in change.items():
+        setattr(account, name, value)
+    assert problem in " ".join(account.check_integrity())
+
+
+def test_a_blob_closed_too_often_is_found():
+    account = one_blob()
+    account.entries[BlobName("a", b"")].pins = -1
+    assert "closed more often" in account.check_integrity()[0]
