@@ -12,16 +12,13 @@ A run may continue where a record ends: the session was left in the middle of it
 
 from __future__ import annotations
 
-import itertools
-import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass
 
 from kvtier.errors import TierProtocolError
-from kvtier.tier.blob import SpanLayout
-from kvtier.tier.client import Landing, Offer, TierClient
+from kvtier.tier.client import TierClient
+from kvtier.tier.host import HostSpans, Layouts, fetch_spans
+from kvtier.tier.landing import Landing, Offer
 from kvtier.tier.link import TierLink
 from kvtier.tier.names import (
     ContextNames,
@@ -32,8 +29,6 @@ from kvtier.tier.names import (
 )
 from kvtier.tier.turns import MAX_BYTES, Place, TurnRecord, decode_record, places, tail_digest
 
-# Longer calls outlive their leases and deadlines; shorter ones cost more calls.
-BLOBS_PER_GET = 32
 RECORDS_TRIED = 3
 
 
@@ -43,24 +38,14 @@ class Landed:
 
     places:     the recorded nodes in it, first to last; what is behind them is one plain run.
     exact_stop: up to which token it was computed with nothing dropped.
-    spans:      in order; payloads[i] belongs to spans[i], uint8 `[bytes]`.
-    host_bytes: claimed of the link's memory, until `release`.
+    host:       the spans that hold it.
     """
 
     begin: int
     stop: int
     exact_stop: int
     places: list[Place]
-    spans: list[SpanName]
-    payloads: list[np.ndarray]
-    host_bytes: int
-    link: TierLink = field(repr=False)
-
-    def release(self) -> None:
-        """Give the host memory back."""
-        self.link.release(self.host_bytes)
-        self.host_bytes = 0
-        self.payloads = []
+    host: HostSpans
 
 
 @dataclass(frozen=True)
@@ -68,7 +53,6 @@ class Lookup:
     """One prompt's question to the tier; `__call__` runs in the link's thread.
 
     token_ids: of the prompt that may be matched; begin: tokens that the device has.
-    layout_of: the layout of a span of so many tokens, as this server reads it.
     least:     fewer tokens than that are computed faster than they are fetched.
     """
 
@@ -77,7 +61,7 @@ class Lookup:
     token_ids: Sequence[int]
     begin: int
     extra_key: str
-    layouts: dict[int, SpanLayout]
+    layouts: Layouts
     least: int
 
     def __call__(self, client: TierClient) -> Landed | None:
@@ -86,7 +70,11 @@ class Lookup:
         stop = spans[-1].stop if spans else self.begin
         if stop - self.begin < self.least:
             return None
-        return self._fetch(client, record, spans, exact_stop)
+        host = fetch_spans(client, self.link, spans, self.layouts)
+        landed = None if host is None else self._landed(record, host, exact_stop)
+        if host is not None and landed is None:
+            host.release()
+        return landed
 
     def _plan(
         self, client: TierClient, chains: NamedChains
@@ -137,71 +125,9 @@ class Lookup:
                 return record
         return None
 
-    def _fetch(
-        self,
-        client: TierClient,
-        record: TurnRecord | None,
-        spans: list[SpanName],
-        exact_stop: int,
-    ) -> Landed | None:
-        sizes = [self._layout(span).num_bytes for span in spans]
-        total = sum(sizes)
-        if not self.link.claim(total):
-            return None
-        landed = None
-        try:
-            payloads = _host_buffers(sizes)
-            count = self._land(client, spans, payloads)
-            landed = self._landed(record, spans[:count], payloads[:count], exact_stop, total)
-        finally:
-            if landed is None:
-                self.link.release(total)
-        return landed
-
-    def _layout(self, span: SpanName) -> SpanLayout:
-        tokens = span.stop - span.begin
-        if tokens not in self.layouts:
-            known = self.layouts[self.names.span_tokens]
-            score = known.score_bytes // known.num_tokens * tokens
-            self.layouts[tokens] = SpanLayout(
-                known.dtype, known.num_layers, tokens, known.num_kv_heads, known.head_dim, score
-            )
-        return self.layouts[tokens]
-
-    def _land(self, client: TierClient, spans: list[SpanName], payloads: list[np.ndarray]) -> int:
-        """How many of the spans landed, from the first on."""
-        count = 0
-        for first in range(0, len(spans), BLOBS_PER_GET):
-            part = spans[first : first + BLOBS_PER_GET]
-            encoded = [self._layout(span).encode() for span in part]
-
-            def land(
-                offer: Offer, first: int = first, encoded: list[bytes] = encoded
-            ) -> memoryview | None:
-                payload = payloads[first + offer.position]
-                fits = offer.layout == encoded[offer.position]
-                return payload.data if fits and offer.num_bytes == payload.nbytes else None
-
-            expected = sum(payload.nbytes for payload in payloads[first : first + len(part)])
-            outcome = client.get([span.key for span in part], land, expected)
-            for one in outcome:
-                if one is not Landing.LANDED:
-                    return count
-                count += 1
-        return count
-
-    def _landed(
-        self,
-        record: TurnRecord | None,
-        spans: list[SpanName],
-        payloads: list[np.ndarray],
-        exact_stop: int,
-        host_bytes: int,
-    ) -> Landed | None:
+    def _landed(self, record: TurnRecord | None, host: HostSpans, exact_stop: int) -> Landed | None:
         """What can be made of the spans that landed: recorded nodes as far as they are whole."""
-        stop = spans[-1].stop if spans else self.begin
-        if stop - self.begin < self.least:
-            return None
+        stop = host.spans[-1].stop if host.spans else self.begin
         whole: list[Place] = []
         if record is not None:
             mine = [place for place in places(record) if place.start >= self.begin]
@@ -209,19 +135,9 @@ class Lookup:
             if len(whole) < len(mine):
                 # Half a recorded node is no node: as plain KV it would be compressed another way.
                 stop = whole[-1].node.stop if whole else self.begin
-                if stop - self.begin < self.least:
-                    return None
-        return Landed(
-            self.begin, stop, min(exact_stop, stop), whole, spans, payloads, host_bytes, self.link
-        )
-
-
-def _host_buffers(sizes: Sequence[int]) -> list[np.ndarray]:
-    """Uninitialised host memory, in one allocation."""
-    total = sum(sizes)
-    memory = np.frombuffer(mmap.mmap(-1, total), dtype=np.uint8)
-    bounds = np.cumsum([0, *sizes])
-    return [memory[a:b] for a, b in itertools.pairwise(bounds)]
+        if stop - self.begin < self.least:
+            return None
+        return Landed(self.begin, stop, min(exact_stop, stop), whole, host)
 
 
 def _small_blob(client: TierClient, key: bytes) -> bytearray | None:

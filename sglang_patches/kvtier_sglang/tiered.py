@@ -32,6 +32,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvtier.retention.locality import DroppedSpan, LocalityRule
+from kvtier.tier.host import Layouts
 from kvtier.tier.link import Fetch, TierLink
 from kvtier.tier.lookup import Landed, Lookup
 from kvtier.tier.names import ContextNames
@@ -135,14 +136,13 @@ class TieredRadixCache(KvtierRadixCache):
         least = max(self.names.span_tokens, self.rates.break_even_tokens(self.token_bytes))
         if missing < least or not self.link.healthy:
             return
-        span = self.names.span_tokens
         lookup = Lookup(
             names=self.names,
             link=self.link,
             token_ids=[*(matched_prefix_tokens or ()), *new_input_tokens],
             begin=begin,
             extra_key=extra_key_of(extra_key, cache_salt),
-            layouts={span: self.codec.layout(span)},
+            layouts=Layouts(self.codec.layout(self.names.span_tokens)),
             least=least,
         )
         wait_s = min(PATIENCE * self.rates.compute_s(missing), LONGEST_WAIT_S)
@@ -271,7 +271,7 @@ class TieredRadixCache(KvtierRadixCache):
             self.unlock(lock)
         if slots is None:
             return None
-        for span, payload in zip(landed.spans, landed.payloads, strict=True):
+        for span, payload in zip(landed.host.spans, landed.host.payloads, strict=True):
             first, last = max(span.begin, begin), min(span.stop, stop)
             if first < last:
                 part = slots[first - begin : last - begin]
@@ -352,7 +352,7 @@ def extra_key_of(extra_key: str | None, cache_salt: str | None) -> str:
 
 def _release(landed: Landed | None) -> None:
     if landed is not None:
-        landed.release()
+        landed.host.release()
 
 
 def _continues(landed: Landed, held: int) -> bool:
