@@ -135,6 +135,22 @@ class Settings(BaseSettings):
     calibration_poll_s: float = Field(
         5.0, gt=0, description="Seconds between looks for a changed calibration while serving."
     )
+    refresh: Literal["off", "turn"] = Field(
+        "off",
+        description="turn: when a turn begins, CA heads choose again what they keep, with its own "
+        "questions, from the exact KV in the tier.",
+    )
+    merge: Literal["off", "beta", "paper"] = Field(
+        "off",
+        description="What a refresh does with tokens that are not kept: drop them, or merge them "
+        "into those that are (KeepKV, in either form).",
+    )
+    merge_floor: float = Field(
+        0.9, ge=-1, le=1, description="Cosine similarity of keys up to which nothing is merged."
+    )
+    refresh_queries: int = Field(
+        32, ge=1, description="Newest queries that choose what a refresh keeps."
+    )
     tier: str | None = Field(
         None, description="KV tier that keeps exact KV: host:port or unix:/path. None: no tier."
     )
@@ -218,6 +234,13 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _a_tier_that_can_work(self) -> Settings:
+        if self.merge != "off" and self.refresh == "off":
+            raise ValueError("merge needs refresh: merging is done from the tier's exact KV")
+        if self.refresh != "off" and not (self.tier is not None and self.compacts):
+            raise ValueError(
+                "refresh needs a tier, and a share of the context to choose: quality, retention "
+                "or a budget"
+            )
         if self.tier is None:
             return self
         if self.tier_span_tokens > self.recent_tokens:

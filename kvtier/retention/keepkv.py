@@ -125,11 +125,26 @@ class KeepKV:
         logits_of = self.prediction(entries, window)
         logits = logits_of(keys)
         if scores is None:
-            scores = best_nearby(expected_output(entries, logits), self.pool_width)
+            scores = self.worth(entries, logits)
         kept = best(scores, count, protected)
         assignment = assign(keys, kept, protected, self.floor)
         merged, fallbacks = self.merge(entries, logits, assignment, logits_of)
         return Retained(kept, merged, compensate(entries, assignment), fallbacks)
+
+    def select(
+        self, keys: torch.Tensor, values: torch.Tensor, count: int, window: QueryWindow
+    ) -> torch.Tensor:
+        """What `retain` would keep of a span, and nothing merged: int64 `[heads, count]`.
+
+        Raises UsageError naming a bad argument.
+        """
+        check_span(keys, values, count, window, None, None)
+        entries = exact_entries(keys, values)
+        return best(self.worth(entries, self.prediction(entries, window)(keys)), count)
+
+    def worth(self, entries: Entries, logits: torch.Tensor) -> torch.Tensor:
+        """Float32 `[heads, tokens]`, higher = keep."""
+        return best_nearby(expected_output(entries, logits), self.pool_width)
 
     def prediction(
         self, entries: Entries, window: QueryWindow | None

@@ -75,14 +75,23 @@ def score_bytes(profile: HeadProfile) -> int:
     return 4 * (profile.num_ca_heads + 1)
 
 
-def slot_bytes(profile: HeadProfile, dtype_bytes: int, *, scored: bool = False) -> SlotBytes:
-    """Bytes per slot of each class for a profile's model shape; `scored` where CA heads compact."""
+def vote_bytes(profile: HeadProfile) -> int:
+    """Bytes per CA slot of what merging remembers of it: a float per query head, and a mark."""
+    group = profile.shape.num_attention_heads // profile.shape.num_kv_heads
+    return 4 * (profile.num_ca_heads * group + 1)
+
+
+def slot_bytes(
+    profile: HeadProfile, dtype_bytes: int, *, scored: bool = False, merges: bool = False
+) -> SlotBytes:
+    """Bytes per slot of each class for a profile's model shape; `scored` where CA heads compact,
+    `merges` where they merge."""
     head_bytes = 2 * profile.shape.head_dim * dtype_bytes
     total = profile.shape.num_layers * profile.shape.num_kv_heads
     ca = profile.num_ca_heads * head_bytes
-    return SlotBytes(
-        ca=ca + (score_bytes(profile) if scored else 0), locality=total * head_bytes - ca
-    )
+    beside = score_bytes(profile) if scored else 0
+    beside += vote_bytes(profile) if merges else 0
+    return SlotBytes(ca=ca + beside, locality=total * head_bytes - ca)
 
 
 def session_bytes(bytes_per_slot: SlotBytes, shape: SessionShape) -> int:

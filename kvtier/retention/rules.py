@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvtier.config import Settings
 from kvtier.retention.compactor import Compactor
+from kvtier.retention.keepkv import Form, KeepKV
 from kvtier.retention.locality import LocalityRule
 
 
@@ -15,6 +16,12 @@ def locality_rule(settings: Settings) -> LocalityRule:
         branch_recent_tokens=settings.branch_recent_tokens,
         compensation=settings.compensation,
     )
+
+
+def keepkv_of(settings: Settings) -> KeepKV:
+    """The rule by which a server with these settings refreshes."""
+    form: Form = "paper" if settings.merge == "paper" else "beta"
+    return KeepKV(form, floor=settings.merge_floor, window_queries=settings.refresh_queries)
 
 
 def compactor_of(settings: Settings) -> Compactor:

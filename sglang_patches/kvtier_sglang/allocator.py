@@ -68,6 +68,7 @@ class HeadSplitAllocator(TokenToKVPoolAllocator):
         self.pool.locality_of.zero_()
         self.pool.settled.zero_()
         self.pool.log_votes.zero_()
+        self.pool.ca_voted.zero_()
         self.unsorted = False
         self.changed = True
 

@@ -25,6 +25,7 @@ from kvtier.retention.rules import compactor_of
 from kvtier_kernels import AttentionKernels, RaggedKV, Window, get_kernels
 from kvtier_sglang.compaction import Compaction, PrefillRows, find_rotary
 from kvtier_sglang.pool import ClassBuffers, HeadSplitKVPool
+from kvtier_sglang.refresh import Refresher
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class KvtierAttnBackend(AttentionBackend):
         self.settings = settings
         self.kernels: AttentionKernels = get_kernels(settings.kernels)
         self.forward_metadata: BatchPlan | None = None
+        # Set by a tree that refreshes: it and its refresher.
+        self.refreshing: tuple[Any, Refresher] | None = None
         self.compaction: Compaction | None = None
         if pool.mass is not None:
             layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
@@ -101,6 +104,13 @@ class KvtierAttnBackend(AttentionBackend):
             new = [int(n) for n in forward_batch.extend_seq_lens_cpu]
         else:
             lengths, new = [int(n) for n in forward_batch.seq_lens_cpu], [1] * len(requests)
+        if extend and self.refreshing is not None:
+            tree, refresher = self.refreshing
+            stops = [length + n for length, n in zip(lengths, new, strict=True)]
+            indptr = _indptr(new)
+            refresher.begin_pass(
+                tree, forward_batch.rids, requests, stops, indptr, self.req_to_token
+            )
         rows = [
             self.req_to_token[request, :length].to(torch.int64)
             for request, length in zip(requests, lengths, strict=True)
@@ -131,7 +141,8 @@ class KvtierAttnBackend(AttentionBackend):
         """CA entries: every token's, less those that compaction took (slot 0)."""
         if self.compaction is not None:
             rows = [row[row > 0] for row in rows]
-        return ClassPlan(self.kernels.plan(*_ragged(rows)))
+        votes = self.pool.ca_voted if self.pool.ca_votes is not None else None
+        return ClassPlan(self.kernels.plan(*_ragged(rows), votes))
 
     @property
     def _streams(self) -> bool:
@@ -174,6 +185,8 @@ class KvtierAttnBackend(AttentionBackend):
         if self.compaction is not None and batch.prefill is not None:
             index = layer.layer_id - self.pool.start_layer
             self.compaction.observe(index, q, k, v, batch.prefill, layer.scaling)
+        if self.refreshing is not None:
+            self._refresh(layer.layer_id - self.pool.start_layer, q, layer.scaling)
         out = torch.empty_like(q)
         for buffers, part, votes in self._classes(layer, batch):
             state = self.kernels.extend(
@@ -188,6 +201,14 @@ class KvtierAttnBackend(AttentionBackend):
             )
             _place(out, buffers, state.o)
         return out.view(out.shape[0], -1)
+
+    def _refresh(self, index: int, q: torch.Tensor, scale: float) -> None:
+        """Let the requests that begin a turn in this pass choose this layer's entries anew."""
+        assert self.refreshing is not None, "nothing refreshes"
+        _, refresher = self.refreshing
+        refresher.layer(index, q, scale)
+        if index == self.pool.layer_num - 1:
+            refresher.end_pass()
 
     def forward_decode(
         self,
@@ -229,7 +250,8 @@ class KvtierAttnBackend(AttentionBackend):
         index = layer.layer_id - self.pool.start_layer
         classes: list[tuple[ClassBuffers, ClassPlan, torch.Tensor | None]] = []
         if self.pool.ca[index].heads:
-            classes.append((self.pool.ca[index], batch.ca, None))
+            votes = None if self.pool.ca_votes is None else self.pool.ca_votes[index]
+            classes.append((self.pool.ca[index], batch.ca, votes))
         if self.pool.locality[index].heads:
             assert batch.locality is not None, "a locality head without a locality plan"
             classes.append((self.pool.locality[index], batch.locality, self.pool.log_votes))

@@ -8,7 +8,8 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 from kvtier.config import Settings
 from kvtier.retention.locality import LocalityRule
-from kvtier.retention.rules import compactor_of, locality_rule
+from kvtier.retention.rules import compactor_of, keepkv_of, locality_rule
+from kvtier_sglang.attention import active_backend
 from kvtier_sglang.calibrated import curve_source
 from kvtier_sglang.compaction import Compaction
 from kvtier_sglang.metrics import RetentionMetrics
@@ -29,7 +30,20 @@ def build(ctx: TreeCacheBuildContext, settings: Settings) -> KvtierRadixCache:
     if settings.tier is None:
         return KvtierRadixCache(ctx.params, rule, **parts)
     names = context_names(settings, ctx.server_args.model_path, pool, rule)
-    return TieredRadixCache(ctx.params, rule, link=tier_link(settings), names=names, **parts)
+    tree = TieredRadixCache(
+        ctx.params,
+        rule,
+        link=tier_link(settings),
+        names=names,
+        refresh=keepkv_of(settings) if settings.refresh != "off" else None,
+        merges=settings.merge != "off",
+        **parts,
+    )
+    if tree.refresher is not None:
+        backend = active_backend()
+        assert backend is not None, "the attention backend is built before the tree"
+        backend.refreshing = (tree, tree.refresher)
+    return tree
 
 
 def _compacting(

@@ -94,7 +94,8 @@ def size_pools(
     settings = load_settings()
     profile = _profile(configurator, settings)
     itemsize = configurator.kv_cache_dtype.itemsize
-    per_slot = slot_bytes(profile, itemsize, scored=settings.compacts)
+    merges = settings.merge != "off"
+    per_slot = slot_bytes(profile, itemsize, scored=settings.compacts, merges=merges)
     longest = configurator.model_config.context_len
     plan = plan_pools(budget_bytes, per_slot, _session_shape(settings, longest))
     config = original(configurator, plan.ca_slots * per_slot.full, **kwargs)
@@ -130,6 +131,7 @@ def build_pool(
         device=configurator.device,
         start_layer=configurator.layer_info.start_layer,
         scored=radix and settings.compacts,
+        merges=radix and settings.merge != "off",
     )
     logger.info(
         "kvtier pools: %d CA slots, %d locality slots, %d of %d KV heads CA",

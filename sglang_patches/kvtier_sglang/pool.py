@@ -23,7 +23,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVCache, unwrap_write_loc
 
 from kvtier.heads.profile import HeadProfile
-from kvtier.retention.pools import SlotBytes, score_bytes
+from kvtier.retention.pools import SlotBytes, score_bytes, vote_bytes
 
 
 class ClassBuffers(NamedTuple):
@@ -66,6 +66,11 @@ class HeadSplitKVPool(KVCache):
     nll:         [ca_size + 1] float32, how surprising the token after it was, nats; NaN where it
                  was not asked.
     rotary:      per layer, how its keys are rotated; the attention backend fills it in.
+
+    What entries stand for that tokens were merged into, where `merges`:
+
+    ca_votes:    per layer [ca_size + 1, CA heads, group] float32, log-votes. None without merging.
+    ca_voted:    [ca_size + 1] float32, 1 where any layer has votes.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class HeadSplitKVPool(KVCache):
         start_layer: int,
         page_size: int = 1,
         scored: bool = False,
+        merges: bool = False,
     ) -> None:
         shape = profile.shape
         super().__init__(
@@ -111,6 +117,15 @@ class HeadSplitKVPool(KVCache):
             sizes = [(len(heads), ca_size + 1) for heads in profile.ca_heads]
             self.mass = [torch.zeros(size, dtype=torch.float32, device=device) for size in sizes]
             self.nll = torch.full((ca_size + 1,), torch.nan, device=device)
+        self.group = shape.num_attention_heads // shape.num_kv_heads
+        self.ca_votes: list[torch.Tensor] | None = None
+        self.ca_voted = torch.empty(0, device=device)
+        if merges:
+            self.ca_votes = [
+                torch.zeros((ca_size + 1, len(heads), self.group), device=device)
+                for heads in profile.ca_heads
+            ]
+            self.ca_voted = torch.zeros(ca_size + 1, dtype=torch.float32, device=device)
         self._finalize_allocation_log(ca_size)
 
     def _buffers(self, size: int, heads: tuple[int, ...]) -> ClassBuffers:
@@ -139,6 +154,8 @@ class HeadSplitKVPool(KVCache):
     def slot_bytes(self) -> SlotBytes:
         """Bytes one slot of each class occupies over all layers, from the real buffers."""
         scores = 0 if self.mass is None else score_bytes(self.profile)
+        if self.ca_votes is not None:
+            scores += vote_bytes(self.profile)
         return SlotBytes(
             ca=_bytes_per_slot(self.ca) + scores, locality=_bytes_per_slot(self.locality)
         )
@@ -200,6 +217,26 @@ class HeadSplitKVPool(KVCache):
             self.nll[ca_slots] = torch.nan
             for mass in self.mass:
                 mass[:, ca_slots] = 0.0
+
+    def set_votes(self, index: int, ca_slots: torch.Tensor, log_votes: torch.Tensor) -> None:
+        """Votes of entries in the pool's `index`-th layer: `[slots, CA heads, group]`."""
+        assert self.ca_votes is not None, "a pool without votes"
+        self.ca_votes[index][ca_slots] = log_votes.float()
+        self.ca_voted[ca_slots] = 1.0
+
+    def veto(self, ca_slots: torch.Tensor) -> None:
+        """Entries that stand for nothing yet: no query sees them in any layer."""
+        assert self.ca_votes is not None, "a pool without votes"
+        for votes in self.ca_votes:
+            votes[ca_slots] = float("-inf")
+        self.ca_voted[ca_slots] = 1.0
+
+    def forget_votes(self, ca_slots: torch.Tensor) -> None:
+        """Slots on their way back to the free list stand for one token each again."""
+        if self.ca_votes is not None:
+            self.ca_voted[ca_slots] = 0.0
+            for votes in self.ca_votes:
+                votes[ca_slots] = 0.0
 
     # SGLang's single-buffer accessors have no meaning for two slot spaces.
 

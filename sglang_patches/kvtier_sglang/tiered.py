@@ -31,15 +31,17 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.locality import DroppedSpan, LocalityRule
-from kvtier.tier.host import Layouts
+from kvtier.tier.host import HostSpans, Layouts
 from kvtier.tier.link import Fetch, TierLink
-from kvtier.tier.lookup import Landed, Lookup
+from kvtier.tier.lookup import Landed, Lookup, RangesLookup
 from kvtier.tier.names import ContextNames
 from kvtier.tier.turns import NodeRecord
 from kvtier_sglang.compaction import Compaction
 from kvtier_sglang.radix import KvtierRadixCache
 from kvtier_sglang.rates import Rates
+from kvtier_sglang.refresh import Hole, Refresher, Refreshing, holes_of
 from kvtier_sglang.retention import Retention
 from kvtier_sglang.spans import SpanCodec
 from kvtier_sglang.spill import Spiller
@@ -69,8 +71,22 @@ class Flow:
         self.fetch.cancel(_release)
 
 
+@dataclass
+class RefreshFlow:
+    """One request's wait for the exact KV that its refresh needs. deadline: see Flow."""
+
+    fetch: Fetch[HostSpans | None]
+    holes: list[Hole]
+    deadline: float
+
+
 class TieredRadixCache(KvtierRadixCache):
-    """See the module docstring. link: owned by the tree; names: of this server's KV."""
+    """See the module docstring.
+
+    link:    owned by the tree; names: of this server's KV.
+    refresh: the rule by which compacted contexts are refreshed when a turn begins, and whether it
+             merges; None: they are not.
+    """
 
     def __init__(
         self,
@@ -80,6 +96,8 @@ class TieredRadixCache(KvtierRadixCache):
         link: TierLink,
         names: ContextNames,
         rates: Rates | None = None,
+        refresh: KeepKV | None = None,
+        merges: bool = False,
         streaming: bool = False,
         retention: Retention | None = None,
         compaction: Compaction | None = None,
@@ -88,6 +106,10 @@ class TieredRadixCache(KvtierRadixCache):
         self.rates = rates or Rates()
         self.tier_counters: Counter[str] = Counter()
         self._flows: dict[str, Flow] = {}
+        # Requests that wait for the exact KV of what their context lacks.
+        self._refreshes: dict[str, RefreshFlow] = {}
+        # What a request matched last, and how many tokens it is to fill.
+        self._matched: dict[str, tuple[KvNode, int]] = {}
         # When a request's chunk began: at its last match, or where its last chunk ended.
         self._clock: dict[str, float] = {}
         super().__init__(
@@ -95,11 +117,16 @@ class TieredRadixCache(KvtierRadixCache):
         )
         self.codec = SpanCodec(self.allocator.pool)
         self.spiller = Spiller(link, self.codec, names)
+        self.refresher: Refresher | None = None
+        if refresh is not None:
+            self.refresher = Refresher(self.allocator, refresh, merges=merges)
 
     def reset(self) -> None:
         for flow in self._flows.values():
             flow.drop()
         self._flows.clear()
+        for rid in list(self._matched):
+            self._forget(rid)
         super().reset()
 
     # -- asking --
@@ -130,24 +157,51 @@ class TieredRadixCache(KvtierRadixCache):
         storage_hit_end: int | None = None,
     ) -> None:
         """A request arrived: ask the tier for what the tree lacks, in the background."""
-        self._forget(handle.rid)
+        self._forget_load(handle.rid)
         begin = len(matched_prefix_tokens or ())
         missing = len(new_input_tokens)
+        extra = extra_key_of(extra_key, cache_salt)
+        tokens = [*(matched_prefix_tokens or ()), *new_input_tokens]
+        if self.refresher is not None and self.link.healthy:
+            self._ask_refresh(handle.rid, last_host_node, tokens, extra)
         least = max(self.names.span_tokens, self.rates.break_even_tokens(self.token_bytes))
         if missing < least or not self.link.healthy:
             return
         lookup = Lookup(
             names=self.names,
             link=self.link,
-            token_ids=[*(matched_prefix_tokens or ()), *new_input_tokens],
+            token_ids=tokens,
             begin=begin,
-            extra_key=extra_key_of(extra_key, cache_salt),
+            extra_key=extra,
             layouts=Layouts(self.codec.layout(self.names.span_tokens)),
             least=least,
         )
         wait_s = min(PATIENCE * self.rates.compute_s(missing), LONGEST_WAIT_S)
         self._flows[handle.rid] = Flow(self.link.submit(lookup), begin, time.monotonic() + wait_s)
         self.tier_counters["asked"] += 1
+
+    def _ask_refresh(self, rid: str, node: KvNode, tokens: list[int], extra: str) -> None:
+        """Ask for the exact KV of what CA heads lack of the device's prefix."""
+        path = list(self._path(node))[::-1]
+        holes = holes_of(path)
+        if not holes or rid not in self._matched:
+            return
+        lookup = RangesLookup(
+            names=self.names,
+            link=self.link,
+            token_ids=tokens[: node.stop],
+            ranges=[(hole.begin, hole.end) for hole in holes],
+            exact_stop=max((n.stop for n in path if n.exact), default=0),
+            extra_key=extra,
+            layouts=Layouts(self.codec.layout(self.names.span_tokens)),
+        )
+        deadline = self.link.client.deadline(self.token_bytes * node.stop)
+        self._refreshes[rid] = RefreshFlow(self.link.submit(lookup), holes, deadline.at)
+
+    def holes_of_request(self, rid: str) -> list[Hole]:
+        """The compacted spans of the prefix that a request was admitted with."""
+        node, _ = self._matched.get(rid, (self.root_node, 0))
+        return holes_of(list(self._path(node))[::-1])
 
     @property
     def token_bytes(self) -> int:
@@ -157,13 +211,34 @@ class TieredRadixCache(KvtierRadixCache):
 
     def check_prefetch_progress(self, handle: CacheRequestHandle) -> bool:
         """Whether the request need not wait for the tier (any longer)."""
+        return self._refresh_settled(handle.rid) and self._load_settled(handle)
+
+    def _refresh_settled(self, rid: str) -> bool:
+        """Whether the exact KV for a refresh came, will not come, or is not waited for."""
+        flow = self._refreshes.get(rid)
+        if flow is None:
+            return True
+        if not flow.fetch.done and time.monotonic() < flow.deadline:
+            return False
+        del self._refreshes[rid]
+        host = flow.fetch.result if flow.fetch.done else None
+        if host is None:
+            flow.fetch.cancel(_release_host)
+            self.tier_counters["refresh_missed"] += 1
+            return True
+        assert self.refresher is not None
+        _, filled = self._matched[rid]
+        self.refresher.offer(rid, Refreshing(flow.holes, host, filled))
+        return True
+
+    def _load_settled(self, handle: CacheRequestHandle) -> bool:
         flow = self._flows.get(handle.rid)
         if flow is None or flow.fetch.done:
             return True
         if time.monotonic() < flow.deadline:
             return False
         self.tier_counters["gave_up_waiting"] += 1
-        self._forget(handle.rid)
+        self._forget_load(handle.rid)
         return True
 
     def pop_prefetch_loaded_span(self, handle: CacheRequestHandle) -> tuple[int, int | None]:
@@ -175,16 +250,26 @@ class TieredRadixCache(KvtierRadixCache):
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
         self._forget(handle.rid)
-        self._clock.pop(handle.rid, None)
         self.spiller.forget(handle.rid)
 
     def check_hicache_events(self) -> None:
         """Nothing waits for a safe point: loads are written when they are admitted."""
 
     def has_pending_cache_operations(self) -> bool:
-        return bool(self._flows)
+        return bool(self._flows or self._refreshes)
 
     def _forget(self, rid: str) -> None:
+        """The request is gone: nothing is fetched or held for it any more."""
+        self._forget_load(rid)
+        self._matched.pop(rid, None)
+        self._clock.pop(rid, None)
+        refresh = self._refreshes.pop(rid, None)
+        if refresh is not None:
+            refresh.fetch.cancel(_release_host)
+        if self.refresher is not None:
+            self.hold_private(-self.refresher.forget(rid))
+
+    def _forget_load(self, rid: str) -> None:
         flow = self._flows.pop(rid, None)
         if flow is not None:
             flow.drop()
@@ -195,7 +280,9 @@ class TieredRadixCache(KvtierRadixCache):
         """The device's prefix, and what landed behind it as a host hit."""
         result = super().match_prefix(params)
         if params.req is not None:
+            filled = len(params.req.full_untruncated_fill_ids)
             self._clock[params.req.rid] = time.monotonic()
+            self._matched[params.req.rid] = (result.last_device_node, filled)
         flow = self._flows.get(params.req.rid) if params.req is not None else None
         landed = None if flow is None else flow.landed
         if landed is None:
@@ -296,7 +383,7 @@ class TieredRadixCache(KvtierRadixCache):
     def checkpoint(self, req: Any, *, up_to: int) -> None:
         rid, extra = req.rid, extra_key_of(req.extra_key, req.cache_salt)
         if not self.disable:
-            self._forget(rid)
+            self._forget_load(rid)
             if not self.spiller.known(rid):
                 anchor = req.lock.node if req.lock is not None else self.root_node
                 exact = not self.streaming and anchor.exact and not self._any_dropped(anchor)
@@ -324,7 +411,6 @@ class TieredRadixCache(KvtierRadixCache):
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
         self._forget(req.rid)
-        self._clock.pop(req.rid, None)
         if not (checkpointed and req.finished()) or self.disable:
             self.spiller.forget(req.rid)
             return
@@ -342,6 +428,7 @@ class TieredRadixCache(KvtierRadixCache):
             **self.spiller.counters,
             **self.tier_counters,
             **self.rates.report(),
+            **(self.refresher.counters if self.refresher is not None else {}),
         }
 
 
@@ -353,6 +440,11 @@ def extra_key_of(extra_key: str | None, cache_salt: str | None) -> str:
 def _release(landed: Landed | None) -> None:
     if landed is not None:
         landed.host.release()
+
+
+def _release_host(host: HostSpans | None) -> None:
+    if host is not None:
+        host.release()
 
 
 def _continues(landed: Landed, held: int) -> bool:

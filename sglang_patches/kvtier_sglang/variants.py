@@ -90,6 +90,8 @@ class VariantRadixCache(RadixCache):
             "compacted_tokens": 0,
         }
         super().__init__(params)
+        # CA slots that running requests have beside those of their nodes.
+        self.private_ca = 0
         self.allocator.owner_check = self.check_integrity
         assert self.page_size == 1, "kvtier keeps one token per page"
         assert not self.is_eagle, "speculative decoding is refused at start-up"
@@ -113,6 +115,11 @@ class VariantRadixCache(RadixCache):
 
     def locality_evictable_size(self) -> int:
         return self.locality_evictable_size_
+
+    def hold_private(self, slots: int) -> None:
+        """A running request got (or, below zero, gave back) CA slots beside those of its nodes."""
+        self.private_ca += slots
+        self.protected_size_ += slots
 
     # -- matching --
 
@@ -372,7 +379,7 @@ class VariantRadixCache(RadixCache):
                 locality_protected += node.locality_size
         for name, counted, kept in (
             ("evictable", evictable, self.evictable_size_),
-            ("protected", protected, self.protected_size_),
+            ("protected", protected + self.private_ca, self.protected_size_),
             ("locality evictable", locality_evictable, self.locality_evictable_size_),
             ("locality protected", locality_protected, self.locality_protected_size_),
         ):

@@ -7,10 +7,12 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from tierd.live_tier import in_process
 from tree_harness import MiniScheduler, random_tokens
 
 from kvtier.errors import TierUnavailableError
+from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.share import FixedShare
 from kvtier.tier.breaker import Breaker
 from kvtier.tier.client import TierClient
@@ -147,6 +149,29 @@ def test_requests_that_end_without_finishing_leave_nothing_in_flight(connect):
     assert s.tree.link._held_bytes == 0
 
 
+def test_a_turn_reads_entries_of_its_own_and_leaves_the_tree_as_it_was(connect):
+    s = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=KeepKV(pool_width=1))
+    prompt = context(90)
+    turn(s, prompt, [1, 2])
+    assert s.tree.link.flush(10)
+    before = [node.value.clone() for node in s.tree.nodes()]
+    request = s.admit([*prompt, 1, 2, 7, 7, 7])
+    assert s.extend(request, 100)
+    assert s.tree.refresher.counters["refreshed_turns"] == 1
+    assert s.tree.private_ca > 0
+    (hole,) = s.tree.holes_of_request(request.rid)
+    row = s.rows.req_to_token[request.kv.req_pool_idx, hole.begin : hole.begin + hole.kept]
+    held = torch.cat(before)
+    assert not torch.isin(row.long(), held).any()
+    s.check()
+    s.checkpoint(request)
+    s.check()
+    s.release(request, checkpoint=True)
+    s.check()
+    assert s.tree.private_ca == 0
+    assert all(any(n.value.equal(v) for n in s.tree.nodes()) for v in before)
+
+
 class FlakyClient(TierClient):
     """Fails every now and then, in every way a call can."""
 
@@ -178,8 +203,11 @@ class FlakyClient(TierClient):
 def test_random_turns_forks_and_aborts_on_two_servers_and_one_tier(connect, client, seed):
     rng = random.Random(seed)
     share = SHARES[seed % 2]
+    refresh = None if share is None else KeepKV(pool_width=1)
     servers = [
-        MiniScheduler(220, 180, share=share, link=connect(client), streaming=seed == 4)
+        MiniScheduler(
+            220, 180, share=share, link=connect(client), streaming=seed == 4, refresh=refresh
+        )
         for _ in range(2)
     ]
     histories = [random_tokens(rng, 40)]
@@ -214,5 +242,8 @@ def test_random_turns_forks_and_aborts_on_two_servers_and_one_tier(connect, clie
         assert s.tree.link.flush(10)
         assert s.tree.link._held_bytes == 0
         assert not s.tree.has_pending_cache_operations()
+        assert s.tree.private_ca == 0
+    if client is TierClient and share is not None:
+        assert sum(s.tree.refresher.counters["refreshed_turns"] for s in servers) > 0
     if client is TierClient:
         assert restored > 0

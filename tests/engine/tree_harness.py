@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvtier.heads.profile import HeadProfile, ModelShape
 from kvtier.retention.compactor import Compactor
+from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.share import ShareRule
 from kvtier.tier.keys import KvIdentity
@@ -36,8 +37,10 @@ from kvtier_sglang.allocator import HeadSplitAllocator
 from kvtier_sglang.compaction import Compaction
 from kvtier_sglang.pool import HeadSplitKVPool
 from kvtier_sglang.radix import KvtierRadixCache
+from kvtier_sglang.refresh import holes_of
 from kvtier_sglang.retention import Retention
 from kvtier_sglang.tiered import TieredRadixCache
+from kvtier_sglang.variants import KvNode
 
 SHAPE = ModelShape(num_layers=2, num_kv_heads=3, num_attention_heads=6, head_dim=2)
 _REQUESTS = itertools.count()
@@ -93,6 +96,7 @@ class MiniScheduler:
         share: ShareRule | None = None,
         link: TierLink | None = None,
         span_tokens: int = 6,
+        refresh: KeepKV | None = None,
     ):
         self.pool = HeadSplitKVPool(
             size,
@@ -128,7 +132,9 @@ class MiniScheduler:
                 "test", "0", "float32", 2, 3, 2, policy=f"{share}", scores=f"{share}"
             )
             names = ContextNames(identity, span_tokens)
-            self.tree = TieredRadixCache(params, self.rule, link=link, names=names, **parts)
+            self.tree = TieredRadixCache(
+                params, self.rule, link=link, names=names, refresh=refresh, **parts
+            )
         self.running: list[Request] = []
         self.free_rows = list(range(1, 16))
 
@@ -136,7 +142,7 @@ class MiniScheduler:
         """Match and lock; None when both pools together cannot hold the request."""
         request = Request(prompt)
         key = RadixKey(request.full_untruncated_fill_ids, limit=len(prompt) - 1)
-        match = self.tree.match_prefix(MatchPrefixParams(key=key))
+        match = self.tree.match_prefix(MatchPrefixParams(key=key, req=request))
         if isinstance(self.tree, TieredRadixCache):
             match = self._ask_tier(request, key, match)
         request.prefix_len = request.kv.cache_protected_len = match.device_prefix_len
@@ -203,7 +209,22 @@ class MiniScheduler:
             self.pool.mass[1][:, slots] = values % 97
             self.pool.nll[slots] = values % 5
         request.filled = request.kv.kv_allocated_len = end
+        self._refresh(request, tokens)
         return True
+
+    def _refresh(self, request: Request, tokens: int) -> None:
+        """What the attention backend does about a refresh in a pass."""
+        refresher = getattr(self.tree, "refresher", None)
+        if refresher is None:
+            return
+        table, index = self.rows.req_to_token, request.kv.req_pool_idx
+        rids, stops = [request.rid], [request.filled]
+        refresher.begin_pass(self.tree, rids, [index], stops, (0, tokens), table)
+        group = SHAPE.num_attention_heads // SHAPE.num_kv_heads
+        for layer in range(SHAPE.num_layers):
+            q = torch.randn(tokens, SHAPE.num_kv_heads, group, SHAPE.head_dim)
+            refresher.layer(layer, q, 1.0)
+        refresher.end_pass()
 
     def checkpoint(self, request: Request) -> None:
         self.tree.checkpoint(request, up_to=request.filled)
@@ -240,9 +261,9 @@ class MiniScheduler:
         )
         for request in self.running:
             row = self.rows.req_to_token[request.kv.req_pool_idx, : request.filled].long()
-            self.check_entries(row, list(request.full_untruncated_fill_ids))
+            self.check_entries(row, list(request.full_untruncated_fill_ids), request.lock.node)
 
-    def check_entries(self, row: torch.Tensor, tokens: list[int]) -> None:
+    def check_entries(self, row: torch.Tensor, tokens: list[int], node: KvNode) -> None:
         """Entries hold the digest of their own prefix, and votes add up to all tokens.
 
         Where a span was compacted, CA entries may stand for any token of that span, each once.
@@ -255,24 +276,23 @@ class MiniScheduler:
             self.pool.ca[1].k[row, 0, 0],
             self.pool.locality[0].k[slots, 0, 0],
         )
-        moved = self.compacted(row)
+        moved = self.compacted(row, node)
         assert torch.equal(found_ca[~moved], expected[~moved]), "a CA entry under the wrong prefix"
-        kept = found_ca[moved & (row > 0)]
-        assert torch.isin(kept, expected[moved]).all(), "a CA entry of another context"
-        assert kept.unique().numel() == kept.numel(), "one token kept twice"
+        for hole in holes_of(list(self.tree._path(node))):
+            part = slice(hole.begin, hole.end)
+            kept = found_ca[part][row[part] > 0]
+            assert kept.numel() == hole.kept, "entries that nobody chose"
+            assert torch.isin(kept, expected[part]).all(), "a CA entry of another context"
+            assert kept.unique().numel() == kept.numel(), "one token kept twice"
         assert torch.equal(found_locality[plain], expected[plain]), "a locality entry misplaced"
         total = votes[slots > 0].exp().sum()
         torch.testing.assert_close(total, torch.tensor(float(len(row))), rtol=1e-4, atol=1e-2)
 
-    def compacted(self, row: torch.Tensor) -> torch.Tensor:
-        """Which positions of a row lie in spans whose CA entries were chosen anew."""
+    def compacted(self, row: torch.Tensor, node: KvNode) -> torch.Tensor:
+        """Which positions of a row lie in spans of which CA heads keep a part."""
         moved = torch.zeros(len(row), dtype=torch.bool)
-        slots = set(row[row > 0].tolist())
-        for node in self.tree.nodes():
-            span = node.value[node.dropped.begin : node.dropped.end]
-            if bool((span == 0).any()) and set(span[span > 0].tolist()) <= slots:
-                begin = node.start + node.dropped.begin
-                moved[begin : begin + span.numel()] = True
+        for hole in holes_of(list(self.tree._path(node))):
+            moved[hole.begin : hole.end] = True
         return moved
 
 

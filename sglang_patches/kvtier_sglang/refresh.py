@@ -1,0 +1,255 @@
+"""Refresh: the CA entries of a compacted context are chosen again, with the turn's own questions.
+
+What a context kept when its turn ended was chosen before anybody knew what would be asked. When a
+new turn begins, its exact KV comes back from the tier while the request waits, and inside the pass
+that ends the new prompt every layer derives its entries anew, from the exact KV and the queries it
+has just computed, right before it attends:
+
+    tree      | sink | kept by Compactor     | recent |        shared, never touched
+    request   | sink | kept for this turn    | recent | new    entries of its own, freed at its end
+
+The request's entries stand in slots of its own, as many as the tree's; its row points there. So
+nobody else sees them, a tier that does not answer in time leaves the request with what the tree
+has, and the next turn starts from there again.
+
+Scheduler thread only (the forward pass runs in it).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvtier.retention.keepkv import KeepKV, QueryWindow, Retained
+from kvtier.tier.host import HostSpans
+from kvtier_sglang.allocator import HeadSplitAllocator
+from kvtier_sglang.spans import SpanCodec
+from kvtier_sglang.variants import KvNode
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Hole:
+    """Tokens [begin, end) of a context of which CA heads keep `kept` entries."""
+
+    begin: int
+    end: int
+    kept: int
+
+
+def holes_of(path: list[KvNode]) -> list[Hole]:
+    """The compacted spans of a path, first to last."""
+    holes = []
+    for node in path:
+        begin, end = node.dropped
+        kept = int(torch.count_nonzero(node.value[begin:end]))
+        if 0 < kept < end - begin:
+            holes.append(Hole(node.start + begin, node.start + end, kept))
+    return sorted(holes, key=lambda hole: hole.begin)
+
+
+@dataclass
+class Refreshing:
+    """One request's refresh. slots: private CA slots of each hole, once it has begun.
+
+    prompt_tokens: where the request's prompt ends; the pass that gets there refreshes.
+    """
+
+    holes: list[Hole]
+    host: HostSpans
+    prompt_tokens: int
+    slots: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def entries(self) -> int:
+        """Private slots it needs: the kept entries and one compensation entry of each hole."""
+        return sum(hole.kept + 1 for hole in self.holes)
+
+
+@dataclass(frozen=True)
+class Active:
+    """A refresh in the pass under way. rows: of its request in the pass's queries."""
+
+    refreshing: Refreshing
+    rows: slice
+
+
+class Refresher:
+    """See the module docstring.
+
+    merges: whether tokens that are not kept are merged into those that are (KeepKV), or dropped.
+    """
+
+    def __init__(self, allocator: HeadSplitAllocator, policy: KeepKV, *, merges: bool) -> None:
+        self.allocator = allocator
+        self.pool = allocator.pool
+        self.codec = SpanCodec(allocator.pool)
+        self.policy, self.merges = policy, merges
+        self.counters: Counter[str] = Counter()
+        self._waiting: dict[str, Refreshing] = {}
+        self._active: list[Active] = []
+
+    # -- from the tree --
+
+    def offer(self, rid: str, refreshing: Refreshing) -> None:
+        """A request that will be admitted has its exact KV in host memory."""
+        self.forget(rid)
+        self._waiting[rid] = refreshing
+
+    def forget(self, rid: str) -> int:
+        """The request ended, in whatever way; returns how many slots of its own were freed."""
+        refreshing = self._waiting.pop(rid, None)
+        if refreshing is None:
+            return 0
+        refreshing.host.release()
+        freed = 0
+        for slots in refreshing.slots:
+            self.pool.forget_votes(slots)
+            self.allocator.free(slots)
+            freed += slots.numel()
+        return freed
+
+    # -- from the attention backend --
+
+    def begin_pass(
+        self,
+        tree: Any,
+        rids: list[str],
+        requests: list[int],
+        stops: list[int],
+        q_indptr: tuple[int, ...],
+        rows: torch.Tensor,
+    ) -> None:
+        """A prefill pass begins: requests whose prompt it ends get entries of their own.
+
+        rows: the table of request rows; requests: their indices; stops: tokens after the pass.
+        """
+        self._active = []
+        for index, (rid, request, stop) in enumerate(zip(rids, requests, stops, strict=True)):
+            refreshing = self._waiting.get(rid)
+            if refreshing is None or refreshing.slots or stop < refreshing.prompt_tokens:
+                continue
+            if tree.holes_of_request(rid) != refreshing.holes:
+                # The context was evicted or is another variant since its KV was asked for.
+                self.counters["refresh_outdated"] += 1
+                continue
+            if not self._allocate(tree, refreshing):
+                self.counters["refresh_no_room"] += 1
+                continue
+            self._point(refreshing, rows[request])
+            part = slice(q_indptr[index], q_indptr[index + 1])
+            self._active.append(Active(refreshing, part))
+            self.counters["refreshed_turns"] += 1
+
+    def _allocate(self, tree: Any, refreshing: Refreshing) -> bool:
+        need = refreshing.entries
+        self.allocator.evict_to_free_tokens(tree, need)
+        slots = self.allocator.alloc(need)
+        if slots is None:
+            return False
+        tree.hold_private(need)
+        refreshing.slots = list(torch.split(slots, [hole.kept + 1 for hole in refreshing.holes]))
+        return True
+
+    def _point(self, refreshing: Refreshing, row: torch.Tensor) -> None:
+        """Let a request's row read its own entries, which begin as copies of the tree's."""
+        for hole, slots in zip(refreshing.holes, refreshing.slots, strict=True):
+            own, compensation = slots[: hole.kept], slots[hole.kept :]
+            held = row[hole.begin : hole.begin + hole.kept].to(torch.int64)
+            for buffers in self.pool.ca:
+                for side in (buffers.k, buffers.v):
+                    side[own] = side[held]
+                    side[compensation] = 0
+            self._keep_compensation(int(held[0]), slots)
+            row[hole.begin : hole.begin + hole.kept] = own.to(row.dtype)
+            if self.merges:
+                row[hole.begin + hole.kept] = compensation.to(row.dtype)
+                self.pool.veto(compensation)
+
+    def _keep_compensation(self, held: int, slots: torch.Tensor) -> None:
+        """The locality heads' compensation entry is found through the hole's first CA slot: the
+        private one gets a copy of it. The others are CA entries only."""
+        source = int(self.pool.locality_of[held])
+        if source:
+            target = int(self.pool.locality_of[slots[0]])
+            for buffers in self.pool.locality:
+                for side in (buffers.k, buffers.v):
+                    side[target] = side[source]
+            self.pool.log_votes[target] = self.pool.log_votes[source]
+        self.allocator.free_locality(slots[1:] if source else slots)
+
+    def layer(self, index: int, q: torch.Tensor, scale: float) -> None:
+        """Refresh the pool's `index`-th layer of the requests of this pass.
+
+        q: `[tokens, KV heads, group, dim]`, all heads, rotated.
+        """
+        buffers = self.pool.ca[index]
+        if not buffers.heads:
+            return
+        for active in self._active:
+            window = buffers.select(q[active.rows][-self.policy.window_queries :])
+            refreshing = active.refreshing
+            for hole, slots in zip(refreshing.holes, refreshing.slots, strict=True):
+                k, v = self._exact(index, refreshing.host, hole)
+                self._write(index, slots, k, v, hole.kept, QueryWindow(window, scale))
+
+    def end_pass(self) -> None:
+        """The pass is over: what was refreshed needs its exact KV no more."""
+        for active in self._active:
+            active.refreshing.host.release()
+        self._active = []
+
+    def _exact(self, index: int, host: HostSpans, hole: Hole) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exact keys and values of a hole, of this layer's CA heads: `[heads, tokens, dim]`."""
+        heads = list(self.pool.ca[index].heads)
+        parts = []
+        for span, payload in zip(host.spans, host.payloads, strict=True):
+            first, last = max(span.begin, hole.begin), min(span.stop, hole.end)
+            if first < last:
+                kv = self.codec.read(payload, span.stop - span.begin, index)
+                parts.append(kv[:, first - span.begin : last - span.begin, heads])
+        both = torch.cat(parts, dim=1).permute(0, 2, 1, 3).to(self.pool.device)
+        assert both.shape[2] == hole.end - hole.begin, "exact KV with a gap"
+        return both[0], both[1]
+
+    def _write(
+        self,
+        index: int,
+        slots: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        count: int,
+        window: QueryWindow,
+    ) -> None:
+        """Choose `count` entries of k, v `[heads, tokens, dim]` and put them into `slots`."""
+        buffers, own = self.pool.ca[index], slots[:count]
+        if not self.merges:
+            kept = self.policy.select(k, v, count, window)
+            for head in range(kept.shape[0]):
+                buffers.k[own, head] = k[head, kept[head]]
+                buffers.v[own, head] = v[head, kept[head]]
+            return
+        retained = self.policy.retain(k, v, count, window=window)
+        self._write_merged(index, slots, retained)
+        self.counters["merge_fallbacks"] += int(retained.fallbacks.sum())
+
+    def _write_merged(self, index: int, slots: torch.Tensor, retained: Retained) -> None:
+        buffers = self.pool.ca[index]
+        k = torch.cat((retained.entries.k, retained.compensation.k), dim=1)
+        v = torch.cat((retained.entries.v, retained.compensation.v), dim=1)
+        buffers.k[slots] = k.transpose(0, 1).to(buffers.k.dtype)
+        buffers.v[slots] = v.transpose(0, 1).to(buffers.v.dtype)
+        group = self.pool.group
+        votes = [
+            part.log_votes.expand(-1, group, -1)
+            for part in (retained.entries, retained.compensation)
+        ]
+        self.pool.set_votes(index, slots, torch.cat(votes, dim=2).permute(2, 0, 1))
+
+
+__all__ = ["Hole", "Refresher", "Refreshing", "holes_of"]
