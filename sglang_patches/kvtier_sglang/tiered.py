@@ -56,11 +56,13 @@ LONGEST_WAIT_S = 30.0
 
 @dataclass
 class Flow:
-    """One request's question to the tier. deadline: time.monotonic() at which it gives up."""
+    """One request's question to the tier. asked, deadline: time.monotonic(), the second when it
+    gives up; waited_s: until the answer was there."""
 
     fetch: Fetch[Landed | None]
-    begin: int
+    asked: float
     deadline: float
+    waited_s: float = 0.0
 
     @property
     def landed(self) -> Landed | None:
@@ -177,7 +179,8 @@ class TieredRadixCache(KvtierRadixCache):
             least=least,
         )
         wait_s = min(PATIENCE * self.rates.compute_s(missing), LONGEST_WAIT_S)
-        self._flows[handle.rid] = Flow(self.link.submit(lookup), begin, time.monotonic() + wait_s)
+        now = time.monotonic()
+        self._flows[handle.rid] = Flow(self.link.submit(lookup), now, now + wait_s)
         self.tier_counters["asked"] += 1
 
     def _ask_refresh(self, rid: str, node: KvNode, tokens: list[int], extra: str) -> None:
@@ -233,7 +236,10 @@ class TieredRadixCache(KvtierRadixCache):
 
     def _load_settled(self, handle: CacheRequestHandle) -> bool:
         flow = self._flows.get(handle.rid)
-        if flow is None or flow.fetch.done:
+        if flow is None:
+            return True
+        if flow.fetch.done:
+            flow.waited_s = flow.waited_s or time.monotonic() - flow.asked
             return True
         if time.monotonic() < flow.deadline:
             return False
@@ -303,18 +309,29 @@ class TieredRadixCache(KvtierRadixCache):
         if flow is None or landed is None or not _continues(landed, node.stop):
             return 0, node
         began = time.monotonic()
-        try:
-            restored = self._restore(req, node, landed)
-        finally:
-            flow.drop()
+        restored = self._restore(req, node, landed)
         if restored is None:
+            flow.drop()
             self.tier_counters["no_room"] += 1
             return 0, node
         loaded = landed.stop - node.stop
         self.tier_counters["restored_requests"] += 1
         self.tier_counters["restored_tokens"] += loaded
-        self.rates.loaded(time.monotonic() - began, loaded * self.token_bytes)
+        seconds = flow.waited_s + time.monotonic() - began
+        self.rates.loaded(seconds, loaded * self.token_bytes)
+        if not self._refresh_restored(req, restored, landed):
+            flow.drop()
         return loaded, restored
+
+    def _refresh_restored(self, req: Any, node: KvNode, landed: Landed) -> bool:
+        """Refresh a restored context from what it was restored from; whether that will happen."""
+        filled = len(req.full_untruncated_fill_ids)
+        self._matched[req.rid] = (node, filled)
+        holes = self.holes_of_request(req.rid)
+        if self.refresher is None or not holes or holes[0].begin < landed.begin:
+            return False
+        self.refresher.offer(req.rid, Refreshing(holes, landed.host, filled))
+        return True
 
     def _restore(self, req: Any, anchor: KvNode, landed: Landed) -> KvNode | None:
         """The deepest node of the restored path, or None, with nothing left behind."""

@@ -172,6 +172,18 @@ def test_a_turn_reads_entries_of_its_own_and_leaves_the_tree_as_it_was(connect):
     assert all(any(n.value.equal(v) for n in s.tree.nodes()) for v in before)
 
 
+def test_a_restored_context_is_refreshed_from_what_it_was_restored_from(connect):
+    a = MiniScheduler(share=FixedShare(0.5), link=connect())
+    prompt = context(90)
+    turn(a, prompt, [1, 2])
+    assert a.tree.link.flush(10)
+    b = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=KeepKV(pool_width=1))
+    assert turn(b, [*prompt, 1, 2, 7, 7, 7], [3]).restored == 92
+    assert b.tree.refresher.counters["refreshed_turns"] == 1
+    assert b.tree.link.flush(10)
+    assert b.tree.link._held_bytes == 0
+
+
 class FlakyClient(TierClient):
     """Fails every now and then, in every way a call can."""
 
