@@ -264,9 +264,11 @@ class Settings(BaseSettings):
         return any(rule is not None for rule in rules)
 
     def keeping_everything(self) -> Settings:
-        """The same settings without any share of the context asked for."""
+        """The same settings without any share of the context asked for, and so without a tier to
+        choose it from."""
         names = ("quality", "curve", "retention", "budget_tokens", "budget_bytes")
-        return self.model_copy(update=dict.fromkeys((*names, "session_retention")))
+        nothing = dict.fromkeys((*names, "session_retention", "tier"))
+        return self.model_copy(update=nothing | {"refresh": "off", "merge": "off"})
 
     @property
     def expected_retention(self) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvtier.bench.schema import Occupancy, Plan
+from kvtier.bench.schema import Occupancy, Plan, TierReading
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,22 @@ class StreamClock:
         )
 
 
+def _tier_reading(report: dict[str, Any] | None) -> TierReading | None:
+    """The tier's part of the engine's state; what has not happened yet is not in it."""
+    if report is None:
+        return None
+    return TierReading(
+        pending=report["pending"],
+        stored_bytes=report.get("put_bytes", 0),
+        restored_tokens=report.get("restored_tokens", 0),
+        refreshed_turns=report.get("refreshed_turns", 0),
+        refresh_s=report.get("refresh_s", 0.0),
+        refresh_wait_s=report.get("refresh_wait_s", 0.0),
+        missed=report.get("refresh_missed", 0),
+        spill_s=report.get("spill_s", 0.0),
+    )
+
+
 class SglangEngine:
     """`sglang.Engine` in this process, its scheduler in a child."""
 
@@ -128,6 +144,7 @@ class SglangEngine:
             kv_capacity_bytes=report["kv_capacity_bytes"],
             compacted_turns=retention.get("compacted_turns", 0),
             newest=retention["recent"][-1] if retention.get("recent") else None,
+            tier=_tier_reading(report.get("tier")),
         )
 
     def flush(self) -> None:

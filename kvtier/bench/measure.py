@@ -19,6 +19,8 @@ from kvtier.bench.workload import PlannedSession, plan_sessions
 
 # Long enough to touch every code path, short enough to cost nothing.
 WARM_UP_TOKENS = 64
+# How long a turn's KV may take on its way to the tier.
+TIER_PATIENCE_S = 30.0
 
 Emit = Callable[[dict[str, object]], None]
 
@@ -57,6 +59,7 @@ def run_plan(plan: Plan, open_engine: EngineFactory, emit: Emit) -> RunResult:
         began = time.perf_counter()
         records = hold_sessions(engine, talks, plan.workload.turns, emit)
         resident = count_resident(engine, talks) if len(talks) > 1 else None
+        tier = engine.occupancy().tier
         wall_s = time.perf_counter() - began
     finally:
         engine.close()
@@ -71,6 +74,7 @@ def run_plan(plan: Plan, open_engine: EngineFactory, emit: Emit) -> RunResult:
         device=engine.device,
         turns=turns,
         summary=summarize(records, turns, resident),
+        tier=tier,
         requests=tuple(records),
     )
 
@@ -101,7 +105,7 @@ def _hold_turn(engine: ChatEngine, talk: Conversation, turn: int) -> list[Reques
     asked = talk.planned.session.turns[turn]
     before = engine.occupancy()  # starts the peak of this turn
     answer = _ask(engine, talk, asked)
-    after = engine.occupancy()
+    after = settled(engine)
     retained = after.newest if after.compacted_turns > before.compacted_turns else None
     records = [_record(talk, turn, 0, asked, answer, after, retained)]
     talk.take_answer(asked.prompt_ids, answer.output_ids)
@@ -109,6 +113,17 @@ def _hold_turn(engine: ChatEngine, talk: Conversation, turn: int) -> list[Reques
         answer = _ask(engine, talk, question)
         records.append(_record(talk, turn, number, question, answer))
     return records
+
+
+def settled(engine: ChatEngine) -> Occupancy:
+    """What the pools hold after a turn, once its KV has reached the tier: people and tools take
+    longer than that between turns. The first reading has the peak."""
+    first = last = engine.occupancy()
+    deadline = time.monotonic() + TIER_PATIENCE_S
+    while last.tier is not None and last.tier.pending and time.monotonic() < deadline:
+        time.sleep(0.01)
+        last = engine.occupancy()
+    return first.model_copy(update={"tier": last.tier})
 
 
 def _ask(engine: ChatEngine, talk: Conversation, asked: Turn) -> Answer:

@@ -63,6 +63,10 @@ class Options:
     dry_run: bool
 
 
+REFRESHES = ("turn", "off")
+MERGES = ("off", "beta", "paper")
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are ours: raised, not printed."""
 
@@ -96,6 +100,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--quality", help="quality target: each context keeps what its curve allows, such as 0.95")
     add("--curve", help="curve file for --quality (curve.json of the model, or the store's)")
     add("--retention", help="share of each context that CA heads keep instead, such as 0.5")
+    add("--tier", metavar="ADDRESS", help="KV tier, or `local` to start one for the run")
+    add("--refresh", help=f"{' or '.join(REFRESHES)}: choose again what is kept, from the tier")
+    add("--merge", help=f"{', '.join(MERGES)}: what a refresh does with what is not kept")
     add("--chunk", help="prefill chunk tokens (a quarter of --len, 512 to 4096)")
     add("--budget-sessions", help="KV budget in full sessions (3 with --sessions)")
     add("--kv-budget", help="KV budget in bytes: 512m, 8g, …")
@@ -134,6 +141,9 @@ def parse_options(argv: Sequence[str]) -> Options:
             head_profile=args.head_profile,
             curve=args.curve,
             prefill=_choice(args.prefill, "--prefill", PREFILLS),
+            tier=args.tier,
+            refresh=_choice(args.refresh, "--refresh", REFRESHES),
+            merge=_choice(args.merge, "--merge", MERGES),
             **_share(args.quality, args.retention),
         ),
         chunk_tokens=_chunk(args.chunk, context_tokens),

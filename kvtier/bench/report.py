@@ -9,7 +9,13 @@ from html import escape
 from kvtier.bench.charts import Series, line_chart
 from kvtier.bench.policies import POLICIES
 from kvtier.bench.schema import Document, Ratios, RunResult, TurnResult
-from kvtier.bench.table import NOTHING, describe_workload, ratio_rows, retention_lines
+from kvtier.bench.table import (
+    NOTHING,
+    describe_workload,
+    ratio_rows,
+    retention_lines,
+    tier_lines,
+)
 from kvtier.sizes import format_bytes
 
 Value = Callable[[TurnResult], float | None]
@@ -163,7 +169,11 @@ def _turn_tables(runs: Sequence[RunResult]) -> str:
 
 def _retention(runs: Sequence[RunResult]) -> str:
     """What each context was allowed to keep."""
-    items = [f"<li>{run.policy}: {escape(x)}</li>" for run in runs for x in retention_lines(run)]
+    items = [
+        f"<li>{run.policy}: {escape(line)}</li>"
+        for run in runs
+        for line in retention_lines(run) + tier_lines(run)
+    ]
     return f"<h2>Kept by CA heads</h2><ul>{''.join(items)}</ul>" if items else ""
 
 

@@ -12,13 +12,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from kvtier.bench.progress import Progress
 from kvtier.bench.schema import Plan, RunFailure, RunResult
 from kvtier.config import ENV_PREFIX
+from kvtier.errors import StartupError
 
 WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "kvtier.bench.worker")
 LOG_TAIL_LINES = 15
+TIER_VARIABLE = ENV_PREFIX + "TIER"
+# An address that asks for a service of the run's own.
+LOCAL_TIER = "local"
 STOP_GRACE_S = 5.0
 
 
@@ -29,16 +34,23 @@ def run_worker(plan: Plan, progress: Progress) -> RunResult | RunFailure:
         files.plan.write_text(plan.model_dump_json())
         files.config.touch()
         environment = worker_environment(os.environ, plan, files)
-        read_end, write_end = os.pipe()
-        with files.log.open("wb") as log, os.fdopen(read_end) as events:
-            command = [*WORKER_COMMAND, str(files.plan), str(files.result), str(write_end)]
-            with _process(command, environment, log.fileno(), write_end) as process:
-                for line in events:
-                    progress.event(plan, json.loads(line))
-                exit_code = process.wait()
-        if exit_code == 0 and files.result.is_file():
-            return RunResult.model_validate_json(files.result.read_text())
-        return RunFailure(policy=plan.policy, exit_code=exit_code, log_tail=_tail(files.log))
+        with local_tier(environment, files.tier_log) as tier:
+            return _run_worker(plan, progress, files, environment | tier)
+
+
+def _run_worker(
+    plan: Plan, progress: Progress, files: _Files, environment: dict[str, str]
+) -> RunResult | RunFailure:
+    read_end, write_end = os.pipe()
+    with files.log.open("wb") as log, os.fdopen(read_end) as events:
+        command = [*WORKER_COMMAND, str(files.plan), str(files.result), str(write_end)]
+        with _process(command, environment, log.fileno(), write_end) as process:
+            for line in events:
+                progress.event(plan, json.loads(line))
+            exit_code = process.wait()
+    if exit_code == 0 and files.result.is_file():
+        return RunResult.model_validate_json(files.result.read_text())
+    return RunFailure(policy=plan.policy, exit_code=exit_code, log_tail=_tail(files.log))
 
 
 class _Files:
@@ -50,6 +62,7 @@ class _Files:
         self.log = folder / "worker.log"
         self.profile = folder / "head_profile.json"
         self.config = folder / "kvtier.toml"
+        self.tier_log = folder / "tier.log"
 
 
 def worker_environment(parent: Mapping[str, str], plan: Plan, files: _Files) -> dict[str, str]:
@@ -65,6 +78,35 @@ def worker_environment(parent: Mapping[str, str], plan: Plan, files: _Files) -> 
         plan.head_profile.save(files.profile)
         environment[ENV_PREFIX + "HEAD_PROFILE"] = str(files.profile)
     return environment
+
+
+@contextmanager
+def local_tier(environment: Mapping[str, str], log: Path) -> Iterator[dict[str, str]]:
+    """A tier service of the run's own where the settings ask for a `local` one.
+
+    Yields what replaces it in the environment. Raises StartupError when the service does not start.
+    """
+    if environment.get(TIER_VARIABLE) != LOCAL_TIER:
+        yield {}
+        return
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvtier_tierd", "--listen", "127.0.0.1:0"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            text=True,
+            start_new_session=True,
+        )
+    try:
+        assert process.stdout is not None
+        with process.stdout as lines:
+            said = lines.readline()
+            if not said:
+                raise StartupError("the local tier did not start: " + " ".join(_tail(log)))
+            yield {TIER_VARIABLE: said.split()[-1]}
+    finally:
+        stop_group(process)
 
 
 @contextmanager
@@ -88,7 +130,7 @@ def _process(
         stop_group(process)
 
 
-def stop_group(process: subprocess.Popen[bytes]) -> None:
+def stop_group(process: subprocess.Popen[Any]) -> None:
     """Stop a process and everything it started: politely, then not."""
     for sign, patience_s in ((signal.SIGTERM, STOP_GRACE_S), (signal.SIGKILL, None)):
         try:

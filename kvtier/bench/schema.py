@@ -73,10 +73,33 @@ class RetainedTurn(Frozen):
     quality: float | None
 
 
+class TierReading(Frozen):
+    """What went to and came from the tier since the engine started.
+
+    pending:         blobs and questions under way
+    stored_bytes:    exact KV that was put
+    restored_tokens: that came back instead of being computed
+    refreshed_turns, refresh_s, refresh_wait_s: turns that chose their entries anew, how long that
+                     took inside their prefill, and how long they waited for the exact KV
+    missed:          refreshes that did not happen because the tier had not answered in time
+    spill_s:         how long copying KV out held up the engine
+    """
+
+    pending: int = 0
+    stored_bytes: int = 0
+    restored_tokens: int = 0
+    refreshed_turns: int = 0
+    refresh_s: float = 0.0
+    refresh_wait_s: float = 0.0
+    missed: int = 0
+    spill_s: float = 0.0
+
+
 class Occupancy(Frozen):
     """What the KV pools hold, as the engine reports it.
 
     compacted_turns: turns so far whose CA heads were asked to keep a share; newest: the last one.
+    tier:            None without one.
     """
 
     kv_used_bytes: int
@@ -84,6 +107,7 @@ class Occupancy(Frozen):
     kv_capacity_bytes: int
     compacted_turns: int = 0
     newest: RetainedTurn | None = None
+    tier: TierReading | None = None
 
 
 class RequestRecord(Frozen):
@@ -166,6 +190,7 @@ class RunResult(Frozen):
     device: str
     turns: tuple[TurnResult, ...]
     summary: Summary
+    tier: TierReading | None = None
     requests: tuple[RequestRecord, ...]
 
 

@@ -37,7 +37,7 @@ def print_document(document: Document, console: Console) -> None:
     for run in document.runs:
         console.print(_run_table(run, document.workload.sessions))
         console.print(_summary_line(run))
-        for line in retention_lines(run):
+        for line in retention_lines(run) + tier_lines(run):
             console.print(line)
     pairs = [pair for pair in (document.ratios, *document.comparisons) if pair is not None]
     if pairs:
@@ -61,6 +61,26 @@ def retention_lines(run: RunResult) -> list[str]:
             f"(r = {kept.retention:.3f}, by {kept.reason}{nll}{quality})"
         )
     return lines
+
+
+def tier_lines(run: RunResult) -> list[str]:
+    """What the tier was used for, in one line; none without a tier."""
+    tier = run.tier
+    if tier is None:
+        return []
+    parts = [f"{format_bytes(tier.stored_bytes)} of exact KV stored"]
+    parts.append(f"spilling held up the engine {tier.spill_s * 1e3:.0f} ms in all")
+    if tier.restored_tokens:
+        parts.append(f"{tier.restored_tokens:,} tokens restored")
+    turns = tier.refreshed_turns
+    if turns:
+        parts.append(
+            f"{turns} requests refreshed, each in {tier.refresh_s / turns * 1e3:.1f} ms after "
+            f"waiting {tier.refresh_wait_s / turns * 1e3:.1f} ms for its KV"
+        )
+    if tier.missed:
+        parts.append(f"{tier.missed} refreshes missed")
+    return ["tier: " + "; ".join(parts)]
 
 
 def describe_workload(workload: Workload) -> str:

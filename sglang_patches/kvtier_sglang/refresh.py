@@ -18,6 +18,7 @@ Scheduler thread only (the forward pass runs in it).
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,6 +92,7 @@ class Refresher:
         self.codec = SpanCodec(allocator.pool)
         self.policy, self.merges = policy, merges
         self.counters: Counter[str] = Counter()
+        self.refresh_s = 0.0
         self._waiting: dict[str, Refreshing] = {}
         self._active: list[Active] = []
 
@@ -189,14 +191,16 @@ class Refresher:
         q: `[tokens, KV heads, group, dim]`, all heads, rotated.
         """
         buffers = self.pool.ca[index]
-        if not buffers.heads:
+        if not (buffers.heads and self._active):
             return
+        began = time.monotonic()
         for active in self._active:
             window = buffers.select(q[active.rows][-self.policy.window_queries :])
             refreshing = active.refreshing
             for hole, slots in zip(refreshing.holes, refreshing.slots, strict=True):
                 k, v = self._exact(index, refreshing.host, hole)
                 self._write(index, slots, k, v, hole.kept, QueryWindow(window, scale))
+        self.refresh_s += time.monotonic() - began
 
     def end_pass(self) -> None:
         """The pass is over: what was refreshed needs its exact KV no more."""

@@ -75,10 +75,11 @@ class Flow:
 
 @dataclass
 class RefreshFlow:
-    """One request's wait for the exact KV that its refresh needs. deadline: see Flow."""
+    """One request's wait for the exact KV that its refresh needs. asked, deadline: see Flow."""
 
     fetch: Fetch[HostSpans | None]
     holes: list[Hole]
+    asked: float
     deadline: float
 
 
@@ -107,6 +108,7 @@ class TieredRadixCache(KvtierRadixCache):
         self.link, self.names = link, names
         self.rates = rates or Rates()
         self.tier_counters: Counter[str] = Counter()
+        self.refresh_wait_s = 0.0
         self._flows: dict[str, Flow] = {}
         # Requests that wait for the exact KV of what their context lacks.
         self._refreshes: dict[str, RefreshFlow] = {}
@@ -199,7 +201,9 @@ class TieredRadixCache(KvtierRadixCache):
             layouts=Layouts(self.codec.layout(self.names.span_tokens)),
         )
         deadline = self.link.client.deadline(self.token_bytes * node.stop)
-        self._refreshes[rid] = RefreshFlow(self.link.submit(lookup), holes, deadline.at)
+        self._refreshes[rid] = RefreshFlow(
+            self.link.submit(lookup), holes, time.monotonic(), deadline.at
+        )
 
     def holes_of_request(self, rid: str) -> list[Hole]:
         """The compacted spans of the prefix that a request was admitted with."""
@@ -230,6 +234,7 @@ class TieredRadixCache(KvtierRadixCache):
             self.tier_counters["refresh_missed"] += 1
             return True
         assert self.refresher is not None
+        self.refresh_wait_s += time.monotonic() - flow.asked
         _, filled = self._matched[rid]
         self.refresher.offer(rid, Refreshing(flow.holes, host, filled))
         return True
@@ -445,7 +450,16 @@ class TieredRadixCache(KvtierRadixCache):
             **self.spiller.counters,
             **self.tier_counters,
             **self.rates.report(),
-            **(self.refresher.counters if self.refresher is not None else {}),
+            **self._refresh_report(),
+        }
+
+    def _refresh_report(self) -> dict[str, Any]:
+        if self.refresher is None:
+            return {}
+        return {
+            "refresh_s": self.refresher.refresh_s,
+            "refresh_wait_s": self.refresh_wait_s,
+            **self.refresher.counters,
         }
 
 
