@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -43,6 +44,7 @@ def test_every_command_of_the_readme_is_covered_here():
     known = (
         *("make ", "pip install ", "python -m"),
         *("kvtier calibrate ", "kvtier calibration ", "kvtier serve", "kvtier env"),
+        "kvtier tier",
     )
     assert [c for c in COMMANDS if not c.startswith(known)] == []
     assert all(commands(prefix) for prefix in known)
@@ -80,7 +82,7 @@ def test_calibrating_and_serving_work_as_written(tmp_path, monkeypatch):
     embedded store, answering one request."""
     monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
     (tmp_path / "models").symlink_to(REPOSITORY / "models")
-    (calibrate,), (serve,) = commands("kvtier calibrate "), commands("kvtier serve")
+    (calibrate,), (serve, _) = commands("kvtier calibrate "), commands("kvtier serve")
     done = run(in_this_environment(calibrate), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     files = {path.name for path in (tmp_path / "calibration").iterdir()}
@@ -89,14 +91,48 @@ def test_calibrating_and_serving_work_as_written(tmp_path, monkeypatch):
     listed = run(in_this_environment(listing), cwd=tmp_path).stdout
     assert "kvtier:v1:profile:kvtier-demo:" in listed
     assert "kvtier:v1:curve:kvtier-demo:" in listed
+    state = ask_once(serve, tmp_path, "river along")
+    assert state["retention"]["calibration"]["changes"] >= 1, "the curve was not picked up"
+    assert "3 of 12 KV heads CA" in (tmp_path / "server.log").read_text()
+
+
+@pytest.mark.engine
+def test_serving_with_a_tier_works_as_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
+    (tmp_path / "models").symlink_to(REPOSITORY / "models")
+    (tier,), (_, serve) = commands("kvtier tier"), commands("kvtier serve")
+    address = f"127.0.0.1:{free_port()}"
+    with subprocess.Popen(
+        [*in_this_environment(tier), "--listen", address],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    ) as service:
+        try:
+            assert service.stdout is not None
+            assert address in service.stdout.readline()
+            served = re.sub(r"--tier \S+", f"--tier {address}", serve)
+            text = " ".join(["river along stone"] * 200)
+            state = ask_once(served, tmp_path, text)
+        finally:
+            service.terminate()
+        assert service.wait(30) == 0
+    assert state["tier"]["healthy"]
+    assert state["tier"]["put"] > 0
+
+
+def ask_once(command: str, folder: Path, text: str) -> dict:
+    """Serve as the command says, on a free port; the server's kvtier state after one answer."""
     port = free_port()
-    arguments = in_this_environment(serve.replace("30000", str(port)))
-    with serving(arguments, port, log=tmp_path / "server.log", cwd=tmp_path) as url:
-        body = json.dumps({"text": "river along", "sampling_params": {"max_new_tokens": 2}})
+    arguments = in_this_environment(command.replace("30000", str(port)))
+    with serving(arguments, port, log=folder / "server.log", cwd=folder) as url:
+        body = json.dumps({"text": text, "sampling_params": {"max_new_tokens": 2}})
         request = Request(f"{url}/generate", body.encode(), {"Content-Type": "application/json"})
         with urlopen(request, timeout=60) as reply:
             assert json.load(reply)["meta_info"]["completion_tokens"] == 2
-        with urlopen(f"{url}/server_info", timeout=60) as reply:
-            state = json.load(reply)["internal_states"][0]["kvtier"]
-    assert state["retention"]["calibration"]["changes"] >= 1, "the curve was not picked up"
-    assert "3 of 12 KV heads CA" in (tmp_path / "server.log").read_text()
+        while True:
+            with urlopen(f"{url}/server_info", timeout=60) as reply:
+                state = json.load(reply)["internal_states"][0]["kvtier"]
+            if not state.get("tier", {}).get("pending"):
+                return state
+            time.sleep(0.1)
