@@ -15,8 +15,9 @@ from kvtier.errors import TierProtocolError, TierUnavailableError
 from kvtier.tier.blob import Bytes, Digest
 from kvtier.tier.protocol import SHARED_FILE_PREFIX, SHARED_TOKEN_BYTES
 
-# Small enough to be in the cache still when the checksum reads it again.
-BLOCK_BYTES = 256 << 10
+# Small enough to be in the cache still when the checksum reads it again, and large enough that
+# taking Python's lock back after each block costs little beside a busy thread.
+BLOCK_BYTES = 2 << 20
 
 
 class SharedMemory:
@@ -84,7 +85,9 @@ def copy(
                 raise TierUnavailableError("copying took longer than the lease")
             block = source[begin : begin + BLOCK_BYTES]
             landed = target[position : position + len(block)]
-            np.copyto(landed, block)
+            # An elementwise copy: what memcpy does on x86 halves in speed where source and target
+            # lie a few bytes apart modulo a page, as an arena's and an array's memory do.
+            np.positive(block, out=landed)
             if digest is not None:
                 digest.update(into[position : position + len(block)])
             position += len(block)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import logging
 import signal
 import sys
@@ -15,17 +16,31 @@ from kvtier.sizes import parse_size
 from kvtier_tierd.namespaces import Limits
 from kvtier_tierd.options import TierOptions
 from kvtier_tierd.server import TierServer
+from kvtier_tierd.stores.mooncake import MooncakeOptions
 from kvtier_tierd.stores.registry import STORES
 
+# Of malloc.h.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+MALLOC_KEEP_BYTES = 1 << 30
 DEFAULT_SHARED_DIRECTORY = Path("/dev/shm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 after an orderly end. Raises KvtierError for bad input."""
     options = parse(argv)
+    keep_freed_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     _run(serve(options))
     return 0
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep the memory of chunks: by default every freed megabyte goes back to the kernel,
+    which clears it again for the next one, and streams spend most of their time on that."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, MALLOC_KEEP_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, MALLOC_KEEP_BYTES)
 
 
 def _run(main: object) -> None:
@@ -70,6 +85,7 @@ def parse(argv: Sequence[str] | None) -> TierOptions:
         disk_path=given.disk_path,
         disk_bytes=parse_size(given.disk, "--disk"),
         shared_directory=shared,
+        mooncake=_mooncake(given),
         namespaces=_namespaces(given.namespace, given.in_flight),
         in_flight=given.in_flight,
         certificate=given.certificate,
@@ -79,6 +95,21 @@ def parse(argv: Sequence[str] | None) -> TierOptions:
         max_blob_bytes=parse_size(given.max_blob, "--max-blob"),
         metrics_port=given.metrics_port,
         drain_s=given.drain_s,
+    )
+
+
+def _mooncake(given: argparse.Namespace) -> MooncakeOptions:
+    segment = given.mooncake_segment
+    return MooncakeOptions(
+        master=given.mooncake_master,
+        metadata=given.mooncake_metadata,
+        local_hostname=given.mooncake_local_hostname,
+        segment_bytes=0 if segment == "0" else parse_size(segment, "--mooncake-segment"),
+        buffer_bytes=parse_size(given.mooncake_buffer, "--mooncake-buffer"),
+        capacity_bytes=None
+        if given.mooncake_capacity is None
+        else parse_size(given.mooncake_capacity, "--mooncake-capacity"),
+        replicas=given.mooncake_replicas,
     )
 
 
@@ -111,6 +142,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", default="4g", metavar="BYTES", help="of the memory store (%(default)s)")
     add("--disk-path", type=Path, metavar="DIRECTORY", help="of the disk store")
     add("--disk", default="64g", metavar="BYTES", help="of the disk store (%(default)s)")
+    mooncake = defaults.mooncake
+    add("--mooncake-master", default=mooncake.master, help="host:port (%(default)s)")
+    add("--mooncake-metadata", default=mooncake.metadata, help="or an http URL (%(default)s)")
+    add("--mooncake-local-hostname", help="for the other services (as the master sees it)")
+    add("--mooncake-segment", default="4g", metavar="BYTES", help="contributed, or 0 (%(default)s)")
+    add("--mooncake-buffer", default="2g", metavar="BYTES", help="for transfers (%(default)s)")
+    add("--mooncake-capacity", metavar="BYTES", help="of what this service puts (its segment)")
+    add("--mooncake-replicas", type=int, default=1, help="segments per blob (%(default)s)")
     add(
         "--shared-memory",
         default=str(DEFAULT_SHARED_DIRECTORY),

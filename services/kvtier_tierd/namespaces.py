@@ -67,10 +67,10 @@ def namespace_of(context: Any) -> str:
     """The namespace of a call. Raises TierRefusedError where there is none to be had."""
     identity = context.auth_context()
     if b"ssl" in identity.get("transport_security_type", ()):
-        names = identity.get("x509_common_name")
-        if not names:
+        (common_name, *_) = identity.get("x509_common_name") or [b""]
+        if not common_name:
             raise TierRefusedError("a client certificate without a common name")
-        name = bytes(names[0]).decode(errors="replace")
+        name = bytes(common_name).decode(errors="replace")
     else:
         told = dict(context.invocation_metadata() or ())
         name = str(told.get(NAMESPACE_METADATA, DEFAULT_NAMESPACE))

@@ -10,6 +10,7 @@ from pathlib import Path
 from kvtier.errors import TierRefusedError, UsageError
 from kvtier.tier.protocol import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from kvtier_tierd.namespaces import IN_FLIGHT, Limits, Namespaces, check_namespace
+from kvtier_tierd.stores.mooncake import MooncakeOptions
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -26,6 +27,7 @@ class TierOptions:
     memory_bytes:      of the memory store. disk_bytes: of the disk store.
     disk_path:         directory of the disk store.
     shared_directory:  where the file for clients on the same host is made; None: no sharing.
+    mooncake:          of the mooncake store.
     namespaces:        limits by name; empty: everybody is welcome.
     in_flight:         transfers at a time, of a namespace that is not in `namespaces`.
     certificate, key, client_ca: PEM files; all three mean mutual TLS.
@@ -41,6 +43,7 @@ class TierOptions:
     disk_path: Path | None = None
     disk_bytes: int = 64 * GIB
     shared_directory: Path | None = None
+    mooncake: MooncakeOptions = field(default_factory=MooncakeOptions)
     namespaces: Mapping[str, Limits] = field(default_factory=dict)
     in_flight: int = IN_FLIGHT
     certificate: Path | None = None

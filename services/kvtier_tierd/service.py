@@ -1,7 +1,7 @@
 """The RPCs of `proto/kvtier/v1/tier.proto` over one store.
 
 Runs in one event loop. Errors of kvtier.errors become status codes (kvtier.tier.status); anything
-else is a bug and surfaces as INTERNAL through grpc.
+else is a bug, which gRPC logs and answers with UNKNOWN.
 
 A client that goes away cancels its call wherever that waits, so whatever a call holds of the store
 is given back on the way out: a draft by its abort, a pin by its handle's close, and what a client
@@ -108,7 +108,7 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
             self.metrics.failed(method, code.name)
             await context.abort(code, str(error))
         except Exception:
-            self.metrics.failed(method, "INTERNAL")
+            self.metrics.failed(method, "UNKNOWN")
             raise
 
     def _enter(self, context: Any) -> str:

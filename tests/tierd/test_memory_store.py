@@ -75,6 +75,23 @@ def test_room_in_one_piece_is_made_where_there_is_only_room_in_many():
     asyncio.run(play())
 
 
+def test_making_room_in_one_piece_evicts_no_more_than_lies_there():
+    """Even where the least recently used blobs are scattered all over."""
+
+    async def play() -> None:
+        store = MemoryStore(200 * COST, watermarks=NO_WATERMARKS)
+        for number in range(200):
+            await put(store, blob_name(number), payload_of(number))
+        for number in sorted(range(200), key=lambda number: (number * 77) % 200):
+            (await store.open(blob_name(number))).close()
+        await put(store, blob_name(999), payload_of(999, 20 * COST))
+        assert await get(store, blob_name(999)) == payload_of(999, 20 * COST)
+        assert store.stats().blobs - 1 >= 200 - 2 * 20
+        assert store.check_integrity() == []
+
+    asyncio.run(play())
+
+
 def test_where_pinned_blobs_leave_no_room_in_one_piece_it_is_exhausted():
     async def play() -> None:
         store = MemoryStore(3 * COST, watermarks=NO_WATERMARKS)

@@ -22,6 +22,7 @@ import mmap
 import os
 import secrets
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
@@ -117,6 +118,37 @@ class Arena:
             offset, before = self._free.pop(at - 1)
             size += before
         insort(self._free, (offset, size))
+
+    def stretch(
+        self, offset: int, num_bytes: int, movable: Callable[[int], bool]
+    ) -> list[int] | None:
+        """Extents that, once freed, leave `num_bytes` in one piece around the one at `offset`.
+
+        movable: whether an extent may go. None where one may not that has to.
+        """
+        need, extents = pages(num_bytes) - self._free_before(offset), []
+        while need > 0:
+            if offset in self._held:
+                if not movable(offset):
+                    return None
+                extents.append(offset)
+                size = self._held[offset]
+            else:
+                size = self._free_at(offset)
+            if size == 0:
+                return None
+            need, offset = need - size, offset + size
+        return extents
+
+    def _free_before(self, offset: int) -> int:
+        """Bytes of the free extent that ends here."""
+        at = bisect_left(self._free, (offset, 0)) - 1
+        return self._free[at][1] if at >= 0 and sum(self._free[at]) == offset else 0
+
+    def _free_at(self, offset: int) -> int:
+        """Bytes of the free extent that begins here."""
+        at = bisect_left(self._free, (offset, 0))
+        return self._free[at][1] if at < len(self._free) and self._free[at][0] == offset else 0
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
         return self.memory[offset : offset + num_bytes]

@@ -81,6 +81,7 @@ class MemoryStore(BlobStore):
         self.watermarks = watermarks
         self.quarantined = 0
         self._blobs: dict[BlobName, Blob] = {}
+        self._at: dict[int, BlobName] = {}
 
     async def start(self) -> None:
         """Nothing outlives a memory store, so there is nothing to recover."""
@@ -96,22 +97,33 @@ class MemoryStore(BlobStore):
         for victim in self.account.plan(name.namespace, size):
             self._forget(victim, evicted=True)
         offset = self.arena.allocate(size)
-        while offset is None:
-            self._evict_one(name.namespace, size)
+        if offset is None:
+            self._join_room(name.namespace, size)
             offset = self.arena.allocate(size)
+            assert offset is not None, "room was made in one piece"
         self.account.reserve(name.namespace, size)
         return MemoryDraft(name, info, self.arena.view(offset, info.num_bytes), offset)
 
-    def _evict_one(self, namespace: str, size: int) -> None:
-        """Enough bytes are free, but not in one piece."""
-        unpinned = (name for name, entry in self.account.entries.items() if not entry.pins)
-        victim = next(unpinned, None)
-        if victim is None:
-            raise TierExhaustedError(
-                f"no {size} bytes in one piece for namespace {namespace!r}: everything that is "
-                "left is being read or written"
-            )
-        self._forget(victim, evicted=True)
+    def _join_room(self, namespace: str, size: int) -> None:
+        """Enough bytes are free, but not in one piece: also evict who is between them.
+
+        Beginning with the least recently used one; its neighbours may be more recent, but evicting
+        in order until there happens to be a piece could empty the store.
+        """
+        for name in self.account.entries:
+            around = self.arena.stretch(self._blobs[name].offset, size, self._is_movable)
+            if around is not None:
+                for offset in around:
+                    self._forget(self._at[offset], evicted=True)
+                return
+        raise TierExhaustedError(
+            f"no {size} bytes in one piece for namespace {namespace!r}: everything that is "
+            "left is being read or written"
+        )
+
+    def _is_movable(self, offset: int) -> bool:
+        name = self._at.get(offset)
+        return name is not None and not self._blobs[name].pins
 
     async def commit(self, draft: Draft) -> None:
         assert isinstance(draft, MemoryDraft)
@@ -122,6 +134,7 @@ class MemoryStore(BlobStore):
         self.account.release(name.namespace, size)
         self.account.add(name, size)
         self._blobs[name] = Blob(name, draft.info, draft.offset, size)
+        self._at[draft.offset] = name
         self._respect_watermarks()
 
     def _respect_watermarks(self) -> None:
@@ -169,6 +182,7 @@ class MemoryStore(BlobStore):
 
     def _forget(self, name: BlobName, *, evicted: bool = False) -> None:
         blob = self._blobs.pop(name)
+        del self._at[blob.offset]
         self.account.remove(name, evicted=evicted)
         if blob.pins:
             blob.hidden = True
@@ -191,6 +205,8 @@ class MemoryStore(BlobStore):
         problems = self.account.check_integrity() + self.arena.check_integrity()
         if set(self._blobs) != set(self.account.entries):
             problems.append("blobs and their account name different things")
+        if self._at != {blob.offset: name for name, blob in self._blobs.items()}:
+            problems.append("blobs are not where they should be")
         for name, blob in self._blobs.items():
             entry = self.account.entries.get(name)
             if entry is not None and (entry.pins, entry.num_bytes) != (

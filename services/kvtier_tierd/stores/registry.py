@@ -3,6 +3,7 @@
 memory         one arena; nothing survives a restart
 disk           LMDB index and a file per blob; what was committed survives
 memory+disk    memory first, everything written behind to disk
+mooncake       Mooncake Store: the memory of several services as one
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from kvtier_tierd.options import TierOptions
 from kvtier_tierd.stores.base import BlobStore
 from kvtier_tierd.stores.memory import MemoryStore
 
-STORES = ("memory", "disk", "memory+disk")
+STORES = ("memory", "disk", "memory+disk", "mooncake")
 
 
 def make_store(options: TierOptions) -> BlobStore:
@@ -21,6 +22,10 @@ def make_store(options: TierOptions) -> BlobStore:
         raise UsageError("--store", f"one of {', '.join(STORES)}", options.store)
     if options.store == "memory":
         return _memory(options)
+    if options.store == "mooncake":
+        from kvtier_tierd.stores.mooncake import MooncakeStore
+
+        return MooncakeStore(options.mooncake, options.quotas())
     # Before the memory is taken, which is slow and has to be undone.
     disk = _disk(options)
     if options.store == "disk":

@@ -1,0 +1,95 @@
+"""The transport benchmark: lateness counts, ratios are paired, and a small run goes through."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("grpc")
+
+from benchmarks import tier_transport
+from benchmarks.tier_transport_load import open_loop, poisson_arrivals, quantile, quantiles
+from benchmarks.tier_transport_paths import digest_seconds, in_rounds, paired
+from benchmarks.tier_transport_rows import neighbour_rows
+from kvtier.tier.blob import Digest
+
+ON_LINUX = pytest.mark.skipif(
+    not (sys.platform == "linux" and Path("/dev/shm").is_dir()), reason="reads /proc, /dev/shm"
+)
+
+
+def test_a_ratio_is_paired_with_the_baseline_of_the_same_round() -> None:
+    assert paired([1.0, 4.0], [2.0, 2.0]) == [2.0, 0.5]
+
+
+def test_a_quantile_is_a_value_that_was_measured_and_none_of_too_few() -> None:
+    values = [float(i) for i in range(1, 101)]
+    assert quantile(values, 0.5) == 50
+    assert quantile(values, 0.99) == 99
+    assert quantile(values, 0.999) is None
+    assert quantiles([])["p50"] is None
+
+
+def test_arrivals_have_the_rate_that_was_asked_for() -> None:
+    arrivals = poisson_arrivals(200.0, 50.0, seed=1)
+    assert arrivals == sorted(arrivals) == poisson_arrivals(200.0, 50.0, seed=1)
+    assert len(arrivals) == pytest.approx(10_000, rel=0.05)
+    assert arrivals[-1] < 50
+
+
+def test_waiting_for_a_busy_worker_counts_as_latency() -> None:
+    latencies = open_loop(lambda: time.sleep(0.05), [0.0, 0.0, 0.0], workers=1)
+    assert len(latencies) == 3
+    assert max(latencies) >= 0.15
+
+
+def test_every_path_runs_in_every_round_and_the_first_round_is_dropped() -> None:
+    order: list[str] = []
+
+    def path(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    found = in_rounds({name: lambda name=name: path(name) for name in "ab"}, rounds=2)
+    assert order == ["a", "b", "a", "b", "b", "a"]
+    assert found == {"a": [3.0, 6.0], "b": [4.0, 5.0]}
+
+
+def test_the_checksum_is_timed_only_where_it_is_asked_for() -> None:
+    original = Digest.update
+    with digest_seconds() as spent:
+        Digest(bytes(32), "n", b"").update(bytes(1 << 20))
+    assert len(spent) == 1
+    assert spent[0] > 0
+    assert Digest.update is original
+
+
+def test_a_neighbour_is_judged_against_having_none() -> None:
+    found = {
+        where: {"p99": p99} for where, p99 in (("alone", 1), ("beside", 1.1), ("elsewhere", 2))
+    }
+    beside, elsewhere = neighbour_rows("get", found)
+    assert (beside.value, beside.met) == ("1.10x", True)
+    assert (elsewhere.value, elsewhere.met) == ("0.55x", None)
+
+
+@ON_LINUX
+def test_a_quick_run_measures_everything(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "out.json"
+    assert tier_transport.main(["--quick", "--out", str(out)]) == 0
+    document = json.loads(out.read_text())
+    seconds = document["outcome"]["throughput"]["768k"]["seconds"]
+    assert all(taken[0] > 0 for taken in seconds.values())
+    assert {"memcpy", "shared get", "stream put", "echo put", "tls get", "raw get"} <= set(seconds)
+    assert document["outcome"]["latency"]["768k"]["stream"]["capacity_per_s"] > 0
+    assert document["outcome"]["churn"]["put_bytes"] > 0
+    assert "shared get / memcpy" in capsys.readouterr().out
+
+
+def test_bad_input_is_said(capsys: pytest.CaptureFixture) -> None:
+    assert tier_transport.main(["--rounds", "0"]) == 2
+    assert "--rounds" in capsys.readouterr().err

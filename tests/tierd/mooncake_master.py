@@ -1,0 +1,214 @@
+"""A real mooncake_master on free ports, and tier processes that use it.
+
+    with MooncakeMaster() as master, MooncakePeer(options_of(master)) as peer:
+        peer.ask("put", 1)
+        peer.signal(signal.SIGKILL)
+
+As a program this file is the other process: it answers one line for each line of its input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from store_contract import blob_name, get, payload_of, put
+
+from kvtier.errors import TierError
+from kvtier_tierd.stores.mooncake import MooncakeOptions, MooncakeStore
+
+MIB = 1 << 20
+UP_S = 20.0
+CLIENT_TTL_S = 2  # seconds without a heartbeat after which the master drops a segment
+
+
+def missing() -> str:
+    """Why there can be no master; empty when there can."""
+    spec = importlib.util.find_spec("mooncake")
+    if spec is None or spec.origin is None:
+        return "needs pip install mooncake-transfer-engine-non-cuda"
+    binary = Path(spec.origin).parent / "mooncake_master"
+    if not binary.is_file():
+        return f"needs {binary}"
+    checked = subprocess.run([binary, "--version"], capture_output=True, text=True)
+    if "shared libraries" in checked.stderr:
+        return f"needs apt-get install libibverbs1 librdmacm1 libnuma1: {checked.stderr.strip()}"
+    return ""
+
+
+def free_ports(count: int) -> list[int]:
+    """Free now; nobody keeps them."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+class MooncakeMaster:
+    """One master; may be killed and started again at the same address."""
+
+    def __init__(self, *flags: str) -> None:
+        self.flags = flags
+        self.port, self.metrics_port, self.metadata_port = free_ports(3)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed at the end
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def metadata(self) -> str:
+        return f"http://127.0.0.1:{self.metadata_port}/metadata"
+
+    def start(self) -> None:
+        spec = importlib.util.find_spec("mooncake")
+        assert spec is not None
+        assert spec.origin is not None
+        command = [
+            str(Path(spec.origin).parent / "mooncake_master"),
+            "--rpc_address=127.0.0.1",
+            f"--rpc_port={self.port}",
+            "--metrics_host=127.0.0.1",
+            f"--metrics_port={self.metrics_port}",
+            "--http_metadata_server_host=127.0.0.1",
+            f"--http_metadata_server_port={self.metadata_port}",
+            f"--client_ttl={CLIENT_TTL_S}",
+            "--logtostderr=true",
+            *self.flags,
+        ]
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
+        ports = [self.port]
+        if "--enable_http_metadata_server=true" in self.flags:
+            ports.append(self.metadata_port)
+        for port in ports:
+            self._wait_for(port)
+
+    def _wait_for(self, port: int) -> None:
+        deadline = time.monotonic() + UP_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                return
+            except OSError:
+                assert self.process is not None
+                assert self.process.poll() is None, f"the master ended: {self.output()}"
+                assert time.monotonic() < deadline, f"no master: {self.output()}"
+                time.sleep(0.02)
+
+    def output(self) -> str:
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace")[-2000:]
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.wait()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It hangs, with its connections open."""
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def __enter__(self) -> MooncakeMaster:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self.log.close()
+
+
+class MooncakePeer:
+    """A store in another process."""
+
+    def __init__(self, options: MooncakeOptions) -> None:
+        command = [sys.executable, __file__, json.dumps(dataclasses.asdict(options))]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._answer() == "ready"
+
+    def ask(self, method: str, number: int, num_bytes: int = MIB) -> Any:
+        """put: the blob `number`, True. get: "right", "wrong" or "missing"."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([method, number, num_bytes]) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the peer ended: {self.process.poll()}"
+        return json.loads(line)
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.wait()
+
+    def __enter__(self) -> MooncakePeer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+async def serve(options: MooncakeOptions) -> None:
+    """The other process: one answer for each line."""
+    # Whatever the C++ client may print must not look like an answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    store = MooncakeStore(options)
+    await store.start()
+    print(json.dumps("ready"), file=answers, flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        method, number, num_bytes = json.loads(line)
+        try:
+            answer: Any = await _do(store, method, number, num_bytes)
+        except TierError as error:
+            answer = repr(error)
+        print(json.dumps(answer), file=answers, flush=True)
+    await store.close()
+
+
+async def _do(store: MooncakeStore, method: str, number: int, num_bytes: int) -> Any:
+    name, payload = blob_name(number), payload_of(number, num_bytes)
+    if method == "put":
+        await put(store, name, payload)
+        return True
+    found = await get(store, name)
+    return "missing" if found is None else "right" if found == payload else "wrong"
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(MooncakeOptions(**json.loads(sys.argv[1]))))

@@ -1,0 +1,276 @@
+"""`kvtier tier`: what it refuses and how it says so, how it starts, and how it ends."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+
+import pytest
+from live_tier import (
+    LiveTier,
+    blob_of,
+    eventually,
+    fetch,
+    header_of,
+    key_of,
+    live_tier,
+    payload_of,
+    raw_stub,
+)
+
+from kvtier.errors import KvtierError
+from kvtier.tier.client import TierClient
+from kvtier.v1 import tier_pb2 as pb
+from kvtier_tierd.cli import parse
+from kvtier_tierd.options import TierOptions
+
+SMALL = ("--memory", "1m", "--shared-memory", "off")
+
+
+def tierd(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -m kvtier_tierd`, expected to end by itself."""
+    command = [sys.executable, "-m", "kvtier_tierd", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def refusal(*arguments: str) -> str:
+    """What the user is told; refused by exit code 2 and without a traceback."""
+    done = tierd(*arguments)
+    assert done.returncode == 2, done
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    return done.stderr
+
+
+# ---- what it is told
+
+
+def test_the_command_is_part_of_kvtier_and_explains_itself():
+    binary = Path(sys.executable).with_name("kvtier")
+    done = subprocess.run(
+        [binary, "tier", "--help"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.startswith("usage: kvtier tier")
+    for flag in ("--listen", "--store", "--memory", "--namespace", "--client-ca", "--drain-s"):
+        assert flag in done.stdout
+    listed = subprocess.run(
+        [binary, "--help"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "kvtier tier --help" in " ".join(listed.stdout.split())
+
+
+def test_the_defaults_of_the_command_are_those_of_the_options():
+    assert parse(["--shared-memory", "off"]) == TierOptions()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--listen", "127.0.0.1"),
+        ("--listen", "127.0.0.1:"),
+        ("--listen", ":7311"),
+        ("--listen", "127.0.0.1:http"),
+        ("--listen", "127.0.0.1:65536"),
+        ("--listen", "127.0.0.1:-1"),
+        ("--listen", "::1:7311"),
+        ("--listen", "unix:"),
+        ("--listen", "unix:/" + "x" * 107),
+        ("--listen", "0.0.0.0:7311"),
+        ("--listen", "[::]:7311"),
+        ("--listen", "192.0.2.1:7311"),
+        ("--listen", "127.example.com:7311"),
+        ("--listen", "localhost.example.com:7311"),
+        ("--memory", "0"),
+        ("--memory", "much"),
+        ("--memory", "-1g"),
+        ("--disk", "0"),
+        ("--disk", "all"),
+        ("--max-blob", "0"),
+        ("--max-blob", "big"),
+        ("--shared-memory", "/no/such/directory"),
+        ("--namespace", ""),
+        ("--namespace", "=1g"),
+        ("--namespace", "ada=much"),
+        ("--namespace", "ada=0"),
+        ("--namespace", "x" * 201),
+        ("--namespace", "a\tb"),
+        ("--in-flight", "0"),
+        ("--in-flight", "few"),
+        ("--metrics-port", "-1"),
+        ("--metrics-port", "65536"),
+        ("--metrics-port", "http"),
+        ("--drain-s", "-1"),
+        ("--drain-s", "nan"),
+        ("--drain-s", "inf"),
+        ("--drain-s", "soon"),
+        ("--certificate", "/no/such.pem"),
+        ("--key", "/no/such.pem"),
+        ("--client-ca", "/no/such.pem"),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_refused_naming_its_flag(flag, value, capsys):
+    with pytest.raises((KvtierError, SystemExit)) as caught:
+        parse([f"{flag}={value}"])
+    said = str(caught.value) + capsys.readouterr().err
+    lone = {"--key": "--certificate", "--client-ca": "--certificate"}
+    assert lone.get(flag, flag) in said
+    if isinstance(caught.value, SystemExit):
+        assert caught.value.code == 2
+
+
+def test_flags_that_do_not_go_together_are_refused_naming_one(tmp_path, capsys):
+    pem = tmp_path / "x.pem"
+    pem.write_text("nonsense")
+    tls = [f"--{name}={pem}" for name in ("certificate", "key", "client-ca")]
+    for flags, named in (
+        (["--store=tape"], "--store"),
+        (["--store=disk"], "--disk-path"),
+        (["--store=memory+disk"], "--disk-path"),
+        ([tls[0], tls[1]], "--client-ca"),
+        ([*tls, "--listen=unix:/tmp/t"], "--listen"),
+        ([*tls, "--listen=127.0.0.1:0", *SMALL], "--certificate"),
+        (["--namespace=ada", "--namespace=ada=1g"], "--namespace"),
+        (["--no-such-flag"], "--no-such-flag"),
+    ):
+        assert named in refusal(*flags), flags
+
+
+def test_addresses_that_other_machines_reach_want_tls_or_an_explicit_yes():
+    for listen in ("127.0.0.1:1", "127.9.9.9:1", "localhost:1", "[::1]:1", "unix:/tmp/t"):
+        assert TierOptions(listen=listen).listen == listen
+    for listen in ("0.0.0.0:1", "[::]:1", "tier.example.com:1"):
+        with pytest.raises(KvtierError, match="--insecure"):
+            TierOptions(listen=listen)
+        assert TierOptions(listen=listen, insecure=True).listen == listen
+
+
+def test_namespaces_have_their_quota_and_everybody_the_in_flight_limit():
+    shared = "--shared-memory=off"
+    options = parse([shared, "--namespace=ada=2g", "--namespace=bob", "--in-flight=3"])
+    assert options.quotas() == {"ada": 2 << 30}
+    assert [options.served().limits(name).in_flight for name in ("ada", "bob")] == [3, 3]
+    assert parse([shared, "--in-flight=3"]).served().limits("anybody").in_flight == 3
+
+
+# ---- how it starts
+
+
+def test_a_port_in_use_is_said_clearly(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert f"--listen {address}" in refusal("--listen", address, *SMALL)
+        port = address.rpartition(":")[2]
+        said = refusal("--listen", "127.0.0.1:0", "--metrics-port", port, *SMALL)
+        assert f"--metrics-port {port}" in said
+    with live_tier(tmp_path, *SMALL) as tier:
+        assert "--listen" in refusal("--listen", tier.address, *SMALL), "nor shared by two tiers"
+
+
+def test_a_socket_that_somebody_listens_on_is_not_taken_from_them(tmp_path):
+    listen = f"unix:{tmp_path}/t"
+    with live_tier(tmp_path, *SMALL, listen=listen) as tier:
+        assert "--listen" in refusal("--listen", listen, *SMALL)
+        with TierClient(tier.address) as client:
+            client.connect()
+        tier.kill()
+        tier.start()
+        with TierClient(tier.address) as client:
+            client.connect()
+
+
+def test_a_store_that_cannot_be_opened_is_said_clearly(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    said = refusal("--listen=127.0.0.1:0", "--store=disk", f"--disk-path={file}/d")
+    assert str(file) in said
+    said = refusal("--listen=127.0.0.1:0", "--memory=1000000g", f"--shared-memory={tmp_path}")
+    assert "--memory" in said
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_start_that_fails_leaves_no_file_behind(tmp_path):
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        refusal("--listen", address, "--memory=1m", f"--shared-memory={directory}")
+    assert list(directory.iterdir()) == []
+
+
+def test_metrics_are_served_where_it_says(tmp_path):
+    with (
+        live_tier(tmp_path, "--memory", "1m", "--metrics-port", "0") as tier,
+        urllib.request.urlopen(tier.metrics_url, timeout=10) as answer,
+    ):
+        assert b"kvtier_tier_capacity_bytes 1.048576e+06" in answer.read()
+
+
+# ---- how it ends
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_ends_it_well(tmp_path, number):
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    flags = ("--memory", "1m", "--shared-memory", str(directory))
+    with live_tier(tmp_path, *flags) as tier, raw_stub(tier.address) as stub:
+        half_done, go_on = threading.Event(), threading.Event()
+
+        def half():
+            yield pb.PutRequest(header=header_of(blob_of(1)))
+            half_done.set()
+            go_on.wait(20)
+            yield pb.PutRequest(chunk=payload_of(1))
+
+        running = stub.Put.future(half())
+        assert half_done.wait(20)
+        eventually(lambda: stub.Stats(pb.StatsRequest()).capacity_bytes > 0)
+        process = tier.process
+        tier.signal(number)
+        assert process.stdout.readline().strip() == "kvtier tier: draining"
+        go_on.set()
+        assert running.result().stored, "what runs may end"
+        assert tier.wait() == 0
+    assert "Traceback" not in tier.log.read_text()
+    assert list(directory.iterdir()) == []
+
+
+def test_the_memory_file_of_a_killed_server_is_removed_by_the_next(tmp_path):
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    flags = ("--memory", "1m", "--shared-memory", str(directory))
+    with live_tier(tmp_path, *flags) as tier:
+        (left,) = directory.iterdir()
+        tier.kill()
+        assert left.exists()
+        tier.start()
+        (new,) = directory.iterdir()
+        assert new != left
+        other = LiveTier(tmp_path, *flags)
+        try:
+            other.start()
+            assert len(list(directory.iterdir())) == 2, "that of a living one is not"
+        finally:
+            other.stop()
+
+
+def test_a_disk_store_outlives_its_server(tmp_path):
+    flags = ("--store", "memory+disk", "--memory", "1m", "--disk-path", str(tmp_path / "disk"))
+    with live_tier(tmp_path, *flags) as tier:
+        with TierClient(tier.address, timeout_s=10.0) as client:
+            client.connect()
+            assert client.put(blob_of(1))
+        assert tier.terminate() == 0
+        tier.start()
+        with TierClient(tier.address, timeout_s=10.0) as client:
+            client.connect()
+            assert fetch(client, [key_of(1)])[1] == {0: payload_of(1)}
