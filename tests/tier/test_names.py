@@ -1,0 +1,113 @@
+"""Names of whole contexts: which spans hold what, and who may use them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from kvtier.errors import TierProtocolError
+from kvtier.tier.keys import KvIdentity
+from kvtier.tier.names import ContextNames, spans_by_presence, spans_of_record
+from kvtier.tier.turns import NodeRecord, TurnRecord, decode_record, places, tail_digest
+
+IDENTITY = KvIdentity("llama", "abc", "bfloat16", 4, 2, 64, policy="quarter")
+SPAN = 4
+NAMES = ContextNames(IDENTITY, SPAN)
+TOKENS = st.lists(st.integers(0, 1000), min_size=1, max_size=60)
+
+
+def record_of(stops: list[int], exact: int = 1) -> TurnRecord:
+    """Nodes that end at `stops`, the first `exact` of them exact."""
+    nodes = tuple(
+        NodeRecord(
+            stop=stop, prompt_stop=stop, compressed=True, dropped=(0, 0), kept=0, exact=i < exact
+        )
+        for i, stop in enumerate(stops)
+    )
+    return TurnRecord(nodes=nodes, tail="")
+
+
+@given(TOKENS, st.data())
+def test_the_spans_of_a_record_hold_every_token_once(tokens, data):
+    stop = data.draw(st.integers(1, len(tokens)))
+    begin = data.draw(st.integers(0, stop - 1))
+    chains = NAMES.chains("", tokens)
+    spans = spans_of_record(chains, record_of([stop]), tokens, begin)
+    assert spans[0].begin <= begin < spans[0].stop
+    assert spans[-1].stop == stop
+    assert all(a.stop == b.begin for a, b in itertools.pairwise(spans))
+    assert all(span.begin % SPAN == 0 for span in spans)
+    assert len({span.key for span in spans}) == len(spans)
+
+
+def test_what_was_computed_over_a_compressed_turn_goes_under_the_policys_name():
+    tokens = list(range(22))
+    chains = NAMES.chains("", tokens)
+    spans = spans_of_record(chains, record_of([10, 22]), tokens, 0)
+    exact, policy = chains.exact, chains.policy
+    # The third span begins in the exact turn and ends in the other.
+    assert [span.key for span in spans[:3]] == [exact.keys[0], exact.keys[1], policy.keys[2]]
+    assert spans[-1].key == policy.tail_key(5, tokens[20:])
+    alone = spans_of_record(chains, record_of([10]), tokens, 0)
+    assert alone[-1].key == exact.tail_key(2, tokens[8:10])
+
+
+@given(TOKENS)
+def test_another_policy_finds_exact_kv_and_nothing_else(tokens):
+    assume(len(tokens) >= SPAN)
+    mine = NAMES.chains("", tokens)
+    other = ContextNames(replace(IDENTITY, policy="half"), SPAN).chains("", tokens)
+    assert mine.exact.keys == other.exact.keys
+    assert set(mine.policy.keys).isdisjoint(other.policy.keys)
+    assert set(mine.exact.keys).isdisjoint(mine.policy.keys)
+
+
+@given(st.lists(st.booleans(), max_size=12), st.data())
+def test_a_run_stops_at_the_first_span_that_nobody_has(exact, data):
+    policy = data.draw(st.lists(st.booleans(), min_size=len(exact), max_size=len(exact)))
+    begin = data.draw(st.integers(0, SPAN * len(exact)))
+    chains = NAMES.chains("", list(range(SPAN * len(exact))))
+    spans, exact_stop = spans_by_presence(chains, exact, policy, begin)
+    first = begin // SPAN
+    for span in spans:
+        index = span.begin // SPAN
+        held = exact if span.key == chains.exact.keys[index] else policy
+        assert held[index]
+    end = first + len(spans)
+    assert [span.begin // SPAN for span in spans] == list(range(first, end))
+    if end < len(exact):
+        # Nothing exact follows what is not, so an exact span behind a policy's is of no use.
+        assert not policy[end]
+    assert exact_stop <= max(begin, end * SPAN)
+
+
+def test_a_record_says_the_same_after_the_wire_and_knows_its_places():
+    record = record_of([10, 22])
+    assert decode_record(record.encode()) == record
+    assert [(place.start, place.node.stop) for place in places(record)] == [(0, 10), (10, 22)]
+    assert (record.stop, record.exact_stop) == (22, 10)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"", b"{}", b"[]", b'{"nodes": [], "tail": ""}', b"\xff\xfe",
+        record_of([10]).encode().replace(b'"stop":10', b'"stop":"10"'),
+        record_of([10]).encode().replace(b'"dropped":[0,0]', b'"dropped":[4,40]'),
+        record_of([10]).encode().replace(b'"kept":0', b'"kept":3'),
+        record_of([10, 22]).encode().replace(b'"stop":22', b'"stop":9'),
+        record_of([10]).encode().replace(b'"tail"', b'"nail"'),
+    ],
+)  # fmt: skip
+def test_a_record_that_makes_no_sense_is_a_protocol_error(payload):
+    with pytest.raises(TierProtocolError):
+        decode_record(payload)
+
+
+@given(TOKENS, TOKENS)
+def test_tails_are_told_apart(one, other):
+    assert (tail_digest(one) == tail_digest(other)) == (one == other)
