@@ -27,11 +27,12 @@ from pydantic import BaseModel, ConfigDict
 
 from benchmarks.compactor_contexts import RecallContext, load_contexts, save_contexts
 from kvtier.bench.engine import ChatEngine, EngineError, SglangEngine
+from kvtier.bench.measure import settled
 from kvtier.bench.options import parse_options
 from kvtier.bench.planning import make_plans
 from kvtier.bench.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE, score_answer
 from kvtier.bench.runner import stop_group
-from kvtier.bench.schema import Plan, RetainedTurn
+from kvtier.bench.schema import Plan, RetainedTurn, TierReading
 from kvtier.bench.worker import die_with_parent
 from kvtier.config import ENV_PREFIX
 from kvtier.errors import KvtierError
@@ -50,6 +51,7 @@ class Asked(BaseModel):
     kv_bytes: what the context took on the device, measured
     turn_s:   from sending the context until its turn was prefilled, answered and compressed
     retained: what its CA heads kept, None where they were not asked to drop anything
+    tier:     what the tier had done by the end, None without one
     """
 
     model_config = ConfigDict(frozen=True)
@@ -60,6 +62,7 @@ class Asked(BaseModel):
     kv_bytes: int
     turn_s: float
     retained: RetainedTurn | None
+    tier: TierReading | None = None
 
 
 class WorkerError(KvtierError):
@@ -147,8 +150,9 @@ def ask_all(engine: ChatEngine, context: RecallContext) -> Asked:
     empty = engine.occupancy()
     began = time.perf_counter()
     engine.generate(context.context_ids, 1, eot)
-    full = engine.occupancy()  # answered by the thread that compresses, when it has done so
+    engine.occupancy()  # answered by the thread that compresses, when it has done so
     turn_s = time.perf_counter() - began
+    full = settled(engine)
     recalls = []
     for question in context.questions:
         prompt = [*context.context_ids, *question.prompt_ids]
@@ -166,6 +170,7 @@ def ask_all(engine: ChatEngine, context: RecallContext) -> Asked:
         kv_bytes=full.kv_used_bytes - empty.kv_used_bytes,
         turn_s=turn_s,
         retained=full.newest if full.compacted_turns > empty.compacted_turns else None,
+        tier=engine.occupancy().tier,
     )
 
 
