@@ -10,5 +10,10 @@ forked. Reading order:
     radix.py       ... whose nodes are compressed when their turn ends
     budget.py      admission that counts both pools
     attention.py   the attention backend over kvtier_kernels
+    spans.py       between the pool's slots and a tier's payloads
+    spill.py       exact KV on its way to the tier
+    tiered.py      the tree with a tier behind it: asking, restoring, spilling
+    refresh.py     CA entries chosen again, with the turn's own questions
+    build.py       the tree that the settings ask for
     platform.py    stock SGLang on any CPU
 """
