@@ -1,4 +1,10 @@
-"""Exact KV outside of the engine: what a piece of it is called, and how its bytes are checked.
+"""Exact KV outside of the engine: what it is called, how it gets there and back, how it is checked.
 
-Reading order: keys (a name for every span of a context), blob (the bytes under a name).
+Reading order:
+
+    keys, names      what a span of a context is called, and which names a context's KV has
+    blob, turns      the bytes under a name, and their checksum; how turns were compressed
+    client           calls to one service; channel, protocol, status, landing, shared are its parts
+    breaker, link    what an engine holds of its tier: calls that never fail and never wait long
+    host, lookup     what the tier has of a prompt, fetched into host memory
 """

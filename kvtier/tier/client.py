@@ -13,7 +13,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -27,11 +26,11 @@ from kvtier.errors import (
     UsageError,
 )
 from kvtier.tier.blob import Bytes, Digest, checksum
+from kvtier.tier.channel import TlsFiles, open_channel
 from kvtier.tier.landing import Arriving, Land, Landing, Offer, room
 from kvtier.tier.protocol import (
     DEFAULT_NAMESPACE,
     MAX_CHUNK_BYTES,
-    MESSAGE_OVERHEAD_BYTES,
     MIN_CHUNK_BYTES,
     NAMESPACE_METADATA,
     PROTOCOL_VERSION,
@@ -43,22 +42,6 @@ from kvtier.v1 import tier_pb2 as pb
 from kvtier.v1 import tier_pb2_grpc
 
 CHUNK_BYTES = 1 << 20
-_CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_CHUNK_BYTES + MESSAGE_OVERHEAD_BYTES),
-    ("grpc.max_send_message_length", -1),
-    # A service that is back is found within seconds, whichever way it went: a host that vanished
-    # answers no connection attempt, and one that was cut off no packet.
-    ("grpc.initial_reconnect_backoff_ms", 250),
-    ("grpc.min_reconnect_backoff_ms", 2_000),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    # Each client its own connection: a stalled one must not stall another.
-    ("grpc.use_local_subchannel_pool", 1),
-    # A proxy for the way out to the web is none for KV.
-    ("grpc.enable_http_proxy", 0),
-]
 
 
 class Blob(NamedTuple):
@@ -78,15 +61,6 @@ class Presence(NamedTuple):
 
     leading_run: int
     present: list[bool]
-
-
-@dataclass(frozen=True)
-class TlsFiles:
-    """PEM contents for mutual TLS: the certificate authority, and the client's own pair."""
-
-    ca: bytes
-    certificate: bytes
-    key: bytes
 
 
 class Deadline:
@@ -127,10 +101,7 @@ class TierClient:
             if not (namespace and namespace.isascii() and namespace.isprintable()):
                 raise UsageError("namespace", "printable ASCII", namespace)
             self._metadata = ((NAMESPACE_METADATA, namespace),)
-            self._channel = grpc.insecure_channel(address, _CHANNEL_OPTIONS)
-        else:
-            credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
-            self._channel = grpc.secure_channel(address, credentials, _CHANNEL_OPTIONS)
+        self._channel = open_channel(address, tls)
         self._stub = tier_pb2_grpc.TierServiceStub(self._channel)
         self._wants_shared = shared
         self._shared: SharedMemory | None = None

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import ctypes
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -62,14 +63,22 @@ async def serve(options: TierOptions) -> None:
     await server.start()
     try:
         # One line that scripts can wait for; `listen` may have asked for any free port.
-        print(f"kvtier tier: {server.store.kind} store on {server.address}", flush=True)
+        _say(f"kvtier tier: {server.store.kind} store on {server.address}")
         if server.metrics_port is not None:
             url = f"http://127.0.0.1:{server.metrics_port}/metrics"
-            print(f"kvtier tier: metrics on {url}", flush=True)
+            _say(f"kvtier tier: metrics on {url}")
         await ended.wait()
-        print("kvtier tier: draining", flush=True)
+        _say("kvtier tier: draining")
     finally:
         await server.stop()
+
+
+def _say(text: str) -> None:
+    """Print a line, if anybody still listens: whoever started us may read one and hang up."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), sys.stdout.fileno())
 
 
 def parse(argv: Sequence[str] | None) -> TierOptions:
@@ -139,7 +148,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--listen", default=defaults.listen, help="host:port or unix:/path (%(default)s)")
     add("--store", default="memory", help=f"one of {', '.join(STORES)} (%(default)s)")
-    add("--memory", default="4g", metavar="BYTES", help="of the memory store (%(default)s)")
+    add(
+        "--memory",
+        default="4g",
+        metavar="BYTES",
+        help="of the memory store, taken at the start (%(default)s)",
+    )
     add("--disk-path", type=Path, metavar="DIRECTORY", help="of the disk store")
     add("--disk", default="64g", metavar="BYTES", help="of the disk store (%(default)s)")
     mooncake = defaults.mooncake

@@ -23,9 +23,9 @@ from kvtier.v1 import tier_pb2, tier_pb2_grpc
 from kvtier_tierd.metrics import Gauges, TierMetrics
 from kvtier_tierd.options import MIB, TierOptions
 from kvtier_tierd.service import Shared, TierService
+from kvtier_tierd.stores.arena import Arena
 from kvtier_tierd.stores.base import BlobStore
 from kvtier_tierd.stores.layered import LayeredStore
-from kvtier_tierd.stores.memory import MemoryStore
 from kvtier_tierd.stores.registry import make_store
 from kvtier_tierd.tls import RotatingCredentials
 
@@ -156,9 +156,10 @@ class TierServer:
 def shared_memory(store: BlobStore) -> Shared | None:
     """The file that clients on this host may map, if there is one."""
     memory = store.memory if isinstance(store, LayeredStore) else store
-    if not isinstance(memory, MemoryStore) or memory.arena.path is None:
+    arena: Arena | None = getattr(memory, "arena", None)
+    if arena is None or arena.path is None:
         return None
-    return Shared(str(memory.arena.path), memory.arena.size, memory.arena.token)
+    return Shared(str(arena.path), arena.size, arena.token)
 
 
 def _check_free(path: str) -> None:

@@ -6,6 +6,7 @@ import itertools
 import mmap
 import os
 import stat
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -45,6 +46,15 @@ def test_the_shared_file_is_for_its_user_only_and_all_there(memory_directory):
     assert found.st_size == arena.size <= found.st_blocks * 512
     arena.close()
     assert list(memory_directory.iterdir()) == []
+
+
+def test_its_name_means_the_same_wherever_a_client_is(memory_directory, monkeypatch):
+    monkeypatch.chdir(memory_directory)
+    arena = Arena(PAGE, Path())
+    assert arena.path.is_absolute()
+    monkeypatch.chdir("/")
+    assert SharedMemory.open(str(arena.path), arena.size, arena.token) is not None
+    arena.close()
 
 
 def test_more_memory_than_there_is_is_refused_at_the_start(memory_directory):

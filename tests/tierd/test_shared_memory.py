@@ -236,6 +236,29 @@ def test_a_client_that_has_mapped_the_memory_of_an_earlier_service_writes_nothin
         assert list(directory.iterdir()) == []
 
 
+def test_a_lease_of_an_earlier_service_is_none_of_the_next(tmp_path):
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    flags = ("--shared-memory", str(directory), "--memory", "1m")
+
+    def lease_of(stub):
+        token = stub.GetServerInfo(pb.GetServerInfoRequest()).shared_token
+        request = pb.ReserveRequest(headers=[header_of(blob_of(1))], shared_token=token)
+        return stub.Reserve(request).extents[0].lease
+
+    with live_tier(tmp_path, *flags) as tier:
+        with raw_stub(tier.address) as stub:
+            old = lease_of(stub)
+        tier.kill()
+        tier.start()
+        with raw_stub(tier.address) as stub:
+            new = lease_of(stub)
+            with failing(grpc.StatusCode.FAILED_PRECONDITION):
+                stub.Commit(pb.CommitRequest(leases=[old]))
+            stub.Release(pb.ReleaseRequest(leases=[old]))
+            assert stub.Commit(pb.CommitRequest(leases=[new])).stored == 1
+
+
 def _answers(client):
     try:
         client.stats()

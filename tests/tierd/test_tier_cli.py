@@ -244,6 +244,13 @@ def test_a_signal_drains_and_ends_it_well(tmp_path, number):
     assert list(directory.iterdir()) == []
 
 
+def test_whoever_started_it_may_stop_listening(tmp_path):
+    with live_tier(tmp_path, *SMALL) as tier:
+        tier.process.stdout.close()
+        assert tier.terminate() == 0
+    assert "Error" not in tier.log.read_text()
+
+
 def test_the_memory_file_of_a_killed_server_is_removed_by_the_next(tmp_path):
     directory = tmp_path / "shm"
     directory.mkdir()

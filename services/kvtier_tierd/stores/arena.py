@@ -182,7 +182,8 @@ class Arena:
 
 def _locked_file(directory: Path, token: bytes) -> tuple[Path, int]:
     """A new file, locked while its server lives, so that the next one can tell leftovers."""
-    path = directory / f"{SHARED_FILE_PREFIX}{os.getpid()}-{token.hex()[:8]}"
+    # Absolute, because clients are told, and they are somewhere else.
+    path = directory.resolve() / f"{SHARED_FILE_PREFIX}{os.getpid()}-{token.hex()[:8]}"
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(file, fcntl.LOCK_EX)
