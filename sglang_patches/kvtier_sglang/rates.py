@@ -2,24 +2,32 @@
 
     compute   tokens per second of prefill, over chunks
     load      bytes per second from asking the tier to having written the pool
-    latency   of a load of nothing
 
-All are exponential averages over what really happened; before anything has, loading is assumed to
-be worth it. Scheduler thread only.
+Both are exponential averages over what really happened. Before anything has, and once the last load
+is long ago, loading is assumed to be worth it: only a load can show that it is again. Scheduler
+thread only.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 # New measurements count for this much.
 WEIGHT = 0.2
 # Fewer new tokens than that measure overheads, not the rate.
 LEAST_CHUNK_TOKENS = 128
+# A load rate that is older says nothing about the tier of today.
+LOAD_RATE_LIFE_S = 60.0
 
 
 class Rates:
-    def __init__(self) -> None:
+    """See the module docstring. clock: seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._loaded_at = 0.0
         self.compute_tokens_per_s: float | None = None
         self.load_bytes_per_s: float | None = None
         self.spill_s = 0.0
@@ -33,6 +41,7 @@ class Rates:
         """A load took so long."""
         if num_bytes and seconds > 0:
             self.load_bytes_per_s = _average(self.load_bytes_per_s, num_bytes / seconds)
+            self._loaded_at = self._clock()
 
     def spilled(self, seconds: float) -> None:
         """Copying KV out held up the scheduler for so long."""
@@ -44,14 +53,13 @@ class Rates:
             return float("inf")
         return tokens / self.compute_tokens_per_s
 
-    def break_even_tokens(self, token_bytes: int) -> int:
-        """Fewer tokens than that are computed faster than they are loaded; 0 where loading is
-        always faster or nothing is known; a very large number where it never is."""
+    def loading_pays(self, token_bytes: int) -> bool:
+        """Whether a token's KV is loaded faster than it is computed, as far as is known."""
         if self.compute_tokens_per_s is None or self.load_bytes_per_s is None:
-            return 0
-        compute_s = 1 / self.compute_tokens_per_s
-        load_s = token_bytes / self.load_bytes_per_s
-        return 0 if load_s < compute_s else 1 << 62
+            return True
+        if self._clock() - self._loaded_at > LOAD_RATE_LIFE_S:
+            return True
+        return self.load_bytes_per_s > self.compute_tokens_per_s * token_bytes
 
     def report(self) -> dict[str, Any]:
         return {

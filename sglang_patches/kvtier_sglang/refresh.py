@@ -17,7 +17,6 @@ Scheduler thread only (the forward pass runs in it).
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -30,8 +29,6 @@ from kvtier.tier.host import HostSpans
 from kvtier_sglang.allocator import HeadSplitAllocator
 from kvtier_sglang.spans import SpanCodec
 from kvtier_sglang.variants import KvNode
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -139,9 +136,11 @@ class Refresher:
             if tree.holes_of_request(rid) != refreshing.holes:
                 # The context was evicted or is another variant since its KV was asked for.
                 self.counters["refresh_outdated"] += 1
+                self.forget(rid)
                 continue
             if not self._allocate(tree, refreshing):
                 self.counters["refresh_no_room"] += 1
+                self.forget(rid)
                 continue
             self._point(refreshing, rows[request])
             part = slice(q_indptr[index], q_indptr[index + 1])

@@ -61,7 +61,8 @@ class Spiller:
         return rid in self._turns
 
     def published(self, rid: str, token_ids: Sequence[int], slots: torch.Tensor) -> None:
-        """The first tokens of a request, as far as they are computed, with their CA slots."""
+        """The first tokens of a request, as far as they are computed, with their CA slots (any
+        integers)."""
         turn = self._turns.get(rid)
         if turn is None or not self.link.healthy:
             return
@@ -70,7 +71,7 @@ class Spiller:
         if stop <= turn.spilled:
             return
         turn.chains.extend(token_ids)
-        self._spill(turn, turn.spilled, stop, slots[turn.spilled : stop])
+        self._spill(turn, turn.spilled, stop, slots[turn.spilled : stop].to(torch.int64))
         turn.spilled = stop
 
     def _spill(self, turn: Turn, begin: int, stop: int, slots: torch.Tensor) -> None:
@@ -108,7 +109,7 @@ class Spiller:
         turn.chains.extend(token_ids)
         tail = list(token_ids[turn.spilled :])
         if 0 < len(tail) < self.names.span_tokens:
-            part = slots[turn.spilled :]
+            part = slots[turn.spilled :].to(torch.int64)
             if self.codec.is_exact(part):
                 key = turn.chain.tail_key(turn.spilled // self.names.span_tokens, tail)
                 self._send([key], part)

@@ -5,7 +5,7 @@ What a request goes through, in SGLang's own words for its storage tiers:
 
     prefetch_from_storage     it arrived: the tier is asked for what the tree lacks
     check_prefetch_progress   it waits in the queue for the answer, never longer than computing
-                              would take
+                              what it asked for would take, and LONGEST_WAIT_S at the most
     match_prefix              what landed in host memory counts as a host hit
     init_load_back            it is admitted: slots are allocated, the KV is written, recorded turns
                               are compressed again just as they were
@@ -16,7 +16,6 @@ A tier that is slow, full, lying or dead is a miss: the request computes.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -47,10 +46,7 @@ from kvtier_sglang.spans import SpanCodec
 from kvtier_sglang.spill import Spiller
 from kvtier_sglang.variants import KvNode
 
-logger = logging.getLogger(__name__)
-
-# A request whose fetch takes this many times what computing would is computed.
-PATIENCE = 1.0
+# The longest that a request waits for the tier, however long computing would take.
 LONGEST_WAIT_S = 30.0
 
 
@@ -162,31 +158,37 @@ class TieredRadixCache(KvtierRadixCache):
     ) -> None:
         """A request arrived: ask the tier for what the tree lacks, in the background."""
         self._forget_load(handle.rid)
-        begin = len(matched_prefix_tokens or ())
-        missing = len(new_input_tokens)
+        if not self.link.healthy:
+            return
+        matched, new = matched_prefix_tokens or (), new_input_tokens
         extra = extra_key_of(extra_key, cache_salt)
-        tokens = [*(matched_prefix_tokens or ()), *new_input_tokens]
-        if self.refresher is not None and self.link.healthy:
-            self._ask_refresh(handle.rid, last_host_node, tokens, extra)
-        least = max(self.names.span_tokens, self.rates.break_even_tokens(self.token_bytes))
-        if missing < least or not self.link.healthy:
+        if self.refresher is not None:
+            self._ask_refresh(handle.rid, last_host_node, matched, extra)
+        least = self.names.span_tokens
+        if len(new) < least or not self.rates.loading_pays(self.token_bytes):
             return
         lookup = Lookup(
             names=self.names,
             link=self.link,
-            token_ids=tokens,
-            begin=begin,
+            # Both are cut from one array; most requests never get here.
+            token_ids=matched + new if matched else new,
+            begin=len(matched),
             extra_key=extra,
             layouts=Layouts(self.codec.layout(self.names.span_tokens)),
             least=least,
         )
-        wait_s = min(PATIENCE * self.rates.compute_s(missing), LONGEST_WAIT_S)
         now = time.monotonic()
-        self._flows[handle.rid] = Flow(self.link.submit(lookup), now, now + wait_s)
+        deadline = now + self._patience_s(len(new))
+        self._flows[handle.rid] = Flow(self.link.submit(lookup), now, deadline)
         self.tier_counters["asked"] += 1
 
-    def _ask_refresh(self, rid: str, node: KvNode, tokens: list[int], extra: str) -> None:
-        """Ask for the exact KV of what CA heads lack of the device's prefix."""
+    def _patience_s(self, tokens: int) -> float:
+        """How long a request waits for the exact KV of so many tokens."""
+        return min(self.rates.compute_s(tokens), LONGEST_WAIT_S)
+
+    def _ask_refresh(self, rid: str, node: KvNode, matched: Any, extra: str) -> None:
+        """Ask for the exact KV of what CA heads lack of the device's prefix, whose tokens are
+        `matched`."""
         path = list(self._path(node))[::-1]
         holes = holes_of(path)
         if not holes or rid not in self._matched:
@@ -194,16 +196,15 @@ class TieredRadixCache(KvtierRadixCache):
         lookup = RangesLookup(
             names=self.names,
             link=self.link,
-            token_ids=tokens[: node.stop],
+            token_ids=matched,
             ranges=[(hole.begin, hole.end) for hole in holes],
             exact_stop=max((n.stop for n in path if n.exact), default=0),
             extra_key=extra,
             layouts=Layouts(self.codec.layout(self.names.span_tokens)),
         )
-        deadline = self.link.client.deadline(self.token_bytes * node.stop)
-        self._refreshes[rid] = RefreshFlow(
-            self.link.submit(lookup), holes, time.monotonic(), deadline.at
-        )
+        now = time.monotonic()
+        deadline = now + self._patience_s(node.stop)
+        self._refreshes[rid] = RefreshFlow(self.link.submit(lookup), holes, now, deadline)
 
     def holes_of_request(self, rid: str) -> list[Hole]:
         """The compacted spans of the prefix that a request was admitted with."""
@@ -415,7 +416,7 @@ class TieredRadixCache(KvtierRadixCache):
             ids = req.full_untruncated_fill_ids[:up_to]
             began = time.monotonic()
             spill = self.spiller.ended if req.finished() else self.spiller.published
-            spill(rid, ids, row.to(torch.int64))
+            spill(rid, ids, row)
             self.rates.spilled(time.monotonic() - began)
         super().checkpoint(req, up_to=up_to)
 

@@ -4,12 +4,13 @@ its own prefix, compressed as it was, and nothing leaks, whatever the tier does.
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
 import torch
 from tierd.live_tier import in_process
-from tree_harness import MiniScheduler, random_tokens
+from tree_harness import MiniScheduler, context, random_tokens, run_turn
 
 from kvtier.errors import TierUnavailableError
 from kvtier.retention.keepkv import KeepKV
@@ -19,6 +20,8 @@ from kvtier.tier.client import TierClient
 from kvtier.tier.link import TierLink
 
 SHARES = [None, FixedShare(0.5)]
+# Several chunks, none of them a whole number of spans.
+turn = functools.partial(run_turn, chunk=17)
 
 
 @pytest.fixture(scope="module")
@@ -41,24 +44,6 @@ def connect(tier, request):
     yield make
     for link in links:
         link.close()
-
-
-def context(n: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(50) for _ in range(n)]
-
-
-def turn(s: MiniScheduler, prompt: list[int], answer: list[int], chunk: int = 17):
-    request = s.admit(prompt)
-    assert request is not None
-    while request.filled < len(prompt):
-        assert s.extend(request, chunk)
-        s.checkpoint(request)
-    for token in answer:
-        assert s.decode(request, token)
-    s.release(request, checkpoint=True)
-    s.check()
-    return request
 
 
 def shape(s: MiniScheduler):
@@ -146,7 +131,7 @@ def test_requests_that_end_without_finishing_leave_nothing_in_flight(connect):
     s.check()
     assert not s.tree.has_pending_cache_operations()
     assert s.tree.link.flush(10)
-    assert s.tree.link._held_bytes == 0
+    assert s.tree.link.held_bytes == 0
 
 
 def test_a_turn_reads_entries_of_its_own_and_leaves_the_tree_as_it_was(connect):
@@ -181,7 +166,33 @@ def test_a_restored_context_is_refreshed_from_what_it_was_restored_from(connect)
     assert turn(b, [*prompt, 1, 2, 7, 7, 7], [3]).restored == 92
     assert b.tree.refresher.counters["refreshed_turns"] == 1
     assert b.tree.link.flush(10)
-    assert b.tree.link._held_bytes == 0
+    assert b.tree.link.held_bytes == 0
+
+
+def test_what_is_computed_faster_than_it_is_loaded_is_computed(connect):
+    a = MiniScheduler(link=connect())
+    turn(a, context(60), [1])
+    assert a.tree.link.flush(10)
+    b = MiniScheduler(link=connect())
+    b.tree.rates.computed(1.0, 10**9)
+    b.tree.rates.loaded(1.0, 1)
+    assert turn(b, [*context(60), 1, 7], [2]).restored == 0
+    assert b.tree.tier_counters["asked"] == 0
+
+
+def test_a_refresh_without_room_leaves_no_host_memory_held(connect, monkeypatch):
+    s = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=KeepKV(pool_width=1))
+    turn(s, context(90), [1, 2])
+    assert s.tree.link.flush(10)
+    monkeypatch.setattr(s.tree.refresher, "_allocate", lambda tree, refreshing: False)
+    request = s.admit([*context(90), 1, 2, 7, 7])
+    assert s.tree.link.held_bytes > 0
+    assert s.extend(request, 100)
+    assert s.tree.refresher.counters["refresh_no_room"] == 1
+    assert s.tree.link.held_bytes == 0
+    s.check()
+    s.release(request, checkpoint=True)
+    s.check()
 
 
 class FlakyClient(TierClient):
@@ -252,7 +263,7 @@ def test_random_turns_forks_and_aborts_on_two_servers_and_one_tier(connect, clie
             s.tree.link.flush(10)
     for s in servers:
         assert s.tree.link.flush(10)
-        assert s.tree.link._held_bytes == 0
+        assert s.tree.link.held_bytes == 0
         assert not s.tree.has_pending_cache_operations()
         assert s.tree.private_ca == 0
     if client is TierClient and share is not None:

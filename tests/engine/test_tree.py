@@ -9,32 +9,14 @@ import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from tree_harness import MiniScheduler, digest, random_tokens
+from tree_harness import MiniScheduler, context, digest, random_tokens, run_turn
 
 from kvtier.retention.share import FixedShare, QualityTarget, TokenBudget
-
-
-def run_turn(s: MiniScheduler, prompt: list[int], answer: list[int], chunk: int = 1000):
-    request = s.admit(prompt)
-    assert request is not None
-    while request.filled < len(prompt):
-        assert s.extend(request, chunk)
-        s.checkpoint(request)
-    for token in answer:
-        assert s.decode(request, token)
-    s.release(request, checkpoint=True)
-    s.check()
-    return request
 
 
 def matched(s: MiniScheduler, tokens: list[int]) -> int:
     key = RadixKey(array("q", tokens))
     return s.tree.match_prefix(MatchPrefixParams(key=key)).device_prefix_len
-
-
-def context(n: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(50) for _ in range(n)]
 
 
 def test_a_finished_turn_keeps_sink_recent_generated_and_one_compensation_entry():

@@ -299,3 +299,23 @@ class MiniScheduler:
 def random_tokens(rng: random.Random, count: int) -> list[int]:
     # Few distinct tokens, so that prefixes collide and nodes split often.
     return [rng.randrange(3) for _ in range(count)]
+
+
+def context(n: int, seed: int = 0) -> list[int]:
+    """Tokens that hardly repeat."""
+    rng = random.Random(seed)
+    return [rng.randrange(50) for _ in range(n)]
+
+
+def run_turn(s: MiniScheduler, prompt: list[int], answer: list[int], chunk: int = 1000) -> Request:
+    """A request from its arrival to its end, with every invariant checked after it."""
+    request = s.admit(prompt)
+    assert request is not None
+    while request.filled < len(prompt):
+        assert s.extend(request, chunk)
+        s.checkpoint(request)
+    for token in answer:
+        assert s.decode(request, token)
+    s.release(request, checkpoint=True)
+    s.check()
+    return request
