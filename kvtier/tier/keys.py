@@ -119,15 +119,3 @@ class SpanChain:
     def turns_key(self, spans: int) -> bytes:
         """The name of the record of turns that end within span number `spans`."""
         return hashlib.sha256(b"kvtier/turns\0" + self._link(spans)).digest()
-
-
-def span_keys(
-    identity: KvIdentity,
-    token_ids: Sequence[int],
-    span_tokens: int = SPAN_TOKENS,
-    extra_key: str = "",
-) -> list[bytes]:
-    """The names of the whole spans of a context, in order. Raises as SpanChain does."""
-    chain = SpanChain(identity, span_tokens, extra_key)
-    chain.extend(token_ids)
-    return chain.keys

@@ -9,10 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import UsageError
-from kvtier.tier.keys import KEY_BYTES, KvIdentity, SpanChain, span_keys
+from kvtier.tier.keys import KEY_BYTES, SPAN_TOKENS, KvIdentity, SpanChain
 
 IDENTITY = KvIdentity("llama", "abc", "bfloat16", num_layers=4, num_kv_heads=2, head_dim=64)
 TOKENS = st.lists(st.integers(0, 200_000), max_size=40)
+
+
+def span_keys(identity, token_ids, span_tokens=SPAN_TOKENS, extra_key=""):
+    """The names of a whole context's spans."""
+    chain = SpanChain(identity, span_tokens, extra_key)
+    chain.extend(token_ids)
+    return chain.keys
 
 
 @given(TOKENS, st.integers(1, 9))
