@@ -140,6 +140,11 @@ class Settings(BaseSettings):
         description="turn: when a turn begins, CA heads choose again what they keep, with its own "
         "questions, from the exact KV in the tier.",
     )
+    refresh_by: Literal["fetch", "near-data"] = Field(
+        "fetch",
+        description="fetch: the exact KV comes back and is chosen from here. near-data: the tier "
+        "chooses where it can, and only what is kept comes.",
+    )
     merge: Literal["off", "beta", "paper"] = Field(
         "off",
         description="What a refresh does with tokens that are not kept: drop them, or merge them "

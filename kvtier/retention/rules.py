@@ -6,6 +6,7 @@ from kvtier.config import Settings
 from kvtier.retention.compactor import Compactor
 from kvtier.retention.keepkv import Form, KeepKV
 from kvtier.retention.locality import LocalityRule
+from kvtier.retention.refreshing import RefreshRule
 
 
 def locality_rule(settings: Settings) -> LocalityRule:
@@ -18,10 +19,13 @@ def locality_rule(settings: Settings) -> LocalityRule:
     )
 
 
-def keepkv_of(settings: Settings) -> KeepKV:
-    """The rule by which a server with these settings refreshes."""
+def refresh_rule(settings: Settings) -> RefreshRule | None:
+    """The rule by which a server with these settings refreshes, if it does."""
+    if settings.refresh == "off":
+        return None
     form: Form = "paper" if settings.merge == "paper" else "beta"
-    return KeepKV(form, floor=settings.merge_floor, window_queries=settings.refresh_queries)
+    policy = KeepKV(form, floor=settings.merge_floor, window_queries=settings.refresh_queries)
+    return RefreshRule(policy, merges=settings.merge != "off")
 
 
 def compactor_of(settings: Settings) -> Compactor:

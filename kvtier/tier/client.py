@@ -107,6 +107,8 @@ class TierClient:
         self._shared: SharedMemory | None = None
         self._mapping = threading.Lock()
         self._chunk_bytes = CHUNK_BYTES
+        # Whether the service refreshes near its data, as of the last `connect`.
+        self.refreshes = False
 
     def __enter__(self) -> TierClient:
         return self
@@ -145,6 +147,7 @@ class TierClient:
                 f"tier {self.address} knows this client as {info.namespace!r}, not as "
                 f"{self.namespace!r}"
             )
+        self.refreshes = info.refreshes
         self._chunk_bytes = min(max(info.chunk_bytes, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
         self._map(info)
         return info
@@ -318,6 +321,10 @@ class TierClient:
         """Forget blobs; returns how many there were."""
         response: pb.DeleteResponse = self._call(self._stub.Delete, pb.DeleteRequest(keys=keys))
         return response.deleted
+
+    def refresh(self, requests: Iterator[pb.RefreshRequest], longest_s: float) -> Any:
+        """A call of the Refresh RPC, for kvtier.tier.near_data: iterable, and has `cancel`."""
+        return self._call(self._stub.Refresh, requests, Deadline(longest_s))
 
     def stats(self) -> pb.StatsResponse:
         response: pb.StatsResponse = self._call(self._stub.Stats, pb.StatsRequest())

@@ -188,6 +188,10 @@ class TierLink:
             self._changed.notify_all()
         return True
 
+    def failed_elsewhere(self, what: str, error: TierError) -> None:
+        """A call that was not made here failed, of a client that this link connected."""
+        self._failed(what, error)
+
     def release(self, num_bytes: int) -> None:
         """Give back what `claim` got."""
         with self._changed:

@@ -140,42 +140,6 @@ class Lookup:
         return Landed(self.begin, stop, min(exact_stop, stop), whole, host)
 
 
-@dataclass(frozen=True)
-class RangesLookup:
-    """The exact KV of some ranges of tokens, all of it or nothing; runs in the link's thread.
-
-    token_ids:  of the context, as far as the last range's last span.
-    ranges:     [begin, end) in tokens, in order; within whole spans.
-    exact_stop: up to which token the context was computed with nothing dropped.
-    """
-
-    names: ContextNames
-    link: TierLink
-    token_ids: Sequence[int]
-    ranges: Sequence[tuple[int, int]]
-    exact_stop: int
-    extra_key: str
-    layouts: Layouts
-
-    def __call__(self, client: TierClient) -> HostSpans | None:
-        width = self.names.span_tokens
-        chains = self.names.chains(self.extra_key, self.token_ids)
-        numbers = sorted(
-            {i for begin, end in self.ranges for i in range(begin // width, (end - 1) // width + 1)}
-        )
-        if not numbers or numbers[-1] >= len(chains.exact.keys):
-            return None
-        spans = []
-        for i in numbers:
-            chain = chains.exact if (i + 1) * width <= self.exact_stop else chains.policy
-            spans.append(SpanName(chain.keys[i], i * width, (i + 1) * width))
-        host = fetch_spans(client, self.link, spans, self.layouts)
-        if host is not None and len(host.spans) < len(spans):
-            host.release()
-            return None
-        return host
-
-
 def _small_blob(client: TierClient, key: bytes) -> bytearray | None:
     """A record's bytes, or None where it does not land."""
     landed = bytearray()
@@ -191,4 +155,4 @@ def _small_blob(client: TierClient, key: bytes) -> bytearray | None:
     return landed if outcome is Landing.LANDED else None
 
 
-__all__ = ["Landed", "Lookup", "RangesLookup"]
+__all__ = ["Landed", "Lookup"]

@@ -95,3 +95,22 @@ def spans_by_presence(
         if chain is chains.exact:
             exact_stop = index * width
     return spans, exact_stop
+
+
+def spans_of_ranges(
+    chains: NamedChains, ranges: Sequence[tuple[int, int]], exact_stop: int
+) -> list[SpanName] | None:
+    """The whole spans that hold some ranges [begin, end) of tokens, in order, each once.
+
+    exact_stop: up to which token the context was computed with nothing dropped.
+    None where a range goes beyond the last whole span.
+    """
+    width = chains.exact.span_tokens
+    numbers = sorted({i for a, b in ranges for i in range(a // width, (b - 1) // width + 1)})
+    if numbers and numbers[-1] >= len(chains.exact.keys):
+        return None
+    spans = []
+    for i in numbers:
+        chain = chains.exact if (i + 1) * width <= exact_stop else chains.policy
+        spans.append(SpanName(chain.keys[i], i * width, (i + 1) * width))
+    return spans

@@ -18,6 +18,8 @@ SHARED_TOKEN_BYTES = 16
 
 MIN_CHUNK_BYTES = 4 << 10
 MAX_CHUNK_BYTES = 64 << 20
+# Of one layer's newest queries, which travel in one message.
+MAX_QUERIES_BYTES = 4 << 20
 # Around the payload of a message: header, layout and framing.
 MESSAGE_OVERHEAD_BYTES = 64 << 10
 

@@ -33,6 +33,7 @@ class TierOptions:
     certificate, key, client_ca: PEM files; all three mean mutual TLS.
     insecure:          plaintext on addresses that other machines reach.
     chunk_bytes:       of streamed payloads. max_blob_bytes: larger blobs are refused.
+    refresh_workers:   threads that refresh contexts near their data; 0: none does.
     metrics_port:      of Prometheus metrics on the loopback interface; None: none, 0: a free one.
     drain_s:           how long running calls may take to end at SIGTERM.
     """
@@ -52,6 +53,7 @@ class TierOptions:
     insecure: bool = False
     chunk_bytes: int = 1 * MIB
     max_blob_bytes: int = 1 * GIB
+    refresh_workers: int = 1
     metrics_port: int | None = None
     drain_s: float = 10.0
 
@@ -62,6 +64,8 @@ class TierOptions:
             if getattr(self, name) < 1:
                 flag = "--" + name.removesuffix("_bytes").replace("_", "-")
                 raise UsageError(flag, "at least 1", getattr(self, name))
+        if not 0 <= self.refresh_workers <= 1024:
+            raise UsageError("--refresh-workers", "0 … 1024", self.refresh_workers)
         if not MIN_CHUNK_BYTES <= self.chunk_bytes <= MAX_CHUNK_BYTES:
             expected = f"{MIN_CHUNK_BYTES} … {MAX_CHUNK_BYTES}"
             raise UsageError("chunk_bytes", expected, self.chunk_bytes)

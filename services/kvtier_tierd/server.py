@@ -18,10 +18,11 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import start_http_server
 
 from kvtier.errors import TierUnavailableError
-from kvtier.tier.protocol import MESSAGE_OVERHEAD_BYTES
+from kvtier.tier.protocol import MAX_QUERIES_BYTES, MESSAGE_OVERHEAD_BYTES
 from kvtier.v1 import tier_pb2, tier_pb2_grpc
 from kvtier_tierd.metrics import Gauges, TierMetrics
-from kvtier_tierd.options import MIB, TierOptions
+from kvtier_tierd.near_data import NearData
+from kvtier_tierd.options import TierOptions
 from kvtier_tierd.service import Shared, TierService
 from kvtier_tierd.stores.arena import Arena
 from kvtier_tierd.stores.base import BlobStore
@@ -44,10 +45,17 @@ class TierServer:
         self.options = options
         self.store: BlobStore = make_store(options)
         self.metrics = TierMetrics()
+        self.near_data = NearData(
+            self.store,
+            self.metrics,
+            workers=options.refresh_workers,
+            chunk_bytes=options.chunk_bytes,
+        )
         self.service = TierService(
             self.store,
             options.served(),
             self.metrics,
+            self.near_data,
             chunk_bytes=options.chunk_bytes,
             max_blob_bytes=options.max_blob_bytes,
             shared=shared_memory(self.store),
@@ -149,6 +157,7 @@ class TierServer:
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.shutdown)
             self._metrics_server.server_close()
+        self.near_data.close()
         await self.service.leases.close()
         await self.store.close()
 
@@ -170,8 +179,8 @@ def _check_free(path: str) -> None:
 
 
 def _channel_options(options: TierOptions) -> list[tuple[str, int]]:
-    """A message is one chunk and little more; a longer one is refused by gRPC itself."""
-    longest = max(options.chunk_bytes, MIB) + MESSAGE_OVERHEAD_BYTES
+    """A message is a chunk, or queries of a layer, and little more; gRPC refuses a longer one."""
+    longest = max(options.chunk_bytes, MAX_QUERIES_BYTES) + MESSAGE_OVERHEAD_BYTES
     return [
         ("grpc.max_receive_message_length", longest),
         ("grpc.max_send_message_length", -1),

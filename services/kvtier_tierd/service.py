@@ -34,6 +34,7 @@ from kvtier.v1 import tier_pb2_grpc
 from kvtier_tierd.leases import Leases, lease_seconds
 from kvtier_tierd.metrics import TierMetrics
 from kvtier_tierd.namespaces import Namespaces, namespace_of
+from kvtier_tierd.near_data import NearData
 from kvtier_tierd.stores.base import BlobInfo, BlobName, BlobStore, Draft, Handle
 
 MAX_KEYS = 1 << 16
@@ -66,6 +67,7 @@ def rpc(
 class TierService(tier_pb2_grpc.TierServiceServicer):
     """See the module docstring.
 
+    near_data:      what answers Refresh.
     shared:         the memory that same-host clients may map, or None.
     chunk_bytes:    of a Get stream's chunks.
     max_blob_bytes: larger blobs are refused.
@@ -76,12 +78,14 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
         store: BlobStore,
         namespaces: Namespaces,
         metrics: TierMetrics,
+        near_data: NearData,
         *,
         chunk_bytes: int,
         max_blob_bytes: int,
         shared: Shared | None = None,
     ) -> None:
         self.store = store
+        self.near_data = near_data
         self.namespaces = namespaces
         self.metrics = metrics
         self.chunk_bytes = chunk_bytes
@@ -163,6 +167,7 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
             shared_path=shared.path,
             shared_bytes=shared.size,
             shared_token=shared.token,
+            refreshes=self.near_data.works,
         )
 
     @rpc
@@ -323,6 +328,13 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
             with self.namespaces.transfer(namespace):
                 for name in self._names(namespace, request.keys):
                     await self._send(name, context.write)
+
+    async def Refresh(  # type: ignore[override]
+        self, requests: AsyncIterator[pb.RefreshRequest], context: Any
+    ) -> None:
+        async with self.calling("Refresh", context) as namespace:
+            with self.namespaces.transfer(namespace):
+                await self.near_data.serve(namespace, requests, context.write)
 
     async def _send(self, name: BlobName, write: Callable[[Any], Awaitable[None]]) -> None:
         handle = await self.store.open(name)

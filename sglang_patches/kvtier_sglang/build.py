@@ -8,7 +8,7 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 from kvtier.config import Settings
 from kvtier.retention.locality import LocalityRule
-from kvtier.retention.rules import compactor_of, keepkv_of, locality_rule
+from kvtier.retention.rules import compactor_of, locality_rule, refresh_rule
 from kvtier_sglang.attention import active_backend
 from kvtier_sglang.calibrated import curve_source
 from kvtier_sglang.compaction import Compaction
@@ -35,8 +35,8 @@ def build(ctx: TreeCacheBuildContext, settings: Settings) -> KvtierRadixCache:
         rule,
         link=tier_link(settings),
         names=names,
-        refresh=keepkv_of(settings) if settings.refresh != "off" else None,
-        merges=settings.merge != "off",
+        refresh=refresh_rule(settings),
+        near_data=settings.refresh_by == "near-data",
         **parts,
     )
     if tree.refresher is not None:

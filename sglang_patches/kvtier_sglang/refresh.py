@@ -24,20 +24,11 @@ from typing import Any
 
 import torch
 
-from kvtier.retention.keepkv import KeepKV, QueryWindow, Retained
-from kvtier.tier.host import HostSpans
+from kvtier.retention.keepkv import QueryWindow
+from kvtier.retention.refreshing import Chosen, Hole, RefreshRule
 from kvtier_sglang.allocator import HeadSplitAllocator
-from kvtier_sglang.spans import SpanCodec
+from kvtier_sglang.refresh_sources import RefreshSource
 from kvtier_sglang.variants import KvNode
-
-
-@dataclass(frozen=True)
-class Hole:
-    """Tokens [begin, end) of a context of which CA heads keep `kept` entries."""
-
-    begin: int
-    end: int
-    kept: int
 
 
 def holes_of(path: list[KvNode]) -> list[Hole]:
@@ -59,7 +50,7 @@ class Refreshing:
     """
 
     holes: list[Hole]
-    host: HostSpans
+    source: RefreshSource
     prompt_tokens: int
     slots: list[torch.Tensor] = field(default_factory=list)
 
@@ -78,16 +69,12 @@ class Active:
 
 
 class Refresher:
-    """See the module docstring.
+    """See the module docstring."""
 
-    merges: whether tokens that are not kept are merged into those that are (KeepKV), or dropped.
-    """
-
-    def __init__(self, allocator: HeadSplitAllocator, policy: KeepKV, *, merges: bool) -> None:
+    def __init__(self, allocator: HeadSplitAllocator, rule: RefreshRule) -> None:
         self.allocator = allocator
         self.pool = allocator.pool
-        self.codec = SpanCodec(allocator.pool)
-        self.policy, self.merges = policy, merges
+        self.rule = rule
         self.counters: Counter[str] = Counter()
         self.refresh_s = 0.0
         self._waiting: dict[str, Refreshing] = {}
@@ -105,7 +92,7 @@ class Refresher:
         refreshing = self._waiting.pop(rid, None)
         if refreshing is None:
             return 0
-        refreshing.host.release()
+        refreshing.source.release()
         freed = 0
         for slots in refreshing.slots:
             self.pool.forget_votes(slots)
@@ -168,7 +155,7 @@ class Refresher:
                     side[compensation] = 0
             self._keep_compensation(int(held[0]), slots)
             row[hole.begin : hole.begin + hole.kept] = own.to(row.dtype)
-            if self.merges:
+            if self.rule.merges:
                 row[hole.begin + hole.kept] = compensation.to(row.dtype)
                 self.pool.veto(compensation)
 
@@ -193,66 +180,36 @@ class Refresher:
         if not (buffers.heads and self._active):
             return
         began = time.monotonic()
+        newest = self.rule.policy.window_queries
         for active in self._active:
-            window = buffers.select(q[active.rows][-self.policy.window_queries :])
+            window = QueryWindow(buffers.select(q[active.rows][-newest:]), scale)
             refreshing = active.refreshing
-            for hole, slots in zip(refreshing.holes, refreshing.slots, strict=True):
-                k, v = self._exact(index, refreshing.host, hole)
-                self._write(index, slots, k, v, hole.kept, QueryWindow(window, scale))
+            chosen = refreshing.source.choose(index, buffers.heads, window)
+            if chosen is None:
+                # The layer goes on with copies of the tree's entries.
+                self.counters["unrefreshed_layers"] += 1
+                continue
+            for slots, one in zip(refreshing.slots, chosen, strict=True):
+                self._write(index, slots, one)
         self.refresh_s += time.monotonic() - began
 
     def end_pass(self) -> None:
         """The pass is over: what was refreshed needs its exact KV no more."""
         for active in self._active:
-            active.refreshing.host.release()
+            source = active.refreshing.source
+            self.counters["refresh_moved_bytes"] += source.moved_bytes
+            source.release()
         self._active = []
 
-    def _exact(self, index: int, host: HostSpans, hole: Hole) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exact keys and values of a hole, of this layer's CA heads: `[heads, tokens, dim]`."""
-        heads = list(self.pool.ca[index].heads)
-        parts = []
-        for span, payload in zip(host.spans, host.payloads, strict=True):
-            first, last = max(span.begin, hole.begin), min(span.stop, hole.end)
-            if first < last:
-                kv = self.codec.read(payload, span.stop - span.begin, index)
-                parts.append(kv[:, first - span.begin : last - span.begin, heads])
-        both = torch.cat(parts, dim=1).permute(0, 2, 1, 3).to(self.pool.device)
-        assert both.shape[2] == hole.end - hole.begin, "exact KV with a gap"
-        return both[0], both[1]
-
-    def _write(
-        self,
-        index: int,
-        slots: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        count: int,
-        window: QueryWindow,
-    ) -> None:
-        """Choose `count` entries of k, v `[heads, tokens, dim]` and put them into `slots`."""
-        buffers, own = self.pool.ca[index], slots[:count]
-        if not self.merges:
-            kept = self.policy.select(k, v, count, window)
-            for head in range(kept.shape[0]):
-                buffers.k[own, head] = k[head, kept[head]]
-                buffers.v[own, head] = v[head, kept[head]]
-            return
-        retained = self.policy.retain(k, v, count, window=window)
-        self._write_merged(index, slots, retained)
-        self.counters["merge_fallbacks"] += int(retained.fallbacks.sum())
-
-    def _write_merged(self, index: int, slots: torch.Tensor, retained: Retained) -> None:
-        buffers = self.pool.ca[index]
-        k = torch.cat((retained.entries.k, retained.compensation.k), dim=1)
-        v = torch.cat((retained.entries.v, retained.compensation.v), dim=1)
-        buffers.k[slots] = k.transpose(0, 1).to(buffers.k.dtype)
-        buffers.v[slots] = v.transpose(0, 1).to(buffers.v.dtype)
-        group = self.pool.group
-        votes = [
-            part.log_votes.expand(-1, group, -1)
-            for part in (retained.entries, retained.compensation)
-        ]
-        self.pool.set_votes(index, slots, torch.cat(votes, dim=2).permute(2, 0, 1))
+    def _write(self, index: int, slots: torch.Tensor, chosen: Chosen) -> None:
+        """Put what was chosen of a hole into its slots."""
+        buffers, own = self.pool.ca[index], slots[: chosen.k.shape[1]]
+        for target, source in ((buffers.k, chosen.k), (buffers.v, chosen.v)):
+            target[own] = source.transpose(0, 1).to(target.device, target.dtype)
+        if chosen.log_votes is not None:
+            votes = chosen.log_votes.to(self.pool.device)
+            self.pool.set_votes(index, own, votes.permute(2, 0, 1))
+        self.counters["merge_fallbacks"] += chosen.fallbacks
 
 
-__all__ = ["Hole", "Refresher", "Refreshing", "holes_of"]
+__all__ = ["Refresher", "Refreshing", "holes_of"]

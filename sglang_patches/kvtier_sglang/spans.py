@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from kvtier.tier.blob import SpanLayout
@@ -88,12 +87,6 @@ class SpanCodec:
             for source, drawn in zip(mass, self.pool.mass, strict=True):
                 drawn[:, ca_slots] = source[0, :, rows].to(drawn.device)
             self.pool.nll[ca_slots] = nll[0, rows].to(self.pool.nll.device)
-
-    def read(self, payload: np.ndarray, num_tokens: int, index: int) -> torch.Tensor:
-        """One layer of one span's payload, not copied: `[2 (k, v), tokens, KV heads, dim]`."""
-        layout = self.layout(num_tokens)
-        kv, _, _ = self._views(torch.from_numpy(payload).unsqueeze(0), layout)
-        return kv[0, index]
 
     def _classes(self, ca_slots: torch.Tensor) -> Iterator[tuple[int, ClassBuffers, torch.Tensor]]:
         """(layer, buffers, slots) of every class that has heads."""

@@ -30,17 +30,19 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.locality import DroppedSpan, LocalityRule
-from kvtier.tier.host import HostSpans, Layouts
+from kvtier.retention.refreshing import Hole, RefreshRule
+from kvtier.tier.host import Layouts
 from kvtier.tier.link import Fetch, TierLink
-from kvtier.tier.lookup import Landed, Lookup, RangesLookup
+from kvtier.tier.lookup import Landed, Lookup
 from kvtier.tier.names import ContextNames
 from kvtier.tier.turns import NodeRecord
 from kvtier_sglang.compaction import Compaction
 from kvtier_sglang.radix import KvtierRadixCache
 from kvtier_sglang.rates import Rates
-from kvtier_sglang.refresh import Hole, Refresher, Refreshing, holes_of
+from kvtier_sglang.refresh import Refresher, Refreshing, holes_of
+from kvtier_sglang.refresh_flows import CompactedContext, RefreshFlows
+from kvtier_sglang.refresh_sources import FetchedSource
 from kvtier_sglang.retention import Retention
 from kvtier_sglang.spans import SpanCodec
 from kvtier_sglang.spill import Spiller
@@ -69,22 +71,12 @@ class Flow:
         self.fetch.cancel(_release)
 
 
-@dataclass
-class RefreshFlow:
-    """One request's wait for the exact KV that its refresh needs. asked, deadline: see Flow."""
-
-    fetch: Fetch[HostSpans | None]
-    holes: list[Hole]
-    asked: float
-    deadline: float
-
-
 class TieredRadixCache(KvtierRadixCache):
     """See the module docstring.
 
     link:    owned by the tree; names: of this server's KV.
-    refresh: the rule by which compacted contexts are refreshed when a turn begins, and whether it
-             merges; None: they are not.
+    refresh: the rule by which compacted contexts are refreshed when a turn begins; None: they are
+             not. near_data: whether the tier chooses where it can.
     """
 
     def __init__(
@@ -95,8 +87,8 @@ class TieredRadixCache(KvtierRadixCache):
         link: TierLink,
         names: ContextNames,
         rates: Rates | None = None,
-        refresh: KeepKV | None = None,
-        merges: bool = False,
+        refresh: RefreshRule | None = None,
+        near_data: bool = False,
         streaming: bool = False,
         retention: Retention | None = None,
         compaction: Compaction | None = None,
@@ -104,10 +96,9 @@ class TieredRadixCache(KvtierRadixCache):
         self.link, self.names = link, names
         self.rates = rates or Rates()
         self.tier_counters: Counter[str] = Counter()
-        self.refresh_wait_s = 0.0
         self._flows: dict[str, Flow] = {}
-        # Requests that wait for the exact KV of what their context lacks.
-        self._refreshes: dict[str, RefreshFlow] = {}
+        self.refresher: Refresher | None = None
+        self.refreshes: RefreshFlows | None = None
         # What a request matched last, and how many tokens it is to fill.
         self._matched: dict[str, tuple[KvNode, int]] = {}
         # When a request's chunk began: at its last match, or where its last chunk ended.
@@ -117,9 +108,10 @@ class TieredRadixCache(KvtierRadixCache):
         )
         self.codec = SpanCodec(self.allocator.pool)
         self.spiller = Spiller(link, self.codec, names)
-        self.refresher: Refresher | None = None
+        self.layouts = Layouts(self.codec.layout(names.span_tokens))
         if refresh is not None:
-            self.refresher = Refresher(self.allocator, refresh, merges=merges)
+            self.refresher = Refresher(self.allocator, refresh)
+            self.refreshes = RefreshFlows(link, names, self.layouts, refresh, near_data=near_data)
 
     def reset(self) -> None:
         for flow in self._flows.values():
@@ -162,8 +154,8 @@ class TieredRadixCache(KvtierRadixCache):
             return
         matched, new = matched_prefix_tokens or (), new_input_tokens
         extra = extra_key_of(extra_key, cache_salt)
-        if self.refresher is not None:
-            self._ask_refresh(handle.rid, last_host_node, matched, extra)
+        if self.refreshes is not None:
+            self._ask_refresh(self.refreshes, handle.rid, last_host_node, matched, extra)
         least = self.names.span_tokens
         if len(new) < least or not self.rates.loading_pays(self.token_bytes):
             return
@@ -174,7 +166,7 @@ class TieredRadixCache(KvtierRadixCache):
             token_ids=matched + new if matched else new,
             begin=len(matched),
             extra_key=extra,
-            layouts=Layouts(self.codec.layout(self.names.span_tokens)),
+            layouts=self.layouts,
             least=least,
         )
         now = time.monotonic()
@@ -186,25 +178,16 @@ class TieredRadixCache(KvtierRadixCache):
         """How long a request waits for the exact KV of so many tokens."""
         return min(self.rates.compute_s(tokens), LONGEST_WAIT_S)
 
-    def _ask_refresh(self, rid: str, node: KvNode, matched: Any, extra: str) -> None:
-        """Ask for the exact KV of what CA heads lack of the device's prefix, whose tokens are
-        `matched`."""
+    def _ask_refresh(
+        self, refreshes: RefreshFlows, rid: str, node: KvNode, matched: Any, extra: str
+    ) -> None:
+        """Ask for what a refresh of the device's prefix needs, whose tokens are `matched`."""
         path = list(self._path(node))[::-1]
         holes = holes_of(path)
-        if not holes or rid not in self._matched:
-            return
-        lookup = RangesLookup(
-            names=self.names,
-            link=self.link,
-            token_ids=matched,
-            ranges=[(hole.begin, hole.end) for hole in holes],
-            exact_stop=max((n.stop for n in path if n.exact), default=0),
-            extra_key=extra,
-            layouts=Layouts(self.codec.layout(self.names.span_tokens)),
-        )
-        now = time.monotonic()
-        deadline = now + self._patience_s(node.stop)
-        self._refreshes[rid] = RefreshFlow(self.link.submit(lookup), holes, now, deadline)
+        if holes and rid in self._matched:
+            exact_stop = max((n.stop for n in path if n.exact), default=0)
+            context = CompactedContext(matched, holes, exact_stop, extra)
+            refreshes.ask(rid, context, self._patience_s(node.stop))
 
     def holes_of_request(self, rid: str) -> list[Hole]:
         """The compacted spans of the prefix that a request was admitted with."""
@@ -222,22 +205,15 @@ class TieredRadixCache(KvtierRadixCache):
         return self._refresh_settled(handle.rid) and self._load_settled(handle)
 
     def _refresh_settled(self, rid: str) -> bool:
-        """Whether the exact KV for a refresh came, will not come, or is not waited for."""
-        flow = self._refreshes.get(rid)
-        if flow is None:
+        """Whether what a refresh needs came, will not come, or is not waited for."""
+        if self.refreshes is None or self.refresher is None:
             return True
-        if not flow.fetch.done and time.monotonic() < flow.deadline:
+        if not self.refreshes.settled(rid):
             return False
-        del self._refreshes[rid]
-        host = flow.fetch.result if flow.fetch.done else None
-        if host is None:
-            flow.fetch.cancel(_release_host)
-            self.tier_counters["refresh_missed"] += 1
-            return True
-        assert self.refresher is not None
-        self.refresh_wait_s += time.monotonic() - flow.asked
-        _, filled = self._matched[rid]
-        self.refresher.offer(rid, Refreshing(flow.holes, host, filled))
+        came = self.refreshes.take(rid)
+        if came is not None:
+            _, filled = self._matched[rid]
+            self.refresher.offer(rid, Refreshing(*came, filled))
         return True
 
     def _load_settled(self, handle: CacheRequestHandle) -> bool:
@@ -268,16 +244,15 @@ class TieredRadixCache(KvtierRadixCache):
         """Nothing waits for a safe point: loads are written when they are admitted."""
 
     def has_pending_cache_operations(self) -> bool:
-        return bool(self._flows or self._refreshes)
+        return bool(self._flows or self.refreshes)
 
     def _forget(self, rid: str) -> None:
         """The request is gone: nothing is fetched or held for it any more."""
         self._forget_load(rid)
         self._matched.pop(rid, None)
         self._clock.pop(rid, None)
-        refresh = self._refreshes.pop(rid, None)
-        if refresh is not None:
-            refresh.fetch.cancel(_release_host)
+        if self.refreshes is not None:
+            self.refreshes.forget(rid)
         if self.refresher is not None:
             self.hold_private(-self.refresher.forget(rid))
 
@@ -336,7 +311,8 @@ class TieredRadixCache(KvtierRadixCache):
         holes = self.holes_of_request(req.rid)
         if self.refresher is None or not holes or holes[0].begin < landed.begin:
             return False
-        self.refresher.offer(req.rid, Refreshing(holes, landed.host, filled))
+        source = FetchedSource(landed.host, holes, self.refresher.rule, self.layouts)
+        self.refresher.offer(req.rid, Refreshing(holes, source, filled))
         return True
 
     def _restore(self, req: Any, anchor: KvNode, landed: Landed) -> KvNode | None:
@@ -455,11 +431,12 @@ class TieredRadixCache(KvtierRadixCache):
         }
 
     def _refresh_report(self) -> dict[str, Any]:
-        if self.refresher is None:
+        if self.refresher is None or self.refreshes is None:
             return {}
         return {
             "refresh_s": self.refresher.refresh_s,
-            "refresh_wait_s": self.refresh_wait_s,
+            "refresh_wait_s": self.refreshes.wait_s,
+            **self.refreshes.counters,
             **self.refresher.counters,
         }
 
@@ -472,11 +449,6 @@ def extra_key_of(extra_key: str | None, cache_salt: str | None) -> str:
 def _release(landed: Landed | None) -> None:
     if landed is not None:
         landed.host.release()
-
-
-def _release_host(host: HostSpans | None) -> None:
-    if host is not None:
-        host.release()
 
 
 def _continues(landed: Landed, held: int) -> bool:

@@ -14,11 +14,13 @@ from tree_harness import MiniScheduler, context, random_tokens, run_turn
 
 from kvtier.errors import TierUnavailableError
 from kvtier.retention.keepkv import KeepKV
+from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.share import FixedShare
 from kvtier.tier.breaker import Breaker
 from kvtier.tier.client import TierClient
 from kvtier.tier.link import TierLink
 
+REFRESH = RefreshRule(KeepKV(pool_width=1), merges=False)
 SHARES = [None, FixedShare(0.5)]
 # Several chunks, none of them a whole number of spans.
 turn = functools.partial(run_turn, chunk=17)
@@ -135,7 +137,7 @@ def test_requests_that_end_without_finishing_leave_nothing_in_flight(connect):
 
 
 def test_a_turn_reads_entries_of_its_own_and_leaves_the_tree_as_it_was(connect):
-    s = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=KeepKV(pool_width=1))
+    s = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=REFRESH)
     prompt = context(90)
     turn(s, prompt, [1, 2])
     assert s.tree.link.flush(10)
@@ -157,12 +159,39 @@ def test_a_turn_reads_entries_of_its_own_and_leaves_the_tree_as_it_was(connect):
     assert all(any(n.value.equal(v) for n in s.tree.nodes()) for v in before)
 
 
+def test_a_tier_that_chooses_by_itself_chooses_the_same(connect):
+    prompt = context(90)
+    held = []
+    for near_data in (False, True):
+        s = MiniScheduler(
+            share=FixedShare(0.5), link=connect(), refresh=REFRESH, near_data=near_data
+        )
+        turn(s, prompt, [1, 2])
+        assert s.tree.link.flush(10)
+        request = s.admit([*prompt, 1, 2, 7, 7, 7])
+        assert s.extend(request, 100)
+        report = s.tree.tier_report()
+        assert report["refreshed_turns"] == 1
+        row = s.rows.req_to_token[request.kv.req_pool_idx, : request.filled].long()
+        entries = s.pool.ca[1].k[row[row > 0]]
+        held.append((entries, report["refresh_moved_bytes"]))
+        s.check()
+        s.release(request, checkpoint=True)
+        s.check()
+        assert s.tree.link.flush(10)
+        assert s.tree.link.held_bytes == 0
+    (fetched, all_bytes), (near, some_bytes) = held
+    assert fetched.equal(near)
+    # Half of the tokens of one of three heads in one of two layers, and what was asked.
+    assert some_bytes < all_bytes / 4
+
+
 def test_a_restored_context_is_refreshed_from_what_it_was_restored_from(connect):
     a = MiniScheduler(share=FixedShare(0.5), link=connect())
     prompt = context(90)
     turn(a, prompt, [1, 2])
     assert a.tree.link.flush(10)
-    b = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=KeepKV(pool_width=1))
+    b = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=REFRESH)
     assert turn(b, [*prompt, 1, 2, 7, 7, 7], [3]).restored == 92
     assert b.tree.refresher.counters["refreshed_turns"] == 1
     assert b.tree.link.flush(10)
@@ -181,7 +210,7 @@ def test_what_is_computed_faster_than_it_is_loaded_is_computed(connect):
 
 
 def test_a_refresh_without_room_leaves_no_host_memory_held(connect, monkeypatch):
-    s = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=KeepKV(pool_width=1))
+    s = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=REFRESH)
     turn(s, context(90), [1, 2])
     assert s.tree.link.flush(10)
     monkeypatch.setattr(s.tree.refresher, "_allocate", lambda tree, refreshing: False)
@@ -214,6 +243,10 @@ class FlakyClient(TierClient):
         self._perhaps()
         return outcome
 
+    def refresh(self, requests, longest_s):
+        self._perhaps()
+        return super().refresh(requests, longest_s)
+
     def exists(self, keys):
         self._perhaps()
         found = super().exists(keys)
@@ -221,15 +254,21 @@ class FlakyClient(TierClient):
         return found._replace(present=[p or self.rng.random() < 0.05 for p in found.present])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("client", [TierClient, FlakyClient])
 def test_random_turns_forks_and_aborts_on_two_servers_and_one_tier(connect, client, seed):
     rng = random.Random(seed)
     share = SHARES[seed % 2]
-    refresh = None if share is None else KeepKV(pool_width=1)
+    refresh = None if share is None else REFRESH
     servers = [
         MiniScheduler(
-            220, 180, share=share, link=connect(client), streaming=seed == 4, refresh=refresh
+            220,
+            180,
+            share=share,
+            link=connect(client),
+            streaming=seed == 4,
+            refresh=refresh,
+            near_data=seed > 5,
         )
         for _ in range(2)
     ]

@@ -27,8 +27,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvtier.heads.profile import HeadProfile, ModelShape
 from kvtier.retention.compactor import Compactor
-from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.locality import LocalityRule
+from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.share import ShareRule
 from kvtier.tier.keys import KvIdentity
 from kvtier.tier.link import TierLink
@@ -96,7 +96,8 @@ class MiniScheduler:
         share: ShareRule | None = None,
         link: TierLink | None = None,
         span_tokens: int = 6,
-        refresh: KeepKV | None = None,
+        refresh: RefreshRule | None = None,
+        near_data: bool = False,
     ):
         self.pool = HeadSplitKVPool(
             size,
@@ -133,7 +134,13 @@ class MiniScheduler:
             )
             names = ContextNames(identity, span_tokens)
             self.tree = TieredRadixCache(
-                params, self.rule, link=link, names=names, refresh=refresh, **parts
+                params,
+                self.rule,
+                link=link,
+                names=names,
+                refresh=refresh,
+                near_data=near_data,
+                **parts,
             )
         self.running: list[Request] = []
         self.free_rows = list(range(1, 16))
@@ -222,7 +229,9 @@ class MiniScheduler:
         refresher.begin_pass(self.tree, rids, [index], stops, (0, tokens), table)
         group = SHAPE.num_attention_heads // SHAPE.num_kv_heads
         for layer in range(SHAPE.num_layers):
-            q = torch.randn(tokens, SHAPE.num_kv_heads, group, SHAPE.head_dim)
+            generator = torch.Generator().manual_seed(request.filled + layer)
+            size = (tokens, SHAPE.num_kv_heads, group, SHAPE.head_dim)
+            q = torch.randn(size, generator=generator)
             refresher.layer(layer, q, 1.0)
         refresher.end_pass()
 

@@ -1,0 +1,133 @@
+"""One layer's refresh: from exact KV and a turn's own queries to the entries that CA heads keep.
+
+Pure and the same wherever it runs: in the engine over KV that came back (`fetch`), or in the tier
+over KV that never left it (`near-data`).
+
+    exact KV      [ span ][ span ][ span ][ span ]        every token, every KV head
+    holes             |~~~~~~~~|    |~~~~~|               tokens of which `kept` shall stay
+    entries            e  e   e      e  e    (+ 1)        per hole and CA head; with merging one
+                                                          more, for what is like none of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvtier.errors import UsageError
+from kvtier.retention.keepkv import KeepKV, QueryWindow
+from kvtier.tier.blob import SpanLayout
+
+
+@dataclass(frozen=True)
+class Hole:
+    """Tokens [begin, end) of a context of which CA heads keep `kept` entries."""
+
+    begin: int
+    end: int
+    kept: int
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for one that keeps nothing or all."""
+        if not 0 <= self.begin < self.end:
+            raise UsageError("hole", "0 <= begin < end", (self.begin, self.end))
+        if not 0 < self.kept <= self.end - self.begin:
+            raise UsageError("kept", f"1 … {self.end - self.begin}", self.kept)
+
+
+class Chosen(NamedTuple):
+    """What the CA heads of a layer keep of one hole.
+
+    k, v:      `[heads, n, dim]` in the dtype of the exact KV; n is `kept`, and one more where
+               entries are merged
+    log_votes: float32 `[heads, group, n]`, None where every entry stands for itself
+    fallbacks: merges for which the paper form's key had to be replaced
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    log_votes: torch.Tensor | None
+    fallbacks: int = 0
+
+
+@dataclass(frozen=True)
+class RefreshRule:
+    """How a refresh chooses. merges: whether tokens that are not kept are merged into those that
+    are, in the policy's form, or dropped."""
+
+    policy: KeepKV
+    merges: bool
+
+    def entries(self, hole: Hole) -> int:
+        """How many entries of a hole there will be."""
+        return hole.kept + self.merges
+
+    def choose(self, k: torch.Tensor, v: torch.Tensor, count: int, window: QueryWindow) -> Chosen:
+        """Keep `count` of k, v `[heads, tokens, dim]`; the others are in the compensation entry,
+        the last one, as far as they are like none of the kept. Raises UsageError."""
+        if not self.merges:
+            kept = self.policy.select(k, v, count, window).unsqueeze(-1)
+            own = kept.expand(-1, -1, k.shape[-1])
+            return Chosen(k.gather(1, own), v.gather(1, own), None)
+        retained = self.policy.retain(k, v, count, window=window)
+        group = window.q.shape[2]
+        parts = (retained.entries, retained.compensation)
+        return Chosen(
+            torch.cat([part.k for part in parts], dim=1).to(k.dtype),
+            torch.cat([part.v for part in parts], dim=1).to(v.dtype),
+            torch.cat([part.log_votes.float().expand(-1, group, -1) for part in parts], dim=2),
+            int(retained.fallbacks.sum()),
+        )
+
+
+class ExactSpan(NamedTuple):
+    """Exact KV of tokens [begin, stop): uint8 `[bytes]` as `layout` says."""
+
+    begin: int
+    stop: int
+    payload: np.ndarray
+    layout: SpanLayout
+
+
+def exact_kv(
+    spans: Sequence[ExactSpan], layer: int, heads: Sequence[int], hole: Hole
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a hole's tokens, of some heads of a layer: `[heads, tokens, dim]`.
+
+    Raises UsageError where the spans have a gap in the hole.
+    """
+    parts, stop = [], hole.begin
+    for span in spans:
+        first, last = max(span.begin, hole.begin), min(span.stop, hole.end)
+        if first < last and first == stop:
+            kv = span_layer(span.payload, span.layout, layer)
+            parts.append(kv[:, first - span.begin : last - span.begin, list(heads)])
+            stop = last
+    if stop != hole.end:
+        raise UsageError("spans", f"tokens {hole.begin} … {hole.end} without a gap", stop)
+    both = torch.cat(parts, dim=1).permute(0, 2, 1, 3)
+    return both[0], both[1]
+
+
+def span_layer(payload: np.ndarray, layout: SpanLayout, layer: int) -> torch.Tensor:
+    """One layer of a span: `[2 (k, v), tokens, KV heads, dim]`.
+
+    payload: uint8 `[bytes]`; not copied where it may be written to.
+    Raises UsageError for a layer that is not there.
+    """
+    if not 0 <= layer < layout.num_layers:
+        raise UsageError("layer", f"0 … {layout.num_layers - 1}", layer)
+    size = layout.kv_bytes // layout.num_layers
+    part = payload[layer * size : (layer + 1) * size]
+    if not part.flags.writeable:
+        # Torch has no read-only tensors.
+        part = part.copy()
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    return torch.from_numpy(part).view(dtype).view(layout.shape[1:])
+
+
+__all__ = ["Chosen", "ExactSpan", "Hole", "RefreshRule", "exact_kv", "span_layer"]

@@ -1,0 +1,104 @@
+"""Where a refresh gets its entries from: exact KV that came back, or the tier that has it.
+
+    fetch        the exact KV of the holes is in host memory; choosing is done here
+    near-data    the exact KV stays in the tier, which is told the queries and sends the entries
+
+Both choose by the same rule (kvtier.retention.refreshing), so the entries are the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvtier.errors import TierError
+from kvtier.retention.keepkv import QueryWindow
+from kvtier.retention.refreshing import Chosen, ExactSpan, Hole, RefreshRule, exact_kv
+from kvtier.tier.client import Deadline
+from kvtier.tier.host import HostSpans, Layouts
+from kvtier.tier.near_data import NearData
+
+
+class RefreshSource(Protocol):
+    """One context's, for one refresh."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """From and to the tier, so far."""
+
+    def choose(self, layer: int, heads: Sequence[int], window: QueryWindow) -> list[Chosen] | None:
+        """What a layer's CA heads keep of each hole; None where the tier fails, now and later."""
+
+    def release(self) -> None:
+        """Give back what it holds. Calling it again does nothing."""
+
+
+class FetchedSource:
+    """Exact KV in host memory, which it owns."""
+
+    def __init__(
+        self, host: HostSpans, holes: Sequence[Hole], rule: RefreshRule, layouts: Layouts
+    ) -> None:
+        self._host, self._holes, self._rule = host, holes, rule
+        self._layouts = layouts
+        self._moved_bytes = host.host_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        return self._moved_bytes
+
+    def choose(self, layer: int, heads: Sequence[int], window: QueryWindow) -> list[Chosen] | None:
+        spans = [
+            ExactSpan(span.begin, span.stop, payload, self._layouts.of(span))
+            for span, payload in zip(self._host.spans, self._host.payloads, strict=True)
+        ]
+        chosen = []
+        for hole in self._holes:
+            k, v = (side.to(window.q.device) for side in exact_kv(spans, layer, heads, hole))
+            chosen.append(self._rule.choose(k, v, hole.kept, window))
+        return chosen
+
+    def release(self) -> None:
+        self._host.release()
+
+
+class NearSource:
+    """A session with the tier, which it owns.
+
+    patience_s: how long a forward pass waits for all layers of this context together; it holds up
+                every request of the pass.
+    failed:     told the error that ended it.
+    """
+
+    def __init__(
+        self, session: NearData, dtype: str, patience_s: float, failed: Callable[[TierError], None]
+    ) -> None:
+        self._session, self._dtype = session, dtype
+        self._patience_s, self._failed = patience_s, failed
+        self._is_over = False
+
+    @property
+    def moved_bytes(self) -> int:
+        return self._session.moved_bytes
+
+    def choose(self, layer: int, heads: Sequence[int], window: QueryWindow) -> list[Chosen] | None:
+        if self._is_over:
+            return None
+        began = time.monotonic()
+        try:
+            deadline = Deadline(self._patience_s)
+            return self._session.choose(layer, heads, window, self._dtype, deadline)
+        except TierError as error:
+            self._failed(error)
+            self.release()
+            return None
+        finally:
+            self._patience_s = max(0.0, self._patience_s - (time.monotonic() - began))
+
+    def release(self) -> None:
+        self._is_over = True
+        self._session.close()
+
+
+__all__ = ["FetchedSource", "NearSource", "RefreshSource"]

@@ -1,0 +1,298 @@
+"""A refresh near the data gives the entries that fetching the exact KV would have given, and moves
+only those; a service that has lost, spoilt or refuses anything is no worse than none."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from hashlib import sha256
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from live_tier import eventually, failing, in_process, live_tier, raw_stub
+from test_lying_service import Liar, lying
+
+from kvtier.errors import TierError, TierProtocolError, TierUnavailableError, UsageError
+from kvtier.retention.keepkv import KeepKV, QueryWindow
+from kvtier.retention.refreshing import Chosen, ExactSpan, Hole, RefreshRule, exact_kv
+from kvtier.tier.blob import SpanLayout
+from kvtier.tier.client import Blob, Deadline, TierClient
+from kvtier.tier.names import SpanName
+from kvtier.tier.near_data import NearData
+from kvtier.tier.refreshing import Context, Entries
+from kvtier.v1 import tier_pb2 as pb
+from kvtier_tierd.stores.base import BlobName
+
+LAYERS, HEADS, GROUP, DIM, SPAN = 2, 3, 2, 16, 32
+DTYPES = ["float32", "bfloat16", "float16"]
+RULES = {
+    "dropped": RefreshRule(KeepKV(pool_width=1), merges=False),
+    "beta": RefreshRule(KeepKV(floor=0.0, pool_width=1), merges=True),
+    "paper": RefreshRule(KeepKV("paper", floor=0.0, pool_width=1), merges=True),
+}
+PATIENCE_S = 20.0
+
+
+def make_spans(count: int, dtype: str, seed: int = 0) -> list[ExactSpan]:
+    """Spans that follow each other, scores of 12 bytes per token behind their KV."""
+    layout = SpanLayout(dtype, LAYERS, SPAN, HEADS, DIM, score_bytes=12 * SPAN)
+    generator = torch.Generator().manual_seed(seed)
+    spans = []
+    for number in range(count):
+        kv = torch.randn(layout.shape, generator=generator).to(getattr(torch, dtype))
+        flat = kv.reshape(-1).view(torch.uint8).numpy()
+        payload = np.concatenate((flat, np.zeros(layout.score_bytes, np.uint8)))
+        spans.append(ExactSpan(number * SPAN, (number + 1) * SPAN, payload, layout))
+    return spans
+
+
+def names_of(spans: list[ExactSpan], seed: int = 0) -> list[SpanName]:
+    return [
+        SpanName(sha256(f"{span} {seed}".encode()).digest(), span.begin, span.stop)
+        for span in spans
+    ]
+
+
+def store(client: TierClient, spans: list[ExactSpan], names: list[SpanName]) -> None:
+    for span, name in zip(spans, names, strict=True):
+        client.put(Blob(name.key, span.layout.encode(), [span.payload.data]))
+
+
+def make_window(seed: int, heads: int, dtype: str) -> QueryWindow:
+    q = torch.randn(8, heads, GROUP, DIM, generator=torch.Generator().manual_seed(seed))
+    return QueryWindow(q.to(getattr(torch, dtype)), DIM**-0.5)
+
+
+def assert_equal(ours: Chosen, theirs: Chosen) -> None:
+    assert torch.equal(ours.k, theirs.k)
+    assert torch.equal(ours.v, theirs.v)
+    assert (ours.log_votes is None) == (theirs.log_votes is None)
+    if ours.log_votes is not None:
+        assert torch.equal(ours.log_votes, theirs.log_votes)
+
+
+@pytest.fixture(scope="module")
+def service():
+    with in_process() as tier:
+        yield tier
+        assert tier.problems() == []
+
+
+@pytest.fixture
+def client(service):
+    with TierClient(service.address, timeout_s=PATIENCE_S) as client:
+        client.connect()
+        yield client
+        eventually(lambda: service.problems() == [])
+
+
+def opened(client: TierClient, context: Context) -> NearData:
+    session = NearData.open(client, context, Deadline(PATIENCE_S))
+    assert session is not None
+    return session
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_what_comes_is_what_fetching_would_have_given(client, rule, dtype):
+    spans = make_spans(6, dtype)
+    names = names_of(spans)
+    store(client, spans, names)
+    holes = [Hole(3, 50, 12), Hole(70, 190, 30)]
+    session = opened(client, Context(names, holes, rule))
+    heads = [0, 2]
+    for layer in (1, 0):
+        window = make_window(layer, len(heads), dtype)
+        came = session.choose(layer, heads, window, dtype, Deadline(PATIENCE_S))
+        for hole, chosen in zip(holes, came, strict=True):
+            k, v = exact_kv(spans, layer, heads, hole)
+            assert_equal(chosen, rule.choose(k, v, hole.kept, window))
+    session.close()
+
+
+@given(
+    dtype=st.sampled_from(["float32", "bfloat16", "float16", "float8_e4m3fn"]),
+    counts=st.lists(st.integers(1, 7), max_size=4),
+    heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    dim=st.integers(1, 5),
+    voted=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(deadline=None)
+def test_entries_come_out_as_they_went_in(dtype, counts, heads, group, dim, voted, seed):
+    generator = torch.Generator().manual_seed(seed)
+    chosen = []
+    for n in counts:
+        k, v = (torch.randn(heads, n, dim, generator=generator) for _ in range(2))
+        votes = torch.randn(heads, group, n, generator=generator) if voted else None
+        kind = getattr(torch, dtype)
+        chosen.append(Chosen(k.to(kind), v.to(kind), votes))
+    entries = Entries(dtype, tuple(counts), heads, group, dim, voted)
+    payload = entries.encode(chosen)
+    for ours, theirs in zip(entries.decode(payload), chosen, strict=True):
+        for a, b in zip(ours[:2], theirs[:2], strict=True):
+            assert torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8))
+        if voted:
+            assert torch.equal(ours.log_votes, theirs.log_votes)
+    with pytest.raises(TierProtocolError):
+        entries.decode(np.append(payload, np.uint8(0)))
+
+
+def test_a_span_that_is_not_held_means_no_session(client):
+    spans = make_spans(3, "float32", seed=1)
+    names = names_of(spans, seed=1)
+    store(client, spans[:2], names[:2])
+    context = Context(names, [Hole(0, 96, 10)], RULES["dropped"])
+    assert NearData.open(client, context, Deadline(PATIENCE_S)) is None
+
+
+def test_a_span_that_does_not_verify_means_no_session_and_is_gone(client, service):
+    spans = make_spans(2, "float32", seed=2)
+    names = names_of(spans, seed=2)
+    store(client, spans, names)
+
+    def spoil() -> None:
+        blob = service.store._blobs[BlobName("default", names[1].key)]
+        service.store.arena.view(blob.offset, 1)[0] ^= 1
+
+    service.call(spoil)
+    context = Context(names, [Hole(0, 64, 10)], RULES["dropped"])
+    assert NearData.open(client, context, Deadline(PATIENCE_S)) is None
+    assert client.exists([name.key for name in names]).present == [True, False]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        {"layer": LAYERS},
+        {"heads": [HEADS]},
+        {"heads": []},
+        {"dtype": "int3"},
+        {"queries": b"odd"},
+        {"key": b"short"},
+    ],
+    ids=lambda spoil: next(iter(spoil)),
+)
+def test_queries_that_make_no_sense_are_refused_by_name(client, service, spoil):
+    spans = make_spans(1, "float32", seed=3)
+    names = names_of(spans, seed=3)
+    store(client, spans, names)
+    context = Context(names, [Hole(0, 20, 4)], RULES["dropped"]).encode()
+    right = {
+        "key": bytes(32),
+        "layer": 0,
+        "heads": [0],
+        "group": 1,
+        "dtype": "float32",
+        "queries": bytes(DIM * 4),
+    }
+    requests = [
+        pb.RefreshRequest(context=context),
+        pb.RefreshRequest(queries=pb.RefreshQueries(**right | spoil)),
+    ]
+    with raw_stub(service.address) as stub, failing(grpc.StatusCode.INVALID_ARGUMENT):
+        list(stub.Refresh(iter(requests)))
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        pb.RefreshContext(),
+        pb.RefreshContext(rule=pb.RefreshRule(form="worse")),
+        Context([SpanName(b"short", 0, 3)], [], RULES["dropped"]).encode(),
+        Context([SpanName(bytes(32), 3, 3)], [], RULES["dropped"]).encode(),
+    ],
+    ids=["no rule", "unknown form", "a short key", "an empty span"],
+)
+def test_contexts_that_make_no_sense_are_refused(service, context):
+    with raw_stub(service.address) as stub, failing(grpc.StatusCode.INVALID_ARGUMENT):
+        list(stub.Refresh(iter([pb.RefreshRequest(context=context)])))
+
+
+def test_a_hole_beyond_the_spans_is_refused(client):
+    spans = make_spans(2, "float32", seed=4)
+    names = names_of(spans, seed=4)
+    store(client, spans, names)
+    session = opened(client, Context(names, [Hole(10, 80, 5)], RULES["dropped"]))
+    with pytest.raises(TierError, match="without a gap"):
+        session.choose(0, [0], make_window(0, 1, "float32"), "float32", Deadline(PATIENCE_S))
+    session.close()
+
+
+@pytest.mark.parametrize(("begin", "end", "kept"), [(5, 5, 1), (5, 9, 0), (5, 9, 5), (-1, 4, 1)])
+def test_a_hole_that_is_none_is_refused(begin, end, kept):
+    with pytest.raises(UsageError):
+        Hole(begin, end, kept)
+
+
+def test_a_service_that_was_told_not_to_says_so():
+    with in_process(refresh_workers=0) as tier, TierClient(tier.address) as client:
+        client.connect()
+        assert not client.refreshes
+        with pytest.raises(TierUnavailableError, match="does not refresh"):
+            NearData.open(client, Context([], [], RULES["dropped"]), Deadline(PATIENCE_S))
+
+
+def test_a_service_that_dies_in_the_middle_ends_the_session(tmp_path):
+    spans = make_spans(2, "float32")
+    names = names_of(spans)
+    with live_tier(tmp_path, "--memory", "16m") as tier, TierClient(tier.address) as client:
+        store(client, spans, names)
+        session = opened(client, Context(names, [Hole(0, 64, 5)], RULES["dropped"]))
+        window = make_window(0, 1, "float32")
+        session.choose(0, [0], window, "float32", Deadline(PATIENCE_S))
+        tier.pause()
+        with pytest.raises(TierUnavailableError, match="in time"):
+            session.choose(1, [0], window, "float32", Deadline(0.05))
+        tier.resume()
+        tier.kill()
+        # The answer that was late may be there, the next one is not.
+        with suppress(TierUnavailableError):
+            session.choose(1, [0], window, "float32", Deadline(PATIENCE_S))
+        with pytest.raises(TierError):
+            session.choose(1, [0], window, "float32", Deadline(PATIENCE_S))
+        session.close()
+
+
+class RefreshLiar(Liar):
+    """Tells every context that it is ready, and answers queries with what `say` makes of them."""
+
+    say = staticmethod(lambda queries: [])
+
+    def Refresh(self, requests, context):  # noqa: N802
+        next(requests)
+        yield pb.RefreshResponse(ready=pb.RefreshReady())
+        for request in requests:
+            yield from self.say(request.queries)
+
+
+def header_of(queries, **changes):
+    entries = Entries("float32", (5,), 1, GROUP, DIM, voted=False)
+    right = {"key": queries.key, "num_bytes": entries.num_bytes, "layout": entries.layout()}
+    return pb.RefreshResponse(header=pb.BlobHeader(**right | {"checksum": bytes(16)} | changes))
+
+
+@pytest.mark.parametrize(
+    "say",
+    [
+        lambda queries: [pb.RefreshResponse(ready=pb.RefreshReady())],
+        lambda queries: [header_of(queries, key=bytes(32))],
+        lambda queries: [header_of(queries, layout=b"")],
+        lambda queries: [header_of(queries), pb.RefreshResponse(ready=pb.RefreshReady())],
+        lambda queries: [header_of(queries), pb.RefreshResponse(chunk=bytes(5 * DIM * 8))],
+        lambda queries: [header_of(queries), pb.RefreshResponse(chunk=bytes(1 << 16))],
+        lambda queries: [header_of(queries, num_bytes=1), pb.RefreshResponse(chunk=bytes(640))],
+    ],
+    ids=["no entries", "other key", "other layout", "cut short", "corrupt", "too long", "size"],
+)
+def test_a_service_that_lies_gives_no_entries(say):
+    with lying(RefreshLiar) as (liar, client):
+        liar.say = say
+        session = opened(client, Context([], [Hole(0, 9, 5)], RULES["dropped"]))
+        with pytest.raises(TierError):
+            session.choose(0, [0], make_window(0, 1, "float32"), "float32", Deadline(PATIENCE_S))
+        session.close()
