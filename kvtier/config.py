@@ -135,20 +135,29 @@ class Settings(BaseSettings):
     calibration_poll_s: float = Field(
         5.0, gt=0, description="Seconds between looks for a changed calibration while serving."
     )
-    refresh: Literal["off", "turn"] = Field(
+    refresh: str = Field(
         "off",
-        description="turn: when a turn begins, CA heads choose again what they keep, with its own "
-        "questions, from the exact KV in the tier.",
+        pattern=r"^(off|turn|[1-9][0-9]*)$",
+        description="off, turn or a number of tokens. turn: when a turn begins, CA heads choose "
+        "again what they keep, with its own questions, from the exact KV in the tier; a number: "
+        "and again after that many generated tokens.",
+    )
+    refresh_moved: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Refresh again once attention over what is kept has moved by this much (total "
+        "variation). None: it is not looked at.",
     )
     refresh_by: Literal["fetch", "near-data"] = Field(
         "fetch",
         description="fetch: the exact KV comes back and is chosen from here. near-data: the tier "
         "chooses where it can, and only what is kept comes.",
     )
-    merge: Literal["off", "beta", "paper"] = Field(
+    merge: Literal["off", "keepkv", "beta", "paper"] = Field(
         "off",
         description="What a refresh does with tokens that are not kept: drop them, or merge them "
-        "into those that are (KeepKV, in either form).",
+        "into those that are: keepkv, in the form of real votes (beta) or the paper's.",
     )
     merge_floor: float = Field(
         0.9, ge=-1, le=1, description="Cosine similarity of keys up to which nothing is merged."
@@ -241,6 +250,8 @@ class Settings(BaseSettings):
     def _a_tier_that_can_work(self) -> Settings:
         if self.merge != "off" and self.refresh == "off":
             raise ValueError("merge needs refresh: merging is done from the tier's exact KV")
+        if self.refresh_moved is not None and self.refresh == "off":
+            raise ValueError("refresh_moved needs refresh")
         if self.refresh != "off" and not (self.tier is not None and self.compacts):
             raise ValueError(
                 "refresh needs a tier, and a share of the context to choose: quality, retention "
@@ -273,7 +284,13 @@ class Settings(BaseSettings):
         choose it from."""
         names = ("quality", "curve", "retention", "budget_tokens", "budget_bytes")
         nothing = dict.fromkeys((*names, "session_retention", "tier"))
-        return self.model_copy(update=nothing | {"refresh": "off", "merge": "off"})
+        off = {"refresh": "off", "merge": "off", "refresh_moved": None}
+        return self.model_copy(update=nothing | off)
+
+    @property
+    def refresh_every_tokens(self) -> int | None:
+        """After how many generated tokens there is another refresh, if there is."""
+        return int(self.refresh) if self.refresh.isdigit() else None
 
     @property
     def expected_retention(self) -> float:

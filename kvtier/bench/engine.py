@@ -98,6 +98,8 @@ def _tier_reading(report: dict[str, Any] | None) -> TierReading | None:
         stored_bytes=report.get("put_bytes", 0),
         restored_tokens=report.get("restored_tokens", 0),
         refreshed_turns=report.get("refreshed_turns", 0),
+        refreshed_again=report.get("refreshed_again", 0),
+        refresh_moved_bytes=report.get("refresh_moved_bytes", 0),
         refresh_s=report.get("refresh_s", 0.0),
         refresh_wait_s=report.get("refresh_wait_s", 0.0),
         missed=report.get("refresh_missed", 0),

@@ -64,7 +64,8 @@ class Options:
 
 
 REFRESHES = ("turn", "off")
-MERGES = ("off", "beta", "paper")
+REFRESHERS = ("fetch", "near-data")
+MERGES = ("off", "keepkv", "beta", "paper")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -101,7 +102,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--curve", help="curve file for --quality (curve.json of the model, or the store's)")
     add("--retention", help="share of each context that CA heads keep instead, such as 0.5")
     add("--tier", metavar="ADDRESS", help="KV tier, or `local` to start one for the run")
-    add("--refresh", help=f"{' or '.join(REFRESHES)}: choose again what is kept, from the tier")
+    add("--refresh", help=f"{', '.join(REFRESHES)} or every how many generated tokens: choose "
+        "again what is kept, from the tier")  # fmt: skip
+    add("--refresh-by", help=f"{' or '.join(REFRESHERS)}: who chooses, the engine or the tier")
     add("--merge", help=f"{', '.join(MERGES)}: what a refresh does with what is not kept")
     add("--chunk", help="prefill chunk tokens (a quarter of --len, 512 to 4096)")
     add("--budget-sessions", help="KV budget in full sessions (3 with --sessions)")
@@ -142,7 +145,8 @@ def parse_options(argv: Sequence[str]) -> Options:
             curve=args.curve,
             prefill=_choice(args.prefill, "--prefill", PREFILLS),
             tier=args.tier,
-            refresh=_choice(args.refresh, "--refresh", REFRESHES),
+            refresh=_refresh(args.refresh),
+            refresh_by=_choice(args.refresh_by, "--refresh-by", REFRESHERS),
             merge=_choice(args.merge, "--merge", MERGES),
             **_share(args.quality, args.retention),
         ),
@@ -174,6 +178,12 @@ def _choice(text: str | None, argument: str, valid: Sequence[str]) -> str | None
     if text is not None and text not in valid:
         raise UsageError(argument, f"one of {', '.join(valid)}", text)
     return text
+
+
+def _refresh(text: str | None) -> str | None:
+    if text is None or text in REFRESHES or (text.isdecimal() and not text.startswith("0")):
+        return text
+    raise UsageError("--refresh", f"{', '.join(REFRESHES)} or a number of tokens", text)
 
 
 def _share(quality: str | None, retention: str | None) -> dict[str, float | None]:

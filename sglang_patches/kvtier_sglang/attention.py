@@ -104,13 +104,14 @@ class KvtierAttnBackend(AttentionBackend):
             new = [int(n) for n in forward_batch.extend_seq_lens_cpu]
         else:
             lengths, new = [int(n) for n in forward_batch.seq_lens_cpu], [1] * len(requests)
-        if extend and self.refreshing is not None:
+        if self.refreshing is not None:
             tree, refresher = self.refreshing
-            stops = [length + n for length, n in zip(lengths, new, strict=True)]
-            indptr = _indptr(new)
-            refresher.begin_pass(
-                tree, forward_batch.rids, requests, stops, indptr, self.req_to_token
-            )
+            rids, table = forward_batch.rids, self.req_to_token
+            if extend:
+                stops = [length + n for length, n in zip(lengths, new, strict=True)]
+                refresher.begin_pass(tree, rids, requests, stops, _indptr(new), table)
+            elif refresher.again is not None:
+                refresher.again.begin_pass(tree, rids, requests, table)
         rows = [
             self.req_to_token[request, :length].to(torch.int64)
             for request, length in zip(requests, lengths, strict=True)
@@ -224,6 +225,8 @@ class KvtierAttnBackend(AttentionBackend):
         q, k, v = self._shaped(q, k, v, layer)
         if save_kv_cache:
             self.pool.set_kv_buffer(layer, batch.write, k, v)
+        if self.refreshing is not None and self.refreshing[1].again is not None:
+            self.refreshing[1].again.record(layer.layer_id - self.pool.start_layer, q)
         out = torch.empty_like(q)
         for buffers, part, votes in self._classes(layer, batch):
             kv = RaggedKV(buffers.k, buffers.v, votes)

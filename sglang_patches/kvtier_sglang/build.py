@@ -15,6 +15,7 @@ from kvtier_sglang.compaction import Compaction
 from kvtier_sglang.metrics import RetentionMetrics
 from kvtier_sglang.pool import HeadSplitKVPool
 from kvtier_sglang.radix import KvtierRadixCache
+from kvtier_sglang.refresh_again import AgainRule
 from kvtier_sglang.retention import Retention, share_rule
 from kvtier_sglang.tier_setup import context_names, tier_link
 from kvtier_sglang.tiered import TieredRadixCache
@@ -37,6 +38,7 @@ def build(ctx: TreeCacheBuildContext, settings: Settings) -> KvtierRadixCache:
         names=names,
         refresh=refresh_rule(settings),
         near_data=settings.refresh_by == "near-data",
+        again=_again(settings),
         **parts,
     )
     if tree.refresher is not None:
@@ -44,6 +46,11 @@ def build(ctx: TreeCacheBuildContext, settings: Settings) -> KvtierRadixCache:
         assert backend is not None, "the attention backend is built before the tree"
         backend.refreshing = (tree, tree.refresher)
     return tree
+
+
+def _again(settings: Settings) -> AgainRule | None:
+    every, moved = settings.refresh_every_tokens, settings.refresh_moved
+    return None if every is None and moved is None else AgainRule(every, moved)
 
 
 def _compacting(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch
 from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import Chosen, Hole, RefreshRule
 from kvtier_sglang.allocator import HeadSplitAllocator
+from kvtier_sglang.refresh_again import RefreshAgain
 from kvtier_sglang.refresh_sources import RefreshSource
 from kvtier_sglang.variants import KvNode
 
@@ -46,11 +48,12 @@ def holes_of(path: list[KvNode]) -> list[Hole]:
 class Refreshing:
     """One request's refresh. slots: private CA slots of each hole, once it has begun.
 
+    source:        None where the tier had nothing in time; it may have when it is asked again
     prompt_tokens: where the request's prompt ends; the pass that gets there refreshes.
     """
 
     holes: list[Hole]
-    source: RefreshSource
+    source: RefreshSource | None
     prompt_tokens: int
     slots: list[torch.Tensor] = field(default_factory=list)
 
@@ -64,12 +67,15 @@ class Refreshing:
 class Active:
     """A refresh in the pass under way. rows: of its request in the pass's queries."""
 
+    rid: str
     refreshing: Refreshing
     rows: slice
 
 
 class Refresher:
-    """See the module docstring."""
+    """See the module docstring. again: refreshes while turns are generated, if that is wanted."""
+
+    again: RefreshAgain | None = None
 
     def __init__(self, allocator: HeadSplitAllocator, rule: RefreshRule) -> None:
         self.allocator = allocator
@@ -92,7 +98,10 @@ class Refresher:
         refreshing = self._waiting.pop(rid, None)
         if refreshing is None:
             return 0
-        refreshing.source.release()
+        if refreshing.source is not None:
+            refreshing.source.release()
+        if self.again is not None:
+            self.again.forget(rid)
         freed = 0
         for slots in refreshing.slots:
             self.pool.forget_votes(slots)
@@ -125,14 +134,38 @@ class Refresher:
                 self.counters["refresh_outdated"] += 1
                 self.forget(rid)
                 continue
-            if not self._allocate(tree, refreshing):
-                self.counters["refresh_no_room"] += 1
-                self.forget(rid)
-                continue
-            self._point(refreshing, rows[request])
             part = slice(q_indptr[index], q_indptr[index + 1])
-            self._active.append(Active(refreshing, part))
-            self.counters["refreshed_turns"] += 1
+            if refreshing.source is not None:
+                if not self._begin(tree, refreshing, rows[request]):
+                    self.forget(rid)
+                    continue
+                self.counters["refreshed_turns"] += 1
+            self._active.append(Active(rid, refreshing, part))
+
+    def _begin(self, tree: Any, refreshing: Refreshing, row: torch.Tensor) -> bool:
+        """Give a request entries of its own; False where there is no room for them."""
+        if not self._allocate(tree, refreshing):
+            self.counters["refresh_no_room"] += 1
+            return False
+        self._point(refreshing, row)
+        return True
+
+    def write_all(
+        self,
+        tree: Any,
+        refreshing: Refreshing,
+        row: torch.Tensor,
+        layers: Mapping[int, Sequence[Chosen]],
+    ) -> bool:
+        """Write what was chosen of every hole, by layer, between two passes; whether that went."""
+        if not refreshing.slots and not self._begin(tree, refreshing, row):
+            return False
+        began = time.monotonic()
+        for index, chosen in layers.items():
+            for slots, one in zip(refreshing.slots, chosen, strict=True):
+                self._write(index, slots, one)
+        self.refresh_s += time.monotonic() - began
+        return True
 
     def _allocate(self, tree: Any, refreshing: Refreshing) -> bool:
         need = refreshing.entries
@@ -184,6 +217,10 @@ class Refresher:
         for active in self._active:
             window = QueryWindow(buffers.select(q[active.rows][-newest:]), scale)
             refreshing = active.refreshing
+            if self.again is not None:
+                self.again.began(active.rid, index, window)
+            if refreshing.source is None:
+                continue
             chosen = refreshing.source.choose(index, buffers.heads, window)
             if chosen is None:
                 # The layer goes on with copies of the tree's entries.
@@ -197,8 +234,9 @@ class Refresher:
         """The pass is over: what was refreshed needs its exact KV no more."""
         for active in self._active:
             source = active.refreshing.source
-            self.counters["refresh_moved_bytes"] += source.moved_bytes
-            source.release()
+            if source is not None:
+                self.counters["refresh_moved_bytes"] += source.moved_bytes
+                source.release()
         self._active = []
 
     def _write(self, index: int, slots: torch.Tensor, chosen: Chosen) -> None:

@@ -5,6 +5,8 @@
     take       it will be admitted: its refresh, to be handed to the refresher
     forget     it ended, in whatever way
 
+Later, while it generates, `choose_ahead` has all its layers' entries chosen in the background.
+
 Scheduler thread only; the tier is asked in the link's.
 """
 
@@ -12,11 +14,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import TierError
-from kvtier.retention.refreshing import Hole, RefreshRule
+from kvtier.retention.keepkv import QueryWindow
+from kvtier.retention.refreshing import Chosen, Hole, RefreshRule
 from kvtier.tier.client import TierClient
 from kvtier.tier.host import Layouts, fetch_spans
 from kvtier.tier.link import Fetch, TierLink
@@ -54,14 +57,23 @@ class RefreshFlow:
     """One request's wait. asked, deadline: time.monotonic()."""
 
     fetch: Fetch[RefreshSource | None]
-    holes: list[Hole]
+    context: CompactedContext
     asked: float
     deadline: float
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Entries that were chosen in the background. layers: of each hole, by the pool's layer."""
+
+    layers: dict[int, list[Chosen]]
+    moved_bytes: int
 
 
 class RefreshFlows:
     """See the module docstring.
 
+    heads:     the CA heads of each layer.
     near_data: let the tier choose where it can, instead of fetching the exact KV.
     wait_s:    that requests have waited, together.
     """
@@ -72,14 +84,16 @@ class RefreshFlows:
         names: ContextNames,
         layouts: Layouts,
         rule: RefreshRule,
+        heads: Sequence[Sequence[int]],
         *,
         near_data: bool = False,
     ) -> None:
         self.link, self.names, self.layouts = link, names, layouts
-        self.rule, self.near_data = rule, near_data
+        self.rule, self.heads, self.near_data = rule, heads, near_data
         self.counters: Counter[str] = Counter()
         self.wait_s = 0.0
         self._flows: dict[str, RefreshFlow] = {}
+        self._ahead: dict[str, Fetch[Choices | None]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._flows)
@@ -89,7 +103,7 @@ class RefreshFlows:
         self.forget(rid)
         now = time.monotonic()
         fetch = self.link.submit(self._work(context, patience_s))
-        self._flows[rid] = RefreshFlow(fetch, context.holes, now, now + patience_s)
+        self._flows[rid] = RefreshFlow(fetch, context, now, now + patience_s)
 
     def _work(
         self, context: CompactedContext, patience_s: float
@@ -135,8 +149,9 @@ class RefreshFlows:
         flow = self._flows.get(rid)
         return flow is None or flow.fetch.done or time.monotonic() >= flow.deadline
 
-    def take(self, rid: str) -> tuple[list[Hole], RefreshSource] | None:
-        """What a settled request waited for, once; the caller owns it."""
+    def take(self, rid: str) -> tuple[CompactedContext, RefreshSource | None] | None:
+        """What a settled request waited for, once, and what came, which the caller owns; None
+        where it did not wait for anything."""
         flow = self._flows.pop(rid, None)
         if flow is None:
             return None
@@ -144,14 +159,53 @@ class RefreshFlows:
         if source is None:
             flow.fetch.cancel(_release)
             self.counters["refresh_missed"] += 1
-            return None
-        self.wait_s += time.monotonic() - flow.asked
-        return flow.holes, source
+        else:
+            self.wait_s += time.monotonic() - flow.asked
+        return flow.context, source
 
     def forget(self, rid: str) -> None:
         flow = self._flows.pop(rid, None)
         if flow is not None:
             flow.fetch.cancel(_release)
+        ahead = self._ahead.pop(rid, None)
+        if ahead is not None:
+            ahead.cancel()
+
+    def choose_ahead(
+        self, rid: str, context: CompactedContext, windows: Mapping[int, QueryWindow]
+    ) -> None:
+        """Have the entries of all layers chosen in the background. windows: by layer."""
+        source_of = self._work(context, LONGEST_PASS_S)
+
+        def work(client: TierClient) -> Choices | None:
+            source = source_of(client)
+            if source is None:
+                return None
+            try:
+                return self._choose(source, windows)
+            finally:
+                source.release()
+
+        self._ahead[rid] = self.link.submit(work)
+
+    def _choose(self, source: RefreshSource, windows: Mapping[int, QueryWindow]) -> Choices | None:
+        layers = {}
+        for layer, window in windows.items():
+            chosen = source.choose(layer, self.heads[layer], window)
+            if chosen is None:
+                return None
+            layers[layer] = chosen
+        return Choices(layers, source.moved_bytes)
+
+    def chosen_ahead(self, rid: str) -> tuple[bool, Choices | None]:
+        """Whether what `choose_ahead` was to do is over, and what came of it, once."""
+        ahead = self._ahead[rid]
+        if not ahead.done:
+            return False, None
+        del self._ahead[rid]
+        if ahead.result is None:
+            self.counters["refresh_missed"] += 1
+        return True, ahead.result
 
 
 def _release(source: RefreshSource | None) -> None:
@@ -159,4 +213,4 @@ def _release(source: RefreshSource | None) -> None:
         source.release()
 
 
-__all__ = ["CompactedContext", "RefreshFlows"]
+__all__ = ["Choices", "CompactedContext", "RefreshFlows"]

@@ -41,8 +41,9 @@ from kvtier_sglang.compaction import Compaction
 from kvtier_sglang.radix import KvtierRadixCache
 from kvtier_sglang.rates import Rates
 from kvtier_sglang.refresh import Refresher, Refreshing, holes_of
+from kvtier_sglang.refresh_again import AgainRule, RefreshAgain
 from kvtier_sglang.refresh_flows import CompactedContext, RefreshFlows
-from kvtier_sglang.refresh_sources import FetchedSource
+from kvtier_sglang.refresh_sources import FetchedSource, RefreshSource
 from kvtier_sglang.retention import Retention
 from kvtier_sglang.spans import SpanCodec
 from kvtier_sglang.spill import Spiller
@@ -76,7 +77,8 @@ class TieredRadixCache(KvtierRadixCache):
 
     link:    owned by the tree; names: of this server's KV.
     refresh: the rule by which compacted contexts are refreshed when a turn begins; None: they are
-             not. near_data: whether the tier chooses where it can.
+             not. near_data: whether the tier chooses where it can; again: when they are refreshed
+             again while the turn is generated, None: not at all.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class TieredRadixCache(KvtierRadixCache):
         rates: Rates | None = None,
         refresh: RefreshRule | None = None,
         near_data: bool = False,
+        again: AgainRule | None = None,
         streaming: bool = False,
         retention: Retention | None = None,
         compaction: Compaction | None = None,
@@ -111,7 +114,12 @@ class TieredRadixCache(KvtierRadixCache):
         self.layouts = Layouts(self.codec.layout(names.span_tokens))
         if refresh is not None:
             self.refresher = Refresher(self.allocator, refresh)
-            self.refreshes = RefreshFlows(link, names, self.layouts, refresh, near_data=near_data)
+            heads = [buffers.heads for buffers in self.allocator.pool.ca]
+            self.refreshes = RefreshFlows(
+                link, names, self.layouts, refresh, heads, near_data=near_data
+            )
+            if again is not None:
+                self.refresher.again = RefreshAgain(self.refresher, self.refreshes, again)
 
     def reset(self) -> None:
         for flow in self._flows.values():
@@ -185,8 +193,7 @@ class TieredRadixCache(KvtierRadixCache):
         path = list(self._path(node))[::-1]
         holes = holes_of(path)
         if holes and rid in self._matched:
-            exact_stop = max((n.stop for n in path if n.exact), default=0)
-            context = CompactedContext(matched, holes, exact_stop, extra)
+            context = CompactedContext(matched, holes, exact_stop(path), extra)
             refreshes.ask(rid, context, self._patience_s(node.stop))
 
     def holes_of_request(self, rid: str) -> list[Hole]:
@@ -210,11 +217,26 @@ class TieredRadixCache(KvtierRadixCache):
             return True
         if not self.refreshes.settled(rid):
             return False
-        came = self.refreshes.take(rid)
-        if came is not None:
-            _, filled = self._matched[rid]
-            self.refresher.offer(rid, Refreshing(*came, filled))
+        taken = self.refreshes.take(rid)
+        if taken is not None:
+            self._offer_refresh(self.refresher, rid, *taken)
         return True
+
+    def _offer_refresh(
+        self,
+        refresher: Refresher,
+        rid: str,
+        context: CompactedContext,
+        source: RefreshSource | None,
+    ) -> None:
+        """The request will be admitted; without a source it may be refreshed later."""
+        if source is None and refresher.again is None:
+            return
+        _, filled = self._matched[rid]
+        refreshing = Refreshing(context.holes, source, filled)
+        refresher.offer(rid, refreshing)
+        if refresher.again is not None:
+            refresher.again.watch(rid, refreshing, context)
 
     def _load_settled(self, handle: CacheRequestHandle) -> bool:
         flow = self._flows.get(handle.rid)
@@ -308,11 +330,15 @@ class TieredRadixCache(KvtierRadixCache):
         """Refresh a restored context from what it was restored from; whether that will happen."""
         filled = len(req.full_untruncated_fill_ids)
         self._matched[req.rid] = (node, filled)
-        holes = self.holes_of_request(req.rid)
+        path = list(self._path(node))[::-1]
+        holes = holes_of(path)
         if self.refresher is None or not holes or holes[0].begin < landed.begin:
             return False
+        ids = req.full_untruncated_fill_ids[: node.stop]
+        extra = extra_key_of(req.extra_key, req.cache_salt)
+        context = CompactedContext(ids, holes, exact_stop(path), extra)
         source = FetchedSource(landed.host, holes, self.refresher.rule, self.layouts)
-        self.refresher.offer(req.rid, Refreshing(holes, source, filled))
+        self._offer_refresh(self.refresher, req.rid, context, source)
         return True
 
     def _restore(self, req: Any, anchor: KvNode, landed: Landed) -> KvNode | None:
@@ -444,6 +470,11 @@ class TieredRadixCache(KvtierRadixCache):
 def extra_key_of(extra_key: str | None, cache_salt: str | None) -> str:
     """What separates contexts of equal tokens, for their names in the tier."""
     return f"{extra_key or ''}\0{cache_salt or ''}"
+
+
+def exact_stop(path: list[KvNode]) -> int:
+    """Up to which token a path was computed with nothing dropped."""
+    return max((node.stop for node in path if node.exact), default=0)
 
 
 def _release(landed: Landed | None) -> None:

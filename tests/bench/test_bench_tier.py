@@ -28,6 +28,14 @@ def environments(*flags: str) -> dict[str, dict[str, str]]:
     return {planned.plan.policy: planned.plan.environment for planned in plans}
 
 
+def test_a_refresh_every_so_many_tokens_by_the_tier_reaches_the_engine():
+    flags = [*TIERED[:-1], "32", "--refresh-by", "near-data", "--merge", "keepkv"]
+    found = environments(*flags)["kvtier"]
+    assert found["KVTIER_REFRESH"] == "32"
+    assert found["KVTIER_REFRESH_BY"] == "near-data"
+    assert found["KVTIER_MERGE"] == "keepkv"
+
+
 def test_only_the_policy_that_compacts_has_the_tier():
     found = environments(*TIERED, "--merge", "beta")
     assert found["kvtier"][TIER_VARIABLE] == "localhost:7311"
@@ -42,7 +50,9 @@ def test_only_the_policy_that_compacts_has_the_tier():
     ("flags", "named"),
     [
         (["--refresh", "never"], "--refresh"),
-        (["--merge", "keepkv"], "--merge"),
+        (["--refresh", "0"], "--refresh"),
+        (["--refresh-by", "hand"], "--refresh-by"),
+        (["--merge", "some"], "--merge"),
         (["--refresh", "turn", "--retention", "0.5"], "refresh needs a tier"),
         (["--refresh", "turn", "--tier", "local"], "refresh needs a tier, and a share"),
         (["--merge", "beta", "--retention", "0.5", "--tier", "local"], "merge needs refresh"),

@@ -18,7 +18,9 @@ from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.share import FixedShare
 from kvtier.tier.breaker import Breaker
 from kvtier.tier.client import TierClient
+from kvtier.tier.landing import Landing
 from kvtier.tier.link import TierLink
+from kvtier_sglang.refresh_again import AgainRule
 
 REFRESH = RefreshRule(KeepKV(pool_width=1), merges=False)
 SHARES = [None, FixedShare(0.5)]
@@ -186,6 +188,88 @@ def test_a_tier_that_chooses_by_itself_chooses_the_same(connect):
     assert some_bytes < all_bytes / 4
 
 
+def generated(s: MiniScheduler, request, count: int) -> list[int]:
+    """After which tokens the request's entries were others than before."""
+    changed = []
+    for number in range(count):
+        row = s.rows.req_to_token[request.kv.req_pool_idx, : request.filled].long()
+        before = s.pool.ca[1].k[row[row > 0]]
+        assert s.decode(request, number)
+        assert s.tree.link.flush(10)
+        row = s.rows.req_to_token[request.kv.req_pool_idx, : request.filled - 1].long()
+        if not s.pool.ca[1].k[row[row > 0]].equal(before):
+            changed.append(number)
+        s.check()
+    return changed
+
+
+@pytest.mark.parametrize("near_data", [False, True])
+def test_every_so_many_tokens_the_newest_queries_choose_again(connect, near_data):
+    s = MiniScheduler(
+        share=FixedShare(0.3),
+        link=connect(),
+        refresh=REFRESH,
+        near_data=near_data,
+        again=AgainRule(every_tokens=4),
+    )
+    prompt = context(90)
+    turn(s, prompt, [1, 2])
+    assert s.tree.link.flush(10)
+    request = s.admit([*prompt, 1, 2, 7, 7, 7])
+    assert s.extend(request, 100)
+    # Asked with the 4th token, written with the next.
+    assert generated(s, request, 14) == [4, 9]
+    assert s.tree.refresher.counters["refreshed_again"] == 2
+    watched = s.tree.refresher.again._watched[request.rid]
+    assert len(watched.windows[1]) == 14 + 3
+    s.release(request, checkpoint=True)
+    s.check()
+    assert s.tree.private_ca == 0
+    assert not s.tree.refresher.again._watched
+    assert s.tree.link.flush(10)
+    assert s.tree.link.held_bytes == 0
+
+
+def test_attention_that_has_moved_on_chooses_again_and_attention_that_has_not_does_not(connect):
+    for moved, again in ((0.01, 1), (0.99, 0)):
+        s = MiniScheduler(
+            share=FixedShare(0.3),
+            link=connect(),
+            refresh=RefreshRule(KeepKV(pool_width=1, window_queries=2), merges=False),
+            again=AgainRule(moved=moved),
+        )
+        prompt = context(90, seed=int(100 * moved))
+        turn(s, prompt, [1, 2])
+        assert s.tree.link.flush(10)
+        request = s.admit([*prompt, 1, 2, 7, 7, 7])
+        assert s.extend(request, 100)
+        # Looked at with the 8th token for the first time, and with the 16th.
+        generated(s, request, 18)
+        assert s.tree.refresher.counters["refreshed_again"] == again
+        s.release(request, checkpoint=True)
+        s.check()
+
+
+def test_a_turn_that_began_without_the_tier_is_refreshed_when_it_is_back(connect, monkeypatch):
+    s = MiniScheduler(
+        share=FixedShare(0.3), link=connect(), refresh=REFRESH, again=AgainRule(every_tokens=2)
+    )
+    prompt = context(90)
+    turn(s, prompt, [1, 2])
+    assert s.tree.link.flush(10)
+    with monkeypatch.context() as patch:
+        patch.setattr(TierClient, "get", lambda *args: [Landing.MISSING] * len(args[1]))
+        request = s.admit([*prompt, 1, 2, 7, 7, 7])
+    assert s.extend(request, 100)
+    assert s.tree.refresher.counters["refreshed_turns"] == 0
+    assert s.tree.private_ca == 0
+    assert generated(s, request, 4) == [2]
+    assert s.tree.private_ca > 0
+    s.release(request, checkpoint=True)
+    s.check()
+    assert s.tree.private_ca == 0
+
+
 def test_a_restored_context_is_refreshed_from_what_it_was_restored_from(connect):
     a = MiniScheduler(share=FixedShare(0.5), link=connect())
     prompt = context(90)
@@ -269,6 +353,7 @@ def test_random_turns_forks_and_aborts_on_two_servers_and_one_tier(connect, clie
             streaming=seed == 4,
             refresh=refresh,
             near_data=seed > 5,
+            again=AgainRule(every_tokens=2) if seed % 4 == 3 else None,
         )
         for _ in range(2)
     ]

@@ -38,12 +38,15 @@ from kvtier_sglang.compaction import Compaction
 from kvtier_sglang.pool import HeadSplitKVPool
 from kvtier_sglang.radix import KvtierRadixCache
 from kvtier_sglang.refresh import holes_of
+from kvtier_sglang.refresh_again import AgainRule
 from kvtier_sglang.retention import Retention
 from kvtier_sglang.tiered import TieredRadixCache
 from kvtier_sglang.variants import KvNode
 
 SHAPE = ModelShape(num_layers=2, num_kv_heads=3, num_attention_heads=6, head_dim=2)
 _REQUESTS = itertools.count()
+# Digests are large numbers: attention over them would only ever see the largest.
+QUERY_SCALE = 1e-4
 PROFILE = HeadProfile(model="test", shape=SHAPE, method="test", ca_heads=((), (1,)))
 
 
@@ -98,6 +101,7 @@ class MiniScheduler:
         span_tokens: int = 6,
         refresh: RefreshRule | None = None,
         near_data: bool = False,
+        again: AgainRule | None = None,
     ):
         self.pool = HeadSplitKVPool(
             size,
@@ -140,6 +144,7 @@ class MiniScheduler:
                 names=names,
                 refresh=refresh,
                 near_data=near_data,
+                again=again,
                 **parts,
             )
         self.running: list[Request] = []
@@ -195,7 +200,7 @@ class MiniScheduler:
         request.kv.cache_protected_len = request.prefix_len
         request.restored = loaded
 
-    def extend(self, request: Request, tokens: int) -> bool:
+    def extend(self, request: Request, tokens: int, *, decoding: bool = False) -> bool:
         """Compute `tokens` more of the request; False when memory is short even after eviction."""
         tokens = min(tokens, len(request.full_untruncated_fill_ids) - request.filled)
         if tokens == 0:
@@ -216,31 +221,39 @@ class MiniScheduler:
             self.pool.mass[1][:, slots] = values % 97
             self.pool.nll[slots] = values % 5
         request.filled = request.kv.kv_allocated_len = end
-        self._refresh(request, tokens)
+        self._refresh(request, tokens, decoding)
         return True
 
-    def _refresh(self, request: Request, tokens: int) -> None:
+    def _refresh(self, request: Request, tokens: int, decoding: bool) -> None:
         """What the attention backend does about a refresh in a pass."""
         refresher = getattr(self.tree, "refresher", None)
         if refresher is None:
             return
         table, index = self.rows.req_to_token, request.kv.req_pool_idx
-        rids, stops = [request.rid], [request.filled]
-        refresher.begin_pass(self.tree, rids, [index], stops, (0, tokens), table)
+        queries = [self._queries(request, tokens, layer) for layer in range(SHAPE.num_layers)]
+        if not decoding:
+            rids, stops = [request.rid], [request.filled]
+            refresher.begin_pass(self.tree, rids, [index], stops, (0, tokens), table)
+            for layer, q in enumerate(queries):
+                refresher.layer(layer, q, QUERY_SCALE)
+            refresher.end_pass()
+        elif refresher.again is not None:
+            refresher.again.begin_pass(self.tree, [request.rid], [index], table)
+            for layer, q in enumerate(queries):
+                refresher.again.record(layer, q)
+
+    def _queries(self, request: Request, tokens: int, layer: int) -> torch.Tensor:
+        """[tokens, KV heads, group, dim], the same for whoever is as far in the same turn."""
+        generator = torch.Generator().manual_seed(request.filled + layer)
         group = SHAPE.num_attention_heads // SHAPE.num_kv_heads
-        for layer in range(SHAPE.num_layers):
-            generator = torch.Generator().manual_seed(request.filled + layer)
-            size = (tokens, SHAPE.num_kv_heads, group, SHAPE.head_dim)
-            q = torch.randn(size, generator=generator)
-            refresher.layer(layer, q, 1.0)
-        refresher.end_pass()
+        return torch.randn((tokens, SHAPE.num_kv_heads, group, SHAPE.head_dim), generator=generator)
 
     def checkpoint(self, request: Request) -> None:
         self.tree.checkpoint(request, up_to=request.filled)
 
     def decode(self, request: Request, token: int) -> bool:
         request.full_untruncated_fill_ids = request.full_untruncated_fill_ids + array("q", [token])
-        if self.extend(request, 1):
+        if self.extend(request, 1, decoding=True):
             return True
         request.full_untruncated_fill_ids = request.full_untruncated_fill_ids[:-1]
         return False
