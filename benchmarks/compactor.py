@@ -13,14 +13,13 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compactor_contexts import KINDS, RecallContext, make_contexts, save_contexts
+from benchmarks.compactor_contexts import KINDS, RecallContext, make_contexts
 from benchmarks.compactor_engine import METHODS, Heads, run_engine
 from benchmarks.compactor_records import (
     Record,
@@ -31,17 +30,15 @@ from benchmarks.compactor_records import (
     margins,
 )
 from benchmarks.compactor_table import print_tables
+from benchmarks.kvpress import PEER_PYTHON, run_kvpress
 from benchmarks.recall_engine import DEMO_MODEL, ROOT
 from kvtier.bench.environment import describe_environment
-from kvtier.bench.recall import DEFAULT_LANGUAGE
 from kvtier.config import load_settings
 from kvtier.errors import KvtierError, UsageError
 from kvtier.sizes import parse_size
 
 SCHEMA_VERSION = 1
 KEPT_SHARES = (0.75, 0.5, 0.25, 0.1)
-PEERS = ROOT / "benchmarks" / "peers"
-PEER_PYTHON = PEERS / ".venv" / "bin" / "python"
 OUT = ROOT / "benchmarks" / "results" / "compactor-vs-kvpress.json"
 PEER_METHOD = "kvpress Compactor"
 
@@ -82,9 +79,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Make the contexts, run every side on each kind, print tables and return the outcome."""
-    if "kvpress" in options.sides and not options.peer_python.is_file():
-        expected = "a Python with kvpress; benchmarks/peers/README.md says how to make one"
-        raise UsageError("--peer-python", expected, str(options.peer_python))
     started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
     environment = describe_environment(options.seed).model_dump()
     tokens = parse_size(options.len, "--len")
@@ -136,18 +130,14 @@ def outcome(rows: Sequence[Row], scored: Scored) -> dict[str, Any]:
 
 
 def run_peer(contexts: Sequence[RecallContext], options: argparse.Namespace) -> dict[str, Any]:
-    """What run_kvpress.py writes, from a process of the peer's own environment."""
-    with tempfile.TemporaryDirectory(prefix="kvtier-kvpress-") as folder:
-        asked, answered = Path(folder, "contexts.json"), Path(folder, "records.json")
-        save_contexts(asked, contexts, DEFAULT_LANGUAGE.eot)
-        command = [
-            *(str(options.peer_python), str(PEERS / "run_kvpress.py"), str(asked), str(answered)),
-            *("--model", str(options.model_path), "--seeds", str(options.draws)),
-            *("--shares", ",".join(map(str, KEPT_SHARES))),
-        ]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        found: dict[str, Any] = json.loads(answered.read_text())
-    return found
+    """kvpress at every share."""
+    return run_kvpress(
+        contexts,
+        options.model_path,
+        KEPT_SHARES,
+        python=options.peer_python,
+        draws=options.draws,
+    )
 
 
 def run_ours(contexts: Sequence[RecallContext], heads: Heads, model: Path) -> list[Record]:

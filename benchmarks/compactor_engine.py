@@ -64,18 +64,20 @@ def head_profile(model: Path, heads: Heads) -> HeadProfile:
     return full_profile(model_shape(read_config(str(model))), model.name)
 
 
-def retention_for(share: float, profile: HeadProfile, context_tokens: int) -> float:
+def retention_for(
+    share: float, profile: HeadProfile, context_tokens: int, *, merges: bool = False
+) -> float:
     """Retention of the CA heads at which the cache takes `share` of the bytes of an exact one.
 
-    What kvtier remembers beside keys and values (scores) is paid from the same bytes. 1 where the
-    profile alone already keeps less; never below what one token is. Locality heads keep sink,
-    recent and one compensation entry.
+    What kvtier remembers beside keys and values (scores; votes where it merges) is paid from the
+    same bytes. 1 where the profile alone already keeps less; never below what one token is.
+    Locality heads keep sink, recent and one compensation entry.
     """
     if share == 1:
         return 1.0
     settings = load_settings()
     held = min(settings.sink_tokens + settings.recent_tokens + 1, context_tokens)
     exact = slot_bytes(profile, DTYPE_BYTES).full
-    ours = slot_bytes(profile, DTYPE_BYTES, scored=True)
+    ours = slot_bytes(profile, DTYPE_BYTES, scored=True, merges=merges)
     left = share * exact - ours.locality * held / context_tokens
     return min(1.0, max(1 / context_tokens, left / ours.ca))

@@ -4,7 +4,12 @@
 
 The same contexts and questions are served with the whole cache, with a share of it that was chosen
 before anybody asked (Compactor), and with the same share chosen again when the question is known,
-from the exact KV in a tier: what is not kept dropped, or merged (KeepKV, both forms).
+from the exact KV in a tier: by the engine or by the tier, what is not kept dropped or merged
+(KeepKV, both forms). With `--peer-python`, kvpress keeps the same share of the bytes, dropping and
+merging; benchmarks/peers/README.md has the rules.
+
+    heads all        every KV head keeps the share, as in kvpress; 8 first and 32 last tokens aside
+    heads profile    the model's profile, kvtier's own windows; the share is that of CA heads
 """
 
 from __future__ import annotations
@@ -12,10 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,12 +31,16 @@ from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
 from benchmarks.compactor_contexts import KINDS, RecallContext, make_contexts
-from benchmarks.recall_engine import DEMO_MODEL, PROFILE_FILE, ROOT, Asked, ask_engine
+from benchmarks.compactor_engine import Heads, head_profile, retention_for
+from benchmarks.compactor_records import Record
+from benchmarks.kvpress import run_kvpress
+from benchmarks.recall_engine import DEMO_MODEL, ROOT, Asked, ask_engine
 from kvtier.bench.environment import describe_environment
 from kvtier.bench.runner import LOCAL_TIER, TIER_VARIABLE, local_tier
+from kvtier.bench.schema import TierReading
 from kvtier.bench.table import make_console
+from kvtier.config import ENV_PREFIX
 from kvtier.errors import KvtierError, UsageError
-from kvtier.heads.profile import load_profile
 from kvtier.sizes import parse_size
 
 SCHEMA_VERSION = 1
@@ -38,9 +49,16 @@ NO_REFRESH = "chosen beforehand"
 ARMS = {
     NO_REFRESH: {},
     "chosen again": {"REFRESH": "turn"},
+    "chosen by the tier": {"REFRESH": "turn", "REFRESH_BY": "near-data"},
     "merged, β": {"REFRESH": "turn", "MERGE": "beta"},
     "merged, paper": {"REFRESH": "turn", "MERGE": "paper"},
 }
+# Few sink and recent tokens, or they are all that a tenth of 4k may keep; spans fit them.
+WINDOWS: dict[Heads, dict[str, str]] = {
+    "all": {"SINK_TOKENS": "8", "RECENT_TOKENS": "32", "TIER_SPAN_TOKENS": "32"},
+    "profile": {},
+}
+PEER_METHODS = ("kvpress Compactor", "kvpress Compactor, merging", "kvpress KeyDiff, merging")
 
 
 class Row(BaseModel):
@@ -49,6 +67,7 @@ class Row(BaseModel):
     recall:     share of codes right, over all questions; full_recall with the whole cache
     kv_bytes:   of a resting context on the device
     refreshed:  requests that chose anew, of `questions`; refresh_ms: each, inside its prefill
+    moved_bytes: from and to the tier, for each of them
     """
 
     model_config = ConfigDict(frozen=True)
@@ -62,6 +81,7 @@ class Row(BaseModel):
     questions: int
     refreshed: int
     refresh_ms: float
+    moved_bytes: float = 0.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"benchmarks.refresh: error: {error}", file=sys.stderr)
         return 2
-    except KvtierError as error:
+    except (KvtierError, subprocess.CalledProcessError) as error:
         print(f"benchmarks.refresh: {error}", file=sys.stderr)
         return 1
     options.out.write_text(json.dumps(document, indent=1) + "\n")
@@ -89,6 +109,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--len", default="4k", help="context tokens (%(default)s)")
     add("--contexts", type=int, default=8, help="contexts per kind (%(default)s)")
     add("--questions", type=int, default=16, help="questions per context (%(default)s)")
+    add("--heads", choices=list(WINDOWS), default="all", help="see above (%(default)s)")
+    add("--peer-python", type=Path, metavar="FILE", help="compare with its kvpress; heads all only")
     add("--seed", type=int, default=5, help="of the contexts (%(default)s)")
     return parser.parse_args(argv)
 
@@ -111,12 +133,21 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             kind, options.seed, options.contexts, tokens, options.questions
         )
     ]
-    full = serve(contexts, options.model_path, {})
+    if options.peer_python is not None and options.heads != "all":
+        raise UsageError("--peer-python", "--heads all: kvpress compresses every head", "profile")
+    model, heads = options.model_path, options.heads
+    full = serve(contexts, model, heads, {})
     rows: list[Row] = []
     for share in options.shares:
         for arm, settings in ARMS.items():
-            served = serve(contexts, options.model_path, {"RETENTION": str(share), **settings})
-            rows += make_rows(share, arm, full, served)
+            retention = share
+            if heads == "all":
+                profile, merges = head_profile(model, heads), "MERGE" in settings
+                retention = retention_for(share, profile, tokens, merges=merges)
+            kept = {"RETENTION": f"{retention:.9f}", **settings}
+            rows += make_rows(share, arm, full, serve(contexts, model, heads, kept))
+    if options.peer_python is not None:
+        rows += peer_rows(contexts, options, full)
     make_console().print(make_table(rows))
     return {
         "schema_version": SCHEMA_VERSION,
@@ -125,6 +156,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "environment": environment,
         "settings": {
             "model": options.model_path.name,
+            "heads": heads,
             "context_tokens": tokens,
             "contexts_per_kind": options.contexts,
             "questions_per_context": options.questions,
@@ -134,42 +166,79 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def serve(contexts: Sequence[RecallContext], model: Path, settings: dict[str, str]) -> list[Asked]:
+def serve(
+    contexts: Sequence[RecallContext], model: Path, heads: Heads, settings: dict[str, str]
+) -> list[Asked]:
     """All contexts in an engine of their own, with a tier of its own where it refreshes."""
-    wanted = {TIER_VARIABLE: LOCAL_TIER} if "REFRESH" in settings else {}
-    profile = load_profile(model / PROFILE_FILE)
+    wanted = {ENV_PREFIX + name: value for name, value in settings.items()}
+    if "REFRESH" in settings:
+        wanted[TIER_VARIABLE] = LOCAL_TIER
+    profile = head_profile(model, heads)
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-refresh-") as folder,
         local_tier(wanted, Path(folder) / "tier.log") as tier,
     ):
         address = {"TIER": tier[TIER_VARIABLE]} if tier else {}
-        return ask_engine(contexts, model, profile, settings | address)
+        return ask_engine(contexts, model, profile, WINDOWS[heads] | settings | address)
+
+
+def peer_rows(
+    contexts: Sequence[RecallContext], options: argparse.Namespace, full: Sequence[Asked]
+) -> list[Row]:
+    """kvpress on the same contexts, a row per share, method and kind; its draws averaged."""
+    found = run_kvpress(
+        contexts, options.model_path, options.shares,
+        python=options.peer_python, draws=3, methods=PEER_METHODS,
+    )  # fmt: skip
+    records = [Record.model_validate(record) for record in found["records"]]
+    groups = defaultdict(list)
+    for record in records:
+        groups[record.kept_share, record.method, record.kind].append(record)
+    return [
+        Row(
+            share=share,
+            arm=method,
+            kind=kind,
+            recall=statistics.fmean(r for one in group for r in one.recalls),
+            full_recall=mean_recall(one for one in full if one.kind == kind),
+            kv_bytes=statistics.fmean(one.kv_bytes for one in group),
+            questions=sum(len(one.recalls) for one in group if one.seed == 0),
+            refreshed=0,
+            refresh_ms=0.0,
+        )
+        for (share, method, kind), group in groups.items()
+        if method in PEER_METHODS
+    ]
+
+
+def mean_recall(asked: Iterable[Asked]) -> float:
+    return statistics.fmean(r for one in asked for r in one.recalls)
 
 
 def make_rows(share: float, arm: str, full: Sequence[Asked], served: Sequence[Asked]) -> list[Row]:
     """A row per kind. full, served: the same contexts in the same order."""
     rows = []
-    before, before_s = 0, 0.0
+    before = TierReading()
     for kind in dict.fromkeys(one.kind for one in served):
         mine = [one for one in served if one.kind == kind]
-        exact = [one for one in full if one.kind == kind]
         # The engine counts on from one kind to the next.
-        last = mine[-1].tier
-        refreshed = 0 if last is None else last.refreshed_turns - before
-        seconds = 0.0 if last is None else last.refresh_s - before_s
-        if last is not None:
-            before, before_s = last.refreshed_turns, last.refresh_s
+        last = mine[-1].tier or before
+        refreshed = last.refreshed_turns - before.refreshed_turns
+        seconds = last.refresh_s - before.refresh_s
+        moved = last.refresh_moved_bytes - before.refresh_moved_bytes
+        before = last
         rows.append(
             Row(
                 share=share,
                 arm=arm,
                 kind=kind,
-                recall=statistics.fmean(r for one in mine for r in one.recalls),
-                full_recall=statistics.fmean(r for one in exact for r in one.recalls),
+                recall=mean_recall(mine),
+                full_recall=mean_recall(one for one in full if one.kind == kind),
                 kv_bytes=statistics.fmean(one.kv_bytes for one in mine),
                 questions=sum(len(one.recalls) for one in mine),
                 refreshed=refreshed,
                 refresh_ms=1e3 * seconds / refreshed if refreshed else 0.0,
+                moved_bytes=moved / refreshed if refreshed else 0.0,
             )
         )
     return rows
@@ -178,7 +247,10 @@ def make_rows(share: float, arm: str, full: Sequence[Asked], served: Sequence[As
 def make_table(rows: Sequence[Row]) -> Table:
     """A line per share, arm and kind."""
     table = Table(title="A share chosen before and after the question is known")
-    columns = ("kept", "context", "entries", "recall", "of full", "KV MiB", "refreshed", "each")
+    columns = (
+        *("kept", "context", "entries", "recall", "of full", "KV MiB"),
+        *("refreshed", "each", "moved MiB"),
+    )
     for column in columns:
         left = column in ("context", "entries")
         table.add_column(column, justify="left" if left else "right")
@@ -188,6 +260,7 @@ def make_table(rows: Sequence[Row]) -> Table:
             f"{row.recall / row.full_recall:.3f}", f"{row.kv_bytes / 2**20:.2f}",
             f"{row.refreshed} of {row.questions}" if row.refreshed else "-",
             f"{row.refresh_ms:.1f} ms" if row.refreshed else "-",
+            f"{row.moved_bytes / 2**20:.2f}" if row.refreshed else "-",
         )  # fmt: skip
     return table
 

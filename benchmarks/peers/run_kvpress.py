@@ -59,11 +59,15 @@ def compression_ratio(kept: int, context_tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Method:
-    """A press class of kvpress. Presses that draw random numbers are repeated over seeds."""
+    """A press class of kvpress. Presses that draw random numbers are repeated over seeds.
+
+    scorer: class of the press that says what stays, for a press that wraps one.
+    """
 
     name: str
     press: str
     is_random: bool = False
+    scorer: str | None = None
 
 
 METHODS = (
@@ -72,6 +76,8 @@ METHODS = (
     Method("kvpress KeyDiff", "KeyDiffPress"),
     Method("kvpress StreamingLLM", "StreamingLLMPress"),
     Method("kvpress random", "RandomPress", is_random=True),
+    Method("kvpress Compactor, merging", "MergingPress", is_random=True, scorer="CompactorPress"),
+    Method("kvpress KeyDiff, merging", "MergingPress", scorer="KeyDiffPress"),
 )
 FULL = "full cache"
 
@@ -87,7 +93,10 @@ def make_press(method: Method, ratio: float) -> Any:
     """A press of `method` with kvpress's own defaults."""
     import kvpress  # type: ignore[import-not-found]
 
-    return getattr(kvpress, method.press)(compression_ratio=ratio)
+    if method.scorer is None:
+        return getattr(kvpress, method.press)(compression_ratio=ratio)
+    scorer = getattr(kvpress, method.scorer)(compression_ratio=ratio)
+    return getattr(kvpress, method.press)(press=scorer)
 
 
 def recording_press(recorded: Recorded) -> Any:
@@ -192,7 +201,7 @@ class Asker:
         }
 
 
-def check(asker: Asker, shares: Sequence[float]) -> list[str]:
+def check(asker: Asker, shares: Sequence[float], methods: Sequence[Method]) -> list[str]:
     """Prove the shortcuts on one context. Raises AssertionError; returns what was proved."""
     import torch
 
@@ -203,7 +212,7 @@ def check(asker: Asker, shares: Sequence[float]) -> list[str]:
     for row, said in zip(whole[:CHECKED_ANSWERS], answers[:CHECKED_ANSWERS], strict=True):
         logits = asker.model(row[None], use_cache=False).logits[0, first:-1]
         assert torch.equal(logits.argmax(-1), said), "the cache answers unlike the model without it"
-    for method in METHODS:
+    for method in methods:
         untouched = compress(asker.recorded, make_press(method, 0.0))
         assert torch.equal(asker.answers(untouched), answers), f"{method.name} at ratio 0 differs"
         assert_same_as_kvpress(asker, method, min(shares))
@@ -230,10 +239,12 @@ def assert_same_as_kvpress(asker: Asker, method: Method, share: float) -> None:
         assert torch.equal(values, layer.values), f"{method.name}: other values"
 
 
-def run(asker: Asker, shares: Sequence[float], seeds: int) -> Iterator[Json]:
+def run(
+    asker: Asker, shares: Sequence[float], seeds: int, methods: Sequence[Method]
+) -> Iterator[Json]:
     """Every method at every share, and the full cache."""
-    yield asker.record(FULL, 1.0, 0, make_press(METHODS[0], 0.0))
-    for method in METHODS:
+    yield asker.record(FULL, 1.0, 0, make_press(methods[0], 0.0))
+    for method in methods:
         for share in shares:
             kept = kept_tokens(share, asker.num_tokens)
             press = make_press(method, compression_ratio(kept, asker.num_tokens))
@@ -265,7 +276,9 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--shares", default="0.75,0.5,0.25,0.1", help="shares kept")
     parser.add_argument("--seeds", type=int, default=3, help="draws of the random presses")
+    parser.add_argument("--methods", nargs="+", choices=[m.name for m in METHODS], help="(all)")
     options = parser.parse_args(argv)
+    methods = [m for m in METHODS if options.methods is None or m.name in options.methods]
     shares = [float(text) for text in options.shares.split(",")]
     document = json.loads(options.contexts.read_text())
     model, started = load_model(options.model), time.perf_counter()
@@ -273,8 +286,8 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
     checks: list[str] = []
     for number, context in enumerate(document["contexts"]):
         asker = Asker(model, context, document["eot_id"])
-        checks = checks or check(asker, shares)
-        records += run(asker, shares, options.seeds)
+        checks = checks or check(asker, shares, methods)
+        records += run(asker, shares, options.seeds, methods)
         say(f"context {number + 1} of {len(document['contexts'])} ({context['kind']})")
     result = {
         "environment": environment(),

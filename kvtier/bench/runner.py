@@ -89,9 +89,12 @@ def local_tier(environment: Mapping[str, str], log: Path) -> Iterator[dict[str, 
     if environment.get(TIER_VARIABLE) != LOCAL_TIER:
         yield {}
         return
+    command = [sys.executable, "-m", "kvtier_tierd", "--listen", "127.0.0.1:0"]
+    if environment.get("KVTIER_REFRESH_BY") == "near-data":
+        command += ["--refresh-workers", "1"]
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvtier_tierd", "--listen", "127.0.0.1:0"],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=stream,

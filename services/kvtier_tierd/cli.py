@@ -184,8 +184,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--client-ca", type=Path, metavar="PEM", help="who signs clients; their names are theirs")
     add("--insecure", action="store_true", help="plaintext beyond loopback")
     add("--max-blob", default="1g", metavar="BYTES", help="larger blobs are refused (%(default)s)")
-    add("--refresh-workers", type=int, default=1, metavar="THREADS",
-        help="that refresh contexts near their data; 0: none (%(default)s)")  # fmt: skip
+    add("--refresh-workers", type=int, default=0, metavar="THREADS",
+        help="that refresh contexts near their data, which takes torch (%(default)s)")  # fmt: skip
     add("--metrics-port", type=int, help="Prometheus metrics on loopback; 0 picks a free port")
     add("--drain-s", type=float, default=10.0, help="for running calls at the end (%(default)s)")
     return parser

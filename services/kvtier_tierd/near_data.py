@@ -5,13 +5,13 @@
     end         spans unpinned; LONGEST_SESSION_S after the context at the latest
 
 What is verified here is what the store holds: the client verifies what it gets. Torch is imported
-when the first context comes, and only then.
+by a service that refreshes, and by no other.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import importlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -43,10 +43,19 @@ class NearData:
     ) -> None:
         self.store, self.metrics = store, metrics
         self.chunk_bytes = chunk_bytes
-        self.works = workers > 0 and importlib.util.find_spec("torch") is not None
+        self.works = workers > 0
         self._workers: Executor | None = None
         if self.works:
             self._workers = ThreadPoolExecutor(workers, thread_name_prefix="kvtier-refresh")
+
+    async def start(self) -> None:
+        """Raises TierUnavailableError where the packages that choosing takes are not installed."""
+        if self.works:
+            try:
+                # Takes seconds: no refresh waits that long.
+                await asyncio.to_thread(importlib.import_module, "kvtier.tier.refreshing")
+            except ImportError as error:
+                raise TierUnavailableError(f"--refresh-workers: {error}") from error
 
     def close(self) -> None:
         if self._workers is not None:

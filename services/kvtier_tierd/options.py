@@ -53,7 +53,7 @@ class TierOptions:
     insecure: bool = False
     chunk_bytes: int = 1 * MIB
     max_blob_bytes: int = 1 * GIB
-    refresh_workers: int = 1
+    refresh_workers: int = 0
     metrics_port: int | None = None
     drain_s: float = 10.0
 

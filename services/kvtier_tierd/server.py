@@ -76,6 +76,7 @@ class TierServer:
             raise
 
     async def _start(self) -> None:
+        await self.near_data.start()
         await self.store.start()
         tier_pb2_grpc.add_TierServiceServicer_to_server(self.service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -30,7 +30,7 @@ turn = functools.partial(run_turn, chunk=17)
 
 @pytest.fixture(scope="module")
 def tier():
-    with in_process(memory_bytes=1 << 24) as live:
+    with in_process(memory_bytes=1 << 24, refresh_workers=1) as live:
         yield live
 
 
