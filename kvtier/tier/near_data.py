@@ -133,6 +133,8 @@ class NearData:
         except queue.Empty:
             raise TierUnavailableError(f"tier {self.address}: no answer in time") from None
         if isinstance(answer, TierError):
+            # The last there will be, also for whoever asks again.
+            self._answers.put(answer)
             raise answer
         return answer
 

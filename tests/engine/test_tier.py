@@ -32,7 +32,7 @@ SESSIONS = 4
 
 @pytest.fixture
 def tier(tmp_path):
-    with live_tier(tmp_path, "--memory", "512m") as live:
+    with live_tier(tmp_path, "--memory", "512m", "--refresh-workers", "1") as live:
         yield live
 
 
@@ -114,3 +114,34 @@ def test_a_fork_in_the_middle_of_a_compressed_context_answers_like_one_never_com
         assert answer[0]["cached_tokens"] >= len(fork) - 9 - 64
     assert forked["state"]["tier"]["restored_requests"] > 0
     assert forked["state"]["integrity"] == []
+
+
+def test_entries_chosen_by_the_tier_give_the_tokens_of_entries_chosen_here(tmp_path, tier):
+    """And while a turn is generated they are chosen again, by either, without a slot lost."""
+    retention = 0.25
+    sessions = session_rounds()[: 2 * SESSIONS]
+    env = {
+        **RULE,
+        "KVTIER_TIER": tier.address,
+        "KVTIER_RETENTION": f"{retention}",
+        "KVTIER_TIER_SHARED_MEMORY": "false",
+    }
+    answers, states = [], []
+    for refresh_by in ("fetch", "near-data"):
+        wanted = {"KVTIER_REFRESH": "turn", "KVTIER_REFRESH_BY": refresh_by}
+        # Of its own, or the second run would have nothing to compute.
+        wanted["KVTIER_TIER_NAMESPACE"] = refresh_by
+        found = run_engine(tmp_path, ENGINE, sessions, env | wanted)
+        answers.append([one["output_ids"] for (one,) in found["rounds"]])
+        states.append(found["state"])
+        assert found["state"]["integrity"] == []
+        assert found["state"]["tier"]["refreshed_turns"] == SESSIONS
+        assert "unrefreshed_layers" not in found["state"]["tier"]
+    assert answers[0] == answers[1]
+    fetched, near = (state["tier"]["refresh_moved_bytes"] for state in states)
+    assert near <= 1.1 * retention * fetched
+    for refresh_by in ("fetch", "near-data"):
+        wanted = {"KVTIER_REFRESH": "4", "KVTIER_REFRESH_BY": refresh_by}
+        found = run_engine(tmp_path, ENGINE, sessions, env | wanted)
+        assert found["state"]["integrity"] == []
+        assert found["state"]["tier"]["refreshed_again"] >= SESSIONS
