@@ -12,8 +12,11 @@ forked. Reading order:
     attention.py   the attention backend over kvtier_kernels
     spans.py       between the pool's slots and a tier's payloads
     spill.py       exact KV on its way to the tier
+    restore.py     a tree that takes exact KV back
     tiered.py      the tree with a tier behind it: asking, restoring, spilling
-    refresh.py     CA entries chosen again, with the turn's own questions
+    refresh.py     CA entries chosen again, with the turn's own questions; with it
+                   refresh_flows.py (waiting for the tier), refresh_sources.py (who chooses) and
+                   refresh_again.py (while a turn is generated)
     build.py       the tree that the settings ask for
     platform.py    stock SGLang on any CPU
 """

@@ -27,6 +27,10 @@ from kvtier.tier.names import ContextNames, NamedChains
 from kvtier.tier.turns import LAYOUT, NodeRecord, TurnRecord, tail_digest
 from kvtier_sglang.spans import SpanCodec
 
+# Copied out into one piece of host memory, which is held until the last of them is sent: so much
+# may be held beyond what the link counts.
+SPANS_TOGETHER = 8
+
 
 @dataclass
 class Turn:
@@ -90,15 +94,20 @@ class Spiller:
         self._send(turn.chain.keys[first : first + count], slots)
 
     def _send(self, keys: Sequence[bytes], slots: torch.Tensor) -> None:
-        payload = self.codec.gather(slots, len(keys))
-        layout = self.codec.layout(slots.numel() // len(keys)).encode()
-        blobs = [
-            Blob(key, layout, [memoryview(row.numpy())])
-            for key, row in zip(keys, payload, strict=True)
-        ]
-        taken = self.link.put(blobs)
-        self.counters["spans_spilled"] += taken
-        self.counters["spill_bytes"] += taken * payload.shape[1]
+        """Send equal spans that follow each other, as far as the link takes them."""
+        tokens = slots.numel() // len(keys)
+        layout = self.codec.layout(tokens).encode()
+        for first in range(0, len(keys), SPANS_TOGETHER):
+            some = keys[first : first + SPANS_TOGETHER]
+            part = slots[first * tokens : (first + len(some)) * tokens]
+            payload = self.codec.gather(part, len(some))
+            rows = zip(some, payload, strict=True)
+            taken = self.link.put([Blob(key, layout, [memoryview(r.numpy())]) for key, r in rows])
+            self.counters["spans_spilled"] += taken
+            self.counters["spill_bytes"] += taken * payload.shape[1]
+            if taken < len(some):
+                self.counters["spans_shed"] += len(keys) - first - taken
+                return
 
     def ended(self, rid: str, token_ids: Sequence[int], slots: torch.Tensor) -> None:
         """The turn ended; nothing of it is freed yet. Spills its last, partial span."""

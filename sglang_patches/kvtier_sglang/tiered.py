@@ -28,9 +28,8 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
     MatchResult,
 )
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from kvtier.retention.locality import DroppedSpan, LocalityRule
+from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import Hole, RefreshRule
 from kvtier.tier.host import Layouts
 from kvtier.tier.link import Fetch, TierLink
@@ -38,12 +37,12 @@ from kvtier.tier.lookup import Landed, Lookup
 from kvtier.tier.names import ContextNames
 from kvtier.tier.turns import NodeRecord
 from kvtier_sglang.compaction import Compaction
-from kvtier_sglang.radix import KvtierRadixCache
 from kvtier_sglang.rates import Rates
 from kvtier_sglang.refresh import Refresher, Refreshing, holes_of
 from kvtier_sglang.refresh_again import AgainRule, RefreshAgain
 from kvtier_sglang.refresh_flows import CompactedContext, RefreshFlows
 from kvtier_sglang.refresh_sources import FetchedSource, RefreshSource
+from kvtier_sglang.restore import RestoringRadixCache, continues
 from kvtier_sglang.retention import Retention
 from kvtier_sglang.spans import SpanCodec
 from kvtier_sglang.spill import Spiller
@@ -72,7 +71,7 @@ class Flow:
         self.fetch.cancel(_release)
 
 
-class TieredRadixCache(KvtierRadixCache):
+class TieredRadixCache(RestoringRadixCache):
     """See the module docstring.
 
     link:    owned by the tree; names: of this server's KV.
@@ -297,7 +296,7 @@ class TieredRadixCache(KvtierRadixCache):
         if landed is None:
             return result
         held = result.device_prefix_len
-        if not _continues(landed, held) or landed.stop > len(params.key):
+        if not continues(landed, held) or landed.stop > len(params.key):
             return result
         node = result.last_device_node
         return result._replace(
@@ -309,10 +308,10 @@ class TieredRadixCache(KvtierRadixCache):
         req, node = params.req, params.best_match_node
         flow = self._flows.pop(req.rid, None)
         landed = None if flow is None else flow.landed
-        if flow is None or landed is None or not _continues(landed, node.stop):
+        if flow is None or landed is None or not continues(landed, node.stop):
             return 0, node
         began = time.monotonic()
-        restored = self._restore(req, node, landed)
+        restored = self.restore(req, node, landed)
         if restored is None:
             flow.drop()
             self.tier_counters["no_room"] += 1
@@ -340,68 +339,6 @@ class TieredRadixCache(KvtierRadixCache):
         source = FetchedSource(landed.host, holes, self.refresher.rule, self.layouts)
         self._offer_refresh(self.refresher, req.rid, context, source)
         return True
-
-    def _restore(self, req: Any, anchor: KvNode, landed: Landed) -> KvNode | None:
-        """The deepest node of the restored path, or None, with nothing left behind."""
-        ids = req.full_untruncated_fill_ids[: landed.stop]
-        key = RadixKey(ids, req.extra_key, cache_salt=req.cache_salt)
-        node = anchor
-        locks = []
-        try:
-            for place in landed.places:
-                if place.start < anchor.stop:
-                    continue
-                child = self._write(node, key, place.node.stop, place.node.prompt_stop, landed)
-                if child is None:
-                    return None
-                child.exact &= place.node.exact
-                node = child
-                if place.node.compressed:
-                    self._compress_as(node, place.node)
-                locks.append(self.lock(node))
-            if landed.stop > node.stop:
-                child = self._write(node, key, landed.stop, landed.stop, landed)
-                if child is None:
-                    return None
-                child.exact &= landed.exact_stop >= landed.stop
-                node = child
-        finally:
-            for lock in locks:
-                self.unlock(lock)
-        return node
-
-    def _write(
-        self, parent: KvNode, key: RadixKey, stop: int, prompt_stop: int, landed: Landed
-    ) -> KvNode | None:
-        """A new node of tokens [parent.stop, stop) with exact KV; None where there is no room."""
-        begin = parent.stop
-        lock = self.lock(parent)
-        try:
-            self.allocator.evict_to_free_tokens(self, stop - begin)
-            slots = self.allocator.alloc(stop - begin)
-        finally:
-            self.unlock(lock)
-        if slots is None:
-            return None
-        for span, payload in zip(landed.host.spans, landed.host.payloads, strict=True):
-            first, last = max(span.begin, begin), min(span.stop, stop)
-            if first < last:
-                part = slots[first - begin : last - begin]
-                tokens = span.stop - span.begin
-                self.codec.scatter(torch.from_numpy(payload), tokens, first - span.begin, part)
-        return self._hang(parent, key[begin:stop], slots, 0, prompt_stop)
-
-    def _compress_as(self, node: KvNode, record: NodeRecord) -> None:
-        """Compress a restored node as it had been, whatever today's rule would choose."""
-        node.compressed = True
-        self.allocator.settle(node.value)
-        span = DroppedSpan(*record.dropped)
-        if span.num_tokens == 0:
-            return
-        self._drop(node, span)
-        if record.kept < span.num_tokens and self.compaction is not None:
-            self._keep(node, span, record.kept)
-        self.counters["compressed_nodes"] += 1
 
     # -- spilling --
 
@@ -480,15 +417,6 @@ def exact_stop(path: list[KvNode]) -> int:
 def _release(landed: Landed | None) -> None:
     if landed is not None:
         landed.host.release()
-
-
-def _continues(landed: Landed, held: int) -> bool:
-    """Whether what landed can be used behind `held` tokens of the device."""
-    if not landed.begin <= held < landed.stop:
-        return False
-    recorded = max((place.node.stop for place in landed.places), default=0)
-    starts = {place.start for place in landed.places}
-    return held in starts or held >= recorded
 
 
 def _record(node: KvNode) -> NodeRecord:

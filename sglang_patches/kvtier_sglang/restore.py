@@ -1,0 +1,103 @@
+"""KV that came back, written into the pool as the nodes it was: recorded turns compressed just as
+they were, whatever today's rule would choose, and what follows them as if it had been computed.
+
+    landed     [ recorded node ][ recorded node ][ run of exact spans ]
+    tree       anchor - node ---- node ---------- node
+
+Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from kvtier.retention.locality import DroppedSpan
+from kvtier.tier.lookup import Landed
+from kvtier.tier.turns import NodeRecord
+from kvtier_sglang.radix import KvtierRadixCache
+from kvtier_sglang.spans import SpanCodec
+from kvtier_sglang.variants import KvNode
+
+
+class RestoringRadixCache(KvtierRadixCache):
+    """A tree that takes KV back. codec: set once the pool is there."""
+
+    codec: SpanCodec
+
+    def restore(self, req: Any, anchor: KvNode, landed: Landed) -> KvNode | None:
+        """Write what landed behind `anchor`; the deepest node of the restored path, or None where
+        there is no room, with nothing left behind."""
+        ids = req.full_untruncated_fill_ids[: landed.stop]
+        key = RadixKey(ids, req.extra_key, cache_salt=req.cache_salt)
+        node = anchor
+        locks = []
+        try:
+            for place in landed.places:
+                if place.start < anchor.stop:
+                    continue
+                child = self._write(node, key, place.node.stop, place.node.prompt_stop, landed)
+                if child is None:
+                    return None
+                child.exact &= place.node.exact
+                node = child
+                if place.node.compressed:
+                    self._compress_as(node, place.node)
+                locks.append(self.lock(node))
+            if landed.stop > node.stop:
+                child = self._write(node, key, landed.stop, landed.stop, landed)
+                if child is None:
+                    return None
+                child.exact &= landed.exact_stop >= landed.stop
+                node = child
+        finally:
+            for lock in locks:
+                self.unlock(lock)
+        return node
+
+    def _write(
+        self, parent: KvNode, key: RadixKey, stop: int, prompt_stop: int, landed: Landed
+    ) -> KvNode | None:
+        """A new node of tokens [parent.stop, stop) with exact KV; None where there is no room."""
+        begin = parent.stop
+        lock = self.lock(parent)
+        try:
+            self.allocator.evict_to_free_tokens(self, stop - begin)
+            slots = self.allocator.alloc(stop - begin)
+        finally:
+            self.unlock(lock)
+        if slots is None:
+            return None
+        for span, payload in zip(landed.host.spans, landed.host.payloads, strict=True):
+            first, last = max(span.begin, begin), min(span.stop, stop)
+            if first < last:
+                part = slots[first - begin : last - begin]
+                tokens = span.stop - span.begin
+                self.codec.scatter(torch.from_numpy(payload), tokens, first - span.begin, part)
+        return self._hang(parent, key[begin:stop], slots, 0, prompt_stop)
+
+    def _compress_as(self, node: KvNode, record: NodeRecord) -> None:
+        """Compress a restored node as it had been, whatever today's rule would choose."""
+        node.compressed = True
+        self.allocator.settle(node.value)
+        span = DroppedSpan(*record.dropped)
+        if span.num_tokens == 0:
+            return
+        self._drop(node, span)
+        if record.kept < span.num_tokens and self.compaction is not None:
+            self._keep(node, span, record.kept)
+        self.counters["compressed_nodes"] += 1
+
+
+def continues(landed: Landed, held: int) -> bool:
+    """Whether what landed can be used behind `held` tokens of the device."""
+    if not landed.begin <= held < landed.stop:
+        return False
+    recorded = max((place.node.stop for place in landed.places), default=0)
+    starts = {place.start for place in landed.places}
+    return held in starts or held >= recorded
+
+
+__all__ = ["RestoringRadixCache", "continues"]
