@@ -190,7 +190,10 @@ class TierLink:
 
     def failed_elsewhere(self, what: str, error: TierError) -> None:
         """A call that was not made here failed, of a client that this link connected."""
-        self._failed(what, error)
+        if isinstance(error, _HARMLESS):
+            self._count(f"{what}_{type(error).__name__}")
+        else:
+            self._failed(what, error)
 
     def release(self, num_bytes: int) -> None:
         """Give back what `claim` got."""

@@ -7,7 +7,8 @@
 
 Later, while it generates, `choose_ahead` has all its layers' entries chosen in the background.
 
-Scheduler thread only; the tier is asked in the link's.
+Scheduler thread only; the tier is asked in the link's, and what is chosen ahead in one more, so
+that nobody who waits for KV waits for that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvtier.errors import TierError
@@ -70,6 +72,22 @@ class Choices:
     moved_bytes: int
 
 
+@dataclass
+class Ahead:
+    """Entries being chosen in the background: first the source comes, then they are chosen."""
+
+    fetch: Fetch[RefreshSource | None]
+    windows: Mapping[int, QueryWindow]
+    choosing: Future[Choices | None] | None = None
+
+    def drop(self) -> None:
+        """They are not wanted any more."""
+        if self.choosing is None:
+            self.fetch.cancel(_release)
+        elif self.choosing.cancel():
+            _release(self.fetch.result)
+
+
 class RefreshFlows:
     """See the module docstring.
 
@@ -93,7 +111,8 @@ class RefreshFlows:
         self.counters: Counter[str] = Counter()
         self.wait_s = 0.0
         self._flows: dict[str, RefreshFlow] = {}
-        self._ahead: dict[str, Fetch[Choices | None]] = {}
+        self._ahead: dict[str, Ahead] = {}
+        self._chooser = ThreadPoolExecutor(1, thread_name_prefix="kvtier-refresh")
 
     def __bool__(self) -> bool:
         return bool(self._flows)
@@ -169,43 +188,43 @@ class RefreshFlows:
             flow.fetch.cancel(_release)
         ahead = self._ahead.pop(rid, None)
         if ahead is not None:
-            ahead.cancel()
+            ahead.drop()
 
     def choose_ahead(
         self, rid: str, context: CompactedContext, windows: Mapping[int, QueryWindow]
     ) -> None:
         """Have the entries of all layers chosen in the background. windows: by layer."""
-        source_of = self._work(context, LONGEST_PASS_S)
-
-        def work(client: TierClient) -> Choices | None:
-            source = source_of(client)
-            if source is None:
-                return None
-            try:
-                return self._choose(source, windows)
-            finally:
-                source.release()
-
-        self._ahead[rid] = self.link.submit(work)
-
-    def _choose(self, source: RefreshSource, windows: Mapping[int, QueryWindow]) -> Choices | None:
-        layers = {}
-        for layer, window in windows.items():
-            chosen = source.choose(layer, self.heads[layer], window)
-            if chosen is None:
-                return None
-            layers[layer] = chosen
-        return Choices(layers, source.moved_bytes)
+        fetch = self.link.submit(self._work(context, LONGEST_PASS_S))
+        self._ahead[rid] = Ahead(fetch, windows)
 
     def chosen_ahead(self, rid: str) -> tuple[bool, Choices | None]:
         """Whether what `choose_ahead` was to do is over, and what came of it, once."""
         ahead = self._ahead[rid]
-        if not ahead.done:
+        if not ahead.fetch.done:
+            return False, None
+        if ahead.fetch.result is not None and ahead.choosing is None:
+            source, windows = ahead.fetch.result, ahead.windows
+            ahead.choosing = self._chooser.submit(self._choose, source, windows)
+            return False, None
+        if ahead.choosing is not None and not ahead.choosing.done():
             return False, None
         del self._ahead[rid]
-        if ahead.result is None:
+        choices = None if ahead.choosing is None else ahead.choosing.result()
+        if choices is None:
             self.counters["refresh_missed"] += 1
-        return True, ahead.result
+        return True, choices
+
+    def _choose(self, source: RefreshSource, windows: Mapping[int, QueryWindow]) -> Choices | None:
+        layers = {}
+        try:
+            for layer, window in windows.items():
+                chosen = source.choose(layer, self.heads[layer], window)
+                if chosen is None:
+                    return None
+                layers[layer] = chosen
+            return Choices(layers, source.moved_bytes)
+        finally:
+            source.release()
 
 
 def _release(source: RefreshSource | None) -> None:

@@ -188,6 +188,13 @@ def test_a_tier_that_chooses_by_itself_chooses_the_same(connect):
     assert some_bytes < all_bytes / 4
 
 
+def chosen_by_now(s: MiniScheduler) -> None:
+    """What is chosen in the background is."""
+    for ahead in s.tree.refreshes._ahead.values():
+        if ahead.choosing is not None:
+            ahead.choosing.result(10)
+
+
 def generated(s: MiniScheduler, request, count: int) -> list[int]:
     """After which tokens the request's entries were others than before."""
     changed = []
@@ -196,6 +203,7 @@ def generated(s: MiniScheduler, request, count: int) -> list[int]:
         before = s.pool.ca[1].k[row[row > 0]]
         assert s.decode(request, number)
         assert s.tree.link.flush(10)
+        chosen_by_now(s)
         row = s.rows.req_to_token[request.kv.req_pool_idx, : request.filled - 1].long()
         if not s.pool.ca[1].k[row[row > 0]].equal(before):
             changed.append(number)
@@ -217,11 +225,11 @@ def test_every_so_many_tokens_the_newest_queries_choose_again(connect, near_data
     assert s.tree.link.flush(10)
     request = s.admit([*prompt, 1, 2, 7, 7, 7])
     assert s.extend(request, 100)
-    # Asked with the 4th token, written with the next.
-    assert generated(s, request, 14) == [4, 9]
+    # Asked with the 4th token, come and being chosen from with the 5th, written with the 6th.
+    assert generated(s, request, 16) == [5, 11]
     assert s.tree.refresher.counters["refreshed_again"] == 2
     watched = s.tree.refresher.again._watched[request.rid]
-    assert len(watched.windows[1]) == 14 + 3
+    assert len(watched.windows[1]) == 16 + 3
     s.release(request, checkpoint=True)
     s.check()
     assert s.tree.private_ca == 0
@@ -244,7 +252,7 @@ def test_attention_that_has_moved_on_chooses_again_and_attention_that_has_not_do
         request = s.admit([*prompt, 1, 2, 7, 7, 7])
         assert s.extend(request, 100)
         # Looked at with the 8th token for the first time, and with the 16th.
-        generated(s, request, 18)
+        generated(s, request, 19)
         assert s.tree.refresher.counters["refreshed_again"] == again
         s.release(request, checkpoint=True)
         s.check()
@@ -263,7 +271,7 @@ def test_a_turn_that_began_without_the_tier_is_refreshed_when_it_is_back(connect
     assert s.extend(request, 100)
     assert s.tree.refresher.counters["refreshed_turns"] == 0
     assert s.tree.private_ca == 0
-    assert generated(s, request, 4) == [2]
+    assert generated(s, request, 4) == [3]
     assert s.tree.private_ca > 0
     s.release(request, checkpoint=True)
     s.check()
