@@ -10,7 +10,7 @@ from pathlib import Path
 from kvtier.errors import TierRefusedError, UsageError
 from kvtier.tier.protocol import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from kvtier_tierd.namespaces import IN_FLIGHT, Limits, Namespaces, check_namespace
-from kvtier_tierd.stores.mooncake import MooncakeOptions
+from kvtier_tierd.stores.mooncake_link import MooncakeOptions
 
 GIB = 1 << 30
 MIB = 1 << 20

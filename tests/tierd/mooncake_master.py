@@ -28,7 +28,8 @@ from typing import Any
 from store_contract import blob_name, get, payload_of, put
 
 from kvtier.errors import TierError
-from kvtier_tierd.stores.mooncake import MooncakeOptions, MooncakeStore
+from kvtier_tierd.stores.mooncake import MooncakeStore
+from kvtier_tierd.stores.mooncake_link import MooncakeOptions
 
 MIB = 1 << 20
 UP_S = 20.0

@@ -43,7 +43,8 @@ from store_contract import (
 from kvtier.errors import TierExhaustedError, TierUnavailableError, UsageError
 from kvtier_tierd.stores import mooncake
 from kvtier_tierd.stores.base import BlobInfo, BlobName
-from kvtier_tierd.stores.mooncake import MooncakeLink, MooncakeOptions, MooncakeStore
+from kvtier_tierd.stores.mooncake import MooncakeStore
+from kvtier_tierd.stores.mooncake_link import MooncakeLink, MooncakeOptions
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there")
 
