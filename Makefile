@@ -3,7 +3,18 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+
+# MOONCAKE=1 (Linux x86-64, with libcurl4 libibverbs1 libnuma1) installs what the tier's distributed
+# store wants, too; then its tests may not be skipped.
+MOONCAKE ?=
+ifneq ($(MOONCAKE),)
+READY := $(VENV)/.kvtier-ready-mooncake
+EXTRAS := dev,mooncake
+export KVTIER_REQUIRE_MOONCAKE := 1
+else
 READY := $(VENV)/.kvtier-ready
+EXTRAS := dev
+endif
 
 .DEFAULT_GOAL := help
 .PHONY: help setup bench test test-fast proto lint types check constraints demo-model gpu-check clean
@@ -18,8 +29,8 @@ $(READY): pyproject.toml constraints.txt
 		{ echo "kvtier needs Python 3.11 or newer; set PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	@touch $@
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $(VENV)/.kvtier-ready $@
 
 bench: $(READY)  ## Run the 128k bench: full KV against kvtier (about 12 minutes on 2 cores)
 	@mkdir -p out
@@ -47,7 +58,7 @@ types: $(READY)  ## Check types (mypy, strict)
 
 check: lint types test  ## What CI runs
 
-constraints: $(READY)  ## Pin what is installed in VENV now
+constraints: $(READY)  ## Pin what is installed in VENV now (use with MOONCAKE=1)
 	@{ sed -n '/^#/p' constraints.txt; \
 	   $(BIN)/python -m pip freeze --exclude-editable | grep -vE '^(pip|wheel|kvtier)\b'; } > constraints.new
 	mv constraints.new constraints.txt

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from live_tier import InProcessTier, in_process
+from mooncake_master import missing
+
+
+@pytest.fixture(scope="session")
+def mooncake() -> None:
+    """Skips without a mooncake_master, or fails where KVTIER_REQUIRE_MOONCAKE=1 wants one."""
+    reason = missing()
+    if reason and os.environ.get("KVTIER_REQUIRE_MOONCAKE") == "1":
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
 
 
 @pytest.fixture

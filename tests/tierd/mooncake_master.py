@@ -46,7 +46,7 @@ def missing() -> str:
         return f"needs {binary}"
     checked = subprocess.run([binary, "--version"], capture_output=True, text=True)
     if "shared libraries" in checked.stderr:
-        return f"needs apt-get install libibverbs1 librdmacm1 libnuma1: {checked.stderr.strip()}"
+        return f"needs apt-get install libcurl4 libibverbs1 libnuma1: {checked.stderr.strip()}"
     return ""
 
 

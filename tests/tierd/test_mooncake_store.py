@@ -13,7 +13,6 @@ seconds (its default is 10) and TIMEOUT_S seconds for one call:
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import itertools
 import os
 import signal
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mooncake_master import CLIENT_TTL_S, MIB, MooncakeMaster, MooncakePeer, free_ports, missing
+from mooncake_master import CLIENT_TTL_S, MIB, MooncakeMaster, MooncakePeer, free_ports
 from store_contract import (
     SIZE,
     StoreContract,
@@ -40,13 +39,11 @@ from store_contract import (
     reserve,
 )
 
-from kvtier.errors import TierExhaustedError, TierUnavailableError, UsageError
-from kvtier_tierd.stores import mooncake
-from kvtier_tierd.stores.base import BlobInfo, BlobName
-from kvtier_tierd.stores.mooncake import MooncakeStore
+from kvtier.errors import TierExhaustedError, TierUnavailableError
+from kvtier_tierd.stores.mooncake import MooncakeStore, trailer
 from kvtier_tierd.stores.mooncake_link import MooncakeLink, MooncakeOptions
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there")
+pytestmark = pytest.mark.usefixtures("mooncake")
 
 TIMEOUT_S = 2.0
 SEGMENT = 16 * MIB
@@ -54,7 +51,7 @@ prefixes = (f"test-{number}" for number in itertools.count())
 
 
 @pytest.fixture(scope="module")
-def master() -> Iterator[MooncakeMaster]:
+def master(mooncake) -> Iterator[MooncakeMaster]:
     with MooncakeMaster() as one:
         yield one
 
@@ -406,7 +403,7 @@ def test_a_segment_larger_than_the_memory_is_no_room(master):
 
 def test_an_object_that_is_no_blob_is_a_miss(master):
     async def scenario(store: MooncakeStore) -> None:
-        for number, junk in enumerate((b"x", b"x" * 100, mooncake.trailer(info_of(b"12")))):
+        for number, junk in enumerate((b"x", b"x" * 100, trailer(info_of(b"12")))):
             store.arena.memory[: len(junk)] = junk
             key = store._key(blob_name(number))
             assert await store._link.call("upsert_from", key, store._base, len(junk)) == 0
@@ -487,51 +484,6 @@ def test_the_service_still_gets_its_signals(master):
         await asyncio.wait_for(asked.wait(), 5)
 
     play(options_of(master), scenario)
-
-
-def test_a_package_that_is_not_installed_is_said_with_the_command(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="pip install mooncake-transfer-engine-non-cuda") as error:
-        MooncakeStore(MooncakeOptions())
-    assert error.value.argument == "--store"
-
-
-@pytest.mark.parametrize(("given", "flag"), [
-    ({"master": "nowhere"}, "--mooncake-master"),
-    ({"master": ":5"}, "--mooncake-master"),
-    ({"metadata": "etcd"}, "--mooncake-metadata"),
-    ({"segment_bytes": 1}, "--mooncake-segment"),
-    ({"segment_bytes": 0}, "--mooncake-capacity"),
-    ({"buffer_bytes": 0}, "--mooncake-buffer"),
-    ({"replicas": 0}, "--mooncake-replicas"),
-    ({"timeout_s": 0.0}, "timeout_s"),
-])  # fmt: skip
-def test_options_that_cannot_be_are_refused_by_flag(given, flag):
-    with pytest.raises(UsageError) as error:
-        MooncakeOptions(**given)
-    assert error.value.argument == flag
-
-
-@pytest.mark.parametrize(("name", "info", "argument"), [
-    (BlobName("n" * 201, b"k" * 32), BlobInfo(1, b"", b"c" * 16), "namespace"),
-    (BlobName("\ud800", b"k" * 32), BlobInfo(1, b"", b"c" * 16), "namespace"),
-    (BlobName("n", b"k" * 31), BlobInfo(1, b"", b"c" * 16), "key"),
-    (BlobName("n", b"k" * 32), BlobInfo(1, b"l" * 4097, b"c" * 16), "layout"),
-    (BlobName("n", b"k" * 32), BlobInfo(1, b"", b"c" * 15), "checksum"),
-])  # fmt: skip
-def test_what_no_object_can_hold_is_refused_by_name(name, info, argument):
-    with pytest.raises(UsageError, match=f"^{argument}: expected"):
-        mooncake.check_object(name, info)
-
-
-def test_a_trailer_says_what_it_was_made_of():
-    payload = payload_of(1, SIZE)
-    info = info_of(payload, b"layout")
-    whole = payload + mooncake.trailer(info)
-    assert len(whole) == mooncake.object_bytes(info)
-    assert mooncake.parse_trailer(memoryview(whole)) == info
-    for cut in (whole[:-1], whole[1:], b"", b"x" * 36):
-        assert mooncake.parse_trailer(memoryview(cut)) is None
 
 
 def test_staging_memory_can_be_a_file_that_clients_map(link, tmp_path: Path):

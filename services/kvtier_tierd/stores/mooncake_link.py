@@ -33,7 +33,7 @@ MIN_SEGMENT_BYTES = 16 << 20  # the client's
 P2P = "P2PHANDSHAKE"
 INSTALL = (
     "an installed Mooncake: pip install mooncake-transfer-engine-non-cuda, "
-    "and apt-get install libibverbs1 librdmacm1 libnuma1"
+    "and apt-get install libcurl4 libibverbs1 libnuma1"
 )
 
 THREADS = 8
