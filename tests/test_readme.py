@@ -44,7 +44,7 @@ def test_every_command_of_the_readme_is_covered_here():
     known = (
         *("make ", "pip install ", "python -m"),
         *("kvtier calibrate ", "kvtier calibration ", "kvtier serve", "kvtier env"),
-        "kvtier tier",
+        *("kvtier tier --store memory+disk", "kvtier tier --store mooncake", "mooncake_master "),
     )
     assert [c for c in COMMANDS if not c.startswith(known)] == []
     assert all(commands(prefix) for prefix in known)
@@ -100,7 +100,7 @@ def test_calibrating_and_serving_work_as_written(tmp_path, monkeypatch):
 def test_serving_with_a_tier_works_as_written(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
     (tmp_path / "models").symlink_to(REPOSITORY / "models")
-    (tier,), (_, serve) = commands("kvtier tier"), commands("kvtier serve")
+    (tier,), (_, serve) = commands("kvtier tier --store memory+disk"), commands("kvtier serve")
     address = f"127.0.0.1:{free_port()}"
     with subprocess.Popen(
         [*in_this_environment(tier), "--listen", address],
