@@ -281,7 +281,9 @@ class DiskStore(BlobStore):
         self._tries[row.file] += 1
         missing, victims = cost(row.info), []
         for name, entry in self.account.entries.items():
-            if missing > 0 and not entry.pins:
+            if missing <= 0:
+                break
+            if not entry.pins:
                 victims.append(name)
                 missing -= entry.num_bytes
         if missing > 0 or self._tries[row.file] >= TRIES:

@@ -37,6 +37,8 @@ class LruAccount:
         self.capacity_bytes = capacity_bytes
         self.quotas = dict(quotas or {})
         self.entries: OrderedDict[BlobName, Entry] = OrderedDict()
+        # The same by namespace, so that a quota's victims need not be looked for among everybody's.
+        self._orders: dict[str, OrderedDict[BlobName, None]] = {}
         self.used: Counter[str] = Counter()
         self.reserved: Counter[str] = Counter()
         self.evictions = 0
@@ -52,6 +54,7 @@ class LruAccount:
     def plan(self, namespace: str, num_bytes: int) -> list[BlobName]:
         """Whom to evict, in order, before `num_bytes` more may be reserved for a namespace.
 
+        Looks at no more blobs than it names and at the pinned ones among them.
         Raises TierExhaustedError, and changes nothing, when no eviction makes enough room.
         """
         if num_bytes > self.quota(namespace):
@@ -61,22 +64,21 @@ class LruAccount:
             )
         own = self.used[namespace] + self.reserved[namespace] + num_bytes - self.quota(namespace)
         total = self.used_bytes + self.reserved.total() + num_bytes - self.capacity_bytes
-        victims: dict[BlobName, None] = {}
-        for binding in ("quota", "capacity"):
-            for name, entry in self.entries.items():
-                if (own if binding == "quota" else total) <= 0:
+        victims: dict[BlobName, int] = {}
+        for order, missing in ((self._orders.get(namespace, {}), own), (self.entries, total)):
+            missing -= sum(victims.values())
+            for name in order:
+                if missing <= 0:
                     break
-                mine = name.namespace == namespace
-                if entry.pins or name in victims or (binding == "quota" and not mine):
-                    continue
-                victims[name] = None
-                total -= entry.num_bytes
-                own -= entry.num_bytes if mine else 0
-        if own > 0 or total > 0:
-            raise TierExhaustedError(
-                f"no room for {num_bytes} bytes of namespace {namespace!r}: everything that is "
-                "left is being read or written"
-            )
+                entry = self.entries[name]
+                if not entry.pins and name not in victims:
+                    victims[name] = entry.num_bytes
+                    missing -= entry.num_bytes
+            if missing > 0:
+                raise TierExhaustedError(
+                    f"no room for {num_bytes} bytes of namespace {namespace!r}: everything that is "
+                    "left is being read or written"
+                )
         return list(victims)
 
     def reserve(self, namespace: str, num_bytes: int) -> None:
@@ -91,15 +93,21 @@ class LruAccount:
         """A committed blob, now the most recently used one; the name must be free."""
         assert name not in self.entries, "replacing a blob removes it first"
         self.entries[name] = Entry(num_bytes)
+        self._orders.setdefault(name.namespace, OrderedDict())[name] = None
         self.used[name.namespace] += num_bytes
 
     def remove(self, name: BlobName, *, evicted: bool = False) -> None:
         self.used[name.namespace] -= self.entries.pop(name).num_bytes
+        order = self._orders[name.namespace]
+        del order[name]
+        if not order:
+            del self._orders[name.namespace]
         self.evictions += evicted
 
     def touch(self, name: BlobName) -> None:
         """Count a use."""
         self.entries.move_to_end(name)
+        self._orders[name.namespace].move_to_end(name)
 
     def by_namespace(self) -> dict[str, int]:
         return {namespace: held for namespace, held in self.used.items() if held}
@@ -108,10 +116,14 @@ class LruAccount:
         """Violations of the account's invariants; empty when healthy."""
         problems = []
         held: Counter[str] = Counter()
+        orders: dict[str, list[BlobName]] = {}
         for name, entry in self.entries.items():
+            orders.setdefault(name.namespace, []).append(name)
             held[name.namespace] += entry.num_bytes
             if entry.pins < 0:
                 problems.append(f"{name} was closed more often than opened")
+        if orders != {namespace: list(order) for namespace, order in self._orders.items()}:
+            problems.append("the order of a namespace is not that of all")
         if +held != +self.used:
             problems.append(f"counted {dict(self.used)} bytes, the blobs are {dict(held)}")
         if any(reserved < 0 for reserved in self.reserved.values()):
