@@ -371,6 +371,19 @@ class StoreContract:
 
         self.run(scenario, blobs=3)
 
+    def test_a_touch_is_a_use_of_what_is_there(self):
+        async def scenario(store: BlobStore) -> None:
+            for number in range(3):
+                await put(store, blob_name(number), payload_of(number))
+            store.touch([blob_name(1), blob_name(9), blob_name(0), blob_name(1, "b")])
+            await put(store, blob_name(3), payload_of(3))
+            assert await held(store, *range(10)) == [0, 1, 3]
+            await put(store, blob_name(4), payload_of(4))
+            assert await held(store, *range(10)) == [0, 3, 4]
+            assert await get(store, blob_name(0)) == payload_of(0)
+
+        self.run(scenario, blobs=3)
+
     def test_what_is_larger_than_the_store_is_refused_and_evicts_nothing(self):
         async def scenario(store: BlobStore) -> None:
             await put(store, blob_name(1), payload_of(1))

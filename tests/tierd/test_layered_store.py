@@ -6,27 +6,32 @@ import asyncio
 import contextlib
 import random
 import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_contract import SIZE, blob_name, content, get, held, payload_of, put
+from store_contract import SIZE, blob_name, content, get, held, info_of, payload_of, put
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
 from kvtier_tierd.stores.arena import pages
 from kvtier_tierd.stores.disk import DiskStore
+from kvtier_tierd.stores.disk_medium import cost
 from kvtier_tierd.stores.layered import LayeredStore
 from kvtier_tierd.stores.memory import MemoryStore
 
 NO_WATERMARKS = (1.0, 1.0)
 COST = pages(SIZE)
+DISK_COST = cost(info_of(payload_of(0)))
 
 
 @contextlib.asynccontextmanager
-async def layered(directory: Path, memory_blobs: int = 4, **options):
+async def layered(
+    directory: Path, memory_blobs: int = 4, disk_bytes: int = 1 << 20, **options
+) -> AsyncIterator[LayeredStore]:
     memory = MemoryStore(memory_blobs * COST, watermarks=NO_WATERMARKS)
-    disk = DiskStore(directory / "disk", 1 << 20, sync=False)
+    disk = DiskStore(directory / "disk", disk_bytes, sync=False)
     store = LayeredStore(memory, disk, **options)
     await store.start()
     yield store
@@ -63,6 +68,37 @@ def test_what_was_written_behind_survives_a_restart(tmp_path):
             assert await held(store.memory, 1) == []
             assert await get(store, blob_name(1)) == payload_of(1)
             assert await held(store.memory, 1) == [1]
+
+    asyncio.run(play())
+
+
+def test_what_memory_serves_all_the_time_is_not_what_the_disk_evicts(tmp_path):
+    async def play() -> None:
+        async with layered(tmp_path, disk_bytes=4 * DISK_COST) as store:
+            for number in range(10):
+                await put(store, blob_name(number), payload_of(number))
+                await store.settle()
+                assert await get(store, blob_name(0)) == payload_of(0)
+            assert await held(store.memory, 0) == [0]
+            assert await held(store.disk, *range(10)) == [0, 7, 8, 9]
+            assert await held(store, *range(10)) == [0, 7, 8, 9]
+
+    asyncio.run(play())
+
+
+def test_uses_in_memory_outlive_a_restart(tmp_path):
+    async def play() -> None:
+        async with layered(tmp_path, disk_bytes=4 * DISK_COST) as store:
+            for number in range(4):
+                await put(store, blob_name(number), payload_of(number))
+                await store.settle()
+            assert await get(store, blob_name(1)) == payload_of(1)
+            store.touch([blob_name(0)])
+        async with layered(tmp_path, disk_bytes=4 * DISK_COST) as store:
+            for number in (4, 5):
+                await put(store, blob_name(number), payload_of(number))
+                await store.settle()
+            assert await held(store.disk, *range(6)) == [0, 1, 4, 5]
 
     asyncio.run(play())
 

@@ -21,7 +21,7 @@ returns is what was committed, or it does not verify against its checksum.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -142,6 +142,11 @@ class BlobStore(ABC):
     @abstractmethod
     async def open(self, name: BlobName) -> Handle | None:
         """Pin a blob for reading and count it as used; None where there is none."""
+
+    @abstractmethod
+    def touch(self, names: Iterable[BlobName]) -> None:
+        """Count a use of those that are there, as `open` does, without reading them: for blobs that
+        are served from elsewhere. Cheap; neither waits nor fails."""
 
     @abstractmethod
     async def delete(self, name: BlobName) -> bool:

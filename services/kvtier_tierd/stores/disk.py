@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,9 +177,7 @@ class DiskStore(BlobStore):
         blob = self._blobs.get(name)
         if blob is None:
             return None
-        blob.row = blob.row._replace(used=self._tick())
-        self._writer.use(name)
-        self.account.touch(name)
+        self._use(blob)
         self.account.entries[name].pins += 1
         blob.pins += 1
         loop = asyncio.get_running_loop()
@@ -195,6 +193,17 @@ class DiskStore(BlobStore):
             self.quarantined += 1
             self._forget(blob)
         return None
+
+    def touch(self, names: Iterable[BlobName]) -> None:
+        for name in names:
+            if name in self._blobs:
+                self._use(self._blobs[name])
+
+    def _use(self, blob: Blob) -> None:
+        """Only noted: it gets to disk along with blobs."""
+        blob.row = blob.row._replace(used=self._tick())
+        self._writer.use(blob.name)
+        self.account.touch(blob.name)
 
     async def delete(self, name: BlobName) -> bool:
         if name not in self._blobs:

@@ -2,6 +2,7 @@
 
     put    into memory; written to disk behind the caller's back, through a bounded queue
     get    from memory; else from disk, and into memory where there is room
+    use    of either is one of both: the disk does not evict what memory serves all the time
 
 What waits for the disk when the process is killed is lost, as is what the queue had no room for:
 then memory alone has it. While the disk fails, memory serves alone.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvtier.errors import TierError
 from kvtier_tierd.stores.base import BlobInfo, BlobName, BlobStore, Draft, Handle, StoreStats
@@ -124,6 +125,7 @@ class LayeredStore(BlobStore):
     async def open(self, name: BlobName) -> Handle | None:
         handle = await self.memory.open(name)
         if handle is not None:
+            self.disk.touch([name])
             return handle
         try:
             handle = await self.disk.open(name)
@@ -159,6 +161,11 @@ class LayeredStore(BlobStore):
         else:
             await self.memory.commit(draft)
         return await self.memory.open(name)
+
+    def touch(self, names: Iterable[BlobName]) -> None:
+        names = list(names)
+        self.memory.touch(names)
+        self.disk.touch(names)
 
     async def delete(self, name: BlobName) -> bool:
         in_memory = await self.memory.delete(name)

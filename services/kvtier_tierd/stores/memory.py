@@ -6,7 +6,7 @@ stay set aside until the last handle closes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,6 +161,11 @@ class MemoryStore(BlobStore):
         self.account.entries[name].pins += 1
         self.account.touch(name)
         return MemoryHandle(self, blob)
+
+    def touch(self, names: Iterable[BlobName]) -> None:
+        for name in names:
+            if name in self._blobs:
+                self.account.touch(name)
 
     def unpin(self, blob: Blob) -> None:
         """A handle of `blob` closed."""

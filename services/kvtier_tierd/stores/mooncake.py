@@ -45,7 +45,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -225,14 +225,19 @@ class MooncakeStore(BlobStore):
             extent.free()
             self._missed(name, got)
             return None
-        if name in self.account.entries:
-            self.account.touch(name)
+        self.touch([name])
         return MooncakeHandle(info, extent)
 
     def _missed(self, name: BlobName, code: int) -> None:
         """Its segment may only be unreachable; what the master has never heard of is gone."""
         if code in (NOT_FOUND, GONE):
             self._forget(name)
+
+    def touch(self, names: Iterable[BlobName]) -> None:
+        """As in the interface, of what this service has put; the master is not told."""
+        for name in names:
+            if name in self.account.entries:
+                self.account.touch(name)
 
     async def delete(self, name: BlobName) -> bool:
         code = await self._link.call("remove", self._key(name), True)
