@@ -3,10 +3,11 @@
 What the tests hold them to when one is killed, with the master dropping a silent segment after
 CLIENT_TTL_S seconds (its default is 10):
 
-    what it held       misses, in at most MISS_S each; never an error, never other bytes
+    what it held       misses, within the deadlines of any client; never an error, never other
+                       bytes. As soon as one service has missed some of it, it says that it has
+                       none of it, and stores it anew
     what others held   as before
-    puts elsewhere     as before, where their own segment has room; of a name that the dead one
-                       held: "held already" until the master has dropped it, then stored
+    puts elsewhere     as before, where their own segment has room
     it comes back      empty, at its address, and is part of it at once
 """
 
@@ -44,7 +45,6 @@ from kvtier.tier.client import Blob, Landing, TierClient
 pytestmark = pytest.mark.usefixtures("mooncake")
 
 SIZES = (1, 4095, 4096, MIB - 1, MIB, MIB + 1, 5 * MIB + 3)
-MISS_S = 1.5
 HALF_PUT_S = 30  # for which the master waits for who was killed in the middle of a put
 FLAGS = ("--mooncake-segment", "16m", "--mooncake-buffer", "32m")
 
@@ -59,8 +59,7 @@ def master(mooncake) -> Iterator[MooncakeMaster]:
 def services(
     master: MooncakeMaster, directory: Path, count: int = 2, flags: Sequence[str] = FLAGS
 ) -> Iterator[list[tuple[LiveTier, TierClient]]]:
-    """So many services in the same cache, and a client of each; the clients move no shared memory
-    and wait long enough to hear everything that a service has to say."""
+    """So many services in the same cache, and a client of each, patient on a busy machine."""
     with ExitStack() as stack:
         started = []
         for number in range(count):
@@ -68,7 +67,7 @@ def services(
             folder.mkdir()
             common = ("--store", "mooncake", "--mooncake-master", master.address, *flags)
             tier = stack.enter_context(live_tier(folder, *common))
-            client = stack.enter_context(TierClient(tier.address, timeout_s=10.0))
+            client = stack.enter_context(TierClient(tier.address, timeout_s=5.0))
             assert client.connect().store == "mooncake"
             started.append((tier, client))
         yield started
@@ -76,9 +75,7 @@ def services(
 
 def get(client: TierClient, number: int, num_bytes: int = MIB) -> bool:
     """Whether it was there, in which case it was right."""
-    begin = time.monotonic()
     (outcome,), landed = fetch(client, [key_of(number)], num_bytes)
-    assert time.monotonic() - begin < MISS_S
     assert outcome in (Landing.LANDED, Landing.MISSING)
     assert landed == ({0: payload_of(number, num_bytes)} if outcome is Landing.LANDED else {})
     return outcome is Landing.LANDED
@@ -123,27 +120,31 @@ def test_what_one_service_stored_the_other_serves_to_the_bit(master, tmp_path, n
 
 
 def test_a_service_that_is_killed_costs_what_it_held_and_comes_back(master, tmp_path, numbers):
-    lost, kept, fresh = (range(numbers + at, numbers + at + 4) for at in (0, 10, 20))
-    with services(master, tmp_path) as ((first, one), (_, other)):
+    lost, kept, fresh = (range(numbers + at, numbers + at + 8) for at in (0, 10, 20))
+    with services(master, tmp_path) as ((first, one), (second, other)):
         for mine, yours in zip(lost, kept, strict=True):
             assert one.put(blob_of(mine, MIB))
             assert other.put(blob_of(yours, MIB))
         assert all(get(other, number) for number in (*lost, *kept))
         first.kill()
-        assert not any(get(other, number) for number in lost)
-        assert all(get(other, number) for number in kept)
-        for number in fresh:
+        with TierClient(second.address) as impatient:
+            keys = [key_of(number) for number in (*lost, *kept)]
+            outcomes, landed = fetch(impatient, keys, 8 * MIB)
+        assert outcomes == [Landing.MISSING] * 8 + [Landing.LANDED] * 8
+        assert landed == {8 + i: payload_of(number, MIB) for i, number in enumerate(kept)}
+        assert held(other, (*lost, *kept)) == [*kept]
+        assert other.put(blob_of(lost[0], MIB)), "nobody has it any more, so it is stored"
+        for number in fresh[:4]:
             assert other.put(blob_of(number, MIB))
-            assert get(other, number)
+        assert all(get(other, number) for number in (lost[0], *fresh[:4]))
         with pytest.raises(TierUnavailableError):
             one.put(blob_of(numbers + 30, MIB))
-        eventually(lambda: not held(other, lost), CLIENT_TTL_S + 8)
-        assert other.put(blob_of(lost[0], MIB)), "nobody has it any more, so it is stored"
-        assert get(other, lost[0])
+        time.sleep(CLIENT_TTL_S + 2)
+        assert held(other, (*lost, *kept)) == [lost[0], *kept], "what the dead one has is dropped"
 
         first.start()
         eventually(lambda: reached(one))
-        assert all(get(one, number) for number in (*kept, *fresh, lost[0]))
+        assert all(get(one, number) for number in (*kept, *fresh[:4], lost[0]))
         assert not any(get(one, number) for number in lost[1:])
         assert one.put(blob_of(lost[1], MIB))
         assert get(other, lost[1])

@@ -16,8 +16,9 @@ Promised:
     sharing   What is committed on one service is found on all. What `open` returns is what was
               committed, or does not verify.
     a peer    A blob lives in one segment (or `replicas`), the writer's own where that has room.
-    dies      When the process that has it dies it is a miss, though `exists` says otherwise until
-              the master drops the segment (its client_ttl, 10 s). Other blobs are not concerned.
+    dies      When the process that has it dies it is a miss. That somebody could not read it is how
+              a service finds out; until then, or until the master drops the segment (its
+              client_ttl, 10 s), `exists` says otherwise. Other blobs are not concerned.
     time      A call ends within about `timeout_s`; a commit within TRIES times that, where it has
               to be placed anew. While the master is away, at once: reads miss, writes raise
               TierUnavailableError. It comes back by itself.
@@ -64,6 +65,7 @@ from kvtier_tierd.stores.mooncake_link import (
     MooncakeLink,
     MooncakeOptions,
 )
+from kvtier_tierd.stores.mooncake_segments import SilentSegments
 
 TRIES = 4  # of a put that found no room or a dead segment; the master places each anew
 RETRY_S = 0.05  # for the master to evict
@@ -112,6 +114,7 @@ class MooncakeStore(BlobStore):
         self.quarantined = 0
         self._link = MooncakeLink(options) if link is None else link
         self._owns_link = link is None
+        self._silent = SilentSegments(self._link)
         self._condemned: set[BlobName] = set()
         self.arena = Arena(options.buffer_bytes, directory)
         self._base = int(np.frombuffer(self.arena.memory, np.uint8).ctypes.data)
@@ -132,15 +135,19 @@ class MooncakeStore(BlobStore):
             self.arena.close()
 
     async def exists(self, names: Sequence[BlobName]) -> list[bool]:
+        keys = [self._key(name) for name in names]
         try:
-            codes = await self._link.call("batch_is_exist", [self._key(name) for name in names])
+            codes = await self._link.call("batch_is_exist", keys)
+            lost = await self._silent.lost(keys)
         except TierUnavailableError:
             return [False] * len(names)
         for name, code in zip(names, codes, strict=True):
             if code == 0:
                 self._forget(name)
-        pairs = zip(names, codes, strict=True)
-        return [code == 1 and name not in self._condemned for name, code in pairs]
+        return [
+            code == 1 and key not in lost and name not in self._condemned
+            for name, key, code in zip(names, keys, codes, strict=True)
+        ]
 
     async def reserve(self, name: BlobName, info: BlobInfo) -> Draft:
         check_object(name, info)
@@ -211,6 +218,8 @@ class MooncakeStore(BlobStore):
             if size <= 0:
                 self._missed(name, size)
                 return None
+            if await self._silent.lost([key]):
+                return None
             extent = Extent(self.arena, size)
             try:
                 address = self._base + extent.offset
@@ -219,6 +228,11 @@ class MooncakeStore(BlobStore):
                 extent.free()
                 raise
         except TierUnavailableError:
+            return None
+        if got == TRANSFER_FAILED:
+            extent.free()
+            with contextlib.suppress(TierUnavailableError):
+                await self._silent.note(key)
             return None
         info = parse_trailer(self.arena.view(extent.offset, size)) if got == size else None
         if info is None:

@@ -244,7 +244,8 @@ class MooncakeLink:
         answer = call.result()
         if isinstance(answer, Exception):
             raise self._suspect(f"{method}: {answer}")
-        if (answer[0] if isinstance(answer, list) else answer) in (RPC_FAILED, RPC_TIMED_OUT):
+        codes = answer[:1] if isinstance(answer, list) else [answer]
+        if RPC_FAILED in codes or RPC_TIMED_OUT in codes:
             raise self._suspect("the master does not answer")
         return answer
 
