@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from live_tier import InProcessTier, in_process
-from mooncake_master import missing
+from mooncake_master import MooncakeMaster, missing
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +20,13 @@ def mooncake() -> None:
         pytest.fail(reason)
     if reason:
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def master(mooncake: None) -> Iterator[MooncakeMaster]:
+    """For all the tests of a module, with whatever segments the earlier ones have left."""
+    with MooncakeMaster() as one:
+        yield one
 
 
 @pytest.fixture

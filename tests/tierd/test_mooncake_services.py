@@ -49,12 +49,6 @@ HALF_PUT_S = 30  # for which the master waits for who was killed in the middle o
 FLAGS = ("--mooncake-segment", "16m", "--mooncake-buffer", "32m")
 
 
-@pytest.fixture(scope="module")
-def master(mooncake) -> Iterator[MooncakeMaster]:
-    with MooncakeMaster() as one:
-        yield one
-
-
 @contextmanager
 def services(
     master: MooncakeMaster, directory: Path, count: int = 2, flags: Sequence[str] = FLAGS
