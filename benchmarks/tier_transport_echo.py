@@ -23,7 +23,7 @@ from kvtier_tierd.options import TierOptions
 from kvtier_tierd.server import TierServer
 from kvtier_tierd.service import TierService
 
-RAW = "kvtier.bench.Raw"
+ECHO, RAW = "kvtier.bench.Echo", "kvtier.bench.Raw"
 
 
 def size_key(num_bytes: int) -> bytes:
@@ -42,7 +42,7 @@ def raw_messages(kind: Any, num_bytes: int, chunk_bytes: int) -> list[bytes]:
 class EchoService(TierService):
     """See the module docstring."""
 
-    async def Get(self, request: pb.GetRequest, context: Any) -> None:  # noqa: N802
+    async def echo_get(self, request: pb.GetRequest, context: Any) -> None:
         chunk = bytes(self.chunk_bytes)
         for key in request.keys:
             size = int.from_bytes(key, "big")
@@ -51,7 +51,7 @@ class EchoService(TierService):
             for begin in range(0, size, self.chunk_bytes):
                 await context.write(pb.GetResponse(chunk=chunk[: size - begin]))
 
-    async def Put(  # noqa: N802
+    async def echo_put(
         self, requests: AsyncIterator[pb.PutRequest], context: Any
     ) -> pb.PutResponse:
         async for _ in requests:
@@ -70,6 +70,24 @@ class EchoService(TierService):
             pass
         return b""
 
+    def handlers(self) -> list[grpc.GenericRpcHandler]:
+        echo = {
+            "Get": grpc.unary_stream_rpc_method_handler(
+                self.echo_get, pb.GetRequest.FromString, pb.GetResponse.SerializeToString
+            ),
+            "Put": grpc.stream_unary_rpc_method_handler(
+                self.echo_put, pb.PutRequest.FromString, pb.PutResponse.SerializeToString
+            ),
+        }
+        raw = {
+            "Get": grpc.unary_stream_rpc_method_handler(self.raw_get),
+            "Put": grpc.stream_unary_rpc_method_handler(self.raw_put),
+        }
+        return [
+            grpc.method_handlers_generic_handler(name, methods)
+            for name, methods in ((ECHO, echo), (RAW, raw))
+        ]
+
 
 class EchoServer(TierServer):
     def __init__(self, options: TierOptions) -> None:
@@ -82,19 +100,17 @@ class EchoServer(TierServer):
             chunk_bytes=real.chunk_bytes,
             max_blob_bytes=real.max_blob_bytes,
         )
-        methods = {
-            "Get": grpc.unary_stream_rpc_method_handler(echo.raw_get),
-            "Put": grpc.stream_unary_rpc_method_handler(echo.raw_put),
-        }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(RAW, methods),))
+        self._server.add_generic_rpc_handlers(echo.handlers())
 
 
 class EchoClient(TierClient):
     """Moves the messages that a TierClient moves, and looks at none of them."""
 
     def echo_get(self, num_bytes: int, count: int) -> None:
-        request = pb.GetRequest(keys=[size_key(num_bytes)] * count)
-        for _ in self._stub.Get(request, metadata=self._metadata):
+        get = self._channel.unary_stream(
+            f"/{ECHO}/Get", pb.GetRequest.SerializeToString, pb.GetResponse.FromString
+        )
+        for _ in get(pb.GetRequest(keys=[size_key(num_bytes)] * count)):
             pass
 
     def echo_put(self, num_bytes: int) -> None:
@@ -106,7 +122,10 @@ class EchoClient(TierClient):
             for begin in range(0, num_bytes, len(chunk)):
                 yield pb.PutRequest(chunk=chunk[: num_bytes - begin])
 
-        self._stub.Put(requests(), metadata=self._metadata)
+        put = self._channel.stream_unary(
+            f"/{ECHO}/Put", pb.PutRequest.SerializeToString, pb.PutResponse.FromString
+        )
+        put(requests())
 
     def raw_get(self, num_bytes: int, count: int) -> None:
         request = pb.GetRequest(keys=[size_key(num_bytes)] * count).SerializeToString()

@@ -27,6 +27,7 @@ from kvtier.errors import (
 )
 from kvtier.tier.blob import Bytes, Digest, checksum
 from kvtier.tier.channel import TlsFiles, open_channel
+from kvtier.tier.framing import frame_chunk, frame_stub
 from kvtier.tier.landing import Arriving, Land, Landing, Offer, room
 from kvtier.tier.protocol import (
     DEFAULT_NAMESPACE,
@@ -103,6 +104,7 @@ class TierClient:
             self._metadata = ((NAMESPACE_METADATA, namespace),)
         self._channel = open_channel(address, tls)
         self._stub = tier_pb2_grpc.TierServiceStub(self._channel)
+        frame_stub(self._stub, self._channel)
         self._wants_shared = shared
         self._shared: SharedMemory | None = None
         self._mapping = threading.Lock()
@@ -181,12 +183,12 @@ class TierClient:
         if shared is not None and not replace:
             return self._put_shared(shared, blob, header, deadline)
 
-        def requests() -> Iterator[pb.PutRequest]:
+        def requests() -> Iterator[pb.PutRequest | bytes]:
             yield pb.PutRequest(header=header, replace=replace)
             for piece in blob.payload:
                 view = memoryview(piece).cast("B")
                 for begin in range(0, len(view), self._chunk_bytes):
-                    yield pb.PutRequest(chunk=bytes(view[begin : begin + self._chunk_bytes]))
+                    yield frame_chunk(view[begin : begin + self._chunk_bytes])
 
         response: pb.PutResponse = self._call(self._stub.Put, requests(), deadline)
         return response.stored
@@ -247,12 +249,12 @@ class TierClient:
         positions = iter(wanted)
         arriving: Arriving | None = None
         for response in self._responses(request, deadline):
-            part = response.WhichOneof("part")
-            if part == "chunk":
+            if isinstance(response, memoryview):
                 if arriving is None:
                     raise TierProtocolError(f"tier {self.address}: a chunk of nothing")
-                arriving.add(response.chunk)
+                arriving.add(response)
                 continue
+            part = response.WhichOneof("part")
             if arriving is not None:
                 outcome[arriving.position] = arriving.finish()
                 arriving = None
@@ -265,7 +267,9 @@ class TierClient:
         if arriving is not None:
             outcome[arriving.position] = arriving.finish()
 
-    def _responses(self, request: pb.GetRequest, deadline: Deadline) -> Iterator[pb.GetResponse]:
+    def _responses(
+        self, request: pb.GetRequest, deadline: Deadline
+    ) -> Iterator[pb.GetResponse | memoryview]:
         call = self._call(self._stub.Get, request, deadline)
         try:
             yield from call

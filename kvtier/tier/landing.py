@@ -58,7 +58,7 @@ class Arriving:
         self._checksum = header.checksum
         self._landed = 0
 
-    def add(self, chunk: bytes) -> None:
+    def add(self, chunk: memoryview) -> None:
         if self._buffer is None:
             return
         end = self._landed + len(chunk)

@@ -18,8 +18,9 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import start_http_server
 
 from kvtier.errors import TierUnavailableError
+from kvtier.tier.framing import SERVICE_NAME, framed_handlers
 from kvtier.tier.protocol import MAX_QUERIES_BYTES, MESSAGE_OVERHEAD_BYTES
-from kvtier.v1 import tier_pb2, tier_pb2_grpc
+from kvtier.v1 import tier_pb2_grpc
 from kvtier_tierd.metrics import Gauges, TierMetrics
 from kvtier_tierd.near_data import NearData
 from kvtier_tierd.options import TierOptions
@@ -32,7 +33,6 @@ from kvtier_tierd.tls import RotatingCredentials
 
 logger = logging.getLogger(__name__)
 
-SERVICE_NAME = tier_pb2.DESCRIPTOR.services_by_name["TierService"].full_name
 LEASE_CHECK_S = 0.25
 # For calls that were cut off to give back what they hold, and for what is left to be sent.
 LAST_S = 1.0
@@ -79,6 +79,7 @@ class TierServer:
         await self.near_data.start()
         await self.store.start()
         tier_pb2_grpc.add_TierServiceServicer_to_server(self.service, self._server)
+        self._server.add_registered_method_handlers(SERVICE_NAME, framed_handlers(self.service))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)

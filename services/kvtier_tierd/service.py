@@ -26,6 +26,7 @@ from kvtier.errors import (
     UsageError,
 )
 from kvtier.tier.blob import CHECKSUM_BYTES, MAX_LAYOUT_BYTES, verifies
+from kvtier.tier.framing import frame_chunk
 from kvtier.tier.keys import KEY_BYTES
 from kvtier.tier.protocol import negotiate
 from kvtier.tier.status import code_of
@@ -41,6 +42,7 @@ MAX_KEYS = 1 << 16
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
+PutRequests = AsyncIterator[pb.PutRequest | memoryview]
 
 
 class Shared(NamedTuple):
@@ -297,11 +299,11 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
     # -- streams --
 
     @rpc
-    async def Put(self, namespace: str, requests: AsyncIterator[pb.PutRequest]) -> pb.PutResponse:
+    async def Put(self, namespace: str, requests: PutRequests) -> pb.PutResponse:
         with self.namespaces.transfer(namespace):
             requests = aiter(requests)
             first = await anext(requests, None)
-            if first is None or first.WhichOneof("part") != "header":
+            if not isinstance(first, pb.PutRequest) or first.WhichOneof("part") != "header":
                 raise UsageError("put", "a header first", "none")
             (name,) = self._names(namespace, [first.header.key])
             info = self._info(first.header)
@@ -313,7 +315,7 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
             self.metrics.moved("put", namespace, info.num_bytes, shared=False)
             return pb.PutResponse(stored=True)
 
-    async def _received(self, draft: Draft, requests: AsyncIterator[pb.PutRequest]) -> None:
+    async def _received(self, draft: Draft, requests: PutRequests) -> None:
         try:
             await _receive(draft.buffer, requests)
         except BaseException:
@@ -346,24 +348,22 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
             await write(pb.GetResponse(header=_header(name.key, handle.info)))
             for piece in handle.pieces:
                 for begin in range(0, len(piece), self.chunk_bytes):
-                    chunk = bytes(piece[begin : begin + self.chunk_bytes])
-                    await write(pb.GetResponse(chunk=chunk))
+                    await write(frame_chunk(piece[begin : begin + self.chunk_bytes]))
         finally:
             handle.close()
         self.metrics.moved("get", name.namespace, handle.info.num_bytes, shared=False)
 
 
-async def _receive(buffer: memoryview, requests: AsyncIterator[pb.PutRequest]) -> None:
+async def _receive(buffer: memoryview, requests: PutRequests) -> None:
     """Fill `buffer` with the chunks that follow. Raises TierIntegrityError unless they fill it."""
     position = 0
     async for request in requests:
-        if request.WhichOneof("part") != "chunk":
+        if not isinstance(request, memoryview):
             raise UsageError("put", "chunks after the header", "another header")
-        chunk = request.chunk
-        if position + len(chunk) > len(buffer):
+        if position + len(request) > len(buffer):
             raise TierIntegrityError(f"more than the {len(buffer)} bytes of the header were sent")
-        buffer[position : position + len(chunk)] = chunk
-        position += len(chunk)
+        buffer[position : position + len(request)] = request
+        position += len(request)
     if position != len(buffer):
         raise TierIntegrityError(f"{position} of {len(buffer)} bytes were sent")
 

@@ -1,0 +1,112 @@
+"""Chunks on the wire without a protobuf message around them.
+
+A chunk is most of what a Put or a Get moves, and building and parsing a message costs it two more
+copies. Field 2 of PutRequest and of GetResponse, which is all that such a message has, is
+
+    0x12 | varint(len(payload)) | payload
+
+and these are the bytes that protobuf makes of it, too: the other end may be any gRPC program.
+Whatever does not look exactly like that is left to protobuf.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from kvtier.v1 import tier_pb2 as pb
+from kvtier.v1 import tier_pb2_grpc
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["TierService"].full_name
+
+Parsed = TypeVar("Parsed", pb.PutRequest, pb.GetResponse)
+
+# Field 2, length-delimited.
+CHUNK_TAG = b"\x12"
+# Of a length below 2**35; protobuf knows no longer ones.
+MAX_VARINT_BYTES = 5
+
+
+def frame_chunk(payload: bytes | bytearray | memoryview) -> bytes:
+    """The message that has this chunk, serialized. payload: 1-D, of bytes; copied once."""
+    return b"".join((CHUNK_TAG, _varint(len(payload)), payload))
+
+
+def chunk_of(message: bytes) -> memoryview | None:
+    """The chunk of a serialized message that is nothing else, not copied; else None."""
+    if message[:1] != CHUNK_TAG:
+        return None
+    size = 0
+    for at in range(1, min(len(message), 1 + MAX_VARINT_BYTES)):
+        size |= (message[at] & 0x7F) << 7 * (at - 1)
+        if message[at] < 0x80:
+            return memoryview(message)[at + 1 :] if at + 1 + size == len(message) else None
+    return None
+
+
+def serialize(message: Message | bytes) -> bytes:
+    """What gRPC sends: a message, or what `frame_chunk` made."""
+    return message if isinstance(message, bytes) else message.SerializeToString()
+
+
+def parse_put_request(message: bytes) -> pb.PutRequest | memoryview:
+    """A message, or the chunk of one that has a chunk. Raises DecodeError."""
+    chunk = chunk_of(message)
+    return _parse(pb.PutRequest, message) if chunk is None else chunk
+
+
+def parse_get_response(message: bytes) -> pb.GetResponse | memoryview:
+    """A message, or the chunk of one that has a chunk. Raises DecodeError."""
+    chunk = chunk_of(message)
+    return _parse(pb.GetResponse, message) if chunk is None else chunk
+
+
+def _parse(kind: type[Parsed], message: bytes) -> Parsed | memoryview:
+    """The same for what another program made, of fields that we do not know, say."""
+    parsed = kind.FromString(message)
+    return memoryview(parsed.chunk) if parsed.WhichOneof("part") == "chunk" else parsed
+
+
+def frame_stub(stub: tier_pb2_grpc.TierServiceStub, channel: grpc.Channel) -> None:
+    """Let a stub send and yield chunks as they are: Put takes messages and what `frame_chunk`
+    made, Get yields messages and memoryviews."""
+    stub.Put = channel.stream_unary(
+        f"/{SERVICE_NAME}/Put",
+        request_serializer=serialize,
+        response_deserializer=pb.PutResponse.FromString,
+    )
+    stub.Get = channel.unary_stream(
+        f"/{SERVICE_NAME}/Get",
+        request_serializer=pb.GetRequest.SerializeToString,
+        response_deserializer=parse_get_response,  # type: ignore[arg-type]
+    )
+
+
+def framed_handlers(
+    servicer: tier_pb2_grpc.TierServiceServicer,
+) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+    """The other end of it, for a server to register instead of the generated ones: Get writes
+    messages and what `frame_chunk` made, Put reads messages and memoryviews."""
+    return {
+        "Put": grpc.stream_unary_rpc_method_handler(
+            servicer.Put,
+            request_deserializer=parse_put_request,
+            response_serializer=pb.PutResponse.SerializeToString,
+        ),
+        "Get": grpc.unary_stream_rpc_method_handler(
+            servicer.Get,
+            request_deserializer=pb.GetRequest.FromString,
+            response_serializer=serialize,
+        ),
+    }
+
+
+def _varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
