@@ -10,6 +10,7 @@ caller names, and checks them there.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,10 +26,11 @@ from kvtier.errors import (
     TierUnavailableError,
     UsageError,
 )
-from kvtier.tier.blob import Bytes, Digest, checksum
+from kvtier.tier.blob import Bytes, checksum
 from kvtier.tier.channel import TlsFiles, open_channel
 from kvtier.tier.framing import frame_chunk, frame_stub
-from kvtier.tier.landing import Arriving, Land, Landing, Offer, room
+from kvtier.tier.landing import Arriving, Land, Landing, Offer
+from kvtier.tier.lanes import Job, Lanes
 from kvtier.tier.protocol import (
     DEFAULT_NAMESPACE,
     MAX_CHUNK_BYTES,
@@ -43,6 +45,9 @@ from kvtier.v1 import tier_pb2 as pb
 from kvtier.v1 import tier_pb2_grpc
 
 CHUNK_BYTES = 1 << 20
+# How long `close` waits for leases to be given back; the service ends them by itself otherwise.
+RELEASE_S = 0.2
+_CALL_ENDED = (grpc.FutureTimeoutError, grpc.FutureCancelledError)
 
 
 class Blob(NamedTuple):
@@ -111,6 +116,8 @@ class TierClient:
         self._chunk_bytes = CHUNK_BYTES
         # Whether the service refreshes near its data, as of the last `connect`.
         self.refreshes = False
+        self._lanes = Lanes()
+        self._releasing: set[Any] = set()
 
     def __enter__(self) -> TierClient:
         return self
@@ -124,8 +131,13 @@ class TierClient:
         self.close()
 
     def close(self) -> None:
-        """End the calls under way, too: they raise TierUnavailableError, as later ones do."""
+        """End the calls under way, too: they raise TierUnavailableError, as later ones do.
+
+        What was read is given back before, if that is a matter of a moment.
+        """
+        self._await_releases(Deadline(RELEASE_S))
         self._channel.close()
+        self._lanes.close()
         self._shared = None
 
     @property
@@ -287,39 +299,29 @@ class TierClient:
         response: pb.AcquireResponse = self._call(self._stub.Acquire, request, deadline)
         outcome = [Landing.MISSING] * len(keys)
         elsewhere: list[int] = []
+        copies: list[Job] = []
         positions = iter(range(len(keys)))
         try:
             for extent in response.extents:
                 position = next((i for i in positions if keys[i] == extent.key), None)
                 if position is None:
                     raise TierProtocolError(f"tier {self.address}: a blob that was not asked for")
-                if extent.lease:
-                    outcome[position] = self._land(shared, extent, position, land, deadline)
-                else:
+                if not extent.lease:
                     elsewhere.append(position)
+                    continue
+                if extent.header.key != extent.key:
+                    raise TierProtocolError(f"tier {self.address}: the header of another blob")
+                arriving = Arriving(position, extent.header, self.namespace, land)
+                source = shared.view(extent.offset, extent.header.num_bytes)
+                copies.append(functools.partial(_copy, source, arriving, deadline, outcome))
+            self._lanes.run(copies)
         finally:
             leases = [extent.lease for extent in response.extents if extent.lease]
-            self._release(leases, deadline)
+            if leases:
+                self._lanes.later(functools.partial(self._release_soon, leases))
         if elsewhere:
             self._get_streamed(elsewhere, keys, land, deadline, outcome)
         return outcome
-
-    def _land(
-        self,
-        shared: SharedMemory,
-        extent: pb.Extent,
-        position: int,
-        land: Land,
-        deadline: Deadline,
-    ) -> Landing:
-        header = extent.header
-        buffer = room(land, Offer(position, header.num_bytes, header.layout))
-        if buffer is None:
-            return Landing.DECLINED
-        digest = Digest(extent.key, self.namespace, header.layout)
-        source = shared.view(extent.offset, header.num_bytes)
-        copy([source], buffer, digest, until=deadline.at)
-        return Landing.LANDED if digest.value() == header.checksum else Landing.CORRUPT
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forget blobs; returns how many there were."""
@@ -363,9 +365,38 @@ class TierClient:
         if leases:
             self._quietly(self._stub.Release, pb.ReleaseRequest(leases=leases), deadline)
 
+    def _release_soon(self, leases: list[int]) -> None:
+        """Best effort as well, and nobody waits for the answer."""
+        request = pb.ReleaseRequest(leases=leases)
+        # How gRPC says that the channel is closed.
+        with contextlib.suppress(ValueError):
+            call = self._stub.Release.future(
+                request, timeout=self.timeout_s, metadata=self._metadata
+            )
+            # Whoever drops a call cancels it.
+            self._releasing.add(call)
+            call.add_done_callback(self._releasing.discard)
+
+    def _await_releases(self, deadline: Deadline) -> None:
+        started = self._lanes.later(lambda: None)
+        with contextlib.suppress(TimeoutError):
+            if started is not None:
+                started.result(deadline.left())
+        for call in tuple(self._releasing):
+            with contextlib.suppress(grpc.RpcError, *_CALL_ENDED):
+                call.result(deadline.left())
+
     def _quietly(self, method: Any, request: Any, deadline: Deadline) -> None:
         with contextlib.suppress(TierError):
             self._call(method, request, deadline)
+
+
+def _copy(
+    source: memoryview, arriving: Arriving, deadline: Deadline, outcome: list[Landing]
+) -> None:
+    """Land a blob from shared memory, and set its outcome."""
+    arriving.copy(source, deadline.at)
+    outcome[arriving.position] = arriving.finish()
 
 
 def _lease_ms(deadline: Deadline) -> int:

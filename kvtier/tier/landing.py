@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kvtier.errors import UsageError
 from kvtier.tier.blob import Digest
+from kvtier.tier.shared import copy
 from kvtier.v1 import tier_pb2 as pb
 
 
@@ -66,6 +67,15 @@ class Arriving:
             self._buffer[self._landed : end] = chunk
             self._digest.update(self._buffer[self._landed : end])
         self._landed = end
+
+    def copy(self, source: memoryview, until: float) -> None:
+        """All of it at once, from memory that is the service's until `until` (time.monotonic).
+
+        Raises TierUnavailableError where that takes longer.
+        """
+        if self._buffer is not None:
+            copy([source], self._buffer, self._digest, until)
+        self._landed = len(source)
 
     def finish(self) -> Landing:
         if self._buffer is None:

@@ -52,11 +52,13 @@ class TierMetrics:
     def _counter(self, name: str, *labels: str) -> Counter:
         return Counter(f"kvtier_tier_{name}", f"{_SEE}: {name}.", labels, registry=self.registry)
 
-    def moved(self, direction: str, namespace: str, num_bytes: int, *, shared: bool) -> None:
-        """A blob was put or got."""
+    def moved(
+        self, direction: str, namespace: str, num_bytes: int, *, shared: bool, blobs: int = 1
+    ) -> None:
+        """Blobs were put or got, of so many bytes together."""
         labels = (direction, namespace, "shared" if shared else "stream")
         self._bytes.labels(*labels).inc(num_bytes)
-        self._blobs.labels(*labels).inc()
+        self._blobs.labels(*labels).inc(blobs)
 
     def missed(self, namespace: str) -> None:
         self._misses.labels(namespace).inc()

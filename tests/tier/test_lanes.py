@@ -1,0 +1,74 @@
+"""Two lanes: every job runs once, an error ends them both, and closing takes only the help away."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("grpc")
+
+from kvtier.tier.lanes import Lanes
+
+PATIENCE_S = 10.0
+
+
+@pytest.fixture
+def lanes() -> Iterator[Lanes]:
+    lanes = Lanes()
+    yield lanes
+    lanes.close()
+
+
+def test_every_job_runs_once_and_the_caller_takes_part(lanes: Lanes) -> None:
+    ran: list[int] = []
+    lanes.run([lambda i=i: ran.append(i) for i in range(1000)])
+    assert sorted(ran) == list(range(1000))
+    threads: list[int] = []
+    lanes.run([lambda: threads.append(threading.get_ident())])
+    assert threads == [threading.get_ident()]
+
+
+def test_two_jobs_run_at_the_same_time(lanes: Lanes) -> None:
+    both = threading.Barrier(2, timeout=PATIENCE_S)
+    lanes.run([both.wait, both.wait])
+    assert not both.broken
+
+
+def test_a_busy_second_thread_is_not_waited_for(lanes: Lanes) -> None:
+    free, ran = threading.Event(), []
+    lanes.later(lambda: free.wait(PATIENCE_S))
+    lanes.run([lambda: ran.append(1), lambda: ran.append(2)])
+    assert ran == [1, 2]
+    free.set()
+
+
+def test_an_error_in_either_lane_is_raised_when_nothing_runs_any_more(lanes: Lanes) -> None:
+    both, running, ran = threading.Barrier(2, timeout=PATIENCE_S), threading.Event(), []
+
+    def fail() -> None:
+        both.wait()
+        raise ValueError("bad")
+
+    def slow() -> None:
+        both.wait()
+        running.set()
+        time.sleep(0.05)
+        running.clear()
+
+    for jobs in ([fail, slow], [slow, fail]):
+        with pytest.raises(ValueError, match="bad"):
+            lanes.run([*jobs, *[lambda: ran.append(1)] * 100])
+        assert not running.is_set()
+    # The lane that did not fail may have begun one more each time.
+    assert len(ran) <= 2
+
+
+def test_closed_lanes_are_one_lane(lanes: Lanes) -> None:
+    lanes.close()
+    ran: list[int] = []
+    lanes.run([lambda i=i: ran.append(i) for i in range(3)])
+    lanes.later(lambda: ran.append(3))
+    assert ran == [0, 1, 2]
