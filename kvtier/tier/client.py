@@ -10,7 +10,6 @@ caller names, and checks them there.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,9 +27,9 @@ from kvtier.errors import (
 )
 from kvtier.tier.blob import Bytes, checksum
 from kvtier.tier.channel import TlsFiles, open_channel
+from kvtier.tier.deadline import Deadline
 from kvtier.tier.framing import frame_chunk, frame_stub
 from kvtier.tier.landing import Arriving, Land, Landing, Offer
-from kvtier.tier.lanes import Job, Lanes
 from kvtier.tier.protocol import (
     DEFAULT_NAMESPACE,
     MAX_CHUNK_BYTES,
@@ -39,15 +38,13 @@ from kvtier.tier.protocol import (
     PROTOCOL_VERSION,
     check_version,
 )
+from kvtier.tier.samehost import SharedGets
 from kvtier.tier.shared import SharedMemory, copy
 from kvtier.tier.status import error_of
 from kvtier.v1 import tier_pb2 as pb
 from kvtier.v1 import tier_pb2_grpc
 
 CHUNK_BYTES = 1 << 20
-# How long `close` waits for leases to be given back; the service ends them by itself otherwise.
-RELEASE_S = 0.2
-_CALL_ENDED = (grpc.FutureTimeoutError, grpc.FutureCancelledError)
 
 
 class Blob(NamedTuple):
@@ -67,17 +64,6 @@ class Presence(NamedTuple):
 
     leading_run: int
     present: list[bool]
-
-
-class Deadline:
-    """When a method has to be over. at: time.monotonic()."""
-
-    def __init__(self, seconds: float) -> None:
-        self.at = time.monotonic() + seconds
-
-    def left(self) -> float:
-        """Seconds, at least 0."""
-        return max(0.0, self.at - time.monotonic())
 
 
 class TierClient:
@@ -116,8 +102,7 @@ class TierClient:
         self._chunk_bytes = CHUNK_BYTES
         # Whether the service refreshes near its data, as of the last `connect`.
         self.refreshes = False
-        self._lanes = Lanes()
-        self._releasing: set[Any] = set()
+        self._shared_gets = SharedGets(self._stub, self._call, address, namespace)
 
     def __enter__(self) -> TierClient:
         return self
@@ -135,9 +120,8 @@ class TierClient:
 
         What was read is given back before, if that is a matter of a moment.
         """
-        self._await_releases(Deadline(RELEASE_S))
+        self._shared_gets.close()
         self._channel.close()
-        self._lanes.close()
         self._shared = None
 
     @property
@@ -209,7 +193,7 @@ class TierClient:
         self, shared: SharedMemory, blob: Blob, header: pb.BlobHeader, deadline: Deadline
     ) -> bool:
         request = pb.ReserveRequest(
-            headers=[header], lease_ms=_lease_ms(deadline), shared_token=shared.token
+            headers=[header], lease_ms=deadline.left_ms(), shared_token=shared.token
         )
         asked_at = time.monotonic()
         response: pb.ReserveResponse = self._call(self._stub.Reserve, request, deadline)
@@ -293,32 +277,8 @@ class TierClient:
     def _get_shared(
         self, shared: SharedMemory, keys: Sequence[bytes], land: Land, deadline: Deadline
     ) -> list[Landing]:
-        request = pb.AcquireRequest(
-            keys=keys, lease_ms=_lease_ms(deadline), shared_token=shared.token
-        )
-        response: pb.AcquireResponse = self._call(self._stub.Acquire, request, deadline)
         outcome = [Landing.MISSING] * len(keys)
-        elsewhere: list[int] = []
-        copies: list[Job] = []
-        positions = iter(range(len(keys)))
-        try:
-            for extent in response.extents:
-                position = next((i for i in positions if keys[i] == extent.key), None)
-                if position is None:
-                    raise TierProtocolError(f"tier {self.address}: a blob that was not asked for")
-                if not extent.lease:
-                    elsewhere.append(position)
-                    continue
-                if extent.header.key != extent.key:
-                    raise TierProtocolError(f"tier {self.address}: the header of another blob")
-                arriving = Arriving(position, extent.header, self.namespace, land)
-                source = shared.view(extent.offset, extent.header.num_bytes)
-                copies.append(functools.partial(_copy, source, arriving, deadline, outcome))
-            self._lanes.run(copies)
-        finally:
-            leases = [extent.lease for extent in response.extents if extent.lease]
-            if leases:
-                self._lanes.later(functools.partial(self._release_soon, leases))
+        elsewhere = self._shared_gets.get(shared, keys, land, deadline, outcome)
         if elsewhere:
             self._get_streamed(elsewhere, keys, land, deadline, outcome)
         return outcome
@@ -365,42 +325,9 @@ class TierClient:
         if leases:
             self._quietly(self._stub.Release, pb.ReleaseRequest(leases=leases), deadline)
 
-    def _release_soon(self, leases: list[int]) -> None:
-        """Best effort as well, and nobody waits for the answer."""
-        request = pb.ReleaseRequest(leases=leases)
-        # How gRPC says that the channel is closed.
-        with contextlib.suppress(ValueError):
-            call = self._stub.Release.future(
-                request, timeout=self.timeout_s, metadata=self._metadata
-            )
-            # Whoever drops a call cancels it.
-            self._releasing.add(call)
-            call.add_done_callback(self._releasing.discard)
-
-    def _await_releases(self, deadline: Deadline) -> None:
-        started = self._lanes.later(lambda: None)
-        with contextlib.suppress(TimeoutError):
-            if started is not None:
-                started.result(deadline.left())
-        for call in tuple(self._releasing):
-            with contextlib.suppress(grpc.RpcError, *_CALL_ENDED):
-                call.result(deadline.left())
-
     def _quietly(self, method: Any, request: Any, deadline: Deadline) -> None:
         with contextlib.suppress(TierError):
             self._call(method, request, deadline)
-
-
-def _copy(
-    source: memoryview, arriving: Arriving, deadline: Deadline, outcome: list[Landing]
-) -> None:
-    """Land a blob from shared memory, and set its outcome."""
-    arriving.copy(source, deadline.at)
-    outcome[arriving.position] = arriving.finish()
-
-
-def _lease_ms(deadline: Deadline) -> int:
-    return max(1, round(1000 * deadline.left()))
 
 
 __all__ = [

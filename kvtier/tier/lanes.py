@@ -10,8 +10,10 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 Job = Callable[[], None]
+Result = TypeVar("Result")
 
 
 class Lanes:
@@ -36,8 +38,8 @@ class Lanes:
             if helping is not None and not helping.cancel():
                 helping.result()
 
-    def later(self, job: Job) -> Future[None] | None:
-        """Run it in the other thread, in the order given; None and not at all once closed."""
+    def later(self, job: Callable[[], Result]) -> Future[Result] | None:
+        """Run it in the other thread, in the order given; not at all, and None, once closed."""
         # Closed, or Python ends.
         with contextlib.suppress(RuntimeError):
             return self._second.submit(job)
