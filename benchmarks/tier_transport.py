@@ -8,7 +8,8 @@ other; a ratio is the median over rounds of (baseline's seconds / ours).
 
     shared    through shared memory; get includes the checksum, put computes it
     stream    over gRPC in chunks, likewise
-    echo      the stream's messages, dropped on arrival;  raw: not even parsed
+    echo      the stream's chunks as plain protobuf messages, dropped on arrival
+    raw       the same bytes, prepared before and parsed by nobody: all that gRPC has to give
     tls       the stream under mutual TLS
 
 Latency is counted from when a call was due, at arrivals that do not wait for answers.
@@ -87,6 +88,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--workers", type=int, default=2, help="threads that get under load (%(default)s)")
     add("--latency-s", type=float, default=20.0, help="per path, blob and load (%(default)s)")
     add("--neighbour-s", type=float, default=5.0, help="with it, and without (%(default)s)")
+    add(
+        "--neighbour-rate",
+        default="32m",
+        metavar="BYTES",
+        help="a second, of its streams (%(default)s); also measured without",
+    )
     add("--churn-s", type=float, default=60.0, help="(%(default)s)")
     add("--churn-memory", default="2g", metavar="BYTES", help="the cap to keep (%(default)s)")
     add("--seed", type=int, default=0, help="of bytes and arrivals (%(default)s)")

@@ -2,9 +2,11 @@
 
     python -m benchmarks.tier_transport_echo --listen 127.0.0.1:0
 
-It is started, configured and connected to like the service, whatever that does to be fast, and
-speaks its messages: Get answers with one prepared chunk again and again, Put drops what comes.
-`/kvtier.bench.Raw` does so with messages that nobody parses: the most that gRPC has to give.
+It is started, configured and connected to like the service. `/kvtier.bench.Echo` is any gRPC
+program: Get answers with the same chunk again and again, Put drops what comes, as protobuf makes
+and parses the messages. The service frames its chunks itself (kvtier.tier.framing), so it may be
+faster. `/kvtier.bench.Raw` moves messages that were serialized before and that nobody parses: the
+most that gRPC has to give.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m benchmarks.tier_transport_hammer ADDRESS NAMESPACE BLOB_BYTES
 
-Puts run into the quota, where the oldest blobs go, and every other call is one too many and
-refused. It ends with its standard input.
+Puts run into the quota, where the oldest blobs go, every other call is one too many and refused,
+and streams are as fast as the namespace may be. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ QUOTA_BLOBS = 4
 def main(argv: Sequence[str]) -> int:
     address, namespace, size = argv[0], argv[1], int(argv[2])
     stopping = threading.Event()
-    with TierClient(address, namespace, shared=False) as client:
+    with TierClient(address, namespace, timeout_s=10.0, shared=False) as client:
         client.connect()
         threads = [
             threading.Thread(target=hammer, args=(client, size, number, stopping))

@@ -42,6 +42,11 @@ def connected(stack: ExitStack, client: TierClient) -> Any:
     return client
 
 
+def patient(*arguments: Any, **named: Any) -> TierClient:
+    """Slow answers are measured, not given up on."""
+    return TierClient(*arguments, timeout_s=10.0, **named)
+
+
 def getting(data: Bytes, client: TierClient) -> Any:
     """A call that gets the first blob, into the same room every time, of the calling thread."""
     rooms = threading.local()
@@ -64,7 +69,7 @@ def measure_latency(data: Bytes, options: argparse.Namespace, rows: list[Row]) -
     for path in ("stream", "shared"):
         with ExitStack() as stack:
             service = stack.enter_context(serving(SERVICE, "--memory", room(data)))
-            client = TierClient(service.address, shared=path == "shared", timeout_s=10.0)
+            client = patient(service.address, shared=path == "shared")
             connected(stack, client).put(data.blobs[0])
             get = getting(data, client)
             most = capacity(get, options.latency_s / 4, options.workers)
@@ -79,17 +84,28 @@ def measure_latency(data: Bytes, options: argparse.Namespace, rows: list[Row]) -
 
 
 def measure_neighbour(data: Bytes, options: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
-    """p99 of gets alone, beside a neighbour at his limits, and beside one at another service.
+    """p99 of gets beside a neighbour at his limits: with a rate, and without one."""
+    outcome = {}
+    for what, rate in (("its rate", f",{options.neighbour_rate}"), ("no rate", "")):
+        bounds = f"{NEIGHBOUR}={QUOTA_BLOBS * data.blob_bytes}{rate}"
+        outcome[what] = measure_beside(data, bounds, options)
+        for path, found in outcome[what].items():
+            name = f"{format_size(data.blob_bytes)} {path} get"
+            rows += neighbour_rows(name, what, found, claimed=bool(rate))
+    return outcome
+
+
+def measure_beside(data: Bytes, bounds: str, options: argparse.Namespace) -> dict[str, Any]:
+    """p99 alone, beside a neighbour at his limits, and beside the same one at another service.
 
     The last one takes as much of the processor; what it does not explain is the service's doing.
     """
-    quota = f"{NEIGHBOUR}={QUOTA_BLOBS * data.blob_bytes}"
-    flags = ["--namespace", NAMESPACE, "--namespace", quota, "--in-flight", str(IN_FLIGHT)]
+    flags = ["--namespace", NAMESPACE, "--namespace", bounds, "--in-flight", str(IN_FLIGHT)]
     with ExitStack() as stack:
         service = stack.enter_context(serving(SERVICE, "--memory", "128m", *flags))
         other = stack.enter_context(serving(SERVICE, "--memory", "128m", *flags))
         clients = {
-            path: connected(stack, TierClient(service.address, NAMESPACE, shared=path == "shared"))
+            path: connected(stack, patient(service.address, NAMESPACE, shared=path == "shared"))
             for path in ("stream", "shared")
         }
         clients["stream"].put(data.blobs[0])
@@ -103,13 +119,10 @@ def measure_neighbour(data: Bytes, options: argparse.Namespace, rows: list[Row])
                 for where, address in (("beside", service.address), ("elsewhere", other.address)):
                     with hammering(address, NEIGHBOUR, data.blob_bytes):
                         found[where] += closed_loop(get, options.neighbour_s)
-    outcome = {
+    return {
         path: {where: {"calls": len(one), "p99": p99(one)} for where, one in found.items()}
         for path, found in latencies.items()
     }
-    for path, found in outcome.items():
-        rows += neighbour_rows(f"{format_size(data.blob_bytes)} {path} get", found)
-    return outcome
 
 
 def closed_loop(get: Any, seconds: float) -> list[float]:

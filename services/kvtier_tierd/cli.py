@@ -131,14 +131,19 @@ def _no_directory(given: str) -> Path | None:
 
 
 def _namespaces(given: Sequence[str], in_flight: int) -> dict[str, Limits]:
-    """Of NAME or NAME=QUOTA each."""
+    """Of NAME, NAME=QUOTA, NAME=QUOTA,RATE or NAME=,RATE each."""
     limits: dict[str, Limits] = {}
     for text in given:
-        name, _, quota = text.partition("=")
+        name, _, bounds = text.partition("=")
         if name in limits:
             raise UsageError("--namespace", "every name once", text)
-        limits[name] = Limits(parse_size(quota, "--namespace") if quota else None, in_flight)
+        quota, _, rate = bounds.partition(",")
+        limits[name] = Limits(_size(quota), in_flight, _size(rate))
     return limits
+
+
+def _size(text: str) -> int | None:
+    return parse_size(text, "--namespace") if text else None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -175,8 +180,9 @@ def _parser() -> argparse.ArgumentParser:
         "--namespace",
         action="append",
         default=[],
-        metavar="NAME[=QUOTA]",
-        help="serve this namespace, with a quota in bytes; repeat (every name, without quota)",
+        metavar="NAME[=QUOTA[,RATE]]",
+        help="serve this namespace, with a quota in bytes and streams of so many bytes a second; "
+        "repeat (every name, without either)",
     )
     add("--in-flight", type=int, default=64, help="transfers of a namespace at a time (64)")
     add("--certificate", type=Path, metavar="PEM", help="of the server, for mutual TLS")

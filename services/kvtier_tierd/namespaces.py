@@ -7,9 +7,11 @@ are trusted with.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +20,19 @@ from kvtier.tier.protocol import DEFAULT_NAMESPACE, NAMESPACE_METADATA
 
 MAX_NAMESPACE_BYTES = 200
 IN_FLIGHT = 64
+# How long whoever has too many transfers in flight waits to be told so.
+REFUSAL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Limits:
     """Of one namespace. quota_bytes: of stored payload, None as much as the store holds;
-    in_flight: transfers at a time."""
+    in_flight: transfers at a time; bytes_per_s: of its streams together, None as fast as it goes.
+    """
 
     quota_bytes: int | None = None
     in_flight: int = IN_FLIGHT
+    bytes_per_s: int | None = None
 
 
 @dataclass
@@ -36,6 +42,8 @@ class Namespaces:
     known: Mapping[str, Limits] = field(default_factory=dict)
     default: Limits = field(default_factory=Limits)
     _in_flight: Counter[str] = field(default_factory=Counter)
+    # When the next bytes of a namespace that has a rate may move (time.monotonic).
+    _due: dict[str, float] = field(default_factory=dict)
 
     def limits(self, namespace: str) -> Limits:
         """Raises TierRefusedError for a namespace that is not served."""
@@ -46,11 +54,13 @@ class Namespaces:
     def quotas(self) -> dict[str, int]:
         return {n: x.quota_bytes for n, x in self.known.items() if x.quota_bytes is not None}
 
-    @contextmanager
-    def transfer(self, namespace: str) -> Iterator[None]:
+    @asynccontextmanager
+    async def transfer(self, namespace: str) -> AsyncIterator[None]:
         """One transfer of the namespace; raises TierExhaustedError beyond its in-flight limit."""
         limit = self.limits(namespace).in_flight
         if self._in_flight[namespace] >= limit:
+            # Later: whoever asks again at once would cost the others more than his transfers do.
+            await asyncio.sleep(REFUSAL_S)
             raise TierExhaustedError(
                 f"namespace {namespace!r} has {limit} transfers in flight, its limit"
             )
@@ -61,6 +71,16 @@ class Namespaces:
             self._in_flight[namespace] -= 1
             if not self._in_flight[namespace]:
                 del self._in_flight[namespace]
+
+    async def pace(self, namespace: str, num_bytes: int) -> None:
+        """Wait until this many more bytes are within the namespace's rate."""
+        rate = self.limits(namespace).bytes_per_s
+        if rate is None:
+            return
+        now = time.monotonic()
+        due = max(now, self._due.get(namespace, now))
+        self._due[namespace] = due + num_bytes / rate
+        await asyncio.sleep(due - now)
 
 
 def namespace_of(context: Any) -> str:

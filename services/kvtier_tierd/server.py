@@ -34,6 +34,7 @@ from kvtier_tierd.tls import RotatingCredentials
 logger = logging.getLogger(__name__)
 
 LEASE_CHECK_S = 0.25
+MAX_STREAMS = 256
 # For calls that were cut off to give back what they hold, and for what is left to be sent.
 LAST_S = 1.0
 
@@ -187,6 +188,8 @@ def _channel_options(options: TierOptions) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", longest),
         ("grpc.max_send_message_length", -1),
         ("grpc.so_reuseport", 0),
+        # Of one connection; more of them wait at their client, and cost nobody anything.
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
         # A client that vanished without a word is noticed, and its streams end.
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),

@@ -39,6 +39,7 @@ from kvtier_tierd.near_data import NearData
 from kvtier_tierd.stores.base import BlobInfo, BlobName, BlobStore, Draft, Handle
 
 MAX_KEYS = 1 << 16
+PACED_CHUNK_BYTES = 64 << 10
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -165,7 +166,7 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
             namespace=namespace,
             capacity_bytes=self.store.stats().capacity_bytes,
             max_blob_bytes=self.max_blob_bytes,
-            chunk_bytes=self.chunk_bytes,
+            chunk_bytes=self._chunk_bytes_of(namespace),
             shared_path=shared.path,
             shared_bytes=shared.size,
             shared_token=shared.token,
@@ -194,7 +195,7 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
         self, namespace: str, request: pb.QuarantineRequest
     ) -> pb.QuarantineResponse:
         bad = []
-        with self.namespaces.transfer(namespace):
+        async with self.namespaces.transfer(namespace):
             for name in self._names(namespace, request.keys):
                 handle = await self.store.open(name)
                 if handle is None:
@@ -303,7 +304,7 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
 
     @rpc
     async def Put(self, namespace: str, requests: PutRequests) -> pb.PutResponse:
-        with self.namespaces.transfer(namespace):
+        async with self.namespaces.transfer(namespace):
             requests = aiter(requests)
             first = await anext(requests, None)
             if not isinstance(first, pb.PutRequest) or first.WhichOneof("part") != "header":
@@ -320,19 +321,43 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
 
     async def _received(self, draft: Draft, requests: PutRequests) -> None:
         try:
-            await _receive(draft.buffer, requests)
+            await self._receive(draft, requests)
         except BaseException:
             await self.store.abort(draft)
             raise
+
+    async def _receive(self, draft: Draft, requests: PutRequests) -> None:
+        """Fill the buffer with the chunks that follow. Raises TierIntegrityError unless they do."""
+        buffer, position = draft.buffer, 0
+        async for request in requests:
+            if not isinstance(request, memoryview):
+                raise UsageError("put", "chunks after the header", "another header")
+            if position + len(request) > len(buffer):
+                raise TierIntegrityError(
+                    f"more than the {len(buffer)} bytes of the header were sent"
+                )
+            buffer[position : position + len(request)] = request
+            position += len(request)
+            # Nothing more is read meanwhile, so the client waits, too.
+            await self.namespaces.pace(draft.name.namespace, len(request))
+        if position != len(buffer):
+            raise TierIntegrityError(f"{position} of {len(buffer)} bytes were sent")
+
+    def _chunk_bytes_of(self, namespace: str) -> int:
+        """Small ones where there is a rate to keep, so that others never wait for a large one."""
+        paced = self.namespaces.limits(namespace).bytes_per_s is not None
+        return min(self.chunk_bytes, PACED_CHUNK_BYTES) if paced else self.chunk_bytes
 
     # Writes instead of yielding: a generator that nobody asks any more closes its handle some time.
     async def Get(  # type: ignore[override]
         self, request: pb.GetRequest, context: Any
     ) -> None:
-        async with self.calling("Get", context) as namespace:
-            with self.namespaces.transfer(namespace):
-                for name in self._names(namespace, request.keys):
-                    await self._send(name, context.write)
+        async with (
+            self.calling("Get", context) as namespace,
+            self.namespaces.transfer(namespace),
+        ):
+            for name in self._names(namespace, request.keys):
+                await self._send(name, context.write)
 
     async def Refresh(  # type: ignore[override]
         self, requests: AsyncIterator[pb.RefreshRequest], context: Any
@@ -349,26 +374,15 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
             return
         try:
             await write(pb.GetResponse(header=_header(name.key, handle.info)))
+            size = self._chunk_bytes_of(name.namespace)
             for piece in handle.pieces:
-                for begin in range(0, len(piece), self.chunk_bytes):
-                    await write(frame_chunk(piece[begin : begin + self.chunk_bytes]))
+                for begin in range(0, len(piece), size):
+                    chunk = frame_chunk(piece[begin : begin + size])
+                    await self.namespaces.pace(name.namespace, len(chunk))
+                    await write(chunk)
         finally:
             handle.close()
         self.metrics.moved("get", name.namespace, handle.info.num_bytes, shared=False)
-
-
-async def _receive(buffer: memoryview, requests: PutRequests) -> None:
-    """Fill `buffer` with the chunks that follow. Raises TierIntegrityError unless they fill it."""
-    position = 0
-    async for request in requests:
-        if not isinstance(request, memoryview):
-            raise UsageError("put", "chunks after the header", "another header")
-        if position + len(request) > len(buffer):
-            raise TierIntegrityError(f"more than the {len(buffer)} bytes of the header were sent")
-        buffer[position : position + len(request)] = request
-        position += len(request)
-    if position != len(buffer):
-        raise TierIntegrityError(f"{position} of {len(buffer)} bytes were sent")
 
 
 def _header(key: bytes, info: BlobInfo) -> pb.BlobHeader:

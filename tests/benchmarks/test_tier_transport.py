@@ -72,9 +72,11 @@ def test_a_neighbour_is_judged_against_having_none() -> None:
     found = {
         where: {"p99": p99} for where, p99 in (("alone", 1), ("beside", 1.1), ("elsewhere", 2))
     }
-    beside, elsewhere = neighbour_rows("get", found)
+    beside, elsewhere = neighbour_rows("get", "its rate", found, claimed=True)
     assert (beside.value, beside.met) == ("1.10x", True)
     assert (elsewhere.value, elsewhere.met) == ("0.55x", None)
+    beside, elsewhere = neighbour_rows("get", "no rate", found, claimed=False)
+    assert (beside.value, beside.met) == ("1.10x", None)
 
 
 @ON_LINUX

@@ -31,8 +31,9 @@ from kvtier.errors import TierExhaustedError, TierRefusedError, TierUnavailableE
 from kvtier.tier.blob import DTYPE_BYTES, SpanLayout
 from kvtier.tier.client import Blob, Landing, TierClient
 from kvtier.v1 import tier_pb2 as pb
-from kvtier_tierd.namespaces import Limits
+from kvtier_tierd.namespaces import REFUSAL_S, Limits
 from kvtier_tierd.server import SERVICE_NAME
+from kvtier_tierd.service import PACED_CHUNK_BYTES
 
 CHUNK = 64 << 10
 PAGE = 4096
@@ -236,8 +237,11 @@ def test_transfers_beyond_the_in_flight_limit_are_refused_and_others_are_not():
         calls = [stub.Put.future(half(number)) for number in range(2)]
         in_flight = tier.server.service.namespaces._in_flight
         eventually(lambda: in_flight["default"] == 2)
+        asked_at = time.monotonic()
         with failing(grpc.StatusCode.RESOURCE_EXHAUSTED):
             list(stub.Get(pb.GetRequest(keys=[key_of(1)])))
+        # Refusals are slow, so that asking again and again is of no use to anybody.
+        assert time.monotonic() - asked_at >= REFUSAL_S
         with failing(grpc.StatusCode.RESOURCE_EXHAUSTED):
             stub.Put(iter([pb.PutRequest(header=header_of(blob_of(3)))]))
         with TierClient(tier.address, "somebody else") as other:
@@ -245,6 +249,26 @@ def test_transfers_beyond_the_in_flight_limit_are_refused_and_others_are_not():
         waiting.set()
         assert all(call.result().stored for call in calls)
         eventually(lambda: in_flight["default"] == 0)
+
+
+def test_streams_of_a_namespace_keep_to_its_rate_and_others_do_not_wait():
+    rate, size = 1 << 20, 512 << 10
+    limits = {"ada": Limits(bytes_per_s=rate), "bob": Limits()}
+    with in_process(namespaces=limits) as tier, ExitStack() as stack:
+        ada, bob = (
+            stack.enter_context(TierClient(tier.address, name, timeout_s=20.0, shared=False))
+            for name in limits
+        )
+        assert ada.connect().chunk_bytes == PACED_CHUNK_BYTES < bob.connect().chunk_bytes
+        asked_at = time.monotonic()
+        assert ada.put(blob_of(1, size))
+        _, landed = fetch(ada, [key_of(1)])
+        # The first chunk does not wait, and what the last one has to wait is the next one's.
+        assert time.monotonic() - asked_at >= (2 * size - 2 * PACED_CHUNK_BYTES) / rate
+        assert landed == {0: payload_of(1, size)}
+        asked_at = time.monotonic()
+        assert bob.put(blob_of(1, size))
+        assert time.monotonic() - asked_at < size / rate / 2
 
 
 # ---- how it is run

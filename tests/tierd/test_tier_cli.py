@@ -23,10 +23,11 @@ from live_tier import (
     raw_stub,
 )
 
-from kvtier.errors import KvtierError
+from kvtier.errors import KvtierError, UsageError
 from kvtier.tier.client import TierClient
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.cli import parse
+from kvtier_tierd.namespaces import Limits
 from kvtier_tierd.options import TierOptions
 
 SMALL = ("--memory", "1m", "--shared-memory", "off")
@@ -155,6 +156,14 @@ def test_namespaces_have_their_quota_and_everybody_the_in_flight_limit():
     assert options.quotas() == {"ada": 2 << 30}
     assert [options.served().limits(name).in_flight for name in ("ada", "bob")] == [3, 3]
     assert parse([shared, "--in-flight=3"]).served().limits("anybody").in_flight == 3
+
+
+def test_a_namespace_may_have_a_rate_with_a_quota_and_without():
+    options = parse(["--shared-memory=off", "--namespace=ada=2g,64m", "--namespace=bob=,1m"])
+    assert options.namespaces["ada"] == Limits(2 << 30, 64, 64 << 20)
+    assert options.namespaces["bob"] == Limits(None, 64, 1 << 20)
+    with pytest.raises(UsageError, match="--namespace"):
+        parse(["--shared-memory=off", "--namespace=ada=2g,fast"])
 
 
 # ---- how it starts
