@@ -1,19 +1,17 @@
 """Gets from shared memory: pin, copy in two threads, give back.
 
-    caller         Acquire(first keys)   copy .............. copy ................
-    other thread   Acquire(others) ..........  copy ........ copy ...  Release
-    service             pins             pins                          unpins
+    caller         Acquire   copy ............
+    other thread             copy ........      Release
+    service        pins                         unpins
 
-The others are asked for before the first have landed, and nobody waits for the Release: a call
-costs as much as copying some megabytes.
+Nobody waits for the Release: a call costs as much as copying some megabytes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvtier.errors import TierError, TierProtocolError
@@ -23,10 +21,9 @@ from kvtier.tier.lanes import Job, Lanes
 from kvtier.tier.shared import SharedMemory
 from kvtier.v1 import tier_pb2 as pb
 
-# Enough to copy while the others are being pinned.
-FIRST_KEYS = 8
+RELEASE_S = 1.0
 # How long `close` waits for leases to be given back; the service ends them by itself otherwise.
-RELEASE_S = 0.2
+CLOSE_S = 0.2
 
 Call = Callable[[Any, Any, Deadline], Any]
 
@@ -51,33 +48,18 @@ class SharedGets:
 
         Returns the positions of blobs that are held, but not there. Raises TierError.
         """
-        first, others = keys[:FIRST_KEYS], keys[FIRST_KEYS:]
-        positions = iter(range(len(keys)))
-        following = None
-        if others:
-            following = self._lanes.later(lambda: self._acquire(shared, others, deadline))
+        response = self._acquire(shared, keys, deadline)
         try:
-            response = self._acquire(shared, first, deadline)
-            elsewhere = self._land(shared, response, keys, positions, land, deadline, outcome)
-        except BaseException:
-            if following is not None and not following.cancel():
-                following.add_done_callback(self._give_back)
-            raise
-        if not others:
-            return elsewhere
-        if following is None or following.cancel():
-            # The other thread was busy or is gone.
-            response = self._acquire(shared, others, deadline)
-        else:
-            response = following.result()
-        return elsewhere + self._land(shared, response, keys, positions, land, deadline, outcome)
+            return self._land(shared, response, keys, land, deadline, outcome)
+        finally:
+            self._lanes.later(functools.partial(self._release, response))
 
     def close(self) -> None:
         """What was read is given back before, if that is a matter of a moment."""
         released = self._lanes.later(lambda: None)
         with contextlib.suppress(TimeoutError):
             if released is not None:
-                released.result(RELEASE_S)
+                released.result(CLOSE_S)
         self._lanes.close()
 
     def _acquire(
@@ -94,36 +76,27 @@ class SharedGets:
         shared: SharedMemory,
         response: pb.AcquireResponse,
         keys: Sequence[bytes],
-        positions: Iterator[int],
         land: Land,
         deadline: Deadline,
         outcome: list[Landing],
     ) -> list[int]:
-        """positions: of the keys that nothing was said about so far."""
         elsewhere: list[int] = []
         copies: list[Job] = []
-        try:
-            for extent in response.extents:
-                position = next((i for i in positions if keys[i] == extent.key), None)
-                if position is None:
-                    raise TierProtocolError(f"tier {self._address}: a blob that was not asked for")
-                if not extent.lease:
-                    elsewhere.append(position)
-                    continue
-                if extent.header.key != extent.key:
-                    raise TierProtocolError(f"tier {self._address}: the header of another blob")
-                arriving = Arriving(position, extent.header, self._namespace, land)
-                source = shared.view(extent.offset, extent.header.num_bytes)
-                copies.append(functools.partial(_copy, source, arriving, deadline, outcome))
-            self._lanes.run(copies)
-        finally:
-            self._lanes.later(functools.partial(self._release, response))
+        positions = iter(range(len(keys)))
+        for extent in response.extents:
+            position = next((i for i in positions if keys[i] == extent.key), None)
+            if position is None:
+                raise TierProtocolError(f"tier {self._address}: a blob that was not asked for")
+            if not extent.lease:
+                elsewhere.append(position)
+                continue
+            if extent.header.key != extent.key:
+                raise TierProtocolError(f"tier {self._address}: the header of another blob")
+            arriving = Arriving(position, extent.header, self._namespace, land)
+            source = shared.view(extent.offset, extent.header.num_bytes)
+            copies.append(functools.partial(_copy, source, arriving, deadline, outcome))
+        self._lanes.run(copies)
         return elsewhere
-
-    def _give_back(self, acquired: Future[pb.AcquireResponse]) -> None:
-        """What was pinned for a get that had failed by then."""
-        if acquired.exception() is None:
-            self._lanes.later(functools.partial(self._release, acquired.result()))
 
     def _release(self, response: pb.AcquireResponse) -> None:
         """Best effort: a lease that is not given back ends by itself."""

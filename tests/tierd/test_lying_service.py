@@ -206,6 +206,7 @@ def test_the_right_bytes_land_and_what_the_stream_leaves_out_is_missing(liar, cl
     "answer",
     [
         [extent(key=key_of(2))],
+        [extent(header=header_of(blob_of(2)))],
         [extent(), extent()],
         [extent(offset=ROOM - 1)],
         [extent(offset=(1 << 64) - 1)],
