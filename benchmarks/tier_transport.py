@@ -90,9 +90,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--neighbour-s", type=float, default=5.0, help="with it, and without (%(default)s)")
     add(
         "--neighbour-rate",
-        default="32m",
+        default="8m",
         metavar="BYTES",
-        help="a second, of its streams (%(default)s); also measured without",
+        help="a second, of its streams (%(default)s); it is measured without a rate, too",
     )
     add("--churn-s", type=float, default=60.0, help="(%(default)s)")
     add("--churn-memory", default="2g", metavar="BYTES", help="the cap to keep (%(default)s)")

@@ -86,7 +86,10 @@ def measure_latency(data: Bytes, options: argparse.Namespace, rows: list[Row]) -
 def measure_neighbour(data: Bytes, options: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
     """p99 of gets beside a neighbour at his limits: with a rate, and without one."""
     outcome = {}
-    for what, rate in (("its rate", f",{options.neighbour_rate}"), ("no rate", "")):
+    for what, rate in (
+        (f"{options.neighbour_rate}B/s", f",{options.neighbour_rate}"),
+        ("no rate", ""),
+    ):
         bounds = f"{NEIGHBOUR}={QUOTA_BLOBS * data.blob_bytes}{rate}"
         outcome[what] = measure_beside(data, bounds, options)
         for path, found in outcome[what].items():
