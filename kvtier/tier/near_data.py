@@ -26,7 +26,8 @@ from kvtier.errors import (
 )
 from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import Chosen
-from kvtier.tier.client import Deadline, TierClient
+from kvtier.tier.client import TierClient
+from kvtier.tier.deadline import Deadline
 from kvtier.tier.keys import KEY_BYTES
 from kvtier.tier.landing import Arriving, Landing, Offer
 from kvtier.tier.refreshing import Context, Entries, encode_queries
@@ -121,7 +122,7 @@ class NearData:
             chunk = self._answer(deadline).chunk
             if not chunk:
                 raise TierProtocolError(f"tier {self.address}: entries that end too soon")
-            arriving.add(chunk)
+            arriving.add(memoryview(chunk))
             landed += len(chunk)
         if arriving.finish() is not Landing.LANDED:
             raise TierIntegrityError(f"tier {self.address}: entries that do not verify")

@@ -362,9 +362,11 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
     async def Refresh(  # type: ignore[override]
         self, requests: AsyncIterator[pb.RefreshRequest], context: Any
     ) -> None:
-        async with self.calling("Refresh", context) as namespace:
-            with self.namespaces.transfer(namespace):
-                await self.near_data.serve(namespace, requests, context.write)
+        async with (
+            self.calling("Refresh", context) as namespace,
+            self.namespaces.transfer(namespace),
+        ):
+            await self.near_data.serve(namespace, requests, context.write)
 
     async def _send(self, name: BlobName, write: Callable[[Any], Awaitable[None]]) -> None:
         handle = await self.store.open(name)

@@ -15,7 +15,7 @@ from typing import Protocol
 from kvtier.errors import TierError
 from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import Chosen, ExactSpan, Hole, RefreshRule, exact_kv
-from kvtier.tier.client import Deadline
+from kvtier.tier.deadline import Deadline
 from kvtier.tier.host import HostSpans, Layouts
 from kvtier.tier.near_data import NearData
 

@@ -18,7 +18,8 @@ from kvtier.errors import TierError, TierProtocolError, TierUnavailableError, Us
 from kvtier.retention.keepkv import KeepKV, QueryWindow
 from kvtier.retention.refreshing import Chosen, ExactSpan, Hole, RefreshRule, exact_kv
 from kvtier.tier.blob import SpanLayout
-from kvtier.tier.client import Blob, Deadline, TierClient
+from kvtier.tier.client import Blob, TierClient
+from kvtier.tier.deadline import Deadline
 from kvtier.tier.names import SpanName
 from kvtier.tier.near_data import NearData
 from kvtier.tier.refreshing import Context, Entries
