@@ -182,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME[=QUOTA[,RATE]]",
         help="serve this namespace, with a quota in bytes and streams of so many bytes a second; "
-        "repeat (every name, without either)",
+        "below 100m engines give up on what takes them longer; repeat (every name, without either)",
     )
     add("--in-flight", type=int, default=64, help="transfers of a namespace at a time (64)")
     add("--certificate", type=Path, metavar="PEM", help="of the server, for mutual TLS")
