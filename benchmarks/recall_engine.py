@@ -84,7 +84,11 @@ def ask_engine(
         profile.save(folder / PROFILE_FILE)
         save_contexts(folder / "contexts.json", contexts, DEFAULT_LANGUAGE.eot)
         plan = make_plan(model, contexts, folder / PROFILE_FILE)
-        return _run_worker(folder, plan, worker_environment(folder, plan, settings))
+        (folder / "plan.json").write_text(plan.model_dump_json())
+        environment = worker_environment(folder, plan, settings)
+        files = [folder / name for name in ("plan.json", "contexts.json", "asked.json")]
+        run_module("benchmarks.recall_engine", files, environment, folder / "worker.log")
+        return [Asked.model_validate(entry) for entry in json.loads(files[-1].read_text())]
 
 
 def make_plan(model: Path, contexts: Sequence[RecallContext], profile: Path) -> Plan:
@@ -116,15 +120,18 @@ def worker_environment(folder: Path, plan: Plan, settings: Mapping[str, str]) ->
     }
 
 
-def _run_worker(folder: Path, plan: Plan, environment: dict[str, str]) -> list[Asked]:
-    plan_file, result, log = (folder / f for f in ("plan.json", "asked.json", "worker.log"))
-    plan_file.write_text(plan.model_dump_json())
-    arguments = map(str, (plan_file, folder / "contexts.json", result))
+def run_module(
+    module: str, files: Sequence[Path], environment: Mapping[str, str], log: Path
+) -> None:
+    """`python -m module files…` in a process group of its own, to its end.
+
+    Raises WorkerError where that is not a good one.
+    """
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.recall_engine", *arguments],
+            [sys.executable, "-m", module, *map(str, files)],
             cwd=ROOT,
-            env=environment,
+            env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,
@@ -137,7 +144,6 @@ def _run_worker(folder: Path, plan: Plan, environment: dict[str, str]) -> list[A
     if exit_code != 0:
         tail = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         raise WorkerError("the engine failed:\n" + "\n".join(tail))
-    return [Asked.model_validate(entry) for entry in json.loads(result.read_text())]
 
 
 def ask_all(engine: ChatEngine, context: RecallContext) -> Asked:
