@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import random
 import shutil
+import subprocess
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -418,6 +420,42 @@ def test_a_full_disk_evicts_and_tries_again(directory, monkeypatch):
         assert store.stats().evictions == 1
 
     play(directory, scenario)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB; only root may have one."""
+    disk = tmp_path / "small"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("only root may mount a small disk")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("free_blocks", [1, 3, 7])
+def test_an_index_that_a_full_disk_has_no_room_for_is_no_damage(small_disk, free_blocks):
+    """LMDB calls a write that ends early an I/O error."""
+    neighbour = small_disk / "neighbour"
+    info = info_of(payload_of(0))
+    rows = {blob_name(n): disk_index.Row(f"{n:032x}", info, n) for n in range(400)}
+    index = disk_index.DiskIndex(small_disk / "index", sync=False)
+    index.directory.mkdir()
+    assert index.open() == {}
+    with neighbour.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    os.truncate(neighbour, neighbour.stat().st_size - 4096 * free_blocks)
+    with pytest.raises(OSError, match="no room for the index") as caught:
+        index.write(rows)
+    assert caught.value.errno == errno.ENOSPC
+    neighbour.unlink()
+    index.write(rows)
+    assert index.rows() == rows
+    index.close()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 import struct
 from collections.abc import Mapping
@@ -32,6 +33,8 @@ FORMAT = b"kvtier disk store 1"
 FORMAT_KEY = b"format"  # shorter than any blob's
 MAX_NAMESPACE_BYTES = 200  # LMDB's keys have at most 511
 FIRST_MAP_BYTES = 64 << 20
+# A transaction writes a few pages; a disk with less room than that is full.
+LITTLE_BYTES = 64 << 10
 # A file that cannot be read is damaged; one that we may not read is somebody's mistake.
 UNREADABLE = {errno.EIO, errno.ESTALE, errno.EBADMSG, errno.EUCLEAN}
 
@@ -106,9 +109,13 @@ class DiskIndex:
             except lmdb.MapFullError:
                 # Rows are paid for in blobs' costs, so the budget bounds them and not the map.
                 environment.set_mapsize(2 * environment.info()["map_size"])
-            except lmdb.Error:
+            except lmdb.Error as error:
+                # LMDB calls a write that ends early an I/O error, and so does a full disk.
+                full = getattr(error, "code", None) == errno.EIO and self._disk_is_full()
                 # LMDB can refuse everything after an error; a fresh environment can do better.
                 self.close()
+                if full:
+                    raise OSError(errno.ENOSPC, f"no room for the index: {error}") from error
                 raise
 
     def close(self) -> None:
@@ -132,6 +139,10 @@ class DiskIndex:
                 with self._environment.begin(write=True) as transaction:
                     transaction.put(FORMAT_KEY, FORMAT)
         return self._environment
+
+    def _disk_is_full(self) -> bool:
+        disk = os.statvfs(self.directory)
+        return disk.f_bavail * disk.f_frsize < LITTLE_BYTES
 
     def _verify(self) -> None:
         """Raise DamagedIndexError unless LMDB may trust the file."""
