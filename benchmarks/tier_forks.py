@@ -273,7 +273,7 @@ def make_table(rows: Sequence[Row], bars: Sequence[Mapping[str, Any]]) -> Table:
             f"{row.place}", f"{row.cached}",
             ("equal" if row.equal else "DIFFERENT") + ("" if row.right else " (wrong)"),
             f"{row.restored_ms:.0f} ms", f"{row.recomputed_ms:.0f} ms",
-            f"{row.recomputed_ms / row.restored_ms:.1f}× less", f"{row.held_ms:.0f} ms",
+            f"{row.recomputed_ms / row.restored_ms:.1f}x less", f"{row.held_ms:.0f} ms",
         )  # fmt: skip
     return table
 

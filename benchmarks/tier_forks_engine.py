@@ -51,7 +51,7 @@ class Job(BaseModel):
 
 
 class ForkAnswer(BaseModel):
-    """cached_tokens: of the prompt, from the device or the tier; ttft_ms: waiting for it included."""
+    """cached_tokens: from the device or the tier; ttft_ms: waiting for the tier included."""
 
     model_config = ConfigDict(frozen=True)
 
