@@ -8,7 +8,8 @@ device no longer has. The same forks are served by an engine that never drops an
 tokens are the right ones) and, each from nothing, by one without a tier (whose time is what the
 tier has to beat). Facts stand among look-alikes, so that a share of the context is not enough.
 
-    equal        the greedy tokens are those of the engine that never dropped anything
+    equal        the greedy tokens are those of the engine that never dropped anything; "both err"
+                 where those are not the right answer
     restored     time to first token of a fork, its exact prefix coming from the tier
     recomputed   of the same fork where nothing is left of the context and there is no tier
 
@@ -271,7 +272,7 @@ def make_table(rows: Sequence[Row], bars: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         table.add_row(
             f"{row.place}", f"{row.cached}",
-            ("equal" if row.equal else "DIFFERENT") + ("" if row.right else " (wrong)"),
+            ("equal" if row.equal else "DIFFERENT") + ("" if row.right else ", both err"),
             f"{row.restored_ms:.0f} ms", f"{row.recomputed_ms:.0f} ms",
             f"{row.recomputed_ms / row.restored_ms:.1f}x less", f"{row.held_ms:.0f} ms",
         )  # fmt: skip

@@ -1,0 +1,260 @@
+"""What a tier that fails does to an engine that serves: nothing, but that it has to compute more.
+
+    python -m benchmarks.tier_faults --faults 1000
+
+The real engine serves many short sessions, several at a time, with room for less than half of the
+visits that are under way: every turn leaves for a tier and comes back from it. Then the tier fails,
+one kind of fault after the other, again and again, under this load:
+
+    kill       kill -9 of the service, and a restart
+    stop       SIGSTOP and SIGCONT, some for longer than the engine's deadlines
+    slow       calls that take ten times as long
+    bit-flip   payloads with flipped bits
+    disk-full  a disk without room
+    reset      connections that are reset
+
+What is counted as one fault is said in the table's source (tier_faults_kinds.py) and in the JSON.
+Nothing is compressed, so every turn's greedy tokens are known: an engine without a tier said them
+before, in the same run. After each kind the tier is well again, and the engine has to find that
+out: its breaker closes, puts are stored, and sessions are restored, without a restart.
+
+Throughput with a tier that is down all the time is compared with an engine that has none, on the
+same requests, in rounds that alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.recall_engine import DEMO_MODEL, ROOT
+from benchmarks.tier_faults_kinds import KINDS, Kind, Where
+from benchmarks.tier_faults_load import (
+    LONGEST,
+    SHORTEST,
+    TURNS,
+    Answers,
+    LoadSession,
+    make_sessions,
+)
+from benchmarks.tier_faults_processes import free_address
+from benchmarks.tier_faults_remote import (
+    CLIENTS,
+    DEVICE_TOKENS,
+    SPAN_TOKENS,
+    TIMEOUT_S,
+    VISITS,
+    RemoteEngine,
+    running_engine,
+)
+from benchmarks.tier_faults_report import (
+    KindOutcome,
+    Outcome,
+    Throughput,
+    differing,
+    make_bars,
+    make_table,
+    outcome_of_kind,
+)
+from kvtier.bench.environment import describe_environment
+from kvtier.bench.runner import terminated_as_interrupted
+from kvtier.bench.table import make_console
+from kvtier.errors import KvtierError, UsageError
+
+SCHEMA_VERSION = 1
+OUT = ROOT / "benchmarks" / "results" / "tier-faults.json"
+SESSIONS = 24
+ROUND_REQUESTS = 60
+# After the last fault of a kind, for the engine to find its tier again.
+RECOVERY_S = 60.0
+LOOK_S = 0.2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. 0 when every bar is met, 1 when one is not or an engine failed, 2 for bad
+    input."""
+    options = parse_arguments(argv)
+    try:
+        with terminated_as_interrupted():
+            document = run(options)
+    except UsageError as error:
+        print(f"benchmarks.tier_faults: error: {error}", file=sys.stderr)
+        return 2
+    except KvtierError as error:
+        print(f"benchmarks.tier_faults: {error}", file=sys.stderr)
+        return 1
+    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0 if all(bar["met"] for bar in document["bars"]) else 1
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.tier_faults", description=__doc__.split("\n")[0]
+    )
+    add = parser.add_argument
+    add("--out", type=Path, default=OUT, metavar="FILE", help="JSON of the outcome (%(default)s)")
+    add("--model-path", type=Path, default=DEMO_MODEL, help="a model of the recall language")
+    add("--faults", type=int, default=1000, help="of each kind (%(default)s)")
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="(all)")
+    add("--sessions", type=int, default=SESSIONS, help="different ones (%(default)s)")
+    add("--rounds", type=int, default=8, help="of throughput, with and without (%(default)s)")
+    add("--seed", type=int, default=0, help="of sessions, load and faults (%(default)s)")
+    return parser.parse_args(argv)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Serve, fail, and return the outcome."""
+    for name, least in (("faults", 1), ("sessions", 1), ("rounds", 0), ("seed", 0)):
+        if getattr(options, name) < least:
+            raise UsageError(f"--{name}", f"at least {least}", getattr(options, name))
+    environment = describe_environment(options.seed).model_dump()
+    started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+    sessions = make_sessions(options.sessions, options.seed)
+    with tempfile.TemporaryDirectory(prefix="kvtier-faults-") as name:
+        answers, throughput = without_a_tier(options, sessions, Path(name))
+        kinds, soundness = under_faults(options, sessions, answers, Path(name))
+    outcome = Outcome(throughput=throughput, kinds=kinds, integrity=soundness)
+    bars = make_bars(outcome, options.faults)
+    make_console().print(make_table(outcome, bars))
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "started_at": started,
+        "wall_s": round(time.perf_counter() - began, 1),
+        "environment": environment,
+        "settings": {
+            "model": options.model_path.name,
+            "faults_of_each_kind": options.faults,
+            "sessions": options.sessions,
+            "context_tokens": [SHORTEST, LONGEST],
+            "turns": TURNS,
+            "requests_at_a_time": CLIENTS,
+            "visits_under_way": VISITS,
+            "device_tokens": DEVICE_TOKENS,
+            "tier_span_tokens": SPAN_TOKENS,
+            "tier_timeout_s": TIMEOUT_S,
+            "seed": options.seed,
+        },
+        "outcome": outcome.model_dump(),
+        "bars": bars,
+    }
+
+
+def without_a_tier(
+    options: argparse.Namespace, sessions: Sequence[LoadSession], folder: Path
+) -> tuple[Answers, Throughput]:
+    """What every turn has to say; and rounds of the same requests with no tier and a dead one."""
+    folders = [folder / "no-tier", folder / "dead-tier"]
+    for one in folders:
+        one.mkdir()
+    with running_engine(folders[0], options.model_path, sessions, {}) as none:
+        answers: Answers = none.tell("references", salt="first")["answers"]
+        again: Answers = none.tell("references", salt="again")["answers"]
+        dead = {"TIER": free_address()}
+        with running_engine(folders[1], options.model_path, sessions, dead) as down:
+            for engine in (none, down):
+                engine.tell("take", answers=answers)
+                engine.tell("round", requests=ROUND_REQUESTS, seed=options.seed)
+            rounds = alternate(none, down, options.rounds, options.seed + 1)
+    return answers, Throughput(
+        round_requests=ROUND_REQUESTS,
+        none_s=tuple(one["seconds"] for one, _ in rounds),
+        down_s=tuple(one["seconds"] for _, one in rounds),
+        failed=sum(one["failed"] for pair in rounds for one in pair),
+        wrong=sum(one["wrong"] for pair in rounds for one in pair),
+        answers=sum(len(turns) for turns in answers),
+        answers_that_differ_between_passes=differing(answers, again),
+    )
+
+
+def alternate(
+    none: RemoteEngine, down: RemoteEngine, rounds: int, seed: int
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Both engines on the same requests, each of them first in every other round."""
+    pairs = []
+    for number in range(rounds):
+        order = (none, down) if number % 2 == 0 else (down, none)
+        said = [one.tell("round", requests=ROUND_REQUESTS, seed=seed + number) for one in order]
+        pairs.append((said[0], said[1]) if order[0] is none else (said[1], said[0]))
+    return pairs
+
+
+def under_faults(
+    options: argparse.Namespace, sessions: Sequence[LoadSession], answers: Answers, folder: Path
+) -> tuple[tuple[KindOutcome, ...], tuple[str, ...]]:
+    """Every kind, in one engine that serves through all of it; and what it says of itself."""
+    mine = folder / "faults"
+    mine.mkdir()
+    address = free_address()
+    outcomes = []
+    with running_engine(mine, options.model_path, sessions, {"TIER": address}) as engine:
+        engine.tell("take", answers=answers)
+        engine.tell("start", seed=options.seed)
+        for number, name in enumerate(options.kinds):
+            own = folder / name
+            own.mkdir()
+            where = Where(
+                address=address,
+                folder=own,
+                refused=lambda: engine.tell("tally")["tier"].get("put_TierExhaustedError", 0),
+                used=lambda: wait_for_use(engine)["used_s"] is not None,
+                deadline_s=TIMEOUT_S,
+                seed=options.seed + number,
+            )
+            outcomes.append(one_kind(KINDS[name](where), engine, options.faults))
+            print(progress(outcomes[-1]), file=sys.stderr, flush=True)
+        last = engine.tell("stop")
+    return tuple(outcomes), tuple(last["integrity"])
+
+
+def progress(kind: KindOutcome) -> str:
+    return (
+        f"{kind.name}: {kind.events} in {kind.during_s:.0f} s, {kind.failed} requests failed, "
+        f"{kind.wrong} wrong, {kind.restored} restored meanwhile, in use again after {kind.used_s}"
+    )
+
+
+def one_kind(kind: Kind, engine: RemoteEngine, faults: int) -> KindOutcome:
+    """Serve a tier, wait until it is used, let it fail, and see how long it takes to be back."""
+    with kind.running():
+        before = wait_for_use(engine)
+        began = time.monotonic()
+        kind.inject(faults)
+        during = time.monotonic() - began
+        healed = engine.tell("tally")
+        recovered = wait_for_use(engine, healed)
+        after = recovered["tally"]
+    return outcome_of_kind(kind, before["tally"], healed, after, during, recovered)
+
+
+def wait_for_use(engine: RemoteEngine, since: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Until the breaker is closed, and a put was stored and a request restored after that.
+
+    closed_s, used_s: how long that took, None where it did not happen within RECOVERY_S.
+    """
+    tally = since or engine.tell("tally")
+    began = time.monotonic()
+    closed_s = used_s = None
+    counted = tally["tier"]
+    while used_s is None and time.monotonic() - began < RECOVERY_S:
+        time.sleep(LOOK_S)
+        tally = engine.tell("tally")
+        tier, now = tally["tier"], time.monotonic() - began
+        if not tier["healthy"]:
+            closed_s = None
+            continue
+        if closed_s is None:
+            closed_s, counted = now, tier
+        if all(tier.get(one, 0) > counted.get(one, 0) for one in ("put", "restored_requests")):
+            used_s = now
+    return {"tally": tally, "closed_s": closed_s, "used_s": used_s}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

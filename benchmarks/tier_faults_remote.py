@@ -1,0 +1,116 @@
+"""The parent's side of an engine of the fault benchmark: starts it, talks to it, ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from benchmarks.recall_engine import LOG_TAIL_LINES, ROOT, WorkerError
+from benchmarks.tier_faults_engine import EngineJob
+from benchmarks.tier_faults_load import LoadSession
+from kvtier.bench.runner import stop_group
+from kvtier.config import ENV_PREFIX
+from kvtier.heads.model_config import model_shape, read_config
+from kvtier.heads.profile import full_profile
+
+CLIENTS = 4
+VISITS = 24
+# Of the device: as much as the clients need at once, and little of what they will need next.
+DEVICE_TOKENS = 14_000
+# Short spans make many small calls, and a short deadline many chances to miss it.
+SPAN_TOKENS = 128
+TIMEOUT_S = 0.5
+SETTINGS = {
+    "SINK_TOKENS": "32",
+    "RECENT_TOKENS": str(SPAN_TOKENS),
+    "BRANCH_RECENT_TOKENS": "24",
+    "TIER_SPAN_TOKENS": str(SPAN_TOKENS),
+    "TIER_TIMEOUT_S": str(TIMEOUT_S),
+}
+
+
+class RemoteEngine:
+    """See benchmarks/tier_faults_engine.py for what can be said. Raises WorkerError."""
+
+    def __init__(self, writes: IO[str], reads: IO[str], log: Path) -> None:
+        self._writes, self._reads, self._log = writes, reads, log
+
+    def tell(self, do: str, **more: Any) -> dict[str, Any]:
+        """Say something and wait for the answer."""
+        try:
+            print(json.dumps({"do": do, **more}), file=self._writes, flush=True)
+            line = self._reads.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            tail = self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+            raise WorkerError("the engine failed:\n" + "\n".join(tail))
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextmanager
+def running_engine(
+    folder: Path, model: Path, sessions: Sequence[LoadSession], settings: Mapping[str, str]
+) -> Iterator[RemoteEngine]:
+    """An engine that drops nothing. folder: empty, its own; settings: KVTIER_* without prefix."""
+    profile = folder / "head_profile.json"
+    full_profile(model_shape(read_config(str(model)))).save(profile)
+    (folder / "kvtier.toml").touch()
+    own = {"CONFIG": folder / "kvtier.toml", "HEAD_PROFILE": profile, "DATA_DIR": folder}
+    job = EngineJob(
+        engine=engine_args(model), sessions=tuple(sessions), clients=CLIENTS, visits=VISITS
+    )
+    (folder / "job.json").write_text(job.model_dump_json())
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
+    for name, value in {**SETTINGS, **own, **settings}.items():
+        environment[ENV_PREFIX + name] = str(value)
+    their_reads, our_writes = os.pipe()
+    our_reads, their_writes = os.pipe()
+    command = [sys.executable, "-m", "benchmarks.tier_faults_engine", str(folder / "job.json")]
+    log = folder / "engine.log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [*command, str(their_reads), str(their_writes)],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            pass_fds=(their_reads, their_writes),
+            start_new_session=True,
+        )
+    os.close(their_reads)
+    os.close(their_writes)
+    try:
+        with os.fdopen(our_writes, "w") as writes, os.fdopen(our_reads) as reads:
+            yield RemoteEngine(writes, reads, log)
+    finally:
+        stop_group(process)
+
+
+def engine_args(model: Path) -> dict[str, Any]:
+    """Of sglang.Engine."""
+    return {
+        "model_path": str(model.resolve()),
+        "device": "cpu",
+        "dtype": "float32",
+        "attention_backend": "kvtier",
+        "radix_cache_backend": "kvtier",
+        "max_total_tokens": DEVICE_TOKENS,
+        "max_running_requests": CLIENTS,
+        "chunked_prefill_size": 256,
+        "skip_tokenizer_init": True,
+        "skip_server_warmup": True,
+        "grammar_backend": "none",
+        "log_level": "warning",
+        "random_seed": 0,
+        # Two engines take turns while throughput is measured: the other one must not spin.
+        "sleep_on_idle": True,
+    }
