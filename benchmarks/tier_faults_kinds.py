@@ -45,8 +45,9 @@ SHARED_MEMORY = Path("/dev/shm")
 MEMORY_BYTES = 128 << 20
 DISK_BYTES = 256 << 20
 SMALL_DISK_BYTES = 96 << 20
-# Nothing has happened for so long: give up, with fewer events.
-PATIENCE_S = 40.0
+# Nothing has happened for so long: give up, with fewer events. Longer than an engine remembers
+# that loading was slower than computing.
+PATIENCE_S = 75.0
 LOOK_S = 0.25
 
 
