@@ -40,8 +40,14 @@ class Rates:
     def loaded(self, seconds: float, num_bytes: int) -> None:
         """A load took so long."""
         if num_bytes and seconds > 0:
-            self.load_bytes_per_s = _average(self.load_bytes_per_s, num_bytes / seconds)
+            # An average with a rate of that age would be too slow again, and nobody would ask.
+            old = None if self._load_rate_is_old else self.load_bytes_per_s
+            self.load_bytes_per_s = _average(old, num_bytes / seconds)
             self._loaded_at = self._clock()
+
+    @property
+    def _load_rate_is_old(self) -> bool:
+        return self._clock() - self._loaded_at > LOAD_RATE_LIFE_S
 
     def spilled(self, seconds: float) -> None:
         """Copying KV out held up the scheduler for so long."""
@@ -57,7 +63,7 @@ class Rates:
         """Whether a token's KV is loaded faster than it is computed, as far as is known."""
         if self.compute_tokens_per_s is None or self.load_bytes_per_s is None:
             return True
-        if self._clock() - self._loaded_at > LOAD_RATE_LIFE_S:
+        if self._load_rate_is_old:
             return True
         return self.load_bytes_per_s > self.compute_tokens_per_s * token_bytes
 

@@ -43,6 +43,19 @@ def test_a_tier_that_was_slow_once_is_asked_again():
     assert rates.loading_pays(TOKEN_BYTES)
 
 
+def test_one_good_load_later_it_is_used_again():
+    """What it was like when it was slow does not drag the average down."""
+    clock = Clock()
+    rates = Rates(clock)
+    rates.computed(1.0, 2000)
+    rates.loaded(10.0, TOKEN_BYTES)
+    clock.now += LOAD_RATE_LIFE_S + 1
+    rates.loaded(1.0, 4000 * TOKEN_BYTES)
+    assert rates.loading_pays(TOKEN_BYTES)
+    rates.loaded(1.0, 2000 * TOKEN_BYTES)
+    assert rates.load_bytes_per_s == pytest.approx(3600 * TOKEN_BYTES)
+
+
 def test_small_passes_and_empty_loads_say_nothing():
     rates = Rates()
     rates.computed(1.0, LEAST_CHUNK_TOKENS - 1)
