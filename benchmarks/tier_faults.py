@@ -120,8 +120,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     sessions = make_sessions(options.sessions, options.seed)
     with tempfile.TemporaryDirectory(prefix="kvtier-faults-") as name:
         answers, throughput = without_a_tier(options, sessions, Path(name))
-        kinds, soundness = under_faults(options, sessions, answers, Path(name))
-    outcome = Outcome(throughput=throughput, kinds=kinds, integrity=soundness)
+        kinds, last = under_faults(options, sessions, answers, Path(name))
+    outcome = Outcome(
+        throughput=throughput,
+        kinds=kinds,
+        integrity=tuple(last["integrity"]),
+        slowest_request_s=last["slowest_s"],
+    )
     bars = make_bars(outcome, options.faults)
     make_console().print(make_table(outcome, bars))
     return {
@@ -188,8 +193,8 @@ def alternate(
 
 def under_faults(
     options: argparse.Namespace, sessions: Sequence[LoadSession], answers: Answers, folder: Path
-) -> tuple[tuple[KindOutcome, ...], tuple[str, ...]]:
-    """Every kind, in one engine that serves through all of it; and what it says of itself."""
+) -> tuple[tuple[KindOutcome, ...], dict[str, Any]]:
+    """Every kind, in one engine that serves through all of it; and its last tally."""
     mine = folder / "faults"
     mine.mkdir()
     address = free_address()
@@ -211,7 +216,7 @@ def under_faults(
             outcomes.append(one_kind(KINDS[name](where), engine, options.faults))
             print(progress(outcomes[-1]), file=sys.stderr, flush=True)
         last = engine.tell("stop")
-    return tuple(outcomes), tuple(last["integrity"])
+    return tuple(outcomes), last
 
 
 def progress(kind: KindOutcome) -> str:

@@ -42,9 +42,10 @@ from benchmarks.tier_faults_proxies import (
 from kvtier_tierd.options import TierOptions
 
 SHARED_MEMORY = Path("/dev/shm")
-MEMORY_BYTES = 128 << 20
-DISK_BYTES = 256 << 20
-SMALL_DISK_BYTES = 96 << 20
+# Each with room for all the visits under way: what is evicted cannot be restored.
+MEMORY_BYTES = 256 << 20
+DISK_BYTES = 512 << 20
+SMALL_DISK_BYTES = 320 << 20
 # Nothing has happened for so long: give up, with fewer events. Longer than an engine remembers
 # that loading was slower than computing.
 PATIENCE_S = 75.0
@@ -121,7 +122,7 @@ class Kill(Kind):
         self.details = {"with_the_engine_connected": 0}
         self._options = self.options(
             store="memory+disk", disk_path=self.where.folder / "disk", disk_bytes=DISK_BYTES,
-            memory_bytes=MEMORY_BYTES // 4, shared_directory=SHARED_MEMORY,
+            memory_bytes=MEMORY_BYTES // 8, shared_directory=SHARED_MEMORY,
         )  # fmt: skip
         self._service = Process(tier_service, self._options)
         stack.callback(lambda: self._service.kill())
@@ -219,7 +220,7 @@ class DiskFull(Kind):
 
     name = "disk full"
     event = "one put refused to the engine by a store whose disk said ENOSPC"
-    served = "disk, on a tmpfs of 96 MiB that is full, then not, several times; no shared memory"
+    served = "disk, on a tmpfs of 320 MiB that is full, then not, several times; no shared memory"
     TIMES = 5
     LEFT_BYTES = 120 << 10  # less than a span's payload
 

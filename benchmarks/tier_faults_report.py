@@ -49,7 +49,6 @@ class KindOutcome(Frozen):
     operations_hit: int
     refused: int
     opened: int
-    slowest_request_s: float
     closed_s: float | None
     used_s: float | None
     examples: tuple[str, ...]
@@ -78,9 +77,13 @@ class Throughput(Frozen):
 
 
 class Outcome(Frozen):
+    """integrity: problems that the engine found with its own accounts; slowest_request_s: under
+    faults, from its submission to its last token."""
+
     throughput: Throughput
     kinds: tuple[KindOutcome, ...]
     integrity: tuple[str, ...]
+    slowest_request_s: float
 
 
 def differing(some: Answers, others: Answers) -> int:
@@ -121,7 +124,6 @@ def outcome_of_kind(
         operations_hit=sum(_more(name, *tiers) for name in tiers[1] if name.startswith(HIT)),
         refused=_more("refused_while_open", *tiers),
         opened=_more("breaker_opened", *tiers),
-        slowest_request_s=after["slowest_s"],
         closed_s=recovered["closed_s"],
         used_s=recovered["used_s"],
         examples=tuple(after["examples"]),
