@@ -18,8 +18,8 @@ Nothing is compressed, so every turn's greedy tokens are known: an engine withou
 before, in the same run. After each kind the tier is well again, and the engine has to find that
 out: its breaker closes, puts are stored, and sessions are restored, without a restart.
 
-Throughput with a tier that is down all the time is compared with an engine that has none, on the
-same requests, in rounds that alternate.
+Throughput with a tier that is down all the time is compared with that of engines that have none,
+two of each, on the same requests, in rounds in which they take turns.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,9 @@ from kvtier.errors import KvtierError, UsageError
 SCHEMA_VERSION = 1
 OUT = ROOT / "benchmarks" / "results" / "tier-faults.json"
 SESSIONS = 24
-ROUND_REQUESTS = 60
+ROUND_REQUESTS = 40
+# Of each arm of the throughput: two processes that do the same differ by a few percent.
+ENGINES = 2
 # After the last fault of a kind, for the engine to use its tier again: it remembers for a minute
 # that loading was slower than computing.
 RECOVERY_S = 75.0
@@ -156,39 +159,42 @@ def without_a_tier(
     options: argparse.Namespace, sessions: Sequence[LoadSession], folder: Path
 ) -> tuple[Answers, Throughput]:
     """What every turn has to say; and rounds of the same requests with no tier and a dead one."""
-    folders = [folder / "no-tier", folder / "dead-tier"]
-    for one in folders:
-        one.mkdir()
-    with running_engine(folders[0], options.model_path, sessions, {}) as none:
-        answers: Answers = none.tell("references", salt="first")["answers"]
-        again: Answers = none.tell("references", salt="again")["answers"]
-        dead = {"TIER": free_address()}
-        with running_engine(folders[1], options.model_path, sessions, dead) as down:
-            for engine in (none, down):
-                engine.tell("take", answers=answers)
-                engine.tell("round", requests=ROUND_REQUESTS, seed=options.seed)
-            rounds = alternate(none, down, options.rounds, options.seed + 1)
+    arms = ({}, {"TIER": free_address()})
+    with ExitStack() as stack:
+        engines = []
+        for number, settings in enumerate(arms * ENGINES):
+            own = folder / f"engine-{number}"
+            own.mkdir()
+            running = running_engine(own, options.model_path, sessions, settings)
+            engines.append(stack.enter_context(running))
+        answers: Answers = engines[0].tell("references", salt="first")["answers"]
+        again: Answers = engines[0].tell("references", salt="again")["answers"]
+        for engine in engines:
+            engine.tell("take", answers=answers)
+            engine.tell("round", requests=ROUND_REQUESTS, seed=options.seed)
+        rounds = in_turns(engines, options.rounds, options.seed + 1)
     return answers, Throughput(
         round_requests=ROUND_REQUESTS,
-        none_s=tuple(one["seconds"] for one, _ in rounds),
-        down_s=tuple(one["seconds"] for _, one in rounds),
-        failed=sum(one["failed"] for pair in rounds for one in pair),
-        wrong=sum(one["wrong"] for pair in rounds for one in pair),
+        none_s=tuple(tuple(one["seconds"] for one in said[::2]) for said in rounds),
+        down_s=tuple(tuple(one["seconds"] for one in said[1::2]) for said in rounds),
+        failed=sum(one["failed"] for said in rounds for one in said),
+        wrong=sum(one["wrong"] for said in rounds for one in said),
         answers=sum(len(turns) for turns in answers),
         answers_that_differ_between_passes=differing(answers, again),
     )
 
 
-def alternate(
-    none: RemoteEngine, down: RemoteEngine, rounds: int, seed: int
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Both engines on the same requests, each of them first in every other round."""
-    pairs = []
+def in_turns(engines: Sequence[RemoteEngine], rounds: int, seed: int) -> list[list[dict[str, Any]]]:
+    """What every engine said of every round, in the order given: all get the same requests, one
+    engine at a time, in every other round the last one first."""
+    found = []
     for number in range(rounds):
-        order = (none, down) if number % 2 == 0 else (down, none)
-        said = [one.tell("round", requests=ROUND_REQUESTS, seed=seed + number) for one in order]
-        pairs.append((said[0], said[1]) if order[0] is none else (said[1], said[0]))
-    return pairs
+        said = {}
+        for index in list(range(len(engines)))[:: 1 if number % 2 == 0 else -1]:
+            asked = {"requests": ROUND_REQUESTS, "seed": seed + number}
+            said[index] = engines[index].tell("round", **asked)
+        found.append([said[index] for index in range(len(engines))])
+    return found
 
 
 def under_faults(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -55,15 +55,16 @@ class KindOutcome(Frozen):
 
 
 class Throughput(Frozen):
-    """Seconds per round of `round_requests`, by round, without a tier and with a dead one.
+    """Seconds for `round_requests` requests, by round and engine, without a tier and with a dead
+    one.
 
-    answers: turns that were asked twice of the engine without a tier, in other batches; of which
-    so many differed.
+    answers: turns that were asked twice of an engine without a tier, in other batches; of which so
+    many differed.
     """
 
     round_requests: int
-    none_s: tuple[float, ...]
-    down_s: tuple[float, ...]
+    none_s: tuple[tuple[float, ...], ...]
+    down_s: tuple[tuple[float, ...], ...]
     failed: int
     wrong: int
     answers: int
@@ -72,8 +73,19 @@ class Throughput(Frozen):
     @property
     def ratio(self) -> float | None:
         """Throughput with a dead tier over throughput without one: the median of the rounds'."""
-        ratios = [none / down for none, down in zip(self.none_s, self.down_s, strict=True)]
-        return statistics.median(ratios) if ratios else None
+        return _median(
+            sum(none) / sum(down) for none, down in zip(self.none_s, self.down_s, strict=True)
+        )
+
+    @property
+    def alike(self) -> float | None:
+        """The same of two engines without a tier: what such a ratio can differ from 1 by itself."""
+        return _median(none[0] / none[-1] for none in self.none_s)
+
+
+def _median(ratios: Iterable[float]) -> float | None:
+    found = list(ratios)
+    return statistics.median(found) if found else None
 
 
 class Outcome(Frozen):
@@ -175,6 +187,8 @@ def make_table(outcome: Outcome, bars: Sequence[Mapping[str, Any]]) -> Table:
         f"of {throughput.answers} turns asked twice without a tier, "
         f"{throughput.answers_that_differ_between_passes} were answered differently"
     )
+    if throughput.alike is not None:
+        lines.append(f"throughput of two engines without a tier: {throughput.alike:.3f}")
     table = Table(title="An engine whose tier fails", caption="\n".join(lines))
     columns = ("", "faults", "in", "requests", "failed", "wrong", "restored", "calls hit", "opened",
                "closed after", "in use after")  # fmt: skip

@@ -32,7 +32,8 @@ from kvtier.tier.client import Landing, TierClient
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, mounts a tmpfs")
 
 THROUGHPUT = Throughput(
-    round_requests=60, none_s=(1.0, 2.0, 3.0), down_s=(1.0, 2.0, 4.0), failed=0, wrong=0,
+    round_requests=40, none_s=((1, 1), (2, 4), (3, 3)), down_s=((1, 1), (4, 2), (4, 4)), failed=0,
+    wrong=0,
     answers=8, answers_that_differ_between_passes=0,
 )  # fmt: skip
 
@@ -88,9 +89,9 @@ def test_every_bar_can_be_missed(changes, unmet) -> None:
     assert make_table(outcome, bars).row_count == 2
 
 
-def test_throughput_is_the_median_of_pairs_of_rounds() -> None:
-    assert THROUGHPUT.ratio == 1.0
-    slow = THROUGHPUT.model_copy(update={"down_s": (1.1, 2.2, 3.3)})
+def test_throughput_is_the_median_of_rounds_over_both_engines_of_an_arm() -> None:
+    assert (THROUGHPUT.ratio, THROUGHPUT.alike) == (1.0, 1.0)
+    slow = THROUGHPUT.model_copy(update={"down_s": ((1.1, 1.1), (3.3, 3.3), (1, 1))})
     outcome = Outcome(
         throughput=slow, kinds=(), integrity=("a slot is nobody's",), slowest_request_s=1.0
     )
@@ -99,6 +100,24 @@ def test_throughput_is_the_median_of_pairs_of_rounds() -> None:
 
 def test_answers_of_two_passes_are_compared_turn_by_turn() -> None:
     assert differing([[[1], [2]], [[3]]], [[[1], [9]], [[3]]]) == 1
+
+
+class Counting:
+    """An engine that says how many were asked before it."""
+
+    def __init__(self, asked: list[int]) -> None:
+        self.asked = asked
+
+    def tell(self, do: str, seed: int, **more) -> dict:
+        self.asked.append(seed)
+        return {"place": len(self.asked)}
+
+
+def test_engines_take_turns_on_the_same_requests() -> None:
+    asked: list[int] = []
+    found = tier_faults.in_turns([Counting(asked) for _ in range(3)], rounds=2, seed=5)
+    assert asked == [5, 5, 5, 6, 6, 6]
+    assert [[one["place"] for one in said] for said in found] == [[1, 2, 3], [6, 5, 4]]
 
 
 class Telling:
