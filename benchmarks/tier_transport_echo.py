@@ -99,7 +99,7 @@ class EchoServer(TierServer):
             real.store,
             real.namespaces,
             real.metrics,
-            real.near_data,
+            real.refreshes,
             chunk_bytes=real.chunk_bytes,
             max_blob_bytes=real.max_blob_bytes,
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import grpc
@@ -20,6 +21,7 @@ import numpy as np
 
 from kvtier.errors import (
     TierError,
+    TierExhaustedError,
     TierIntegrityError,
     TierProtocolError,
     TierUnavailableError,
@@ -36,19 +38,25 @@ from kvtier.v1 import tier_pb2 as pb
 
 # A request that waits longer for its forward pass keeps what it had: the service pins its spans.
 LONGEST_SESSION_S = 60.0
+# The service ends a session earlier than that, by its own clock.
+EARLY_S = 15.0
 
 
 class NearData:
     """See the module docstring. Open it in one thread, use it in another, close it in any.
 
     moved_bytes: of queries and entries, so far.
-    Methods raise TierError; a session that raised is of no use any more.
+    Methods raise TierError; a session that raised is of no use any more. What was not answered
+    because this side would not wait is a TierExhaustedError: the tier may be well.
     """
 
     def __init__(self, client: TierClient, context: Context) -> None:
         self.address, self.namespace = client.address, client.namespace
         self.context = context
         self.moved_bytes = 0
+        self._opened = time.monotonic()
+        # What it is that nothing came: a tier that does not open a session in time is not well.
+        self._late: type[TierError] = TierUnavailableError
         self._requests: queue.SimpleQueue[pb.RefreshRequest | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[pb.RefreshResponse | TierError] = queue.SimpleQueue()
         self._requests.put(pb.RefreshRequest(context=context.encode()))
@@ -65,6 +73,7 @@ class NearData:
             if answer.WhichOneof("part") != "ready":
                 raise TierProtocolError(f"tier {client.address}: no answer to a context")
             if not answer.ready.missing:
+                session._late = TierExhaustedError
                 return session
         except BaseException:
             session.close()
@@ -132,7 +141,7 @@ class NearData:
         try:
             answer = self._answers.get(timeout=deadline.left())
         except queue.Empty:
-            raise TierUnavailableError(f"tier {self.address}: no answer in time") from None
+            raise self._late(f"tier {self.address}: no answer in time") from None
         if isinstance(answer, TierError):
             # The last there will be, also for whoever asks again.
             self._answers.put(answer)
@@ -151,6 +160,8 @@ class NearData:
             error: TierError = TierUnavailableError(f"tier {self.address}: the refresh is over")
         except grpc.RpcError as failure:
             error = error_of(failure, self.address)
+            if time.monotonic() - self._opened > LONGEST_SESSION_S - EARLY_S:
+                error = TierExhaustedError(f"tier {self.address}: the refresh waited too long")
         self._answers.put(error)
 
 

@@ -1,13 +1,14 @@
 """What a near-data refresh says on the wire: a context and a rule, queries, chosen entries.
 
 Both ends are here, so that what one writes is what the other reads; see `Refresh` and
-`EntriesLayout` in proto/kvtier/v1/tier.proto. Whatever does not make sense is a TierProtocolError.
+`EntriesLayout` in proto/kvtier/v1/tier.proto.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,9 @@ from kvtier.tier.names import SpanName
 from kvtier.v1 import tier_pb2 as pb
 
 _VOTE_BYTES = 4
+# What one call may ask for.
+MAX_SPANS = 1 << 16
+MAX_POOL_WIDTH = 1025
 
 
 class Context(NamedTuple):
@@ -49,6 +53,8 @@ class Context(NamedTuple):
 def decode_context(message: pb.RefreshContext) -> Context:
     """Raises UsageError for what makes no sense."""
     spans = [SpanName(one.key, one.begin, one.stop) for one in message.spans]
+    if len(spans) > MAX_SPANS:
+        raise UsageError("spans", f"at most {MAX_SPANS}", len(spans))
     for span in spans:
         if not span.begin < span.stop:
             raise UsageError("span", "begin < stop", (span.begin, span.stop))
@@ -60,7 +66,13 @@ def decode_context(message: pb.RefreshContext) -> Context:
         alpha=rule.alpha,
         pool_width=rule.pool_width,
     )
+    if policy.pool_width > MAX_POOL_WIDTH:
+        raise UsageError("pool_width", f"at most {MAX_POOL_WIDTH}", policy.pool_width)
     holes = [Hole(one.begin, one.end, one.kept) for one in message.holes]
+    for one, next_one in pairwise(holes):
+        # Or a small message could ask for the work of many contexts.
+        if next_one.begin < one.end:
+            raise UsageError("holes", "in order and disjoint", (one.end, next_one.begin))
     return Context(spans, holes, RefreshRule(policy, rule.merges))
 
 

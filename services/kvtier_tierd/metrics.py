@@ -4,7 +4,7 @@ kvtier_tier_bytes_total{direction, namespace, path}    moved; path: stream or sh
 kvtier_tier_blobs_moved_total{direction, namespace, path}  likewise
 kvtier_tier_misses_total{namespace}                    blobs asked for and not held
 kvtier_tier_lookups_total{namespace, held}             keys asked for with Exists
-kvtier_tier_refreshes_total{namespace}                 contexts refreshed near their data
+kvtier_tier_refreshed_layers_total{namespace}          of contexts, refreshed near their data
 kvtier_tier_refreshed_bytes_total{namespace}           of entries that were sent for them
 kvtier_tier_quarantined_total{namespace}               blobs whose stored copy did not verify
 kvtier_tier_errors_total{method, code}                 calls that failed, by gRPC status
@@ -44,7 +44,7 @@ class TierMetrics:
         self._blobs = self._counter("blobs_moved", "direction", "namespace", "path")
         self._misses = self._counter("misses", "namespace")
         self._lookups = self._counter("lookups", "namespace", "held")
-        self._refreshes = self._counter("refreshes", "namespace")
+        self._refreshed_layers = self._counter("refreshed_layers", "namespace")
         self._refreshed_bytes = self._counter("refreshed_bytes", "namespace")
         self._quarantined = self._counter("quarantined", "namespace")
         self._errors = self._counter("errors", "method", "code")
@@ -68,8 +68,8 @@ class TierMetrics:
         self._lookups.labels(namespace, "no").inc(asked - held)
 
     def refreshed(self, namespace: str, num_bytes: int) -> None:
-        """A context was refreshed with so many bytes of entries."""
-        self._refreshes.labels(namespace).inc()
+        """A layer of a context was refreshed with so many bytes of entries."""
+        self._refreshed_layers.labels(namespace).inc()
         self._refreshed_bytes.labels(namespace).inc(num_bytes)
 
     def quarantined(self, namespace: str) -> None:

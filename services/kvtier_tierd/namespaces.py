@@ -20,6 +20,7 @@ from kvtier.tier.protocol import DEFAULT_NAMESPACE, NAMESPACE_METADATA
 
 MAX_NAMESPACE_BYTES = 200
 IN_FLIGHT = 64
+PACED_CHUNK_BYTES = 64 << 10
 # How long whoever has too many transfers in flight waits to be told so.
 REFUSAL_S = 0.05
 
@@ -71,6 +72,12 @@ class Namespaces:
             self._in_flight[namespace] -= 1
             if not self._in_flight[namespace]:
                 del self._in_flight[namespace]
+
+    def chunk_bytes(self, namespace: str, most: int) -> int:
+        """Of its streams: small where there is a rate to keep, so that nobody waits for a large
+        one."""
+        paced = self.limits(namespace).bytes_per_s is not None
+        return min(most, PACED_CHUNK_BYTES) if paced else most
 
     async def pace(self, namespace: str, num_bytes: int) -> None:
         """Wait until this many more bytes are within the namespace's rate."""

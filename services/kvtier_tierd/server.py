@@ -22,7 +22,7 @@ from kvtier.tier.framing import SERVICE_NAME, framed_handlers
 from kvtier.tier.protocol import MAX_QUERIES_BYTES, MESSAGE_OVERHEAD_BYTES
 from kvtier.v1 import tier_pb2_grpc
 from kvtier_tierd.metrics import Gauges, TierMetrics
-from kvtier_tierd.near_data import NearData
+from kvtier_tierd.near_data import Refreshes
 from kvtier_tierd.options import TierOptions
 from kvtier_tierd.service import Shared, TierService
 from kvtier_tierd.stores.arena import Arena
@@ -46,17 +46,19 @@ class TierServer:
         self.options = options
         self.store: BlobStore = make_store(options)
         self.metrics = TierMetrics()
-        self.near_data = NearData(
+        namespaces = options.served()
+        self.refreshes = Refreshes(
             self.store,
+            namespaces,
             self.metrics,
             workers=options.refresh_workers,
             chunk_bytes=options.chunk_bytes,
         )
         self.service = TierService(
             self.store,
-            options.served(),
+            namespaces,
             self.metrics,
-            self.near_data,
+            self.refreshes,
             chunk_bytes=options.chunk_bytes,
             max_blob_bytes=options.max_blob_bytes,
             shared=shared_memory(self.store),
@@ -77,7 +79,7 @@ class TierServer:
             raise
 
     async def _start(self) -> None:
-        await self.near_data.start()
+        await self.refreshes.start()
         await self.store.start()
         tier_pb2_grpc.add_TierServiceServicer_to_server(self.service, self._server)
         self._server.add_registered_method_handlers(SERVICE_NAME, framed_handlers(self.service))
@@ -160,7 +162,7 @@ class TierServer:
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.shutdown)
             self._metrics_server.server_close()
-        self.near_data.close()
+        await self.refreshes.close()
         await self.service.leases.close()
         await self.store.close()
 

@@ -35,11 +35,10 @@ from kvtier.v1 import tier_pb2_grpc
 from kvtier_tierd.leases import Leases, lease_seconds
 from kvtier_tierd.metrics import TierMetrics
 from kvtier_tierd.namespaces import Namespaces, namespace_of
-from kvtier_tierd.near_data import NearData
+from kvtier_tierd.near_data import Refreshes
 from kvtier_tierd.stores.base import BlobInfo, BlobName, BlobStore, Draft, Handle
 
 MAX_KEYS = 1 << 16
-PACED_CHUNK_BYTES = 64 << 10
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -70,7 +69,7 @@ def rpc(
 class TierService(tier_pb2_grpc.TierServiceServicer):
     """See the module docstring.
 
-    near_data:      what answers Refresh.
+    refreshes:      what answers Refresh.
     shared:         the memory that same-host clients may map, or None.
     chunk_bytes:    of a Get stream's chunks.
     max_blob_bytes: larger blobs are refused.
@@ -81,14 +80,14 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
         store: BlobStore,
         namespaces: Namespaces,
         metrics: TierMetrics,
-        near_data: NearData,
+        refreshes: Refreshes,
         *,
         chunk_bytes: int,
         max_blob_bytes: int,
         shared: Shared | None = None,
     ) -> None:
         self.store = store
-        self.near_data = near_data
+        self.refreshes = refreshes
         self.namespaces = namespaces
         self.metrics = metrics
         self.chunk_bytes = chunk_bytes
@@ -166,11 +165,11 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
             namespace=namespace,
             capacity_bytes=self.store.stats().capacity_bytes,
             max_blob_bytes=self.max_blob_bytes,
-            chunk_bytes=self._chunk_bytes_of(namespace),
+            chunk_bytes=self.namespaces.chunk_bytes(namespace, self.chunk_bytes),
             shared_path=shared.path,
             shared_bytes=shared.size,
             shared_token=shared.token,
-            refreshes=self.near_data.works,
+            refreshes=self.refreshes.enabled,
         )
 
     @rpc
@@ -343,11 +342,6 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
         if position != len(buffer):
             raise TierIntegrityError(f"{position} of {len(buffer)} bytes were sent")
 
-    def _chunk_bytes_of(self, namespace: str) -> int:
-        """Small ones where there is a rate to keep, so that others never wait for a large one."""
-        paced = self.namespaces.limits(namespace).bytes_per_s is not None
-        return min(self.chunk_bytes, PACED_CHUNK_BYTES) if paced else self.chunk_bytes
-
     # Writes instead of yielding: a generator that nobody asks any more closes its handle some time.
     async def Get(  # type: ignore[override]
         self, request: pb.GetRequest, context: Any
@@ -362,11 +356,8 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
     async def Refresh(  # type: ignore[override]
         self, requests: AsyncIterator[pb.RefreshRequest], context: Any
     ) -> None:
-        async with (
-            self.calling("Refresh", context) as namespace,
-            self.namespaces.transfer(namespace),
-        ):
-            await self.near_data.serve(namespace, requests, context.write)
+        async with self.calling("Refresh", context) as namespace:
+            await self.refreshes.serve(namespace, requests, context.write)
 
     async def _send(self, name: BlobName, write: Callable[[Any], Awaitable[None]]) -> None:
         handle = await self.store.open(name)
@@ -376,7 +367,7 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
             return
         try:
             await write(pb.GetResponse(header=_header(name.key, handle.info)))
-            size = self._chunk_bytes_of(name.namespace)
+            size = self.namespaces.chunk_bytes(name.namespace, self.chunk_bytes)
             for piece in handle.pieces:
                 for begin in range(0, len(piece), size):
                     chunk = frame_chunk(piece[begin : begin + size])

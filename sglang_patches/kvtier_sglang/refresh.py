@@ -27,10 +27,15 @@ import torch
 
 from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import Chosen, Hole, RefreshRule
+from kvtier.tier.deadline import Deadline
 from kvtier_sglang.allocator import HeadSplitAllocator
 from kvtier_sglang.refresh_again import RefreshAgain
 from kvtier_sglang.refresh_sources import RefreshSource
 from kvtier_sglang.variants import KvNode
+
+# The longest that a pass waits for the tier to choose entries, for all of its requests and layers:
+# so long everybody waits.
+LONGEST_PASS_S = 2.0
 
 
 def holes_of(path: list[KvNode]) -> list[Hole]:
@@ -85,11 +90,12 @@ class Refresher:
         self.refresh_s = 0.0
         self._waiting: dict[str, Refreshing] = {}
         self._active: list[Active] = []
+        self._deadline = Deadline(LONGEST_PASS_S)
 
     # -- from the tree --
 
     def offer(self, rid: str, refreshing: Refreshing) -> None:
-        """A request that will be admitted has its exact KV in host memory."""
+        """A request that will be admitted has what its refresh needs, or may get it later."""
         self.forget(rid)
         self._waiting[rid] = refreshing
 
@@ -125,6 +131,7 @@ class Refresher:
         rows: the table of request rows; requests: their indices; stops: tokens after the pass.
         """
         self._active = []
+        self._deadline = Deadline(LONGEST_PASS_S)
         for index, (rid, request, stop) in enumerate(zip(rids, requests, stops, strict=True)):
             refreshing = self._waiting.get(rid)
             if refreshing is None or refreshing.slots or stop < refreshing.prompt_tokens:
@@ -221,7 +228,7 @@ class Refresher:
                 self.again.began(active.rid, index, window)
             if refreshing.source is None:
                 continue
-            chosen = refreshing.source.choose(index, buffers.heads, window)
+            chosen = refreshing.source.choose(index, buffers.heads, window, self._deadline)
             if chosen is None:
                 # The layer goes on with copies of the tree's entries.
                 self.counters["unrefreshed_layers"] += 1
@@ -231,7 +238,7 @@ class Refresher:
         self.refresh_s += time.monotonic() - began
 
     def end_pass(self) -> None:
-        """The pass is over: what was refreshed needs its exact KV no more."""
+        """The pass is over: what was refreshed needs its source no more."""
         for active in self._active:
             source = active.refreshing.source
             if source is not None:

@@ -104,7 +104,7 @@ class RefreshAgain:
             watched.since += 1
             if watched.asked:
                 self._perhaps_write(tree, rid, watched, rows[request])
-            elif self._due(watched):
+            elif self.flows.can_choose_ahead and self._due(watched):
                 self.flows.choose_ahead(rid, watched.context, self._windows(watched))
                 watched.asked = True
 
@@ -131,8 +131,11 @@ class RefreshAgain:
         every, moved = self.rule.every_tokens, self.rule.moved
         if every is not None and watched.since >= every:
             return True
-        if moved is None or watched.since % LOOK_EVERY_TOKENS or not watched.refreshing.slots:
+        if moved is None or watched.since % LOOK_EVERY_TOKENS:
             return False
+        if not watched.refreshing.slots:
+            # The tier had nothing in time when the turn began; it may have now.
+            return True
         now = self._look(watched)
         if not watched.looked:
             # The first look: the queries since are still those the entries were chosen for.

@@ -13,16 +13,17 @@ that nobody who waits for KV waits for that.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvtier.errors import TierError
 from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import Chosen, Hole, RefreshRule
 from kvtier.tier.client import TierClient
+from kvtier.tier.deadline import Deadline
 from kvtier.tier.host import Layouts, fetch_spans
 from kvtier.tier.link import Fetch, TierLink
 from kvtier.tier.names import ContextNames, SpanName, spans_of_ranges
@@ -30,8 +31,12 @@ from kvtier.tier.near_data import NearData
 from kvtier.tier.refreshing import Context
 from kvtier_sglang.refresh_sources import FetchedSource, NearSource, RefreshSource
 
-# The longest that a forward pass waits for the tier to choose a context's entries, in all layers.
-LONGEST_PASS_S = 5.0
+# The longest that all layers of a context are waited for where they are chosen in the background.
+LONGEST_CHOICE_S = 10.0
+# Contexts chosen ahead at a time: each takes host memory and the link's time from those who wait.
+AHEAD_AT_A_TIME = 2
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class RefreshFlows:
 
     heads:     the CA heads of each layer.
     near_data: let the tier choose where it can, instead of fetching the exact KV.
-    wait_s:    that requests have waited, together.
+    wait_s:    that requests have waited for what came, together.
     """
 
     def __init__(
@@ -121,36 +126,29 @@ class RefreshFlows:
         """Ask for what a refresh of the context needs. patience_s: how long computing it takes."""
         self.forget(rid)
         now = time.monotonic()
-        fetch = self.link.submit(self._work(context, patience_s))
+        fetch = self.link.submit(self._work(context))
         self._flows[rid] = RefreshFlow(fetch, context, now, now + patience_s)
 
-    def _work(
-        self, context: CompactedContext, patience_s: float
-    ) -> Callable[[TierClient], RefreshSource | None]:
+    def _work(self, context: CompactedContext) -> Callable[[TierClient], RefreshSource | None]:
         def work(client: TierClient) -> RefreshSource | None:
             spans = context.spans(self.names)
             if not spans:
                 return None
             if self.near_data and client.refreshes:
-                return self._near(client, spans, context.holes, patience_s)
+                return self._near(client, spans, context.holes)
             return self._fetched(client, spans, context.holes)
 
         return work
 
     def _near(
-        self, client: TierClient, spans: list[SpanName], holes: list[Hole], patience_s: float
+        self, client: TierClient, spans: list[SpanName], holes: list[Hole]
     ) -> RefreshSource | None:
         num_bytes = sum(self.layouts.of(span).num_bytes for span in spans)
         wanted = Context(spans, holes, self.rule)
         session = NearData.open(client, wanted, client.deadline(num_bytes))
         if session is None:
             return None
-        patience_s = min(patience_s, LONGEST_PASS_S)
-        return NearSource(session, self.layouts.whole.dtype, patience_s, self._failed)
-
-    def _failed(self, error: TierError) -> None:
-        self.counters["refresh_cut_short"] += 1
-        self.link.failed_elsewhere("refresh", error)
+        return NearSource(session, self.layouts.whole.dtype, self.link)
 
     def _fetched(
         self, client: TierClient, spans: list[SpanName], holes: list[Hole]
@@ -190,11 +188,15 @@ class RefreshFlows:
         if ahead is not None:
             ahead.drop()
 
+    @property
+    def can_choose_ahead(self) -> bool:
+        return len(self._ahead) < AHEAD_AT_A_TIME
+
     def choose_ahead(
         self, rid: str, context: CompactedContext, windows: Mapping[int, QueryWindow]
     ) -> None:
         """Have the entries of all layers chosen in the background. windows: by layer."""
-        fetch = self.link.submit(self._work(context, LONGEST_PASS_S))
+        fetch = self.link.submit(self._work(context))
         self._ahead[rid] = Ahead(fetch, windows)
 
     def chosen_ahead(self, rid: str) -> tuple[bool, Choices | None]:
@@ -215,14 +217,20 @@ class RefreshFlows:
         return True, choices
 
     def _choose(self, source: RefreshSource, windows: Mapping[int, QueryWindow]) -> Choices | None:
+        """Runs in the chooser's thread."""
         layers = {}
+        deadline = Deadline(LONGEST_CHOICE_S)
         try:
             for layer, window in windows.items():
-                chosen = source.choose(layer, self.heads[layer], window)
+                chosen = source.choose(layer, self.heads[layer], window, deadline)
                 if chosen is None:
                     return None
                 layers[layer] = chosen
             return Choices(layers, source.moved_bytes)
+        except Exception:
+            # A bug of ours here must not end the scheduler: the request goes on without.
+            logger.exception("a refresh failed unexpectedly")
+            return None
         finally:
             source.release()
 

@@ -8,8 +8,7 @@ Both choose by the same rule (kvtier.retention.refreshing), so the entries are t
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvtier.errors import TierError
@@ -17,6 +16,7 @@ from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import Chosen, ExactSpan, Hole, RefreshRule, exact_kv
 from kvtier.tier.deadline import Deadline
 from kvtier.tier.host import HostSpans, Layouts
+from kvtier.tier.link import TierLink
 from kvtier.tier.near_data import NearData
 
 
@@ -27,8 +27,13 @@ class RefreshSource(Protocol):
     def moved_bytes(self) -> int:
         """From and to the tier, so far."""
 
-    def choose(self, layer: int, heads: Sequence[int], window: QueryWindow) -> list[Chosen] | None:
-        """What a layer's CA heads keep of each hole; None where the tier fails, now and later."""
+    def choose(
+        self, layer: int, heads: Sequence[int], window: QueryWindow, deadline: Deadline
+    ) -> list[Chosen] | None:
+        """What a layer's CA heads keep of each hole; None where the tier fails, now and later.
+
+        deadline: how long the tier is waited for, by whoever cannot go on without an answer.
+        """
 
     def release(self) -> None:
         """Give back what it holds. Calling it again does nothing."""
@@ -48,7 +53,9 @@ class FetchedSource:
     def moved_bytes(self) -> int:
         return self._moved_bytes
 
-    def choose(self, layer: int, heads: Sequence[int], window: QueryWindow) -> list[Chosen] | None:
+    def choose(
+        self, layer: int, heads: Sequence[int], window: QueryWindow, deadline: Deadline
+    ) -> list[Chosen] | None:
         spans = [
             ExactSpan(span.begin, span.stop, payload, self._layouts.of(span))
             for span, payload in zip(self._host.spans, self._host.payloads, strict=True)
@@ -64,37 +71,27 @@ class FetchedSource:
 
 
 class NearSource:
-    """A session with the tier, which it owns.
+    """A session with the tier, which it owns. link: told of the failure that ended it."""
 
-    patience_s: how long a forward pass waits for all layers of this context together; it holds up
-                every request of the pass.
-    failed:     told the error that ended it.
-    """
-
-    def __init__(
-        self, session: NearData, dtype: str, patience_s: float, failed: Callable[[TierError], None]
-    ) -> None:
-        self._session, self._dtype = session, dtype
-        self._patience_s, self._failed = patience_s, failed
+    def __init__(self, session: NearData, dtype: str, link: TierLink) -> None:
+        self._session, self._dtype, self._link = session, dtype, link
         self._is_over = False
 
     @property
     def moved_bytes(self) -> int:
         return self._session.moved_bytes
 
-    def choose(self, layer: int, heads: Sequence[int], window: QueryWindow) -> list[Chosen] | None:
-        if self._is_over:
+    def choose(
+        self, layer: int, heads: Sequence[int], window: QueryWindow, deadline: Deadline
+    ) -> list[Chosen] | None:
+        if self._is_over or not self._link.healthy:
             return None
-        began = time.monotonic()
         try:
-            deadline = Deadline(self._patience_s)
             return self._session.choose(layer, heads, window, self._dtype, deadline)
         except TierError as error:
-            self._failed(error)
+            self._link.failed_elsewhere("refresh", error)
             self.release()
             return None
-        finally:
-            self._patience_s = max(0.0, self._patience_s - (time.monotonic() - began))
 
     def release(self) -> None:
         self._is_over = True

@@ -3,6 +3,7 @@ only those; a service that has lost, spoilt or refuses anything is no worse than
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from hashlib import sha256
 
 import grpc
@@ -14,7 +15,13 @@ from hypothesis import strategies as st
 from live_tier import eventually, failing, in_process, live_tier, raw_stub
 from test_lying_service import Liar, lying
 
-from kvtier.errors import TierError, TierProtocolError, TierUnavailableError, UsageError
+from kvtier.errors import (
+    TierError,
+    TierExhaustedError,
+    TierProtocolError,
+    TierUnavailableError,
+    UsageError,
+)
 from kvtier.retention.keepkv import KeepKV, QueryWindow
 from kvtier.retention.refreshing import Chosen, ExactSpan, Hole, RefreshRule, exact_kv
 from kvtier.tier.blob import SpanLayout
@@ -24,6 +31,7 @@ from kvtier.tier.names import SpanName
 from kvtier.tier.near_data import NearData
 from kvtier.tier.refreshing import Context, Entries
 from kvtier.v1 import tier_pb2 as pb
+from kvtier_tierd import near_data
 from kvtier_tierd.stores.base import BlobName
 
 LAYERS, HEADS, GROUP, DIM, SPAN = 2, 3, 2, 16, 32
@@ -230,6 +238,68 @@ def test_a_hole_that_is_none_is_refused(begin, end, kept):
         Hole(begin, end, kept)
 
 
+def test_spans_of_another_shape_are_refused(client):
+    spans, other = make_spans(1, "float32", seed=5), make_spans(2, "float16", seed=5)[1:]
+    mixed = spans + other
+    names = names_of(mixed, seed=5)
+    store(client, mixed, names)
+    session = opened(client, Context(names, [Hole(10, 60, 5)], RULES["dropped"]))
+    with pytest.raises(TierError, match="one layout"):
+        session.choose(0, [0], make_window(0, 1, "float32"), "float32", Deadline(PATIENCE_S))
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "named"),
+    [("MAX_SESSIONS", 1, "refreshes under way"), ("PINNED_SHARE", 0.001, "is pinned")],
+)
+def test_contexts_that_wait_may_not_pin_everything(
+    client, service, monkeypatch, limit, value, named
+):
+    spans = make_spans(2, "float32", seed=6)
+    names = names_of(spans, seed=6)
+    store(client, spans, names)
+    context = Context(names, [Hole(0, 64, 5)], RULES["dropped"])
+    with opened_for_a_while(client, context):
+        monkeypatch.setattr(near_data, limit, value)
+        with pytest.raises(TierExhaustedError, match=named):
+            NearData.open(client, context, Deadline(PATIENCE_S))
+    monkeypatch.undo()
+    eventually(lambda: service.server.refreshes._sessions.total() == 0)
+    assert service.server.refreshes._pinned_bytes == 0
+
+
+@contextmanager
+def opened_for_a_while(client: TierClient, context: Context):
+    session = opened(client, context)
+    yield session
+    session.close()
+
+
+def test_what_was_sent_is_counted(client, service):
+    spans = make_spans(2, "float32", seed=8)
+    names = names_of(spans, seed=8)
+    store(client, spans, names)
+    labels = {"namespace": "default"}
+    registry = service.server.metrics.registry
+    before = registry.get_sample_value("kvtier_tier_refreshed_bytes_total", labels) or 0
+    with opened_for_a_while(client, Context(names, [Hole(0, 64, 5)], RULES["dropped"])) as session:
+        window = make_window(0, 1, "float32")
+        session.choose(0, [0], window, "float32", Deadline(PATIENCE_S))
+
+        def counted() -> bool:
+            found = registry.get_sample_value("kvtier_tier_refreshed_bytes_total", labels) or 0
+            return found - before == 2 * 5 * DIM * 4
+
+        eventually(counted)
+
+
+def test_holes_that_overlap_are_refused(service):
+    context = Context([], [Hole(0, 9, 5), Hole(8, 12, 1)], RULES["dropped"]).encode()
+    with raw_stub(service.address) as stub, failing(grpc.StatusCode.INVALID_ARGUMENT):
+        list(stub.Refresh(iter([pb.RefreshRequest(context=context)])))
+
+
 def test_a_service_that_was_told_not_to_says_so():
     with in_process() as tier, TierClient(tier.address) as client:
         client.connect()
@@ -247,7 +317,7 @@ def test_a_service_that_dies_in_the_middle_ends_the_session(tmp_path):
         window = make_window(0, 1, "float32")
         session.choose(0, [0], window, "float32", Deadline(PATIENCE_S))
         tier.pause()
-        with pytest.raises(TierUnavailableError, match="in time"):
+        with pytest.raises(TierExhaustedError, match="in time"):
             session.choose(1, [0], window, "float32", Deadline(0.05))
         tier.resume()
         tier.kill()

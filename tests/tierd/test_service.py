@@ -31,9 +31,8 @@ from kvtier.errors import TierExhaustedError, TierRefusedError, TierUnavailableE
 from kvtier.tier.blob import DTYPE_BYTES, SpanLayout
 from kvtier.tier.client import Blob, Landing, TierClient
 from kvtier.v1 import tier_pb2 as pb
-from kvtier_tierd.namespaces import REFUSAL_S, Limits
+from kvtier_tierd.namespaces import PACED_CHUNK_BYTES, REFUSAL_S, Limits
 from kvtier_tierd.server import SERVICE_NAME
-from kvtier_tierd.service import PACED_CHUNK_BYTES
 
 CHUNK = 64 << 10
 PAGE = 4096

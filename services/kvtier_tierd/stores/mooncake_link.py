@@ -208,7 +208,7 @@ class MooncakeLink:
         for call in list(self._calls):
             call.cancel()
         if self._calls:
-            running = [asyncio.wrap_future(call) for call in self._calls]
+            running = [asyncio.wrap_future(call) for call in list(self._calls)]
             await asyncio.wait(running, timeout=2 * self.options.timeout_s)
         if client is not None and not self._calls:
             await asyncio.wrap_future(self._submit(client.close))
@@ -265,11 +265,16 @@ class MooncakeLink:
 
     async def _ask_until_it_answers(self) -> None:
         while True:
-            with contextlib.suppress(TierUnavailableError):
+            try:
                 await self._connect()
                 answer = await asyncio.wrap_future(self._submit(self._client.is_exist, "kvtier"))
                 if not isinstance(answer, Exception) and answer >= 0:
                     break
+            except TierUnavailableError:
+                pass
+            except Exception:
+                # Or nobody would ever ask again.
+                logger.exception("mooncake's client answers strangely")
             await asyncio.sleep(PROBE_S)
         self._away = None
         logger.warning("mooncake master %s answers again", self.options.master)
