@@ -162,7 +162,7 @@ def without_a_tier(
     arms = ({}, {"TIER": free_address()})
     with ExitStack() as stack:
         engines = []
-        for number, settings in enumerate(arms * ENGINES):
+        for number, settings in enumerate(arms * ENGINES if options.rounds else arms[:1]):
             own = folder / f"engine-{number}"
             own.mkdir()
             running = running_engine(own, options.model_path, sessions, settings)
