@@ -24,7 +24,7 @@ from live_tier import (
 from kvtier.errors import TierExhaustedError, TierProtocolError, UsageError
 from kvtier.tier.blob import CHECKSUM_BYTES, MAX_LAYOUT_BYTES
 from kvtier.tier.client import Blob, Landing, TierClient
-from kvtier.tier.protocol import PROTOCOL_VERSION
+from kvtier.tier.protocol import MAX_QUERIES_BYTES, PROTOCOL_VERSION
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd import service
 from kvtier_tierd.service import MAX_KEYS
@@ -118,11 +118,14 @@ def test_a_blob_larger_than_allowed_is_no_reason_to_give_up_on_the_tier(memory_d
         assert client.put(blob_of(1, 1 << 20))
 
 
-def test_a_message_larger_than_a_chunk_is_refused(stub):
+def test_a_message_larger_than_any_of_the_protocol_is_refused(stub):
+    size = MAX_QUERIES_BYTES + (1 << 20)
     with failing(EXHAUSTED):
-        put(stub, header_of(blob_of(1, 2 << 20)), payload_of(1, 2 << 20))
+        put(stub, header_of(blob_of(1, size)), payload_of(1, size))
     with failing(EXHAUSTED):
-        stub.Exists(pb.ExistsRequest(keys=[key_of(1)] * MAX_KEYS))
+        stub.Exists(pb.ExistsRequest(keys=[key_of(1)] * (size // 32)))
+    with failing(grpc.StatusCode.INVALID_ARGUMENT):
+        stub.Exists(pb.ExistsRequest(keys=[key_of(1)] * (MAX_KEYS + 1)))
 
 
 def test_bytes_that_are_no_message_are_an_error_and_no_more(tier):
