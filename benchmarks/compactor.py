@@ -10,8 +10,6 @@ environment of its own (benchmarks/peers/README.md), kvtier inside the real SGLa
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import run_command
 from benchmarks.compactor_contexts import KINDS, RecallContext, make_contexts
 from benchmarks.compactor_engine import METHODS, Heads, run_engine
 from benchmarks.compactor_records import (
@@ -34,7 +33,6 @@ from benchmarks.kvpress import PEER_PYTHON, run_kvpress
 from benchmarks.recall_engine import DEMO_MODEL, ROOT
 from kvtier.bench.environment import describe_environment
 from kvtier.config import load_settings
-from kvtier.errors import KvtierError, UsageError
 from kvtier.sizes import parse_size
 
 SCHEMA_VERSION = 1
@@ -45,17 +43,7 @@ PEER_METHOD = "kvpress Compactor"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. 0 when everything ran, 1 when a side failed, 2 for bad input."""
-    options = parse_arguments(argv)
-    try:
-        document = run(options)
-    except UsageError as error:
-        print(f"benchmarks.compactor: error: {error}", file=sys.stderr)
-        return 2
-    except (KvtierError, subprocess.CalledProcessError) as error:
-        print(f"benchmarks.compactor: {error}", file=sys.stderr)
-        return 1
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+    return run_command("compactor", parse_arguments(argv), run)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -11,7 +11,6 @@ the curve was fitted on.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -24,13 +23,14 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
+from benchmarks.command import run_command
 from benchmarks.compactor_contexts import KINDS, Question, RecallContext, make_contexts
 from benchmarks.recall_engine import DEMO_MODEL, PROFILE_FILE, ROOT, Asked, ask_engine
 from kvtier.bench.environment import describe_environment
 from kvtier.bench.recall import make_session
 from kvtier.bench.schema import RetainedTurn
 from kvtier.bench.table import make_console
-from kvtier.errors import KvtierError, UsageError
+from kvtier.errors import UsageError
 from kvtier.heads.model_config import model_shape, read_config
 from kvtier.heads.profile import full_profile, load_profile
 from kvtier.sizes import parse_size
@@ -69,17 +69,7 @@ class Row(BaseModel):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. 0 when everything ran, 1 when the engine failed, 2 for bad input."""
-    options = parse_arguments(argv)
-    try:
-        document = run(options)
-    except UsageError as error:
-        print(f"benchmarks.quality: error: {error}", file=sys.stderr)
-        return 2
-    except KvtierError as error:
-        print(f"benchmarks.quality: {error}", file=sys.stderr)
-        return 1
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+    return run_command("quality", parse_arguments(argv), run)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

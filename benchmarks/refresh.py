@@ -15,9 +15,7 @@ merging; benchmarks/peers/README.md has the rules.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +28,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
+from benchmarks.command import run_command
 from benchmarks.compactor_contexts import KINDS, RecallContext, make_contexts
 from benchmarks.compactor_engine import Heads, head_profile, retention_for
 from benchmarks.compactor_records import Record
@@ -40,7 +39,7 @@ from kvtier.bench.runner import LOCAL_TIER, TIER_VARIABLE, local_tier
 from kvtier.bench.schema import TierReading
 from kvtier.bench.table import make_console
 from kvtier.config import ENV_PREFIX
-from kvtier.errors import KvtierError, UsageError
+from kvtier.errors import UsageError
 from kvtier.sizes import parse_size
 
 SCHEMA_VERSION = 1
@@ -86,17 +85,7 @@ class Row(BaseModel):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. 0 when everything ran, 1 when the engine failed, 2 for bad input."""
-    options = parse_arguments(argv)
-    try:
-        document = run(options)
-    except UsageError as error:
-        print(f"benchmarks.refresh: error: {error}", file=sys.stderr)
-        return 2
-    except (KvtierError, subprocess.CalledProcessError) as error:
-        print(f"benchmarks.refresh: {error}", file=sys.stderr)
-        return 1
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+    return run_command("refresh", parse_arguments(argv), run)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -11,7 +11,6 @@ their slots are free again.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -21,11 +20,12 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks.command import run_command
 from benchmarks.compactor_contexts import STANDING_OUT, make_contexts
 from benchmarks.recall_engine import DEMO_MODEL, PROFILE_FILE, ROOT, ask_engine
 from kvtier.bench.environment import describe_environment
 from kvtier.bench.table import make_console
-from kvtier.errors import KvtierError, UsageError
+from kvtier.errors import UsageError
 from kvtier.heads.profile import load_profile
 from kvtier.sizes import parse_size
 
@@ -36,17 +36,7 @@ OUT = ROOT / "benchmarks" / "results" / "selection-overhead.json"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. 0 when everything ran, 1 when the engine failed, 2 for bad input."""
-    options = parse_arguments(argv)
-    try:
-        document = run(options)
-    except UsageError as error:
-        print(f"benchmarks.selection: error: {error}", file=sys.stderr)
-        return 2
-    except KvtierError as error:
-        print(f"benchmarks.selection: {error}", file=sys.stderr)
-        return 1
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+    return run_command("selection", parse_arguments(argv), run)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

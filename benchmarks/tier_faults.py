@@ -25,7 +25,6 @@ two of each, on the same requests, in rounds in which they take turns.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -35,6 +34,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import run_command
 from benchmarks.recall_engine import DEMO_MODEL, ROOT
 from benchmarks.tier_faults_kinds import KINDS, Kind, Where
 from benchmarks.tier_faults_load import (
@@ -67,7 +67,7 @@ from benchmarks.tier_faults_report import (
 from kvtier.bench.environment import describe_environment
 from kvtier.bench.runner import terminated_as_interrupted
 from kvtier.bench.table import make_console
-from kvtier.errors import KvtierError, UsageError
+from kvtier.errors import UsageError
 
 SCHEMA_VERSION = 1
 OUT = ROOT / "benchmarks" / "results" / "tier-faults.json"
@@ -84,18 +84,8 @@ LOOK_S = 0.2
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. 0 when every bar is met, 1 when one is not or an engine failed, 2 for bad
     input."""
-    options = parse_arguments(argv)
-    try:
-        with terminated_as_interrupted():
-            document = run(options)
-    except UsageError as error:
-        print(f"benchmarks.tier_faults: error: {error}", file=sys.stderr)
-        return 2
-    except KvtierError as error:
-        print(f"benchmarks.tier_faults: {error}", file=sys.stderr)
-        return 1
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 0 if all(bar["met"] for bar in document["bars"]) else 1
+    with terminated_as_interrupted():
+        return run_command("tier_faults", parse_arguments(argv), run)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

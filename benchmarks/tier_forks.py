@@ -21,7 +21,6 @@ recent window.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -35,6 +34,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
+from benchmarks.command import run_command
 from benchmarks.compactor_contexts import LOOK_ALIKES, RecallContext, make_context
 from benchmarks.recall_engine import (
     DEMO_MODEL,
@@ -52,7 +52,7 @@ from kvtier.bench.runner import LOCAL_TIER, TIER_VARIABLE, local_tier
 from kvtier.bench.schema import Plan
 from kvtier.bench.table import make_console
 from kvtier.config import Settings
-from kvtier.errors import KvtierError, UsageError
+from kvtier.errors import UsageError
 from kvtier.sizes import parse_size
 
 SCHEMA_VERSION = 1
@@ -83,17 +83,7 @@ class Row(BaseModel):
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. 0 when every bar is met, 1 when one is not or an engine failed, 2 for bad
     input."""
-    options = parse_arguments(argv)
-    try:
-        document = run(options)
-    except UsageError as error:
-        print(f"benchmarks.tier_forks: error: {error}", file=sys.stderr)
-        return 2
-    except KvtierError as error:
-        print(f"benchmarks.tier_forks: {error}", file=sys.stderr)
-        return 1
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 0 if all(bar["met"] for bar in document["bars"]) else 1
+    return run_command("tier_forks", parse_arguments(argv), run)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -18,7 +18,6 @@ Latency is counted from when a call was due, at arrivals that do not wait for an
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import run_command
 from benchmarks.tier_transport_echo import EchoClient
 from benchmarks.tier_transport_paths import (
     Bytes,
@@ -53,7 +53,7 @@ from benchmarks.tier_transport_service import (
 )
 from kvtier.bench.environment import describe_environment
 from kvtier.bench.table import make_console
-from kvtier.errors import KvtierError, UsageError
+from kvtier.errors import UsageError
 from kvtier.sizes import format_size, parse_size
 from kvtier.tier.client import TierClient
 
@@ -63,17 +63,7 @@ OUT = ROOT / "benchmarks" / "results" / "tier-transport.json"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. 0 when everything ran, 1 when the tier failed, 2 for bad input."""
-    options = parse_arguments(argv)
-    try:
-        document = run(options)
-    except UsageError as error:
-        print(f"benchmarks.tier_transport: error: {error}", file=sys.stderr)
-        return 2
-    except KvtierError as error:
-        print(f"benchmarks.tier_transport: {error}", file=sys.stderr)
-        return 1
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+    return run_command("tier_transport", parse_arguments(argv), run)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

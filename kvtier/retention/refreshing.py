@@ -113,6 +113,25 @@ def exact_kv(
     return both[0], both[1]
 
 
+def choose_holes(
+    rule: RefreshRule,
+    spans: Sequence[ExactSpan],
+    layer: int,
+    heads: Sequence[int],
+    holes: Sequence[Hole],
+    window: QueryWindow,
+) -> list[Chosen]:
+    """What some heads of a layer keep of each hole, chosen where the queries are.
+
+    window: the heads' newest queries. Raises UsageError like `exact_kv` and the rule.
+    """
+    chosen = []
+    for hole in holes:
+        k, v = (side.to(window.q.device) for side in exact_kv(spans, layer, heads, hole))
+        chosen.append(rule.choose(k, v, hole.kept, window))
+    return chosen
+
+
 def span_layer(payload: np.ndarray, layout: SpanLayout, layer: int) -> torch.Tensor:
     """One layer of a span: `[2 (k, v), tokens, KV heads, dim]`.
 
@@ -130,4 +149,12 @@ def span_layer(payload: np.ndarray, layout: SpanLayout, layer: int) -> torch.Ten
     return torch.from_numpy(part).view(dtype).view(layout.shape[1:])
 
 
-__all__ = ["Chosen", "ExactSpan", "Hole", "RefreshRule", "exact_kv", "span_layer"]
+__all__ = [
+    "Chosen",
+    "ExactSpan",
+    "Hole",
+    "RefreshRule",
+    "choose_holes",
+    "exact_kv",
+    "span_layer",
+]

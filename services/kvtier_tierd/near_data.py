@@ -14,30 +14,30 @@ import asyncio
 import functools
 import importlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError, UsageError
-from kvtier.tier.blob import checksum, decode_span_layout, verifies
+from kvtier.tier.blob import checksum, decode_span_layout
 from kvtier.tier.keys import KEY_BYTES
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.metrics import TierMetrics
 from kvtier_tierd.namespaces import Namespaces
 from kvtier_tierd.stores.base import BlobName, BlobStore, Handle
+from kvtier_tierd.verifying import is_intact, undisturbed
 
 if TYPE_CHECKING:
+    from kvtier.retention.refreshing import ExactSpan
     from kvtier.tier.refreshing import Context
 
 # A client that asks nothing more must not pin a context for ever, and none may pin all there is.
 LONGEST_SESSION_S = 50.0
 MAX_SESSIONS = 32
 PINNED_SHARE = 0.25
-
-Result = TypeVar("Result")
 Write = Callable[[Any], Awaitable[None]]
 
 
@@ -125,29 +125,34 @@ class Refreshes:
             await self._answer(namespace, context, handles, requests, write)
 
     async def _pin(
-        self, namespace: str, keys: Iterable[bytes], handles: dict[bytes, Handle]
+        self, namespace: str, keys: Sequence[bytes], handles: dict[bytes, Handle]
     ) -> list[bytes]:
-        """Open the blobs of `keys`; returns those that are not held, or not as they were."""
-        missing = []
+        """Open the blobs of `keys`; returns those that are not held, or not as they were: as soon
+        as there is one, nothing is asked of the others."""
         for key in keys:
             if len(key) != KEY_BYTES:
                 raise UsageError("keys", f"{KEY_BYTES} bytes each", f"{len(key)}")
-            name = BlobName(namespace, key)
-            if key in handles:
-                raise UsageError("spans", "each span once", key.hex())
+        if len(set(keys)) < len(keys):
+            raise UsageError("spans", "each span once", f"{len(keys)} keys")
+        names = [BlobName(namespace, key) for key in keys]
+        held = await self.store.exists(names)
+        missing = [name.key for name, one in zip(names, held, strict=True) if not one]
+        for name in [] if missing else names:
             handle = await self.store.open(name)
             if handle is None:
-                self.metrics.missed(namespace)
-                missing.append(key)
-                continue
-            handles[key] = handle
+                missing.append(name.key)
+                break
+            handles[name.key] = handle
             self._pinned_bytes += handle.info.num_bytes
             if self._pinned_bytes > PINNED_SHARE * self.store.stats().capacity_bytes:
                 raise TierExhaustedError("as much is pinned for refreshes as may be")
-            if not await undisturbed(asyncio.to_thread(_verifies, name, handle)):
+            if not await is_intact(name, handle):
                 await self.store.quarantine(name)
                 self.metrics.quarantined(namespace)
-                missing.append(key)
+                missing.append(name.key)
+                break
+        for _ in missing:
+            self.metrics.missed(namespace)
         return missing
 
     async def _answer(
@@ -160,11 +165,13 @@ class Refreshes:
     ) -> None:
         size = self.namespaces.chunk_bytes(namespace, self.chunk_bytes)
         loop = asyncio.get_running_loop()
+        # Once for all layers: a store whose blobs are in pieces copies them here.
+        spans = await undisturbed(asyncio.to_thread(_exact_spans, context, handles))
         async for request in requests:
             if request.WhichOneof("part") != "queries":
                 raise UsageError("refresh", "queries after the context", "another context")
             work = loop.run_in_executor(
-                self._workers, _choose, namespace, context, handles, request.queries
+                self._workers, _choose, namespace, context, spans, request.queries
             )
             header, payload = await undisturbed(work)
             await write(pb.RefreshResponse(header=header))
@@ -175,32 +182,15 @@ class Refreshes:
             self.metrics.refreshed(namespace, payload.nbytes)
 
 
-async def undisturbed(work: Awaitable[Result]) -> Result:
-    """What a thread returns, even when the call is over: it reads what is unpinned afterwards."""
-    task = asyncio.ensure_future(work)
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        raise asyncio.CancelledError
-    return task.result()
-
-
 def _decode(message: pb.RefreshContext) -> Context:
     from kvtier.tier.refreshing import decode_context
 
     return decode_context(message)
 
 
-def _choose(
-    namespace: str, context: Context, handles: dict[bytes, Handle], queries: pb.RefreshQueries
-) -> tuple[pb.BlobHeader, np.ndarray]:
-    """One layer's entries, and the header they are sent under."""
-    from kvtier.retention.refreshing import ExactSpan, exact_kv
-    from kvtier.tier.refreshing import Entries, decode_queries
+def _exact_spans(context: Context, handles: dict[bytes, Handle]) -> list[ExactSpan]:
+    """The context's exact KV. Raises UsageError for spans that are not what it says."""
+    from kvtier.retention.refreshing import ExactSpan
 
     spans = []
     for span in context.spans:
@@ -214,16 +204,23 @@ def _choose(
     kinds = {replace(span.layout, num_tokens=1, score_bytes=0) for span in spans}
     if len(kinds) != 1:
         raise UsageError("spans", "one layout", f"{len(kinds)}")
-    (layout,) = kinds
+    return spans
+
+
+def _choose(
+    namespace: str, context: Context, spans: list[ExactSpan], queries: pb.RefreshQueries
+) -> tuple[pb.BlobHeader, np.ndarray]:
+    """One layer's entries, and the header they are sent under."""
+    from kvtier.retention.refreshing import choose_holes
+    from kvtier.tier.refreshing import Entries, decode_queries
+
+    layout = spans[0].layout
     if len(queries.key) != KEY_BYTES:
         raise UsageError("key", f"{KEY_BYTES} bytes", len(queries.key))
     if max(queries.heads, default=0) >= layout.num_kv_heads:
         raise UsageError("heads", f"below {layout.num_kv_heads}", list(queries.heads))
     window = decode_queries(queries, layout.head_dim)
-    chosen = []
-    for hole in context.holes:
-        k, v = exact_kv(spans, queries.layer, queries.heads, hole)
-        chosen.append(context.rule.choose(k, v, hole.kept, window))
+    chosen = choose_holes(context.rule, spans, queries.layer, queries.heads, context.holes, window)
     entries = Entries(
         dtype=layout.dtype,
         num_entries=tuple(context.rule.entries(hole) for hole in context.holes),
@@ -240,11 +237,6 @@ def _choose(
         checksum=checksum(queries.key, namespace, meaning, payload.data),
     )
     return header, payload
-
-
-def _verifies(name: BlobName, handle: Handle) -> bool:
-    info = handle.info
-    return verifies(info.checksum, name.key, name.namespace, info.layout, handle.pieces)
 
 
 __all__ = ["Refreshes"]

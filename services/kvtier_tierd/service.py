@@ -25,7 +25,7 @@ from kvtier.errors import (
     TierUnavailableError,
     UsageError,
 )
-from kvtier.tier.blob import CHECKSUM_BYTES, MAX_LAYOUT_BYTES, verifies
+from kvtier.tier.blob import CHECKSUM_BYTES, MAX_LAYOUT_BYTES
 from kvtier.tier.framing import frame_chunk
 from kvtier.tier.keys import KEY_BYTES
 from kvtier.tier.protocol import negotiate
@@ -36,7 +36,8 @@ from kvtier_tierd.leases import Leases, lease_seconds
 from kvtier_tierd.metrics import TierMetrics
 from kvtier_tierd.namespaces import Namespaces, namespace_of
 from kvtier_tierd.near_data import Refreshes
-from kvtier_tierd.stores.base import BlobInfo, BlobName, BlobStore, Draft, Handle
+from kvtier_tierd.stores.base import BlobInfo, BlobName, BlobStore, Draft
+from kvtier_tierd.verifying import is_intact
 
 MAX_KEYS = 1 << 16
 
@@ -200,7 +201,7 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
                 if handle is None:
                     continue
                 try:
-                    fine = await asyncio.to_thread(_verifies, name, handle)
+                    fine = await is_intact(name, handle)
                 finally:
                     handle.close()
                 if not fine:
@@ -382,11 +383,6 @@ def _header(key: bytes, info: BlobInfo) -> pb.BlobHeader:
     return pb.BlobHeader(
         key=key, num_bytes=info.num_bytes, layout=info.layout, checksum=info.checksum
     )
-
-
-def _verifies(name: BlobName, handle: Handle) -> bool:
-    info = handle.info
-    return verifies(info.checksum, name.key, name.namespace, info.layout, handle.pieces)
 
 
 __all__ = ["Shared", "TierService"]

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvtier.errors import TierError
 from kvtier.retention.keepkv import QueryWindow
-from kvtier.retention.refreshing import Chosen, ExactSpan, Hole, RefreshRule, exact_kv
+from kvtier.retention.refreshing import Chosen, ExactSpan, Hole, RefreshRule, choose_holes
 from kvtier.tier.deadline import Deadline
 from kvtier.tier.host import HostSpans, Layouts
 from kvtier.tier.link import TierLink
@@ -46,7 +46,10 @@ class FetchedSource:
         self, host: HostSpans, holes: Sequence[Hole], rule: RefreshRule, layouts: Layouts
     ) -> None:
         self._host, self._holes, self._rule = host, holes, rule
-        self._layouts = layouts
+        self._spans = [
+            ExactSpan(span.begin, span.stop, payload, layouts.of(span))
+            for span, payload in zip(host.spans, host.payloads, strict=True)
+        ]
         self._moved_bytes = host.host_bytes
 
     @property
@@ -56,17 +59,10 @@ class FetchedSource:
     def choose(
         self, layer: int, heads: Sequence[int], window: QueryWindow, deadline: Deadline
     ) -> list[Chosen] | None:
-        spans = [
-            ExactSpan(span.begin, span.stop, payload, self._layouts.of(span))
-            for span, payload in zip(self._host.spans, self._host.payloads, strict=True)
-        ]
-        chosen = []
-        for hole in self._holes:
-            k, v = (side.to(window.q.device) for side in exact_kv(spans, layer, heads, hole))
-            chosen.append(self._rule.choose(k, v, hole.kept, window))
-        return chosen
+        return choose_holes(self._rule, self._spans, layer, heads, self._holes, window)
 
     def release(self) -> None:
+        self._spans = []
         self._host.release()
 
 

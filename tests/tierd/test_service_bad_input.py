@@ -26,7 +26,7 @@ from kvtier.tier.blob import CHECKSUM_BYTES, MAX_LAYOUT_BYTES
 from kvtier.tier.client import Blob, Landing, TierClient
 from kvtier.tier.protocol import MAX_QUERIES_BYTES, PROTOCOL_VERSION
 from kvtier.v1 import tier_pb2 as pb
-from kvtier_tierd import service
+from kvtier_tierd import verifying
 from kvtier_tierd.service import MAX_KEYS
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -171,9 +171,9 @@ def test_another_keys_or_namespaces_bytes_under_this_key_do_not_land(tier, share
 
 def test_a_client_that_cries_wolf_takes_nothing_out_of_service(tier, monkeypatch):
     """Nor does the service's answer to it keep others waiting."""
-    looked, verifies = [], service._verifies
+    looked, verifies = [], verifying.verifies
     monkeypatch.setattr(
-        service, "_verifies", lambda *a: looked.append(threading.current_thread()) or verifies(*a)
+        verifying, "verifies", lambda *a: looked.append(threading.current_thread()) or verifies(*a)
     )
     with TierClient(tier.address) as client, raw_stub(tier.address) as stub:
         client.connect()
