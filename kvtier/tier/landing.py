@@ -16,6 +16,9 @@ from kvtier.tier.blob import Digest
 from kvtier.tier.shared import copy
 from kvtier.v1 import tier_pb2 as pb
 
+# Of a chunk: small enough that the checksum finds it in the core's own cache.
+BLOCK_BYTES = 256 << 10
+
 
 class Landing(Enum):
     """What became of a blob that was asked for."""
@@ -64,8 +67,11 @@ class Arriving:
             return
         end = self._landed + len(chunk)
         if end <= len(self._buffer):
-            self._buffer[self._landed : end] = chunk
-            self._digest.update(self._buffer[self._landed : end])
+            for begin in range(0, len(chunk), BLOCK_BYTES):
+                block = chunk[begin : begin + BLOCK_BYTES]
+                landed = self._buffer[self._landed + begin :][: len(block)]
+                landed[:] = block
+                self._digest.update(landed)
         self._landed = end
 
     def copy(self, source: memoryview, until: float) -> None:
