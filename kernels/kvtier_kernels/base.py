@@ -44,7 +44,7 @@ class AttentionState(NamedTuple):
 class RaggedKV(NamedTuple):
     """The buffers of one head class of one layer.
 
-    k, v:      [slots, heads, dim].
+    k, v:      [slots, heads, dim], in the query's dtype or one that converts to it (fp8).
     log_votes: float32 added to the logits of an entry (KeepKV: ln p), [slots], or
                [slots, heads, group] where every query head has its own; None when every entry
                stands for exactly one token.
@@ -120,3 +120,7 @@ class AttentionKernels(ABC):
         rows q_indptr[i]:q_indptr[i + 1]. The plan holds the prefix only. `window` restricts
         what is seen of the request's own turn (streaming prefill).
         """
+
+    @abstractmethod
+    def merge_states(self, a: AttentionState, b: AttentionState) -> AttentionState:
+        """The state over the union of two disjoint blocks of KV; see `states.merge_states`."""
