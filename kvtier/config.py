@@ -113,7 +113,9 @@ class Settings(BaseSettings):
     locality_slots: int | None = Field(
         None, ge=1, description="Slots of the locality pool. None: derived from the KV budget."
     )
-    kernels: str = Field("reference", description="Attention kernel backend.")
+    kernels: str = Field(
+        "auto", description="Attention kernels: reference, triton, or auto (triton on a GPU)."
+    )
     force_cpu: bool = Field(
         False, description="Activate kvtier's CPU platform even where CUDA is available."
     )

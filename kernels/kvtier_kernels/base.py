@@ -79,6 +79,8 @@ class AttentionKernels(ABC):
     """One backend of the contract in this module's docstring."""
 
     name: str
+    # Whether `plan_on_device` is there.
+    plans_on_device = False
 
     @abstractmethod
     def plan(
@@ -94,6 +96,30 @@ class AttentionKernels(ABC):
         log_votes: [slots] float32, anything but 0 where an entry has votes in some layer, or
                    None where none has; the votes themselves come with each call's RaggedKV.
         """
+
+    def plan_on_device(
+        self,
+        table: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        max_length: int,
+        image: torch.Tensor | None = None,
+        *,
+        voted: bool = False,
+        into: Any = None,
+    ) -> Any:
+        """A plan for `decode`, made without waiting for the device.
+
+        table:      [rows, width] int32 or int64: token slots, 0 where there is none.
+        rows:       [requests] int, each request's row. lengths: [requests] int, its columns.
+        max_length: no length is more than this.
+        image:      [slots] int, another space's slot by token slot, 0 where there is none.
+        voted:      whether entries may have votes.
+        into:       a plan to fill, where the addresses must stay the same (CUDA graphs).
+
+        Request i's entries are what is not 0 of its slots, or of their images, in order.
+        """
+        raise KernelUnavailableError(f"kernels: {self.name!r} plans on the host")
 
     @abstractmethod
     def decode(self, q: torch.Tensor, kv: RaggedKV, plan: Any, scale: float) -> AttentionState:

@@ -12,7 +12,7 @@ Layout: heads first, `[heads, tokens, dim]`, because every score is per head ove
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -62,7 +62,24 @@ def window_mass(
               in the context, so a prefill cut at such multiples scores as if it were not cut.
     Returns float32 `[heads, tokens]`: a column sum, 1 on average within a window.
     """
-    mass = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+    equal = list(_equal(q_indptr, q_start, window_tokens))
+    if q.is_cuda:
+        # Elsewhere there may be no Triton.
+        from kvtier_kernels.triton_backend import scores
+
+        windows = [(b, b + width) for begin, end, width in equal for b in range(begin, end, width)]
+        return scores.window_mass(q, k, windows, scale)
+    mass = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    for begin, end, width in equal:
+        rows = slice(begin, end)
+        mass[:, rows] = _equal_windows(q[rows], k[rows], scale, width)
+    return mass
+
+
+def _equal(
+    q_indptr: Sequence[int], q_start: Sequence[int], window_tokens: int
+) -> Iterator[tuple[int, int, int]]:
+    """Stretches of windows of one width: first row, the row behind the last, the width."""
     for index, position in enumerate(q_start):
         begin, end = q_indptr[index], q_indptr[index + 1]
         first = min(begin + -position % window_tokens, end)
@@ -73,9 +90,7 @@ def window_mass(
             (first + whole, end, end - first - whole),
         ):
             if stop > start:
-                rows = slice(start, stop)
-                mass[:, rows] = _equal_windows(q[rows], k[rows], scale, width)
-    return mass
+                yield start, stop, width
 
 
 def _equal_windows(q: torch.Tensor, k: torch.Tensor, scale: float, width: int) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """The attention backend `kvtier`: one ragged kernel call per head class and layer.
 
 Per forward pass the slot tables are planned once per class and shared by all layers (a streaming
-prefill plans its settled entries again in each); per layer
-the query heads of each class attend over their own class's entries. Nothing is padded and no
-contiguous stretch of the cache is copied (see kvtier_kernels.slots).
+prefill plans its settled entries again in each); per layer the query heads of each class attend
+over their own class's entries. Nothing is padded. Kernels that plan on the device (on a GPU) are
+told where the engine's tables are; the others get a table made on the host.
 
 Runs over a `HeadSplitKVPool` only. With every head CA (policy `full`) the locality class is
 empty and never touched, so the same backend serves SGLang's own radix cache.
@@ -42,7 +42,7 @@ class BatchPlan:
 
     ca, locality: per class; locality is None when no layer has locality heads.
     write:        where this pass's new tokens are stored, in both slot spaces.
-    q_indptr:     row ranges of the requests in an extend pass.
+    q_indptr:     row ranges of the requests in an extend pass; empty in a decoding one.
     prefill:      what an extend pass computes, where compaction wants to know; else None.
     """
 
@@ -97,42 +97,75 @@ class KvtierAttnBackend(AttentionBackend):
         if forward_batch.forward_mode.is_idle():
             self.forward_metadata = None
             return
-        extend = forward_batch.forward_mode.is_extend()
-        requests = forward_batch.req_pool_indices.tolist()
-        if extend:
-            lengths = [int(n) for n in forward_batch.extend_prefix_lens_cpu]
-            new = [int(n) for n in forward_batch.extend_seq_lens_cpu]
+        if forward_batch.forward_mode.is_extend():
+            self.forward_metadata = self._plan_extend(forward_batch)
         else:
-            lengths, new = [int(n) for n in forward_batch.seq_lens_cpu], [1] * len(requests)
+            self.forward_metadata = self._plan_decode(forward_batch)
+
+    def _plan_extend(self, forward_batch: Any) -> BatchPlan:
+        requests = forward_batch.req_pool_indices.tolist()
+        lengths = [int(n) for n in forward_batch.extend_prefix_lens_cpu]
+        new = [int(n) for n in forward_batch.extend_seq_lens_cpu]
         if self.refreshing is not None:
             tree, refresher = self.refreshing
+            stops = [length + n for length, n in zip(lengths, new, strict=True)]
             rids, table = forward_batch.rids, self.req_to_token
-            if extend:
-                stops = [length + n for length, n in zip(lengths, new, strict=True)]
-                refresher.begin_pass(tree, rids, requests, stops, _indptr(new), table)
-            elif refresher.again is not None:
-                refresher.again.begin_pass(tree, rids, requests, table)
-        rows = [
-            self.req_to_token[request, :length].to(torch.int64)
-            for request, length in zip(requests, lengths, strict=True)
-        ]
+            refresher.begin_pass(tree, rids, requests, stops, _indptr(new), table)
         written = forward_batch.out_cache_loc
         prefill = None
-        if extend and self.compaction is not None:
+        if self.compaction is not None:
             prefill = PrefillRows(_indptr(new), tuple(lengths), written)
-        locality = None
-        if self.pool.splits_heads:
-            locality = self._plan_locality(rows, streaming=extend and self._streams)
-            written = KVWriteLoc(written, self.pool.locality_of[written])
-        else:
-            written = KVWriteLoc(written)
-        self.forward_metadata = BatchPlan(
+        rows = self._rows(requests, lengths)
+        return BatchPlan(
             ca=self._plan_ca(rows),
-            locality=locality,
-            write=written,
+            locality=self._plan_locality(rows, streaming=self._streams),
+            write=self._write(written),
             q_indptr=_indptr(new),
             prefill=prefill,
         )
+
+    def _plan_decode(self, forward_batch: Any) -> BatchPlan:
+        if self.refreshing is not None and self.refreshing[1].again is not None:
+            tree, refresher = self.refreshing
+            requests = forward_batch.req_pool_indices.tolist()
+            refresher.again.begin_pass(tree, forward_batch.rids, requests, self.req_to_token)
+        lengths = [int(n) for n in forward_batch.seq_lens_cpu]
+        if self.kernels.plans_on_device:
+            ca = self._plan_on_device(forward_batch, max(lengths), None)
+            locality = None
+            if self.pool.splits_heads:
+                locality = self._plan_on_device(forward_batch, max(lengths), self.pool.locality_of)
+        else:
+            rows = self._rows(forward_batch.req_pool_indices.tolist(), lengths)
+            ca, locality = self._plan_ca(rows), self._plan_locality(rows, streaming=False)
+        return BatchPlan(ca, locality, self._write(forward_batch.out_cache_loc), ())
+
+    def _rows(self, requests: list[int], lengths: list[int]) -> list[torch.Tensor]:
+        """Each request's token slots."""
+        return [
+            self.req_to_token[request, :length].to(torch.int64)
+            for request, length in zip(requests, lengths, strict=True)
+        ]
+
+    def _write(self, written: torch.Tensor) -> KVWriteLoc:
+        """Where this pass's new tokens go, in both slot spaces."""
+        if self.pool.splits_heads:
+            return KVWriteLoc(written, self.pool.locality_of[written])
+        return KVWriteLoc(written)
+
+    def _plan_on_device(
+        self, forward_batch: Any, longest: int, image: torch.Tensor | None
+    ) -> ClassPlan:
+        """Entries of one class, of all requests of a decoding pass."""
+        plan = self.kernels.plan_on_device(
+            self.req_to_token,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            longest,
+            image,
+            voted=image is not None or self.pool.ca_votes is not None,
+        )
+        return ClassPlan(plan)
 
     def prefill_rows(self) -> PrefillRows | None:
         """What the extend pass under way computes, if compaction will want to know."""
@@ -149,8 +182,10 @@ class KvtierAttnBackend(AttentionBackend):
     def _streams(self) -> bool:
         return self.settings.prefill == "streaming"
 
-    def _plan_locality(self, rows: list[torch.Tensor], *, streaming: bool) -> ClassPlan:
+    def _plan_locality(self, rows: list[torch.Tensor], *, streaming: bool) -> ClassPlan | None:
         """Locality entries: the CA slots that still have a locality slot, in order."""
+        if not self.pool.splits_heads:
+            return None
         images = [self.pool.locality_of[row] for row in rows]
         positions = [torch.nonzero(image).flatten() for image in images]
         slots = [image[where] for image, where in zip(images, positions, strict=True)]

@@ -51,7 +51,7 @@ def with_defaults(flags: list[str]) -> list[str]:
 
     defaults = {"--attention-backend": NAME, "--radix-cache-backend": NAME}
     if torch.cuda.is_available():
-        # The reference kernels plan on the host, which a CUDA graph cannot record.
+        # Not recorded yet: see benchmarks/GPU_BACKLOG.md.
         defaults["--cuda-graph-backend-decode"] = "disabled"
         defaults["--cuda-graph-backend-prefill"] = "disabled"
     else:

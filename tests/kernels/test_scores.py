@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -30,6 +31,26 @@ def dense_mass(
                 weights = torch.softmax(k[seen, head] @ q[row, head, g] * scale, 0)
                 mass[head, seen] += weights / group
     return mass
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    seed=st.integers(0, 10_000),
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    group=st.sampled_from([1, 3, 4]),
+)
+def test_window_mass_on_a_gpu_is_that_of_a_cpu(seed, lengths, group):
+    from kvtier_kernels.triton_backend import scores
+
+    bounds = [0, *itertools.accumulate(lengths)]
+    q, k = normal(seed, bounds[-1], 2, group, 48), normal(seed + 1, bounds[-1], 2, 48)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    windows = list(itertools.pairwise(bounds))
+    got = scores.window_mass(q.to(device), k.to(device), windows, 0.2)
+    for begin, end in windows:
+        rows = slice(begin, end)
+        expected = window_mass(q[rows], k[rows], [0, end - begin], [0], 0.2, end - begin)
+        torch.testing.assert_close(got[:, rows].cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
 @settings(deadline=None, max_examples=30)

@@ -23,11 +23,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kvtier_kernels.base import RaggedKV, Window
-from kvtier_kernels.triton_backend.kernels import TritonKernels, is_interpreted
+from kvtier_kernels.triton_backend.kernels import Launch, TritonKernels, is_interpreted
+from kvtier_kernels.triton_backend.scores import window_mass
 
 HOPPER = 90
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-LOOPS = ("decode_units", "extend_blocks")
+LOOPS = ("decode_units", "extend_blocks", "window_rows", "window_columns")
 
 
 class Compiled(NamedTuple):
@@ -68,11 +69,11 @@ def compile_all(capability: int = HOPPER) -> Iterator[Compiled]:
             continue
         name = f"dim {dim}, group {group}, {str(kv_dtype).removeprefix('torch.')}, votes {votes}"
         found: list[Compiled] = []
-        _use(TritonKernels(_compiler(found, name)), dim, group, kv_dtype, votes)
+        _use(_compiler(found, name), dim, group, kv_dtype, votes)
         yield from found
 
 
-def _compiler(found: list[Compiled], variant: str) -> Any:
+def _compiler(found: list[Compiled], variant: str) -> Launch:
     def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         compiled = kernel.warmup(*args, grid=grid, **options)
         registers, spilled = _resources(compiled.asm["cubin"])
@@ -93,8 +94,9 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(numbers["REG"]), int(numbers["LOCAL"]) + int(numbers["STACK"])
 
 
-def _use(kernels: TritonKernels, dim: int, group: int, kv_dtype: torch.dtype, votes: int) -> None:
+def _use(launch: Launch, dim: int, group: int, kv_dtype: torch.dtype, votes: int) -> None:
     """Call everything once, over tensors whose content is nothing."""
+    kernels = TritonKernels(launch)
     heads, requests, entries, new = 2, 4, 4096, 64
     shapes = {0: None, 1: (entries,), 2: (entries, heads, group)}
     shape = shapes[votes]
@@ -115,6 +117,11 @@ def _use(kernels: TritonKernels, dim: int, group: int, kv_dtype: torch.dtype, vo
         starts = [entries // requests] * requests
         window = Window(4, 256, starts, torch.arange(entries), settled)
         kernels.extend(q, own, own, q_indptr, kv, plan, 0.1, window)
+    if not votes:
+        table = torch.zeros(requests, entries, dtype=torch.int32)
+        row = torch.arange(requests)
+        kernels.plan_on_device(table, row, row, entries, row)
+        window_mass(q, own, [(0, new)], 0.1, launch)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

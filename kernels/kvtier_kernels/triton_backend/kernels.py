@@ -73,6 +73,7 @@ class TritonPlan:
     bounds:    indptr on the host, which extending wants; None in a plan that graphs replay.
     voted:     whether any entry may have votes.
     schedules: by number of heads, as layers ask for them.
+    tables:    other small tables that layers ask for, by what they are made of.
     """
 
     slots: torch.Tensor
@@ -80,6 +81,7 @@ class TritonPlan:
     bounds: tuple[int, ...] | None
     voted: bool
     schedules: dict[int, Schedule] = field(default_factory=dict)
+    tables: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
 
     @property
     def requests(self) -> int:
@@ -90,6 +92,7 @@ class TritonKernels(AttentionKernels):
     """See the module docstring."""
 
     name = "triton"
+    plans_on_device = True
 
     def __init__(self, launch: Launch = launch) -> None:
         self._launch = launch
@@ -100,7 +103,7 @@ class TritonKernels(AttentionKernels):
         indptr: Sequence[int],
         log_votes: torch.Tensor | None = None,
     ) -> TritonPlan:
-        on_device = _to_device(indptr, slots.device)
+        on_device = to_device(indptr, slots.device)
         return TritonPlan(slots, on_device, tuple(indptr), log_votes is not None)
 
     def plan_on_device(
@@ -114,15 +117,7 @@ class TritonKernels(AttentionKernels):
         voted: bool = False,
         into: TritonPlan | None = None,
     ) -> TritonPlan:
-        """A plan for decoding, made without waiting for the device; graphs can record it.
-
-        table:      [rows, width] int32 or int64, token slots, 0 where there is none.
-        rows:       [requests] int, each request's row. lengths: [requests] int, its columns.
-        max_length: no length is more than this.
-        image:      [slots] int, another space's slot by token slot, 0 where there is none.
-        voted:      whether entries may have votes.
-        into:       a plan of `empty_plan` to fill, where the addresses must stay the same.
-        """
+        """See the contract; CUDA graphs can record it. into: of `empty_plan`."""
         requests, device = rows.numel(), table.device
         blocks = triton.cdiv(max_length, TABLE_BLOCK)
         if into is None:
@@ -183,7 +178,7 @@ class TritonKernels(AttentionKernels):
             BLOCK_D=max(16, triton.next_power_of_2(dim)),
             BLOCK_N=_block_entries(dim),
             VOTES=mode,
-            IEEE=_ieee(q),
+            IEEE=is_ieee(q),
             num_warps=4,
             num_stages=3,
         )
@@ -205,18 +200,18 @@ class TritonKernels(AttentionKernels):
         q, k_new, v_new = (_dim_contiguous(x) for x in (q, k_new, v_new))
         k, v = _dim_contiguous(kv.k), _dim_contiguous(kv.v)
         block_rows = _block_rows(dim)
-        blocks = _row_blocks(q_indptr, group, block_rows, q.device)
+        blocks = _row_blocks(plan, q_indptr, group, block_rows)
         num_blocks = blocks.shape[1]
         splits = _splits(num_blocks * heads, plan.bounds, q.device)
         shape = (tokens * splits, heads, group, dim)
         o, lse = _state_buffers(shape, q.device, q.dtype if splits == 1 else torch.float32)
         mode, votes, strides = _votes(kv, plan)
-        on_device = _to_device(q_indptr, q.device)
+        rows = _table(plan, tuple(q_indptr))
         positions, settled, starts = plan.slots, plan.slots, plan.indptr
         sink, recent = 0, 0
         if window is not None:
             positions, settled = window.positions, window.settled.view(torch.uint8)
-            starts = _to_device(window.q_start, q.device)
+            starts = _table(plan, tuple(window.q_start))
             sink, recent = window.sink_tokens, window.recent_tokens
         self._launch(
             extend_blocks,
@@ -229,7 +224,7 @@ class TritonKernels(AttentionKernels):
             votes,
             plan.slots,
             plan.indptr,
-            on_device,
+            rows,
             blocks[0],
             blocks[1],
             positions,
@@ -255,7 +250,7 @@ class TritonKernels(AttentionKernels):
             BLOCK_N=_block_entries(dim),
             VOTES=mode,
             WINDOW=window is not None,
-            IEEE=_ieee(q),
+            IEEE=is_ieee(q),
             # What keeps to the registers (`ahead`).
             num_warps=8 if dim > 128 or window is not None or mode == 2 else 4,
             num_stages=2,
@@ -377,17 +372,28 @@ def _state_buffers(
     return o, torch.empty(shape[:-1], dtype=torch.float32, device=device)
 
 
+def _table(plan: TritonPlan, values: tuple[int, ...]) -> torch.Tensor:
+    """Ints on the device, copied there once for all layers of a step."""
+    if values not in plan.tables:
+        plan.tables[values] = to_device(values, plan.indptr.device)
+    return plan.tables[values]
+
+
 def _row_blocks(
-    q_indptr: Sequence[int], group: int, block_rows: int, device: torch.device
+    plan: TritonPlan, q_indptr: Sequence[int], group: int, block_rows: int
 ) -> torch.Tensor:
     """[2, blocks] int32: each block's request, and its first row there."""
+    key = ("blocks", tuple(q_indptr), group, block_rows)
+    if key in plan.tables:
+        return plan.tables[key]
     owners: list[int] = []
     rows: list[int] = []
     for request, (begin, end) in enumerate(pairwise(q_indptr)):
         firsts = range(0, (end - begin) * group, block_rows)
         owners += [request] * len(firsts)
         rows += firsts
-    return _to_device([owners, rows], device)
+    plan.tables[key] = to_device([owners, rows], plan.indptr.device)
+    return plan.tables[key]
 
 
 def _splits(programs: int, bounds: Sequence[int], device: torch.device) -> int:
@@ -422,17 +428,26 @@ def _block_rows(dim: int) -> int:
     return 64 if dim <= 128 else 32
 
 
-def _ieee(q: torch.Tensor) -> bool:
+def is_ieee(q: torch.Tensor) -> bool:
     """float32 is for comparing: tensor cores' TF32 would not do. Nor does the interpreter, which
     takes bfloat16 for integers, multiply anything else."""
     return q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and is_interpreted())
 
 
-def _to_device(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+def to_device(values: Sequence[Any], device: torch.device) -> torch.Tensor:
     host = torch.tensor(values, dtype=torch.int32)
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host
 
 
-__all__ = ["Launch", "TritonKernels", "TritonPlan", "check_device", "is_interpreted"]
+__all__ = [
+    "Launch",
+    "TritonKernels",
+    "TritonPlan",
+    "check_device",
+    "is_ieee",
+    "is_interpreted",
+    "launch",
+    "to_device",
+]

@@ -1,0 +1,192 @@
+"""What the kernels do on this GPU, in one command: are they right, and how near to its memory?
+
+    make gpu-check          or, where torch and triton are and nothing else: python -m benchmarks.gpu_check
+
+Under ten minutes, no network. Attention of Llama-3.1-8B's shape (32 query heads, 8 KV heads, dim
+128, bfloat16), one layer's KV at a time:
+
+    equal     every backend that runs here against the reference, and graphs against eager
+    decode    batches of 1 to 64 contexts of 8k to 128k, 25% and 50% CA heads: the share of this
+              GPU's own read bandwidth, and the time against full KV
+    planning  what a decoding step costs the host
+    choose    Compactor's scores and KeepKV's merge at 128k, against that context's prefill attention
+
+Full KV is FlashInfer's decode where it is installed, else our own over all heads, and the JSON says
+which. Times are medians; a decode is replayed as a CUDA graph over enough layers' KV that no cache
+holds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_check_measures import (
+    SHAPES,
+    Shape,
+    check_equal,
+    measure_choosing,
+    measure_decode,
+    measure_planning,
+    read_bandwidth,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+SCHEMA_VERSION = 1
+PACKAGES = ("torch", "triton", "flashinfer-python", "sglang")
+LEAST_BANDWIDTH = 0.85
+MOST_TIME = 1.1
+MOST_VOTES = 1.05
+MOST_PLANNING_US = 200.0
+MOST_CHOOSING = 0.10
+MOST_DIFFERENCE = 2e-3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. 0 when every bar is met, 1 when one is not, 2 where nothing can be measured."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.gpu_check", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--out", type=Path, default=None, help="JSON of the outcome")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("benchmarks.gpu_check: error: a CUDA device is wanted, and there is none",
+              file=sys.stderr)  # fmt: skip
+        return 2
+    document = run(options.seed)
+    print_table(document)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0 if all(bar["met"] for bar in document["bars"]) else 1
+
+
+def run(seed: int) -> dict[str, Any]:
+    """Everything; a part that fails is named in `failures`, and the others go on."""
+    torch.manual_seed(seed)
+    began = time.perf_counter()
+    document: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "environment": environment(),
+        "failures": {},
+    }
+    parts = {
+        "tests": run_tests,
+        "equal": lambda: check_equal(SHAPES, seed),
+        "read_bytes_per_s": read_bandwidth,
+        "decode": lambda: [measure_decode(shape, seed) for shape in SHAPES],
+        "planning": measure_planning,
+        "choosing": lambda: measure_choosing(seed),
+    }
+    for name, part in parts.items():
+        try:
+            document[name] = part()
+        except Exception as error:
+            # One part must not cost the others: a GPU may be there for minutes only.
+            document["failures"][name] = f"{type(error).__name__}: {error}"
+        torch.cuda.empty_cache()
+    document["bars"] = bars(document)
+    document["wall_s"] = round(time.perf_counter() - began, 1)
+    return document
+
+
+def environment() -> dict[str, Any]:
+    device = torch.cuda.get_device_properties(0)
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "device": device.name,
+        "memory_bytes": device.total_memory,
+        "multiprocessors": device.multi_processor_count,
+        "cuda": torch.version.cuda,
+        "versions": found,
+        "commit": commit or None,
+    }
+
+
+def run_tests() -> dict[str, Any]:
+    """The equivalence suite on the device, where what it is written with is installed."""
+    missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
+    if missing:
+        return {"ran": False, "missing": missing}
+    command = [sys.executable, "-m", "pytest", "-q", "tests/kernels", "-m", "not slow"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = (done.stdout or done.stderr).strip().splitlines()
+    return {"ran": True, "passed": done.returncode == 0, "said": lines[-30:]}
+
+
+def bars(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is claimed of what was measured."""
+    found = []
+
+    def bar(what: str, value: float, met: bool) -> None:
+        found.append({"bar": what, "value": round(value, 4), "met": met})
+
+    if document.get("tests", {}).get("ran"):
+        passed = document["tests"]["passed"]
+        bar("the equivalence suite passes", float(passed), passed)
+    for name, difference in document.get("equal", {}).items():
+        bar(f"{name}: largest difference", difference, difference <= MOST_DIFFERENCE)
+    ceiling = document.get("read_bytes_per_s")
+    for row in document.get("decode", []):
+        name = row["shape"]
+        if ceiling:
+            share = row["retained_bytes"] / row["retained_s"] / ceiling
+            bar(f"{name}: bandwidth / ceiling", share, share >= LEAST_BANDWIDTH)
+        time_ratio = row["retained_s"] / row["full_s"]
+        ratio = time_ratio / (row["retained_bytes"] / row["full_bytes"])
+        bar(f"{name}: time / full KV's, per byte", ratio, ratio <= MOST_TIME)
+        votes = row["voted_s"] / row["retained_s"]
+        bar(f"{name}: with votes / without", votes, votes <= MOST_VOTES)
+    if "planning" in document:
+        planning = document["planning"]["host_us"]
+        bar("host planning of a step, us", planning, planning <= MOST_PLANNING_US)
+    for what in ("selection", "merge"):
+        if what in document.get("choosing", {}):
+            share = document["choosing"][what + "_s"] / document["choosing"]["prefill_s"]
+            bar(f"{what} / prefill attention", share, share <= MOST_CHOOSING)
+    for name, failure in document["failures"].items():
+        found.append({"bar": f"{name}: {failure}", "value": None, "met": False})
+    return found
+
+
+def print_table(document: dict[str, Any]) -> None:
+    """Everything that is claimed, a line each."""
+    where = document["environment"]
+    print(f"{where['device']}, CUDA {where['cuda']}, {where['versions']}, {document['wall_s']} s")
+    ceiling = document.get("read_bytes_per_s")
+    if ceiling:
+        print(f"read bandwidth {ceiling / 1e12:.2f} TB/s")
+    for row in document.get("decode", []):
+        print(
+            f"{row['shape']:42} retained {row['retained_s'] * 1e6:8.1f} us, votes "
+            f"{row['voted_s'] * 1e6:8.1f} us, full {row['full_s'] * 1e6:8.1f} us "
+            f"({row['full_kernel']})"
+        )
+    for bar in document["bars"]:
+        print(f"{'met' if bar['met'] else 'NOT':4} {bar['bar']:70} {bar['value']}")
+
+
+__all__ = ["Shape", "main", "run"]
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""The GPU's check says what it lacks, and what failed does not hide what was measured."""
+
+import torch
+
+from benchmarks import gpu_check
+
+
+def test_without_a_gpu_it_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_check.main([]) == 2
+    assert "a CUDA device is wanted" in capsys.readouterr().err
+
+
+def test_bars_are_met_and_missed_by_what_was_measured():
+    row = {
+        "shape": "batch 1, 2 of 8 CA heads",
+        "retained_bytes": 85,
+        "retained_s": 1.0,
+        "voted_s": 1.1,
+        "full_bytes": 340,
+        "full_s": 4.0,
+    }
+    document = {
+        "tests": {"ran": True, "passed": True},
+        "equal": {"a": 1e-3, "b": 3e-3},
+        "read_bytes_per_s": 100.0,
+        "decode": [row],
+        "planning": {"host_us": 250.0},
+        "choosing": {"prefill_s": 10.0, "selection_s": 0.5, "merge_s": 2.0},
+        "failures": {},
+    }
+    met = {bar["bar"]: bar["met"] for bar in gpu_check.bars(document)}
+    name = row["shape"]
+    assert met == {
+        "the equivalence suite passes": True,
+        "a: largest difference": True,
+        "b: largest difference": False,
+        f"{name}: bandwidth / ceiling": True,
+        f"{name}: time / full KV's, per byte": True,
+        f"{name}: with votes / without": False,
+        "host planning of a step, us": False,
+        "selection / prefill attention": True,
+        "merge / prefill attention": False,
+    }
+
+
+def test_a_part_that_fails_is_a_bar_that_is_not_met():
+    (bar,) = gpu_check.bars({"failures": {"decode": "OutOfMemoryError: too much"}})
+    assert not bar["met"]
+    assert "OutOfMemoryError" in bar["bar"]
