@@ -49,6 +49,7 @@ from benchmarks.tier_faults_processes import free_address
 from benchmarks.tier_faults_remote import (
     CLIENTS,
     DEVICE_TOKENS,
+    ENGINE_THREADS,
     SPAN_TOKENS,
     TIMEOUT_S,
     VISITS,
@@ -135,6 +136,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "turns": TURNS,
             "requests_at_a_time": CLIENTS,
             "visits_under_way": VISITS,
+            "engine_threads": ENGINE_THREADS,
             "device_tokens": DEVICE_TOKENS,
             "tier_span_tokens": SPAN_TOKENS,
             "tier_timeout_s": TIMEOUT_S,

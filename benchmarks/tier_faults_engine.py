@@ -131,12 +131,18 @@ class LoadedEngine:
     # -- what the parent may say --
 
     async def round(self, number: int, seed: int) -> dict[str, Any]:
-        """Serve so many requests, from nothing; returns the seconds and a tally of their own."""
+        """Serve so many requests, from nothing; returns the seconds and a tally of their own.
+
+        Some at a time, each lot when the one before is answered: what is evicted depends on the
+        order of requests, and rounds that shall be compared must compute the same.
+        """
         await self.engine.tokenizer_manager.flush_cache()
         self.tally = Tally()
         coming = self._requests(seed, f"round-{seed}")
         began = time.perf_counter()
-        await asyncio.gather(*self._clients(next(coming) for _ in range(number)))
+        for first in range(0, number, self.job.clients):
+            lot = range(min(self.job.clients, number - first))
+            await asyncio.gather(*(self.ask(next(coming)) for _ in lot))
         return {"seconds": time.perf_counter() - began, **asdict(self.tally)}
 
     async def start(self, seed: int) -> dict[str, Any]:

@@ -20,6 +20,9 @@ from kvtier.heads.model_config import model_shape, read_config
 from kvtier.heads.profile import full_profile
 
 CLIENTS = 4
+# So small a model is computed as fast as it is loaded on two cores, and then a tier is rightly not
+# asked. On one core loading pays, and the other one is left to the tier and what fails it.
+ENGINE_THREADS = 1
 VISITS = 24
 # Of the device: as much as the clients need at once, and little of what they will need next.
 DEVICE_TOKENS = 14_000
@@ -69,6 +72,7 @@ def running_engine(
     )
     (folder / "job.json").write_text(job.model_dump_json())
     environment = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
+    environment["OMP_NUM_THREADS"] = str(ENGINE_THREADS)
     for name, value in {**SETTINGS, **own, **settings}.items():
         environment[ENV_PREFIX + name] = str(value)
     their_reads, our_writes = os.pipe()

@@ -31,7 +31,7 @@ class SpanCodec:
         if pool.mass is not None:
             scores = 4 * num_tokens * (1 + sum(mass.shape[0] for mass in pool.mass))
         return SpanLayout(
-            dtype=str(pool.store_dtype).removeprefix("torch."),
+            dtype=str(pool.dtype).removeprefix("torch."),
             num_layers=pool.layer_num,
             num_tokens=num_tokens,
             num_kv_heads=pool.head_num,

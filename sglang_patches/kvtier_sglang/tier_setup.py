@@ -62,7 +62,7 @@ def context_names(
     identity = KvIdentity(
         model=model_name(model_path),
         revision=revision,
-        dtype=str(pool.store_dtype).removeprefix("torch."),
+        dtype=str(pool.dtype).removeprefix("torch."),
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,

@@ -1,0 +1,74 @@
+"""KV that goes to a tier and comes back is the same to the bit, in every dtype, on both paths."""
+
+import pytest
+import torch
+from tierd.live_tier import in_process, key_of
+from tree_harness import PROFILE
+
+from kvtier.tier.client import Blob, Landing, TierClient
+from kvtier_sglang.pool import HeadSplitKVPool
+from kvtier_sglang.spans import SpanCodec
+
+SLOTS, TOKENS = 60, 20
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+def make_pool(dtype: torch.dtype, *, scored: bool) -> HeadSplitKVPool:
+    return HeadSplitKVPool(
+        SLOTS, SLOTS, profile=PROFILE, dtype=dtype, device="cpu", start_layer=0, scored=scored
+    )
+
+
+def bits(pool: HeadSplitKVPool, ca_slots: torch.Tensor) -> list[torch.Tensor]:
+    """What every head of every layer holds of these tokens, as bytes."""
+    found = []
+    images = pool.locality_of[ca_slots]
+    for classes, slots in ((pool.ca, ca_slots), (pool.locality, images)):
+        for buffers in classes:
+            found += [side[slots].contiguous().view(torch.uint8) for side in buffers[1:]]
+    for drawn in pool.mass or ():
+        found.append(drawn[:, ca_slots].contiguous().view(torch.uint8))
+    return found
+
+
+@pytest.fixture(scope="module")
+def tier(tmp_path_factory):
+    with in_process(shared_directory=tmp_path_factory.mktemp("memory")) as live:
+        yield live
+
+
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_a_round_trip_is_bit_exact(tier, dtype, shared, scored):
+    generator = torch.Generator().manual_seed(DTYPES.index(dtype))
+    left, right = (make_pool(dtype, scored=scored) for _ in range(2))
+    # Any bits at all: infinities, denormals and several kinds of NaN among them.
+    for buffers in (*left.ca, *left.locality):
+        for side in buffers[1:]:
+            noise = torch.randint(256, (*side.shape, side.element_size()), generator=generator)
+            side.copy_(noise.to(torch.uint8).view(side.dtype).squeeze(-1))
+    for drawn in left.mass or ():
+        drawn.copy_(torch.randn(drawn.shape, generator=generator))
+    there, here = (torch.randperm(SLOTS, generator=generator)[:TOKENS] + 1 for _ in range(2))
+    for pool, slots in ((left, there), (right, here)):
+        pool.locality_of[slots] = torch.randperm(SLOTS, generator=generator)[:TOKENS] + 1
+    codec = SpanCodec(left)
+    (payload,) = codec.gather(there, 1)
+    layout = codec.layout(TOKENS)
+    landed = bytearray(layout.num_bytes)
+    with TierClient(tier.address, f"{dtype}-{shared}-{scored}", shared=shared) as client:
+        client.connect()
+        assert client.shares_memory is shared
+        client.put(Blob(key_of(1), layout.encode(), [memoryview(payload.numpy())]))
+        outcome = client.get([key_of(1)], lambda offer: memoryview(landed), layout.num_bytes)
+    assert outcome == [Landing.LANDED]
+    SpanCodec(right).scatter(torch.frombuffer(landed, dtype=torch.uint8), TOKENS, 0, here)
+    for ours, theirs in zip(bits(right, here), bits(left, there), strict=True):
+        assert torch.equal(ours, theirs)
