@@ -10,6 +10,7 @@ Under ten minutes, no network. Attention of Llama-3.1-8B's shape (32 query heads
               GPU's own read bandwidth, and the time against full KV
     planning  what a decoding step costs the host
     choose    Compactor's scores and KeepKV's merge at 128k, against that context's prefill attention
+    flashinfer  the same decodes by that backend, where it is installed with nvcc (minutes of compiling)
 
 Full KV is FlashInfer's decode where it is installed, else our own over all heads, and the JSON says
 which. Times are medians; a decode is replayed as a CUDA graph over enough layers' KV that no cache
@@ -38,6 +39,7 @@ from benchmarks.gpu_check_measures import (
     check_equal,
     measure_choosing,
     measure_decode,
+    measure_flashinfer,
     measure_planning,
     read_bandwidth,
 )
@@ -90,6 +92,7 @@ def run(seed: int) -> dict[str, Any]:
         "decode": lambda: [measure_decode(shape, seed) for shape in SHAPES],
         "planning": measure_planning,
         "choosing": lambda: measure_choosing(seed),
+        "flashinfer": lambda: measure_flashinfer(SHAPES, seed),
     }
     for name, part in parts.items():
         try:
@@ -164,6 +167,11 @@ def bars(document: dict[str, Any]) -> list[dict[str, Any]]:
         if what in document.get("choosing", {}):
             share = document["choosing"][what + "_s"] / document["choosing"]["prefill_s"]
             bar(f"{what} / prefill attention", share, share <= MOST_CHOOSING)
+    for row in document.get("flashinfer", {}).get("decode", []):
+        for what in ("retained", "voted"):
+            difference = row[what + "_difference"]
+            name = f"{row['shape']}, {what}: FlashInfer to Triton, largest difference"
+            bar(name, difference, difference <= MOST_DIFFERENCE)
     for name, failure in document["failures"].items():
         found.append({"bar": f"{name}: {failure}", "value": None, "met": False})
     return found
@@ -181,6 +189,14 @@ def print_table(document: dict[str, Any]) -> None:
             f"{row['shape']:42} retained {row['retained_s'] * 1e6:8.1f} us, votes "
             f"{row['voted_s'] * 1e6:8.1f} us, full {row['full_s'] * 1e6:8.1f} us "
             f"({row['full_kernel']})"
+        )
+    flashinfer = document.get("flashinfer", {})
+    if not flashinfer.get("ran", True):
+        print(f"flashinfer not measured: {flashinfer['missing']}")
+    for row in flashinfer.get("decode", []):
+        print(
+            f"{row['shape']:42} retained {row['retained_s'] * 1e6:8.1f} us, votes "
+            f"{row['voted_s'] * 1e6:8.1f} us, planning {row['planning_us']:8.1f} us (flashinfer)"
         )
     for bar in document["bars"]:
         print(f"{'met' if bar['met'] else 'NOT':4} {bar['bar']:70} {bar['value']}")

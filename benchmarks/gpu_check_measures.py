@@ -7,14 +7,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kvtier_kernels import RaggedKV, get_kernels
+from kvtier_kernels import AttentionKernels, KernelUnavailableError, RaggedKV, get_kernels
 from kvtier_kernels.merging import assign, exact_entries, merge_beta
 from kvtier_kernels.scores import leverage_scores, window_mass
 from kvtier_kernels.triton_backend.kernels import TritonKernels
@@ -90,13 +90,22 @@ class HeadClass:
 
     plan: Any
     layers: list[RaggedKV]
-    entries: int
+    slots: torch.Tensor
+    indptr: list[int]
     heads: int
+
+    @property
+    def entries(self) -> int:
+        return self.indptr[-1]
 
     @property
     def num_bytes(self) -> int:
         """Of one layer's entries."""
         return self.entries * self.heads * DIM * DTYPE.itemsize * 2
+
+    def planned_by(self, kernels: AttentionKernels) -> HeadClass:
+        """The same entries, for another backend."""
+        return replace(self, plan=kernels.plan(self.slots, self.indptr, self.layers[0].log_votes))
 
 
 def make_class(
@@ -116,7 +125,7 @@ def make_class(
         k, v = (torch.randn(shape, generator=generator, device="cuda", dtype=DTYPE) for _ in "kv")
         layers.append(RaggedKV(k, v, votes))
     indptr = [0, *itertools.accumulate(lengths)]
-    return HeadClass(kernels.plan(slots, indptr, votes), layers, entries, heads)
+    return HeadClass(kernels.plan(slots, indptr, votes), layers, slots, indptr, heads)
 
 
 def graphed(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
@@ -151,17 +160,23 @@ def layer_seconds(kernels: Any, classes: Sequence[HeadClass], batch: int) -> flo
     return seconds(graphed(calls)) / layers
 
 
+def both_classes(kernels: Any, shape: Shape, seed: int, *, voted: bool) -> list[HeadClass]:
+    """Context-anchored heads over whole contexts, locality heads over what they keep of them."""
+    lengths = shape.lengths(seed)
+    local = [min(length, LOCALITY_ENTRIES) for length in lengths]
+    return [
+        make_class(kernels, lengths, shape.ca_heads, seed, voted=voted),
+        make_class(kernels, local, KV_HEADS - shape.ca_heads, seed, voted=voted),
+    ]
+
+
 def measure_decode(shape: Shape, seed: int) -> dict[str, Any]:
     """One layer of a batch: retained KV, the same with votes, and full KV."""
     kernels = TritonKernels()
     lengths = shape.lengths(seed)
-    local = [min(length, LOCALITY_ENTRIES) for length in lengths]
     found: dict[str, Any] = {"shape": str(shape), "lengths": lengths}
     for name, voted in (("retained", False), ("voted", True)):
-        classes = [
-            make_class(kernels, lengths, shape.ca_heads, seed, voted=voted),
-            make_class(kernels, local, KV_HEADS - shape.ca_heads, seed, voted=voted),
-        ]
+        classes = both_classes(kernels, shape, seed, voted=voted)
         found[f"{name}_s"] = layer_seconds(kernels, classes, shape.batch)
         found["retained_bytes"] = sum(one.num_bytes for one in classes)
         del classes
@@ -224,6 +239,57 @@ def check_equal(shapes: Sequence[Shape], seed: int) -> dict[str, float]:
         found[str(shape)] = float((got.o.float() - expected.o).abs().max())
     found["graph, other lengths"] = check_graph(kernels, seed)
     return found
+
+
+def measure_flashinfer(shapes: Sequence[Shape], seed: int) -> dict[str, Any]:
+    """The same decodes by the backend `flashinfer`, whose kernels are compiled on the way: how far
+    its outputs are from Triton's, its times, and what planning a step costs the host."""
+    try:
+        kernels = get_kernels("flashinfer")
+    except KernelUnavailableError as error:
+        return {"ran": False, "missing": str(error)}
+    rows = []
+    for shape in shapes:
+        row: dict[str, Any] = {"shape": str(shape)}
+        for name, voted in (("retained", False), ("voted", True)):
+            triton_classes = both_classes(TritonKernels(), shape, seed, voted=voted)
+            classes = [one.planned_by(kernels) for one in triton_classes]
+            worst = (
+                _difference(kernels, *pair, shape.batch)
+                for pair in zip(classes, triton_classes, strict=True)
+            )
+            row[f"{name}_difference"] = max(worst)
+            row[f"{name}_s"] = layer_seconds(kernels, classes, shape.batch)
+            if not voted:
+                row["planning_us"] = _planning_us(kernels, classes, shape.batch)
+            del triton_classes, classes
+            torch.cuda.empty_cache()
+        rows.append(row)
+    return {"ran": True, "decode": rows}
+
+
+def _difference(kernels: Any, one: HeadClass, by_triton: HeadClass, batch: int) -> float:
+    q = torch.randn(batch, one.heads, GROUP, DIM, device="cuda", dtype=DTYPE)
+    got = kernels.decode(q, one.layers[0], one.plan, SCALE).o
+    known = TritonKernels().decode(q, one.layers[0], by_triton.plan, SCALE).o
+    return float((got.float() - known.float()).abs().max())
+
+
+def _planning_us(kernels: Any, classes: Sequence[HeadClass], batch: int) -> float:
+    """Host time of a step's first layer, which plans, above that of another."""
+    queries = [
+        torch.randn(batch, one.heads, GROUP, DIM, device="cuda", dtype=DTYPE) for one in classes
+    ]
+    taken: dict[bool, list[float]] = {True: [], False: []}
+    for anew in [True, False] * ROUNDS:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        if anew:
+            classes = [one.planned_by(kernels) for one in classes]
+        for q, one in zip(queries, classes, strict=True):
+            kernels.decode(q, one.layers[0], one.plan, SCALE)
+        taken[anew].append(time.perf_counter() - began)
+    return (statistics.median(taken[True]) - statistics.median(taken[False])) * 1e6
 
 
 def check_graph(kernels: TritonKernels, seed: int) -> float:
@@ -330,6 +396,7 @@ __all__ = [
     "check_equal",
     "measure_choosing",
     "measure_decode",
+    "measure_flashinfer",
     "measure_planning",
     "read_bandwidth",
 ]

@@ -114,7 +114,8 @@ class Settings(BaseSettings):
         None, ge=1, description="Slots of the locality pool. None: derived from the KV budget."
     )
     kernels: str = Field(
-        "auto", description="Attention kernels: reference, triton, or auto (triton on a GPU)."
+        "auto",
+        description="Attention kernels: reference, triton, flashinfer, or auto (triton on a GPU).",
     )
     force_cpu: bool = Field(
         False, description="Activate kvtier's CPU platform even where CUDA is available."

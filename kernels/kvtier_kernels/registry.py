@@ -24,9 +24,19 @@ def _triton() -> AttentionKernels:
     return TritonKernels()
 
 
+def _flashinfer() -> AttentionKernels:
+    from kvtier_kernels.flashinfer_backend.machine import check_machine
+
+    check_machine()
+    from kvtier_kernels.flashinfer_backend.kernels import FlashInferKernels
+
+    return FlashInferKernels()
+
+
 _FACTORIES: dict[str, Callable[[], AttentionKernels]] = {
     "reference": _reference,
     "triton": _triton,
+    "flashinfer": _flashinfer,
 }
 
 

@@ -22,7 +22,18 @@ from kvtier_kernels.slots import plan_request
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-backends = pytest.mark.parametrize("name", available_kernels())
+
+
+def runnable(name):
+    """The backend's name, to be skipped where this machine lacks what it needs."""
+    try:
+        get_kernels(name)
+    except KernelUnavailableError as error:
+        return pytest.param(name, marks=pytest.mark.skip(reason=str(error)))
+    return name
+
+
+backends = pytest.mark.parametrize("name", [runnable(name) for name in available_kernels()])
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +143,38 @@ def test_extend_equals_dense_attention_over_prefix_and_causal_tail(
         visible = torch.arange(n + m)[None, :] <= (n + torch.arange(m))[:, None]
         o, lse = oracle(q[part], keys, values, bias, visible)
         assert_close(type(state)(state.o[part], state.lse[part]), o, lse, dtype)
+
+
+@backends
+@pytest.mark.parametrize("layout", ["slot-major", "head-major"])
+@pytest.mark.parametrize("votes", ["none", "per entry", "per head"])
+def test_half_precision_with_and_without_a_prefix(name, votes, layout):
+    """What backends have kernels of their own for: decoding and extending of mixed lengths."""
+    torch.manual_seed(11)
+    kernels, dtype = get_kernels(name), torch.bfloat16
+    heads, group, dim = 2, 4, 128
+    prefixes, news = [0, 1, 2000, 130], [70, 1, 5, 33]
+    k, v = make_cache(heads, dim, dtype, layout=layout)
+    indptr, q_indptr = ([0, *itertools.accumulate(each)] for each in (prefixes, news))
+    slots = torch.randperm(2999)[: indptr[-1]] + 1
+    bias = torch.rand(3000, heads, group) * 20 - 10
+    bias = {"none": torch.zeros(3000), "per entry": bias[:, 0, 0], "per head": bias}[votes]
+    kv = RaggedKV(k, v, None if votes == "none" else bias)
+    plan = kernels.plan(slots, indptr, kv.log_votes)
+    q = torch.randn(q_indptr[-1], heads, group, dim).to(dtype)
+    k_new, v_new = torch.randn(2, q_indptr[-1], heads, dim).to(dtype)
+    decoded = kernels.decode(q[:4], kv, plan, dim**-0.5)
+    extended = kernels.extend(q, k_new, v_new, q_indptr, kv, plan, dim**-0.5)
+    for i, (n, m) in enumerate(zip(prefixes, news, strict=True)):
+        own, part = slots[indptr[i] : indptr[i + 1]], slice(q_indptr[i], q_indptr[i + 1])
+        everything = torch.ones(1, n, dtype=torch.bool)
+        o, lse = oracle(q[i : i + 1], k[own], v[own], bias[own], everything)
+        assert_close(AttentionState(decoded.o[i : i + 1], decoded.lse[i : i + 1]), o, lse, dtype)
+        keys, values = torch.cat([k[own], k_new[part]]), torch.cat([v[own], v_new[part]])
+        votes_of = torch.cat([bias[own], torch.zeros(m, *bias.shape[1:])])
+        visible = torch.arange(n + m)[None, :] <= (n + torch.arange(m))[:, None]
+        o, lse = oracle(q[part], keys, values, votes_of, visible)
+        assert_close(AttentionState(extended.o[part], extended.lse[part]), o, lse, dtype)
 
 
 @backends
