@@ -1,16 +1,16 @@
 """What the kernels do on this GPU, in one command: are they right, and how near to its memory?
 
-    make gpu-check          or, where torch and triton are and nothing else: python -m benchmarks.gpu_check
+    make gpu-check          or, with torch and triton alone: python -m benchmarks.gpu_check
 
-Under ten minutes, no network. Attention of Llama-3.1-8B's shape (32 query heads, 8 KV heads, dim
-128, bfloat16), one layer's KV at a time:
+Under ten minutes (more when FlashInfer compiles its kernels first), no network. Attention of
+Llama-3.1-8B's shape (32 query heads, 8 KV heads, dim 128, bfloat16), one layer's KV at a time:
 
     equal     every backend that runs here against the reference, and graphs against eager
     decode    batches of 1 to 64 contexts of 8k to 128k, 25% and 50% CA heads: the share of this
               GPU's own read bandwidth, and the time against full KV
     planning  what a decoding step costs the host
-    choose    Compactor's scores and KeepKV's merge at 128k, against that context's prefill attention
-    flashinfer  the same decodes by that backend, where it is installed with nvcc (minutes of compiling)
+    choose    Compactor's scores and KeepKV's merge at 128k, against their prefill attention
+    others    the decodes by the backend `flashinfer`, where it and nvcc are (compiles for minutes)
 
 Full KV is FlashInfer's decode where it is installed, else our own over all heads, and the JSON says
 which. Times are medians; a decode is replayed as a CUDA graph over enough layers' KV that no cache

@@ -195,9 +195,7 @@ def full_seconds(kernels: Any, full: HeadClass, lengths: Sequence[int]) -> tuple
     except ImportError:
         return "triton", layer_seconds(kernels, [full], len(lengths))
     workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        workspace, "NHD", use_tensor_cores=True
-    )
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
     pages = torch.ones(len(lengths), dtype=torch.int32, device="cuda")
     wrapper.plan(
         full.plan.indptr,

@@ -23,7 +23,6 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-
 def runnable(name):
     """The backend's name, to be skipped where this machine lacks what it needs."""
     try:

@@ -1,1 +1,1 @@
-"""FlashInfer's attention over the pool as it lies; `kernels.py` says what it does and what it hands on."""
+"""The backend `flashinfer`; `kernels` has the contract's face, `variant` what is compiled."""

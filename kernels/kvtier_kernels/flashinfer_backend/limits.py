@@ -36,7 +36,7 @@ def is_aligned(x: torch.Tensor) -> bool:
     """Whether every row of x [..., dim] lies in one piece and begins where a copy may begin."""
     rows = (x.storage_offset(), *x.stride()[:-1])
     in_pieces = all(at * x.itemsize % PIECE_BYTES == 0 for at in rows)
-    return x.stride(-1) == 1 and in_pieces and max(rows[1:]) <= MAX_STRIDE
+    return bool(x.stride(-1) == 1 and in_pieces and max(rows[1:]) <= MAX_STRIDE)
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,15 @@
 """Votes in FlashInfer: the attention variant that adds an entry's log-votes to its logits.
 
-A variant is told `kv_idx`, an entry's place in its request's list, and not its slot. It is therefore
+A variant is told `kv_idx`, an entry's place in its request's list, and not its slot. So it is
 given the plan's slot table once more, as tensors of its own:
 
     slots         int32 [entries]           slots_indptr  int32 [requests + 1]
     log_votes     float32; of slot s and query head h at  s * slot_stride + h * head_stride
 
 This is the one place where scales meet. FlashInfer multiplies what the transform returns by
-`sm_scale_log2` and goes on in powers of two, so the transform returns natural logits, scale * q.k +
-vote, and `sm_scale_log2` is log2(e). FlashInfer 0.6 calls it for places beyond the request's end too
-(and masks what it returned), hence the bound.
+`sm_scale_log2` and goes on in powers of two, so the transform returns natural logits,
+scale * q.k + vote, and `sm_scale_log2` is log2(e). FlashInfer 0.6 calls it for places beyond the
+request's end too (and masks what it returned), hence the bound.
 
 Only its FA2 kernels can be asked (FA3 tells a variant that every request is request 0).
 """

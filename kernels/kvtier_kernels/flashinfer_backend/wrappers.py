@@ -64,8 +64,7 @@ class Wrapper:
             self.copied.synchronize()
         self.inner.plan(**arguments)
         if torch.cuda.is_available():
-            self.copied = torch.cuda.Event()
-            self.copied.record()
+            self.copied = torch.cuda.current_stream().record_event()
 
 
 class Wrappers:
