@@ -60,7 +60,10 @@ def test_a_round_trip_is_bit_exact(tier, dtype, shared, scored):
     for pool, slots in ((left, there), (right, here)):
         pool.locality_of[slots] = torch.randperm(SLOTS, generator=generator)[:TOKENS] + 1
     codec = SpanCodec(left)
-    (payload,) = codec.gather(there, 1)
+    gathered = codec.gather(there, 1)
+    if gathered.ready is not None:
+        gathered.ready()
+    (payload,) = gathered.rows
     layout = codec.layout(TOKENS)
     landed = bytearray(layout.num_bytes)
     with TierClient(tier.address, f"{dtype}-{shared}-{scored}", shared=shared) as client:
