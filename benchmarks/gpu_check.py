@@ -9,7 +9,8 @@ Llama-3.1-8B's shape (32 query heads, 8 KV heads, dim 128, bfloat16), one layer'
     decode    batches of 1 to 64 contexts of 8k to 128k, 25% and 50% CA heads: the share of this
               GPU's own read bandwidth, and the time against full KV
     planning  what a decoding step costs the host
-    choose    Compactor's scores and KeepKV's merge at 128k, against their prefill attention
+    choose    Compactor's scores and KeepKV's merge at 128k, against attention of that prefill
+    engine    `kvtier.bench` at 128k with the demo model, where SGLang and kvtier are installed
     others    the decodes by the backend `flashinfer`, where it and nvcc are (compiles for minutes)
 
 Full KV is FlashInfer's decode where it is installed, else our own over all heads, and the JSON says
@@ -24,6 +25,7 @@ import json
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -53,6 +55,8 @@ MOST_VOTES = 1.05
 MOST_PLANNING_US = 200.0
 MOST_CHOOSING = 0.10
 MOST_DIFFERENCE = 2e-3
+ENGINE_ARGUMENTS = ("--turns", "5", "--len", "128k", "--policies", "full,kvtier")
+ENGINE_LIMIT_S = 240
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,6 +96,7 @@ def run(seed: int) -> dict[str, Any]:
         "decode": lambda: [measure_decode(shape, seed) for shape in SHAPES],
         "planning": measure_planning,
         "choosing": lambda: measure_choosing(seed),
+        "engine": run_engine,
         "flashinfer": lambda: measure_flashinfer(SHAPES, seed),
     }
     for name, part in parts.items():
@@ -109,11 +114,7 @@ def run(seed: int) -> dict[str, Any]:
 def environment() -> dict[str, Any]:
     device = torch.cuda.get_device_properties(0)
     found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    found |= {name: known for name in PACKAGES if (known := _version(name)) is not None}
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
@@ -126,6 +127,13 @@ def environment() -> dict[str, Any]:
     }
 
 
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def run_tests() -> dict[str, Any]:
     """The equivalence suite on the device, where what it is written with is installed."""
     missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
@@ -135,6 +143,34 @@ def run_tests() -> dict[str, Any]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = (done.stdout or done.stderr).strip().splitlines()
     return {"ran": True, "passed": done.returncode == 0, "said": lines[-30:]}
+
+
+def run_engine() -> dict[str, Any]:
+    """The bench's table, where there is an engine for it; its plugin is found by its metadata."""
+    missing = [name for name in ("sglang", "kvtier") if _version(name) is None]
+    if missing:
+        return {"ran": False, "missing": missing}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "bench.json"
+        command = [sys.executable, "-m", "kvtier.bench", "--quiet", "--json", str(out)]
+        done = subprocess.run(
+            [*command, *ENGINE_ARGUMENTS],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=ENGINE_LIMIT_S,
+            check=False,
+        )
+        if not out.exists():
+            raise RuntimeError(f"kvtier.bench: {done.stderr.strip()[-2000:]}")
+        bench = json.loads(out.read_text())
+    return {
+        "ran": True,
+        "arguments": list(ENGINE_ARGUMENTS),
+        "policies": {run["policy"]: run["summary"] for run in bench["runs"]},
+        "ratios": bench["ratios"],
+        "failures": bench["failures"],
+    }
 
 
 def bars(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -164,7 +200,7 @@ def bars(document: dict[str, Any]) -> list[dict[str, Any]]:
         planning = document["planning"]["host_us"]
         bar("host planning of a step, us", planning, planning <= MOST_PLANNING_US)
     for what in ("selection", "merge"):
-        if what in document.get("choosing", {}):
+        if f"{what}_s" in document.get("choosing", {}):
             share = document["choosing"][what + "_s"] / document["choosing"]["prefill_s"]
             bar(f"{what} / prefill attention", share, share <= MOST_CHOOSING)
     for row in document.get("flashinfer", {}).get("decode", []):
@@ -172,6 +208,9 @@ def bars(document: dict[str, Any]) -> list[dict[str, Any]]:
             difference = row[what + "_difference"]
             name = f"{row['shape']}, {what}: FlashInfer to Triton, largest difference"
             bar(name, difference, difference <= MOST_DIFFERENCE)
+    engine = document.get("engine", {})
+    if engine.get("ran"):
+        bar("the engine's bench runs", float(not engine["failures"]), not engine["failures"])
     for name, failure in document["failures"].items():
         found.append({"bar": f"{name}: {failure}", "value": None, "met": False})
     return found
@@ -197,6 +236,12 @@ def print_table(document: dict[str, Any]) -> None:
         print(
             f"{row['shape']:42} retained {row['retained_s'] * 1e6:8.1f} us, votes "
             f"{row['voted_s'] * 1e6:8.1f} us, planning {row['planning_us']:8.1f} us (flashinfer)"
+        )
+    for policy, row in document.get("engine", {}).get("policies", {}).items():
+        print(
+            f"bench at 128k, {policy:20} {row['kv_device_bytes'] / 2**20:8.1f} MiB, TTFT "
+            f"{row['median_ttft_ms']:.1f} ms, TPOT {row['median_tpot_ms']:.2f} ms, "
+            f"recall {row['recall']}"
         )
     for bar in document["bars"]:
         print(f"{'met' if bar['met'] else 'NOT':4} {bar['bar']:70} {bar['value']}")

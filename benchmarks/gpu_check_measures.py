@@ -301,7 +301,7 @@ def check_graph(kernels: TritonKernels, seed: int) -> float:
     lengths = torch.tensor([1, 8192, 77, 4000], device="cuda")
     k, v = (torch.randn(batch * width, heads, DIM, device="cuda", dtype=DTYPE) for _ in "kv")
     q = torch.randn(batch, heads, GROUP, DIM, device="cuda", dtype=DTYPE)
-    plan = kernels.empty_plan(batch, batch * width, torch.device("cuda"), voted=False)
+    plan = empty_plan(kernels, batch, width)
     outcome: list[torch.Tensor] = []
 
     def step() -> None:
@@ -321,6 +321,11 @@ def check_graph(kernels: TritonKernels, seed: int) -> float:
     return worst
 
 
+def empty_plan(kernels: TritonKernels, batch: int, width: int) -> Any:
+    slots = torch.empty(batch * width, dtype=torch.int32, device="cuda")
+    return kernels.empty_plan(slots, batch, voted=False)
+
+
 def measure_planning(batch: int = 64, width: int = 128 << 10) -> dict[str, float]:
     """What a decoding step of both classes costs the host, and the device."""
     kernels = TritonKernels()
@@ -328,10 +333,7 @@ def measure_planning(batch: int = 64, width: int = 128 << 10) -> dict[str, float
     rows = torch.arange(batch, device="cuda")
     lengths = torch.full((batch,), width // 2, device="cuda")
     image = torch.ones(2, dtype=torch.int64, device="cuda")
-    plans = [
-        kernels.empty_plan(batch, batch * width, torch.device("cuda"), voted=False)
-        for _ in range(2)
-    ]
+    plans = [empty_plan(kernels, batch, width) for _ in range(2)]
 
     def plan() -> None:
         for into, one in zip(plans, (None, image), strict=True):

@@ -296,6 +296,10 @@ class Settings(BaseSettings):
         return int(self.refresh) if self.refresh.isdigit() else None
 
     @property
+    def refreshes_while_generating(self) -> bool:
+        return self.refresh_every_tokens is not None or self.refresh_moved is not None
+
+    @property
     def expected_retention(self) -> float:
         """The share that pools are sized for."""
         return self.session_retention or self.retention or 1.0

@@ -79,7 +79,7 @@ class AttentionKernels(ABC):
     """One backend of the contract in this module's docstring."""
 
     name: str
-    # Whether `plan_on_device` is there.
+    # Whether `plan_on_device` and `empty_plan` are there.
     plans_on_device = False
 
     @abstractmethod
@@ -114,10 +114,19 @@ class AttentionKernels(ABC):
         rows:       [requests] int, each request's row. lengths: [requests] int, its columns.
         max_length: no length is more than this.
         image:      [slots] int, another space's slot by token slot, 0 where there is none.
-        voted:      whether entries may have votes.
-        into:       a plan to fill, where the addresses must stay the same (CUDA graphs).
+        voted:      whether entries may have votes; an `empty_plan` knows it already.
+        into:       an `empty_plan` to fill, where the addresses must stay the same: CUDA graphs
+                    can record that.
 
         Request i's entries are what is not 0 of its slots, or of their images, in order.
+        """
+        raise KernelUnavailableError(f"kernels: {self.name!r} plans on the host")
+
+    def empty_plan(self, slots: torch.Tensor, requests: int, *, voted: bool) -> Any:
+        """A plan of so many requests for `plan_on_device` to fill.
+
+        slots: [entries] int32, room for all that they may hold together. Plans that are never
+               used at the same time may share it.
         """
         raise KernelUnavailableError(f"kernels: {self.name!r} plans on the host")
 

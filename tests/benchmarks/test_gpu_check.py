@@ -1,5 +1,6 @@
 """The GPU's check says what it lacks, and what failed does not hide what was measured."""
 
+import pytest
 import torch
 
 from benchmarks import gpu_check
@@ -48,3 +49,21 @@ def test_a_part_that_fails_is_a_bar_that_is_not_met():
     (bar,) = gpu_check.bars({"failures": {"decode": "OutOfMemoryError: too much"}})
     assert not bar["met"]
     assert "OutOfMemoryError" in bar["bar"]
+
+
+@pytest.mark.engine
+def test_the_engines_part_gives_the_benchs_table(monkeypatch):
+    small = ("--turns", "2", "--len", "1k", "--policies", "full,kvtier", "--device", "cpu")
+    monkeypatch.setattr(gpu_check, "ENGINE_ARGUMENTS", small)
+    found = gpu_check.run_engine()
+    assert found["ran"], found
+    assert set(found["policies"]) == {"full", "kvtier"}
+    assert found["policies"]["kvtier"]["kv_device_bytes"] > 0
+    (bar,) = gpu_check.bars({"engine": found, "failures": {}})
+    assert bar["met"]
+
+
+def test_an_engines_bench_that_cannot_start_says_why(monkeypatch):
+    monkeypatch.setattr(gpu_check, "ENGINE_ARGUMENTS", ("--len", "nonsense"))
+    with pytest.raises(RuntimeError, match="nonsense"):
+        gpu_check.run_engine()

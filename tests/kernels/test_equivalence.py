@@ -330,3 +330,8 @@ def test_attention_without_a_tiled_operator_is_the_same_in_blocks(monkeypatch, c
 def test_an_unknown_backend_lists_the_valid_ones():
     with pytest.raises(KernelUnavailableError, match="reference"):
         get_kernels("magic")
+
+
+def test_the_automatic_choice_is_where_the_tensors_are():
+    assert get_kernels(device="cpu").name == "reference"
+    assert get_kernels(device="cuda:1").name == "triton"

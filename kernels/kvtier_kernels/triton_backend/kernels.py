@@ -117,11 +117,11 @@ class TritonKernels(AttentionKernels):
         voted: bool = False,
         into: TritonPlan | None = None,
     ) -> TritonPlan:
-        """See the contract; CUDA graphs can record it. into: of `empty_plan`."""
         requests, device = rows.numel(), table.device
         blocks = triton.cdiv(max_length, TABLE_BLOCK)
         if into is None:
-            into = self.empty_plan(requests, requests * max_length, device, voted=voted)
+            slots = torch.empty(requests * max_length, dtype=torch.int32, device=device)
+            into = self.empty_plan(slots, requests, voted=voted)
         counts = torch.empty(requests, blocks, dtype=torch.int32, device=device)
         arguments = (table, table if image is None else image, rows, lengths, counts)
         options = {"BLOCK": TABLE_BLOCK, "IMAGE": image is not None}
@@ -134,12 +134,8 @@ class TritonKernels(AttentionKernels):
             _fill(self._launch, schedule, into)
         return into
 
-    def empty_plan(
-        self, requests: int, max_entries: int, device: torch.device, *, voted: bool
-    ) -> TritonPlan:
-        """Room for so many requests' entries together, for `plan_on_device` to fill."""
-        slots = torch.empty(max_entries, dtype=torch.int32, device=device)
-        indptr = torch.zeros(requests + 1, dtype=torch.int32, device=device)
+    def empty_plan(self, slots: torch.Tensor, requests: int, *, voted: bool) -> TritonPlan:
+        indptr = torch.zeros(requests + 1, dtype=torch.int32, device=slots.device)
         return TritonPlan(slots, indptr, None, voted)
 
     def decode(
