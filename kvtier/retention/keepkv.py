@@ -225,7 +225,9 @@ def check_span(
     if protected is not None:
         if tuple(protected.shape) not in ((tokens,), (heads, tokens)):
             raise UsageError("protected", f"[tokens] or {(heads, tokens)}", tuple(protected.shape))
-        least = max(1, int(protected.sum(-1).max()))
+        if not protected.is_cuda:
+            # What is on a device is taken as it is: asking would wait for it.
+            least = max(1, int(protected.sum(-1).max()))
     if not least <= count <= tokens:
         raise UsageError("count", f"{least} … {tokens}", count)
 

@@ -2,7 +2,9 @@
 
 import torch
 
-from benchmarks import gpu_check
+from benchmarks import gpu_check, gpu_check_choosing
+from kvtier.retention.compactor import Compactor
+from kvtier.retention.keepkv import KeepKV
 
 
 def test_without_a_gpu_it_says_so(capsys, monkeypatch):
@@ -26,7 +28,13 @@ def test_bars_are_met_and_missed_by_what_was_measured():
         "read_bytes_per_s": 100.0,
         "decode": [row],
         "planning": {"host_us": 250.0},
-        "choosing": {"prefill_s": 10.0, "selection_s": 0.5, "merge_s": 2.0},
+        "choosing": {
+            "prefill_s": 10.0,
+            "selection_s": 0.5,
+            "merge_s": 0.6,
+            "selection_waits": 0,
+            "merge_waits": 1,
+        },
         "failures": {},
     }
     met = {bar["bar"]: bar["met"] for bar in gpu_check.bars(document)}
@@ -40,7 +48,9 @@ def test_bars_are_met_and_missed_by_what_was_measured():
         f"{name}: with votes / without": False,
         "host planning of a step, us": False,
         "selection / prefill attention": True,
-        "merge / prefill attention": False,
+        "merge / prefill attention": True,
+        "selection + merge / prefill attention": False,
+        "choosing: times that the host waits": False,
     }
 
 
@@ -48,3 +58,14 @@ def test_a_part_that_fails_is_a_bar_that_is_not_met():
     (bar,) = gpu_check.bars({"failures": {"decode": "OutOfMemoryError: too much"}})
     assert not bar["met"]
     assert "OutOfMemoryError" in bar["bar"]
+
+
+def test_choosing_that_is_measured_merges_much_and_keeps_what_it_says():
+    """The context that it makes is one where merging has something to do; small, on a CPU."""
+    context = gpu_check_choosing.make_context(0, tokens=512, device="cpu")
+    chosen = gpu_check_choosing.select(context, Compactor())
+    assert chosen.shape == (8, 128)
+    assert gpu_check_choosing.merge(context, KeepKV()).shape == (8, 128, 128)
+    keys = context.k.transpose(0, 1)
+    target = gpu_check_choosing.assign(keys, chosen, floor=KeepKV().floor).target
+    assert (target >= 0).float().mean() > 0.5
