@@ -1,6 +1,6 @@
 """What the kernels do on this GPU, in one command: are they right, and how near to its memory?
 
-    make gpu-check          or, where torch and triton are and nothing else: python -m benchmarks.gpu_check
+    make gpu-check          or, with torch and triton alone: python -m benchmarks.gpu_check
 
 Under ten minutes, no network. Attention of Llama-3.1-8B's shape (32 query heads, 8 KV heads, dim
 128, bfloat16), one layer's KV at a time:

@@ -30,6 +30,8 @@ from kvtier_kernels.triton_backend.prediction import predicted_logits, window_ls
 from kvtier_kernels.triton_backend.scores import window_mass
 
 HOPPER = 90
+# Ada: before it, Triton has no such numbers.
+FIRST_WITH_FP8 = 89
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 LOOPS = (
     "decode_units",
@@ -79,6 +81,8 @@ def compile_all(capability: int = HOPPER) -> Iterator[Compiled]:
         (64, 128, 256), (1, 4, 8), (torch.bfloat16, torch.float8_e4m3fn), (0, 1, 2)
     ):
         if (dim, group) != (128, 4) and (votes == 2 or kv_dtype != torch.bfloat16):
+            continue
+        if kv_dtype == torch.float8_e4m3fn and capability < FIRST_WITH_FP8:
             continue
         name = f"dim {dim}, group {group}, {str(kv_dtype).removeprefix('torch.')}, votes {votes}"
         found: list[Compiled] = []

@@ -35,9 +35,7 @@ def _queries(
 
 
 @triton.jit
-def _keys(
-    k, end, head, n, d, stride_k_token, stride_k_head, DIM: tl.constexpr
-):
+def _keys(k, end, head, n, d, stride_k_token, stride_k_head, DIM: tl.constexpr):
     """Keys [dim, tokens] of the tokens n."""
     at = n.to(tl.int64) * stride_k_token + head * stride_k_head
     inside = (n < end)[None, :] & (d < DIM)[:, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from kvtier_kernels.triton_backend.kernels import Launch, is_ieee, launch
+from kvtier_kernels.triton_backend.kernels import Launch, has_wide_products, is_ieee, launch
 from kvtier_kernels.triton_backend.nearest import nearest_home
 
 _MULTIPLIED = (torch.bfloat16, torch.float16, torch.float32)
@@ -52,7 +52,9 @@ def send(
         BLOCK_M=rows,
         BLOCK_N=columns,
         IEEE=ieee,
-        num_warps=8,
+        # With 4 warps of a tile two programs share a core, and one multiplies while the other
+        # compares; but that takes all the registers there are.
+        num_warps=4 if has_wide_products() and not ieee else 8,
         num_stages=2 if ieee or dim > 128 else 3,
     )
 
