@@ -169,7 +169,7 @@ def test_sorted_bins_hold_what_bins_hold(
 ) -> None:
     target = make_target(seed, tokens, count, lost)
     plain, quick = Bins(target, count), gpu_bins.SortedBins(target.to(DEVICE), count)
-    x, vectors = 20 * normal(seed, 2, rows, tokens), normal(seed + 1, 2, tokens, dim)
+    x, vectors = 60 * normal(seed, 2, rows, tokens), normal(seed + 1, 2, tokens, dim)
     weights = normal(seed + 2, 2, tokens)
     shares, mass = (part.cpu() for part in quick.log_softmax(x.to(DEVICE)))
     expected_shares, expected_mass = plain.log_softmax(x)
