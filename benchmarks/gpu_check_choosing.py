@@ -84,7 +84,7 @@ def select(context: Context, rule: Compactor) -> torch.Tensor:
     """As a server does it: mass while prefilling, the rest when the turn ends."""
     bounds, width = [0, context.tokens], rule.window_tokens
     mass = window_mass(context.q, context.k, bounds, [0], SCALE, width)
-    mass = mass * context.v.float().norm(dim=-1).T
+    mass = mass * torch.linalg.vector_norm(context.v, dim=-1, dtype=torch.float32).T
     scores = rule.scores(context.k.transpose(0, 1), mass, context.rotation)
     return rule.select(scores, context.count)
 
@@ -194,7 +194,7 @@ def waits(call: Callable[[], Any]) -> int:
     with warnings.catch_warnings(record=True) as caught, _sync_debugging():
         warnings.simplefilter("always")
         call()
-    return sum("synchroniz" in str(one.message) for one in caught)
+    return sum("called a synchronizing" in str(one.message) for one in caught)
 
 
 @contextmanager

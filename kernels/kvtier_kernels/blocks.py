@@ -29,8 +29,9 @@ def long_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     whole = b.shape[1] // _CHUNK_TOKENS * _CHUNK_TOKENS
     out = (a[..., whole:] @ b[:, whole:]).double()
     if whole:
-        left = a[..., :whole].unflatten(-1, (-1, _CHUNK_TOKENS)).transpose(1, 2)
-        right = b[:, :whole].unflatten(1, (-1, _CHUNK_TOKENS))
+        heads, rows, columns = out.shape
+        left = a[..., :whole].reshape(heads, rows, -1, _CHUNK_TOKENS).transpose(1, 2)
+        right = b[:, :whole].reshape(heads, -1, _CHUNK_TOKENS, columns)
         out += (left @ right).sum(1, dtype=torch.float64)
     return out
 

@@ -179,7 +179,8 @@ def expected_output(entries: Entries, logits: torch.Tensor) -> torch.Tensor:
     logits: `[heads, group, tokens]`. Float32 `[heads, tokens]`, higher = keep.
     """
     attention = torch.softmax(logits + entries.log_votes, dim=-1).mean(1)
-    worth: torch.Tensor = attention * entries.v.float().norm(dim=-1)
+    length = torch.linalg.vector_norm(entries.v, dim=-1, dtype=torch.float32)
+    worth: torch.Tensor = attention * length
     return worth
 
 

@@ -62,7 +62,7 @@ class Compaction:
             scale,
             self.compactor.window_tokens,
         )
-        norm = buffers.select(v).float().norm(dim=-1).T
+        norm = torch.linalg.vector_norm(buffers.select(v), dim=-1, dtype=torch.float32).T
         mass[index][:, rows.slots] = drawn * norm
 
     def compact(self, slots: torch.Tensor, first_position: int, keep: int) -> None:
