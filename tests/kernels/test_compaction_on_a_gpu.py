@@ -32,6 +32,11 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def tokens_first(x: torch.Tensor) -> torch.Tensor:
+    """The same `[heads, tokens, dim]` in the memory layout of exact KV."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
 @contextmanager
 def kernels() -> Iterator[None]:
     """Merging by Triton kernels, whatever the device."""
@@ -90,7 +95,7 @@ def test_entries_go_where_a_cpu_sends_them_but_for_rounding(
     which = torch.randint(0, 12, (2, tokens), generator=generator)
     directions = normal(seed + 1, 2, 12, dim)
     keys = directions.gather(1, which.unsqueeze(-1).expand(-1, -1, dim))
-    keys = ((keys + 0.3 * normal(seed + 2, 2, tokens, dim)) * 3).to(dtype)
+    keys = tokens_first(((keys + 0.3 * normal(seed + 2, 2, tokens, dim)) * 3).to(dtype))
     kept = torch.rand(2, tokens, generator=generator).argsort(1)[:, :count]
     is_kept = torch.zeros(2, tokens, dtype=torch.bool).scatter_(1, kept, True)
     protected = is_kept & (torch.rand(2, tokens, generator=generator) < shield)
@@ -198,7 +203,7 @@ def make_problem(
 ) -> tuple[Entries, torch.Tensor, Assignment]:
     """Entries of two heads with votes, logits that tell them apart, and some that go to nobody."""
     generator = torch.Generator().manual_seed(seed)
-    k, v = normal(seed, 2, 120, 24).to(dtype), normal(seed + 1, 2, 120, 24).to(dtype)
+    k, v = (tokens_first(normal(seed + i, 2, 120, 24).to(dtype)) for i in range(2))
     votes = torch.randint(1, 9, (2, vote_rows, 120), generator=generator).log()
     kept = torch.rand(2, 120, generator=generator).argsort(1)[:, :17]
     target = make_target(seed, 120, 17, 0.3)
@@ -275,7 +280,7 @@ def test_the_newest_queries_predict_alike(
     dtype: torch.dtype,
 ) -> None:
     q = normal(seed, window, 2, group, 20).to(dtype)
-    keys = normal(seed + 1, 2, tokens, 20).to(dtype)
+    keys = tokens_first(normal(seed + 1, 2, tokens, 20).to(dtype))
     votes = normal(seed + 2, 2, (1, group)[rows - 1], tokens) if rows else None
     lse = window_lse(q, keys, 0.7, votes)
     got = gpu_prediction.window_lse(

@@ -24,9 +24,7 @@ def send(
     """See `kvtier_kernels.merging.Send`. float16 and bfloat16 keys are multiplied as they are, by
     tensor cores that sum in float32; others in float32."""
     if keys.dtype not in _MULTIPLIED:
-        # fp8 fits bfloat16 to the bit.
-        wide = torch.bfloat16 if keys.dtype.itemsize == 1 else torch.float32
-        keys, homes = keys.to(wide), homes.to(wide)
+        keys, homes = keys.float(), homes.float()
     keys = keys if keys.stride(-1) == 1 else keys.contiguous()
     heads, rest = dropped.shape
     count, dim = homes.shape[1:]

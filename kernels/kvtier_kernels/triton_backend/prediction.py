@@ -92,7 +92,7 @@ def _prepared(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Queries and keys of one dtype, dim contiguous, and the options of either kernel."""
     group, dim = q.shape[2:]
-    if keys.dtype.itemsize != 1 and keys.dtype != q.dtype:
+    if keys.dtype != q.dtype:
         q, keys = q.float(), keys.float()
     q, keys = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys))
     options = {
