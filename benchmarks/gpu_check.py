@@ -9,7 +9,8 @@ Under ten minutes, no network. Attention of Llama-3.1-8B's shape (32 query heads
     decode    batches of 1 to 64 contexts of 8k to 128k, 25% and 50% CA heads: the share of this
               GPU's own read bandwidth, and the time against full KV
     planning  what a decoding step costs the host
-    choose    Compactor's scores and KeepKV's merge at 128k, against attention of that prefill
+    choose    Compactor's selection and KeepKV's merge for all 32 layers of 128k, against that
+              context's prefill attention
     engine    `kvtier.bench` at 128k with the demo model, where SGLang and kvtier are installed
 
 With --flashinfer (`make gpu-check FLASHINFER=1`) also the backend of that name, tests and decodes;
@@ -37,11 +38,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_check_choosing import measure_choosing
 from benchmarks.gpu_check_measures import (
+    LAYERS,
     SHAPES,
     Shape,
     check_equal,
-    measure_choosing,
     measure_decode,
     measure_flashinfer,
     measure_planning,
@@ -205,10 +207,13 @@ def bars(document: dict[str, Any]) -> list[dict[str, Any]]:
     if "planning" in document:
         planning = document["planning"]["host_us"]
         bar("host planning of a step, us", planning, planning <= MOST_PLANNING_US)
-    for what in ("selection", "merge"):
-        if f"{what}_s" in document.get("choosing", {}):
-            share = document["choosing"][what + "_s"] / document["choosing"]["prefill_s"]
-            bar(f"{what} / prefill attention", share, share <= MOST_CHOOSING)
+    if "choosing" in document:
+        choosing = document["choosing"]
+        for what in (("selection",), ("merge",), ("selection", "merge")):
+            share = sum(choosing[f"{one}_s"] for one in what) / choosing["prefill_s"]
+            bar(f"{' + '.join(what)} / prefill attention", share, share <= MOST_CHOOSING)
+        waits = choosing["selection_waits"] + choosing["merge_waits"]
+        bar("choosing: times that the host waits", waits, waits == 0)
     for row in document.get("flashinfer", {}).get("decode", []):
         for what in ("retained", "voted"):
             difference = row[what + "_difference"]
@@ -249,6 +254,11 @@ def print_table(document: dict[str, Any]) -> None:
             f"{row['median_ttft_ms']:.1f} ms, TPOT {row['median_tpot_ms']:.2f} ms, "
             f"recall {row['recall']}"
         )
+    choosing = document.get("choosing", {})
+    for name, taken in choosing.get("prefills_s", {}).items():
+        print(f"prefill attention of 128k, {LAYERS} layers: {taken:.2f} s by {name}")
+    for name, taken in choosing.get("parts_s", {}).items():
+        print(f"choosing, one layer: {taken * 1e3:8.2f} ms {name}")
     for bar in document["bars"]:
         print(f"{'met' if bar['met'] else 'NOT':4} {bar['bar']:70} {bar['value']}")
 

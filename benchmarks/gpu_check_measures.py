@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 
 from kvtier_kernels import AttentionKernels, KernelUnavailableError, RaggedKV, get_kernels
-from kvtier_kernels.merging import assign, exact_entries, merge_beta
-from kvtier_kernels.scores import leverage_scores, window_mass
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 
 KV_HEADS, GROUP, DIM, LAYERS = 8, 4, 128, 32
@@ -28,7 +26,6 @@ LOCALITY_ENTRIES = 4 + 1024 + 1
 # KV is read again only after so many other bytes: more than an L2 cache holds.
 ROTATED_BYTES = 512 << 20
 ROUNDS = 20
-CONTEXT, WINDOW_TOKENS, KEPT = 128 << 10, 512, 0.25
 
 
 @dataclass(frozen=True)
@@ -354,49 +351,13 @@ def measure_planning(batch: int = 64, width: int = 128 << 10) -> dict[str, float
     }
 
 
-def measure_choosing(seed: int) -> dict[str, float]:
-    """One layer of a 128k context: scores and merging against its causal attention."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device="cuda", dtype=DTYPE)
-
-    q, k = normal(CONTEXT, KV_HEADS, GROUP, DIM), normal(CONTEXT, KV_HEADS, DIM)
-    heads_first = q.flatten(1, 2).transpose(0, 1).unsqueeze(0)
-    wide = k.transpose(0, 1).unsqueeze(0)
-
-    def prefill() -> None:
-        torch.nn.functional.scaled_dot_product_attention(
-            heads_first, wide, wide, is_causal=True, enable_gqa=True
-        )
-
-    def select() -> None:
-        window_mass(q, k, [0, CONTEXT], [0], SCALE, WINDOW_TOKENS)
-        leverage_scores(k.transpose(0, 1))
-
-    keys = k.transpose(0, 1).contiguous()
-    count = int(KEPT * CONTEXT)
-    order = torch.rand(KV_HEADS, CONTEXT, generator=generator, device="cuda").argsort(dim=1)
-    kept = order[:, :count].sort(dim=1).values
-    logits = torch.randn(KV_HEADS, GROUP, CONTEXT, generator=generator, device="cuda")
-
-    def merge() -> None:
-        merge_beta(exact_entries(keys, keys), logits, assign(keys, kept))
-
-    return {
-        "prefill_s": seconds(prefill, 5),
-        "selection_s": seconds(select, 5),
-        "merge_s": seconds(merge, 5),
-    }
-
-
 __all__ = [
     "SHAPES",
     "Shape",
     "check_equal",
-    "measure_choosing",
     "measure_decode",
     "measure_flashinfer",
     "measure_planning",
     "read_bandwidth",
+    "seconds",
 ]

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from benchmarks import gpu_check
+from benchmarks import gpu_check, gpu_check_choosing
+from kvtier.retention.compactor import Compactor
+from kvtier.retention.keepkv import KeepKV
 
 
 def test_without_a_gpu_it_says_so(capsys, monkeypatch):
@@ -27,7 +29,13 @@ def test_bars_are_met_and_missed_by_what_was_measured():
         "read_bytes_per_s": 100.0,
         "decode": [row],
         "planning": {"host_us": 250.0},
-        "choosing": {"prefill_s": 10.0, "selection_s": 0.5, "merge_s": 2.0},
+        "choosing": {
+            "prefill_s": 10.0,
+            "selection_s": 0.5,
+            "merge_s": 0.6,
+            "selection_waits": 0,
+            "merge_waits": 1,
+        },
         "failures": {},
     }
     met = {bar["bar"]: bar["met"] for bar in gpu_check.bars(document)}
@@ -41,7 +49,9 @@ def test_bars_are_met_and_missed_by_what_was_measured():
         f"{name}: with votes / without": False,
         "host planning of a step, us": False,
         "selection / prefill attention": True,
-        "merge / prefill attention": False,
+        "merge / prefill attention": True,
+        "selection + merge / prefill attention": False,
+        "choosing: times that the host waits": False,
     }
 
 
@@ -67,3 +77,14 @@ def test_an_engines_bench_that_cannot_start_says_why(monkeypatch):
     monkeypatch.setattr(gpu_check, "ENGINE_ARGUMENTS", ("--len", "nonsense"))
     with pytest.raises(RuntimeError, match="nonsense"):
         gpu_check.run_engine()
+
+
+def test_choosing_that_is_measured_merges_much_and_keeps_what_it_says():
+    """The context that it makes is one where merging has something to do; small, on a CPU."""
+    context = gpu_check_choosing.make_context(0, tokens=512, device="cpu")
+    chosen = gpu_check_choosing.select(context, Compactor())
+    assert chosen.shape == (8, 128)
+    assert gpu_check_choosing.merge(context, KeepKV()).shape == (8, 128, 128)
+    keys = context.k.transpose(0, 1)
+    target = gpu_check_choosing.assign(keys, chosen, floor=KeepKV().floor).target
+    assert (target >= 0).float().mean() > 0.5

@@ -23,12 +23,27 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kvtier_kernels.base import RaggedKV, Window
+from kvtier_kernels.triton_backend.bins import SortedBins
 from kvtier_kernels.triton_backend.kernels import Launch, TritonKernels, is_interpreted
+from kvtier_kernels.triton_backend.merging import send
+from kvtier_kernels.triton_backend.prediction import predicted_logits, window_lse
 from kvtier_kernels.triton_backend.scores import window_mass
 
 HOPPER = 90
+# Ada: before it, Triton has no such numbers.
+FIRST_WITH_FP8 = 89
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-LOOPS = ("decode_units", "extend_blocks", "window_rows", "window_columns")
+LOOPS = (
+    "decode_units",
+    "extend_blocks",
+    "window_rows",
+    "window_columns",
+    "nearest_home",
+    "segment_softmax",
+    "segment_sum",
+    "mean_of_queries",
+    "sum_over_keys",
+)
 
 
 class Compiled(NamedTuple):
@@ -66,6 +81,8 @@ def compile_all(capability: int = HOPPER) -> Iterator[Compiled]:
         (64, 128, 256), (1, 4, 8), (torch.bfloat16, torch.float8_e4m3fn), (0, 1, 2)
     ):
         if (dim, group) != (128, 4) and (votes == 2 or kv_dtype != torch.bfloat16):
+            continue
+        if kv_dtype == torch.float8_e4m3fn and capability < FIRST_WITH_FP8:
             continue
         name = f"dim {dim}, group {group}, {str(kv_dtype).removeprefix('torch.')}, votes {votes}"
         found: list[Compiled] = []
@@ -122,6 +139,24 @@ def _use(launch: Launch, dim: int, group: int, kv_dtype: torch.dtype, votes: int
         row = torch.arange(requests)
         kernels.plan_on_device(table, row, row, entries, row)
         window_mass(q, own, [(0, new)], 0.1, launch)
+        _use_merging(launch, own.transpose(0, 1), q)
+
+
+def _use_merging(launch: Launch, keys: torch.Tensor, q: torch.Tensor) -> None:
+    """keys `[heads, tokens, dim]`, q `[w, heads, group, dim]`."""
+    heads, tokens, _ = keys.shape
+    group, count = q.shape[2], 16
+    homes, lengths = keys[:, :count], torch.ones(heads, count)
+    dropped = torch.arange(count, tokens).expand(heads, -1)
+    target = torch.arange(tokens).remainder(count).expand(heads, -1).contiguous()
+    send(keys, dropped, homes, lengths, lengths < 0, 0.5, target, launch)
+    bins = SortedBins(target, count, launch)
+    logits = torch.zeros(heads, group, tokens)
+    bins.log_softmax(logits)
+    bins.sum(logits)
+    bins.mix(logits[:, 0], keys)
+    predicted_logits(q, keys, 0.1, torch.zeros(heads, group, len(q)), launch)
+    window_lse(q, keys, 0.1, None, launch)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for one in compile_all(parser.parse_args(argv).capability):
         spills += one.spilled_bytes > 0 and one.kernel in LOOPS
         print(
-            f"{one.kernel:14} {one.variant:40} {one.registers:4} registers "
+            f"{one.kernel:15} {one.variant:40} {one.registers:4} registers "
             f"{one.spilled_bytes:5} B spilled {one.shared_bytes:7} B shared"
         )
     return min(spills, 1)

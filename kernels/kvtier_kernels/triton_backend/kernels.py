@@ -247,9 +247,8 @@ class TritonKernels(AttentionKernels):
             VOTES=mode,
             WINDOW=window is not None,
             IEEE=is_ieee(q),
-            # What keeps to the registers (`ahead`).
-            num_warps=8 if dim > 128 or window is not None or mode == 2 else 4,
-            num_stages=2,
+            num_warps=_extend_warps(dim, window is not None or mode == 2),
+            num_stages=2 if dim <= 128 else 3,
         )
         if splits == 1:
             return AttentionState(o, lse)
@@ -424,6 +423,19 @@ def _block_rows(dim: int) -> int:
     return 64 if dim <= 128 else 32
 
 
+def _extend_warps(dim: int, laden: bool) -> int:
+    """What keeps to the registers (`ahead`). laden: with a window, or votes per query head."""
+    return 8 if dim > 128 or laden or not has_wide_products() else 4
+
+
+def has_wide_products() -> bool:
+    """Whether matrix products take their tiles from shared memory, as on Hopper and data-centre
+    Blackwell; elsewhere they go through registers, which others then lack."""
+    if is_interpreted():
+        return True
+    return triton.runtime.driver.active.get_current_target().arch // 10 in (9, 10, 11)
+
+
 def is_ieee(q: torch.Tensor) -> bool:
     """float32 is for comparing: tensor cores' TF32 would not do. Nor does the interpreter, which
     takes bfloat16 for integers, multiply anything else."""
@@ -442,6 +454,7 @@ __all__ = [
     "TritonKernels",
     "TritonPlan",
     "check_device",
+    "has_wide_products",
     "is_ieee",
     "is_interpreted",
     "launch",
