@@ -18,7 +18,8 @@ def _reference() -> AttentionKernels:
 
 
 def _triton() -> AttentionKernels:
-    from kvtier_kernels.triton_backend.kernels import TritonKernels, check_device
+    from kvtier_kernels.triton_backend.kernels import TritonKernels
+    from kvtier_kernels.triton_backend.launching import check_device
 
     check_device()
     return TritonKernels()

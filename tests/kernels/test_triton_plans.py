@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier_kernels import RaggedKV, get_kernels
-from kvtier_kernels.triton_backend import kernels as triton_kernels
+from kvtier_kernels.triton_backend import launching, plans
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -90,7 +90,7 @@ def test_units_cover_every_entry_once_in_stretches_of_one_size(lengths, heads):
     kernels = get_kernels("triton")
     bounds = [0, *itertools.accumulate(lengths)]
     plan = kernels.plan(torch.empty(0, dtype=torch.int64), bounds)
-    schedule = triton_kernels._schedule(triton_kernels.launch, plan, heads)
+    schedule = plans.schedule_for(launching.launch, plan, heads)
     size = int(schedule.stretch)
     units = [-(-length // size) for length in lengths]
     assert schedule.units_indptr.tolist() == [0, *itertools.accumulate(units)]
@@ -99,6 +99,6 @@ def test_units_cover_every_entry_once_in_stretches_of_one_size(lengths, heads):
     assert idle >= 0
     assert schedule.unit_request.tolist() == owners + [len(lengths)] * idle
     # Balanced: no unit has more than its share, but for the smallest stretch.
-    least = triton_kernels.LEAST_STRETCH
+    least = plans.LEAST_STRETCH
     assert size % least == 0
     assert size - least < max(sum(lengths) / schedule.target_units, 1)

@@ -40,7 +40,9 @@ from kvtier_kernels.flashinfer_backend.wrappers import (
     make_wrapper,
 )
 from kvtier_kernels.states import empty_state
-from kvtier_kernels.triton_backend.kernels import TritonKernels, TritonPlan, to_device
+from kvtier_kernels.triton_backend.kernels import TritonKernels
+from kvtier_kernels.triton_backend.launching import to_device
+from kvtier_kernels.triton_backend.plans import TritonPlan
 
 
 @dataclass(eq=False)

@@ -24,7 +24,8 @@ from triton.backends.compiler import GPUTarget
 
 from kvtier_kernels.base import RaggedKV, Window
 from kvtier_kernels.triton_backend.bins import SortedBins
-from kvtier_kernels.triton_backend.kernels import Launch, TritonKernels, is_interpreted
+from kvtier_kernels.triton_backend.kernels import TritonKernels
+from kvtier_kernels.triton_backend.launching import Launch, is_interpreted
 from kvtier_kernels.triton_backend.merging import send
 from kvtier_kernels.triton_backend.prediction import predicted_logits, window_lse
 from kvtier_kernels.triton_backend.scores import window_mass

@@ -6,7 +6,7 @@ import torch
 import triton
 
 from kvtier_kernels.bins import Bins
-from kvtier_kernels.triton_backend.kernels import Launch, launch
+from kvtier_kernels.triton_backend.launching import Launch, launch
 from kvtier_kernels.triton_backend.segments import segment_softmax, segment_sum
 
 # Numbers of a program's tile: bins hold a handful of entries, few of them hundreds.

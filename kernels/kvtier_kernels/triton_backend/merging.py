@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from kvtier_kernels.triton_backend.kernels import Launch, has_wide_products, is_ieee, launch
+from kvtier_kernels.triton_backend.launching import Launch, has_wide_products, is_ieee, launch
 from kvtier_kernels.triton_backend.nearest import nearest_home
 
 _MULTIPLIED = (torch.bfloat16, torch.float16, torch.float32)

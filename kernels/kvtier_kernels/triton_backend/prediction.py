@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from kvtier_kernels.triton_backend.kernels import Launch, is_ieee, launch
+from kvtier_kernels.triton_backend.launching import Launch, is_ieee, launch
 from kvtier_kernels.triton_backend.newest import mean_of_queries, sum_over_keys
 
 _BLOCK_QUERIES = 32

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import triton
 
-from kvtier_kernels.triton_backend.kernels import Launch, is_ieee, launch, to_device
+from kvtier_kernels.triton_backend.launching import Launch, is_ieee, launch, to_device
 from kvtier_kernels.triton_backend.mass import window_columns, window_rows
 
 BLOCK_ROWS = 64
