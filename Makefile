@@ -66,9 +66,10 @@ constraints: $(READY)  ## Pin what is installed in VENV now (use with MOONCAKE=1
 demo-model: $(READY)  ## Train the demo model again from its recorded seed (one CPU thread)
 	OMP_NUM_THREADS=1 $(BIN)/python -m models.train --out models/kvtier-demo
 
-gpu-check:  ## Reserved: kernels and engine on a GPU, one command
-	@echo "gpu-check is not built yet; benchmarks/GPU_BACKLOG.md lists what waits for a GPU" >&2
-	@exit 1
+gpu-check:  ## Check and measure the kernels on this GPU; installs nothing (FLASHINFER=1: its backend, too)
+	@mkdir -p out
+	PYTHONPATH=.:kernels $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu_check --out out/gpu-check.json \
+		$(if $(FLASHINFER),--flashinfer)
 
 clean:  ## Remove the environment and all caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis out

@@ -113,7 +113,10 @@ class Settings(BaseSettings):
     locality_slots: int | None = Field(
         None, ge=1, description="Slots of the locality pool. None: derived from the KV budget."
     )
-    kernels: str = Field("reference", description="Attention kernel backend.")
+    kernels: str = Field(
+        "auto",
+        description="Attention kernels: reference, triton, flashinfer, or auto (triton on a GPU).",
+    )
     force_cpu: bool = Field(
         False, description="Activate kvtier's CPU platform even where CUDA is available."
     )
@@ -291,6 +294,10 @@ class Settings(BaseSettings):
     def refresh_every_tokens(self) -> int | None:
         """After how many generated tokens there is another refresh, if there is."""
         return int(self.refresh) if self.refresh.isdigit() else None
+
+    @property
+    def refreshes_while_generating(self) -> bool:
+        return self.refresh_every_tokens is not None or self.refresh_moved is not None
 
     @property
     def expected_retention(self) -> float:

@@ -12,10 +12,11 @@ from kvtier_kernels.base import (
     RaggedKV,
     Window,
 )
-from kvtier_kernels.registry import available_kernels, get_kernels
+from kvtier_kernels.registry import AUTO, available_kernels, get_kernels
 from kvtier_kernels.states import empty_state, merge_states
 
 __all__ = [
+    "AUTO",
     "AttentionKernels",
     "AttentionState",
     "KernelUnavailableError",

@@ -44,7 +44,7 @@ class AttentionState(NamedTuple):
 class RaggedKV(NamedTuple):
     """The buffers of one head class of one layer.
 
-    k, v:      [slots, heads, dim].
+    k, v:      [slots, heads, dim], in the query's dtype or one that converts to it (fp8).
     log_votes: float32 added to the logits of an entry (KeepKV: ln p), [slots], or
                [slots, heads, group] where every query head has its own; None when every entry
                stands for exactly one token.
@@ -79,6 +79,8 @@ class AttentionKernels(ABC):
     """One backend of the contract in this module's docstring."""
 
     name: str
+    # Whether `plan_on_device` and `empty_plan` are there.
+    plans_on_device = False
 
     @abstractmethod
     def plan(
@@ -94,6 +96,39 @@ class AttentionKernels(ABC):
         log_votes: [slots] float32, anything but 0 where an entry has votes in some layer, or
                    None where none has; the votes themselves come with each call's RaggedKV.
         """
+
+    def plan_on_device(
+        self,
+        table: torch.Tensor,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        max_length: int,
+        image: torch.Tensor | None = None,
+        *,
+        voted: bool = False,
+        into: Any = None,
+    ) -> Any:
+        """A plan for `decode`, made without waiting for the device.
+
+        table:      [rows, width] int32 or int64: token slots, 0 where there is none.
+        rows:       [requests] int, each request's row. lengths: [requests] int, its columns.
+        max_length: no length is more than this.
+        image:      [slots] int, another space's slot by token slot, 0 where there is none.
+        voted:      whether entries may have votes; an `empty_plan` knows it already.
+        into:       an `empty_plan` to fill, where the addresses must stay the same: CUDA graphs
+                    can record that.
+
+        Request i's entries are what is not 0 of its slots, or of their images, in order.
+        """
+        raise KernelUnavailableError(f"kernels: {self.name!r} plans on the host")
+
+    def empty_plan(self, slots: torch.Tensor, requests: int, *, voted: bool) -> Any:
+        """A plan of so many requests for `plan_on_device` to fill.
+
+        slots: [entries] int32, room for all that they may hold together. Plans that are never
+               used at the same time may share it.
+        """
+        raise KernelUnavailableError(f"kernels: {self.name!r} plans on the host")
 
     @abstractmethod
     def decode(self, q: torch.Tensor, kv: RaggedKV, plan: Any, scale: float) -> AttentionState:
@@ -120,3 +155,7 @@ class AttentionKernels(ABC):
         rows q_indptr[i]:q_indptr[i + 1]. The plan holds the prefix only. `window` restricts
         what is seen of the request's own turn (streaming prefill).
         """
+
+    @abstractmethod
+    def merge_states(self, a: AttentionState, b: AttentionState) -> AttentionState:
+        """The state over the union of two disjoint blocks of KV; see `states.merge_states`."""

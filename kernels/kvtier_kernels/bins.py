@@ -4,14 +4,15 @@
     bin                     0  1  0     3    2  1  0          the last bin takes what goes to nobody
 
 Heads first: `[heads, rows, tokens]` for numbers per entry (a row per query head, or one), and
-`[heads, tokens, dim]` for vectors. float32.
+`[heads, tokens, dim]` for vectors. float32. On CUDA the entries of a bin are brought together first
+(`triton_backend.bins`), so that sums need no atomics and come out the same each time.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kvtier_kernels.prediction import blocks
+from kvtier_kernels.blocks import blocks
 
 NOBODY = -1
 """The target of an entry that is like no kept one."""
@@ -72,4 +73,14 @@ class Bins:
         return self._index.unsqueeze(1).expand_as(x)
 
 
-__all__ = ["NOBODY", "Bins"]
+def make_bins(target: torch.Tensor, count: int) -> Bins:
+    """The bins of one assignment, for the device that it is on."""
+    if target.is_cuda:
+        # Elsewhere there may be no Triton.
+        from kvtier_kernels.triton_backend.bins import SortedBins
+
+        return SortedBins(target, count)
+    return Bins(target, count)
+
+
+__all__ = ["NOBODY", "Bins", "make_bins"]

@@ -21,7 +21,7 @@ so keeps everyone's W; k and v are exact for a group of one, and otherwise weigh
 group, see `merge_beta`.
 
 Layout: heads first, `[heads, tokens, dim]`. Any float dtype and device, float32 inside, nothing is
-ever context × context. Stateless. On CUDA sums of a bin come in no fixed order.
+ever context × context. Stateless, and on CUDA nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from kvtier_kernels.bins import NOBODY, Bins
-from kvtier_kernels.prediction import blocks
+from kvtier_kernels.bins import NOBODY, Bins, make_bins
+from kvtier_kernels.blocks import blocks, long_product
 
 # A paper-form key longer or shorter than the mean of its bin by more than this factor is not used.
 _MAX_SCALE = 1.5
@@ -81,7 +81,9 @@ def assign(
     kept:      `[heads, count]` int64, distinct, count >= 1
     protected: bool `[tokens]` or `[heads, tokens]`: kept entries that take nobody in (sinks)
     floor:     an entry goes to nobody unless more similar than this; 1 merges nothing
-    Raises ValueError for bad shapes and for protected entries that are not kept.
+    Keys that are not numbers are like nobody. Raises ValueError for bad shapes, and for protected
+    entries that are not kept; where finding out would mean to wait for a device, those count as
+    not protected.
     """
     if keys.ndim != 3 or kept.ndim != 2 or kept.shape[0] != keys.shape[0] or not kept.shape[1]:
         raise ValueError(
@@ -92,24 +94,19 @@ def assign(
     count = kept.shape[1]
     is_kept = torch.zeros(heads, tokens, dtype=torch.bool, device=keys.device)
     is_kept.scatter_(1, kept, True)
-    closed = None
+    homes = _gather(keys, kept)
+    # Not finite where a key is not of numbers: no home.
+    lengths = torch.linalg.vector_norm(homes, dim=-1, dtype=torch.float32)
+    closed = ~lengths.isfinite()
     if protected is not None:
         protected = protected.expand(heads, tokens)
-        if bool((protected & ~is_kept).any()):
+        if not keys.is_cuda and bool((protected & ~is_kept).any()):
             raise ValueError("protected: expected kept entries only, some are not in kept")
-        closed = protected.gather(1, kept).unsqueeze(1)
+        closed |= protected.gather(1, kept)
     order = torch.arange(count, device=keys.device).expand(heads, count)
     target = torch.full((heads, tokens), NOBODY, device=keys.device).scatter_(1, kept, order)
-    dropped = is_kept.byte().argsort(dim=1, stable=True)[:, : tokens - count]
-    homes = _unit(_gather(keys, kept)).transpose(1, 2)
-    for part in blocks(tokens - count, heads * count):
-        rows = dropped[:, part]
-        similarity = _unit(_gather(keys, rows)) @ homes
-        if closed is not None:
-            similarity.masked_fill_(closed, float("-inf"))
-        best, home = similarity.max(dim=-1)
-        # Rounding must not lift equal keys above a floor of 1.
-        target.scatter_(1, rows, torch.where(best.clamp(max=1) > floor, home, NOBODY))
+    send = _sender(keys.device)
+    send(keys, _others(is_kept, tokens - count), homes, lengths, closed, floor, target)
     return Assignment(kept, target)
 
 
@@ -137,7 +134,7 @@ def merge_beta(
     (benchmarks/merging_error.py).
     """
     _check(entries, logits, assignment)
-    bins = Bins(assignment.target, assignment.kept.shape[1])
+    bins = make_bins(assignment.target, assignment.kept.shape[1])
     votes = entries.log_votes.float()
     log_shares, mass = bins.log_softmax(votes + logits.float())
     log_attention = mass - torch.logsumexp(mass, dim=-1, keepdim=True)
@@ -180,7 +177,7 @@ def merge_paper(
             "entries.log_votes: expected one row per KV head for whole votes, got "
             f"{entries.log_votes.shape[1]}"
         )
-    bins = Bins(assignment.target, assignment.kept.shape[1])
+    bins = make_bins(assignment.target, assignment.kept.shape[1])
     votes, mean = entries.log_votes.float(), logits.float().mean(1, keepdim=True)
     log_pi, total = bins.log_softmax(votes)
     log_lambda, _ = bins.log_softmax(votes + mean)
@@ -215,6 +212,60 @@ def compensate(entries: Entries, assignment: Assignment) -> Entries:
     return Entries(k, v, total)
 
 
+Send = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, torch.Tensor],
+    None,
+]
+"""Writes the target of entries that are not kept.
+
+keys `[heads, tokens, dim]`; dropped `[heads, n]` int64, their indices; homes `[heads, count, dim]`,
+the kept keys; lengths `[heads, count]` float32, theirs; closed `[heads, count]` bool, homes of
+nobody; floor; target `[heads, tokens]` int64.
+"""
+
+
+def _sender(device: torch.device) -> Send:
+    if device.type == "cuda":
+        # Elsewhere there may be no Triton.
+        from kvtier_kernels.triton_backend import merging
+
+        return merging.send
+    return _send
+
+
+def _send(
+    keys: torch.Tensor,
+    dropped: torch.Tensor,
+    homes: torch.Tensor,
+    lengths: torch.Tensor,
+    closed: torch.Tensor,
+    floor: float,
+    target: torch.Tensor,
+) -> None:
+    """`Send` by matrix products, a block of entries at a time."""
+    heads, count, _ = homes.shape
+    directions = _unit(homes).transpose(1, 2)
+    any_closed = bool(closed.any())
+    for part in blocks(dropped.shape[1], heads * count):
+        rows = dropped[:, part]
+        similarity = _unit(_gather(keys, rows)) @ directions
+        if any_closed:
+            similarity.masked_fill_(closed.unsqueeze(1), float("-inf"))
+        best, home = similarity.max(dim=-1)
+        # Rounding must not lift equal keys above a floor of 1.
+        target.scatter_(1, rows, torch.where(best.clamp(max=1) > floor, home, NOBODY))
+
+
+def _others(is_kept: torch.Tensor, count: int) -> torch.Tensor:
+    """Which `count` entries of every head are not kept, in order: int64 `[heads, count]`."""
+    heads, tokens = is_kept.shape
+    index = torch.arange(tokens, device=is_kept.device).expand(heads, -1)
+    place = (~is_kept).cumsum(1) - 1
+    # Kept ones go to a place behind the last.
+    place = place.masked_fill_(is_kept, count).clamp_(max=count)
+    return index.new_empty(heads, count + 1).scatter_(1, place, index)[:, :count]
+
+
 def _keep_singles(merged: Entries, entries: Entries, kept: torch.Tensor, bins: Bins) -> Entries:
     """Undo the rounding of entries that took in nobody."""
     single = (bins.sizes() == 1).unsqueeze(-1)
@@ -239,9 +290,9 @@ def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def _weighted_mean(weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """weights `[heads, 1, tokens]`, x `[heads, tokens, dim]` -> `[heads, 1, dim]` in x's dtype."""
     heads, tokens, dim = x.shape
-    out = torch.zeros(heads, 1, dim, dtype=torch.float32, device=x.device)
+    out = torch.zeros(heads, 1, dim, dtype=torch.float64, device=x.device)
     for part in blocks(tokens, heads * dim):
-        out += torch.bmm(weights[..., part], x[:, part].float())
+        out += long_product(weights[..., part], x[:, part].float())
     return out.to(x.dtype)
 
 

@@ -11,35 +11,25 @@ would be one product with the mean query, and is worse: it forgets what only som
 Scores compare within one query only, so a query that likes its keys well outvotes the others. With
 `lse` given, the mean is over attention probabilities instead, where all queries count alike.
 
-Layout: heads first, `[heads, tokens, dim]`. Stateless.
+Layout: heads first, `[heads, tokens, dim]`. Stateless, and on CUDA nothing waits for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
-# Floats of one block of intermediate results (64 MiB).
-_BLOCK_FLOATS = 16 << 20
+from kvtier_kernels.blocks import blocks
 
 
-def blocks(tokens: int, floats_per_token: int) -> Iterator[slice]:
-    """Slices of `tokens` whose intermediate results fit a block; at least one token each."""
-    step = max(1, _BLOCK_FLOATS // max(1, floats_per_token))
-    for start in range(0, tokens, step):
-        yield slice(start, min(start + step, tokens))
-
-
-def window_weights(window: int, alpha: float) -> torch.Tensor:
+def window_weights(window: int, alpha: float, device: torch.device | str = "cpu") -> torch.Tensor:
     """ω: float64 `[window]`, the newest query last; sums to 1.
 
     alpha: in [0, 1); 0 trusts the newest query alone. Raises ValueError.
     """
     if window < 1 or not 0 <= alpha < 1:
         raise ValueError(f"window and alpha: expected >= 1 and [0, 1), got {window} and {alpha}")
-    age = torch.arange(window - 1, -1, -1, dtype=torch.float64)
-    weights = torch.tensor(alpha, dtype=torch.float64) ** age
+    age = torch.arange(window - 1, -1, -1, dtype=torch.float64, device=device)
+    weights = torch.pow(alpha, age)
     return weights / weights.sum()
 
 
@@ -61,14 +51,19 @@ def predicted_logits(
     """
     _check(q_window, keys)
     window, heads, group, _ = q_window.shape
-    log_weights = window_weights(window, alpha).log().to(keys.device, torch.float32)
-    offset = log_weights.view(1, 1, window, 1)
+    log_weights = window_weights(window, alpha, keys.device).log().float()
+    offset = log_weights.expand(heads, group, window)
     if lse is not None:
-        offset = offset - lse.float().permute(1, 2, 0).unsqueeze(-1)
+        offset = offset - lse.float().permute(1, 2, 0)
+    if _on_gpu(keys):
+        # Elsewhere there may be no Triton.
+        from kvtier_kernels.triton_backend import prediction
+
+        return prediction.predicted_logits(q_window, keys, scale, offset)
     out = torch.empty(heads, group, keys.shape[1], dtype=torch.float32, device=keys.device)
     for part in blocks(keys.shape[1], heads * group * window):
         logits = _logits(q_window, keys[:, part], scale)
-        out[..., part] = torch.logsumexp(logits + offset, dim=2)
+        out[..., part] = torch.logsumexp(logits + offset.unsqueeze(-1), dim=2)
     return out
 
 
@@ -86,6 +81,10 @@ def window_lse(
     """
     _check(q_window, keys)
     window, heads, group, _ = q_window.shape
+    if _on_gpu(keys):
+        from kvtier_kernels.triton_backend import prediction
+
+        return prediction.window_lse(q_window, keys, scale, log_votes)
     total = torch.full((heads, group, window), float("-inf"), device=keys.device)
     for part in blocks(keys.shape[1], heads * group * window):
         logits = _logits(q_window, keys[:, part], scale)
@@ -93,6 +92,10 @@ def window_lse(
             logits += log_votes[..., part].float().unsqueeze(2)
         total = torch.logaddexp(total, torch.logsumexp(logits, dim=-1))
     return total.permute(2, 0, 1)
+
+
+def _on_gpu(keys: torch.Tensor) -> bool:
+    return keys.is_cuda
 
 
 def _logits(q_window: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:

@@ -63,6 +63,9 @@ class ReferenceKernels(AttentionKernels):
             entries_before += request.num_entries
         return _concat(states)
 
+    def merge_states(self, a: AttentionState, b: AttentionState) -> AttentionState:
+        return merge_states(a, b)
+
 
 def _concat(states: list[AttentionState]) -> AttentionState:
     if len(states) == 1:
@@ -90,10 +93,11 @@ def _over_entries(
     """Unmasked attention of q [rows, heads, group, dim] over the entries of one request."""
     state = None
     for start, stop in request.runs:
-        part = _dense(q, kv.k[start:stop], kv.v[start:stop], None, scale)
+        k, v = kv.k[start:stop].to(q.dtype), kv.v[start:stop].to(q.dtype)
+        part = _dense(q, k, v, None, scale)
         state = part if state is None else merge_states(state, part)
     if request.scattered is not None:
-        k, v = kv.k[request.scattered], kv.v[request.scattered]
+        k, v = (x[request.scattered].to(q.dtype) for x in (kv.k, kv.v))
         bias = None
         if request.voted and kv.log_votes is not None:
             bias = kv.log_votes[request.scattered]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from kvtier_kernels.base import AttentionKernels, KernelUnavailableError
+
+AUTO = "auto"
 
 
 def _reference() -> AttentionKernels:
@@ -13,7 +17,28 @@ def _reference() -> AttentionKernels:
     return ReferenceKernels()
 
 
-_FACTORIES: dict[str, Callable[[], AttentionKernels]] = {"reference": _reference}
+def _triton() -> AttentionKernels:
+    from kvtier_kernels.triton_backend.kernels import TritonKernels
+    from kvtier_kernels.triton_backend.launching import check_device
+
+    check_device()
+    return TritonKernels()
+
+
+def _flashinfer() -> AttentionKernels:
+    from kvtier_kernels.flashinfer_backend.machine import check_machine
+
+    check_machine()
+    from kvtier_kernels.flashinfer_backend.kernels import FlashInferKernels
+
+    return FlashInferKernels()
+
+
+_FACTORIES: dict[str, Callable[[], AttentionKernels]] = {
+    "reference": _reference,
+    "triton": _triton,
+    "flashinfer": _flashinfer,
+}
 
 
 def available_kernels() -> list[str]:
@@ -21,16 +46,20 @@ def available_kernels() -> list[str]:
     return sorted(_FACTORIES)
 
 
-def get_kernels(name: str) -> AttentionKernels:
-    """The backend of that name.
+def get_kernels(name: str = AUTO, device: str | None = None) -> AttentionKernels:
+    """The backend of that name; `auto` is triton on CUDA and the reference elsewhere.
 
-    Raises KernelUnavailableError for an unknown name or a missing dependency.
+    device: where the tensors will be ("cuda", "cuda:1", "cpu"); None is CUDA where there is one.
+
+    Raises KernelUnavailableError for an unknown name, and for what this machine lacks.
     """
+    if name == AUTO:
+        on_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
+        name = "triton" if on_cuda else "reference"
     factory = _FACTORIES.get(name)
     if factory is None:
-        raise KernelUnavailableError(
-            f"kernels: expected one of {available_kernels()}, got {name!r}"
-        )
+        known = [AUTO, *available_kernels()]
+        raise KernelUnavailableError(f"kernels: expected one of {known}, got {name!r}")
     try:
         return factory()
     except ImportError as error:

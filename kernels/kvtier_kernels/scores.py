@@ -12,38 +12,87 @@ Layout: heads first, `[heads, tokens, dim]`, because every score is per head ove
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
-# Floats of one block of window logits (64 MiB), so that scoring stays small beside attention.
-_BLOCK_FLOATS = 16 << 20
-# Added to the eigenvalues of a Gram matrix, as a share of their mean: float32 knows no better.
-_RIDGE = 1e-6
+from kvtier_kernels.blocks import blocks, long_product
+
+# Added to the diagonal of a Gram matrix, as shares of its mean: the first that makes it definite.
+# float32 products know its smallest eigenvalues no better.
+_RIDGES = (1e-6, 1e-4, 1e-2)
 
 
-def leverage_scores(keys: torch.Tensor) -> torch.Tensor:
-    """Statistical leverage of each key among its head's keys, in [0, 1].
+class Rotation(NamedTuple):
+    """How keys were rotated, and how to undo it: see `unrotate`."""
 
-    keys: `[heads, tokens, dim]`, before rotation; any float dtype.
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool = False
+
+
+def leverage_scores(keys: torch.Tensor, rotation: Rotation | None = None) -> torch.Tensor:
+    """Statistical leverage of each key among its head's keys, in [0, 1] but for rounding.
+
+    keys:     `[heads, tokens, dim]`; any float dtype
+    rotation: how keys were rotated; None for keys before rotation
     Returns float32 `[heads, tokens]`. Directions that no key has (a singular Gram matrix) count
-    for nothing.
+    for nothing; a head with a key that is not of numbers gets NaN. Works in blocks: a few times
+    64 MiB beside the keys, however many there are. On CUDA nothing waits for the device.
 
     The paper sketches the keys to k = 48 columns to save an SVD. The dim x dim Gram matrix needs
     no SVD, and a sketch narrower than the keys loses the order: against the exact scores its rank
     correlation is 0.86 for Gaussian keys of dim 64 and 0.6 for dim 128.
     """
-    x = keys.float()
-    x = x - x.mean(1, keepdim=True)
-    gram = (x.transpose(1, 2) @ x).double()
-    # A head whose keys hardly vary has eigenvalues below the rounding of float32, some negative.
-    values, vectors = torch.linalg.eigh(gram.nan_to_num())
-    values = values.clamp_min(0)
-    scale = values.mean(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    # With G = V Λ Vᵀ the score of a row x is |Λ^(-1/2) Vᵀ x|²; V is small, the rows are many.
-    whiten = (vectors * (values + _RIDGE * scale).rsqrt().unsqueeze(1)).float()
-    scores: torch.Tensor = (x @ whiten).square().sum(-1)
+    heads, tokens, dim = keys.shape
+    parts = list(blocks(tokens, heads * dim))
+    gram = torch.zeros(heads, dim, dim, dtype=torch.float64, device=keys.device)
+    total = torch.zeros(heads, 1, dim, dtype=torch.float64, device=keys.device)
+    # Centred by what is known after the first block, and by the rest afterwards.
+    around = torch.zeros(heads, 1, dim, device=keys.device)
+    for part in parts:
+        x = _before_rotation(keys, part, rotation)
+        if part.start == 0:
+            around = x.mean(1, keepdim=True)
+        x = x - around
+        gram += long_product(x.transpose(1, 2), x)
+        total += x.sum(1, keepdim=True)
+    mean = total / tokens
+    whiten = _whitening(gram - tokens * mean.transpose(1, 2) @ mean)
+    scores = torch.empty(heads, tokens, device=keys.device)
+    for part in reversed(parts):
+        # The last block is still at hand: what fits one is read once.
+        if part is not parts[-1]:
+            x = _before_rotation(keys, part, rotation) - around
+        scores[:, part] = ((x - mean.float()) @ whiten).square_().sum(-1)
     return scores
+
+
+def _before_rotation(keys: torch.Tensor, part: slice, rotation: Rotation | None) -> torch.Tensor:
+    """Some of the keys, in float32."""
+    if rotation is None:
+        return keys[:, part].float()
+    cos, sin, interleaved = rotation
+    return unrotate(keys[:, part], cos[part], sin[part], interleaved=interleaved)
+
+
+def _whitening(gram: torch.Tensor) -> torch.Tensor:
+    """W with |xW|² = xᵀ (G + ridge)⁻¹ x: float32 `[heads, dim, dim]`, NaN where G is no numbers.
+
+    With G + ridge = L Lᵀ, W is L⁻ᵀ. Whether a ridge was enough is never asked by the host: all are
+    tried, and each head takes its first good one.
+    """
+    dim = gram.shape[-1]
+    eye = torch.eye(dim, dtype=gram.dtype, device=gram.device)
+    mean = gram.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(torch.finfo(torch.float32).tiny)
+    ridges = [share * mean.view(-1, 1, 1) * eye for share in _RIDGES]
+    factors, failed = torch.linalg.cholesky_ex(torch.stack([gram + ridge for ridge in ridges]))
+    inverses = torch.linalg.solve_triangular(factors, eye.expand_as(factors), upper=False)
+    whiten = torch.full_like(gram, torch.nan)
+    for inverse, failure in zip(reversed(inverses), reversed(failed), strict=True):
+        whiten = torch.where((failure == 0).view(-1, 1, 1), inverse.transpose(1, 2), whiten)
+    return whiten.float()
 
 
 def window_mass(
@@ -62,7 +111,24 @@ def window_mass(
               in the context, so a prefill cut at such multiples scores as if it were not cut.
     Returns float32 `[heads, tokens]`: a column sum, 1 on average within a window.
     """
-    mass = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+    equal = list(_equal(q_indptr, q_start, window_tokens))
+    if q.is_cuda:
+        # Elsewhere there may be no Triton.
+        from kvtier_kernels.triton_backend import scores
+
+        windows = [(b, b + width) for begin, end, width in equal for b in range(begin, end, width)]
+        return scores.window_mass(q, k, windows, scale)
+    mass = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    for begin, end, width in equal:
+        rows = slice(begin, end)
+        mass[:, rows] = _equal_windows(q[rows], k[rows], scale, width)
+    return mass
+
+
+def _equal(
+    q_indptr: Sequence[int], q_start: Sequence[int], window_tokens: int
+) -> Iterator[tuple[int, int, int]]:
+    """Stretches of windows of one width: first row, the row behind the last, the width."""
     for index, position in enumerate(q_start):
         begin, end = q_indptr[index], q_indptr[index + 1]
         first = min(begin + -position % window_tokens, end)
@@ -73,9 +139,7 @@ def window_mass(
             (first + whole, end, end - first - whole),
         ):
             if stop > start:
-                rows = slice(start, stop)
-                mass[:, rows] = _equal_windows(q[rows], k[rows], scale, width)
-    return mass
+                yield start, stop, width
 
 
 def _equal_windows(q: torch.Tensor, k: torch.Tensor, scale: float, width: int) -> torch.Tensor:
@@ -83,10 +147,9 @@ def _equal_windows(q: torch.Tensor, k: torch.Tensor, scale: float, width: int) -
     tokens, heads, group, dim = q.shape
     windows = tokens // width
     out = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
-    step = max(1, _BLOCK_FLOATS // (heads * group * width * width))
-    for first in range(0, windows, step):
-        count = min(step, windows - first)
-        rows = slice(first * width, (first + count) * width)
+    for part in blocks(windows, heads * group * width * width):
+        count = part.stop - part.start
+        rows = slice(part.start * width, part.stop * width)
         keys = k[rows].view(count, width, heads, dim).permute(0, 2, 3, 1)
         queries = q[rows].view(count, width, heads, group, dim).permute(0, 2, 3, 1, 4)
         logits = queries.reshape(count, heads, group * width, dim) @ keys
@@ -121,4 +184,4 @@ def unrotate(
     return torch.cat((back, rest), dim=-1)
 
 
-__all__ = ["leverage_scores", "unrotate", "window_mass"]
+__all__ = ["Rotation", "leverage_scores", "unrotate", "window_mass"]

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kvtier_kernels.scores import leverage_scores
+from kvtier_kernels.scores import Rotation, leverage_scores
 
 # Deviation of a row, as a share of its mean, below which it says nothing.
 _CONSTANT = 1e-3
@@ -44,13 +44,16 @@ class Compactor:
     window_tokens: int = 256
     pool_width: int = 5
 
-    def scores(self, keys: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    def scores(
+        self, keys: torch.Tensor, mass: torch.Tensor, rotation: Rotation | None = None
+    ) -> torch.Tensor:
         """Float32 `[heads, tokens]`, higher = keep.
 
-        keys: `[heads, tokens, dim]` before rotation
-        mass: `[heads, tokens]`, `kvtier_kernels.scores.window_mass` times ‖v‖
+        keys:     `[heads, tokens, dim]`
+        mass:     `[heads, tokens]`, `kvtier_kernels.scores.window_mass` times ‖v‖
+        rotation: how keys were rotated; None for keys before rotation
         """
-        leverage = z_score(leverage_scores(keys))
+        leverage = z_score(leverage_scores(keys, rotation))
         return pooled(z_score(mass) + self.leverage_weight * leverage, self.pool_width)
 
     def select(self, scores: torch.Tensor, count: int) -> torch.Tensor:

@@ -179,7 +179,8 @@ def expected_output(entries: Entries, logits: torch.Tensor) -> torch.Tensor:
     logits: `[heads, group, tokens]`. Float32 `[heads, tokens]`, higher = keep.
     """
     attention = torch.softmax(logits + entries.log_votes, dim=-1).mean(1)
-    worth: torch.Tensor = attention * entries.v.float().norm(dim=-1)
+    length = torch.linalg.vector_norm(entries.v, dim=-1, dtype=torch.float32)
+    worth: torch.Tensor = attention * length
     return worth
 
 
@@ -225,7 +226,9 @@ def check_span(
     if protected is not None:
         if tuple(protected.shape) not in ((tokens,), (heads, tokens)):
             raise UsageError("protected", f"[tokens] or {(heads, tokens)}", tuple(protected.shape))
-        least = max(1, int(protected.sum(-1).max()))
+        if not protected.is_cuda:
+            # What is on a device is taken as it is: asking would wait for it.
+            least = max(1, int(protected.sum(-1).max()))
     if not least <= count <= tokens:
         raise UsageError("count", f"{least} … {tokens}", count)
 

@@ -80,7 +80,8 @@ class RefreshRule:
             torch.cat([part.k for part in parts], dim=1).to(k.dtype),
             torch.cat([part.v for part in parts], dim=1).to(v.dtype),
             torch.cat([part.log_votes.float().expand(-1, group, -1) for part in parts], dim=2),
-            int(retained.fallbacks.sum()),
+            # The β-form has none, and on CUDA asking would wait for the device.
+            int(retained.fallbacks.sum()) if self.policy.form == "paper" else 0,
         )
 
 

@@ -89,6 +89,7 @@ class _Put(NamedTuple):
     blob: Blob
     replace: bool
     num_bytes: int
+    ready: Callable[[], None] | None
 
 
 class TierLink:
@@ -143,9 +144,18 @@ class TierLink:
         """Of the budget: queued and under way, and what was claimed."""
         return self._held_bytes
 
-    def put(self, blobs: Sequence[Blob], *, replace: bool = False) -> int:
-        """Queue blobs; returns how many were taken. The others are shed, the last ones first."""
-        queued = [_Put(blob, replace, blob.num_bytes) for blob in blobs]
+    def put(
+        self,
+        blobs: Sequence[Blob],
+        *,
+        replace: bool = False,
+        ready: Callable[[], None] | None = None,
+    ) -> int:
+        """Queue blobs; returns how many were taken. The others are shed, the last ones first.
+
+        ready: called in the background before a payload is read; blocks until they are complete.
+        """
+        queued = [_Put(blob, replace, blob.num_bytes, ready) for blob in blobs]
         taken = 0
         with self._changed:
             for one in queued:
@@ -233,7 +243,12 @@ class TierLink:
             self._finished(job.num_bytes, self._store(job))
 
     def _store(self, job: _Put) -> Counter[str]:
-        stored = self._guarded("put", lambda client: client.put(job.blob, replace=job.replace))
+        def put(client: TierClient) -> bool:
+            if job.ready is not None:
+                job.ready()
+            return client.put(job.blob, replace=job.replace)
+
+        stored = self._guarded("put", put)
         if stored is None:
             return Counter()
         return Counter(put=1, put_bytes=job.num_bytes) if stored else Counter(put_known=1)

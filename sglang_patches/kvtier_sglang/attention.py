@@ -1,9 +1,10 @@
 """The attention backend `kvtier`: one ragged kernel call per head class and layer.
 
 Per forward pass the slot tables are planned once per class and shared by all layers (a streaming
-prefill plans its settled entries again in each); per layer
-the query heads of each class attend over their own class's entries. Nothing is padded and no
-contiguous stretch of the cache is copied (see kvtier_kernels.slots).
+prefill plans its settled entries again in each); per layer the query heads of each class attend
+over their own class's entries. Nothing is padded. Kernels that plan on the device (on a GPU) are
+told where the engine's tables are, and CUDA graphs record that (`graphs`); the others get a table
+made on the host.
 
 Runs over a `HeadSplitKVPool` only. With every head CA (policy `full`) the locality class is
 empty and never touched, so the same backend serves SGLang's own radix cache.
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from kvtier.config import Settings
@@ -24,8 +25,10 @@ from kvtier.errors import StartupError
 from kvtier.retention.rules import compactor_of
 from kvtier_kernels import AttentionKernels, RaggedKV, Window, get_kernels
 from kvtier_sglang.compaction import Compaction, PrefillRows, find_rotary
+from kvtier_sglang.graphs import DecodeGraphs
 from kvtier_sglang.pool import ClassBuffers, HeadSplitKVPool
 from kvtier_sglang.refresh import Refresher
+from kvtier_sglang.refresh_again import RefreshAgain
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class BatchPlan:
 
     ca, locality: per class; locality is None when no layer has locality heads.
     write:        where this pass's new tokens are stored, in both slot spaces.
-    q_indptr:     row ranges of the requests in an extend pass.
+    q_indptr:     row ranges of the requests in an extend pass; empty in a decoding one.
     prefill:      what an extend pass computes, where compaction wants to know; else None.
     """
 
@@ -76,11 +79,13 @@ class KvtierAttnBackend(AttentionBackend):
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.device = model_runner.device
         self.settings = settings
-        self.kernels: AttentionKernels = get_kernels(settings.kernels)
+        self.kernels: AttentionKernels = get_kernels(settings.kernels, str(self.device))
         self.forward_metadata: BatchPlan | None = None
         # Set by a tree that refreshes: it and its refresher.
         self.refreshing: tuple[Any, Refresher] | None = None
         self.compaction: Compaction | None = None
+        # Set by the runner that captures CUDA graphs.
+        self.graphs: DecodeGraphs | None = None
         if pool.mass is not None:
             layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
             pool.rotary = find_rotary(model_runner.model, layers)
@@ -91,48 +96,118 @@ class KvtierAttnBackend(AttentionBackend):
     def support_triton(self) -> bool:
         return False
 
+    def shared_read_ends(self, fm: Any) -> SharedReadEnds:
+        """Not before the pass ends, whatever the mode: what the scheduler's thread writes next may
+        be KV and votes (a fold, a compaction, a refresh), which every layer reads."""
+        return SharedReadEnds.UNKNOWN
+
     # -- once per forward pass --
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         if forward_batch.forward_mode.is_idle():
             self.forward_metadata = None
             return
-        extend = forward_batch.forward_mode.is_extend()
-        requests = forward_batch.req_pool_indices.tolist()
-        if extend:
-            lengths = [int(n) for n in forward_batch.extend_prefix_lens_cpu]
-            new = [int(n) for n in forward_batch.extend_seq_lens_cpu]
+        if forward_batch.forward_mode.is_extend():
+            self.forward_metadata = self._plan_extend(forward_batch)
         else:
-            lengths, new = [int(n) for n in forward_batch.seq_lens_cpu], [1] * len(requests)
+            self.forward_metadata = self._plan_decode(forward_batch)
+
+    # What CUDA graphs of decoding call instead: the second part is recorded.
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Room for the plans of batches of up to max_bs requests."""
+        self.graphs = DecodeGraphs(self.kernels, self.pool, self.req_to_token, max_bs)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The length of requests that only fill up a batch: none has to read anything."""
+        return 0
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        assert self.graphs is not None, "init_cuda_graph_state was not called"
+        ca, locality = self.graphs.room(forward_batch.batch_size)
+        none = torch.empty(0, dtype=torch.int64, device=self.req_to_token.device)
+        self.forward_metadata = _decode_batch(ca, locality, KVWriteLoc(none))
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        assert self.graphs is not None, "init_cuda_graph_state was not called"
+        self.graphs.fill(forward_batch)
+        ca, locality = self.graphs.room(forward_batch.batch_size)
+        write = self._write(forward_batch.out_cache_loc)
+        self.forward_metadata = _decode_batch(ca, locality, write)
+
+    def _plan_extend(self, forward_batch: Any) -> BatchPlan:
+        requests = forward_batch.req_pool_indices.tolist()
+        lengths = [int(n) for n in forward_batch.extend_prefix_lens_cpu]
+        new = [int(n) for n in forward_batch.extend_seq_lens_cpu]
         if self.refreshing is not None:
             tree, refresher = self.refreshing
+            stops = [length + n for length, n in zip(lengths, new, strict=True)]
             rids, table = forward_batch.rids, self.req_to_token
-            if extend:
-                stops = [length + n for length, n in zip(lengths, new, strict=True)]
-                refresher.begin_pass(tree, rids, requests, stops, _indptr(new), table)
-            elif refresher.again is not None:
-                refresher.again.begin_pass(tree, rids, requests, table)
-        rows = [
-            self.req_to_token[request, :length].to(torch.int64)
-            for request, length in zip(requests, lengths, strict=True)
-        ]
+            refresher.begin_pass(tree, rids, requests, stops, _indptr(new), table)
         written = forward_batch.out_cache_loc
         prefill = None
-        if extend and self.compaction is not None:
+        if self.compaction is not None:
             prefill = PrefillRows(_indptr(new), tuple(lengths), written)
-        locality = None
-        if self.pool.splits_heads:
-            locality = self._plan_locality(rows, streaming=extend and self._streams)
-            written = KVWriteLoc(written, self.pool.locality_of[written])
-        else:
-            written = KVWriteLoc(written)
-        self.forward_metadata = BatchPlan(
+        rows = self._rows(requests, lengths)
+        return BatchPlan(
             ca=self._plan_ca(rows),
-            locality=locality,
-            write=written,
+            locality=self._plan_locality(rows, streaming=self._streams),
+            write=self._write(written),
             q_indptr=_indptr(new),
             prefill=prefill,
         )
+
+    def _plan_decode(self, forward_batch: Any) -> BatchPlan:
+        watching = self._watching
+        if watching is not None:
+            tree, again = watching
+            requests = forward_batch.req_pool_indices.tolist()
+            again.begin_pass(tree, forward_batch.rids, requests, self.req_to_token)
+        lengths = [int(n) for n in forward_batch.seq_lens_cpu]
+        if self.kernels.plans_on_device:
+            ca = self._plan_on_device(forward_batch, max(lengths), None)
+            locality = None
+            if self.pool.splits_heads:
+                locality = self._plan_on_device(forward_batch, max(lengths), self.pool.locality_of)
+        else:
+            rows = self._rows(forward_batch.req_pool_indices.tolist(), lengths)
+            ca, locality = self._plan_ca(rows), self._plan_locality(rows, streaming=False)
+        return BatchPlan(ca, locality, self._write(forward_batch.out_cache_loc), ())
+
+    @property
+    def _watching(self) -> tuple[Any, RefreshAgain] | None:
+        """The tree, and who watches the queries of generated tokens, if anybody does."""
+        if self.refreshing is None:
+            return None
+        tree, refresher = self.refreshing
+        return None if refresher.again is None else (tree, refresher.again)
+
+    def _rows(self, requests: list[int], lengths: list[int]) -> list[torch.Tensor]:
+        """Each request's token slots."""
+        return [
+            self.req_to_token[request, :length].to(torch.int64)
+            for request, length in zip(requests, lengths, strict=True)
+        ]
+
+    def _write(self, written: torch.Tensor) -> KVWriteLoc:
+        """Where this pass's new tokens go, in both slot spaces."""
+        if self.pool.splits_heads:
+            return KVWriteLoc(written, self.pool.locality_of[written])
+        return KVWriteLoc(written)
+
+    def _plan_on_device(
+        self, forward_batch: Any, longest: int, image: torch.Tensor | None
+    ) -> ClassPlan:
+        """Entries of one class, of all requests of a decoding pass."""
+        plan = self.kernels.plan_on_device(
+            self.req_to_token,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            longest,
+            image,
+            voted=image is not None or self.pool.ca_votes is not None,
+        )
+        return ClassPlan(plan)
 
     def prefill_rows(self) -> PrefillRows | None:
         """What the extend pass under way computes, if compaction will want to know."""
@@ -149,8 +224,10 @@ class KvtierAttnBackend(AttentionBackend):
     def _streams(self) -> bool:
         return self.settings.prefill == "streaming"
 
-    def _plan_locality(self, rows: list[torch.Tensor], *, streaming: bool) -> ClassPlan:
+    def _plan_locality(self, rows: list[torch.Tensor], *, streaming: bool) -> ClassPlan | None:
         """Locality entries: the CA slots that still have a locality slot, in order."""
+        if not self.pool.splits_heads:
+            return None
         images = [self.pool.locality_of[row] for row in rows]
         positions = [torch.nonzero(image).flatten() for image in images]
         slots = [image[where] for image, where in zip(images, positions, strict=True)]
@@ -200,7 +277,7 @@ class KvtierAttnBackend(AttentionBackend):
                 layer.scaling,
                 part.window,
             )
-            _place(out, buffers, state.o)
+            buffers.place(out, state.o)
         return out.view(out.shape[0], -1)
 
     def _refresh(self, index: int, q: torch.Tensor, scale: float) -> None:
@@ -225,13 +302,14 @@ class KvtierAttnBackend(AttentionBackend):
         q, k, v = self._shaped(q, k, v, layer)
         if save_kv_cache:
             self.pool.set_kv_buffer(layer, batch.write, k, v)
-        if self.refreshing is not None and self.refreshing[1].again is not None:
-            self.refreshing[1].again.record(layer.layer_id - self.pool.start_layer, q)
+        watching = self._watching
+        if watching is not None:
+            watching[1].record(layer.layer_id - self.pool.start_layer, q)
         out = torch.empty_like(q)
         for buffers, part, votes in self._classes(layer, batch):
             kv = RaggedKV(buffers.k, buffers.v, votes)
             state = self.kernels.decode(buffers.select(q), kv, part.plan, layer.scaling)
-            _place(out, buffers, state.o)
+            buffers.place(out, state.o)
         return out.view(out.shape[0], -1)
 
     def _metadata(self) -> BatchPlan:
@@ -261,13 +339,8 @@ class KvtierAttnBackend(AttentionBackend):
         return classes
 
 
-def _place(out: torch.Tensor, buffers: ClassBuffers, o: torch.Tensor) -> None:
-    """Store a class's output [tokens, class heads, group, dim] at its heads of `out`."""
-    first, last = buffers.heads[0], buffers.heads[-1]
-    if last - first + 1 == len(buffers.heads):
-        out[:, first : last + 1] = o
-    else:
-        out[:, list(buffers.heads)] = o
+def _decode_batch(ca: Any, locality: Any | None, write: KVWriteLoc) -> BatchPlan:
+    return BatchPlan(ClassPlan(ca), None if locality is None else ClassPlan(locality), write, ())
 
 
 def _ragged(rows: list[torch.Tensor]) -> tuple[torch.Tensor, tuple[int, ...]]:

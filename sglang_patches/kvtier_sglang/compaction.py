@@ -24,7 +24,7 @@ from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 
 from kvtier.errors import StartupError
 from kvtier.retention.compactor import Compactor
-from kvtier_kernels.scores import unrotate, window_mass
+from kvtier_kernels.scores import Rotation, window_mass
 from kvtier_sglang.pool import ClassBuffers, HeadSplitKVPool
 
 Rotary: TypeAlias = RotaryEmbedding | None
@@ -62,7 +62,7 @@ class Compaction:
             scale,
             self.compactor.window_tokens,
         )
-        norm = buffers.select(v).float().norm(dim=-1).T
+        norm = torch.linalg.vector_norm(buffers.select(v), dim=-1, dtype=torch.float32).T
         mass[index][:, rows.slots] = drawn * norm
 
     def compact(self, slots: torch.Tensor, first_position: int, keep: int) -> None:
@@ -82,13 +82,13 @@ class Compaction:
         """The offsets each head keeps: int64 `[heads, keep]`."""
         assert self.pool.mass is not None, "compaction without window mass"
         mass = self.pool.mass[index][:, slots]
-        keys = torch.stack([buffers.k[slots, head] for head in range(len(buffers.heads))])
-        rotary = self.pool.rotary[index]
+        keys = buffers.k.transpose(0, 1).index_select(1, slots)
+        rotary, rotation = self.pool.rotary[index], None
         if rotary is not None:
             table = rotary.cos_sin_cache[first : first + slots.numel()]
             cos, sin = table.to(keys.device).chunk(2, dim=-1)
-            keys = unrotate(keys, cos, sin, interleaved=not rotary.is_neox_style)
-        return self.compactor.select(self.compactor.scores(keys, mass), keep)
+            rotation = Rotation(cos, sin, interleaved=not rotary.is_neox_style)
+        return self.compactor.select(self.compactor.scores(keys, mass, rotation), keep)
 
 
 class PrefillRows(NamedTuple):
@@ -104,12 +104,11 @@ class PrefillRows(NamedTuple):
 
 
 def _gather_in_place(buffers: ClassBuffers, slots: torch.Tensor, chosen: torch.Tensor) -> None:
-    target = slots[: chosen.shape[1]]
-    for head in range(len(buffers.heads)):
-        source = slots[chosen[head]]
-        for side in (buffers.k, buffers.v):
-            # The right-hand side is a copy, so overlapping slots are no danger.
-            side[target, head] = side[source, head]
+    source, target = slots[chosen], slots[: chosen.shape[1]]
+    heads = torch.arange(len(buffers.heads), device=slots.device).unsqueeze(1)
+    for side in (buffers.k.transpose(0, 1), buffers.v.transpose(0, 1)):
+        # The right-hand side is a copy, so overlapping slots are no danger.
+        side[heads, target] = side[heads, source]
 
 
 def find_rotary(model: Any, layers: range) -> list[Rotary]:

@@ -19,7 +19,13 @@ from kvtier.heads.model_config import (
     weights_revision,
 )
 from kvtier.heads.profile import load_profile
-from kvtier_kernels import available_kernels
+from kvtier_kernels import (
+    AUTO,
+    AttentionKernels,
+    KernelUnavailableError,
+    available_kernels,
+    get_kernels,
+)
 
 NAME = "kvtier"
 
@@ -74,9 +80,7 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
         raise IncompatibleFlagError(
             "--enable-mixed-chunk", "no mixed chunks together with --prefill streaming", True
         )
-    if settings.kernels not in available_kernels():
-        raise ConfigurationError("kernels", f"one of {available_kernels()}", settings.kernels)
-    _check_cuda_graphs(server_args)
+    kernels_of(settings, server_args)
     if server_args.radix_cache_backend == NAME and server_args.attention_backend != NAME:
         raise IncompatibleFlagError(
             "--attention-backend",
@@ -97,13 +101,51 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
             )
 
 
-def _check_cuda_graphs(server_args: Any) -> None:
-    """The reference kernels plan on the host, which a CUDA graph cannot record."""
-    if not torch.cuda.is_available() or getattr(server_args, "disable_cuda_graph", False):
+def settle_cuda_graphs(server_args: Any, settings: Settings) -> None:
+    """Turn off the CUDA graphs that cannot be recorded over kvtier, so that nobody has to know.
+
+    server_args: before resolution; its `disable_*_cuda_graph` may be set. Raises
+    IncompatibleFlagError for graphs that were asked for by name.
+    """
+    if not uses_kvtier(server_args) or not torch.cuda.is_available():
         return
-    for phase in ("decode", "prefill"):
-        backend = getattr(server_args, f"cuda_graph_backend_{phase}", None)
-        if backend != "disabled":
-            raise IncompatibleFlagError(
-                f"--cuda-graph-backend-{phase}", "disabled together with kvtier", backend
-            )
+    if getattr(server_args, "device", None) == "cpu":
+        return
+    decode = _graph_obstacle(settings, server_args)
+    obstacles = {"prefill": "together with kvtier", "decode": decode}
+    for phase, why in obstacles.items():
+        if why is None:
+            continue
+        asked = _graphs_asked_for(server_args, phase)
+        if asked not in (None, "disabled"):
+            raise IncompatibleFlagError(f"--cuda-graph-backend-{phase}", f"disabled {why}", asked)
+        setattr(server_args, f"disable_{phase}_cuda_graph", True)
+
+
+def _graphs_asked_for(server_args: Any, phase: str) -> str | None:
+    """The backend that the user chose, as SGLang would find it: its JSON before its flag."""
+    config = getattr(server_args, "cuda_graph_config", None) or {}
+    if not isinstance(config, dict):
+        config = config.to_dict()
+    flag: str | None = getattr(server_args, f"cuda_graph_backend_{phase}", None)
+    chosen: str | None = (config.get(phase) or {}).get("backend", flag)
+    return chosen
+
+
+def kernels_of(settings: Settings, server_args: Any) -> AttentionKernels:
+    """Raises ConfigurationError where the settings ask for kernels that are not there."""
+    try:
+        return get_kernels(settings.kernels, getattr(server_args, "device", None))
+    except KernelUnavailableError as error:
+        known = [AUTO, *available_kernels()]
+        got = f"{settings.kernels} ({error})"
+        raise ConfigurationError("kernels", f"one of {known}", got) from error
+
+
+def _graph_obstacle(settings: Settings, server_args: Any) -> str | None:
+    """What keeps CUDA graphs from recording decoding, if anything does."""
+    if not kernels_of(settings, server_args).plans_on_device:
+        return f"together with --kernels {settings.kernels}, which plans on the host"
+    if settings.refreshes_while_generating:
+        return "together with --refresh N and --refresh-moved, which look at each token's queries"
+    return None

@@ -35,9 +35,12 @@ def _ours() -> tuple[bool, bool]:
 
 
 def check_flags(server_args: Any, *args: Any, **kwargs: Any) -> None:
-    """BEFORE ServerArgs.resolve_once: refuse what cannot be combined, before anything loads."""
+    """BEFORE ServerArgs.resolve_once: refuse what cannot be combined, before anything loads, and
+    turn off what would not work."""
     if guards.uses_kvtier(server_args):
-        guards.check_server_args(server_args, load_settings())
+        settings = load_settings()
+        guards.check_server_args(server_args, settings)
+        guards.settle_cuda_graphs(server_args, settings)
 
 
 def _profile(configurator: Any, settings: Settings) -> HeadProfile:

@@ -29,20 +29,33 @@ from kvtier.retention.pools import SlotBytes, score_bytes, vote_bytes
 class ClassBuffers(NamedTuple):
     """One head class of one layer.
 
-    heads: ascending KV head indices of the class.
-    k, v:  [slots, heads, dim] views, whatever the physical layout.
+    heads:    ascending KV head indices of the class.
+    k, v:     [slots, heads, dim] views, whatever the physical layout.
+    head_ids: [heads] int64, `heads` where the buffers are, so that using it waits for nothing.
     """
 
     heads: tuple[int, ...]
     k: torch.Tensor
     v: torch.Tensor
+    head_ids: torch.Tensor
 
     def select(self, x: torch.Tensor) -> torch.Tensor:
         """This class's heads of x [tokens, all KV heads, ...]; a view where they are adjacent."""
+        adjacent = self._adjacent
+        return x.index_select(1, self.head_ids) if adjacent is None else x[:, adjacent]
+
+    def place(self, out: torch.Tensor, o: torch.Tensor) -> None:
+        """Store o [tokens, heads, ...] at this class's heads of out [tokens, all KV heads, ...]."""
+        adjacent = self._adjacent
+        if adjacent is None:
+            out.index_copy_(1, self.head_ids, o)
+        else:
+            out[:, adjacent] = o
+
+    @property
+    def _adjacent(self) -> slice | None:
         first, last = self.heads[0], self.heads[-1]
-        if last - first + 1 == len(self.heads):
-            return x[:, first : last + 1]
-        return x[:, list(self.heads)]
+        return slice(first, last + 1) if last - first + 1 == len(self.heads) else None
 
     def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k, v [tokens, all KV heads, dim] of this class's heads at `slots`."""
@@ -143,7 +156,8 @@ class HeadSplitKVPool(KVCache):
                         (slots, count, self.head_dim), dtype=self.store_dtype, device=self.device
                     )
                 )
-        return ClassBuffers(heads, tensors[0], tensors[1])
+        index = torch.tensor(heads, dtype=torch.int64, device=self.device)
+        return ClassBuffers(heads, tensors[0], tensors[1], index)
 
     @property
     def splits_heads(self) -> bool:

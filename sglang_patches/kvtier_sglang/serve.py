@@ -50,11 +50,7 @@ def with_defaults(flags: list[str]) -> list[str]:
     import torch
 
     defaults = {"--attention-backend": NAME, "--radix-cache-backend": NAME}
-    if torch.cuda.is_available():
-        # The reference kernels plan on the host, which a CUDA graph cannot record.
-        defaults["--cuda-graph-backend-decode"] = "disabled"
-        defaults["--cuda-graph-backend-prefill"] = "disabled"
-    else:
+    if not torch.cuda.is_available():
         defaults["--device"] = "cpu"
     given = {flag.split("=", 1)[0] for flag in flags}
     added = [f"{flag}={value}" for flag, value in defaults.items() if flag not in given]

@@ -4,25 +4,27 @@
     payload  one span: [layers, 2, tokens, KV heads, dim] and, where the pool is scored,
              mass per layer [CA heads, tokens] float32, then nll [tokens] float32
 
-Scheduler thread only, like the pool.
+Payloads are put together, and taken apart, where the pool is: one copy between device and host for
+each. Scheduler thread only, like the pool.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
 from kvtier.tier.blob import SpanLayout
+from kvtier_sglang.copies import HostCopies, HostPayload
 from kvtier_sglang.pool import ClassBuffers, HeadSplitKVPool
 
 
-@dataclass(frozen=True)
 class SpanCodec:
     """Of one pool."""
 
-    pool: HeadSplitKVPool
+    def __init__(self, pool: HeadSplitKVPool) -> None:
+        self.pool = pool
+        self._copies = HostCopies(torch.device(pool.device))
 
     def layout(self, num_tokens: int) -> SpanLayout:
         """Of a payload of that many tokens."""
@@ -39,35 +41,38 @@ class SpanCodec:
             score_bytes=scores,
         )
 
-    def is_exact(self, ca_slots: torch.Tensor) -> bool:
-        """Whether every head still holds the own KV of each of these tokens."""
-        pool = self.pool
-        if not bool((ca_slots > 0).all()):
-            return False
-        if not pool.splits_heads:
-            return True
-        images = pool.locality_of[ca_slots]
-        return bool((images > 0).all()) and not bool(pool.log_votes[images].any())
+    def exact_spans(self, ca_slots: torch.Tensor, num_spans: int) -> list[bool]:
+        """Of equal spans that follow each other: whether every head still holds the own KV of
+        each of a span's tokens."""
+        pool, slots = self.pool, ca_slots.view(num_spans, -1)
+        exact = slots > 0
+        if pool.splits_heads:
+            images = pool.locality_of[slots]
+            exact &= (images > 0) & (pool.log_votes[images] == 0)
+        found: list[bool] = exact.all(1).tolist()
+        return found
 
-    def gather(self, ca_slots: torch.Tensor, num_spans: int) -> torch.Tensor:
+    def gather(self, ca_slots: torch.Tensor, num_spans: int) -> HostPayload:
         """Payloads of equal spans that follow each other: uint8 `[spans, bytes]` on the host.
 
-        ca_slots: [spans * tokens] int64, all exact.
+        ca_slots: [spans * tokens] int64, all exact; they may be written to afterwards.
         """
         tokens = ca_slots.numel() // num_spans
         layout = self.layout(tokens)
-        payload = torch.empty((num_spans, layout.num_bytes), dtype=torch.uint8)
+        shape = (num_spans, layout.num_bytes)
+        payload = torch.empty(shape, dtype=torch.uint8, device=self.pool.device)
         kv, mass, nll = self._views(payload, layout)
         for index, buffers, slots in self._classes(ca_slots):
-            heads = list(buffers.heads)
             for side, source in enumerate((buffers.k, buffers.v)):
-                kv[:, index, side, :, heads] = _spans(source[slots], num_spans).cpu()
+                kv[:, index, side].index_copy_(
+                    2, buffers.head_ids, _spans(source[slots], num_spans)
+                )
         if self.pool.mass is not None:
             for target, drawn in zip(mass, self.pool.mass, strict=True):
                 found = _spans(drawn[:, ca_slots].T, num_spans)
                 target.copy_(found.transpose(1, 2))
             nll.copy_(self.pool.nll[ca_slots].view(num_spans, tokens))
-        return payload
+        return self._copies.to_host(payload)
 
     def scatter(
         self, payload: torch.Tensor, num_tokens: int, begin: int, ca_slots: torch.Tensor
@@ -77,16 +82,15 @@ class SpanCodec:
         payload: uint8 `[bytes]`; num_tokens: of the span; ca_slots: int64, freshly allocated.
         """
         layout = self.layout(num_tokens)
-        kv, mass, nll = self._views(payload.unsqueeze(0), layout)
+        kv, mass, nll = self._views(payload.to(self.pool.device).unsqueeze(0), layout)
         rows = slice(begin, begin + ca_slots.numel())
         for index, buffers, slots in self._classes(ca_slots):
-            heads = list(buffers.heads)
             for side, target in enumerate((buffers.k, buffers.v)):
-                target[slots] = kv[0, index, side, rows][:, heads].to(target.device)
+                target[slots] = kv[0, index, side, rows].index_select(1, buffers.head_ids)
         if self.pool.mass is not None:
             for source, drawn in zip(mass, self.pool.mass, strict=True):
-                drawn[:, ca_slots] = source[0, :, rows].to(drawn.device)
-            self.pool.nll[ca_slots] = nll[0, rows].to(self.pool.nll.device)
+                drawn[:, ca_slots] = source[0, :, rows]
+            self.pool.nll[ca_slots] = nll[0, rows]
 
     def _classes(self, ca_slots: torch.Tensor) -> Iterator[tuple[int, ClassBuffers, torch.Tensor]]:
         """(layer, buffers, slots) of every class that has heads."""

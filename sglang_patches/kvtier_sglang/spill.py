@@ -28,8 +28,9 @@ from kvtier.tier.turns import LAYOUT, NodeRecord, TurnRecord, tail_digest
 from kvtier_sglang.spans import SpanCodec
 
 # Copied out into one piece of host memory, which is held until the last of them is sent: so much
-# may be held beyond what the link counts.
+# may be held beyond what the link counts, and on its way on the device.
 SPANS_TOGETHER = 8
+BYTES_TOGETHER = 64 << 20
 
 
 @dataclass
@@ -82,8 +83,8 @@ class Spiller:
         """Send the whole spans of [begin, stop) that are exact on the device."""
         span = self.names.span_tokens
         first, count = begin // span, (stop - begin) // span
-        if not self.codec.is_exact(slots):
-            exact = [self.codec.is_exact(part) for part in slots.view(count, span)]
+        exact = self.codec.exact_spans(slots, count)
+        if not all(exact):
             # Nobody could use what comes behind a gap, but a later gap costs only itself.
             self.counters["spans_not_exact"] += exact.count(False)
             for index, one in enumerate(exact):
@@ -96,15 +97,17 @@ class Spiller:
     def _send(self, keys: Sequence[bytes], slots: torch.Tensor) -> None:
         """Send equal spans that follow each other, as far as the link takes them."""
         tokens = slots.numel() // len(keys)
-        layout = self.codec.layout(tokens).encode()
-        for first in range(0, len(keys), SPANS_TOGETHER):
-            some = keys[first : first + SPANS_TOGETHER]
+        layout = self.codec.layout(tokens)
+        together = max(1, min(SPANS_TOGETHER, BYTES_TOGETHER // layout.num_bytes))
+        for first in range(0, len(keys), together):
+            some = keys[first : first + together]
             part = slots[first * tokens : (first + len(some)) * tokens]
             payload = self.codec.gather(part, len(some))
-            rows = zip(some, payload, strict=True)
-            taken = self.link.put([Blob(key, layout, [memoryview(r.numpy())]) for key, r in rows])
+            rows = zip(some, payload.rows, strict=True)
+            blobs = [Blob(key, layout.encode(), [memoryview(row.numpy())]) for key, row in rows]
+            taken = self.link.put(blobs, ready=payload.ready)
             self.counters["spans_spilled"] += taken
-            self.counters["spill_bytes"] += taken * payload.shape[1]
+            self.counters["spill_bytes"] += taken * layout.num_bytes
             if taken < len(some):
                 self.counters["spans_shed"] += len(keys) - first - taken
                 return
@@ -119,7 +122,7 @@ class Spiller:
         tail = list(token_ids[turn.spilled :])
         if 0 < len(tail) < self.names.span_tokens:
             part = slots[turn.spilled :].to(torch.int64)
-            if self.codec.is_exact(part):
+            if self.codec.exact_spans(part, 1) == [True]:
                 key = turn.chain.tail_key(turn.spilled // self.names.span_tokens, tail)
                 self._send([key], part)
 

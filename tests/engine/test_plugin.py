@@ -69,11 +69,57 @@ def test_unknown_kernels_are_refused_before_any_model_loads():
         guards.check_server_args(server_args(), load_settings(kernels="magic"))
 
 
-def test_cuda_graphs_are_refused_where_cuda_is(monkeypatch):
+REFRESHED = {"tier": "local", "retention": 0.5, "refresh": "turn"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "recorded"),
+    [
+        ({"kernels": "triton"}, True),
+        (REFRESHED, True),
+        ({"kernels": "reference"}, False),
+        ({**REFRESHED, "refresh": "8"}, False),
+        ({**REFRESHED, "refresh_moved": 0.1}, False),
+    ],
+)
+def test_cuda_graphs_that_cannot_be_recorded_are_off_and_refused_by_name(
+    monkeypatch, settings, recorded
+):
     monkeypatch.setattr(guards.torch.cuda, "is_available", lambda: True)
-    with pytest.raises(IncompatibleFlagError, match="--cuda-graph-backend-decode"):
-        guards.check_server_args(server_args(), load_settings())
-    guards.check_server_args(server_args(disable_cuda_graph=True), load_settings())
+    chosen = load_settings(**settings)
+    args = server_args()
+    guards.settle_cuda_graphs(args, chosen)
+    assert args.disable_prefill_cuda_graph
+    assert getattr(args, "disable_decode_cuda_graph", False) is not recorded
+    for field, value in (
+        ("cuda_graph_backend_prefill", "breakable"),
+        ("cuda_graph_config", {"prefill": {"backend": "full"}}),
+    ):
+        with pytest.raises(IncompatibleFlagError, match="--cuda-graph-backend-prefill"):
+            guards.settle_cuda_graphs(server_args(**{field: value}), chosen)
+    asked = server_args(cuda_graph_backend_decode="full")
+    if recorded:
+        guards.settle_cuda_graphs(asked, chosen)
+    else:
+        with pytest.raises(IncompatibleFlagError, match="--cuda-graph-backend-decode"):
+            guards.settle_cuda_graphs(asked, chosen)
+    guards.settle_cuda_graphs(server_args(cuda_graph_backend_decode="disabled"), chosen)
+
+
+def test_sglang_reads_what_settling_writes(monkeypatch):
+    from sglang.srt.arg_groups.cuda_graph_hook import parse_cuda_graph_config
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(
+        model_path=str(DEMO_MODEL), attention_backend="kvtier", radix_cache_backend="kvtier"
+    )
+    monkeypatch.setattr(guards.torch.cuda, "is_available", lambda: True)
+    guards.settle_cuda_graphs(args, load_settings())
+    parse_cuda_graph_config(args)
+    resolved = resolving_view(args).cuda_graph_config
+    assert resolved.prefill.backend == "disabled"
+    assert resolved.decode.backend == "full"
 
 
 class OddPool:

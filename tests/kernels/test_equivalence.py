@@ -1,5 +1,6 @@
 """Every kernel backend against dense float64 attention over the same ragged entries."""
 
+import itertools
 import math
 
 import pytest
@@ -8,20 +9,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier_kernels import (
+    AttentionState,
     KernelUnavailableError,
     RaggedKV,
     Window,
     available_kernels,
     get_kernels,
+    merge_states,
 )
 from kvtier_kernels.slots import plan_request
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-backends = pytest.mark.parametrize("name", available_kernels())
+
+def runnable(name):
+    """The backend's name, to be skipped where this machine lacks what it needs."""
+    try:
+        get_kernels(name)
+    except KernelUnavailableError as error:
+        return pytest.param(name, marks=pytest.mark.skip(reason=str(error)))
+    return name
 
 
-def make_cache(heads, dim, dtype, slots=3000, layout="slot-major"):
+backends = pytest.mark.parametrize("name", [runnable(name) for name in available_kernels()])
+
+
+@pytest.fixture(autouse=True)
+def device():
+    with torch.device(DEVICE):
+        yield
+
+
+def make_cache(heads, dim, dtype, *, slots=3000, layout="slot-major"):
     shape = (slots, heads, dim) if layout == "slot-major" else (heads, slots, dim)
     k, v = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     if layout == "head-major":
@@ -125,6 +145,39 @@ def test_extend_equals_dense_attention_over_prefix_and_causal_tail(
 
 
 @backends
+@pytest.mark.parametrize("layout", ["slot-major", "head-major"])
+@pytest.mark.parametrize("votes", ["none", "per entry", "per head"])
+def test_half_precision_with_and_without_a_prefix(name, votes, layout):
+    """What backends have kernels of their own for: decoding and extending of mixed lengths."""
+    torch.manual_seed(11)
+    kernels, dtype = get_kernels(name), torch.bfloat16
+    heads, group, dim = 2, 4, 128
+    prefixes, news = [0, 1, 2000, 130], [70, 1, 5, 33]
+    k, v = make_cache(heads, dim, dtype, layout=layout)
+    indptr, q_indptr = ([0, *itertools.accumulate(each)] for each in (prefixes, news))
+    slots = torch.randperm(2999)[: indptr[-1]] + 1
+    # Small ones: the reference rounds them to bfloat16.
+    bias = torch.rand(3000, heads, group) * 6 - 3
+    bias = {"none": torch.zeros(3000), "per entry": bias[:, 0, 0], "per head": bias}[votes]
+    kv = RaggedKV(k, v, None if votes == "none" else bias)
+    plan = kernels.plan(slots, indptr, kv.log_votes)
+    q = torch.randn(q_indptr[-1], heads, group, dim).to(dtype)
+    k_new, v_new = torch.randn(2, q_indptr[-1], heads, dim).to(dtype)
+    decoded = kernels.decode(q[:4], kv, plan, dim**-0.5)
+    extended = kernels.extend(q, k_new, v_new, q_indptr, kv, plan, dim**-0.5)
+    for i, (n, m) in enumerate(zip(prefixes, news, strict=True)):
+        own, part = slots[indptr[i] : indptr[i + 1]], slice(q_indptr[i], q_indptr[i + 1])
+        everything = torch.ones(1, n, dtype=torch.bool)
+        o, lse = oracle(q[i : i + 1], k[own], v[own], bias[own], everything)
+        assert_close(AttentionState(decoded.o[i : i + 1], decoded.lse[i : i + 1]), o, lse, dtype)
+        keys, values = torch.cat([k[own], k_new[part]]), torch.cat([v[own], v_new[part]])
+        votes_of = torch.cat([bias[own], torch.zeros(m, *bias.shape[1:])])
+        visible = torch.arange(n + m)[None, :] <= (n + torch.arange(m))[:, None]
+        o, lse = oracle(q[part], keys, values, votes_of, visible)
+        assert_close(AttentionState(extended.o[part], extended.lse[part]), o, lse, dtype)
+
+
+@backends
 @settings(max_examples=25, deadline=None)
 @given(
     settled=st.integers(0, 300),
@@ -153,6 +206,98 @@ def test_streaming_extend_sees_settled_entries_sinks_and_the_window(
     keys, values = torch.cat([k[slots], k_new]), torch.cat([v[slots], v_new])
     o, lse = oracle(q, keys, values, torch.zeros(prefix + new), visible)
     assert_close(state, o, lse, dtype)
+
+
+@backends
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize(("new", "length"), [(1, 9001), (5, 9001), (3, 2048)])
+def test_few_tokens_over_a_long_prefix(name, new, length, per_head):
+    """Where a backend may cut the prefix in pieces."""
+    torch.manual_seed(new)
+    kernels = get_kernels(name)
+    heads, group, dim = 2, 3, 64
+    k, v = make_cache(heads, dim, torch.float32, slots=length + 1)
+    slots = torch.randperm(length) + 1
+    votes = torch.rand(length + 1, heads, group) if per_head else torch.rand(length + 1)
+    votes = votes * 20 - 10
+    q = torch.randn(new, heads, group, dim)
+    k_new, v_new = torch.randn(2, new, heads, dim)
+    plan = kernels.plan(slots, [0, length], votes)
+    kv = RaggedKV(k, v, votes)
+    state = kernels.extend(q, k_new, v_new, [0, new], kv, plan, dim**-0.5)
+    visible = torch.arange(length + new)[None, :] <= (length + torch.arange(new))[:, None]
+    bias = torch.cat([votes[slots], torch.zeros(new, *votes.shape[1:])])
+    o, lse = oracle(q, torch.cat([k[slots], k_new]), torch.cat([v[slots], v_new]), bias, visible)
+    assert_close(state, o, lse, torch.float32)
+
+
+@backends
+def test_one_request_of_128k_entries_beside_short_and_empty_ones(name):
+    torch.manual_seed(7)
+    kernels = get_kernels(name)
+    heads, group, dim = 1, 4, 64
+    lengths = [3, 1 << 17, 0, 1, 257]
+    total = sum(lengths)
+    k, v = make_cache(heads, dim, torch.float32, slots=total + 1)
+    slots = torch.randperm(total) + 1
+    indptr = [0, *itertools.accumulate(lengths)]
+    q = torch.randn(len(lengths), heads, group, dim)
+    state = kernels.decode(q, RaggedKV(k, v), kernels.plan(slots, indptr), dim**-0.5)
+    for i, length in enumerate(lengths):
+        own = slots[indptr[i] : indptr[i + 1]]
+        everything = torch.ones(1, length, dtype=torch.bool)
+        o, lse = oracle(q[i : i + 1], k[own], v[own], torch.zeros(length), everything)
+        assert_close(type(state)(state.o[i : i + 1], state.lse[i : i + 1]), o, lse, torch.float32)
+
+
+@backends
+def test_a_class_in_which_nobody_has_entries(name):
+    kernels = get_kernels(name)
+    k, v = make_cache(2, 32, torch.float32)
+    nothing = torch.empty(0, dtype=torch.int64)
+    state = kernels.decode(
+        torch.randn(3, 2, 2, 32), RaggedKV(k, v), kernels.plan(nothing, [0] * 4), 1.0
+    )
+    assert torch.isinf(state.lse).all()
+    assert (state.o == 0).all()
+
+
+@backends
+def test_fp8_entries_are_attended_to_in_the_querys_precision(name):
+    torch.manual_seed(3)
+    kernels, dtype = get_kernels(name), torch.float16
+    k, v = make_cache(2, 64, dtype)
+    k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+    slots = torch.randperm(2999)[:700] + 1
+    q = torch.randn(1, 2, 4, 64).to(dtype)
+    state = kernels.decode(q, RaggedKV(k, v), kernels.plan(slots, [0, 700]), 0.125)
+    keys, values = k.to(dtype)[slots], v.to(dtype)[slots]
+    everything = torch.ones(1, 700, dtype=torch.bool)
+    o, lse = oracle(q, keys, values, torch.zeros(700), everything)
+    assert_close(state, o, lse, dtype)
+    q, (own_k, own_v) = torch.randn(9, 2, 4, 64).to(dtype), torch.randn(2, 9, 2, 64).to(dtype)
+    state = kernels.extend(
+        q, own_k, own_v, [0, 9], RaggedKV(k, v), kernels.plan(slots, [0, 700]), 0.125
+    )
+    visible = torch.arange(709)[None, :] <= (700 + torch.arange(9))[:, None]
+    keys, values = torch.cat([keys, own_k]), torch.cat([values, own_v])
+    o, lse = oracle(q, keys, values, torch.zeros(709), visible)
+    assert_close(state, o, lse, dtype)
+
+
+@backends
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, 40), gaps=st.integers(0, 3), seed=st.integers(0, 1000))
+def test_merging_states_in_a_backend_is_merging_states(name, rows, gaps, seed):
+    torch.manual_seed(seed)
+    shape = (rows, 2, 3, 48)
+    a, b = (AttentionState(torch.randn(shape), 5 * torch.randn(shape[:-1])) for _ in range(2))
+    for state, at in ((a, gaps), (b, 2 * gaps)):
+        state.lse[:at] = float("-inf")
+        state.o[:at] = 0
+    got, expected = get_kernels(name).merge_states(a, b), merge_states(a, b)
+    torch.testing.assert_close(got.o, expected.o, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.lse, expected.lse, rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=100, deadline=None)
@@ -185,3 +330,8 @@ def test_attention_without_a_tiled_operator_is_the_same_in_blocks(monkeypatch, c
 def test_an_unknown_backend_lists_the_valid_ones():
     with pytest.raises(KernelUnavailableError, match="reference"):
         get_kernels("magic")
+
+
+def test_the_automatic_choice_is_where_the_tensors_are():
+    assert get_kernels(device="cpu").name == "reference"
+    assert get_kernels(device="cuda:1").name == "triton"

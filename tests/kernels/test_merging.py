@@ -455,7 +455,7 @@ def test_long_contexts_are_merged_in_blocks_with_the_same_result(
         return [assignment.target, *(x for part in parts for x in part)]
 
     whole = everything()
-    monkeypatch.setattr("kvtier_kernels.prediction._BLOCK_FLOATS", 1 << 10)
+    monkeypatch.setattr("kvtier_kernels.blocks._BLOCK_FLOATS", 1 << 10)
     for got, expected in zip(everything(), whole, strict=True):
         assert_same(got, expected)
 

@@ -91,7 +91,7 @@ def test_long_contexts_are_read_in_blocks_with_the_same_result(
 ) -> None:
     q, k = normal(0, 8, 2, 2, 16), normal(1, 2, 333, 16)
     whole = predicted_logits(q, k, 0.25, 0.9), window_lse(q, k, 0.25)
-    monkeypatch.setattr("kvtier_kernels.prediction._BLOCK_FLOATS", 1 << 10)
+    monkeypatch.setattr("kvtier_kernels.blocks._BLOCK_FLOATS", 1 << 10)
     torch.testing.assert_close(predicted_logits(q, k, 0.25, 0.9), whole[0])
     torch.testing.assert_close(window_lse(q, k, 0.25), whole[1])
 

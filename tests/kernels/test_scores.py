@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_kernels.scores import leverage_scores, unrotate, window_mass
+from kvtier_kernels.scores import Rotation, _whitening, leverage_scores, unrotate, window_mass
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -30,6 +31,26 @@ def dense_mass(
                 weights = torch.softmax(k[seen, head] @ q[row, head, g] * scale, 0)
                 mass[head, seen] += weights / group
     return mass
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    seed=st.integers(0, 10_000),
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    group=st.sampled_from([1, 3, 4]),
+)
+def test_window_mass_on_a_gpu_is_that_of_a_cpu(seed, lengths, group):
+    from kvtier_kernels.triton_backend import scores
+
+    bounds = [0, *itertools.accumulate(lengths)]
+    q, k = normal(seed, bounds[-1], 2, group, 48), normal(seed + 1, bounds[-1], 2, 48)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    windows = list(itertools.pairwise(bounds))
+    got = scores.window_mass(q.to(device), k.to(device), windows, 0.2)
+    for begin, end in windows:
+        rows = slice(begin, end)
+        expected = window_mass(q[rows], k[rows], [0, end - begin], [0], 0.2, end - begin)
+        torch.testing.assert_close(got[:, rows].cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
 @settings(deadline=None, max_examples=30)
@@ -125,6 +146,54 @@ def test_keys_that_are_not_numbers_raise_nothing() -> None:
     got = leverage_scores(keys)
     assert torch.isnan(got[0]).all()
     torch.testing.assert_close(got[1], sound)
+
+
+@pytest.mark.parametrize("drift", [0.0, 30.0])
+def test_long_contexts_are_scored_in_blocks_with_the_same_result(
+    monkeypatch: pytest.MonkeyPatch, drift: float
+) -> None:
+    """Also where the first block, by which all are centred at first, is far from the others."""
+    keys = normal(7, 2, 3000, 16) + 5
+    keys[:, :300] += drift
+    monkeypatch.setattr("kvtier_kernels.blocks._BLOCK_FLOATS", 300 * 2 * 16)
+    monkeypatch.setattr("kvtier_kernels.blocks._CHUNK_TOKENS", 128)
+    got = leverage_scores(keys).double()
+    torch.testing.assert_close(got, exact_leverage(keys), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotated_keys_are_scored_as_what_they_were(
+    monkeypatch: pytest.MonkeyPatch, interleaved: bool
+) -> None:
+    keys = normal(8, 2, 500, 24)
+    angles = torch.arange(500)[:, None] * torch.logspace(0, -3, 8)
+    rotation = Rotation(angles.cos(), angles.sin(), interleaved)
+    monkeypatch.setattr("kvtier_kernels.blocks._BLOCK_FLOATS", 90 * 2 * 24)
+    expected = leverage_scores(unrotate(keys, rotation.cos, rotation.sin, interleaved=interleaved))
+    torch.testing.assert_close(leverage_scores(keys, rotation), expected)
+    assert not torch.allclose(leverage_scores(keys), expected, rtol=1e-2)
+
+
+@pytest.mark.parametrize("below_zero", [0.0, 3e-6, 3e-4])
+def test_a_gram_matrix_that_rounding_made_indefinite_gets_a_larger_ridge(
+    below_zero: float,
+) -> None:
+    """An eigenvalue below zero by a share of their mean: heads are helped one by one."""
+    turn = torch.linalg.qr(normal(9, 6, 6).double()).Q
+    sound = torch.tensor([1.0, 1, 1, 1, 1, 1]).double()
+    broken = torch.tensor([1.0, 1, 1, 1, 2, -below_zero]).double()
+    hopeless = torch.tensor([1.0, 1, 1, 1, 3, -1]).double()
+    grams = torch.stack([turn @ x.diag() @ turn.T for x in (sound, broken, hopeless)])
+    whiten = _whitening(grams).double()
+    torch.testing.assert_close(
+        whiten[0] @ whiten[0].T, torch.linalg.inv(grams[0]), rtol=1e-4, atol=1e-4
+    )
+    # In the directions that there are, it is the inverse still.
+    seen = turn[:, :5]
+    expected = (seen.T @ grams[1] @ seen).inverse()
+    got = seen.T @ whiten[1] @ whiten[1].T @ seen
+    torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-3)
+    assert torch.isnan(whiten[2]).all()
 
 
 def rank_correlation(a: torch.Tensor, b: torch.Tensor) -> float:

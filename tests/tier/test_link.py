@@ -131,6 +131,24 @@ def test_what_is_put_is_stored_in_order_and_counted(link, client):
     assert client.connects == 1
 
 
+def test_a_payload_is_waited_for_in_the_background_before_it_is_read(link, client):
+    complete = threading.Event()
+    where: list[str] = []
+
+    def ready() -> None:
+        assert complete.wait(PATIENCE_S)
+        where.append(threading.current_thread().name)
+
+    assert link.put([blob_of(0), blob_of(1)], ready=ready) == 2
+    assert link.put([blob_of(2)]) == 1
+    time.sleep(0.02)
+    assert client.stored == []
+    complete.set()
+    assert link.flush(PATIENCE_S)
+    assert client.stored == [blob_of(number) for number in range(3)]
+    assert where == ["kvtier-_putting"] * 2
+
+
 def test_work_runs_in_the_background_and_its_result_is_there_when_it_is_done(link, client):
     began, go_on = threading.Event(), threading.Event()
 

@@ -1,0 +1,269 @@
+"""What the kernels do on this GPU, in one command: are they right, and how near to its memory?
+
+    make gpu-check          or, with torch and triton alone: python -m benchmarks.gpu_check
+
+Under ten minutes, no network. Attention of Llama-3.1-8B's shape (32 query heads, 8 KV heads, dim
+128, bfloat16), one layer's KV at a time:
+
+    equal     every backend that runs here against the reference, and graphs against eager
+    decode    batches of 1 to 64 contexts of 8k to 128k, 25% and 50% CA heads: the share of this
+              GPU's own read bandwidth, and the time against full KV
+    planning  what a decoding step costs the host
+    choose    Compactor's selection and KeepKV's merge for all 32 layers of 128k, against that
+              context's prefill attention
+    engine    `kvtier.bench` at 128k with the demo model, where SGLang and kvtier are installed
+
+With --flashinfer (`make gpu-check FLASHINFER=1`) also the backend of that name, tests and decodes;
+it wants nvcc, and compiles for minutes the first time.
+
+Full KV is FlashInfer's decode where it is installed, else our own over all heads, and the JSON says
+which. Times are medians; a decode is replayed as a CUDA graph over enough layers' KV that no cache
+holds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_check_choosing import measure_choosing
+from benchmarks.gpu_check_measures import (
+    LAYERS,
+    SHAPES,
+    Shape,
+    check_equal,
+    measure_decode,
+    measure_flashinfer,
+    measure_planning,
+    read_bandwidth,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+SCHEMA_VERSION = 1
+PACKAGES = ("torch", "triton", "flashinfer-python", "sglang")
+LEAST_BANDWIDTH = 0.85
+MOST_TIME = 1.1
+MOST_VOTES = 1.05
+MOST_PLANNING_US = 200.0
+MOST_CHOOSING = 0.10
+MOST_DIFFERENCE = 2e-3
+ENGINE_ARGUMENTS = ("--turns", "5", "--len", "128k", "--policies", "full,kvtier")
+ENGINE_LIMIT_S = 240
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. 0 when every bar is met, 1 when one is not, 2 where nothing can be measured."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.gpu_check", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--out", type=Path, default=None, help="JSON of the outcome")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--flashinfer", action="store_true", help="the backend flashinfer, too")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("benchmarks.gpu_check: error: a CUDA device is wanted, and there is none",
+              file=sys.stderr)  # fmt: skip
+        return 2
+    document = run(options.seed, flashinfer=options.flashinfer)
+    print_table(document)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0 if all(bar["met"] for bar in document["bars"]) else 1
+
+
+def run(seed: int, *, flashinfer: bool = False) -> dict[str, Any]:
+    """Everything; a part that fails is named in `failures`, and the others go on."""
+    torch.manual_seed(seed)
+    began = time.perf_counter()
+    document: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "environment": environment(),
+        "failures": {},
+    }
+    parts = {
+        "tests": lambda: run_tests(flashinfer=flashinfer),
+        "equal": lambda: check_equal(SHAPES, seed),
+        "read_bytes_per_s": read_bandwidth,
+        "decode": lambda: [measure_decode(shape, seed) for shape in SHAPES],
+        "planning": measure_planning,
+        "choosing": lambda: measure_choosing(seed),
+        "engine": run_engine,
+    }
+    if flashinfer:
+        parts["flashinfer"] = lambda: measure_flashinfer(SHAPES, seed)
+    for name, part in parts.items():
+        try:
+            document[name] = part()
+        except Exception as error:
+            # One part must not cost the others: a GPU may be there for minutes only.
+            document["failures"][name] = f"{type(error).__name__}: {error}"
+        torch.cuda.empty_cache()
+    document["bars"] = bars(document)
+    document["wall_s"] = round(time.perf_counter() - began, 1)
+    return document
+
+
+def environment() -> dict[str, Any]:
+    device = torch.cuda.get_device_properties(0)
+    found = {"python": platform.python_version()}
+    found |= {name: known for name in PACKAGES if (known := _version(name)) is not None}
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "device": device.name,
+        "memory_bytes": device.total_memory,
+        "multiprocessors": device.multi_processor_count,
+        "cuda": torch.version.cuda,
+        "versions": found,
+        "commit": commit or None,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def run_tests(*, flashinfer: bool) -> dict[str, Any]:
+    """The equivalence suite on the device, where what it is written with is installed."""
+    missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
+    if missing:
+        return {"ran": False, "missing": missing}
+    command = [sys.executable, "-m", "pytest", "-q", "tests/kernels", "-m", "not slow"]
+    if not flashinfer:
+        command += ["-k", "not flashinfer"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = (done.stdout or done.stderr).strip().splitlines()
+    return {"ran": True, "passed": done.returncode == 0, "said": lines[-30:]}
+
+
+def run_engine() -> dict[str, Any]:
+    """The bench's table, where there is an engine for it; its plugin is found by its metadata."""
+    missing = [name for name in ("sglang", "kvtier") if _version(name) is None]
+    if missing:
+        return {"ran": False, "missing": missing}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "bench.json"
+        command = [sys.executable, "-m", "kvtier.bench", "--quiet", "--json", str(out)]
+        done = subprocess.run(
+            [*command, *ENGINE_ARGUMENTS],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=ENGINE_LIMIT_S,
+            check=False,
+        )
+        if not out.exists():
+            raise RuntimeError(f"kvtier.bench: {done.stderr.strip()[-2000:]}")
+        bench = json.loads(out.read_text())
+    return {
+        "ran": True,
+        "arguments": list(ENGINE_ARGUMENTS),
+        "policies": {run["policy"]: run["summary"] for run in bench["runs"]},
+        "ratios": bench["ratios"],
+        "failures": bench["failures"],
+    }
+
+
+def bars(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is claimed of what was measured."""
+    found = []
+
+    def bar(what: str, value: float, met: bool) -> None:
+        found.append({"bar": what, "value": round(value, 4), "met": met})
+
+    if document.get("tests", {}).get("ran"):
+        passed = document["tests"]["passed"]
+        bar("the equivalence suite passes", float(passed), passed)
+    for name, difference in document.get("equal", {}).items():
+        bar(f"{name}: largest difference", difference, difference <= MOST_DIFFERENCE)
+    ceiling = document.get("read_bytes_per_s")
+    for row in document.get("decode", []):
+        name = row["shape"]
+        if ceiling:
+            share = row["retained_bytes"] / row["retained_s"] / ceiling
+            bar(f"{name}: bandwidth / ceiling", share, share >= LEAST_BANDWIDTH)
+        time_ratio = row["retained_s"] / row["full_s"]
+        ratio = time_ratio / (row["retained_bytes"] / row["full_bytes"])
+        bar(f"{name}: time / full KV's, per byte", ratio, ratio <= MOST_TIME)
+        votes = row["voted_s"] / row["retained_s"]
+        bar(f"{name}: with votes / without", votes, votes <= MOST_VOTES)
+    if "planning" in document:
+        planning = document["planning"]["host_us"]
+        bar("host planning of a step, us", planning, planning <= MOST_PLANNING_US)
+    if "choosing" in document:
+        choosing = document["choosing"]
+        for what in (("selection",), ("merge",), ("selection", "merge")):
+            share = sum(choosing[f"{one}_s"] for one in what) / choosing["prefill_s"]
+            bar(f"{' + '.join(what)} / prefill attention", share, share <= MOST_CHOOSING)
+        waits = choosing["selection_waits"] + choosing["merge_waits"]
+        bar("choosing: times that the host waits", waits, waits == 0)
+    for row in document.get("flashinfer", {}).get("decode", []):
+        for what in ("retained", "voted"):
+            difference = row[what + "_difference"]
+            name = f"{row['shape']}, {what}: FlashInfer to Triton, largest difference"
+            bar(name, difference, difference <= MOST_DIFFERENCE)
+    engine = document.get("engine", {})
+    if engine.get("ran"):
+        bar("the engine's bench runs", float(not engine["failures"]), not engine["failures"])
+    for name, failure in document["failures"].items():
+        found.append({"bar": f"{name}: {failure}", "value": None, "met": False})
+    return found
+
+
+def print_table(document: dict[str, Any]) -> None:
+    """Everything that is claimed, a line each."""
+    where = document["environment"]
+    print(f"{where['device']}, CUDA {where['cuda']}, {where['versions']}, {document['wall_s']} s")
+    ceiling = document.get("read_bytes_per_s")
+    if ceiling:
+        print(f"read bandwidth {ceiling / 1e12:.2f} TB/s")
+    for row in document.get("decode", []):
+        print(
+            f"{row['shape']:42} retained {row['retained_s'] * 1e6:8.1f} us, votes "
+            f"{row['voted_s'] * 1e6:8.1f} us, full {row['full_s'] * 1e6:8.1f} us "
+            f"({row['full_kernel']})"
+        )
+    flashinfer = document.get("flashinfer", {})
+    if not flashinfer.get("ran", True):
+        print(f"flashinfer not measured: {flashinfer['missing']}")
+    for row in flashinfer.get("decode", []):
+        print(
+            f"{row['shape']:42} retained {row['retained_s'] * 1e6:8.1f} us, votes "
+            f"{row['voted_s'] * 1e6:8.1f} us, planning {row['planning_us']:8.1f} us (flashinfer)"
+        )
+    for policy, row in document.get("engine", {}).get("policies", {}).items():
+        print(
+            f"bench at 128k, {policy:20} {row['kv_device_bytes'] / 2**20:8.1f} MiB, TTFT "
+            f"{row['median_ttft_ms']:.1f} ms, TPOT {row['median_tpot_ms']:.2f} ms, "
+            f"recall {row['recall']}"
+        )
+    choosing = document.get("choosing", {})
+    for name, taken in choosing.get("prefills_s", {}).items():
+        print(f"prefill attention of 128k, {LAYERS} layers: {taken:.2f} s by {name}")
+    for name, taken in choosing.get("parts_s", {}).items():
+        print(f"choosing, one layer: {taken * 1e3:8.2f} ms {name}")
+    for bar in document["bars"]:
+        print(f"{'met' if bar['met'] else 'NOT':4} {bar['bar']:70} {bar['value']}")
+
+
+__all__ = ["Shape", "main", "run"]
+
+if __name__ == "__main__":
+    sys.exit(main())

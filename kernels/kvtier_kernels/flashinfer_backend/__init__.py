@@ -1,0 +1,1 @@
+"""The backend `flashinfer`; `kernels` has the contract's face, `variant` what is compiled."""

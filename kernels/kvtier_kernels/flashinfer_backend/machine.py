@@ -1,0 +1,46 @@
+"""What FlashInfer's kernels need of the machine; this module itself needs nothing of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from kvtier_kernels.base import KernelUnavailableError
+
+LEAST_CAPABILITY = (8, 0)
+
+
+def check_machine() -> None:
+    """Raise KernelUnavailableError, or ImportError, naming what is missing.
+
+    FlashInfer compiles kernels when they are first called; those with votes come in no package.
+    """
+    if not torch.cuda.is_available():
+        raise _needs("a CUDA device, and there is none")
+    found = torch.cuda.get_device_capability()
+    if found < LEAST_CAPABILITY:
+        raise _needs(f"a CUDA device of capability 8.0 or more, got {found[0]}.{found[1]}")
+    check_compiler()
+
+
+def check_compiler() -> None:
+    """Raise KernelUnavailableError, or ImportError, where nothing can be compiled."""
+    from flashinfer.jit.cpp_ext import get_cuda_path
+
+    try:
+        compiler = Path(get_cuda_path()) / "bin" / "nvcc"
+    except RuntimeError as error:
+        raise _needs(f"nvcc: {error}") from error
+    if not compiler.exists():
+        raise _needs(f"nvcc, and {compiler} is not there (CUDA_HOME names the toolkit)")
+    if shutil.which("ninja") is None:
+        raise _needs("ninja on the PATH, and there is none")
+
+
+def _needs(what: str) -> KernelUnavailableError:
+    return KernelUnavailableError(f"kernels: 'flashinfer' needs {what}")
+
+
+__all__ = ["check_compiler", "check_machine"]

@@ -1,0 +1,178 @@
+"""Compile the kernels for a GPU that is not there: what does not compile or spills shows here.
+
+    python -m kvtier_kernels.triton_backend.ahead [CAPABILITY]      e.g. 90 for Hopper
+
+Prints the registers, spilled bytes and shared memory of every variant, as `cuobjdump` reads them.
+Wants the CUDA tools that Triton's Linux wheels bring, and no TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from kvtier_kernels.base import RaggedKV, Window
+from kvtier_kernels.triton_backend.bins import SortedBins
+from kvtier_kernels.triton_backend.kernels import TritonKernels
+from kvtier_kernels.triton_backend.launching import Launch, is_interpreted
+from kvtier_kernels.triton_backend.merging import send
+from kvtier_kernels.triton_backend.prediction import predicted_logits, window_lse
+from kvtier_kernels.triton_backend.scores import window_mass
+
+HOPPER = 90
+# Ada: before it, Triton has no such numbers.
+FIRST_WITH_FP8 = 89
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+LOOPS = (
+    "decode_units",
+    "extend_blocks",
+    "window_rows",
+    "window_columns",
+    "nearest_home",
+    "segment_softmax",
+    "segment_sum",
+    "mean_of_queries",
+    "sum_over_keys",
+)
+
+
+class Compiled(NamedTuple):
+    """One variant. spilled_bytes: of local memory per thread, 0 where registers suffice."""
+
+    kernel: str
+    variant: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int  # of a block
+
+
+class AbsentDevice:
+    """As much of a Triton driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_all(capability: int = HOPPER) -> Iterator[Compiled]:
+    """Every variant that serving uses. Raises what Triton raises for one that does not compile."""
+    if is_interpreted():
+        raise RuntimeError("TRITON_INTERPRET is set: nothing is compiled")
+    triton.runtime.driver.set_active(AbsentDevice(capability))
+    for dim, group, kv_dtype, votes in itertools.product(
+        (64, 128, 256), (1, 4, 8), (torch.bfloat16, torch.float8_e4m3fn), (0, 1, 2)
+    ):
+        if (dim, group) != (128, 4) and (votes == 2 or kv_dtype != torch.bfloat16):
+            continue
+        if kv_dtype == torch.float8_e4m3fn and capability < FIRST_WITH_FP8:
+            continue
+        name = f"dim {dim}, group {group}, {str(kv_dtype).removeprefix('torch.')}, votes {votes}"
+        found: list[Compiled] = []
+        _use(_compiler(found, name), dim, group, kv_dtype, votes)
+        yield from found
+
+
+def _compiler(found: list[Compiled], variant: str) -> Launch:
+    def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        compiled = kernel.warmup(*args, grid=grid, **options)
+        registers, spilled = _resources(compiled.asm["cubin"])
+        shared = compiled.metadata.shared
+        found.append(Compiled(kernel.__name__, variant, registers, spilled, shared))
+
+    return compile_only
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and spilled bytes of a thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    numbers = dict(re.findall(r"(REG|LOCAL|STACK):(\d+)", printed))
+    return int(numbers["REG"]), int(numbers["LOCAL"]) + int(numbers["STACK"])
+
+
+def _use(launch: Launch, dim: int, group: int, kv_dtype: torch.dtype, votes: int) -> None:
+    """Call everything once, over tensors whose content is nothing."""
+    kernels = TritonKernels(launch)
+    heads, requests, entries, new = 2, 4, 4096, 64
+    shapes = {0: None, 1: (entries,), 2: (entries, heads, group)}
+    shape = shapes[votes]
+    log_votes = None if shape is None else torch.zeros(shape)
+    k = torch.empty(entries, heads, dim, dtype=kv_dtype)
+    kv = RaggedKV(k, torch.empty_like(k), log_votes)
+    indptr = tuple(range(0, entries + 1, entries // requests))
+    plan = kernels.plan(torch.arange(entries), indptr, log_votes)
+    q = torch.empty(requests, heads, group, dim, dtype=torch.bfloat16)
+    state = kernels.decode(q, kv, plan, 0.1)
+    kernels.merge_states(state, state)
+    q = torch.empty(requests * new, heads, group, dim, dtype=torch.bfloat16)
+    own = torch.empty(requests * new, heads, dim, dtype=torch.bfloat16)
+    q_indptr = tuple(range(0, requests * new + 1, new))
+    kernels.extend(q, own, own, q_indptr, kv, plan, 0.1)
+    if votes < 2:
+        settled = torch.zeros(entries, dtype=torch.bool)
+        starts = [entries // requests] * requests
+        window = Window(4, 256, starts, torch.arange(entries), settled)
+        kernels.extend(q, own, own, q_indptr, kv, plan, 0.1, window)
+    if not votes:
+        table = torch.zeros(requests, entries, dtype=torch.int32)
+        row = torch.arange(requests)
+        kernels.plan_on_device(table, row, row, entries, row)
+        window_mass(q, own, [(0, new)], 0.1, launch)
+        _use_merging(launch, own.transpose(0, 1), q)
+
+
+def _use_merging(launch: Launch, keys: torch.Tensor, q: torch.Tensor) -> None:
+    """keys `[heads, tokens, dim]`, q `[w, heads, group, dim]`."""
+    heads, tokens, _ = keys.shape
+    group, count = q.shape[2], 16
+    homes, lengths = keys[:, :count], torch.ones(heads, count)
+    dropped = torch.arange(count, tokens).expand(heads, -1)
+    target = torch.arange(tokens).remainder(count).expand(heads, -1).contiguous()
+    send(keys, dropped, homes, lengths, lengths < 0, 0.5, target, launch)
+    bins = SortedBins(target, count, launch)
+    logits = torch.zeros(heads, group, tokens)
+    bins.log_softmax(logits)
+    bins.sum(logits)
+    bins.mix(logits[:, 0], keys)
+    predicted_logits(q, keys, 0.1, torch.zeros(heads, group, len(q)), launch)
+    window_lse(q, keys, 0.1, None, launch)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: 0 when everything compiles and no loop spills, 1 otherwise."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("capability", type=int, nargs="?", default=HOPPER)
+    spills = 0
+    for one in compile_all(parser.parse_args(argv).capability):
+        spills += one.spilled_bytes > 0 and one.kernel in LOOPS
+        print(
+            f"{one.kernel:15} {one.variant:40} {one.registers:4} registers "
+            f"{one.spilled_bytes:5} B spilled {one.shared_bytes:7} B shared"
+        )
+    return min(spills, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

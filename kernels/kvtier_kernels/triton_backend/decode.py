@@ -1,0 +1,98 @@
+"""Stage one of decoding: each unit's stretch of entries, for one KV head and its GQA group."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvtier_kernels.triton_backend.softmax import LOG2_E, absorb, normalise, tile_logits
+
+
+@triton.jit
+def decode_units(
+    q,
+    k,
+    v,
+    votes,
+    slots,
+    indptr,
+    units_indptr,
+    unit_request,
+    stretch,
+    part_o,
+    part_lse,
+    scale,
+    requests,
+    stride_q_request,
+    stride_q_head,
+    stride_q_group,
+    stride_k_slot,
+    stride_k_head,
+    stride_v_slot,
+    stride_v_head,
+    stride_votes_slot,
+    stride_votes_head,
+    stride_votes_group,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    VOTES: tl.constexpr,
+    IEEE: tl.constexpr,
+):
+    """q [requests, HEADS, GROUP, DIM] -> part_o [units, HEADS * GROUP, DIM] and part_lse, float32.
+
+    VOTES: 0 none, 1 per entry, 2 per entry and query head. Grid (units, HEADS).
+    """
+    unit, head = tl.program_id(0), tl.program_id(1)
+    request = tl.load(unit_request + unit)
+    if request < requests:
+        size = tl.load(stretch)
+        begin = tl.load(indptr + request) + (unit - tl.load(units_indptr + request)) * size
+        end = tl.minimum(begin + size, tl.load(indptr + request + 1))
+        g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+        in_group, in_dim = g < GROUP, d < DIM
+        rows = in_group[:, None] & in_dim[None, :]
+        from_q = request.to(tl.int64) * stride_q_request + head * stride_q_head
+        queries = tl.load(
+            q + from_q + g[:, None] * stride_q_group + d[None, :], mask=rows, other=0.0
+        )
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+        for first in range(begin, end, BLOCK_N):
+            n = first + tl.arange(0, BLOCK_N)
+            inside = n < end
+            slot = tl.load(slots + n, mask=inside, other=0).to(tl.int64)
+            keys = tl.load(
+                k + slot[None, :] * stride_k_slot + head * stride_k_head + d[:, None],
+                mask=inside[None, :] & in_dim[:, None],
+                other=0.0,
+            )
+            logits = tile_logits(queries, keys, scale, IEEE)
+            if VOTES == 1:
+                bias = tl.load(votes + slot * stride_votes_slot, mask=inside, other=0.0)
+                logits += bias[None, :] * LOG2_E
+            if VOTES == 2:
+                bias = tl.load(
+                    votes
+                    + slot[None, :] * stride_votes_slot
+                    + head * stride_votes_head
+                    + g[:, None] * stride_votes_group,
+                    mask=inside[None, :] & in_group[:, None],
+                    other=0.0,
+                )
+                logits += bias * LOG2_E
+            logits = tl.where(inside[None, :], logits, float("-inf"))
+            values = tl.load(
+                v + slot[:, None] * stride_v_slot + head * stride_v_head + d[None, :],
+                mask=inside[:, None] & in_dim[None, :],
+                other=0.0,
+            ).to(queries.dtype)
+            acc, peak, total = absorb(acc, peak, total, logits, values, IEEE)
+        o, lse = normalise(acc, peak, total)
+        at = (unit.to(tl.int64) * HEADS + head) * GROUP + g
+        tl.store(part_o + at[:, None] * DIM + d[None, :], o, mask=rows)
+        tl.store(part_lse + at, lse, mask=in_group)

@@ -1,0 +1,79 @@
+"""What all launchers of this backend share: the device, and how a kernel is started on it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+
+from kvtier_kernels.base import KernelUnavailableError
+from kvtier_kernels.triton_backend.decode import decode_units
+
+# Without a GPU: as many as the smallest current one has.
+INTERPRETED_SMS = 16
+
+# Runs a kernel on a grid; its other arguments are the kernel's.
+Launch = Callable[..., Any]
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    kernel[grid](*args, **options)
+
+
+def check_device() -> None:
+    """Raise KernelUnavailableError where no kernel could run."""
+    if not (torch.cuda.is_available() or is_interpreted()):
+        raise KernelUnavailableError(
+            "kernels: 'triton' needs a CUDA device, and there is none (TRITON_INTERPRET=1 runs it "
+            "on the CPU, for tests)"
+        )
+
+
+def is_interpreted() -> bool:
+    """Whether Triton was told, before it was imported, to run its kernels in Python."""
+    return not isinstance(decode_units, triton.JITFunction)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of the device."""
+    if device.type != "cuda":
+        return INTERPRETED_SMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def has_wide_products() -> bool:
+    """Whether matrix products take their tiles from shared memory, as on Hopper and data-centre
+    Blackwell; elsewhere they go through registers, which others then lack."""
+    if is_interpreted():
+        return True
+    return triton.runtime.driver.active.get_current_target().arch // 10 in (9, 10, 11)
+
+
+def is_ieee(q: torch.Tensor) -> bool:
+    """float32 is for comparing: tensor cores' TF32 would not do. Nor does the interpreter, which
+    takes bfloat16 for integers, multiply anything else."""
+    return q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and is_interpreted())
+
+
+def to_device(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """int32 there, without waiting for the device."""
+    host = torch.tensor(values, dtype=torch.int32, device="cpu")
+    if device.type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host
+
+
+__all__ = [
+    "Launch",
+    "check_device",
+    "has_wide_products",
+    "is_ieee",
+    "is_interpreted",
+    "launch",
+    "multiprocessors",
+    "to_device",
+]

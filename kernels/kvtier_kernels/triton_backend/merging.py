@@ -1,0 +1,67 @@
+"""`kvtier_kernels.merging.Send` on a GPU."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from kvtier_kernels.triton_backend.launching import Launch, has_wide_products, is_ieee, launch
+from kvtier_kernels.triton_backend.nearest import nearest_home
+
+_MULTIPLIED = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def send(
+    keys: torch.Tensor,
+    dropped: torch.Tensor,
+    homes: torch.Tensor,
+    lengths: torch.Tensor,
+    closed: torch.Tensor,
+    floor: float,
+    target: torch.Tensor,
+    run: Launch = launch,
+) -> None:
+    """See `kvtier_kernels.merging.Send`. float16 and bfloat16 keys are multiplied as they are, by
+    tensor cores that sum in float32; others in float32."""
+    if keys.dtype not in _MULTIPLIED:
+        keys, homes = keys.float(), homes.float()
+    keys = keys if keys.stride(-1) == 1 else keys.contiguous()
+    heads, rest = dropped.shape
+    count, dim = homes.shape[1:]
+    inverse = lengths.clamp_min(1e-12).reciprocal().masked_fill_(closed, torch.nan)
+    ieee = is_ieee(keys)
+    rows, columns = _tile(dim, ieee)
+    run(
+        nearest_home,
+        (triton.cdiv(rest, rows), heads),
+        keys,
+        dropped,
+        homes.contiguous(),
+        inverse,
+        target,
+        floor,
+        rest,
+        count,
+        *keys.stride()[:2],
+        dropped.stride(0),
+        target.stride(0),
+        DIM=dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_M=rows,
+        BLOCK_N=columns,
+        IEEE=ieee,
+        # With 4 warps of a tile two programs share a core, and one multiplies while the other
+        # compares; but that takes all the registers there are.
+        num_warps=4 if has_wide_products() and not ieee else 8,
+        num_stages=2 if ieee or dim > 128 else 3,
+    )
+
+
+def _tile(dim: int, ieee: bool) -> tuple[int, int]:
+    """Dropped entries and homes of a program's tile, as fit its registers and shared memory."""
+    if ieee:
+        return 64, 32
+    return (128, 64) if dim <= 128 else (64, 64)
+
+
+__all__ = ["send"]

@@ -1,0 +1,110 @@
+"""`kvtier_kernels.prediction` on a GPU: two kernels, and what they have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from kvtier_kernels.triton_backend.launching import Launch, is_ieee, launch
+from kvtier_kernels.triton_backend.newest import mean_of_queries, sum_over_keys
+
+_BLOCK_QUERIES = 32
+_BLOCK_ROWS = 64
+_BLOCK_KEYS = 64
+# Keys of one program that sums over them: long enough for few parts, short enough for all cores.
+_STRETCH = 1024
+
+
+def predicted_logits(
+    q_window: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    offset: torch.Tensor,
+    run: Launch = launch,
+) -> torch.Tensor:
+    """`[heads, group, tokens]`: log-sum-exp over the window of its logits and `offset`
+    `[heads, group, w]`."""
+    window, heads, group, _ = q_window.shape
+    tokens = keys.shape[1]
+    q_window, keys, options = _prepared(q_window, keys)
+    out = torch.empty(heads, group, tokens, device=keys.device)
+    run(
+        mean_of_queries,
+        (triton.cdiv(tokens, _BLOCK_KEYS), heads),
+        q_window,
+        keys,
+        offset.contiguous(),
+        out,
+        window,
+        tokens,
+        scale,
+        *q_window.stride()[:3],
+        *keys.stride()[:2],
+        BLOCK_W=_BLOCK_QUERIES,
+        **options,
+    )
+    return out
+
+
+def window_lse(
+    q_window: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    log_votes: torch.Tensor | None,
+    run: Launch = launch,
+) -> torch.Tensor:
+    """`[w, heads, group]`: log-sum-exp of each query over all keys, with votes `[heads, group or 1,
+    tokens]`."""
+    window, heads, group, _ = q_window.shape
+    tokens = keys.shape[1]
+    stretches = triton.cdiv(tokens, _STRETCH)
+    q_window, keys, options = _prepared(q_window, keys)
+    part = torch.empty(stretches, window, heads, group, device=keys.device)
+    votes, strides = keys, (0, 0)
+    if log_votes is not None:
+        votes = log_votes.float().contiguous()
+        strides = (votes.stride(0), votes.stride(1) if votes.shape[1] == group else 0)
+    run(
+        sum_over_keys,
+        (stretches, heads, triton.cdiv(window * group, _BLOCK_ROWS)),
+        q_window,
+        keys,
+        votes,
+        part,
+        window,
+        tokens,
+        _STRETCH,
+        scale,
+        *q_window.stride()[:3],
+        *keys.stride()[:2],
+        *strides,
+        BLOCK_M=_BLOCK_ROWS,
+        VOTES=log_votes is not None,
+        **options,
+    )
+    return torch.logsumexp(part, dim=0)
+
+
+def _prepared(
+    q: torch.Tensor, keys: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Queries and keys of one dtype, dim contiguous, and the options of either kernel."""
+    group, dim = q.shape[2:]
+    if keys.dtype != q.dtype:
+        q, keys = q.float(), keys.float()
+    q, keys = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys))
+    options = {
+        "GROUP": group,
+        "DIM": dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        "BLOCK_N": _BLOCK_KEYS,
+        "IEEE": is_ieee(q),
+        "num_warps": 4 if dim <= 128 else 8,
+        "num_stages": 2,
+    }
+    return q, keys, options
+
+
+__all__ = ["predicted_logits", "window_lse"]

@@ -1,0 +1,52 @@
+"""`kvtier_kernels.scores.window_mass` on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+
+from kvtier_kernels.triton_backend.launching import Launch, is_ieee, launch, to_device
+from kvtier_kernels.triton_backend.mass import window_columns, window_rows
+
+BLOCK_ROWS = 64
+BLOCK_COLUMNS = 64
+
+
+def window_mass(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    windows: Sequence[tuple[int, int]],
+    scale: float,
+    run: Launch = launch,
+) -> torch.Tensor:
+    """The mass of every token in its window.
+
+    q: `[tokens, heads, group, dim]`; k: `[tokens, heads, dim]`; windows: (begin, end) rows, which
+    cover every token once. Returns float32 `[heads, tokens]`.
+    """
+    tokens, heads, group, dim = q.shape
+    logs = torch.empty(tokens, heads, group, dtype=torch.float32, device=q.device)
+    mass = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
+    if not windows:
+        return mass
+    begins, ends = to_device(list(zip(*windows, strict=True)), q.device)
+    longest = max(end - begin for begin, end in windows)
+    strides = (*q.stride()[:3], *k.stride()[:2])
+    options = {
+        "HEADS": heads,
+        "GROUP": group,
+        "DIM": dim,
+        "BLOCK_M": BLOCK_ROWS,
+        "BLOCK_N": BLOCK_COLUMNS,
+        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        "IEEE": is_ieee(q),
+        "num_warps": 4 if dim <= 128 else 8,
+        "num_stages": 2,
+    }
+    rows = (len(windows), heads, triton.cdiv(longest * group, BLOCK_ROWS))
+    run(window_rows, rows, q, k, begins, ends, logs, scale, *strides, **options)
+    columns = (len(windows), heads, triton.cdiv(longest, BLOCK_COLUMNS))
+    run(window_columns, columns, q, k, begins, ends, logs, mass, scale, tokens, *strides, **options)
+    return mass

@@ -1,0 +1,57 @@
+"""What the attention kernels share: one step of online softmax, and the logits of a tile.
+
+Logits are kept in base 2 (`exp2` is what the hardware has), so a kernel multiplies `scale` and
+votes by log2(e) once, and what leaves a kernel is the natural log-sum-exp of the contract.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def no_infinity(x):
+    """0 where nothing was seen yet, so that differences are never inf - inf."""
+    return tl.where(x == float("-inf"), 0.0, x)
+
+
+@triton.jit
+def tile_logits(q, k, scale, IEEE: tl.constexpr):
+    """q [rows, dim] over k [dim, entries] -> [rows, entries], base 2.
+
+    IEEE: products in float32 instead of on tensor cores, which have no such thing.
+    """
+    if IEEE:
+        q, k = q.to(tl.float32), k.to(tl.float32)
+        return tl.dot(q, k, input_precision="ieee") * (scale * LOG2_E)
+    return tl.dot(q, k.to(q.dtype)) * (scale * LOG2_E)
+
+
+@triton.jit
+def absorb(acc, peak, total, logits, v, IEEE: tl.constexpr):
+    """One step of online softmax: the running (sum of weighted values, peak, sum of weights) and
+    a tile's logits [rows, entries] and values [entries, dim] -> the three of both."""
+    new_peak = tl.maximum(peak, tl.max(logits, 1))
+    shift = no_infinity(new_peak)
+    weights = tl.exp2(logits - shift[:, None])
+    keep = tl.exp2(peak - shift)
+    total = total * keep + tl.sum(weights, 1)
+    acc = acc * keep[:, None]
+    if IEEE:
+        acc = tl.dot(weights, v.to(tl.float32), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(weights.to(v.dtype), v, acc)
+    return acc, new_peak, total
+
+
+@triton.jit
+def normalise(acc, peak, total):
+    """-> o [rows, dim], lse [rows] (natural); zeros and -inf for rows that saw nothing."""
+    seen = total > 0
+    o = acc / tl.where(seen, total, 1.0)[:, None]
+    lse = (no_infinity(peak) + tl.log2(tl.where(seen, total, 1.0))) * LN_2
+    return o, tl.where(seen, lse, float("-inf"))

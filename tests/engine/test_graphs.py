@@ -1,0 +1,202 @@
+"""What CUDA graphs record of decoding, without a GPU: the recorded part run again over changed
+tables gives what the reference kernels plan afresh, at the same addresses, and asks the host
+nothing.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvtier.config import load_settings
+from kvtier.heads.profile import HeadProfile, ModelShape
+from kvtier_kernels.triton_backend.kernels import TritonKernels
+from kvtier_sglang.attention import KvtierAttnBackend
+from kvtier_sglang.pool import HeadSplitKVPool
+
+LAYERS, KV_HEADS, GROUP, DIM = 3, 4, 2, 32
+SLOTS, CONTEXT, REQUESTS = 600, 200, 4
+# Adjacent heads, scattered ones, and a layer without locality heads.
+CA_HEADS = ((0, 1), (0, 3), (0, 1, 2, 3))
+
+
+@pytest.fixture(params=[False, True], ids=["dropped", "merged"])
+def runner(request):
+    torch.manual_seed(2)
+    shape = ModelShape(
+        num_layers=LAYERS,
+        num_kv_heads=KV_HEADS,
+        num_attention_heads=KV_HEADS * GROUP,
+        head_dim=DIM,
+    )
+    profile = HeadProfile(model="test", shape=shape, method="manual", ca_heads=CA_HEADS)
+    pool = HeadSplitKVPool(
+        SLOTS,
+        SLOTS,
+        profile=profile,
+        dtype=torch.float32,
+        device="cpu",
+        start_layer=0,
+        merges=request.param,
+    )
+    for buffers in (*pool.ca, *pool.locality):
+        buffers.k.normal_()
+        buffers.v.normal_()
+    pool.log_votes[5:50] = torch.rand(45) * 4
+    if pool.ca_votes is not None:
+        pool.set_votes(1, torch.arange(10, 90), torch.randn(80, 2, GROUP))
+    table = torch.zeros(REQUESTS + 1, CONTEXT, dtype=torch.int32)
+    return SimpleNamespace(
+        token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=table), device="cpu"
+    )
+
+
+def backend_of(runner, kernels: str) -> KvtierAttnBackend:
+    return KvtierAttnBackend(runner, load_settings(kernels=kernels))
+
+
+def static_batch() -> SimpleNamespace:
+    """The tensors that a graph of REQUESTS requests reads."""
+    return SimpleNamespace(
+        batch_size=REQUESTS,
+        req_pool_indices=torch.zeros(REQUESTS, dtype=torch.int64),
+        seq_lens=torch.zeros(REQUESTS, dtype=torch.int64),
+        out_cache_loc=torch.zeros(REQUESTS, dtype=torch.int64),
+    )
+
+
+def fill(batch: SimpleNamespace, runner, lengths: list[int], seed: int) -> None:
+    """Requests of other lengths and slots, with holes; the newest token's slot is the last.
+
+    Fewer lengths than REQUESTS leave the rest as SGLang pads them."""
+    generator = torch.Generator().manual_seed(seed)
+    table, pool = runner.req_to_token_pool.req_to_token, runner.token_to_kv_pool
+    shape = pool.locality_of.shape
+    pool.locality_of.copy_(torch.randint(1, SLOTS, shape, generator=generator))
+    pool.locality_of[torch.rand(shape, generator=generator) < 0.6] = 0
+    pool.locality_of[0] = 0
+    for static in (batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc):
+        static.zero_()
+    slots = torch.randperm(SLOTS - 1, generator=generator) + 1
+    for i, length in enumerate(lengths):
+        row = torch.where(torch.rand(length, generator=generator) < 0.3, 0, slots[:length])
+        newest = slots[-1 - i]
+        row[-1] = newest
+        pool.locality_of[newest] = newest
+        table[i + 1, :length] = row.to(torch.int32)
+        batch.req_pool_indices[i] = i + 1
+        batch.seq_lens[i] = length
+        batch.out_cache_loc[i] = newest
+
+
+def eager(batch: SimpleNamespace) -> SimpleNamespace:
+    mode = SimpleNamespace(is_idle=lambda: False, is_extend=lambda: False)
+    return SimpleNamespace(**vars(batch), seq_lens_cpu=batch.seq_lens.clone(), forward_mode=mode)
+
+
+def layers(backend: KvtierAttnBackend, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What each layer gives of its q, k, v."""
+    found = []
+    for index, qkv in enumerate(inputs):
+        layer = SimpleNamespace(
+            layer_id=index,
+            tp_k_head_num=KV_HEADS,
+            tp_q_head_num=KV_HEADS * GROUP,
+            qk_head_dim=DIM,
+            scaling=DIM**-0.5,
+        )
+        q, k, v = qkv.split([GROUP * KV_HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], dim=1)
+        found.append(backend.forward_decode(q.contiguous(), k, v, layer, None))
+    return found
+
+
+def some_inputs(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    width = (GROUP + 2) * KV_HEADS * DIM
+    return [torch.randn(REQUESTS, width, generator=generator) for _ in range(LAYERS)]
+
+
+def test_what_was_recorded_serves_other_batches_as_the_reference_would(runner):
+    reference, recorded = backend_of(runner, "reference"), backend_of(runner, "triton")
+    # Only with compaction does the reference look for tokens that CA heads have dropped.
+    reference.compaction = SimpleNamespace()
+    recorded.init_cuda_graph_state(REQUESTS, REQUESTS)
+    batch = static_batch()
+    recorded.init_forward_metadata_out_graph(batch, in_capture=True)
+    addresses = None
+    for seed, lengths in enumerate([[5, 200, 1, 33], [77, 3], [200] * 4, [1]]):
+        fill(batch, runner, lengths, seed)
+        inputs = some_inputs(seed)
+        recorded.init_forward_metadata_in_graph(batch)
+        got = layers(recorded, inputs)
+        plan = recorded.forward_metadata.ca.plan
+        held = (plan.slots.data_ptr(), plan.indptr.data_ptr(), *map(id, plan.schedules))
+        addresses = addresses or held
+        assert held == addresses
+        reference.init_forward_metadata(eager(batch))
+        expected = layers(reference, inputs)
+        real = len(lengths)
+        for ours, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours[:real], theirs[:real], rtol=2e-5, atol=2e-5)
+            assert torch.isfinite(ours).all(), "a padded row spoils nothing"
+
+
+class AsksTheHostError(Exception):
+    """An operation that a CUDA graph cannot record."""
+
+
+class OnTheDeviceOnly(TorchDispatchMode):
+    """Refuses what waits for the device, copies from the host, or has a size that data decides."""
+
+    REFUSED = (
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten.masked_select.default,
+        torch.ops.aten.lift_fresh.default,
+        torch.ops.aten.unique_consecutive.default,
+    )
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in self.REFUSED:
+            raise AsksTheHostError(func)
+        if func is torch.ops.aten.index.Tensor and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        ):
+            raise AsksTheHostError(func)
+        return func(*args, **(kwargs or {}))
+
+
+def launch_nothing(*args, **options):
+    """Kernels themselves wait for nobody; the interpreter would."""
+
+
+def test_what_is_recorded_asks_the_host_nothing(runner):
+    backend = backend_of(runner, "triton")
+    backend.kernels = TritonKernels(launch_nothing)
+    backend.init_cuda_graph_state(REQUESTS, REQUESTS)
+    batch, inputs = static_batch(), some_inputs(0)
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    backend.init_forward_metadata_in_graph(batch)
+    layers(backend, inputs)
+    with OnTheDeviceOnly():
+        backend.init_forward_metadata_in_graph(batch)
+        layers(backend, inputs)
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda x: x[0, 0].item(),
+        lambda x: x[:, [0, 2]],
+        lambda x: x[x > 0],
+        lambda x: torch.tensor([1, 2]),
+    ],
+    ids=["item", "list", "mask", "tensor"],
+)
+def test_the_check_above_can_fail(asks):
+    x = torch.randn(3, 4)
+    with pytest.raises(AsksTheHostError), OnTheDeviceOnly():
+        asks(x)

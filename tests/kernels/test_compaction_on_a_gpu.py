@@ -1,0 +1,312 @@
+"""What a GPU computes of merging and prediction is what a CPU computes.
+
+Without a GPU the kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier_kernels import merging
+from kvtier_kernels.bins import NOBODY, Bins
+from kvtier_kernels.merging import Assignment, Entries, assign, compensate, merge_beta, merge_paper
+from kvtier_kernels.prediction import predicted_logits, window_lse
+from kvtier_kernels.triton_backend import bins as gpu_bins
+from kvtier_kernels.triton_backend import merging as gpu_merging
+from kvtier_kernels.triton_backend import prediction as gpu_prediction
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+seeds = st.integers(0, 10_000)
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens_first(x: torch.Tensor) -> torch.Tensor:
+    """The same `[heads, tokens, dim]` in the memory layout of exact KV."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+@contextmanager
+def kernels() -> Iterator[None]:
+    """Merging by Triton kernels, whatever the device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merging, "_sender", lambda device: gpu_merging.send)
+        patch.setattr(merging, "make_bins", gpu_bins.SortedBins)
+        yield
+
+
+def moved(x: Any, device: str) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.to(device)
+    if isinstance(x, tuple):
+        return type(x)(*(moved(part, device) for part in x))
+    return x
+
+
+def on_gpu(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    # The interpreter's numpy warns of what is not a number.
+    with kernels(), np.errstate(invalid="ignore"):
+        return moved(call(*(moved(x, DEVICE) for x in arguments), **options), "cpu")
+
+
+# -- assignment --
+
+
+def similarity(keys: torch.Tensor, kept: torch.Tensor, protected: torch.Tensor) -> torch.Tensor:
+    """`[heads, tokens, count]` in float64, -2 for homes of nobody."""
+    unit = torch.nn.functional.normalize(keys.double(), dim=-1)
+    homes = unit.gather(1, kept.unsqueeze(-1).expand(-1, -1, keys.shape[-1]))
+    found = unit @ homes.transpose(1, 2)
+    return found.masked_fill(protected.expand(keys.shape[:2]).gather(1, kept).unsqueeze(1), -2.0)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=seeds,
+    tokens=st.integers(1, 300),
+    count=st.integers(1, 200),
+    dim=st.sampled_from([6, 16, 40, 144]),
+    floor=st.sampled_from([-1.0, 0.0, 0.3, 0.8]),
+    shield=st.sampled_from([0.0, 0.3, 1.0]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_entries_go_where_a_cpu_sends_them_but_for_rounding(
+    seed: int,
+    tokens: int,
+    count: int,
+    dim: int,
+    floor: float,
+    shield: float,
+    dtype: torch.dtype,
+) -> None:
+    count, generator = min(count, tokens), torch.Generator().manual_seed(seed)
+    # A few directions and a little noise, so that there is much to merge.
+    which = torch.randint(0, 12, (2, tokens), generator=generator)
+    directions = normal(seed + 1, 2, 12, dim)
+    keys = directions.gather(1, which.unsqueeze(-1).expand(-1, -1, dim))
+    keys = tokens_first(((keys + 0.3 * normal(seed + 2, 2, tokens, dim)) * 3).to(dtype))
+    kept = torch.rand(2, tokens, generator=generator).argsort(1)[:, :count]
+    is_kept = torch.zeros(2, tokens, dtype=torch.bool).scatter_(1, kept, True)
+    protected = is_kept & (torch.rand(2, tokens, generator=generator) < shield)
+    expected = assign(keys, kept, protected, floor).target
+    got = on_gpu(assign, keys, kept, protected, floor=floor).target
+    alike = similarity(keys, kept, protected)
+    reached = [alike.gather(2, x.clamp(min=0).unsqueeze(2)).squeeze(2) for x in (got, expected)]
+    same_home = (reached[0] - reached[1]).abs() < 1e-5
+    at_floor = (alike.amax(-1) - floor).abs() < 1e-5
+    assert ((got == expected) | torch.where(got * expected < 0, at_floor, same_home)).all()
+    assert torch.equal(got.gather(1, kept), expected.gather(1, kept))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_of_equal_homes_the_first_is_chosen(dtype: torch.dtype) -> None:
+    keys = normal(0, 2, 1, 24).expand(2, 200, 24).to(dtype)
+    kept = torch.arange(0, 200, 2).expand(2, -1)
+    target = on_gpu(assign, keys, kept).target
+    assert (target[:, 1::2] == 0).all()
+
+
+def test_a_floor_of_one_merges_nothing_not_even_equal_keys() -> None:
+    keys = normal(0, 2, 30, 7)
+    keys[:, 20:] = keys[:, :10]
+    target = on_gpu(assign, keys, torch.arange(12).expand(2, -1), floor=1.0).target
+    assert (target[:, 12:] == NOBODY).all()
+
+
+def test_protected_entries_take_nobody_in() -> None:
+    keys = normal(0, 1, 1, 8).expand(2, 20, 8).contiguous()
+    kept = torch.tensor([[0, 1, 19], [0, 1, 19]])
+    protected = torch.zeros(20, dtype=torch.bool)
+    protected[[0, 19]] = True
+    assert (on_gpu(assign, keys, kept, protected).target[:, 2:19] == 1).all()
+    protected[1] = True
+    assert (on_gpu(assign, keys, kept, protected).target[:, 2:19] == NOBODY).all()
+
+
+@pytest.mark.parametrize("floor", [-1.0, 0.0, 0.9])
+def test_keys_that_are_zero_or_not_numbers_are_like_nobody_on_either_side(floor: float) -> None:
+    keys = normal(0, 2, 40, 8)
+    keys[0, 3], keys[0, 5], keys[0, 30], keys[0, 31] = float("nan"), float("inf"), 0.0, float("nan")
+    kept = torch.arange(10).expand(2, -1)
+    target = on_gpu(assign, keys, kept, floor=floor).target
+    assert torch.equal(target, assign(keys, kept, floor=floor).target)
+    assert target[0, 31] == NOBODY
+    assert not ((target[0, 10:] == 3) | (target[0, 10:] == 5)).any()
+
+
+def test_everything_can_be_kept() -> None:
+    keys, kept = normal(0, 1, 9, 8), torch.arange(9).flip(0).unsqueeze(0)
+    assert torch.equal(on_gpu(assign, keys, kept).target, assign(keys, kept).target)
+
+
+# -- bins --
+
+
+def make_target(seed: int, tokens: int, count: int, lost: float) -> torch.Tensor:
+    """Bins of very different sizes, the first the largest."""
+    generator = torch.Generator().manual_seed(seed)
+    target = (torch.rand(2, tokens, generator=generator) ** 3 * count).long()
+    return target.masked_fill_(torch.rand(2, tokens, generator=generator) < lost, NOBODY)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    seed=seeds,
+    tokens=st.integers(1, 400),
+    count=st.integers(1, 30),
+    rows=st.integers(1, 5),
+    lost=st.sampled_from([0.0, 0.4, 1.0]),
+    dim=st.sampled_from([1, 5, 48]),
+)
+def test_sorted_bins_hold_what_bins_hold(
+    seed: int, tokens: int, count: int, rows: int, lost: float, dim: int
+) -> None:
+    target = make_target(seed, tokens, count, lost)
+    plain, quick = Bins(target, count), gpu_bins.SortedBins(target.to(DEVICE), count)
+    x, vectors = 60 * normal(seed, 2, rows, tokens), normal(seed + 1, 2, tokens, dim)
+    weights = normal(seed + 2, 2, tokens)
+    shares, mass = (part.cpu() for part in quick.log_softmax(x.to(DEVICE)))
+    expected_shares, expected_mass = plain.log_softmax(x)
+    torch.testing.assert_close(mass, expected_mass, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(shares, expected_shares, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(quick.sum(x.to(DEVICE)).cpu(), plain.sum(x), rtol=1e-4, atol=1e-3)
+    mixed = quick.mix(weights.to(DEVICE), vectors.to(DEVICE)).cpu()
+    torch.testing.assert_close(mixed, plain.mix(weights, vectors), rtol=1e-4, atol=1e-4)
+    assert torch.equal(quick.sizes().cpu(), plain.sizes())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_vectors_of_any_layout_and_dtype_are_mixed(dtype: torch.dtype) -> None:
+    target = make_target(1, 90, 7, 0.2)
+    vectors = normal(2, 90, 2, 12).to(dtype).transpose(0, 1)
+    weights = normal(3, 90, 2).T
+    got = gpu_bins.SortedBins(target.to(DEVICE), 7).mix(weights.to(DEVICE), vectors.to(DEVICE))
+    torch.testing.assert_close(got.cpu(), Bins(target, 7).mix(weights, vectors))
+
+
+# -- merging --
+
+
+def make_problem(
+    seed: int, group: int, vote_rows: int, dtype: torch.dtype
+) -> tuple[Entries, torch.Tensor, Assignment]:
+    """Entries of two heads with votes, logits that tell them apart, and some that go to nobody."""
+    generator = torch.Generator().manual_seed(seed)
+    k, v = (tokens_first(normal(seed + i, 2, 120, 24).to(dtype)) for i in range(2))
+    votes = torch.randint(1, 9, (2, vote_rows, 120), generator=generator).log()
+    kept = torch.rand(2, 120, generator=generator).argsort(1)[:, :17]
+    target = make_target(seed, 120, 17, 0.3)
+    target.scatter_(1, kept, torch.arange(17).expand(2, -1))
+    logits = 4 * normal(seed + 3, 2, group, 120)
+    return Entries(k, v, votes), logits, Assignment(kept, target)
+
+
+def assert_entries(got: Entries, expected: Entries) -> None:
+    for mine, theirs in zip(got, expected, strict=True):
+        assert mine.dtype == theirs.dtype
+        # A sum in another order may round to the next number of the dtype.
+        tolerance = 1e-4 if mine.dtype == torch.float32 else torch.finfo(mine.dtype).eps
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=1e-4)
+
+
+@settings(deadline=None, max_examples=8)
+@given(seed=seeds, group=st.integers(1, 4), dtype=st.sampled_from(DTYPES), apart=st.booleans())
+def test_the_beta_form_merges_alike(seed: int, group: int, dtype: torch.dtype, apart: bool) -> None:
+    problem = make_problem(seed, group, group if apart else 1, dtype)
+    assert_entries(on_gpu(merge_beta, *problem), merge_beta(*problem))
+
+
+@settings(deadline=None, max_examples=6)
+@given(seed=seeds, group=st.integers(1, 4), dtype=st.sampled_from(DTYPES))
+def test_the_papers_form_merges_alike(seed: int, group: int, dtype: torch.dtype) -> None:
+    problem = make_problem(seed, group, 1, dtype)
+    merged, fallbacks = merge_paper(*problem)
+    with kernels():
+        got = merge_paper(*(moved(x, DEVICE) for x in problem))
+    assert_entries(moved(got[0], "cpu"), merged)
+    assert torch.equal(got[1].cpu(), fallbacks)
+
+
+def test_merging_twice_gives_the_same_bits() -> None:
+    """Sums have an order: on a GPU, atomics would not."""
+    problem = make_problem(5, 4, 1, torch.bfloat16)
+    once, again = (on_gpu(merge_beta, *problem) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+@pytest.mark.parametrize("form", [merge_beta, merge_paper])
+def test_entries_that_take_nobody_in_change_no_bit(form: Callable[..., Any]) -> None:
+    entries, logits, (kept, target) = make_problem(6, 3, 1, torch.bfloat16)
+    alone = torch.full_like(target, NOBODY).scatter_(1, kept, torch.arange(17).expand(2, -1))
+    with kernels():
+        merged = form(*(moved(x, DEVICE) for x in (entries, logits, Assignment(kept, alone))))
+    merged = moved(merged if form is merge_beta else merged[0], "cpu")
+    index = kept.unsqueeze(-1).expand(-1, -1, 24)
+    assert torch.equal(merged.k, entries.k.gather(1, index))
+    assert torch.equal(merged.v, entries.v.gather(1, index))
+
+
+# -- prediction --
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    seed=seeds,
+    window=st.integers(1, 70),
+    group=st.integers(1, 5),
+    tokens=st.integers(1, 200),
+    alpha=st.sampled_from([0.0, 0.9]),
+    rows=st.sampled_from([0, 1, 2]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_the_newest_queries_predict_alike(
+    seed: int,
+    window: int,
+    group: int,
+    tokens: int,
+    alpha: float,
+    rows: int,
+    dtype: torch.dtype,
+) -> None:
+    q = normal(seed, window, 2, group, 20).to(dtype)
+    keys = tokens_first(normal(seed + 1, 2, tokens, 20).to(dtype))
+    votes = normal(seed + 2, 2, (1, group)[rows - 1], tokens) if rows else None
+    lse = window_lse(q, keys, 0.7, votes)
+    got = gpu_prediction.window_lse(
+        q.to(DEVICE), keys.to(DEVICE), 0.7, None if votes is None else votes.to(DEVICE)
+    )
+    torch.testing.assert_close(got.cpu(), lse, rtol=1e-4, atol=1e-4)
+    for normaliser in (None, lse):
+        expected = predicted_logits(q, keys, 0.7, alpha, normaliser)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kvtier_kernels.prediction._on_gpu", lambda keys: True)
+            got = predicted_logits(
+                q.to(DEVICE),
+                keys.to(DEVICE),
+                0.7,
+                alpha,
+                None if normaliser is None else normaliser.to(DEVICE),
+            )
+        torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_many_keys_are_summed_in_stretches() -> None:
+    q, keys = normal(0, 3, 1, 2, 16), normal(1, 1, 2500, 16)
+    got = gpu_prediction.window_lse(q.to(DEVICE), keys.to(DEVICE), 0.3, None)
+    torch.testing.assert_close(got.cpu(), window_lse(q, keys, 0.3), rtol=1e-4, atol=1e-4)
+
+
+def test_what_goes_to_nobody_is_folded_alike() -> None:
+    entries, _, assignment = make_problem(7, 2, 2, torch.bfloat16)
+    assert_entries(on_gpu(compensate, entries, assignment), compensate(entries, assignment))
