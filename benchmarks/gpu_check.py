@@ -145,7 +145,10 @@ def run_tests(*, flashinfer: bool) -> dict[str, Any]:
     missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
     if missing:
         return {"ran": False, "missing": missing}
-    command = [sys.executable, "-m", "pytest", "-q", "tests/kernels", "-m", "not slow"]
+    suites = ["tests/kernels"]
+    if find_spec("sglang") is not None:
+        suites.append("tests/engine/test_streams.py")
+    command = [sys.executable, "-m", "pytest", "-q", *suites, "-m", "not slow"]
     if not flashinfer:
         command += ["-k", "not flashinfer"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
