@@ -39,7 +39,7 @@ class Shape:
         return f"batch {self.batch}, {self.ca_heads} of {KV_HEADS} CA heads"
 
     def lengths(self, seed: int) -> list[int]:
-        """Mixed: spread evenly over the logarithm of the lengths."""
+        """Tokens of each context, mixed: spread evenly over the logarithm of the lengths."""
         chance = random.Random(seed * 1000 + self.batch)
         ratio = LONGEST / SHORTEST
         return [int(SHORTEST * ratio ** chance.random()) for _ in range(self.batch)]
@@ -212,7 +212,7 @@ def full_seconds(kernels: Any, full: HeadClass, lengths: Sequence[int]) -> tuple
         for cache in caches:
             wrapper.run(q, cache)
 
-    return "flashinfer", seconds(layers) / len(caches)
+    return "flashinfer", seconds(graphed([layers])) / len(caches)
 
 
 def check_equal(shapes: Sequence[Shape], seed: int) -> dict[str, float]:

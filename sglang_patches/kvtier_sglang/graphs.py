@@ -61,7 +61,10 @@ class DecodeGraphs:
         return self.kernels.empty_plan(slots, requests, voted=voted)
 
     def fill(self, forward_batch: Any) -> None:
-        """Plan a decoding batch anew, asking nothing of the host."""
+        """Plan a decoding batch anew, asking nothing of the host.
+
+        forward_batch: its req_pool_indices and seq_lens (the newest token included), `[requests]`.
+        """
         requests = forward_batch.req_pool_indices
         plans = self.room(requests.numel())
         images = (None, self.pool.locality_of)

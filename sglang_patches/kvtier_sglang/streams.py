@@ -85,7 +85,7 @@ class Background:
     def __enter__(self) -> None:
         if self._stream is not None:
             self._context = torch.cuda.stream(self._stream)
-            self._context.__enter__()
+            self._context.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(
         self,

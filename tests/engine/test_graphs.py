@@ -132,8 +132,7 @@ def test_what_was_recorded_serves_other_batches_as_the_reference_would(runner):
         inputs = some_inputs(seed)
         recorded.init_forward_metadata_in_graph(batch)
         got = layers(recorded, inputs)
-        plan = recorded.forward_metadata.ca.plan
-        held = (plan.slots.data_ptr(), plan.indptr.data_ptr(), *map(id, plan.schedules))
+        held = addresses_of(recorded.forward_metadata)
         addresses = addresses or held
         assert held == addresses
         reference.init_forward_metadata(eager(batch))
@@ -142,6 +141,18 @@ def test_what_was_recorded_serves_other_batches_as_the_reference_would(runner):
         for ours, theirs in zip(got, expected, strict=True):
             torch.testing.assert_close(ours[:real], theirs[:real], rtol=2e-5, atol=2e-5)
             assert torch.isfinite(ours).all(), "a padded row spoils nothing"
+
+
+def addresses_of(batch) -> list[int]:
+    """Of all that a graph's kernels would read the plans from."""
+    found = []
+    for part in (batch.ca, batch.locality):
+        found += [part.plan.slots.data_ptr(), part.plan.indptr.data_ptr()]
+        assert part.plan.schedules
+        for schedule in part.plan.schedules.values():
+            tensors = (schedule.stretch, schedule.units_indptr, schedule.unit_request)
+            found += [tensor.data_ptr() for tensor in tensors]
+    return found
 
 
 class AsksTheHostError(Exception):

@@ -66,7 +66,16 @@ def test_mixed_chunks_are_refused_with_streaming_only():
 
 def test_unknown_kernels_are_refused_before_any_model_loads():
     with pytest.raises(ConfigurationError, match="kernels"):
-        guards.check_server_args(server_args(), load_settings(kernels="magic"))
+        load_settings(kernels="magic")
+
+
+def test_kernels_that_cannot_run_here_are_refused_with_what_they_need(monkeypatch):
+    monkeypatch.setattr(guards.torch.cuda, "is_available", lambda: False)
+    needed = (
+        "^kernels: expected a backend that can run here, got .*'flashinfer' needs a CUDA device"
+    )
+    with pytest.raises(ConfigurationError, match=needed):
+        guards.check_server_args(server_args(), load_settings(kernels="flashinfer"))
 
 
 REFRESHED = {"tier": "local", "retention": 0.5, "refresh": "turn"}
@@ -91,11 +100,11 @@ def test_cuda_graphs_that_cannot_be_recorded_are_off_and_refused_by_name(
     guards.settle_cuda_graphs(args, chosen)
     assert args.disable_prefill_cuda_graph
     assert getattr(args, "disable_decode_cuda_graph", False) is not recorded
-    for field, value in (
-        ("cuda_graph_backend_prefill", "breakable"),
-        ("cuda_graph_config", {"prefill": {"backend": "full"}}),
+    for field, value, flag in (
+        ("cuda_graph_backend_prefill", "breakable", "--cuda-graph-backend-prefill"),
+        ("cuda_graph_config", {"prefill": {"backend": "full"}}, "--cuda-graph-config"),
     ):
-        with pytest.raises(IncompatibleFlagError, match="--cuda-graph-backend-prefill"):
+        with pytest.raises(IncompatibleFlagError, match=f"^{flag}: expected prefill disabled"):
             guards.settle_cuda_graphs(server_args(**{field: value}), chosen)
     asked = server_args(cuda_graph_backend_decode="full")
     if recorded:
