@@ -27,12 +27,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,16 +87,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("benchmarks.gpu_check: error: a CUDA device is wanted, and there is none",
               file=sys.stderr)  # fmt: skip
         return 2
-    document = run(options.seed, flashinfer=options.flashinfer)
+    if (os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")) is None:
+        print("benchmarks.gpu_check: error: a C compiler is wanted, for Triton (CC, cc or gcc)",
+              file=sys.stderr)  # fmt: skip
+        return 2
+
+    def written(document: dict[str, Any]) -> None:
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+    document = run(options.seed, written, flashinfer=options.flashinfer)
     print_table(document)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0 if all(bar["met"] for bar in document["bars"]) else 1
 
 
-def run(seed: int, *, flashinfer: bool = False) -> dict[str, Any]:
-    """Everything; a part that fails is named in `failures`, and the others go on."""
+def run(
+    seed: int, written: Callable[[dict[str, Any]], None], *, flashinfer: bool = False
+) -> dict[str, Any]:
+    """Everything; a part that fails is named in `failures`, and the others go on.
+
+    written: is given the document after every part, as what is cut off should leave something.
+    """
     torch.manual_seed(seed)
     began = time.perf_counter()
     document: dict[str, Any] = {
@@ -103,25 +118,26 @@ def run(seed: int, *, flashinfer: bool = False) -> dict[str, Any]:
         "failures": {},
     }
     parts = {
-        "tests": lambda: run_tests(flashinfer=flashinfer),
         "equal": lambda: check_equal(SHAPES, seed),
         "read_bytes_per_s": read_bandwidth,
         "decode": lambda: [measure_decode(shape, seed) for shape in SHAPES],
         "planning": measure_planning,
         "choosing": lambda: measure_choosing(seed),
-        "engine": run_engine,
     }
     if flashinfer:
         parts["flashinfer"] = lambda: measure_flashinfer(SHAPES, seed)
+    parts |= {"engine": run_engine, "tests": lambda: run_tests(flashinfer=flashinfer)}
     for name, part in parts.items():
+        print(f"{time.perf_counter() - began:6.1f} s  {name}", file=sys.stderr, flush=True)
         try:
             document[name] = part()
         except Exception as error:
             # One part must not cost the others: a GPU may be there for minutes only.
             document["failures"][name] = f"{type(error).__name__}: {error}"
         torch.cuda.empty_cache()
-    document["bars"] = bars(document)
-    document["wall_s"] = round(time.perf_counter() - began, 1)
+        document["bars"] = bars(document)
+        document["wall_s"] = round(time.perf_counter() - began, 1)
+        written(document)
     return document
 
 
@@ -129,8 +145,10 @@ def environment() -> dict[str, Any]:
     device = torch.cuda.get_device_properties(0)
     found = {"python": platform.python_version()}
     found |= {name: known for name in PACKAGES if (known := _version(name)) is not None}
-    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    commit = ""
+    if shutil.which("git") is not None:
+        git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "device": device.name,
         "memory_bytes": device.total_memory,
@@ -176,16 +194,9 @@ def run_engine() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "bench.json"
         command = [sys.executable, "-m", "kvtier.bench", "--quiet", "--json", str(out)]
-        done = subprocess.run(
-            [*command, *ENGINE_ARGUMENTS],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=ENGINE_LIMIT_S,
-            check=False,
-        )
+        said = run_limited([*command, *ENGINE_ARGUMENTS], ENGINE_LIMIT_S)
         if not out.exists():
-            raise RuntimeError(f"kvtier.bench: {done.stderr.strip()[-2000:]}")
+            raise RuntimeError(f"kvtier.bench: {said[-2000:]}")
         bench = json.loads(out.read_text())
     return {
         "ran": True,
@@ -194,6 +205,19 @@ def run_engine() -> dict[str, Any]:
         "ratios": bench["ratios"],
         "failures": bench["failures"],
     }
+
+
+def run_limited(command: Sequence[str], limit_s: float) -> str:
+    """What a command says on stderr. Past the limit it is ended with all that it started, which
+    would hold the device's memory, and subprocess.TimeoutExpired is raised."""
+    with subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            return process.communicate(timeout=limit_s)[1].strip()
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
 
 
 def bars(document: dict[str, Any]) -> list[dict[str, Any]]:

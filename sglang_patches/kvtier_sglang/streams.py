@@ -45,7 +45,7 @@ class SideCopies:
             return HostPayload(payload, None)
         while len(self._under_way) >= UNDER_WAY:
             self._under_way.popleft().synchronize()
-        host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
+        host = torch.empty(payload.shape, dtype=payload.dtype, device="cpu", pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             host.copy_(payload, non_blocking=True)

@@ -21,7 +21,8 @@ from kvtier.errors import (
     UnsupportedModelError,
 )
 from kvtier.heads.profile import ModelShape, full_profile
-from kvtier_sglang import guards, platform, plugin
+from kvtier_sglang import guards, hooks, platform, plugin
+from kvtier_sglang.pool import HeadSplitKVPool
 
 
 def server_args(**changes):
@@ -223,6 +224,15 @@ def test_a_hook_that_did_not_take_stops_the_server(monkeypatch):
     monkeypatch.setattr(hook_registry.HookRegistry, "_patched", set())
     with pytest.raises(StartupError, match="did not take effect"):
         plugin.verify()
+
+
+def test_models_leave_writing_kv_to_attention_over_a_head_split_pool(monkeypatch):
+    from sglang.srt.models import utils
+
+    pool = HeadSplitKVPool.__new__(HeadSplitKVPool)
+    for found, fused in ((pool, False), (object(), True)):
+        monkeypatch.setattr(utils, "get_token_to_kv_pool", lambda found=found: found)
+        assert hooks.refuse_fused_write(lambda batch: True, None) is fused
 
 
 def test_every_hook_target_exists_and_takes():
