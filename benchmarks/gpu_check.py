@@ -1,15 +1,17 @@
 """What the kernels do on this GPU, in one command: are they right, and how near to its memory?
 
-    make gpu-check          or, with torch and triton alone: python -m benchmarks.gpu_check
+    make gpu-check
+    PYTHONPATH=.:kernels python -m benchmarks.gpu_check     with torch and triton alone
 
-Under ten minutes, no network. Attention of Llama-3.1-8B's shape (32 query heads, 8 KV heads, dim
-128, bfloat16), one layer's KV at a time:
+Meant for less than ten minutes, without a network. Attention of Llama-3.1-8B's shape (32 query
+heads, 8 KV heads, dim 128, bfloat16), one layer's KV at a time:
 
-    equal     every backend that runs here against the reference, and graphs against eager
+    tests     the equivalence suite on this device, where pytest and hypothesis are installed
+    equal     Triton against the reference, and graphs against eager calls
     decode    batches of 1 to 64 contexts of 8k to 128k, 25% and 50% CA heads: the share of this
               GPU's own read bandwidth, and the time against full KV
     planning  what a decoding step costs the host
-    choose    Compactor's selection and KeepKV's merge for all 32 layers of 128k, against that
+    choosing  Compactor's selection and KeepKV's merge for all 32 layers of 128k, against that
               context's prefill attention
     engine    `kvtier.bench` at 128k with the demo model, where SGLang and kvtier are installed
 
@@ -25,12 +27,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,7 +47,6 @@ from benchmarks.gpu_check_choosing import measure_choosing
 from benchmarks.gpu_check_measures import (
     LAYERS,
     SHAPES,
-    Shape,
     check_equal,
     measure_decode,
     measure_flashinfer,
@@ -53,12 +57,19 @@ from benchmarks.gpu_check_measures import (
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA_VERSION = 1
 PACKAGES = ("torch", "triton", "flashinfer-python", "sglang")
+# Of what a kernel reads that does nothing else, over retained bytes.
 LEAST_BANDWIDTH = 0.85
+# Time per retained byte, against full KV's per byte.
 MOST_TIME = 1.1
+# Time with votes, against without.
 MOST_VOTES = 1.05
+# Host time of a decoding step, both classes.
 MOST_PLANNING_US = 200.0
+# Of the prefill attention's time.
 MOST_CHOOSING = 0.10
+# Of bfloat16 outputs, absolute.
 MOST_DIFFERENCE = 2e-3
+TESTS_LIMIT_S = 240
 ENGINE_ARGUMENTS = ("--turns", "5", "--len", "128k", "--policies", "full,kvtier")
 ENGINE_LIMIT_S = 240
 
@@ -76,16 +87,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("benchmarks.gpu_check: error: a CUDA device is wanted, and there is none",
               file=sys.stderr)  # fmt: skip
         return 2
-    document = run(options.seed, flashinfer=options.flashinfer)
+    if (os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")) is None:
+        print("benchmarks.gpu_check: error: a C compiler is wanted, for Triton (CC, cc or gcc)",
+              file=sys.stderr)  # fmt: skip
+        return 2
+
+    def written(document: dict[str, Any]) -> None:
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+    document = run(options.seed, written, flashinfer=options.flashinfer)
     print_table(document)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0 if all(bar["met"] for bar in document["bars"]) else 1
 
 
-def run(seed: int, *, flashinfer: bool = False) -> dict[str, Any]:
-    """Everything; a part that fails is named in `failures`, and the others go on."""
+def run(
+    seed: int, written: Callable[[dict[str, Any]], None], *, flashinfer: bool = False
+) -> dict[str, Any]:
+    """Everything; a part that fails is named in `failures`, and the others go on.
+
+    written: is given the document after every part, as what is cut off should leave something.
+    """
     torch.manual_seed(seed)
     began = time.perf_counter()
     document: dict[str, Any] = {
@@ -95,25 +118,26 @@ def run(seed: int, *, flashinfer: bool = False) -> dict[str, Any]:
         "failures": {},
     }
     parts = {
-        "tests": lambda: run_tests(flashinfer=flashinfer),
         "equal": lambda: check_equal(SHAPES, seed),
         "read_bytes_per_s": read_bandwidth,
         "decode": lambda: [measure_decode(shape, seed) for shape in SHAPES],
         "planning": measure_planning,
         "choosing": lambda: measure_choosing(seed),
-        "engine": run_engine,
     }
     if flashinfer:
         parts["flashinfer"] = lambda: measure_flashinfer(SHAPES, seed)
+    parts |= {"engine": run_engine, "tests": lambda: run_tests(flashinfer=flashinfer)}
     for name, part in parts.items():
+        print(f"{time.perf_counter() - began:6.1f} s  {name}", file=sys.stderr, flush=True)
         try:
             document[name] = part()
         except Exception as error:
             # One part must not cost the others: a GPU may be there for minutes only.
             document["failures"][name] = f"{type(error).__name__}: {error}"
         torch.cuda.empty_cache()
-    document["bars"] = bars(document)
-    document["wall_s"] = round(time.perf_counter() - began, 1)
+        document["bars"] = bars(document)
+        document["wall_s"] = round(time.perf_counter() - began, 1)
+        written(document)
     return document
 
 
@@ -121,8 +145,10 @@ def environment() -> dict[str, Any]:
     device = torch.cuda.get_device_properties(0)
     found = {"python": platform.python_version()}
     found |= {name: known for name in PACKAGES if (known := _version(name)) is not None}
-    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    commit = ""
+    if shutil.which("git") is not None:
+        git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "device": device.name,
         "memory_bytes": device.total_memory,
@@ -145,10 +171,17 @@ def run_tests(*, flashinfer: bool) -> dict[str, Any]:
     missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
     if missing:
         return {"ran": False, "missing": missing}
-    command = [sys.executable, "-m", "pytest", "-q", "tests/kernels", "-m", "not slow"]
+    suites = ["tests/kernels"]
+    if find_spec("sglang") is not None:
+        suites.append("tests/engine/test_streams.py")
+    command = [sys.executable, "-m", "pytest", "-q", *suites, "-m", "not slow"]
     if not flashinfer:
         command += ["-k", "not flashinfer"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    # FlashInfer compiles for minutes the first time.
+    limit = None if flashinfer else TESTS_LIMIT_S
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=limit
+    )
     lines = (done.stdout or done.stderr).strip().splitlines()
     return {"ran": True, "passed": done.returncode == 0, "said": lines[-30:]}
 
@@ -161,16 +194,9 @@ def run_engine() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "bench.json"
         command = [sys.executable, "-m", "kvtier.bench", "--quiet", "--json", str(out)]
-        done = subprocess.run(
-            [*command, *ENGINE_ARGUMENTS],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=ENGINE_LIMIT_S,
-            check=False,
-        )
+        said = run_limited([*command, *ENGINE_ARGUMENTS], ENGINE_LIMIT_S)
         if not out.exists():
-            raise RuntimeError(f"kvtier.bench: {done.stderr.strip()[-2000:]}")
+            raise RuntimeError(f"kvtier.bench: {said[-2000:]}")
         bench = json.loads(out.read_text())
     return {
         "ran": True,
@@ -181,6 +207,19 @@ def run_engine() -> dict[str, Any]:
     }
 
 
+def run_limited(command: Sequence[str], limit_s: float) -> str:
+    """What a command says on stderr. Past the limit it is ended with all that it started, which
+    would hold the device's memory, and subprocess.TimeoutExpired is raised."""
+    with subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            return process.communicate(timeout=limit_s)[1].strip()
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
 def bars(document: dict[str, Any]) -> list[dict[str, Any]]:
     """What is claimed of what was measured."""
     found = []
@@ -188,9 +227,11 @@ def bars(document: dict[str, Any]) -> list[dict[str, Any]]:
     def bar(what: str, value: float, met: bool) -> None:
         found.append({"bar": what, "value": round(value, 4), "met": met})
 
-    if document.get("tests", {}).get("ran"):
-        passed = document["tests"]["passed"]
+    if "tests" in document:
+        passed = document["tests"].get("passed", False)
         bar("the equivalence suite passes", float(passed), passed)
+    if not document.get("flashinfer", {}).get("ran", True):
+        bar("the backend flashinfer runs", 0.0, False)
     for name, difference in document.get("equal", {}).items():
         bar(f"{name}: largest difference", difference, difference <= MOST_DIFFERENCE)
     ceiling = document.get("read_bytes_per_s")
@@ -234,16 +275,19 @@ def print_table(document: dict[str, Any]) -> None:
     ceiling = document.get("read_bytes_per_s")
     if ceiling:
         print(f"read bandwidth {ceiling / 1e12:.2f} TB/s")
+    for name in ("tests", "engine", "flashinfer"):
+        part = document.get(name, {"ran": True})
+        if not part["ran"]:
+            print(f"{name} did not run, without {part['missing']}")
+    if not document.get("tests", {}).get("passed", True):
+        print("\n".join(document["tests"]["said"]))
     for row in document.get("decode", []):
         print(
             f"{row['shape']:42} retained {row['retained_s'] * 1e6:8.1f} us, votes "
             f"{row['voted_s'] * 1e6:8.1f} us, full {row['full_s'] * 1e6:8.1f} us "
             f"({row['full_kernel']})"
         )
-    flashinfer = document.get("flashinfer", {})
-    if not flashinfer.get("ran", True):
-        print(f"flashinfer not measured: {flashinfer['missing']}")
-    for row in flashinfer.get("decode", []):
+    for row in document.get("flashinfer", {}).get("decode", []):
         print(
             f"{row['shape']:42} retained {row['retained_s'] * 1e6:8.1f} us, votes "
             f"{row['voted_s'] * 1e6:8.1f} us, planning {row['planning_us']:8.1f} us (flashinfer)"
@@ -263,7 +307,7 @@ def print_table(document: dict[str, Any]) -> None:
         print(f"{'met' if bar['met'] else 'NOT':4} {bar['bar']:70} {bar['value']}")
 
 
-__all__ = ["Shape", "main", "run"]
+__all__ = ["main", "run"]
 
 if __name__ == "__main__":
     sys.exit(main())

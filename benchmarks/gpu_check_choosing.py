@@ -130,9 +130,9 @@ def measure_prefill(context: Context) -> dict[str, Any]:
     for name, call in prefill_calls(context):
         try:
             found[name] = LAYERS * seconds(call, ROUNDS)
-        except RuntimeError as error:
-            # Not built in, or not for this GPU.
-            missing[name] = str(error).splitlines()[0]
+        except Exception as error:
+            # Not built in, or not for this GPU; Triton and torch raise all kinds.
+            missing[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     fastest = min(found, key=lambda name: found[name])
     return {
         "prefill_s": found[fastest],

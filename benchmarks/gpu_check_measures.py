@@ -16,6 +16,8 @@ import triton.language as tl
 
 from kvtier_kernels import AttentionKernels, KernelUnavailableError, RaggedKV, get_kernels
 from kvtier_kernels.triton_backend.kernels import TritonKernels
+from kvtier_kernels.triton_backend.launching import launch
+from kvtier_kernels.triton_backend.plans import schedule_for
 
 KV_HEADS, GROUP, DIM, LAYERS = 8, 4, 128, 32
 DTYPE = torch.bfloat16
@@ -39,7 +41,7 @@ class Shape:
         return f"batch {self.batch}, {self.ca_heads} of {KV_HEADS} CA heads"
 
     def lengths(self, seed: int) -> list[int]:
-        """Mixed: spread evenly over the logarithm of the lengths."""
+        """Tokens of each context, mixed: spread evenly over the logarithm of the lengths."""
         chance = random.Random(seed * 1000 + self.batch)
         ratio = LONGEST / SHORTEST
         return [int(SHORTEST * ratio ** chance.random()) for _ in range(self.batch)]
@@ -212,7 +214,7 @@ def full_seconds(kernels: Any, full: HeadClass, lengths: Sequence[int]) -> tuple
         for cache in caches:
             wrapper.run(q, cache)
 
-    return "flashinfer", seconds(layers) / len(caches)
+    return "flashinfer", seconds(graphed([layers])) / len(caches)
 
 
 def check_equal(shapes: Sequence[Shape], seed: int) -> dict[str, float]:
@@ -325,12 +327,16 @@ def empty_plan(kernels: TritonKernels, batch: int, width: int) -> Any:
 
 def measure_planning(batch: int = 64, width: int = 128 << 10) -> dict[str, float]:
     """What a decoding step of both classes costs the host, and the device."""
-    kernels = TritonKernels()
-    table = torch.ones(batch, width, dtype=torch.int32, device="cuda")
+    kernels, slots = TritonKernels(), batch * width // 2
+    table = torch.randint(1, slots, (batch, width), dtype=torch.int32, device="cuda")
     rows = torch.arange(batch, device="cuda")
     lengths = torch.full((batch,), width // 2, device="cuda")
-    image = torch.ones(2, dtype=torch.int64, device="cuda")
+    # One token in a hundred has a slot of locality heads.
+    image = torch.arange(slots, device="cuda")
+    image[torch.rand(slots, device="cuda") > 0.01] = 0
     plans = [empty_plan(kernels, batch, width) for _ in range(2)]
+    for into, heads in zip(plans, (2, KV_HEADS - 2), strict=True):
+        schedule_for(launch, into, heads)
 
     def plan() -> None:
         for into, one in zip(plans, (None, image), strict=True):

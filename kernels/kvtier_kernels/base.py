@@ -12,8 +12,9 @@ Every result is an `AttentionState` (o, lse) with the natural-log LSE, so result
 disjoint blocks of KV can be merged with `states.merge_states`.
 
 Ownership: kernels borrow every tensor and keep none of them beyond the call, except that a
-plan keeps its slot table. Plans are immutable and may be shared by all layers of a step.
-Thread safety: kernels hold no mutable state.
+plan keeps its slot table. A plan may be shared by all layers of a step; it remembers what they
+asked for, and `plan_on_device(into=)` overwrites it, so who reads it must be ahead of that in
+the same stream. Thread safety: one thread and one stream per instance.
 """
 
 from __future__ import annotations
@@ -108,17 +109,22 @@ class AttentionKernels(ABC):
         voted: bool = False,
         into: Any = None,
     ) -> Any:
-        """A plan for `decode`, made without waiting for the device.
+        """A plan for `decode` (not `extend`), made without waiting for the device.
 
-        table:      [rows, width] int32 or int64: token slots, 0 where there is none.
-        rows:       [requests] int, each request's row. lengths: [requests] int, its columns.
-        max_length: no length is more than this.
-        image:      [slots] int, another space's slot by token slot, 0 where there is none.
+        table:      [rows, width] int32 or int64, columns adjacent: token slots, 0 where there is
+                    none.
+        rows:       [requests] int32 or int64, each request's row.
+        lengths:    [requests] int32 or int64, how many columns of its row.
+        max_length: no length is more than this, and it is at least 1.
+        image:      [slots] int32 or int64, another space's slot by token slot, 0 where there is
+                    none.
         voted:      whether entries may have votes; an `empty_plan` knows it already.
-        into:       an `empty_plan` to fill, where the addresses must stay the same: CUDA graphs
-                    can record that.
+        into:       an `empty_plan` of as many requests and room for requests * max_length entries,
+                    to fill where the addresses must stay the same: CUDA graphs can record that.
 
-        Request i's entries are what is not 0 of its slots, or of their images, in order.
+        Request i's entries are what is not 0 of its slots, or of their images, in order. Returns
+        the plan. Raises ValueError for an `into` that does not fit, and KernelUnavailableError
+        where `plans_on_device` is False.
         """
         raise KernelUnavailableError(f"kernels: {self.name!r} plans on the host")
 

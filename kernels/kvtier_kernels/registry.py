@@ -46,16 +46,16 @@ def available_kernels() -> list[str]:
     return sorted(_FACTORIES)
 
 
-def get_kernels(name: str = AUTO, device: str | None = None) -> AttentionKernels:
+def get_kernels(name: str = AUTO, device: torch.device | str | None = None) -> AttentionKernels:
     """The backend of that name; `auto` is triton on CUDA and the reference elsewhere.
 
-    device: where the tensors will be ("cuda", "cuda:1", "cpu"); None is CUDA where there is one.
+    device: where the tensors will be; None is CUDA where there is one.
 
     Raises KernelUnavailableError for an unknown name, and for what this machine lacks.
     """
     if name == AUTO:
-        on_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
-        name = "triton" if on_cuda else "reference"
+        cuda = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
+        name = "triton" if cuda else "reference"
     factory = _FACTORIES.get(name)
     if factory is None:
         known = [AUTO, *available_kernels()]

@@ -4,8 +4,8 @@
     window mass     how much attention a key draws when the causal mask is dropped:
                     column sums of softmax(Q Kᵀ / √d) inside windows of neighbouring tokens
 
-Higher = keep. Both are batched matrix products on whatever device the tensors are; nothing is
-ever context × context. Source: Compactor, §3.2-3.4. Stateless.
+Higher = keep. Both are batched matrix products where the tensors are (on CUDA, window mass is a
+Triton kernel); nothing is ever context × context. Source: Compactor, §3.2-3.4. Stateless.
 
 Layout: heads first, `[heads, tokens, dim]`, because every score is per head over tokens.
 """
@@ -25,7 +25,10 @@ _RIDGES = (1e-6, 1e-4, 1e-2)
 
 
 class Rotation(NamedTuple):
-    """How keys were rotated, and how to undo it: see `unrotate`."""
+    """How keys were rotated, and how to undo it: see `unrotate`.
+
+    cos, sin: `[tokens, rotary_dim / 2]`, as they were applied.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -118,7 +121,7 @@ def window_mass(
 
         windows = [(b, b + width) for begin, end, width in equal for b in range(begin, end, width)]
         return scores.window_mass(q, k, windows, scale)
-    mass = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    mass = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
     for begin, end, width in equal:
         rows = slice(begin, end)
         mass[:, rows] = _equal_windows(q[rows], k[rows], scale, width)

@@ -12,7 +12,7 @@ forked. Reading order:
     attention.py   the attention backend over kvtier_kernels
     graphs.py      what CUDA graphs record of it
     spans.py       between the pool's slots and a tier's payloads
-    copies.py      ... and from the device to host memory, on a stream of its own
+    streams.py     copies and background work beside the engine's own streams
     spill.py       exact KV on its way to the tier
     restore.py     a tree that takes exact KV back
     tiered.py      the tree with a tier behind it: asking, restoring, spilling

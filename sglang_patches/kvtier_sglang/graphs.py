@@ -19,6 +19,13 @@ import torch
 from kvtier_kernels import AttentionKernels
 from kvtier_sglang.pool import HeadSplitKVPool
 
+SLOT_DTYPE = torch.int32
+
+
+def room_bytes(requests: int, context: int, classes: int) -> int:
+    """Of the slot tables for batches of up to so many requests of so many tokens."""
+    return classes * requests * context * SLOT_DTYPE.itemsize
+
 
 class GraphPlans(NamedTuple):
     """Of one batch size; locality is None when no layer has locality heads."""
@@ -45,7 +52,7 @@ class DecodeGraphs:
         self.table = table
         classes = 2 if pool.splits_heads else 1
         shape = (classes, max_requests * table.shape[1])
-        self._slots = torch.zeros(shape, dtype=torch.int32, device=table.device)
+        self._slots = torch.zeros(shape, dtype=SLOT_DTYPE, device=table.device)
         self._plans: dict[int, GraphPlans] = {}
 
     def room(self, requests: int) -> GraphPlans:
@@ -61,7 +68,10 @@ class DecodeGraphs:
         return self.kernels.empty_plan(slots, requests, voted=voted)
 
     def fill(self, forward_batch: Any) -> None:
-        """Plan a decoding batch anew, asking nothing of the host."""
+        """Plan a decoding batch anew, asking nothing of the host.
+
+        forward_batch: its req_pool_indices and seq_lens (the newest token included), `[requests]`.
+        """
         requests = forward_batch.req_pool_indices
         plans = self.room(requests.numel())
         images = (None, self.pool.locality_of)
@@ -77,4 +87,4 @@ class DecodeGraphs:
                 )
 
 
-__all__ = ["DecodeGraphs", "GraphPlans"]
+__all__ = ["DecodeGraphs", "GraphPlans", "room_bytes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,10 @@ from kvtier.heads.model_config import (
     weights_revision,
 )
 from kvtier.heads.profile import load_profile
-from kvtier_kernels import (
-    AUTO,
-    AttentionKernels,
-    KernelUnavailableError,
-    available_kernels,
-    get_kernels,
-)
+from kvtier_kernels import AttentionKernels, KernelUnavailableError, get_kernels
 
 NAME = "kvtier"
+logger = logging.getLogger(__name__)
 
 # field -> (is it acceptable?, what is expected). Checked when attention or radix is ours.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -116,30 +112,35 @@ def settle_cuda_graphs(server_args: Any, settings: Settings) -> None:
     for phase, why in obstacles.items():
         if why is None:
             continue
-        asked = _graphs_asked_for(server_args, phase)
+        flag, asked = _graphs_asked_for(server_args, phase)
         if asked not in (None, "disabled"):
-            raise IncompatibleFlagError(f"--cuda-graph-backend-{phase}", f"disabled {why}", asked)
+            raise IncompatibleFlagError(flag, f"{phase} disabled {why}", asked)
+        if phase == "decode" and not getattr(server_args, "disable_cuda_graph", False):
+            logger.info("decoding goes without CUDA graphs %s", why)
         setattr(server_args, f"disable_{phase}_cuda_graph", True)
 
 
-def _graphs_asked_for(server_args: Any, phase: str) -> str | None:
-    """The backend that the user chose, as SGLang would find it: its JSON before its flag."""
-    config = getattr(server_args, "cuda_graph_config", None) or {}
-    if not isinstance(config, dict):
+def _graphs_asked_for(server_args: Any, phase: str) -> tuple[str, str | None]:
+    """The flag and the backend that the user chose, as SGLang would find them: its JSON before its
+    flag. What SGLang itself will refuse is nobody's choice."""
+    config: Any = getattr(server_args, "cuda_graph_config", None)
+    if hasattr(config, "to_dict"):
         config = config.to_dict()
-    flag: str | None = getattr(server_args, f"cuda_graph_backend_{phase}", None)
-    chosen: str | None = (config.get(phase) or {}).get("backend", flag)
-    return chosen
+    of_phase = config.get(phase) if isinstance(config, dict) else None
+    if isinstance(of_phase, dict) and "backend" in of_phase:
+        return "--cuda-graph-config", of_phase["backend"]
+    return f"--cuda-graph-backend-{phase}", getattr(
+        server_args, f"cuda_graph_backend_{phase}", None
+    )
 
 
 def kernels_of(settings: Settings, server_args: Any) -> AttentionKernels:
-    """Raises ConfigurationError where the settings ask for kernels that are not there."""
+    """The backend that will serve. Raises ConfigurationError where this machine cannot run it."""
     try:
         return get_kernels(settings.kernels, getattr(server_args, "device", None))
     except KernelUnavailableError as error:
-        known = [AUTO, *available_kernels()]
-        got = f"{settings.kernels} ({error})"
-        raise ConfigurationError("kernels", f"one of {known}", got) from error
+        why = str(error).removeprefix("kernels: ")
+        raise ConfigurationError("kernels", "a backend that can run here", why) from error
 
 
 def _graph_obstacle(settings: Settings, server_args: Any) -> str | None:

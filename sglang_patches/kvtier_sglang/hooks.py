@@ -17,6 +17,7 @@ from kvtier.retention.pools import SessionShape, locality_slots_for, plan_pools,
 from kvtier_sglang import guards
 from kvtier_sglang.allocator import HeadSplitAllocator
 from kvtier_sglang.calibrated import stored_profile
+from kvtier_sglang.graphs import room_bytes
 from kvtier_sglang.guards import NAME
 from kvtier_sglang.pool import HeadSplitKVPool
 from kvtier_sglang.tiered import TieredRadixCache
@@ -91,11 +92,14 @@ def size_pools(
     whole tokens as we have CA slots would cost makes it arrive at our number; a token cap of
     the user (--max-total-tokens) caps the CA slots as it always did.
     """
-    _, radix = _ours()
+    attention, radix = _ours()
     if not radix:
-        return original(configurator, budget_bytes, **kwargs)
+        room = _graph_bytes(configurator, 1) if attention else 0
+        return original(configurator, budget_bytes - room, **kwargs)
     settings = load_settings()
     profile = _profile(configurator, settings)
+    every = profile.shape.num_layers * profile.shape.num_kv_heads
+    budget_bytes -= _graph_bytes(configurator, 1 if profile.num_ca_heads == every else 2)
     itemsize = configurator.kv_cache_dtype.itemsize
     merges = settings.merge != "off"
     per_slot = slot_bytes(profile, itemsize, scored=settings.compacts, merges=merges)
@@ -108,6 +112,19 @@ def size_pools(
         derived = locality_slots_for(ca_slots, _session_shape(settings, min(longest, ca_slots)))
     configurator_slots[id(configurator)] = settings.locality_slots or derived
     return config
+
+
+def _graph_bytes(configurator: Any, classes: int) -> int:
+    """What recording decoding will take on top of what SGLang sets aside for graphs."""
+    from sglang.srt.runtime_context import get_exec
+
+    if not str(configurator.device).startswith("cuda"):
+        return 0
+    decode = get_exec().graph.cuda_graph_config.decode
+    if decode.backend == "disabled":
+        return 0
+    requests = max(decode.bs or [decode.max_bs or 0])
+    return room_bytes(requests, configurator.model_config.context_len, classes)
 
 
 # The configurator has __slots__, so what sizing decided waits here for the pool to be built.
@@ -144,6 +161,16 @@ def build_pool(
         profile.shape.num_layers * profile.shape.num_kv_heads,
     )
     return pool
+
+
+def refuse_fused_write(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+    """AROUND enable_fused_set_kv_buffer: models that store KV themselves know one class of heads;
+    over a head-split pool the attention backend does it."""
+    from sglang.srt.models import utils
+
+    return not isinstance(utils.get_token_to_kv_pool(), HeadSplitKVPool) and original(
+        *args, **kwargs
+    )
 
 
 def build_allocator(

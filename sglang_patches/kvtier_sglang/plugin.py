@@ -35,6 +35,10 @@ HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
         surprise.observe_surprise,
         HookType.AROUND,
     ),
+    "sglang.srt.models.utils.enable_fused_set_kv_buffer": (
+        hooks.refuse_fused_write,
+        HookType.AROUND,
+    ),
     "sglang.srt.mem_cache.allocation.alloc_token_slots": (hooks.observe_peak, HookType.AFTER),
     "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache": (
         hooks.ask_tier,

@@ -127,8 +127,10 @@ class HeadSplitKVPool(KVCache):
         self.nll = torch.empty(0)
         self.rotary: list[Any] = [None] * shape.num_layers
         if scored:
-            sizes = [(len(heads), ca_size + 1) for heads in profile.ca_heads]
-            self.mass = [torch.zeros(size, dtype=torch.float32, device=device) for size in sizes]
+            heads = [len(layer) for layer in profile.ca_heads]
+            # In one piece, so that forgetting is one operation.
+            self._every_mass = torch.zeros((sum(heads), ca_size + 1), device=device)
+            self.mass = list(torch.split(self._every_mass, heads))
             self.nll = torch.full((ca_size + 1,), torch.nan, device=device)
         self.group = shape.num_attention_heads // shape.num_kv_heads
         self.ca_votes: list[torch.Tensor] | None = None
@@ -229,8 +231,7 @@ class HeadSplitKVPool(KVCache):
         """Slots handed out anew know nothing of the tokens they will hold."""
         if self.mass is not None:
             self.nll[ca_slots] = torch.nan
-            for mass in self.mass:
-                mass[:, ca_slots] = 0.0
+            self._every_mass[:, ca_slots] = 0.0
 
     def set_votes(self, index: int, ca_slots: torch.Tensor, log_votes: torch.Tensor) -> None:
         """Votes of entries in the pool's `index`-th layer: `[slots, CA heads, group]`."""

@@ -30,6 +30,7 @@ from kvtier.tier.names import ContextNames, SpanName, spans_of_ranges
 from kvtier.tier.near_data import NearData
 from kvtier.tier.refreshing import Context
 from kvtier_sglang.refresh_sources import FetchedSource, NearSource, RefreshSource
+from kvtier_sglang.streams import Background
 
 # The longest that all layers of a context are waited for where they are chosen in the background.
 LONGEST_CHOICE_S = 10.0
@@ -83,6 +84,7 @@ class Ahead:
 
     fetch: Fetch[RefreshSource | None]
     windows: Mapping[int, QueryWindow]
+    background: Background
     choosing: Future[Choices | None] | None = None
 
     def drop(self) -> None:
@@ -195,9 +197,10 @@ class RefreshFlows:
     def choose_ahead(
         self, rid: str, context: CompactedContext, windows: Mapping[int, QueryWindow]
     ) -> None:
-        """Have the entries of all layers chosen in the background. windows: by layer."""
+        """Have the entries of all layers chosen in the background. windows: by layer, not empty."""
         fetch = self.link.submit(self._work(context))
-        self._ahead[rid] = Ahead(fetch, windows)
+        device = next(iter(windows.values())).q.device
+        self._ahead[rid] = Ahead(fetch, windows, Background(device))
 
     def chosen_ahead(self, rid: str) -> tuple[bool, Choices | None]:
         """Whether what `choose_ahead` was to do is over, and what came of it, once."""
@@ -205,8 +208,10 @@ class RefreshFlows:
         if not ahead.fetch.done:
             return False, None
         if ahead.fetch.result is not None and ahead.choosing is None:
-            source, windows = ahead.fetch.result, ahead.windows
-            ahead.choosing = self._chooser.submit(self._choose, source, windows)
+            source = ahead.fetch.result
+            ahead.choosing = self._chooser.submit(
+                self._choose, source, ahead.windows, ahead.background
+            )
             return False, None
         if ahead.choosing is not None and not ahead.choosing.done():
             return False, None
@@ -214,18 +219,28 @@ class RefreshFlows:
         choices = None if ahead.choosing is None else ahead.choosing.result()
         if choices is None:
             self.counters["refresh_missed"] += 1
+            return True, None
+        for chosen in choices.layers.values():
+            for one in chosen:
+                ahead.background.hand_over((one.k, one.v, one.log_votes))
         return True, choices
 
-    def _choose(self, source: RefreshSource, windows: Mapping[int, QueryWindow]) -> Choices | None:
+    def _choose(
+        self,
+        source: RefreshSource,
+        windows: Mapping[int, QueryWindow],
+        background: Background,
+    ) -> Choices | None:
         """Runs in the chooser's thread."""
         layers = {}
         deadline = Deadline(LONGEST_CHOICE_S)
         try:
-            for layer, window in windows.items():
-                chosen = source.choose(layer, self.heads[layer], window, deadline)
-                if chosen is None:
-                    return None
-                layers[layer] = chosen
+            with background:
+                for layer, window in windows.items():
+                    chosen = source.choose(layer, self.heads[layer], window, deadline)
+                    if chosen is None:
+                        return None
+                    layers[layer] = chosen
             return Choices(layers, source.moved_bytes)
         except Exception:
             # A bug of ours here must not end the scheduler: the request goes on without.

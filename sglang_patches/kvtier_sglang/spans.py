@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import torch
 
 from kvtier.tier.blob import SpanLayout
-from kvtier_sglang.copies import HostCopies, HostPayload
 from kvtier_sglang.pool import ClassBuffers, HeadSplitKVPool
+from kvtier_sglang.streams import HostPayload, SideCopies
 
 
 class SpanCodec:
@@ -24,7 +24,7 @@ class SpanCodec:
 
     def __init__(self, pool: HeadSplitKVPool) -> None:
         self.pool = pool
-        self._copies = HostCopies(torch.device(pool.device))
+        self._copies = SideCopies(torch.device(pool.device))
 
     def layout(self, num_tokens: int) -> SpanLayout:
         """Of a payload of that many tokens."""
@@ -82,7 +82,7 @@ class SpanCodec:
         payload: uint8 `[bytes]`; num_tokens: of the span; ca_slots: int64, freshly allocated.
         """
         layout = self.layout(num_tokens)
-        kv, mass, nll = self._views(payload.to(self.pool.device).unsqueeze(0), layout)
+        kv, mass, nll = self._views(self._copies.to_device(payload).unsqueeze(0), layout)
         rows = slice(begin, begin + ca_slots.numel())
         for index, buffers, slots in self._classes(ca_slots):
             for side, target in enumerate((buffers.k, buffers.v)):

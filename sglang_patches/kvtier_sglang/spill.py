@@ -98,13 +98,14 @@ class Spiller:
         """Send equal spans that follow each other, as far as the link takes them."""
         tokens = slots.numel() // len(keys)
         layout = self.codec.layout(tokens)
+        encoded = layout.encode()
         together = max(1, min(SPANS_TOGETHER, BYTES_TOGETHER // layout.num_bytes))
         for first in range(0, len(keys), together):
             some = keys[first : first + together]
             part = slots[first * tokens : (first + len(some)) * tokens]
             payload = self.codec.gather(part, len(some))
             rows = zip(some, payload.rows, strict=True)
-            blobs = [Blob(key, layout.encode(), [memoryview(row.numpy())]) for key, row in rows]
+            blobs = [Blob(key, encoded, [memoryview(row.numpy())]) for key, row in rows]
             taken = self.link.put(blobs, ready=payload.ready)
             self.counters["spans_spilled"] += taken
             self.counters["spill_bytes"] += taken * layout.num_bytes

@@ -1,10 +1,11 @@
-"""What CUDA graphs record of decoding, without a GPU: the recorded part run again over changed
-tables gives what the reference kernels plan afresh, at the same addresses, and asks the host
-nothing.
+"""What CUDA graphs record of decoding: run again over changed tables it gives what the reference
+kernels plan afresh, at the same addresses, and asks the host nothing. Without a GPU nothing is
+captured; the part that would be is called again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,10 @@ from kvtier.config import load_settings
 from kvtier.heads.profile import HeadProfile, ModelShape
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 from kvtier_sglang.attention import KvtierAttnBackend
+from kvtier_sglang.graphs import room_bytes
 from kvtier_sglang.pool import HeadSplitKVPool
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS, KV_HEADS, GROUP, DIM = 3, 4, 2, 32
 SLOTS, CONTEXT, REQUESTS = 600, 200, 4
 # Adjacent heads, scattered ones, and a layer without locality heads.
@@ -38,7 +41,7 @@ def runner(request):
         SLOTS,
         profile=profile,
         dtype=torch.float32,
-        device="cpu",
+        device=DEVICE,
         start_layer=0,
         merges=request.param,
     )
@@ -47,10 +50,11 @@ def runner(request):
         buffers.v.normal_()
     pool.log_votes[5:50] = torch.rand(45) * 4
     if pool.ca_votes is not None:
-        pool.set_votes(1, torch.arange(10, 90), torch.randn(80, 2, GROUP))
-    table = torch.zeros(REQUESTS + 1, CONTEXT, dtype=torch.int32)
+        slots = torch.arange(10, 90, device=DEVICE)
+        pool.set_votes(1, slots, torch.randn(80, 2, GROUP, device=DEVICE))
+    table = torch.zeros(REQUESTS + 1, CONTEXT, dtype=torch.int32, device=DEVICE)
     return SimpleNamespace(
-        token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=table), device="cpu"
+        token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=table), device=DEVICE
     )
 
 
@@ -62,9 +66,9 @@ def static_batch() -> SimpleNamespace:
     """The tensors that a graph of REQUESTS requests reads."""
     return SimpleNamespace(
         batch_size=REQUESTS,
-        req_pool_indices=torch.zeros(REQUESTS, dtype=torch.int64),
-        seq_lens=torch.zeros(REQUESTS, dtype=torch.int64),
-        out_cache_loc=torch.zeros(REQUESTS, dtype=torch.int64),
+        req_pool_indices=torch.zeros(REQUESTS, dtype=torch.int64, device=DEVICE),
+        seq_lens=torch.zeros(REQUESTS, dtype=torch.int64, device=DEVICE),
+        out_cache_loc=torch.zeros(REQUESTS, dtype=torch.int64, device=DEVICE),
     )
 
 
@@ -74,10 +78,9 @@ def fill(batch: SimpleNamespace, runner, lengths: list[int], seed: int) -> None:
     Fewer lengths than REQUESTS leave the rest as SGLang pads them."""
     generator = torch.Generator().manual_seed(seed)
     table, pool = runner.req_to_token_pool.req_to_token, runner.token_to_kv_pool
-    shape = pool.locality_of.shape
-    pool.locality_of.copy_(torch.randint(1, SLOTS, shape, generator=generator))
-    pool.locality_of[torch.rand(shape, generator=generator) < 0.6] = 0
-    pool.locality_of[0] = 0
+    images = torch.randint(1, SLOTS, pool.locality_of.shape, generator=generator)
+    images[torch.rand(images.shape, generator=generator) < 0.6] = 0
+    images[0] = 0
     for static in (batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc):
         static.zero_()
     slots = torch.randperm(SLOTS - 1, generator=generator) + 1
@@ -85,16 +88,17 @@ def fill(batch: SimpleNamespace, runner, lengths: list[int], seed: int) -> None:
         row = torch.where(torch.rand(length, generator=generator) < 0.3, 0, slots[:length])
         newest = slots[-1 - i]
         row[-1] = newest
-        pool.locality_of[newest] = newest
+        images[newest] = newest
         table[i + 1, :length] = row.to(torch.int32)
         batch.req_pool_indices[i] = i + 1
         batch.seq_lens[i] = length
         batch.out_cache_loc[i] = newest
+    pool.locality_of.copy_(images)
 
 
 def eager(batch: SimpleNamespace) -> SimpleNamespace:
     mode = SimpleNamespace(is_idle=lambda: False, is_extend=lambda: False)
-    return SimpleNamespace(**vars(batch), seq_lens_cpu=batch.seq_lens.clone(), forward_mode=mode)
+    return SimpleNamespace(**vars(batch), seq_lens_cpu=batch.seq_lens.cpu(), forward_mode=mode)
 
 
 def layers(backend: KvtierAttnBackend, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -116,7 +120,24 @@ def layers(backend: KvtierAttnBackend, inputs: list[torch.Tensor]) -> list[torch
 def some_inputs(seed: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     width = (GROUP + 2) * KV_HEADS * DIM
-    return [torch.randn(REQUESTS, width, generator=generator) for _ in range(LAYERS)]
+    made = [torch.randn(REQUESTS, width, generator=generator) for _ in range(LAYERS)]
+    return [one.to(DEVICE) for one in made]
+
+
+def recorded_once(step: Callable[[], None]) -> Callable[[], None]:
+    """What runs the step's work again."""
+    if DEVICE == "cpu":
+        return step
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 def test_what_was_recorded_serves_other_batches_as_the_reference_would(runner):
@@ -124,16 +145,21 @@ def test_what_was_recorded_serves_other_batches_as_the_reference_would(runner):
     # Only with compaction does the reference look for tokens that CA heads have dropped.
     reference.compaction = SimpleNamespace()
     recorded.init_cuda_graph_state(REQUESTS, REQUESTS)
-    batch = static_batch()
+    batch, inputs, got = static_batch(), some_inputs(0), []
     recorded.init_forward_metadata_out_graph(batch, in_capture=True)
+
+    def step() -> None:
+        recorded.init_forward_metadata_in_graph(batch)
+        got[:] = layers(recorded, inputs)
+
+    replay = recorded_once(step)
     addresses = None
     for seed, lengths in enumerate([[5, 200, 1, 33], [77, 3], [200] * 4, [1]]):
         fill(batch, runner, lengths, seed)
-        inputs = some_inputs(seed)
-        recorded.init_forward_metadata_in_graph(batch)
-        got = layers(recorded, inputs)
-        plan = recorded.forward_metadata.ca.plan
-        held = (plan.slots.data_ptr(), plan.indptr.data_ptr(), *map(id, plan.schedules))
+        for static, new in zip(inputs, some_inputs(seed), strict=True):
+            static.copy_(new)
+        replay()
+        held = addresses_of(recorded.forward_metadata)
         addresses = addresses or held
         assert held == addresses
         reference.init_forward_metadata(eager(batch))
@@ -142,6 +168,29 @@ def test_what_was_recorded_serves_other_batches_as_the_reference_would(runner):
         for ours, theirs in zip(got, expected, strict=True):
             torch.testing.assert_close(ours[:real], theirs[:real], rtol=2e-5, atol=2e-5)
             assert torch.isfinite(ours).all(), "a padded row spoils nothing"
+
+
+def test_the_tables_take_what_is_set_aside_for_them(runner):
+    backend = backend_of(runner, "triton")
+    backend.init_cuda_graph_state(REQUESTS, REQUESTS)
+    tables = {}
+    for requests in (1, REQUESTS):
+        for plan in backend.graphs.room(requests):
+            storage = plan.slots.untyped_storage()
+            tables[storage.data_ptr()] = storage.nbytes()
+    assert sum(tables.values()) == room_bytes(REQUESTS, CONTEXT, classes=2)
+
+
+def addresses_of(batch) -> list[int]:
+    """Of all that a graph's kernels would read the plans from."""
+    found = []
+    for part in (batch.ca, batch.locality):
+        found += [part.plan.slots.data_ptr(), part.plan.indptr.data_ptr()]
+        assert part.plan.schedules
+        for schedule in part.plan.schedules.values():
+            tensors = (schedule.stretch, schedule.units_indptr, schedule.unit_request)
+            found += [tensor.data_ptr() for tensor in tensors]
+    return found
 
 
 class AsksTheHostError(Exception):

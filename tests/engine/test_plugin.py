@@ -21,7 +21,8 @@ from kvtier.errors import (
     UnsupportedModelError,
 )
 from kvtier.heads.profile import ModelShape, full_profile
-from kvtier_sglang import guards, platform, plugin
+from kvtier_sglang import guards, hooks, platform, plugin
+from kvtier_sglang.pool import HeadSplitKVPool
 
 
 def server_args(**changes):
@@ -66,7 +67,16 @@ def test_mixed_chunks_are_refused_with_streaming_only():
 
 def test_unknown_kernels_are_refused_before_any_model_loads():
     with pytest.raises(ConfigurationError, match="kernels"):
-        guards.check_server_args(server_args(), load_settings(kernels="magic"))
+        load_settings(kernels="magic")
+
+
+def test_kernels_that_cannot_run_here_are_refused_with_what_they_need(monkeypatch):
+    monkeypatch.setattr(guards.torch.cuda, "is_available", lambda: False)
+    needed = (
+        "^kernels: expected a backend that can run here, got .*'flashinfer' needs a CUDA device"
+    )
+    with pytest.raises(ConfigurationError, match=needed):
+        guards.check_server_args(server_args(), load_settings(kernels="flashinfer"))
 
 
 REFRESHED = {"tier": "local", "retention": 0.5, "refresh": "turn"}
@@ -91,11 +101,11 @@ def test_cuda_graphs_that_cannot_be_recorded_are_off_and_refused_by_name(
     guards.settle_cuda_graphs(args, chosen)
     assert args.disable_prefill_cuda_graph
     assert getattr(args, "disable_decode_cuda_graph", False) is not recorded
-    for field, value in (
-        ("cuda_graph_backend_prefill", "breakable"),
-        ("cuda_graph_config", {"prefill": {"backend": "full"}}),
+    for field, value, flag in (
+        ("cuda_graph_backend_prefill", "breakable", "--cuda-graph-backend-prefill"),
+        ("cuda_graph_config", {"prefill": {"backend": "full"}}, "--cuda-graph-config"),
     ):
-        with pytest.raises(IncompatibleFlagError, match="--cuda-graph-backend-prefill"):
+        with pytest.raises(IncompatibleFlagError, match=f"^{flag}: expected prefill disabled"):
             guards.settle_cuda_graphs(server_args(**{field: value}), chosen)
     asked = server_args(cuda_graph_backend_decode="full")
     if recorded:
@@ -214,6 +224,15 @@ def test_a_hook_that_did_not_take_stops_the_server(monkeypatch):
     monkeypatch.setattr(hook_registry.HookRegistry, "_patched", set())
     with pytest.raises(StartupError, match="did not take effect"):
         plugin.verify()
+
+
+def test_models_leave_writing_kv_to_attention_over_a_head_split_pool(monkeypatch):
+    from sglang.srt.models import utils
+
+    pool = HeadSplitKVPool.__new__(HeadSplitKVPool)
+    for found, fused in ((pool, False), (object(), True)):
+        monkeypatch.setattr(utils, "get_token_to_kv_pool", lambda found=found: found)
+        assert hooks.refuse_fused_write(lambda batch: True, None) is fused
 
 
 def test_every_hook_target_exists_and_takes():

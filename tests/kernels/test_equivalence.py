@@ -211,7 +211,7 @@ def test_streaming_extend_sees_settled_entries_sinks_and_the_window(
 @backends
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize(("new", "length"), [(1, 9001), (5, 9001), (3, 2048)])
-def test_few_tokens_over_a_long_prefix(name, new, length, per_head):
+def test_few_tokens_over_a_long_prefix_give_dense_attention(name, new, length, per_head):
     """Where a backend may cut the prefix in pieces."""
     torch.manual_seed(new)
     kernels = get_kernels(name)
@@ -232,7 +232,7 @@ def test_few_tokens_over_a_long_prefix(name, new, length, per_head):
 
 
 @backends
-def test_one_request_of_128k_entries_beside_short_and_empty_ones(name):
+def test_one_request_of_128k_entries_spoils_nothing_for_short_and_empty_ones(name):
     torch.manual_seed(7)
     kernels = get_kernels(name)
     heads, group, dim = 1, 4, 64
@@ -251,7 +251,7 @@ def test_one_request_of_128k_entries_beside_short_and_empty_ones(name):
 
 
 @backends
-def test_a_class_in_which_nobody_has_entries(name):
+def test_a_class_in_which_nobody_has_entries_gives_empty_states(name):
     kernels = get_kernels(name)
     k, v = make_cache(2, 32, torch.float32)
     nothing = torch.empty(0, dtype=torch.int64)
@@ -334,4 +334,5 @@ def test_an_unknown_backend_lists_the_valid_ones():
 
 def test_the_automatic_choice_is_where_the_tensors_are():
     assert get_kernels(device="cpu").name == "reference"
+    assert get_kernels(device=torch.device("cpu")).name == "reference"
     assert get_kernels(device="cuda:1").name == "triton"

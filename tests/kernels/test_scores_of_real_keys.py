@@ -9,6 +9,7 @@ import torch
 from test_scores import exact_leverage, rank_correlation
 
 pytest.importorskip("transformers")
+pytest.importorskip("pydantic")
 
 from kvtier.calibration.samples import curve_samples
 from kvtier.heads.compacted import ScoredSession, unrotated

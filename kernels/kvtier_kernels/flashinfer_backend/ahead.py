@@ -4,8 +4,8 @@
 
 FlashInfer's own generator writes the module and names the commands; those are run for the kernels
 that the backend calls and for the host code that takes the variant's tensors, with --all for every
-file. Prints the most registers and spilled bytes of a file's kernels; FlashInfer's own, without
-votes, spill as much. Wants nvcc and the headers of a CUDA toolkit (CUDA_HOME), and minutes.
+file. Prints the most registers and spilled bytes of a file's kernels. Wants nvcc and the headers of
+a CUDA toolkit (CUDA_HOME), and minutes.
 """
 
 from __future__ import annotations

@@ -19,9 +19,11 @@ def check_machine() -> None:
     """
     if not torch.cuda.is_available():
         raise _needs("a CUDA device, and there is none")
-    found = torch.cuda.get_device_capability()
-    if found < LEAST_CAPABILITY:
-        raise _needs(f"a CUDA device of capability 8.0 or more, got {found[0]}.{found[1]}")
+    # Asking would make this process one that holds memory of the device.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found = torch.cuda.get_device_capability()
+        if found < LEAST_CAPABILITY:
+            raise _needs(f"a CUDA device of capability 8.0 or more, got {found[0]}.{found[1]}")
     check_compiler()
 
 

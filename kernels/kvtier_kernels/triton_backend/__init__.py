@@ -1,1 +1,12 @@
-"""The backend `triton`; `kernels` has the contract's face, the other modules one kernel each."""
+"""The backend `triton`. Launchers check and prepare in Python, the kernels are compiled:
+
+launching.py   how any kernel is started, and what this device is
+kernels.py     attention, the contract's face; its plans in plans.py
+               -> decode.py, extend.py, merge.py, and for plans schedule.py, tables.py
+scores.py      window mass                        -> mass.py
+merging.py     where dropped entries go           -> nearest.py
+bins.py        sums over the entries of a bin     -> segments.py
+prediction.py  logits that later queries may have -> newest.py
+softmax.py     what several kernels compute
+ahead.py       compiles all of them for a GPU that is not there
+"""

@@ -27,14 +27,17 @@ from kvtier_kernels.triton_backend.bins import SortedBins
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 from kvtier_kernels.triton_backend.launching import Launch, is_interpreted
 from kvtier_kernels.triton_backend.merging import send
+from kvtier_kernels.triton_backend.plans import schedule_for
 from kvtier_kernels.triton_backend.prediction import predicted_logits, window_lse
 from kvtier_kernels.triton_backend.scores import window_mass
 
 HOPPER = 90
 # Ada: before it, Triton has no such numbers.
 FIRST_WITH_FP8 = 89
+MANY_REQUESTS = 512
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 LOOPS = (
+    "schedule_units",
     "decode_units",
     "extend_blocks",
     "window_rows",
@@ -139,6 +142,9 @@ def _use(launch: Launch, dim: int, group: int, kv_dtype: torch.dtype, votes: int
         table = torch.zeros(requests, entries, dtype=torch.int32)
         row = torch.arange(requests)
         kernels.plan_on_device(table, row, row, entries, row)
+        # As many requests as a large graph has.
+        many = kernels.plan(torch.arange(entries), range(MANY_REQUESTS + 1))
+        schedule_for(launch, many, heads)
         window_mass(q, own, [(0, new)], 0.1, launch)
         _use_merging(launch, own.transpose(0, 1), q)
 

@@ -18,6 +18,7 @@ from kvtier_kernels.triton_backend.decode import decode_units
 from kvtier_kernels.triton_backend.extend import extend_blocks
 from kvtier_kernels.triton_backend.launching import (
     Launch,
+    dim_contiguous,
     has_wide_products,
     is_ieee,
     launch,
@@ -72,6 +73,13 @@ class TritonKernels(AttentionKernels):
         into: TritonPlan | None = None,
     ) -> TritonPlan:
         requests, device = rows.numel(), table.device
+        if into is not None and (
+            into.requests != requests or into.slots.numel() < requests * max_length
+        ):
+            raise ValueError(
+                f"into: expected a plan of {requests} requests with room for "
+                f"{requests * max_length} entries, got {into.requests} and {into.slots.numel()}"
+            )
         blocks = triton.cdiv(max_length, TABLE_BLOCK)
         if into is None:
             slots = torch.empty(requests * max_length, dtype=torch.int32, device=device)
@@ -96,8 +104,8 @@ class TritonKernels(AttentionKernels):
         self, q: torch.Tensor, kv: RaggedKV, plan: TritonPlan, scale: float
     ) -> AttentionState:
         requests, heads, group, dim = q.shape
-        q = _dim_contiguous(q)
-        k, v = _dim_contiguous(kv.k), _dim_contiguous(kv.v)
+        q = dim_contiguous(q)
+        k, v = dim_contiguous(kv.k), dim_contiguous(kv.v)
         schedule = schedule_for(self._launch, plan, heads)
         part_o, part_lse = _state_buffers((schedule.max_units, heads, group, dim), q.device)
         mode, votes, strides = _votes(kv, plan)
@@ -147,8 +155,8 @@ class TritonKernels(AttentionKernels):
     ) -> AttentionState:
         assert plan.bounds is not None, "a plan for graphs is for decoding"
         tokens, heads, group, dim = q.shape
-        q, k_new, v_new = (_dim_contiguous(x) for x in (q, k_new, v_new))
-        k, v = _dim_contiguous(kv.k), _dim_contiguous(kv.v)
+        q, k_new, v_new = (dim_contiguous(x) for x in (q, k_new, v_new))
+        k, v = dim_contiguous(kv.k), dim_contiguous(kv.v)
         block_rows = _block_rows(dim)
         blocks = row_blocks(plan, q_indptr, group, block_rows)
         num_blocks = blocks.shape[1]
@@ -282,10 +290,6 @@ def _votes(kv: RaggedKV, plan: TritonPlan) -> tuple[int, torch.Tensor, tuple[int
     if votes.ndim == 1:
         return 1, votes, (votes.stride(0), 0, 0)
     return 2, votes, (votes.stride(0), votes.stride(1), votes.stride(2))
-
-
-def _dim_contiguous(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _block_entries(dim: int) -> int:

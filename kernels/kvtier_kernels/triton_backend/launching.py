@@ -59,6 +59,11 @@ def is_ieee(q: torch.Tensor) -> bool:
     return q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and is_interpreted())
 
 
+def dim_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy, with its last dimension in one piece: what kernels take for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def to_device(values: Sequence[Any], device: torch.device) -> torch.Tensor:
     """int32 there, without waiting for the device."""
     host = torch.tensor(values, dtype=torch.int32, device="cpu")
@@ -70,6 +75,7 @@ def to_device(values: Sequence[Any], device: torch.device) -> torch.Tensor:
 __all__ = [
     "Launch",
     "check_device",
+    "dim_contiguous",
     "has_wide_products",
     "is_ieee",
     "is_interpreted",

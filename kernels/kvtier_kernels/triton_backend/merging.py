@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 import triton
 
-from kvtier_kernels.triton_backend.launching import Launch, has_wide_products, is_ieee, launch
+from kvtier_kernels.triton_backend.launching import (
+    Launch,
+    dim_contiguous,
+    has_wide_products,
+    is_ieee,
+    launch,
+)
 from kvtier_kernels.triton_backend.nearest import nearest_home
 
 _MULTIPLIED = (torch.bfloat16, torch.float16, torch.float32)
@@ -25,7 +31,7 @@ def send(
     tensor cores that sum in float32; others in float32."""
     if keys.dtype not in _MULTIPLIED:
         keys, homes = keys.float(), homes.float()
-    keys = keys if keys.stride(-1) == 1 else keys.contiguous()
+    keys = dim_contiguous(keys)
     heads, rest = dropped.shape
     count, dim = homes.shape[1:]
     inverse = lengths.clamp_min(1e-12).reciprocal().masked_fill_(closed, torch.nan)
@@ -50,7 +56,7 @@ def send(
         BLOCK_M=rows,
         BLOCK_N=columns,
         IEEE=ieee,
-        # With 4 warps of a tile two programs share a core, and one multiplies while the other
+        # With 4 warps of a tile two programs fit a core, so that one may multiply while the other
         # compares; but that takes all the registers there are.
         num_warps=4 if has_wide_products() and not ieee else 8,
         num_stages=2 if ieee or dim > 128 else 3,

@@ -17,7 +17,8 @@ from kvtier_kernels.triton_backend.schedule import schedule_units
 LEAST_STRETCH = 256
 # Units to aim for, per multiprocessor and over all heads of a class.
 UNITS_PER_SM = 4
-SCHEDULE_BLOCK = 128
+# Units times requests of a schedule's tile.
+SCHEDULE_TILE = 8192
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Schedule:
 class TritonPlan:
     """A slot table on the device.
 
-    slots:     [entries or more] int64. indptr: [requests + 1] int32.
+    slots:     [entries or more] int32 or int64. indptr: [requests + 1] int32.
     bounds:    indptr on the host, which extending wants; None in a plan that graphs replay.
     voted:     whether any entry may have votes.
     schedules: by number of heads, as layers ask for them.
@@ -76,9 +77,11 @@ def schedule_for(launch: Launch, plan: TritonPlan, heads: int) -> Schedule:
 
 
 def fill_schedule(launch: Launch, schedule: Schedule, plan: TritonPlan) -> None:
+    block_requests = max(16, triton.next_power_of_2(plan.requests + 1))
+    block_units = max(1, min(128, SCHEDULE_TILE // block_requests))
     launch(
         schedule_units,
-        (triton.cdiv(schedule.max_units, SCHEDULE_BLOCK),),
+        (triton.cdiv(schedule.max_units, block_units),),
         plan.indptr,
         schedule.units_indptr,
         schedule.unit_request,
@@ -87,8 +90,8 @@ def fill_schedule(launch: Launch, schedule: Schedule, plan: TritonPlan) -> None:
         schedule.max_units,
         schedule.target_units,
         LEAST=LEAST_STRETCH,
-        BLOCK_R=max(16, triton.next_power_of_2(plan.requests + 1)),
-        BLOCK_U=SCHEDULE_BLOCK,
+        BLOCK_R=block_requests,
+        BLOCK_U=block_units,
     )
 
 

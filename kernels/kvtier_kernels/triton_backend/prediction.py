@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from kvtier_kernels.triton_backend.launching import Launch, is_ieee, launch
+from kvtier_kernels.triton_backend.launching import Launch, dim_contiguous, is_ieee, launch
 from kvtier_kernels.triton_backend.newest import mean_of_queries, sum_over_keys
 
 _BLOCK_QUERIES = 32
@@ -94,7 +94,7 @@ def _prepared(
     group, dim = q.shape[2:]
     if keys.dtype != q.dtype:
         q, keys = q.float(), keys.float()
-    q, keys = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, keys))
+    q, keys = dim_contiguous(q), dim_contiguous(keys)
     options = {
         "GROUP": group,
         "DIM": dim,

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 import torch
 import triton
 
-from kvtier_kernels.triton_backend.launching import Launch, is_ieee, launch, to_device
+from kvtier_kernels.triton_backend.launching import (
+    Launch,
+    dim_contiguous,
+    is_ieee,
+    launch,
+    to_device,
+)
 from kvtier_kernels.triton_backend.mass import window_columns, window_rows
 
 BLOCK_ROWS = 64
@@ -27,6 +33,7 @@ def window_mass(
     cover every token once. Returns float32 `[heads, tokens]`.
     """
     tokens, heads, group, dim = q.shape
+    q, k = dim_contiguous(q), dim_contiguous(k)
     logs = torch.empty(tokens, heads, group, dtype=torch.float32, device=q.device)
     mass = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
     if not windows:
@@ -50,3 +57,6 @@ def window_mass(
     columns = (len(windows), heads, triton.cdiv(longest, BLOCK_COLUMNS))
     run(window_columns, columns, q, k, begins, ends, logs, mass, scale, tokens, *strides, **options)
     return mass
+
+
+__all__ = ["window_mass"]

@@ -1,0 +1,121 @@
+"""Work on the device beside the engine's own streams, in order with them.
+
+    scheduler's stream   gather ... what comes next, which may overwrite what was gathered
+    a stream of ours             copy into pinned memory    copy ...
+    whoever reads it                                        ready()
+
+On a CPU there is one order of things, and nothing to copy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+# Device memory that waits to be copied is at most so many payloads; then the caller waits, too.
+UNDER_WAY = 2
+
+
+class HostPayload(NamedTuple):
+    """Host memory that may still be written to.
+
+    ready: blocks until it is all there, in any thread; None where it is already.
+    """
+
+    rows: torch.Tensor
+    ready: Callable[[], None] | None
+
+
+class SideCopies:
+    """Copies between a device and the host that do not queue behind a forward pass. Not
+    thread-safe; calls are in order with the caller's stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = _new_stream(device)
+        self._under_way: deque[torch.cuda.Event] = deque()
+
+    def to_host(self, payload: torch.Tensor) -> HostPayload:
+        """A copy of a tensor of this device, which the caller is done with."""
+        if self._stream is None:
+            return HostPayload(payload, None)
+        while len(self._under_way) >= UNDER_WAY:
+            self._under_way.popleft().synchronize()
+        host = torch.empty(payload.shape, dtype=payload.dtype, device="cpu", pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(payload, non_blocking=True)
+            done = _recorded()
+        payload.record_stream(self._stream)
+        self._under_way.append(done)
+        return HostPayload(host, done.synchronize)
+
+    def to_device(self, payload: torch.Tensor) -> torch.Tensor:
+        """Host memory on this device, for the caller's stream; the host waits for pageable memory
+        to be read, and for nothing else."""
+        if self._stream is None:
+            return payload
+        with torch.cuda.stream(self._stream):
+            there = payload.to(self.device, non_blocking=True)
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self._stream)
+        there.record_stream(current)
+        return there
+
+
+class Background:
+    """What another thread computes on the device: after all that the thread which made this had
+    queued by then, and complete when the block is left.
+
+        background = Background(device)          in the one thread
+        with background: ...                     in the other
+        background.hand_over(results)            in the first one again
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = _new_stream(device)
+        self._context: torch.cuda.StreamContext | None = None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._context = torch.cuda.stream(self._stream)
+            self._context.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._stream is not None and self._context is not None:
+            self._context.__exit__(kind, error, trace)
+            self._stream.synchronize()
+
+    def hand_over(self, results: Iterable[torch.Tensor | None]) -> None:
+        """Their memory must outlive what the caller's stream does with them."""
+        if self._stream is None:
+            return
+        for one in results:
+            if one is not None and one.is_cuda:
+                one.record_stream(torch.cuda.current_stream(one.device))
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _recorded() -> torch.cuda.Event:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+__all__ = ["Background", "HostPayload", "SideCopies"]

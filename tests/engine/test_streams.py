@@ -1,0 +1,84 @@
+"""Copies and background work are in order with the stream of whoever asked for them. On a GPU the
+streams are kept busy, so that what does not wait reads what was there before; on a CPU there is one
+order of things."""
+
+import threading
+
+import pytest
+import torch
+
+from kvtier_sglang.streams import Background, SideCopies
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ),
+]
+NUM_BYTES = 8 << 20
+
+on_both = pytest.mark.parametrize("device", DEVICES)
+
+
+def keep_busy(device: str) -> None:
+    """Queue some tens of milliseconds of work on the current stream."""
+    if device == "cuda":
+        torch.cuda._sleep(50_000_000)
+
+
+@on_both
+def test_what_is_copied_out_is_what_was_there_when_it_was_asked_for(device):
+    copies = SideCopies(torch.device(device))
+    payloads = []
+    for number in range(6):
+        payload = torch.zeros(NUM_BYTES, dtype=torch.uint8, device=device)
+        keep_busy(device)
+        payload.fill_(number + 1)
+        payloads.append(copies.to_host(payload))
+        # Its memory goes to the next one.
+        del payload
+    for number, payload in enumerate(payloads):
+        if payload.ready is not None:
+            payload.ready()
+        assert payload.rows.device.type == "cpu"
+        assert bool((payload.rows == number + 1).all())
+
+
+@on_both
+def test_what_is_copied_in_is_there_for_the_callers_stream(device):
+    copies = SideCopies(torch.device(device))
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for number in range(6):
+        host = torch.full((NUM_BYTES,), number + 1, dtype=torch.uint8)
+        there = copies.to_device(host)
+        assert there.device.type == device
+        keep_busy(device)
+        total += there.sum(dtype=torch.int64)
+        del there
+    assert int(total) == NUM_BYTES * sum(range(1, 7))
+
+
+@on_both
+def test_background_work_sees_what_was_queued_before_it_and_is_complete(device):
+    x = torch.zeros(NUM_BYTES, device=device)
+    keep_busy(device)
+    x += 1
+    background = Background(torch.device(device))
+    results: list[torch.Tensor] = []
+
+    def work() -> None:
+        with background:
+            keep_busy(device)
+            results.append(x * 2)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    background.hand_over([*results, None])
+    assert bool((results[0] == 2).all())
+
+
+def test_background_work_that_fails_raises_where_it_ran():
+    with pytest.raises(ZeroDivisionError), Background(torch.device("cpu")):
+        1 / 0  # noqa: B018
