@@ -36,7 +36,7 @@ bench: $(READY)  ## Run the 128k bench: full KV against kvtier (about 12 minutes
 	@mkdir -p out
 	$(BIN)/python -m kvtier.bench --turns 5 --len 128k --json out/bench.json --report out/bench.html
 
-test: $(READY)  ## Run all tests, engine tests included (about 20 minutes on 2 cores)
+test: $(READY)  ## Run all tests, engine tests included (about 40 minutes on 2 cores)
 	$(BIN)/python -m pytest
 
 test-fast: $(READY)  ## Run the tests that start no engine
