@@ -1,10 +1,12 @@
 """The backend `flashinfer`:
 
-machine.py     what it needs of the machine, asked before anything else is imported
-kernels.py     the contract's face
-variant.py     votes, as C++ that FlashInfer compiles into its attention
-tables.py      page tables from slot tables, and its logarithms as ours
-wrappers.py    FlashInfer's wrappers, lent to plans
-limits.py      what is left to the Triton kernels
-ahead.py       compiles the variant for a GPU that is not there
+    machine.py     what it needs of the machine, asked before anything else is imported
+    kernels.py     the contract's face
+    variant.py     votes, as C++ that FlashInfer compiles into its attention
+    tables.py      page tables from slot tables, and its logarithms as ours
+    wrappers.py    FlashInfer's wrappers, lent to plans
+    limits.py      what is left to the Triton kernels
+    ahead.py       compiles the variant for a GPU that is not there
+
+Scales and logarithms meet in variant.py and tables.py only.
 """

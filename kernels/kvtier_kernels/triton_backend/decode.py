@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtier_kernels.triton_backend.softmax import LOG2_E, absorb, normalise, tile_logits
+from kvtier_kernels.triton_backend.entries import load_keys, load_values, with_votes
+from kvtier_kernels.triton_backend.softmax import absorb, normalise, tile_logits
 
 
 @triton.jit
@@ -66,31 +67,14 @@ def decode_units(
             n = first + tl.arange(0, BLOCK_N)
             inside = n < end
             slot = tl.load(slots + n, mask=inside, other=0).to(tl.int64)
-            keys = tl.load(
-                k + slot[None, :] * stride_k_slot + head * stride_k_head + d[:, None],
-                mask=inside[None, :] & in_dim[:, None],
-                other=0.0,
-            )
-            logits = tile_logits(queries, keys, scale, IEEE)
-            if VOTES == 1:
-                bias = tl.load(votes + slot * stride_votes_slot, mask=inside, other=0.0)
-                logits += bias[None, :] * LOG2_E
-            if VOTES == 2:
-                bias = tl.load(
-                    votes
-                    + slot[None, :] * stride_votes_slot
-                    + head * stride_votes_head
-                    + g[:, None] * stride_votes_group,
-                    mask=inside[None, :] & in_group[:, None],
-                    other=0.0,
-                )
-                logits += bias * LOG2_E
+            keys = load_keys(k, slot, head, inside, d, in_dim, stride_k_slot, stride_k_head)
+            logits = with_votes(
+                tile_logits(queries, keys, scale, IEEE), votes, slot, head, g, in_group, inside,
+                stride_votes_slot, stride_votes_head, stride_votes_group, VOTES,
+            )  # fmt: skip
             logits = tl.where(inside[None, :], logits, float("-inf"))
-            values = tl.load(
-                v + slot[:, None] * stride_v_slot + head * stride_v_head + d[None, :],
-                mask=inside[:, None] & in_dim[None, :],
-                other=0.0,
-            ).to(queries.dtype)
+            values = load_values(v, slot, head, inside, d, in_dim, stride_v_slot, stride_v_head)
+            values = values.to(queries.dtype)
             acc, peak, total = absorb(acc, peak, total, logits, values, IEEE)
         o, lse = normalise(acc, peak, total)
         at = (unit.to(tl.int64) * HEADS + head) * GROUP + g

@@ -5,38 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtier_kernels.triton_backend.softmax import LOG2_E, absorb, normalise, tile_logits
-
-
-@triton.jit
-def _new_tile(
-    k_new,
-    v_new,
-    first_token,
-    head,
-    n,
-    inside,
-    d,
-    in_dim,
-    queries,
-    stride_kn_token,
-    stride_kn_head,
-    stride_vn_token,
-    stride_vn_head,
-):
-    """Keys [dim, entries] and values [entries, dim] of the request's new tokens n."""
-    of_new = (first_token + n).to(tl.int64)
-    keys = tl.load(
-        k_new + of_new[None, :] * stride_kn_token + head * stride_kn_head + d[:, None],
-        mask=inside[None, :] & in_dim[:, None],
-        other=0.0,
-    )
-    values = tl.load(
-        v_new + of_new[:, None] * stride_vn_token + head * stride_vn_head + d[None, :],
-        mask=inside[:, None] & in_dim[None, :],
-        other=0.0,
-    )
-    return keys, values.to(queries.dtype)
+from kvtier_kernels.triton_backend.entries import load_keys, load_values, with_votes
+from kvtier_kernels.triton_backend.softmax import absorb, normalise, tile_logits
 
 
 @triton.jit
@@ -127,31 +97,14 @@ def extend_blocks(
             near = position[None, :] > (start + token)[:, None] - recent_tokens
             visible = visible & (always[None, :] | near)
         slot = tl.load(slots + n, mask=inside, other=0).to(tl.int64)
-        keys = tl.load(
-            k + slot[None, :] * stride_k_slot + head * stride_k_head + d[:, None],
-            mask=inside[None, :] & in_dim[:, None],
-            other=0.0,
-        )
-        logits = tile_logits(queries, keys, scale, IEEE)
-        if VOTES == 1:
-            bias = tl.load(votes + slot * stride_votes_slot, mask=inside, other=0.0)
-            logits += bias[None, :] * LOG2_E
-        if VOTES == 2:
-            bias = tl.load(
-                votes
-                + slot[None, :] * stride_votes_slot
-                + head * stride_votes_head
-                + g[:, None] * stride_votes_group,
-                mask=inside[None, :],
-                other=0.0,
-            )
-            logits += bias * LOG2_E
+        keys = load_keys(k, slot, head, inside, d, in_dim, stride_k_slot, stride_k_head)
+        logits = with_votes(
+            tile_logits(queries, keys, scale, IEEE), votes, slot, head, g, in_rows, inside,
+            stride_votes_slot, stride_votes_head, stride_votes_group, VOTES,
+        )  # fmt: skip
         logits = tl.where(visible, logits, float("-inf"))
-        values = tl.load(
-            v + slot[:, None] * stride_v_slot + head * stride_v_head + d[None, :],
-            mask=inside[:, None] & in_dim[None, :],
-            other=0.0,
-        ).to(queries.dtype)
+        values = load_values(v, slot, head, inside, d, in_dim, stride_v_slot, stride_v_head)
+        values = values.to(queries.dtype)
         acc, peak, total = absorb(acc, peak, total, logits, values, IEEE)
 
     # The new tokens: under a window its sinks first, and then what is near.
@@ -164,10 +117,13 @@ def extend_blocks(
             for first in range(0, sinks, BLOCK_N):
                 n = first + tl.arange(0, BLOCK_N)
                 visible = in_rows[:, None] & (n < sinks)[None, :]
-                keys, values = _new_tile(
-                    k_new, v_new, first_token, head, n, n < sinks, d, in_dim, queries,
-                    stride_kn_token, stride_kn_head, stride_vn_token, stride_vn_head,
-                )  # fmt: skip
+                at = (first_token + n).to(tl.int64)
+                keys = load_keys(
+                    k_new, at, head, n < sinks, d, in_dim, stride_kn_token, stride_kn_head
+                )
+                values = load_values(
+                    v_new, at, head, n < sinks, d, in_dim, stride_vn_token, stride_vn_head
+                ).to(queries.dtype)
                 logits = tile_logits(queries, keys, scale, IEEE)
                 logits = tl.where(visible, logits, float("-inf"))
                 acc, peak, total = absorb(acc, peak, total, logits, values, IEEE)
@@ -177,14 +133,15 @@ def extend_blocks(
             if WINDOW:
                 near = n[None, :] > token[:, None] - recent_tokens
                 visible = visible & (near | (start + n < sink_tokens)[None, :])
-            keys, values = _new_tile(
-                k_new, v_new, first_token, head, n, n < last, d, in_dim, queries,
-                stride_kn_token, stride_kn_head, stride_vn_token, stride_vn_head,
-            )  # fmt: skip
+            at = (first_token + n).to(tl.int64)
+            keys = load_keys(k_new, at, head, n < last, d, in_dim, stride_kn_token, stride_kn_head)
+            values = load_values(
+                v_new, at, head, n < last, d, in_dim, stride_vn_token, stride_vn_head
+            ).to(queries.dtype)
             logits = tl.where(visible, tile_logits(queries, keys, scale, IEEE), float("-inf"))
             acc, peak, total = absorb(acc, peak, total, logits, values, IEEE)
 
     o, lse = normalise(acc, peak, total)
-    at = ((of_token * SPLITS + split) * HEADS + head) * GROUP + g
-    tl.store(out_o + at[:, None] * DIM + d[None, :], o.to(out_o.dtype.element_ty), mask=tile)
-    tl.store(out_lse + at, lse, mask=in_rows)
+    out = ((of_token * SPLITS + split) * HEADS + head) * GROUP + g
+    tl.store(out_o + out[:, None] * DIM + d[None, :], o.to(out_o.dtype.element_ty), mask=tile)
+    tl.store(out_lse + out, lse, mask=in_rows)
