@@ -31,38 +31,38 @@ class HostPayload(NamedTuple):
 
 
 class SideCopies:
-    """Copies between a device and the host that do not queue behind a forward pass. Not
-    thread-safe; calls are in order with the caller's stream."""
+    """Copies between a device and the host, in order with the caller's stream; each direction has
+    a stream, so that what comes in never queues behind what goes out. Not thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = _new_stream(device)
+        self._out, self._in = _new_stream(device), _new_stream(device)
         self._under_way: deque[torch.cuda.Event] = deque()
 
     def to_host(self, payload: torch.Tensor) -> HostPayload:
         """A copy of a tensor of this device, which the caller is done with."""
-        if self._stream is None:
+        if self._out is None:
             return HostPayload(payload, None)
         while len(self._under_way) >= UNDER_WAY:
             self._under_way.popleft().synchronize()
         host = torch.empty(payload.shape, dtype=payload.dtype, device="cpu", pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        self._out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._out):
             host.copy_(payload, non_blocking=True)
             done = _recorded()
-        payload.record_stream(self._stream)
+        payload.record_stream(self._out)
         self._under_way.append(done)
         return HostPayload(host, done.synchronize)
 
     def to_device(self, payload: torch.Tensor) -> torch.Tensor:
         """Host memory on this device, for the caller's stream; the host waits for pageable memory
         to be read, and for nothing else."""
-        if self._stream is None:
+        if self._in is None:
             return payload
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._in):
             there = payload.to(self.device, non_blocking=True)
         current = torch.cuda.current_stream(self.device)
-        current.wait_stream(self._stream)
+        current.wait_stream(self._in)
         there.record_stream(current)
         return there
 
