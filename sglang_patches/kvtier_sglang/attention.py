@@ -124,16 +124,20 @@ class KvtierAttnBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         assert self.graphs is not None, "init_cuda_graph_state was not called"
-        ca, locality = self.graphs.room(forward_batch.batch_size)
-        none = torch.empty(0, dtype=torch.int64, device=self.req_to_token.device)
-        self.forward_metadata = _decode_batch(ca, locality, KVWriteLoc(none))
+        self.graphs.room(forward_batch.batch_size)
+        # A replay plans by itself, and nobody may find an earlier pass here.
+        self.forward_metadata = None
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         assert self.graphs is not None, "init_cuda_graph_state was not called"
         self.graphs.fill(forward_batch)
         ca, locality = self.graphs.room(forward_batch.batch_size)
-        write = self._write(forward_batch.out_cache_loc)
-        self.forward_metadata = _decode_batch(ca, locality, write)
+        self.forward_metadata = BatchPlan(
+            ca=ClassPlan(ca),
+            locality=None if locality is None else ClassPlan(locality),
+            write=self._write(forward_batch.out_cache_loc),
+            q_indptr=(),
+        )
 
     def _plan_extend(self, forward_batch: Any) -> BatchPlan:
         requests = forward_batch.req_pool_indices.tolist()
@@ -163,13 +167,14 @@ class KvtierAttnBackend(AttentionBackend):
             tree, again = watching
             requests = forward_batch.req_pool_indices.tolist()
             again.begin_pass(tree, forward_batch.rids, requests, self.req_to_token)
-        lengths = [int(n) for n in forward_batch.seq_lens_cpu]
         if self.kernels.plans_on_device:
-            ca = self._plan_on_device(forward_batch, max(lengths), None)
+            longest = int(forward_batch.seq_lens_cpu.max())
+            ca = self._plan_on_device(forward_batch, longest, None)
             locality = None
             if self.pool.splits_heads:
-                locality = self._plan_on_device(forward_batch, max(lengths), self.pool.locality_of)
+                locality = self._plan_on_device(forward_batch, longest, self.pool.locality_of)
         else:
+            lengths = [int(n) for n in forward_batch.seq_lens_cpu]
             rows = self._rows(forward_batch.req_pool_indices.tolist(), lengths)
             ca, locality = self._plan_ca(rows), self._plan_locality(rows, streaming=False)
         return BatchPlan(ca, locality, self._write(forward_batch.out_cache_loc), ())
@@ -337,10 +342,6 @@ class KvtierAttnBackend(AttentionBackend):
             assert batch.locality is not None, "a locality head without a locality plan"
             classes.append((self.pool.locality[index], batch.locality, self.pool.log_votes))
         return classes
-
-
-def _decode_batch(ca: Any, locality: Any | None, write: KVWriteLoc) -> BatchPlan:
-    return BatchPlan(ClassPlan(ca), None if locality is None else ClassPlan(locality), write, ())
 
 
 def _ragged(rows: list[torch.Tensor]) -> tuple[torch.Tensor, tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
     capture   room(batch size)            before: the plans' memory, kept for as long as the graph
               fill(forward batch)         inside: recorded, with the layers that read the plans
-    replay    room(batch size)            before: nothing to do but name the plans
+    replay    room(batch size)            before: it is there
               (the graph fills them from the engine's own tables)
 
 Every batch size has plans of its own over slot tables that all share, as one graph replays at a
