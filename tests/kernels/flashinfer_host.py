@@ -146,10 +146,10 @@ def build(folder):
 class HostWrapper:
     """A wrapper of FlashInfer's for one kind of call; `planned` counts its plans."""
 
-    def __init__(self, library, kind):
+    def __init__(self, compiled, kind):
         import flashinfer
 
-        self.library, self.kind, self.planned = library, kind, 0
+        self.compiled, self.kind, self.planned = compiled, kind, 0
         self.likeness = (
             flashinfer.BatchPrefillWithPagedKVCacheWrapper
             if kind.paged
@@ -217,7 +217,7 @@ class HostWrapper:
         heads, dim = k.shape[1:]
         numbers = (len(rows) - 1, heads, group, dim, TILE, int(not self.kind.paged))
         outcome = [_pointer(o), _pointer(lse)]
-        self.library.run(
+        self.compiled.run(
             int(voted), *pointers, *scalars, *tensors, *strides, _pointer(self.indices), *numbers,
             *outcome,
         )  # fmt: skip
