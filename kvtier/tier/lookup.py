@@ -36,7 +36,8 @@ RECORDS_TRIED = 3
 class Landed:
     """Exact KV of tokens [begin, stop), verified, in host memory.
 
-    places:     the recorded nodes in it, first to last; what is behind them is one plain run.
+    places:     the recorded nodes that are whole in it, first to last; what is behind them is one
+                plain run.
     exact_stop: up to which token it was computed with nothing dropped.
     host:       the spans that hold it.
     """
@@ -126,15 +127,11 @@ class Lookup:
         return None
 
     def _landed(self, record: TurnRecord | None, host: HostSpans, exact_stop: int) -> Landed | None:
-        """What can be made of the spans that landed: recorded nodes as far as they are whole."""
+        """What can be made of the spans that landed. A recorded node of which some are missing is
+        as lost as its record: the rest of it is a run, as for a fork in the middle of it."""
         stop = host.spans[-1].stop if host.spans else self.begin
-        whole: list[Place] = []
-        if record is not None:
-            mine = [place for place in places(record) if place.start >= self.begin]
-            whole = [place for place in mine if place.node.stop <= stop]
-            if len(whole) < len(mine):
-                # Half a recorded node is no node: as plain KV it would be compressed another way.
-                stop = whole[-1].node.stop if whole else self.begin
+        recorded = [] if record is None else places(record)
+        whole = [place for place in recorded if self.begin <= place.start < place.node.stop <= stop]
         if stop - self.begin < self.least:
             return None
         return Landed(self.begin, stop, min(exact_stop, stop), whole, host)
