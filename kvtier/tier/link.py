@@ -9,6 +9,9 @@ first, newest first, then gets are refused: losing a put costs a later turn some
 costs this one; and of a context's spans the first ones are worth the most, because a run that
 begins with a gap is of no use.
 
+Puts outlast the tier: what it could not take for now waits, inside that budget, until it is back.
+Gets do not: a user waits for them, and what is not there is computed.
+
 Nothing here raises because of the tier: a call that fails is counted and is a miss.
 """
 
@@ -27,6 +30,7 @@ from kvtier.errors import (
     TierIntegrityError,
     TierProtocolError,
     TierRefusedError,
+    TierUnavailableError,
 )
 from kvtier.tier.breaker import Breaker
 from kvtier.tier.client import Blob, TierClient
@@ -38,8 +42,13 @@ Result = TypeVar("Result")
 WAITING_FETCHES = 256
 # For threads to end when the link closes; calls under way are cut off.
 CLOSE_S = 5.0
+# Of one put, the last of them: three failures open the breaker, and each time the tier seems to be
+# back, what waited longest tries first.
+PUT_ATTEMPTS = 5
 # What says nothing about the tier's health: it answered, and the next call may go well.
 _HARMLESS = (TierExhaustedError, TierIntegrityError)
+# A put that failed so may go well another time.
+_PASSING = (TierUnavailableError, TierIntegrityError)
 _MISCONFIGURED = (TierRefusedError, TierProtocolError)
 
 
@@ -84,12 +93,13 @@ class Fetch(Generic[Result]):
 
 
 class _Put(NamedTuple):
-    """A blob that waits. num_bytes: as it was counted when it was queued."""
+    """A blob that waits. num_bytes: as it was counted when it was queued; failures: so far."""
 
     blob: Blob
     replace: bool
     num_bytes: int
     ready: Callable[[], None] | None
+    failures: int = 0
 
 
 class TierLink:
@@ -144,6 +154,11 @@ class TierLink:
         """Of the budget: queued and under way, and what was claimed."""
         return self._held_bytes
 
+    @property
+    def room_bytes(self) -> int:
+        """Of the budget: what a put may use now, whether or not the tier is there."""
+        return 0 if self._closed else self._buffer_bytes - self._held_bytes
+
     def put(
         self,
         blobs: Sequence[Blob],
@@ -153,14 +168,14 @@ class TierLink:
     ) -> int:
         """Queue blobs; returns how many were taken. The others are shed, the last ones first.
 
-        ready: called in the background before a payload is read; blocks until they are complete.
+        ready: called in the background before a payload is read, perhaps more than once; blocks
+        until they are complete.
         """
         queued = [_Put(blob, replace, blob.num_bytes, ready) for blob in blobs]
         taken = 0
         with self._changed:
             for one in queued:
-                fits = self._held_bytes + one.num_bytes <= self._buffer_bytes
-                if not (fits and self.healthy):
+                if one.num_bytes > self.room_bytes:
                     break
                 self._held_bytes += one.num_bytes
                 self._queued_bytes += one.num_bytes
@@ -211,8 +226,8 @@ class TierLink:
             self._held_bytes -= num_bytes
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until nothing is on its way; returns whether that was reached. For tests and the
-        end of a bench."""
+        """Wait until nothing is on its way; returns whether that was reached, which puts prevent
+        while the tier is away. For tests and the end of a bench."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not (self._puts or self._fetches or self._busy), timeout_s
@@ -240,18 +255,39 @@ class TierLink:
 
     def _putting(self) -> None:
         while (job := self._next_put()) is not None:
-            self._finished(job.num_bytes, self._store(job))
+            try:
+                counted = self._store(job)
+            except _PASSING:
+                self._put_back(job)
+            except TierError:
+                self._finished(job.num_bytes, Counter())
+            else:
+                self._finished(job.num_bytes, counted)
 
     def _store(self, job: _Put) -> Counter[str]:
+        """Raises TierError."""
+
         def put(client: TierClient) -> bool:
             if job.ready is not None:
                 job.ready()
             return client.put(job.blob, replace=job.replace)
 
-        stored = self._guarded("put", put)
+        stored = self._called("put", put)
         if stored is None:
             return Counter()
         return Counter(put=1, put_bytes=job.num_bytes) if stored else Counter(put_known=1)
+
+    def _put_back(self, job: _Put) -> None:
+        """To the head of the queue, unless that was its last attempt."""
+        job = job._replace(failures=job.failures + 1)
+        with self._changed:
+            if self._closed or job.failures >= PUT_ATTEMPTS:
+                self._finished(job.num_bytes, Counter(puts_given_up=1))
+                return
+            self._puts.appendleft(job)
+            self._queued_bytes += job.num_bytes
+            self._busy -= 1
+            self._changed.notify_all()
 
     def _getting(self) -> None:
         while (fetch := self._next_fetch()) is not None:
@@ -279,7 +315,9 @@ class TierLink:
 
     def _next_put(self) -> _Put | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._puts)
+            self._changed.wait_for(
+                lambda: self._closed or (self._puts and not self.breaker.is_open)
+            )
             if self._closed:
                 return None
             self._busy += 1
@@ -307,10 +345,18 @@ class TierLink:
             self.counters[name] += number
 
     def _guarded(self, what: str, work: Callable[[TierClient], Result]) -> Result | None:
-        """Run one call; its failure is counted and told to the breaker."""
+        """Run one call; None where it fails."""
+        try:
+            return self._called(what, work)
+        except TierError:
+            return None
+
+    def _called(self, what: str, work: Callable[[TierClient], Result]) -> Result | None:
+        """Run one call; its failure is counted and told to the breaker. None where that is a bug of
+        ours. Raises TierError."""
         if what != "probe" and self.breaker.is_open:
             self._count("refused_while_open")
-            return None
+            raise TierUnavailableError(f"tier {self.client.address}: given up on for now")
         try:
             if not self._connected:
                 self.client.connect()
@@ -319,10 +365,10 @@ class TierLink:
         except _HARMLESS as error:
             self._count(f"{what}_{type(error).__name__}")
             self.breaker.succeeded()
-            return None
+            raise
         except TierError as error:
             self._failed(what, error)
-            return None
+            raise
         except BaseException:
             # A bug of ours in the background must not end the threads that others wait for.
             logger.exception("a tier %s failed unexpectedly", what)
@@ -333,6 +379,8 @@ class TierLink:
         if what == "probe":
             self.breaker.probed()
             logger.info("tier %s is back", self.client.address)
+            with self._changed:
+                self._changed.notify_all()
         else:
             self.breaker.succeeded()
         return result

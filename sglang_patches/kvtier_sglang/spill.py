@@ -3,7 +3,7 @@
 A prompt's KV is exact until its turn ends, so it leaves in the meantime: whenever a chunk is
 published, the spans that are whole by then are copied to host memory, and the rest happens in the
 background (kvtier.tier.link). When the turn ends only its last, partial span is left, and the
-record of how the turn was compressed.
+record of how the turn was compressed. What the link has no room for stays due until then.
 
     chunk published    [ span ][ span ][ ...      copied out, checksummed and sent behind our back
     turn ended         ... ][ tail ] + record     then locality slots are freed
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -35,7 +36,8 @@ BYTES_TOGETHER = 64 << 20
 
 @dataclass
 class Turn:
-    """What was spilled of a request. spilled: tokens; exact: computed with nothing dropped."""
+    """What was spilled of a request. spilled: tokens that are dealt with; exact: computed with
+    nothing dropped."""
 
     chains: NamedChains
     spilled: int
@@ -69,70 +71,81 @@ class Spiller:
         """The first tokens of a request, as far as they are computed, with their CA slots (any
         integers)."""
         turn = self._turns.get(rid)
-        if turn is None or not self.link.healthy:
-            return
         span = self.names.span_tokens
         stop = len(token_ids) // span * span
-        if stop <= turn.spilled:
+        if turn is None or stop <= turn.spilled or not self._fitting(span):
             return
         turn.chains.extend(token_ids)
-        self._spill(turn, turn.spilled, stop, slots[turn.spilled : stop].to(torch.int64))
-        turn.spilled = stop
+        due = slots[turn.spilled : stop].to(torch.int64)
+        turn.spilled += span * self._spill(turn, turn.spilled // span, due)
 
-    def _spill(self, turn: Turn, begin: int, stop: int, slots: torch.Tensor) -> None:
-        """Send the whole spans of [begin, stop) that are exact on the device."""
+    def _fitting(self, num_tokens: int) -> int:
+        """Spans of that many tokens which the link takes."""
+        return self.link.room_bytes // self.codec.layout(num_tokens).num_bytes
+
+    def _spill(self, turn: Turn, first: int, slots: torch.Tensor) -> int:
+        """Send the spans from the `first` one on that are exact on the device; returns how many are
+        dealt with."""
         span = self.names.span_tokens
-        first, count = begin // span, (stop - begin) // span
-        exact = self.codec.exact_spans(slots, count)
-        if not all(exact):
-            # Nobody could use what comes behind a gap, but a later gap costs only itself.
-            self.counters["spans_not_exact"] += exact.count(False)
-            for index, one in enumerate(exact):
-                if one:
-                    part = slots[index * span : (index + 1) * span]
-                    self._send(turn.chain.keys[first + index : first + index + 1], part)
-            return
-        self._send(turn.chain.keys[first : first + count], slots)
+        exact = self.codec.exact_spans(slots, slots.numel() // span)
+        done = 0
+        # Nobody could use what comes behind a gap, but a later gap costs only itself.
+        for alike, members in groupby(exact):
+            count = len(list(members))
+            if alike:
+                keys = turn.chain.keys[first + done : first + done + count]
+                sent = self._send(keys, slots[done * span : (done + count) * span])
+                if sent < count:
+                    return done + sent
+            else:
+                self.counters["spans_not_exact"] += count
+            done += count
+        return done
 
-    def _send(self, keys: Sequence[bytes], slots: torch.Tensor) -> None:
-        """Send equal spans that follow each other, as far as the link takes them."""
+    def _send(self, keys: Sequence[bytes], slots: torch.Tensor) -> int:
+        """Send equal spans that follow each other; returns how many of them the link took."""
         tokens = slots.numel() // len(keys)
         layout = self.codec.layout(tokens)
         encoded = layout.encode()
         together = max(1, min(SPANS_TOGETHER, BYTES_TOGETHER // layout.num_bytes))
-        for first in range(0, len(keys), together):
-            some = keys[first : first + together]
-            part = slots[first * tokens : (first + len(some)) * tokens]
+        fitting = min(len(keys), self._fitting(tokens))
+        sent = 0
+        while sent < fitting:
+            some = keys[sent : min(sent + together, fitting)]
+            part = slots[sent * tokens : (sent + len(some)) * tokens]
             payload = self.codec.gather(part, len(some))
             rows = zip(some, payload.rows, strict=True)
             blobs = [Blob(key, encoded, [memoryview(row.numpy())]) for key, row in rows]
             taken = self.link.put(blobs, ready=payload.ready)
             self.counters["spans_spilled"] += taken
             self.counters["spill_bytes"] += taken * layout.num_bytes
+            sent += taken
             if taken < len(some):
-                self.counters["spans_shed"] += len(keys) - first - taken
-                return
+                break
+        return sent
 
     def ended(self, rid: str, token_ids: Sequence[int], slots: torch.Tensor) -> None:
         """The turn ended; nothing of it is freed yet. Spills its last, partial span."""
         self.published(rid, token_ids, slots)
         turn = self._turns.get(rid)
-        if turn is None or not self.link.healthy:
+        if turn is None:
             return
         turn.chains.extend(token_ids)
-        tail = list(token_ids[turn.spilled :])
-        if 0 < len(tail) < self.names.span_tokens:
+        whole, num_tail = divmod(len(token_ids) - turn.spilled, self.names.span_tokens)
+        self.counters["spans_shed"] += whole
+        if num_tail and not whole:
             part = slots[turn.spilled :].to(torch.int64)
-            if self.codec.exact_spans(part, 1) == [True]:
+            if self._fitting(num_tail) and self.codec.exact_spans(part, 1) == [True]:
+                tail = list(token_ids[turn.spilled :])
                 key = turn.chain.tail_key(turn.spilled // self.names.span_tokens, tail)
                 self._send([key], part)
 
     def compressed(self, rid: str, token_ids: Sequence[int], nodes: Sequence[NodeRecord]) -> None:
         """The turn's nodes are what they will be: store the record of them, and forget the turn."""
         turn = self._turns.pop(rid, None)
-        if turn is None or not nodes or not self.link.healthy:
+        if turn is None or not nodes:
             return
-        # The tier may have been away when the turn's spans were due.
+        # There may have been no room when the turn's spans were due.
         turn.chains.extend(token_ids)
         whole = len(token_ids) // self.names.span_tokens
         tail = token_ids[whole * self.names.span_tokens :]

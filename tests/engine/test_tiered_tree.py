@@ -113,6 +113,53 @@ def test_a_tail_shorter_than_a_span_comes_back_too(connect):
     assert turn(b, [*prompt, 1, 2, 9, 9], [3]).restored == 25
 
 
+class AwayClient(TierClient):
+    """Nobody is there while a test says so."""
+
+    away = True
+
+    def connect(self):
+        if self.away:
+            raise TierUnavailableError("away")
+        super().connect()
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_turn_that_ends_while_the_tier_is_away_is_there_when_it_is_back(connect, share):
+    a = MiniScheduler(share=share, link=connect(AwayClient))
+    prompt = context(90)
+    turn(a, prompt, [1, 2])
+    assert not a.tree.link.flush(0.05)
+    assert a.tree.link.held_bytes > 0
+    a.tree.link.client.away = False
+    assert a.tree.link.flush(10)
+    assert a.tree.link.held_bytes == 0
+    b = MiniScheduler(share=share, link=connect())
+    assert turn(b, [*prompt, 1, 2, 9, 9], [3]).restored == 92
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_spans_that_found_no_room_go_when_there_is_some_or_are_shed_at_the_end(connect, in_time):
+    a = MiniScheduler(share=FixedShare(0.5), link=connect(AwayClient))
+    link, spiller = a.tree.link, a.tree.spiller
+    taken = link.room_bytes - 7 * spiller.codec.layout(6).num_bytes // 2
+    assert link.claim(taken)
+    request = a.admit(context(90))
+    while request.filled < 90:
+        assert a.extend(request, 17)
+        a.checkpoint(request)
+    assert spiller.counters["spans_spilled"] == 3
+    if in_time:
+        link.release(taken)
+    a.release(request, checkpoint=True)
+    a.check()
+    assert spiller.counters["spans_shed"] == (0 if in_time else 12)
+    link.client.away = False
+    assert link.flush(10)
+    b = MiniScheduler(share=FixedShare(0.5), link=connect())
+    assert turn(b, [*context(90), 9, 9], [3]).restored == (90 if in_time else 18)
+
+
 def test_another_policy_shares_exact_kv_and_nothing_else(connect):
     a = MiniScheduler(share=FixedShare(0.5), link=connect())
     first = context(60)

@@ -302,6 +302,7 @@ def test_whatever_happens_no_more_is_held_than_the_budget_and_all_of_it_comes_ba
                 client.fails = argument("as told") if argument else None
             assert sum(claimed) <= link.held_bytes <= BUDGET
         client.gate.set()
+        client.fails = None
         assert link.flush(PATIENCE_S)
         assert link.held_bytes == sum(claimed)
 
@@ -325,6 +326,76 @@ def test_more_fetches_than_may_wait_are_refused_at_once():
 # ---- failures
 
 
+def fail(link, times: int) -> None:
+    """Calls that fail, until the breaker opens."""
+    for _ in range(times):
+        assert link.submit(lambda client: client.put(blob_of(1))).wait(PATIENCE_S)
+
+
+def test_puts_wait_for_a_tier_that_is_away_and_arrive_in_order(link, client):
+    client.fails = TierUnavailableError("down")
+    fail(link, 2)
+    blobs = [blob_of(number) for number in range(6)]
+    assert link.put(blobs[:3]) == 3
+    eventually(lambda: not link.healthy)
+    assert link.put(blobs[3:]) == 3
+    assert not link.flush(0.05)
+    assert link.held_bytes == 600
+    client.fails = None
+    assert link.flush(PATIENCE_S)
+    assert client.stored == blobs
+    assert link.held_bytes == 0
+    assert link.counters["puts_shed"] == link.counters["puts_given_up"] == 0
+
+
+def test_puts_that_wait_for_the_tier_make_room_for_gets_and_have_their_limit(link, client):
+    client.fails = TierUnavailableError("down")
+    fail(link, 3)
+    assert link.put([blob_of(number, 300) for number in range(4)]) == 3
+    assert (link.held_bytes, link.room_bytes) == (900, 100)
+    assert link.claim(600)
+    assert link.counters["puts_shed"] == 3
+    client.fails = None
+    assert link.flush(PATIENCE_S)
+    assert [blob.key[-1] for blob in client.stored] == [0]
+    link.release(600)
+    assert link.room_bytes == BUDGET
+
+
+def test_what_was_damaged_on_its_way_is_sent_again(link, client):
+    put, failed = client.put, []
+
+    def damaged_twice(blob, **options):
+        if len(failed) < 2:
+            failed.append(blob)
+            raise TierIntegrityError("other bytes than were sent")
+        return put(blob, **options)
+
+    client.put = damaged_twice
+    assert link.put([blob_of(1), blob_of(2)]) == 2
+    assert link.flush(PATIENCE_S)
+    assert [blob.key[-1] for blob in client.stored] == [1, 2]
+    assert link.healthy
+    assert link.counters["put_TierIntegrityError"] == 2
+
+
+def test_a_put_that_nothing_helps_does_not_hold_up_the_others(link, client):
+    put = client.put
+
+    def poisoned(blob, **options):
+        if blob.key[-1] == 1:
+            raise TierUnavailableError("whenever this comes")
+        return put(blob, **options)
+
+    client.put = poisoned
+    assert link.put([blob_of(1), blob_of(2)]) == 2
+    assert link.flush(PATIENCE_S)
+    assert [blob.key[-1] for blob in client.stored] == [2]
+    assert link.counters["puts_given_up"] == 1
+    assert link.counters["put_TierUnavailableError"] == link_module.PUT_ATTEMPTS
+    assert link.held_bytes == 0
+
+
 def test_three_failures_open_the_breaker_and_the_rest_is_refused_at_once():
     with linked(breaker=Breaker(first_s=60.0)) as (link, client):
         client.fails = TierUnavailableError("down")
@@ -336,7 +407,7 @@ def test_three_failures_open_the_breaker_and_the_rest_is_refused_at_once():
         assert link.counters == {"get_TierUnavailableError": 3, "refused_while_open": 17}
         began = time.monotonic()
         assert link.submit(lambda c: c).done
-        assert link.put([blob_of(1)]) == 0
+        assert link.put([blob_of(1)]) == 1
         assert time.monotonic() - began < 0.1
         assert client.connects == 3
 
@@ -345,8 +416,7 @@ def test_the_breaker_closes_by_itself_once_the_tier_is_back(both, caplog):
     link, client = both
     caplog.set_level("INFO")
     client.fails = TierUnavailableError("down")
-    link.put([blob_of(number) for number in range(5)])
-    eventually(lambda: not link.healthy)
+    fail(link, 3)
     eventually(lambda: link.counters["probe_TierUnavailableError"] >= 3)
     client.fails = None
     eventually(lambda: link.healthy)
@@ -371,8 +441,10 @@ def test_a_tier_that_says_no_is_told_to_the_operator_as_an_error(both, caplog, e
     assert not link.healthy
 
 
-@pytest.mark.parametrize("error", [TierExhaustedError, TierIntegrityError])
-def test_a_tier_that_is_full_or_lost_something_is_still_asked(link, client, error):
+@pytest.mark.parametrize(
+    ("error", "attempts"), [(TierExhaustedError, 1), (TierIntegrityError, link_module.PUT_ATTEMPTS)]
+)
+def test_a_tier_that_is_full_or_lost_something_is_still_asked(link, client, error, attempts):
     client.fails = error("full")
     client.connect_fails = None
     link._connected = True
@@ -380,25 +452,20 @@ def test_a_tier_that_is_full_or_lost_something_is_still_asked(link, client, erro
         link.put([blob_of(number)])
     assert link.flush(PATIENCE_S)
     assert link.healthy
-    assert client.calls == 10
-    assert link.counters[f"put_{error.__name__}"] == 10
+    assert client.calls == 10 * attempts
+    assert link.counters[f"put_{error.__name__}"] == 10 * attempts
 
 
 def test_a_tier_that_answers_probes_and_nothing_else_costs_one_failure_each_time():
     with linked(breaker=Breaker(first_s=0.01, longest_s=0.01)) as (link, client):
         client.fails, client.connect = TierUnavailableError("down"), lambda: None
 
-        def fail() -> None:
-            eventually(lambda: link.healthy)
-            link.put([blob_of(1)])
-            assert link.flush(PATIENCE_S)
-
-        for _ in range(3):
-            fail()
+        fail(link, 3)
         assert link.breaker.opened == 1
         calls = client.calls
         for times in range(1, 6):
-            fail()
+            eventually(lambda: link.healthy)
+            fail(link, 1)
             assert client.calls == calls + times
             assert link.breaker.opened == 1 + times
 
@@ -407,8 +474,7 @@ def test_after_a_failure_it_connects_again_before_anything_else(link, client):
     link.put([blob_of(1)])
     assert link.flush(PATIENCE_S)
     client.fails = TierUnavailableError("gone")
-    link.put([blob_of(2)])
-    assert link.flush(PATIENCE_S)
+    fail(link, 1)
     client.fails = None
     link.put([blob_of(3)])
     assert link.flush(PATIENCE_S)
