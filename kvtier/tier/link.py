@@ -10,7 +10,8 @@ costs this one; and of a context's spans the first ones are worth the most, beca
 begins with a gap is of no use.
 
 Puts outlast the tier: what it could not take for now waits, inside that budget, until it is back.
-Gets do not: a user waits for them, and what is not there is computed.
+Gets do not: a user waits for them, and what is not there is computed. A turn may ask for what the
+one before it still has on its way: `settle` lets that go first and waits for it.
 
 Nothing here raises because of the tier: a call that fails is counted and is a miss.
 """
@@ -21,8 +22,8 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from kvtier.errors import (
     TierError,
@@ -34,14 +35,17 @@ from kvtier.errors import (
 )
 from kvtier.tier.breaker import Breaker
 from kvtier.tier.client import Blob, TierClient
+from kvtier.tier.fetch import Fetch, Result
+from kvtier.tier.outgoing import Outgoing, Put
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
 # Fetches that may wait; a scheduler that has more of them under way computes faster by itself.
 WAITING_FETCHES = 256
 # For threads to end when the link closes; calls under way are cut off.
 CLOSE_S = 5.0
+# For a context's own puts, by whoever asks for it: what is not there by then is a miss.
+SETTLE_S = 1.0
 # Of one put, the last of them: three failures open the breaker, and each time the tier seems to be
 # back, what waited longest tries first.
 PUT_ATTEMPTS = 5
@@ -50,56 +54,6 @@ _HARMLESS = (TierExhaustedError, TierIntegrityError)
 # A put that failed so may go well another time.
 _PASSING = (TierUnavailableError, TierIntegrityError)
 _MISCONFIGURED = (TierRefusedError, TierProtocolError)
-
-
-class Fetch(Generic[Result]):
-    """Work under way. done: whether `result` is final. Written by one thread, read by another."""
-
-    def __init__(self, work: Callable[[TierClient], Result]) -> None:
-        self.work = work
-        self.result: Result | None = None
-        self.cancelled = False
-        self._ended = threading.Event()
-        self._unwanted: Callable[[Result], None] | None = None
-        self._lock = threading.Lock()
-
-    @property
-    def done(self) -> bool:
-        return self._ended.is_set()
-
-    def end(self, result: Result | None) -> None:
-        with self._lock:
-            self.result = result
-            self._ended.set()
-            unwanted = self._unwanted
-        if unwanted is not None and result is not None:
-            unwanted(result)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Returns `done`, after at most `timeout_s`."""
-        return self._ended.wait(timeout_s)
-
-    def cancel(self, unwanted: Callable[[Result], None] | None = None) -> None:
-        """The result is not wanted any more; work that has not begun will not.
-
-        unwanted: called once with a result that came or comes all the same.
-        """
-        with self._lock:
-            self.cancelled = True
-            self._unwanted = unwanted
-            result = self.result if self.done else None
-        if unwanted is not None and result is not None:
-            unwanted(result)
-
-
-class _Put(NamedTuple):
-    """A blob that waits. num_bytes: as it was counted when it was queued; failures: so far."""
-
-    blob: Blob
-    replace: bool
-    num_bytes: int
-    ready: Callable[[], None] | None
-    failures: int = 0
 
 
 class TierLink:
@@ -122,9 +76,8 @@ class TierLink:
         self.counters: Counter[str] = Counter()
         self._buffer_bytes = buffer_bytes
         self._waiting_fetches = waiting_fetches
-        # Queued puts, the one under way, and what was claimed; of which queued:
-        self._held_bytes = self._queued_bytes = 0
-        self._puts: deque[_Put] = deque()
+        self._claimed_bytes = 0
+        self._puts = Outgoing()
         self._fetches: deque[Fetch[Any]] = deque()
         self._changed = threading.Condition()
         self._busy = 0
@@ -151,13 +104,13 @@ class TierLink:
 
     @property
     def held_bytes(self) -> int:
-        """Of the budget: queued and under way, and what was claimed."""
-        return self._held_bytes
+        """Of the budget: puts on their way, and what was claimed."""
+        return self._puts.held_bytes + self._claimed_bytes
 
     @property
     def room_bytes(self) -> int:
         """Of the budget: what a put may use now, whether or not the tier is there."""
-        return 0 if self._closed else self._buffer_bytes - self._held_bytes
+        return 0 if self._closed else self._buffer_bytes - self.held_bytes
 
     def put(
         self,
@@ -171,17 +124,15 @@ class TierLink:
         ready: called in the background before a payload is read, perhaps more than once; blocks
         until they are complete.
         """
-        queued = [_Put(blob, replace, blob.num_bytes, ready) for blob in blobs]
+        jobs = [Put(blob, replace, blob.num_bytes, ready) for blob in blobs]
         taken = 0
         with self._changed:
-            for one in queued:
-                if one.num_bytes > self.room_bytes:
+            for job in jobs:
+                if job.num_bytes > self.room_bytes:
                     break
-                self._held_bytes += one.num_bytes
-                self._queued_bytes += one.num_bytes
-                self._puts.append(one)
+                self._puts.append(job)
                 taken += 1
-            self._count("puts_shed", len(queued) - taken)
+            self._count("puts_shed", len(jobs) - taken)
             self._changed.notify_all()
         return taken
 
@@ -201,17 +152,31 @@ class TierLink:
     def claim(self, num_bytes: int) -> bool:
         """Host memory for a get, to be given back with `release`; False where there is none."""
         with self._changed:
-            if self._held_bytes - self._queued_bytes + num_bytes > self._buffer_bytes:
+            if self.held_bytes - self._puts.waiting_bytes + num_bytes > self._buffer_bytes:
                 self._count("gets_refused")
                 return False
-            while self._held_bytes + num_bytes > self._buffer_bytes:
-                shed = self._puts.pop()
-                self._held_bytes -= shed.num_bytes
-                self._queued_bytes -= shed.num_bytes
+            while self.held_bytes + num_bytes > self._buffer_bytes:
+                self._puts.shed()
                 self._count("puts_shed")
-            self._held_bytes += num_bytes
+            self._claimed_bytes += num_bytes
             self._changed.notify_all()
         return True
+
+    def settle(self, keys: Iterable[bytes], timeout_s: float = SETTLE_S) -> bool:
+        """Wait until none of these is on its way to the tier; their puts go before all others.
+
+        Returns whether that was reached; an open breaker ends the wait, too. Not for schedulers.
+        """
+        wanted = set(keys)
+        with self._changed:
+            if not self._puts.has_any(wanted):
+                return True
+            self._count("gets_settled")
+            self._puts.go_first(wanted)
+            self._changed.wait_for(
+                lambda: not (self.healthy and self._puts.has_any(wanted)), timeout_s
+            )
+            return not self._puts.has_any(wanted)
 
     def failed_elsewhere(self, what: str, error: TierError) -> None:
         """A call that was not made here failed, of a client that this link connected."""
@@ -223,7 +188,7 @@ class TierLink:
     def release(self, num_bytes: int) -> None:
         """Give back what `claim` got."""
         with self._changed:
-            self._held_bytes -= num_bytes
+            self._claimed_bytes -= num_bytes
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing is on its way; returns whether that was reached, which puts prevent
@@ -238,9 +203,8 @@ class TierLink:
         with self._changed:
             self._closed = True
             fetches, self._fetches = self._fetches, deque()
-            self._held_bytes -= self._queued_bytes
-            self._queued_bytes = 0
-            self._puts.clear()
+            while self._puts:
+                self._puts.shed()
             self._changed.notify_all()
         for fetch in fetches:
             fetch.end(None)
@@ -260,11 +224,11 @@ class TierLink:
             except _PASSING:
                 self._put_back(job)
             except TierError:
-                self._finished(job.num_bytes, Counter())
+                self._put_ended(job, Counter())
             else:
-                self._finished(job.num_bytes, counted)
+                self._put_ended(job, counted)
 
-    def _store(self, job: _Put) -> Counter[str]:
+    def _store(self, job: Put) -> Counter[str]:
         """Raises TierError."""
 
         def put(client: TierClient) -> bool:
@@ -277,15 +241,24 @@ class TierLink:
             return Counter()
         return Counter(put=1, put_bytes=job.num_bytes) if stored else Counter(put_known=1)
 
-    def _put_back(self, job: _Put) -> None:
+    def _put_back(self, job: Put) -> None:
         """To the head of the queue, unless that was its last attempt."""
         job = job._replace(failures=job.failures + 1)
         with self._changed:
             if self._closed or job.failures >= PUT_ATTEMPTS:
-                self._finished(job.num_bytes, Counter(puts_given_up=1))
+                self._put_ended(job, Counter(puts_given_up=1))
                 return
-            self._puts.appendleft(job)
-            self._queued_bytes += job.num_bytes
+            self._puts.put_back(job)
+            self._ended_one()
+
+    def _put_ended(self, job: Put, counted: Counter[str]) -> None:
+        with self._changed:
+            self.counters.update(counted)
+            self._puts.over(job)
+            self._ended_one()
+
+    def _ended_one(self) -> None:
+        with self._changed:
             self._busy -= 1
             self._changed.notify_all()
 
@@ -297,7 +270,7 @@ class TierLink:
             except Exception:
                 logger.exception("a result that nobody wanted could not be given back")
                 self._count("get_bugs")
-            self._finished(0, Counter())
+            self._ended_one()
 
     def _probing(self) -> None:
         """Looks after an open breaker, so that nobody else has to try."""
@@ -313,7 +286,7 @@ class TierLink:
             self._connected = False
             self._guarded("probe", lambda client: True)
 
-    def _next_put(self) -> _Put | None:
+    def _next_put(self) -> Put | None:
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closed or (self._puts and not self.breaker.is_open)
@@ -321,9 +294,7 @@ class TierLink:
             if self._closed:
                 return None
             self._busy += 1
-            job = self._puts.popleft()
-            self._queued_bytes -= job.num_bytes
-            return job
+            return self._puts.next()
 
     def _next_fetch(self) -> Fetch[Any] | None:
         with self._changed:
@@ -332,13 +303,6 @@ class TierLink:
                 return None
             self._busy += 1
             return self._fetches.popleft()
-
-    def _finished(self, num_bytes: int, counted: Counter[str]) -> None:
-        with self._changed:
-            self.counters.update(counted)
-            self._held_bytes -= num_bytes
-            self._busy -= 1
-            self._changed.notify_all()
 
     def _count(self, name: str, number: int = 1) -> None:
         with self._changed:
@@ -399,4 +363,4 @@ class TierLink:
                 self._changed.notify_all()
 
 
-__all__ = ["Fetch", "TierLink"]
+__all__ = ["TierLink"]

@@ -83,12 +83,9 @@ class Lookup:
         """Which spans to fetch, and up to where they are exact."""
         whole = len(chains.exact.keys)
         first = self.begin // self.names.span_tokens
-        asked = [
-            *chains.exact.keys,
-            *chains.policy.keys,
-            *(chains.policy.turns_key(spans) for spans in range(first, whole + 1)),
-        ]
-        present = client.exists(asked).present
+        turns = [chains.policy.turns_key(spans) for spans in range(first, whole + 1)]
+        self.link.settle([*chains.exact.keys[first:], *chains.policy.keys[first:], *turns])
+        present = client.exists([*chains.exact.keys, *chains.policy.keys, *turns]).present
         exact, policy = present[:whole], present[whole : 2 * whole]
         recorded = [first + i for i, held in enumerate(present[2 * whole :]) if held]
         record = self._record(client, chains, recorded)

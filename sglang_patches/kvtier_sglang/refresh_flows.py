@@ -24,8 +24,9 @@ from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import Chosen, Hole, RefreshRule
 from kvtier.tier.client import TierClient
 from kvtier.tier.deadline import Deadline
+from kvtier.tier.fetch import Fetch
 from kvtier.tier.host import Layouts, fetch_spans
-from kvtier.tier.link import Fetch, TierLink
+from kvtier.tier.link import TierLink
 from kvtier.tier.names import ContextNames, SpanName, spans_of_ranges
 from kvtier.tier.near_data import NearData
 from kvtier.tier.refreshing import Context
@@ -136,6 +137,7 @@ class RefreshFlows:
             spans = context.spans(self.names)
             if not spans:
                 return None
+            self.link.settle(span.key for span in spans)
             if self.near_data and client.refreshes:
                 return self._near(client, spans, context.holes)
             return self._fetched(client, spans, context.holes)

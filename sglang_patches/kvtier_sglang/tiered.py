@@ -31,8 +31,9 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import Hole, RefreshRule
+from kvtier.tier.fetch import Fetch
 from kvtier.tier.host import Layouts
-from kvtier.tier.link import Fetch, TierLink
+from kvtier.tier.link import TierLink
 from kvtier.tier.lookup import Landed, Lookup
 from kvtier.tier.names import ContextNames
 from kvtier.tier.turns import NodeRecord

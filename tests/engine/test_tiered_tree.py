@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import random
+import time
 
 import pytest
 import torch
@@ -111,6 +112,27 @@ def test_a_tail_shorter_than_a_span_comes_back_too(connect):
     assert a.tree.link.flush(10)
     b = MiniScheduler(link=connect())
     assert turn(b, [*prompt, 1, 2, 9, 9], [3]).restored == 25
+
+
+class SlowClient(TierClient):
+    """Whose puts take their time."""
+
+    def put(self, *args, **kwargs):
+        time.sleep(0.01)
+        return super().put(*args, **kwargs)
+
+
+@pytest.mark.parametrize("near_data", [False, True])
+def test_a_turn_that_begins_while_the_last_one_still_spills_is_refreshed(connect, near_data):
+    s = MiniScheduler(
+        share=FixedShare(0.5), link=connect(SlowClient), refresh=REFRESH, near_data=near_data
+    )
+    prompt = context(90)
+    turn(s, prompt, [1, 2])
+    assert s.tree.link.pending > 5
+    turn(s, [*prompt, 1, 2, 7, 7, 7], [3])
+    assert s.tree.link.counters["gets_settled"] > 0
+    assert s.tree.tier_report()["refreshed_turns"] == 1
 
 
 class AwayClient(TierClient):

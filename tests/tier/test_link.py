@@ -175,6 +175,59 @@ def test_flush_says_whether_it_got_there(link, client):
     assert link.flush(PATIENCE_S)
 
 
+# ---- what is asked for while it is on its way
+
+
+def test_what_is_asked_for_goes_first_and_is_waited_for(link, client):
+    hold_the_put_thread(link, client)
+    blobs = [blob_of(number) for number in range(6)]
+    link.put(blobs)
+    stored: list[list[Blob]] = []
+
+    def work(_):
+        settled = link.settle([blobs[2].key, blobs[4].key, blob_of(77).key], PATIENCE_S)
+        stored.append(list(client.stored))
+        return settled
+
+    fetch = link.submit(work)
+    eventually(lambda: link.counters["gets_settled"] == 1)
+    assert not fetch.done
+    client.gate.set()
+    assert fetch.wait(PATIENCE_S)
+    assert fetch.result is True
+    assert link.flush(PATIENCE_S)
+    assert client.stored[1:] == [blobs[i] for i in (2, 4, 0, 1, 3, 5)]
+    assert stored[0][:3] == client.stored[:3]
+
+
+def test_what_is_not_on_its_way_is_not_waited_for(link, client):
+    hold_the_put_thread(link, client)
+    link.put([blob_of(1)])
+    began = time.monotonic()
+    assert link.settle([blob_of(2).key], PATIENCE_S)
+    assert link.settle([], PATIENCE_S)
+    assert time.monotonic() - began < 1.0
+    assert "gets_settled" not in link.counters
+    client.gate.set()
+
+
+def test_waiting_for_what_is_under_way_has_an_end(link, client):
+    hold_the_put_thread(link, client)
+    assert not link.settle([blob_of(10_000).key], 0.02)
+    client.gate.set()
+    assert link.settle([blob_of(10_000).key], PATIENCE_S)
+
+
+def test_nobody_waits_for_puts_that_wait_for_the_tier():
+    with linked(breaker=Breaker(first_s=60.0)) as (link, client):
+        client.fails = TierUnavailableError("down")
+        link.put([blob_of(1)])
+        began = time.monotonic()
+        assert not link.settle([blob_of(1).key], PATIENCE_S)
+        assert time.monotonic() - began < 1.0
+        assert link.pending == 1
+
+
 # ---- cancelling
 
 
@@ -560,6 +613,7 @@ def test_closing_ends_what_waits_and_cuts_off_what_is_under_way(caplog):
         assert "serving goes on" not in caplog.text, "it is our doing"
         assert link.submit(lambda _: 1).done
         assert link.put([blob_of(2)]) == 0
+        assert not link.claim(BUDGET + 1)
         assert link.flush(0.0)
         link.close()
 

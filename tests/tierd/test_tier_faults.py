@@ -24,7 +24,8 @@ from tcp_proxy import tcp_proxy
 
 from kvtier.tier.breaker import Breaker
 from kvtier.tier.client import Blob, Landing, Offer, TierClient
-from kvtier.tier.link import Fetch, TierLink
+from kvtier.tier.fetch import Fetch
+from kvtier.tier.link import TierLink
 from kvtier_tierd.stores import disk_medium
 
 HITS = 200

@@ -1,0 +1,54 @@
+"""Work in the background for somebody who may lose interest in it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from kvtier.tier.client import TierClient
+
+Result = TypeVar("Result")
+
+
+class Fetch(Generic[Result]):
+    """Work under way. done: whether `result` is final. Written by one thread, read by another."""
+
+    def __init__(self, work: Callable[[TierClient], Result]) -> None:
+        self.work = work
+        self.result: Result | None = None
+        self.cancelled = False
+        self._ended = threading.Event()
+        self._unwanted: Callable[[Result], None] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def end(self, result: Result | None) -> None:
+        with self._lock:
+            self.result = result
+            self._ended.set()
+            unwanted = self._unwanted
+        if unwanted is not None and result is not None:
+            unwanted(result)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Returns `done`, after at most `timeout_s`."""
+        return self._ended.wait(timeout_s)
+
+    def cancel(self, unwanted: Callable[[Result], None] | None = None) -> None:
+        """The result is not wanted any more; work that has not begun will not.
+
+        unwanted: called once with a result that came or comes all the same.
+        """
+        with self._lock:
+            self.cancelled = True
+            self._unwanted = unwanted
+            result = self.result if self.done else None
+        if unwanted is not None and result is not None:
+            unwanted(result)
+
+
+__all__ = ["Fetch", "Result"]
