@@ -41,6 +41,10 @@ class Breaker:
         self._probe_at: float | None = None
         self.opened = 0
 
+    def alike(self, failures: int) -> Breaker:
+        """Another one with these times."""
+        return Breaker(failures, self._first_s, self._longest_s, self._clock)
+
     @property
     def is_open(self) -> bool:
         """Whether calls are refused."""

@@ -44,16 +44,19 @@ logger = logging.getLogger(__name__)
 WAITING_FETCHES = 256
 # For threads to end when the link closes; calls under way are cut off.
 CLOSE_S = 5.0
-# For a context's own puts, by whoever asks for it: what is not there by then is a miss.
-SETTLE_S = 1.0
-# Of one put, the last of them: three failures open the breaker, and each time the tier seems to be
-# back, what waited longest tries first.
+# That a get waits for puts of the same context: what is not there by then is a miss.
+SETTLE_S = 0.5
+# Of one put, before it is given up.
 PUT_ATTEMPTS = 5
 # What says nothing about the tier's health: it answered, and the next call may go well.
 _HARMLESS = (TierExhaustedError, TierIntegrityError)
 # A put that failed so may go well another time.
 _PASSING = (TierUnavailableError, TierIntegrityError)
 _MISCONFIGURED = (TierRefusedError, TierProtocolError)
+
+
+class _GivenUpError(TierUnavailableError):
+    """Nobody was asked: the breaker is open."""
 
 
 class TierLink:
@@ -73,6 +76,8 @@ class TierLink:
     ) -> None:
         self.client = client
         self.breaker = breaker or Breaker()
+        # A put that failed is tried again after a while; gets need not wait for that.
+        self._put_breaker = self.breaker.alike(failures=1)
         self.counters: Counter[str] = Counter()
         self._buffer_bytes = buffer_bytes
         self._waiting_fetches = waiting_fetches
@@ -110,7 +115,7 @@ class TierLink:
     @property
     def room_bytes(self) -> int:
         """Of the budget: what a put may use now, whether or not the tier is there."""
-        return 0 if self._closed else self._buffer_bytes - self.held_bytes
+        return 0 if self._closed else max(0, self._buffer_bytes - self.held_bytes)
 
     def put(
         self,
@@ -118,19 +123,24 @@ class TierLink:
         *,
         replace: bool = False,
         ready: Callable[[], None] | None = None,
+        group: object = None,
     ) -> int:
-        """Queue blobs; returns how many were taken. The others are shed, the last ones first.
+        """Queue blobs; returns how many were taken. The others are shed, the last ones first. What
+        is on its way already is taken without a second one, but for `replace`.
 
         ready: called in the background before a payload is read, perhaps more than once; blocks
-        until they are complete.
+        until they are complete. group: hashable, of what may not overtake each other, by default
+        these; see `settle`.
         """
-        jobs = [Put(blob, replace, blob.num_bytes, ready) for blob in blobs]
+        group = object() if group is None else group
+        jobs = [Put(blob, replace, blob.num_bytes, ready, group) for blob in blobs]
         taken = 0
         with self._changed:
             for job in jobs:
-                if job.num_bytes > self.room_bytes:
-                    break
-                self._puts.append(job)
+                if replace or not self._puts.has_any({job.blob.key}):
+                    if job.num_bytes > self.room_bytes:
+                        break
+                    self._puts.append(job)
                 taken += 1
             self._count("puts_shed", len(jobs) - taken)
             self._changed.notify_all()
@@ -162,21 +172,23 @@ class TierLink:
             self._changed.notify_all()
         return True
 
-    def settle(self, keys: Iterable[bytes], timeout_s: float = SETTLE_S) -> bool:
-        """Wait until none of these is on its way to the tier; their puts go before all others.
+    def settle(self, keys: Iterable[bytes], timeout_s: float = SETTLE_S) -> float:
+        """Wait until none of these is on its way to the tier, `timeout_s` at the most and only
+        while that is well; the groups of their puts go before all others.
 
-        Returns whether that was reached; an open breaker ends the wait, too. Not for schedulers.
+        Returns the seconds that took. Not for schedulers.
         """
         wanted = set(keys)
+        began = time.monotonic()
         with self._changed:
             if not self._puts.has_any(wanted):
-                return True
+                return 0.0
             self._count("gets_settled")
             self._puts.go_first(wanted)
             self._changed.wait_for(
                 lambda: not (self.healthy and self._puts.has_any(wanted)), timeout_s
             )
-            return not self._puts.has_any(wanted)
+        return time.monotonic() - began
 
     def failed_elsewhere(self, what: str, error: TierError) -> None:
         """A call that was not made here failed, of a client that this link connected."""
@@ -191,8 +203,8 @@ class TierLink:
             self._claimed_bytes -= num_bytes
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until nothing is on its way; returns whether that was reached, which puts prevent
-        while the tier is away. For tests and the end of a bench."""
+        """Wait until nothing is on its way; returns whether that was reached. While the tier is
+        away puts are on their way. For tests and the end of a bench."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not (self._puts or self._fetches or self._busy), timeout_s
@@ -221,11 +233,15 @@ class TierLink:
         while (job := self._next_put()) is not None:
             try:
                 counted = self._store(job)
-            except _PASSING:
+            except _GivenUpError:
                 self._put_back(job)
+            except _PASSING:
+                self._put_breaker.failed()
+                self._put_back(job._replace(failures=job.failures + 1))
             except TierError:
                 self._put_ended(job, Counter())
             else:
+                self._put_breaker.succeeded()
                 self._put_ended(job, counted)
 
     def _store(self, job: Put) -> Counter[str]:
@@ -236,14 +252,13 @@ class TierLink:
                 job.ready()
             return client.put(job.blob, replace=job.replace)
 
-        stored = self._called("put", put)
+        stored = self._called("put", put, repeated=job.failures > 0)
         if stored is None:
             return Counter()
         return Counter(put=1, put_bytes=job.num_bytes) if stored else Counter(put_known=1)
 
     def _put_back(self, job: Put) -> None:
         """To the head of the queue, unless that was its last attempt."""
-        job = job._replace(failures=job.failures + 1)
         with self._changed:
             if self._closed or job.failures >= PUT_ATTEMPTS:
                 self._put_ended(job, Counter(puts_given_up=1))
@@ -288,13 +303,13 @@ class TierLink:
 
     def _next_put(self) -> Put | None:
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or (self._puts and not self.breaker.is_open)
-            )
-            if self._closed:
-                return None
-            self._busy += 1
-            return self._puts.next()
+            while not self._closed:
+                pause = self._put_breaker.seconds_to_probe() or 0.0
+                if self._puts and not self.breaker.is_open and not pause:
+                    self._busy += 1
+                    return self._puts.next()
+                self._changed.wait(pause or None)
+        return None
 
     def _next_fetch(self) -> Fetch[Any] | None:
         with self._changed:
@@ -315,23 +330,30 @@ class TierLink:
         except TierError:
             return None
 
-    def _called(self, what: str, work: Callable[[TierClient], Result]) -> Result | None:
+    def _called(
+        self, what: str, work: Callable[[TierClient], Result], *, repeated: bool = False
+    ) -> Result | None:
         """Run one call; its failure is counted and told to the breaker. None where that is a bug of
-        ours. Raises TierError."""
+        ours. Raises TierError.
+
+        repeated: it failed before, which the breaker knows; only a tier that is not there is news.
+        """
         if what != "probe" and self.breaker.is_open:
             self._count("refused_while_open")
-            raise TierUnavailableError(f"tier {self.client.address}: given up on for now")
+            raise _GivenUpError(f"tier {self.client.address}: given up on for now")
+        is_there = False
         try:
             if not self._connected:
                 self.client.connect()
                 self._connected = True
+            is_there = True
             result = work(self.client)
         except _HARMLESS as error:
             self._count(f"{what}_{type(error).__name__}")
             self.breaker.succeeded()
             raise
         except TierError as error:
-            self._failed(what, error)
+            self._failed(what, error, news=not (repeated and is_there))
             raise
         except BaseException:
             # A bug of ours in the background must not end the threads that others wait for.
@@ -342,6 +364,7 @@ class TierLink:
             return None
         if what == "probe":
             self.breaker.probed()
+            self._put_breaker.succeeded()
             logger.info("tier %s is back", self.client.address)
             with self._changed:
                 self._changed.notify_all()
@@ -349,14 +372,14 @@ class TierLink:
             self.breaker.succeeded()
         return result
 
-    def _failed(self, what: str, error: TierError) -> None:
+    def _failed(self, what: str, error: TierError, *, news: bool = True) -> None:
         if self._closed:
             # Of course: closing cuts off what is under way.
             return
         self._count(f"{what}_{type(error).__name__}")
         self._connected = False
         logger.debug("tier %s: %s", what, error)
-        if self.breaker.failed():
+        if news and self.breaker.failed():
             level = logging.ERROR if isinstance(error, _MISCONFIGURED) else logging.WARNING
             logger.log(level, "%s; serving goes on without the tier until it is back", error)
             with self._changed:

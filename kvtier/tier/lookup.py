@@ -1,6 +1,6 @@
 """What the tier has of a prompt, fetched in the background into host memory.
 
-Two things may be there, and the longer one wins:
+Two things may be there, and the one of which more is there wins:
 
     a record    every turn up to some point, with how each was compressed: restored, the session
                 goes on as if it had never left
@@ -40,6 +40,7 @@ class Landed:
                 plain run.
     exact_stop: up to which token it was computed with nothing dropped.
     host:       the spans that hold it.
+    settled_s:  waited for what was on its way to the tier.
     """
 
     begin: int
@@ -47,6 +48,7 @@ class Landed:
     exact_stop: int
     places: list[Place]
     host: HostSpans
+    settled_s: float
 
 
 @dataclass(frozen=True)
@@ -67,33 +69,44 @@ class Lookup:
 
     def __call__(self, client: TierClient) -> Landed | None:
         chains = self.names.chains(self.extra_key, self.token_ids)
-        record, spans, exact_stop = self._plan(client, chains)
+        first = self.begin // self.names.span_tokens
+        behind = range(first, len(chains.exact.keys) + 1)
+        turns = [chains.policy.turns_key(spans) for spans in behind]
+        settled_s = self.link.settle(
+            [*chains.exact.keys[first:], *chains.policy.keys[first:], *turns]
+        )
+        record, spans, exact_stop = self._plan(client, chains, turns)
         stop = spans[-1].stop if spans else self.begin
         if stop - self.begin < self.least:
             return None
         host = fetch_spans(client, self.link, spans, self.layouts)
-        landed = None if host is None else self._landed(record, host, exact_stop)
-        if host is not None and landed is None:
+        if host is None:
+            return None
+        landed = self._landed(record, host, exact_stop, settled_s)
+        if landed is None:
             host.release()
         return landed
 
     def _plan(
-        self, client: TierClient, chains: NamedChains
+        self, client: TierClient, chains: NamedChains, turns: Sequence[bytes]
     ) -> tuple[TurnRecord | None, list[SpanName], int]:
-        """Which spans to fetch, and up to where they are exact."""
+        """Which spans to fetch, and up to where they are exact. turns: names of records that end
+        behind what the device has."""
+        asked = [*chains.exact.keys, *chains.policy.keys, *turns]
+        present = client.exists(asked).present
         whole = len(chains.exact.keys)
-        first = self.begin // self.names.span_tokens
-        turns = [chains.policy.turns_key(spans) for spans in range(first, whole + 1)]
-        self.link.settle([*chains.exact.keys[first:], *chains.policy.keys[first:], *turns])
-        present = client.exists([*chains.exact.keys, *chains.policy.keys, *turns]).present
         exact, policy = present[:whole], present[whole : 2 * whole]
-        recorded = [first + i for i, held in enumerate(present[2 * whole :]) if held]
-        record = self._record(client, chains, recorded)
+        record = self._record(client, chains, present[2 * whole :])
         run, run_exact = spans_by_presence(chains, exact, policy, self.begin)
         if record is None:
             return None, run, run_exact
         spans = spans_of_record(chains, record, self.token_ids, self.begin)
-        exact_stop = min(record.exact_stop, record.stop)
+        held = {key for key, here in zip(asked, present, strict=True) if here}
+        width = self.names.span_tokens
+        torn = [s.begin for s in spans if s.stop - s.begin == width and s.key not in held]
+        if torn and run and run[-1].stop > torn[0]:
+            return None, run, run_exact
+        exact_stop = record.exact_stop
         tail, tail_exact = spans_by_presence(chains, exact, policy, record.stop)
         if tail and tail[-1].stop > record.stop:
             # The span in which the record ends is fetched whole instead of the record's tail.
@@ -102,9 +115,15 @@ class Lookup:
         return record, spans, exact_stop
 
     def _record(
-        self, client: TierClient, chains: NamedChains, recorded: list[int]
+        self, client: TierClient, chains: NamedChains, present: Sequence[bool]
     ) -> TurnRecord | None:
-        """The longest record that is of this very context and continues the device's prefix."""
+        """The longest record that is of this very context and continues the device's prefix.
+
+        present: whether there is one that ends in the span where the prefix ends, and in each
+        behind it.
+        """
+        first = self.begin // self.names.span_tokens
+        recorded = [first + i for i, held in enumerate(present) if held]
         for spans in reversed(recorded[-RECORDS_TRIED:]):
             payload = _small_blob(client, chains.policy.turns_key(spans))
             if payload is None:
@@ -123,15 +142,20 @@ class Lookup:
                 return record
         return None
 
-    def _landed(self, record: TurnRecord | None, host: HostSpans, exact_stop: int) -> Landed | None:
+    def _landed(
+        self, record: TurnRecord | None, host: HostSpans, exact_stop: int, settled_s: float
+    ) -> Landed | None:
         """What can be made of the spans that landed. A recorded node of which some are missing is
         as lost as its record: the rest of it is a run, as for a fork in the middle of it."""
         stop = host.spans[-1].stop if host.spans else self.begin
-        recorded = [] if record is None else places(record)
-        whole = [place for place in recorded if self.begin <= place.start < place.node.stop <= stop]
         if stop - self.begin < self.least:
             return None
-        return Landed(self.begin, stop, min(exact_stop, stop), whole, host)
+        recorded = [] if record is None else places(record)
+        whole = [place for place in recorded if self.begin <= place.start < place.node.stop <= stop]
+        if record is not None and stop < record.stop:
+            # What would have followed the record says nothing of what is in it.
+            exact_stop = record.exact_stop
+        return Landed(self.begin, stop, min(exact_stop, stop), whole, host, settled_s)
 
 
 def _small_blob(client: TierClient, key: bytes) -> bytearray | None:

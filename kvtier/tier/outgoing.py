@@ -16,12 +16,17 @@ from kvtier.tier.client import Blob
 
 
 class Put(NamedTuple):
-    """A blob to store. num_bytes: as it was counted when it was queued; failures: so far."""
+    """A blob to store.
+
+    num_bytes: as it was counted when it was queued; group: of those that belong together, and
+    keep their order; failures: so far.
+    """
 
     blob: Blob
     replace: bool
     num_bytes: int
     ready: Callable[[], None] | None
+    group: object
     failures: int = 0
 
 
@@ -65,7 +70,7 @@ class Outgoing:
             del self._on_way[job.blob.key]
 
     def shed(self) -> None:
-        """The newest of those that wait will not go."""
+        """The last of those that wait will not go."""
         job = self._waiting.pop()
         self.waiting_bytes -= job.num_bytes
         self.over(job)
@@ -75,9 +80,10 @@ class Outgoing:
         return not self._on_way.keys().isdisjoint(keys)
 
     def go_first(self, keys: AbstractSet[bytes]) -> None:
-        """These go before all others that wait, in the order they have."""
-        first = [job for job in self._waiting if job.blob.key in keys]
-        others = [job for job in self._waiting if job.blob.key not in keys]
+        """The groups of these go before all others that wait, in the order they have."""
+        groups = {job.group for job in self._waiting if job.blob.key in keys}
+        first = [job for job in self._waiting if job.group in groups]
+        others = [job for job in self._waiting if job.group not in groups]
         self._waiting = deque(first + others)
 
 

@@ -69,6 +69,9 @@ class KvtierRadixCache(VariantRadixCache):
         held = sum(n.locality_size for n in self._path(node))
         return held > self.allocator.locality_size - 2 * streaming
 
+    def _computes_exactly(self, parent: KvNode) -> bool:
+        return not self.streaming and super()._computes_exactly(parent)
+
     def checkpoint(self, req: Any, *, up_to: int) -> None:
         """Publish the request's KV up to `up_to`; see BasePrefixCache.checkpoint.
 
@@ -175,7 +178,7 @@ class KvtierRadixCache(VariantRadixCache):
             node.key = _joined(parent.key, node.key)
             node.value = torch.cat((parent.value, node.value))
             node.start, node.parent = parent.start, parent.parent
-            node.dropped, node.exact = parent.dropped, parent.exact
+            node.dropped, node.exact = parent.dropped, parent.exact and node.exact
             node.locality_size += parent.locality_size
             node.ca_size += parent.ca_size
             node.hit_count = max(node.hit_count, parent.hit_count)

@@ -76,7 +76,10 @@ class RestoringRadixCache(KvtierRadixCache):
                 part = slots[first - begin : last - begin]
                 tokens = span.stop - span.begin
                 self.codec.scatter(torch.from_numpy(payload), tokens, first - span.begin, part)
-        return self._hang(parent, key[begin:stop], slots, 0, prompt_stop)
+        node = self._hang(parent, key[begin:stop], slots, 0, prompt_stop)
+        # However this server computes; the caller knows how it was computed.
+        node.exact = parent.exact and parent.dropped.num_tokens == 0
+        return node
 
     def _compress_as(self, node: KvNode, record: NodeRecord) -> None:
         """Compress a restored node as it had been, whatever today's rule would choose."""

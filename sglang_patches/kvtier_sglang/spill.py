@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -37,11 +37,12 @@ BYTES_TOGETHER = 64 << 20
 @dataclass
 class Turn:
     """What was spilled of a request. spilled: tokens that are dealt with; exact: computed with
-    nothing dropped."""
+    nothing dropped; group: of its puts."""
 
     chains: NamedChains
     spilled: int
     exact: bool
+    group: object = field(default_factory=object)
 
     @property
     def chain(self) -> SpanChain:
@@ -94,7 +95,7 @@ class Spiller:
             count = len(list(members))
             if alike:
                 keys = turn.chain.keys[first + done : first + done + count]
-                sent = self._send(keys, slots[done * span : (done + count) * span])
+                sent = self._send(turn, keys, slots[done * span : (done + count) * span])
                 if sent < count:
                     return done + sent
             else:
@@ -102,7 +103,7 @@ class Spiller:
             done += count
         return done
 
-    def _send(self, keys: Sequence[bytes], slots: torch.Tensor) -> int:
+    def _send(self, turn: Turn, keys: Sequence[bytes], slots: torch.Tensor) -> int:
         """Send equal spans that follow each other; returns how many of them the link took."""
         tokens = slots.numel() // len(keys)
         layout = self.codec.layout(tokens)
@@ -116,7 +117,7 @@ class Spiller:
             payload = self.codec.gather(part, len(some))
             rows = zip(some, payload.rows, strict=True)
             blobs = [Blob(key, encoded, [memoryview(row.numpy())]) for key, row in rows]
-            taken = self.link.put(blobs, ready=payload.ready)
+            taken = self.link.put(blobs, ready=payload.ready, group=turn.group)
             self.counters["spans_spilled"] += taken
             self.counters["spill_bytes"] += taken * layout.num_bytes
             sent += taken
@@ -138,7 +139,7 @@ class Spiller:
             if self._fitting(num_tail) and self.codec.exact_spans(part, 1) == [True]:
                 tail = list(token_ids[turn.spilled :])
                 key = turn.chain.tail_key(turn.spilled // self.names.span_tokens, tail)
-                self._send([key], part)
+                self._send(turn, [key], part)
 
     def compressed(self, rid: str, token_ids: Sequence[int], nodes: Sequence[NodeRecord]) -> None:
         """The turn's nodes are what they will be: store the record of them, and forget the turn."""
@@ -151,7 +152,8 @@ class Spiller:
         tail = token_ids[whole * self.names.span_tokens :]
         record = TurnRecord(nodes=tuple(nodes), tail=tail_digest(tail))
         key = turn.chains.policy.turns_key(whole)
-        self.link.put([Blob(key, LAYOUT, [record.encode()])], replace=True)
+        blob = Blob(key, LAYOUT, [record.encode()])
+        self.link.put([blob], replace=True, group=turn.group)
 
     def forget(self, rid: str) -> None:
         """The request is gone, or will start again."""

@@ -320,7 +320,7 @@ class TieredRadixCache(RestoringRadixCache):
         loaded = landed.stop - node.stop
         self.tier_counters["restored_requests"] += 1
         self.tier_counters["restored_tokens"] += loaded
-        seconds = flow.waited_s + time.monotonic() - began
+        seconds = flow.waited_s - landed.settled_s + time.monotonic() - began
         self.rates.loaded(seconds, loaded * self.token_bytes)
         if not self._refresh_restored(req, restored, landed):
             flow.drop()
@@ -349,7 +349,7 @@ class TieredRadixCache(RestoringRadixCache):
             self._forget_load(rid)
             if not self.spiller.known(rid):
                 anchor = req.lock.node if req.lock is not None else self.root_node
-                exact = not self.streaming and anchor.exact and not self._any_dropped(anchor)
+                exact = self._computes_exactly(anchor) and not self._any_dropped(anchor)
                 self.spiller.begin(rid, req.kv.cache_protected_len, extra, exact=exact)
             self._measure(req, up_to)
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]

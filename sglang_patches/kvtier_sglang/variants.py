@@ -156,7 +156,8 @@ class VariantRadixCache(RadixCache):
         self, node: KvNode, key: RadixKey, offset: int, *, exact_only: bool = False
     ) -> tuple[KvNode, int]:
         """Follow `key` from `offset` as far as its nodes allow, splitting the last node if it is
-        left inside. `exact_only` does not enter dropped spans. Returns the last node and the
+        left inside. `exact_only` enters neither dropped spans nor KV that is worse than what would
+        be computed there. Returns the last node and the
         position reached."""
         now = time.monotonic()
         node.last_access_time = now
@@ -182,6 +183,9 @@ class VariantRadixCache(RadixCache):
             usable = self._usable(child, child.key.match_at(key, offset))
             if exact_only and child.dropped.num_tokens:
                 usable = min(usable, child.dropped.begin)
+            if exact_only and self._computes_exactly(node) and not child.exact:
+                # A restored copy, computed behind what another request had dropped.
+                usable = 0
             if usable > reach:
                 best, reach = child, usable
         return best, reach
@@ -242,7 +246,7 @@ class VariantRadixCache(RadixCache):
         child = KvNode(priority=priority)
         child.parent, child.start, child.prompt_stop = parent, parent.stop, prompt_stop
         child.key, child.value = key, value
-        child.exact = parent.exact and parent.dropped.num_tokens == 0
+        child.exact = self._computes_exactly(parent)
         child.hit_count = 1
         self._attach(parent, child)
         child.locality_size = self._count_locality(child)
@@ -253,6 +257,10 @@ class VariantRadixCache(RadixCache):
         self._update_leaf_status(child)
         self.kv_events.record_store(child)
         return child
+
+    def _computes_exactly(self, parent: KvNode) -> bool:
+        """Whether what is computed behind a node is exact."""
+        return parent.exact and parent.dropped.num_tokens == 0
 
     def _learned_boundaries(self, node: KvNode, key: RadixKey, offset: int) -> list[int]:
         """Where key[offset:] leaves the compressed nodes it could not use: there a variant is

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import random
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from kvtier.errors import TierUnavailableError
 from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.share import FixedShare
+from kvtier.tier import link as link_module
 from kvtier.tier.breaker import Breaker
-from kvtier.tier.client import TierClient
+from kvtier.tier.client import Presence, TierClient
 from kvtier.tier.landing import Landing
 from kvtier.tier.link import TierLink
 from kvtier_sglang.refresh_again import AgainRule
@@ -114,25 +116,43 @@ def test_a_tail_shorter_than_a_span_comes_back_too(connect):
     assert turn(b, [*prompt, 1, 2, 9, 9], [3]).restored == 25
 
 
-class SlowClient(TierClient):
-    """Whose puts take their time."""
+class WaitingClient(TierClient):
+    """Whose puts wait until a get waits for them."""
+
+    link: TierLink | None = None
 
     def put(self, *args, **kwargs):
-        time.sleep(0.01)
+        deadline = time.monotonic() + 10
+        while self.link is not None and not self.link.counters["gets_settled"]:
+            assert time.monotonic() < deadline, "nobody waits"
+            time.sleep(0.001)
         return super().put(*args, **kwargs)
 
 
 @pytest.mark.parametrize("near_data", [False, True])
-def test_a_turn_that_begins_while_the_last_one_still_spills_is_refreshed(connect, near_data):
+def test_a_turn_that_begins_while_the_last_one_still_spills_is_refreshed(
+    connect, near_data, monkeypatch
+):
+    monkeypatch.setattr(link_module.TierLink.settle, "__defaults__", (10.0,))
     s = MiniScheduler(
-        share=FixedShare(0.5), link=connect(SlowClient), refresh=REFRESH, near_data=near_data
+        share=FixedShare(0.5), link=connect(WaitingClient), refresh=REFRESH, near_data=near_data
     )
+    s.tree.link.client.link = s.tree.link
     prompt = context(90)
     turn(s, prompt, [1, 2])
-    assert s.tree.link.pending > 5
+    assert s.tree.link.counters["put"] == 0
     turn(s, [*prompt, 1, 2, 7, 7, 7], [3])
-    assert s.tree.link.counters["gets_settled"] > 0
     assert s.tree.tier_report()["refreshed_turns"] == 1
+
+
+def test_what_the_tree_has_lost_comes_back_while_it_is_still_spilled(connect, monkeypatch):
+    monkeypatch.setattr(link_module.TierLink.settle, "__defaults__", (10.0,))
+    s = MiniScheduler(share=FixedShare(0.5), link=connect(WaitingClient))
+    s.tree.link.client.link = s.tree.link
+    turn(s, context(90), [1, 2])
+    assert s.tree.link.counters["put"] == 0
+    emptied = MiniScheduler(share=FixedShare(0.5), link=s.tree.link)
+    assert turn(emptied, [*context(90), 1, 2, 9, 9], [3]).restored == 92
 
 
 class AwayClient(TierClient):
@@ -158,6 +178,130 @@ def test_a_turn_that_ends_while_the_tier_is_away_is_there_when_it_is_back(connec
     assert a.tree.link.held_bytes == 0
     b = MiniScheduler(share=share, link=connect())
     assert turn(b, [*prompt, 1, 2, 9, 9], [3]).restored == 92
+
+
+class LosingClient(TierClient):
+    """Says it has what it cannot give."""
+
+    lost: frozenset[bytes] = frozenset()
+    says_so = False
+
+    def get(self, keys, land, num_bytes):
+        outcome = super().get(keys, land, num_bytes)
+        return [
+            Landing.MISSING if key in self.lost else one
+            for key, one in zip(keys, outcome, strict=True)
+        ]
+
+    def exists(self, keys):
+        found = super().exists(keys)
+        if not self.says_so:
+            return found
+        present = [p and k not in self.lost for k, p in zip(keys, found.present, strict=True)]
+        return found._replace(leading_run=0, present=present)
+
+
+def two_turns(s: MiniScheduler) -> list[int]:
+    """The tokens of two turns, [0, 62) exact and [62, 105) computed behind what was dropped."""
+    turn(s, context(60), [1, 2])
+    turn(s, [*context(60), 1, 2, *context(40, seed=1)], [3, 4, 5])
+    assert s.tree.link.flush(10)
+    return [*context(60), 1, 2, *context(40, seed=1), 3, 4, 5]
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+@pytest.mark.parametrize(("lost", "comes"), [(13, 78), (4, 24), (0, 0)])
+def test_of_a_context_that_the_tier_lost_a_span_of_what_is_before_it_comes_back(
+    connect, lost, comes, says_so
+):
+    share = FixedShare(0.5)
+    a = MiniScheduler(share=share, link=connect())
+    tokens = two_turns(a)
+    b = MiniScheduler(share=share, link=connect(LosingClient))
+    chains = b.tree.names.chains("\0", tokens)
+    b.tree.link.client.says_so = says_so
+    b.tree.link.client.lost = frozenset({chains.exact.keys[lost], chains.policy.keys[lost]})
+    assert turn(b, [*tokens, 9, 9], [3]).restored == comes
+    never_left = {n.stop: (n.dropped, n.exact) for n in a.tree.nodes()}
+    for node in b.tree.nodes():
+        if node.stop <= comes:
+            assert node.exact or node.start >= 62
+            assert node.stop not in never_left or never_left[node.stop] == (
+                node.dropped, node.exact,
+            )  # fmt: skip
+
+
+@contextmanager
+def nothing_there():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TierClient, "exists", lambda _, keys: Presence(0, [False] * len(keys)))
+        yield
+
+
+class Torn:
+    """Two turns of which the tier lost the span [78, 84) of the second; the same tokens and more
+    were computed in one turn, too. `first`: a request that uses the first turn on server `b`,
+    so that nothing of it is dropped there."""
+
+    def __init__(self, connect, *, says_so: bool) -> None:
+        share = FixedShare(0.5)
+        tokens = two_turns(MiniScheduler(share=share, link=connect()))
+        self.longer = [*tokens, *context(20, seed=2)]
+        with nothing_there():
+            at_once = MiniScheduler(share=share, link=connect())
+            turn(at_once, self.longer, [6])
+            assert at_once.tree.link.flush(10)
+        self.b = b = MiniScheduler(share=share, link=connect(LosingClient))
+        client = b.tree.link.client
+        client.says_so = says_so
+        client.lost = frozenset({b.tree.names.chains("\0", tokens).policy.keys[13]})
+        with nothing_there():
+            self.first = b.admit(tokens)
+        assert b.extend(self.first, 62)
+        b.checkpoint(self.first)
+
+    def restored(self):
+        """A request behind the first turn, and the node that was restored for it."""
+        request = self.b.admit([*self.longer, 9])
+        (node,) = (n for n in self.b.tree.nodes() if n.start == 62)
+        assert request.restored == len(node.key)
+        return request, node
+
+
+def test_what_is_there_in_one_piece_is_worth_more_than_a_torn_record(connect):
+    _, node = Torn(connect, says_so=True).restored()
+    assert (node.stop, node.exact) == (120, True)
+
+
+def test_a_gap_does_not_make_what_is_before_it_exact(connect):
+    """What goes on exactly where the record ends says nothing of what is in it."""
+    torn = Torn(connect, says_so=False)
+    request, node = torn.restored()
+    assert (node.stop, node.exact) == (78, False)
+    torn.b.release(torn.first, checkpoint=False, aborted=True)
+    assert torn.b.extend(request, 100)
+    torn.b.release(request, checkpoint=True)
+    torn.b.check()
+    (merged,) = torn.b.tree.nodes()
+    assert (merged.start, merged.stop, merged.exact) == (0, 126, False)
+
+
+def test_a_request_that_computes_exactly_does_not_take_over_what_was_not(connect):
+    torn = Torn(connect, says_so=False)
+    torn.restored()
+    assert torn.b.extend(torn.first, 100)
+    torn.b.checkpoint(torn.first)
+    torn.b.check()
+    assert torn.first.last_node.stop == 105
+    assert all(node.exact for node in torn.b.tree._path(torn.first.last_node))
+
+
+def test_a_streaming_session_comes_back_to_another_server(connect):
+    a = MiniScheduler(share=FixedShare(0.5), link=connect(), streaming=True)
+    tokens = two_turns(a)
+    assert not any(node.exact for node in a.tree.nodes())
+    b = MiniScheduler(share=FixedShare(0.5), link=connect(), streaming=True)
+    assert turn(b, [*tokens, 9, 9], [3]).restored == len(tokens)
 
 
 @pytest.mark.parametrize("in_time", [True, False])
