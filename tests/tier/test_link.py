@@ -680,12 +680,12 @@ def test_counters_are_exact_however_many_threads_count():
     with linked(breaker=Breaker(failures=1 << 30)) as (link, client):
         client.fails, link._connected = TierExhaustedError("full"), True
 
-        def scheduler() -> None:
-            for number in range(200):
+        def scheduler(first: int) -> None:
+            for number in range(first, first + 200):
                 link.put([blob_of(number, 1)])
                 link.claim(1 << 30)
 
-        threads = [threading.Thread(target=scheduler) for _ in range(4)]
+        threads = [threading.Thread(target=scheduler, args=[1000 * i]) for i in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
