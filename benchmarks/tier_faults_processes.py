@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -117,9 +118,16 @@ def new_dials() -> Any:
 
 
 def free_address() -> str:
-    """Where nobody listens, for one service after the other, and for none."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return f"127.0.0.1:{listening.getsockname()[1]}"
+    """Where nobody listens, for one service after the other, and for none.
+
+    Below the ports that connections of this host are given: one of those would have it when a
+    service that was killed starts again.
+    """
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(first_given // 2, first_given), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return f"127.0.0.1:{port}"
+    raise RuntimeError("no port is free")
 
 
 def connections(address: str) -> int:

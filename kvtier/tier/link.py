@@ -174,7 +174,7 @@ class TierLink:
 
     def settle(self, keys: Iterable[bytes], timeout_s: float = SETTLE_S) -> float:
         """Wait until none of these is on its way to the tier, `timeout_s` at the most and only
-        while that is well; the groups of their puts go before all others.
+        while puts are well; the groups of their puts go before all others.
 
         Returns the seconds that took. Not for schedulers.
         """
@@ -186,9 +186,13 @@ class TierLink:
             self._count("gets_settled")
             self._puts.go_first(wanted)
             self._changed.wait_for(
-                lambda: not (self.healthy and self._puts.has_any(wanted)), timeout_s
+                lambda: not (self._putting_well and self._puts.has_any(wanted)), timeout_s
             )
         return time.monotonic() - began
+
+    @property
+    def _putting_well(self) -> bool:
+        return self.healthy and not self._put_breaker.is_open
 
     def failed_elsewhere(self, what: str, error: TierError) -> None:
         """A call that was not made here failed, of a client that this link connected."""
@@ -261,6 +265,8 @@ class TierLink:
         """To the head of the queue, unless that was its last attempt."""
         with self._changed:
             if self._closed or job.failures >= PUT_ATTEMPTS:
+                # The next one may do better, at once.
+                self._put_breaker.succeeded()
                 self._put_ended(job, Counter(puts_given_up=1))
                 return
             self._puts.put_back(job)

@@ -104,8 +104,10 @@ class Lookup:
         held = {key for key, here in zip(asked, present, strict=True) if here}
         width = self.names.span_tokens
         torn = [s.begin for s in spans if s.stop - s.begin == width and s.key not in held]
-        if torn and run and run[-1].stop > torn[0]:
-            return None, run, run_exact
+        if torn:
+            if run and run[-1].stop > torn[0]:
+                return None, run, run_exact
+            return record, [s for s in spans if s.stop <= torn[0]], record.exact_stop
         exact_stop = record.exact_stop
         tail, tail_exact = spans_by_presence(chains, exact, policy, record.stop)
         if tail and tail[-1].stop > record.stop:

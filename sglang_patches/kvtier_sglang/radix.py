@@ -139,14 +139,15 @@ class KvtierRadixCache(VariantRadixCache):
             node = parent
 
     def _drop_twin(self, node: KvNode) -> None:
-        """Keep one of two compressed copies of the same tokens: an earlier request could not use
-        the older one, say because it wanted the prompt's log-probabilities.
+        """Keep one of two compressed copies of the same tokens that are worth the same: an earlier
+        request could not use the older one, say because it wanted the prompt's log-probabilities.
 
         Nobody has `node` locked, so nobody has its children locked; they move to the older copy.
         """
         siblings = node.parent.siblings[node.key.child_key()]
-        twin = next((n for n in siblings if n is not node and _same_tokens(n, node)), None)
-        if twin is None or not twin.compressed:
+        twins = (n for n in siblings if n is not node and _same_tokens(n, node))
+        twin = next((n for n in twins if n.compressed and n.exact == node.exact), None)
+        if twin is None:
             return
         children = list(node.children.values())
         for child in children:
@@ -172,6 +173,7 @@ class KvtierRadixCache(VariantRadixCache):
             and not parent.branch_point
             and parent.lock_ref == node.lock_ref
             and len(parent.children) == 1
+            and (self.streaming or parent.exact == node.exact)
         ):
             self._detach(node)
             self._detach(parent)

@@ -41,17 +41,21 @@ class RestoringRadixCache(KvtierRadixCache):
                 child = self._write(node, key, place.node.stop, place.node.prompt_stop, landed)
                 if child is None:
                     return None
-                child.exact &= place.node.exact
+                child.exact = node.exact and place.node.exact
                 node = child
                 if place.node.compressed:
                     self._compress_as(node, place.node)
                 locks.append(self.lock(node))
-            if landed.stop > node.stop:
-                child = self._write(node, key, landed.stop, landed.stop, landed)
+            # The run behind them: what is exact of it, and what is not.
+            for stop in (landed.exact_stop, landed.stop):
+                if stop <= node.stop:
+                    continue
+                child = self._write(node, key, stop, landed.stop, landed)
                 if child is None:
                     return None
-                child.exact &= landed.exact_stop >= landed.stop
+                child.exact = node.exact and stop <= landed.exact_stop
                 node = child
+                locks.append(self.lock(node))
         finally:
             for lock in locks:
                 self.unlock(lock)
@@ -60,7 +64,8 @@ class RestoringRadixCache(KvtierRadixCache):
     def _write(
         self, parent: KvNode, key: RadixKey, stop: int, prompt_stop: int, landed: Landed
     ) -> KvNode | None:
-        """A new node of tokens [parent.stop, stop) with exact KV; None where there is no room."""
+        """A new node of tokens [parent.stop, stop) with what landed of them; None where there is no
+        room. How it was computed the caller knows."""
         begin = parent.stop
         lock = self.lock(parent)
         try:
@@ -76,10 +81,7 @@ class RestoringRadixCache(KvtierRadixCache):
                 part = slots[first - begin : last - begin]
                 tokens = span.stop - span.begin
                 self.codec.scatter(torch.from_numpy(payload), tokens, first - span.begin, part)
-        node = self._hang(parent, key[begin:stop], slots, 0, prompt_stop)
-        # However this server computes; the caller knows how it was computed.
-        node.exact = parent.exact and parent.dropped.num_tokens == 0
-        return node
+        return self._hang(parent, key[begin:stop], slots, 0, prompt_stop)
 
     def _compress_as(self, node: KvNode, record: NodeRecord) -> None:
         """Compress a restored node as it had been, whatever today's rule would choose."""

@@ -349,7 +349,7 @@ class TieredRadixCache(RestoringRadixCache):
             self._forget_load(rid)
             if not self.spiller.known(rid):
                 anchor = req.lock.node if req.lock is not None else self.root_node
-                exact = self._computes_exactly(anchor) and not self._any_dropped(anchor)
+                exact = self._computes_exactly(anchor)
                 self.spiller.begin(rid, req.kv.cache_protected_len, extra, exact=exact)
             self._measure(req, up_to)
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]
@@ -367,9 +367,6 @@ class TieredRadixCache(RestoringRadixCache):
         if began is not None and not req.finished():
             self.rates.computed(now - began, up_to - req.kv.cache_protected_len)
         self._clock[req.rid] = now
-
-    def _any_dropped(self, node: KvNode) -> bool:
-        return any(one.dropped.num_tokens for one in self._path(node))
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)

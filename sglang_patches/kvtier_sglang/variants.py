@@ -177,7 +177,8 @@ class VariantRadixCache(RadixCache):
     def _furthest_child(
         self, node: KvNode, key: RadixKey, offset: int, exact_only: bool
     ) -> tuple[KvNode | None, int]:
-        """The child that shares most with key[offset:] without tearing a compressed node."""
+        """The child that shares most with key[offset:] without tearing a compressed node; of equal
+        ones one that is exact."""
         best, reach = None, 0
         for child in node.siblings.get(key.child_key_at(offset), ()):
             usable = self._usable(child, child.key.match_at(key, offset))
@@ -186,7 +187,8 @@ class VariantRadixCache(RadixCache):
             if exact_only and self._computes_exactly(node) and not child.exact:
                 # A restored copy, computed behind what another request had dropped.
                 usable = 0
-            if usable > reach:
+            better = usable == reach and best is not None and child.exact > best.exact
+            if usable > reach or better:
                 best, reach = child, usable
         return best, reach
 
@@ -260,7 +262,7 @@ class VariantRadixCache(RadixCache):
 
     def _computes_exactly(self, parent: KvNode) -> bool:
         """Whether what is computed behind a node is exact."""
-        return parent.exact and parent.dropped.num_tokens == 0
+        return parent.exact and not any(n.dropped.num_tokens for n in self._path(parent))
 
     def _learned_boundaries(self, node: KvNode, key: RadixKey, offset: int) -> list[int]:
         """Where key[offset:] leaves the compressed nodes it could not use: there a variant is

@@ -243,6 +243,15 @@ def test_nobody_waits_for_puts_that_wait_for_the_tier():
         assert link.pending == 1
 
 
+def test_nobody_waits_for_puts_that_pause():
+    with linked(breaker=Breaker(first_s=60.0)) as (link, client):
+        client.fails, link._connected = TierUnavailableError("only puts"), True
+        link.put([blob_of(1)])
+        eventually(lambda: link._put_breaker.is_open)
+        assert link.healthy
+        assert link.settle([blob_of(1).key], PATIENCE_S) < PATIENCE_S / 2
+
+
 def test_what_is_on_its_way_is_not_sent_twice(link, client):
     hold_the_put_thread(link, client)
     assert link.put([blob_of(1), blob_of(2)]) == 2
@@ -458,6 +467,18 @@ def test_what_was_damaged_on_its_way_is_sent_again(link, client):
     assert [blob.key[-1] for blob in client.stored] == [1, 2]
     assert link.healthy
     assert link.counters["put_TierIntegrityError"] == 2
+
+
+def test_a_put_that_nothing_helps_is_paced_and_does_not_stand_for_the_tier(link, client):
+    client.fails, link._connected = TierUnavailableError("whenever this comes"), True
+    client.connect = lambda: None
+    began = time.monotonic()
+    assert link.put([blob_of(1)]) == 1
+    assert link.flush(PATIENCE_S)
+    # Four pauses of 0.02, 0.04, 0.05 and 0.05 s, a quarter more or less.
+    assert time.monotonic() - began >= 0.75 * 0.16
+    assert client.calls == link_module.PUT_ATTEMPTS
+    assert link.breaker.opened == 0
 
 
 def test_a_put_that_nothing_helps_does_not_hold_up_the_others(link, client):
