@@ -39,6 +39,7 @@ class Breaker:
         self._failures = 0
         self._wait_s = first_s
         self._probe_at: float | None = None
+        self._opened_at: float | None = None
         self.opened = 0
 
     def alike(self, failures: int) -> Breaker:
@@ -50,9 +51,16 @@ class Breaker:
         """Whether calls are refused."""
         return self._probe_at is not None
 
+    @property
+    def open_s(self) -> float:
+        """Seconds since it opened, probations included; 0 while it is closed."""
+        opened_at = self._opened_at
+        return 0.0 if opened_at is None or not self.is_open else self._clock() - opened_at
+
     def succeeded(self) -> None:
         """A call went well."""
         with self._lock:
+            self._opened_at = None
             self._failures, self._wait_s, self._probe_at = 0, self._first_s, None
 
     def probed(self) -> None:
@@ -73,6 +81,7 @@ class Breaker:
             if self._failures < self._limit:
                 return False
             self.opened += 1
+            self._opened_at = self._clock() if self._opened_at is None else self._opened_at
             self._set_probe()
             return True
 

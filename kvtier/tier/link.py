@@ -9,9 +9,10 @@ first, newest first, then gets are refused: losing a put costs a later turn some
 costs this one; and of a context's spans the first ones are worth the most, because a run that
 begins with a gap is of no use.
 
-Puts outlast the tier: what it could not take for now waits, inside that budget, until it is back.
-Gets do not: a user waits for them, and what is not there is computed. A turn may ask for what the
-one before it still has on its way: `settle` lets that go first and waits for it.
+Puts outlast a tier that is restarted: what it could not take waits, inside that budget, until it is
+back. After HOLD_S without it nothing more is taken, or a dead tier would cost copies for nothing.
+Gets do not wait: what is not there is computed. But a turn may ask for what the one before it still
+has on its way: `settle` lets that go first and waits for it.
 
 Nothing here raises because of the tier: a call that fails is counted and is a miss.
 """
@@ -46,6 +47,8 @@ WAITING_FETCHES = 256
 CLOSE_S = 5.0
 # That a get waits for puts of the same context: what is not there by then is a miss.
 SETTLE_S = 0.5
+# Longer than restarting a tier takes.
+HOLD_S = 15.0
 # Of one put, before it is given up.
 PUT_ATTEMPTS = 5
 # What says nothing about the tier's health: it answered, and the next call may go well.
@@ -114,8 +117,10 @@ class TierLink:
 
     @property
     def room_bytes(self) -> int:
-        """Of the budget: what a put may use now, whether or not the tier is there."""
-        return 0 if self._closed else max(0, self._buffer_bytes - self.held_bytes)
+        """Of the budget: what a put may use now."""
+        if self._closed or self.breaker.open_s > HOLD_S:
+            return 0
+        return max(0, self._buffer_bytes - self.held_bytes)
 
     def put(
         self,

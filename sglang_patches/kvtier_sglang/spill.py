@@ -131,12 +131,12 @@ class Spiller:
         turn = self._turns.get(rid)
         if turn is None:
             return
-        turn.chains.extend(token_ids)
         whole, num_tail = divmod(len(token_ids) - turn.spilled, self.names.span_tokens)
         self.counters["spans_shed"] += whole
-        if num_tail and not whole:
+        if num_tail and not whole and self._fitting(num_tail):
+            turn.chains.extend(token_ids)
             part = slots[turn.spilled :].to(torch.int64)
-            if self._fitting(num_tail) and self.codec.exact_spans(part, 1) == [True]:
+            if self.codec.exact_spans(part, 1) == [True]:
                 tail = list(token_ids[turn.spilled :])
                 key = turn.chain.tail_key(turn.spilled // self.names.span_tokens, tail)
                 self._send(turn, [key], part)
@@ -144,7 +144,7 @@ class Spiller:
     def compressed(self, rid: str, token_ids: Sequence[int], nodes: Sequence[NodeRecord]) -> None:
         """The turn's nodes are what they will be: store the record of them, and forget the turn."""
         turn = self._turns.pop(rid, None)
-        if turn is None or not nodes:
+        if turn is None or not nodes or not self.link.room_bytes:
             return
         # There may have been no room when the turn's spans were due.
         turn.chains.extend(token_ids)

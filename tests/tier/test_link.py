@@ -438,6 +438,22 @@ def test_puts_wait_for_a_tier_that_is_away_and_arrive_in_order(link, client):
     assert link.counters["puts_shed"] == link.counters["puts_given_up"] == 0
 
 
+def test_of_a_tier_that_stays_away_nothing_more_is_held(monkeypatch):
+    monkeypatch.setattr(link_module, "HOLD_S", 0.05)
+    with linked() as (link, client):
+        client.fails = TierUnavailableError("down")
+        fail(link, 3)
+        assert link.put([blob_of(1)]) == 1
+        eventually(lambda: link.room_bytes == 0)
+        assert link.put([blob_of(2)]) == 0
+        assert link.held_bytes == 100
+        client.fails = None
+        assert link.flush(PATIENCE_S)
+        assert link.put([blob_of(3)]) == 1
+        assert link.flush(PATIENCE_S)
+        assert [blob.key[-1] for blob in client.stored] == [1, 3]
+
+
 def test_puts_that_wait_for_the_tier_make_room_for_gets_and_have_their_limit(link, client):
     client.fails = TierUnavailableError("down")
     fail(link, 3)
