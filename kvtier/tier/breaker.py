@@ -53,7 +53,8 @@ class Breaker:
 
     @property
     def open_s(self) -> float:
-        """Seconds since it opened, probations included; 0 while it is closed."""
+        """While it is open: seconds since it first opened without a call going well since then,
+        so probations do not start it again. 0 while it is not."""
         opened_at = self._opened_at
         return 0.0 if opened_at is None or not self.is_open else self._clock() - opened_at
 
