@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 from kvtier.tier.client import TierClient
@@ -12,10 +12,19 @@ Result = TypeVar("Result")
 
 
 class Fetch(Generic[Result]):
-    """Work under way. done: whether `result` is final. Written by one thread, read by another."""
+    """Work under way. done: whether `result` is final. Written by one thread, read by another.
 
-    def __init__(self, work: Callable[[TierClient], Result]) -> None:
-        self.work = work
+    needs:  names of blobs that the work asks for; called in the background, at most once.
+    held_s: that the work waited for what of them was on its way to the tier.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[TierClient], Result],
+        needs: Callable[[], Iterable[bytes]] | None = None,
+    ) -> None:
+        self.work, self.needs = work, needs
+        self.held_s = 0.0
         self.result: Result | None = None
         self.cancelled = False
         self._ended = threading.Event()

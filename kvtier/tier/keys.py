@@ -20,6 +20,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -58,6 +59,7 @@ class KvIdentity:
         if not 0 <= self.tp_rank < self.tp_size:
             raise UsageError("tp_rank", f"0 … {self.tp_size - 1}", self.tp_rank)
 
+    @cached_property
     def digest(self) -> bytes:
         """32 bytes; equal only for equal identities."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
@@ -84,7 +86,7 @@ class SpanChain:
     ) -> None:
         if not 1 <= span_tokens < 1 << 31:
             raise UsageError("span_tokens", "1 … 2^31 - 1", span_tokens)
-        root = identity.digest() + span_tokens.to_bytes(4, "little") + extra_key.encode()
+        root = identity.digest + span_tokens.to_bytes(4, "little") + extra_key.encode()
         self.span_tokens = span_tokens
         self.keys: list[bytes] = []
         self._root = hashlib.sha256(root).digest()

@@ -12,7 +12,7 @@ begins with a gap is of no use.
 Puts outlast a tier that is restarted: what it could not take waits, inside that budget, until it is
 back. After HOLD_S without it nothing more is taken, or a dead tier would cost copies for nothing.
 Gets do not wait: what is not there is computed. But a turn may ask for what the one before it still
-has on its way: `settle` lets that go first and waits for it.
+has on its way: that goes first then, and only those who asked for it wait for it, SETTLE_S at most.
 
 Nothing here raises because of the tier: a call that fails is counted and is a miss.
 """
@@ -22,8 +22,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from kvtier.errors import (
@@ -37,6 +38,7 @@ from kvtier.errors import (
 from kvtier.tier.breaker import Breaker
 from kvtier.tier.client import Blob, TierClient
 from kvtier.tier.fetch import Fetch, Result
+from kvtier.tier.incoming import Incoming
 from kvtier.tier.outgoing import Outgoing, Put
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ logger = logging.getLogger(__name__)
 WAITING_FETCHES = 256
 # For threads to end when the link closes; calls under way are cut off.
 CLOSE_S = 5.0
-# That a get waits for puts of the same context: what is not there by then is a miss.
+# That a get waits for puts of its context: what is not there by then is a miss.
 SETTLE_S = 0.5
 # Longer than restarting a tier takes.
 HOLD_S = 15.0
@@ -86,7 +88,7 @@ class TierLink:
         self._waiting_fetches = waiting_fetches
         self._claimed_bytes = 0
         self._puts = Outgoing()
-        self._fetches: deque[Fetch[Any]] = deque()
+        self._fetches = Incoming()
         self._changed = threading.Condition()
         self._busy = 0
         self._closed = False
@@ -135,7 +137,7 @@ class TierLink:
 
         ready: called in the background before a payload is read, perhaps more than once; blocks
         until they are complete. group: hashable, of what may not overtake each other, by default
-        these; see `settle`.
+        these.
         """
         group = object() if group is None else group
         jobs = [Put(blob, replace, blob.num_bytes, ready, group) for blob in blobs]
@@ -151,9 +153,19 @@ class TierLink:
             self._changed.notify_all()
         return taken
 
-    def submit(self, work: Callable[[TierClient], Result]) -> Fetch[Result]:
-        """Run `work` with the client in the background."""
-        fetch = Fetch(work)
+    def submit(
+        self,
+        work: Callable[[TierClient], Result],
+        *,
+        needs: Callable[[], Iterable[bytes]] | None = None,
+    ) -> Fetch[Result]:
+        """Run `work` with the client in the background.
+
+        needs: names of blobs, asked for in the background. While some of them are on their way to
+        the tier and puts are well, the groups of their puts go before all others, and the work
+        waits for them, SETTLE_S at the most.
+        """
+        fetch = Fetch(work, needs)
         with self._changed:
             full = len(self._fetches) >= self._waiting_fetches
             if full or not self.healthy:
@@ -176,28 +188,6 @@ class TierLink:
             self._claimed_bytes += num_bytes
             self._changed.notify_all()
         return True
-
-    def settle(self, keys: Iterable[bytes], timeout_s: float = SETTLE_S) -> float:
-        """Wait until none of these is on its way to the tier, `timeout_s` at the most and only
-        while puts are well; the groups of their puts go before all others.
-
-        Returns the seconds that took. Not for schedulers.
-        """
-        wanted = set(keys)
-        began = time.monotonic()
-        with self._changed:
-            if not self._puts.has_any(wanted):
-                return 0.0
-            self._count("gets_settled")
-            self._puts.go_first(wanted)
-            self._changed.wait_for(
-                lambda: not (self._putting_well and self._puts.has_any(wanted)), timeout_s
-            )
-        return time.monotonic() - began
-
-    @property
-    def _putting_well(self) -> bool:
-        return self.healthy and not self._put_breaker.is_open
 
     def failed_elsewhere(self, what: str, error: TierError) -> None:
         """A call that was not made here failed, of a client that this link connected."""
@@ -223,7 +213,7 @@ class TierLink:
         """Stop; what waits or is under way is lost. Waits CLOSE_S at the longest."""
         with self._changed:
             self._closed = True
-            fetches, self._fetches = self._fetches, deque()
+            fetches = self._fetches.clear()
             while self._puts:
                 self._puts.shed()
             self._changed.notify_all()
@@ -290,6 +280,8 @@ class TierLink:
 
     def _getting(self) -> None:
         while (fetch := self._next_fetch()) is not None:
+            if self._held(fetch):
+                continue
             result = None if fetch.cancelled else self._guarded("get", fetch.work)
             try:
                 fetch.end(result)
@@ -297,6 +289,30 @@ class TierLink:
                 logger.exception("a result that nobody wanted could not be given back")
                 self._count("get_bugs")
             self._ended_one()
+
+    def _held(self, fetch: Fetch[Any]) -> bool:
+        """Hold a fetch that needs what is on its way; whether that is so."""
+        if fetch.needs is None or fetch.cancelled:
+            return False
+        needs, fetch.needs = fetch.needs, None
+        try:
+            wanted = frozenset(needs())
+        except BaseException:
+            # A bug of ours; the work meets it again, and is guarded.
+            return False
+        with self._changed:
+            if self._settled(wanted):
+                return False
+            self._count("gets_settled")
+            self._puts.go_first(wanted)
+            self._fetches.hold(fetch, wanted, SETTLE_S)
+            self._ended_one()
+        return True
+
+    def _settled(self, keys: AbstractSet[bytes]) -> bool:
+        """Whether none of these is on its way, or puts are not well and nobody should wait."""
+        well = self.healthy and not self._put_breaker.is_open
+        return not (well and self._puts.has_any(keys))
 
     def _probing(self) -> None:
         """Looks after an open breaker, so that nobody else has to try."""
@@ -324,11 +340,13 @@ class TierLink:
 
     def _next_fetch(self) -> Fetch[Any] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._fetches)
-            if self._closed:
-                return None
-            self._busy += 1
-            return self._fetches.popleft()
+            while not self._closed:
+                fetch = self._fetches.next(self._settled)
+                if fetch is not None:
+                    self._busy += 1
+                    return fetch
+                self._changed.wait(self._fetches.pause_s)
+        return None
 
     def _count(self, name: str, number: int = 1) -> None:
         with self._changed:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvtier.errors import TierProtocolError
 from kvtier.tier.client import TierClient
@@ -40,7 +41,6 @@ class Landed:
                 plain run.
     exact_stop: up to which token it was computed with nothing dropped.
     host:       the spans that hold it.
-    settled_s:  waited for what was on its way to the tier.
     """
 
     begin: int
@@ -48,12 +48,11 @@ class Landed:
     exact_stop: int
     places: list[Place]
     host: HostSpans
-    settled_s: float
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """One prompt's question to the tier; `__call__` runs in the link's thread.
+    """One prompt's question to the tier; `needs` and `__call__` run in the link's thread.
 
     token_ids: of the prompt that may be matched; begin: tokens that the device has.
     least:     fewer tokens than that are computed faster than they are fetched.
@@ -68,30 +67,41 @@ class Lookup:
     least: int
 
     def __call__(self, client: TierClient) -> Landed | None:
-        chains = self.names.chains(self.extra_key, self.token_ids)
-        first = self.begin // self.names.span_tokens
-        behind = range(first, len(chains.exact.keys) + 1)
-        turns = [chains.policy.turns_key(spans) for spans in behind]
-        settled_s = self.link.settle(
-            [*chains.exact.keys[first:], *chains.policy.keys[first:], *turns]
-        )
-        record, spans, exact_stop = self._plan(client, chains, turns)
+        record, spans, exact_stop = self._plan(client)
         stop = spans[-1].stop if spans else self.begin
         if stop - self.begin < self.least:
             return None
         host = fetch_spans(client, self.link, spans, self.layouts)
         if host is None:
             return None
-        landed = self._landed(record, host, exact_stop, settled_s)
+        landed = self._landed(record, host, exact_stop)
         if landed is None:
             host.release()
         return landed
 
-    def _plan(
-        self, client: TierClient, chains: NamedChains, turns: Sequence[bytes]
-    ) -> tuple[TurnRecord | None, list[SpanName], int]:
-        """Which spans to fetch, and up to where they are exact. turns: names of records that end
-        behind what the device has."""
+    @property
+    def _first(self) -> int:
+        """The span in which the device's prefix ends."""
+        return self.begin // self.names.span_tokens
+
+    @cached_property
+    def _chains(self) -> NamedChains:
+        return self.names.chains(self.extra_key, self.token_ids)
+
+    @cached_property
+    def _turns(self) -> list[bytes]:
+        """Names of records that end behind what the device has."""
+        behind = range(self._first, len(self._chains.exact.keys) + 1)
+        return [self._chains.policy.turns_key(spans) for spans in behind]
+
+    def needs(self) -> list[bytes]:
+        """The names of all that may be fetched."""
+        chains, first = self._chains, self._first
+        return [*chains.exact.keys[first:], *chains.policy.keys[first:], *self._turns]
+
+    def _plan(self, client: TierClient) -> tuple[TurnRecord | None, list[SpanName], int]:
+        """Which spans to fetch, and up to where they are exact."""
+        chains, turns = self._chains, self._turns
         asked = [*chains.exact.keys, *chains.policy.keys, *turns]
         present = client.exists(asked).present
         whole = len(chains.exact.keys)
@@ -124,8 +134,7 @@ class Lookup:
         present: whether there is one that ends in the span where the prefix ends, and in each
         behind it.
         """
-        first = self.begin // self.names.span_tokens
-        recorded = [first + i for i, held in enumerate(present) if held]
+        recorded = [self._first + i for i, held in enumerate(present) if held]
         for spans in reversed(recorded[-RECORDS_TRIED:]):
             payload = _small_blob(client, chains.policy.turns_key(spans))
             if payload is None:
@@ -144,9 +153,7 @@ class Lookup:
                 return record
         return None
 
-    def _landed(
-        self, record: TurnRecord | None, host: HostSpans, exact_stop: int, settled_s: float
-    ) -> Landed | None:
+    def _landed(self, record: TurnRecord | None, host: HostSpans, exact_stop: int) -> Landed | None:
         """What can be made of the spans that landed. A recorded node of which some are missing is
         as lost as its record: the rest of it is a run, as for a fork in the middle of it."""
         stop = host.spans[-1].stop if host.spans else self.begin
@@ -157,7 +164,7 @@ class Lookup:
         if record is not None and stop < record.stop:
             # What would have followed the record says nothing of what is in it.
             exact_stop = record.exact_stop
-        return Landed(self.begin, stop, min(exact_stop, stop), whole, host, settled_s)
+        return Landed(self.begin, stop, min(exact_stop, stop), whole, host)
 
 
 def _small_blob(client: TierClient, key: bytes) -> bytearray | None:

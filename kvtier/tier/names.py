@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from kvtier.tier.keys import SPAN_TOKENS, KvIdentity, SpanChain
 from kvtier.tier.turns import TurnRecord
@@ -38,11 +39,15 @@ class ContextNames:
     identity: KvIdentity
     span_tokens: int = SPAN_TOKENS
 
+    @cached_property
+    def _exact(self) -> KvIdentity:
+        """Of KV that was computed with nothing dropped."""
+        return replace(self.identity, policy="")
+
     def chains(self, extra_key: str, token_ids: Sequence[int] = ()) -> NamedChains:
         """The chains of a context. extra_key: SGLang's extra key and cache salt of the request."""
-        exact = replace(self.identity, policy="")
         chains = NamedChains(
-            SpanChain(exact, self.span_tokens, extra_key),
+            SpanChain(self._exact, self.span_tokens, extra_key),
             SpanChain(self.identity, self.span_tokens, extra_key),
         )
         chains.extend(token_ids)

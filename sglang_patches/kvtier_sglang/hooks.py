@@ -199,9 +199,11 @@ def build_allocator(
 
 def ask_tier(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE Scheduler._prefetch_kvcache: SGLang's scheduler prefetches, waits and loads back for
-    storage tiers that it knows by name; what it does for LMCache is what ours needs."""
-    if isinstance(scheduler.tree_cache, TieredRadixCache):
-        scheduler.enable_lmcache = True
+    storage tiers that it knows by name; what it does for LMCache is what ours needs. A tier that is
+    away is not asked, so then it need not look beforehand what it would ask for."""
+    tree = scheduler.tree_cache
+    if isinstance(tree, TieredRadixCache):
+        scheduler.enable_lmcache = tree.link.healthy or tree.has_pending_cache_operations()
 
 
 # -- observation, for every policy --

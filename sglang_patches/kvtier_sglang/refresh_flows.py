@@ -16,9 +16,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 
 from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import Chosen, Hole, RefreshRule
@@ -129,20 +130,21 @@ class RefreshFlows:
         """Ask for what a refresh of the context needs. patience_s: how long computing it takes."""
         self.forget(rid)
         now = time.monotonic()
-        fetch = self.link.submit(self._work(context))
-        self._flows[rid] = RefreshFlow(fetch, context, now, now + patience_s)
+        self._flows[rid] = RefreshFlow(self._fetch(context), context, now, now + patience_s)
 
-    def _work(self, context: CompactedContext) -> Callable[[TierClient], RefreshSource | None]:
+    def _fetch(self, context: CompactedContext) -> Fetch[RefreshSource | None]:
+        @cache
+        def spans() -> list[SpanName]:
+            return context.spans(self.names) or []
+
         def work(client: TierClient) -> RefreshSource | None:
-            spans = context.spans(self.names)
-            if not spans:
+            if not spans():
                 return None
-            self.link.settle(span.key for span in spans)
             if self.near_data and client.refreshes:
-                return self._near(client, spans, context.holes)
-            return self._fetched(client, spans, context.holes)
+                return self._near(client, spans(), context.holes)
+            return self._fetched(client, spans(), context.holes)
 
-        return work
+        return self.link.submit(work, needs=lambda: [span.key for span in spans()])
 
     def _near(
         self, client: TierClient, spans: list[SpanName], holes: list[Hole]
@@ -200,9 +202,8 @@ class RefreshFlows:
         self, rid: str, context: CompactedContext, windows: Mapping[int, QueryWindow]
     ) -> None:
         """Have the entries of all layers chosen in the background. windows: by layer, not empty."""
-        fetch = self.link.submit(self._work(context))
         device = next(iter(windows.values())).q.device
-        self._ahead[rid] = Ahead(fetch, windows, Background(device))
+        self._ahead[rid] = Ahead(self._fetch(context), windows, Background(device))
 
     def chosen_ahead(self, rid: str) -> tuple[bool, Choices | None]:
         """Whether what `choose_ahead` was to do is over, and what came of it, once."""

@@ -82,7 +82,8 @@ class Spiller:
 
     def _fitting(self, num_tokens: int) -> int:
         """Spans of that many tokens which the link takes."""
-        return self.link.room_bytes // self.codec.layout(num_tokens).num_bytes
+        room = self.link.room_bytes
+        return room // self.codec.layout(num_tokens).num_bytes if room else 0
 
     def _spill(self, turn: Turn, first: int, slots: torch.Tensor) -> int:
         """Send the spans from the `first` one on that are exact on the device; returns how many are

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,13 +30,13 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import Hole, RefreshRule
-from kvtier.tier.fetch import Fetch
 from kvtier.tier.host import Layouts
 from kvtier.tier.link import TierLink
 from kvtier.tier.lookup import Landed, Lookup
 from kvtier.tier.names import ContextNames
 from kvtier.tier.turns import NodeRecord
 from kvtier_sglang.compaction import Compaction
+from kvtier_sglang.load_flows import LoadFlows
 from kvtier_sglang.rates import Rates
 from kvtier_sglang.refresh import Refresher, Refreshing, holes_of
 from kvtier_sglang.refresh_again import AgainRule, RefreshAgain
@@ -51,25 +50,6 @@ from kvtier_sglang.variants import KvNode
 
 # The longest that a request waits for the tier, however long computing would take.
 LONGEST_WAIT_S = 30.0
-
-
-@dataclass
-class Flow:
-    """One request's question to the tier. asked, deadline: time.monotonic(), the second when it
-    gives up; waited_s: until the answer was there."""
-
-    fetch: Fetch[Landed | None]
-    asked: float
-    deadline: float
-    waited_s: float = 0.0
-
-    @property
-    def landed(self) -> Landed | None:
-        return self.fetch.result if self.fetch.done else None
-
-    def drop(self) -> None:
-        """The answer is not wanted (any more)."""
-        self.fetch.cancel(_release)
 
 
 class TieredRadixCache(RestoringRadixCache):
@@ -99,7 +79,7 @@ class TieredRadixCache(RestoringRadixCache):
         self.link, self.names = link, names
         self.rates = rates or Rates()
         self.tier_counters: Counter[str] = Counter()
-        self._flows: dict[str, Flow] = {}
+        self.loads = LoadFlows(link)
         self.refresher: Refresher | None = None
         self.refreshes: RefreshFlows | None = None
         # What a request matched last, and how many tokens it is to fill.
@@ -122,9 +102,7 @@ class TieredRadixCache(RestoringRadixCache):
                 self.refresher.again = RefreshAgain(self.refresher, self.refreshes, again)
 
     def reset(self) -> None:
-        for flow in self._flows.values():
-            flow.drop()
-        self._flows.clear()
+        self.loads.clear()
         for rid in list(self._matched):
             self._forget(rid)
         super().reset()
@@ -157,7 +135,7 @@ class TieredRadixCache(RestoringRadixCache):
         storage_hit_end: int | None = None,
     ) -> None:
         """A request arrived: ask the tier for what the tree lacks, in the background."""
-        self._forget_load(handle.rid)
+        self.loads.forget(handle.rid)
         if not self.link.healthy:
             return
         matched, new = matched_prefix_tokens or (), new_input_tokens
@@ -177,10 +155,7 @@ class TieredRadixCache(RestoringRadixCache):
             layouts=self.layouts,
             least=least,
         )
-        now = time.monotonic()
-        deadline = now + self._patience_s(len(new))
-        self._flows[handle.rid] = Flow(self.link.submit(lookup), now, deadline)
-        self.tier_counters["asked"] += 1
+        self.loads.ask(handle.rid, lookup, self._patience_s(len(new)))
 
     def _patience_s(self, tokens: int) -> float:
         """How long a request waits for the exact KV of so many tokens."""
@@ -209,7 +184,7 @@ class TieredRadixCache(RestoringRadixCache):
 
     def check_prefetch_progress(self, handle: CacheRequestHandle) -> bool:
         """Whether the request need not wait for the tier (any longer)."""
-        return self._refresh_settled(handle.rid) and self._load_settled(handle)
+        return self._refresh_settled(handle.rid) and self.loads.settled(handle.rid)
 
     def _refresh_settled(self, rid: str) -> bool:
         """Whether what a refresh needs came, will not come, or is not waited for."""
@@ -238,25 +213,12 @@ class TieredRadixCache(RestoringRadixCache):
         if refresher.again is not None:
             refresher.again.watch(rid, refreshing, context)
 
-    def _load_settled(self, handle: CacheRequestHandle) -> bool:
-        flow = self._flows.get(handle.rid)
-        if flow is None:
-            return True
-        if flow.fetch.done:
-            flow.waited_s = flow.waited_s or time.monotonic() - flow.asked
-            return True
-        if time.monotonic() < flow.deadline:
-            return False
-        self.tier_counters["gave_up_waiting"] += 1
-        self._forget_load(handle.rid)
-        return True
-
     def pop_prefetch_loaded_span(self, handle: CacheRequestHandle) -> tuple[int, int | None]:
         """Tokens that came from the tier for a request, and where they begin."""
-        flow = self._flows.get(handle.rid)
-        if flow is None or flow.landed is None:
+        landed = self.loads.landed(handle.rid)
+        if landed is None:
             return 0, None
-        return flow.landed.stop - flow.landed.begin, flow.landed.begin
+        return landed.stop - landed.begin, landed.begin
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
         self._forget(handle.rid)
@@ -266,11 +228,11 @@ class TieredRadixCache(RestoringRadixCache):
         """Nothing waits for a safe point: loads are written when they are admitted."""
 
     def has_pending_cache_operations(self) -> bool:
-        return bool(self._flows or self.refreshes)
+        return bool(self.loads or self.refreshes)
 
     def _forget(self, rid: str) -> None:
         """The request is gone: nothing is fetched or held for it any more."""
-        self._forget_load(rid)
+        self.loads.forget(rid)
         self._matched.pop(rid, None)
         self._clock.pop(rid, None)
         if self.refreshes is not None:
@@ -278,22 +240,17 @@ class TieredRadixCache(RestoringRadixCache):
         if self.refresher is not None:
             self.hold_private(-self.refresher.forget(rid))
 
-    def _forget_load(self, rid: str) -> None:
-        flow = self._flows.pop(rid, None)
-        if flow is not None:
-            flow.drop()
-
     # -- restoring --
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """The device's prefix, and what landed behind it as a host hit."""
         result = super().match_prefix(params)
-        if params.req is not None:
-            filled = len(params.req.full_untruncated_fill_ids)
-            self._clock[params.req.rid] = time.monotonic()
-            self._matched[params.req.rid] = (result.last_device_node, filled)
-        flow = self._flows.get(params.req.rid) if params.req is not None else None
-        landed = None if flow is None else flow.landed
+        if params.req is None:
+            return result
+        rid, filled = params.req.rid, len(params.req.full_untruncated_fill_ids)
+        self._clock[rid] = time.monotonic()
+        self._matched[rid] = (result.last_device_node, filled)
+        landed = self.loads.landed(rid)
         if landed is None:
             return result
         held = result.device_prefix_len
@@ -307,7 +264,7 @@ class TieredRadixCache(RestoringRadixCache):
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, KvNode]:
         """Write what landed behind the request's prefix into the pool: all of it or nothing."""
         req, node = params.req, params.best_match_node
-        flow = self._flows.pop(req.rid, None)
+        flow = self.loads.take(req.rid)
         landed = None if flow is None else flow.landed
         if flow is None or landed is None or not continues(landed, node.stop):
             return 0, node
@@ -320,7 +277,7 @@ class TieredRadixCache(RestoringRadixCache):
         loaded = landed.stop - node.stop
         self.tier_counters["restored_requests"] += 1
         self.tier_counters["restored_tokens"] += loaded
-        seconds = flow.waited_s - landed.settled_s + time.monotonic() - began
+        seconds = flow.waited_s - flow.fetch.held_s + time.monotonic() - began
         self.rates.loaded(seconds, loaded * self.token_bytes)
         if not self._refresh_restored(req, restored, landed):
             flow.drop()
@@ -346,7 +303,7 @@ class TieredRadixCache(RestoringRadixCache):
     def checkpoint(self, req: Any, *, up_to: int) -> None:
         rid, extra = req.rid, extra_key_of(req.extra_key, req.cache_salt)
         if not self.disable:
-            self._forget_load(rid)
+            self.loads.forget(rid)
             if not self.spiller.known(rid):
                 anchor = req.lock.node if req.lock is not None else self.root_node
                 exact = self._computes_exactly(anchor)
@@ -386,8 +343,10 @@ class TieredRadixCache(RestoringRadixCache):
             "breaker_opened": self.link.breaker.opened,
             **self.link.counters,
             **self.spiller.counters,
+            **self.loads.counters,
             **self.tier_counters,
             **self.rates.report(),
+            "loading_pays": self.rates.loading_pays(self.token_bytes),
             **self._refresh_report(),
         }
 
@@ -410,11 +369,6 @@ def extra_key_of(extra_key: str | None, cache_salt: str | None) -> str:
 def exact_stop(path: list[KvNode]) -> int:
     """Up to which token a path was computed with nothing dropped."""
     return max((node.stop for node in path if node.exact), default=0)
-
-
-def _release(landed: Landed | None) -> None:
-    if landed is not None:
-        landed.host.release()
 
 
 def _record(node: KvNode) -> NodeRecord:

@@ -1,8 +1,40 @@
-"""Importing the engine warns about hardware it does not find; that is not what we test."""
+"""A live tier and links to it; and the engine, imported."""
+
+from __future__ import annotations
 
 import warnings
 
+import pytest
+from tierd.live_tier import in_process
+
+from kvtier.tier.breaker import Breaker
+from kvtier.tier.client import TierClient
+from kvtier.tier.link import TierLink
+
+# Importing the engine warns about hardware it does not find; that is not what we test.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import sglang.srt.managers.schedule_batch
     import sglang.srt.model_executor.forward_batch_info  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def tier():
+    with in_process(memory_bytes=1 << 24, refresh_workers=1) as live:
+        yield live
+
+
+@pytest.fixture
+def connect(tier, request):
+    """Links to the tier in a namespace of the test's own, closed at its end."""
+    links = []
+
+    def make(client_class: type[TierClient] = TierClient, **options) -> TierLink:
+        namespace = f"{request.node.name[:150]}"
+        client = client_class(tier.address, namespace, **options)
+        links.append(TierLink(client, buffer_bytes=1 << 22, breaker=Breaker(first_s=0.01)))
+        return links[-1]
+
+    yield make
+    for link in links:
+        link.close()

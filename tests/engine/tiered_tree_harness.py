@@ -1,0 +1,43 @@
+"""Turns on servers that share a tier, and what their trees hold afterwards."""
+
+from __future__ import annotations
+
+import functools
+from array import array
+
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from tree_harness import MiniScheduler, context, run_turn
+
+from kvtier.retention.keepkv import KeepKV
+from kvtier.retention.refreshing import RefreshRule
+from kvtier.retention.share import FixedShare
+
+REFRESH = RefreshRule(KeepKV(pool_width=1), merges=False)
+SHARES = [None, FixedShare(0.5)]
+# Several chunks, none of them a whole number of spans.
+turn = functools.partial(run_turn, chunk=17)
+
+
+def two_turns(s: MiniScheduler) -> list[int]:
+    """The tokens of two turns, [0, 62) exact and [62, 105) computed behind what was dropped."""
+    turn(s, context(60), [1, 2])
+    turn(s, [*context(60), 1, 2, *context(40, seed=1)], [3, 4, 5])
+    assert s.tree.link.flush(10)
+    return [*context(60), 1, 2, *context(40, seed=1), 3, 4, 5]
+
+
+def shape(s: MiniScheduler):
+    return sorted(
+        (n.start, n.stop, n.prompt_stop, n.dropped, n.compressed, n.locality_size, n.ca_size)
+        for n in s.tree.nodes()
+    )
+
+
+def entries(s: MiniScheduler, tokens: list[int]):
+    """What both classes hold of a context, in order, with votes."""
+    node, _ = s.tree._walk(s.tree.root_node, RadixKey(array("q", tokens)), 0)
+    row = s.tree.path_device_indices(node)
+    images = s.allocator.locality_of[row]
+    ca = s.pool.ca[1].k[row[row > 0]]
+    held = images[images > 0]
+    return ca, s.pool.locality[0].v[held], s.pool.log_votes[held]
