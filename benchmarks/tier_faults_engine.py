@@ -3,8 +3,9 @@
     python -m benchmarks.tier_faults_engine JOB.json READ_FD WRITE_FD
 
 One JSON object per line in, one out. `references` asks every session once and returns the answers;
-`take` is told them; `round` serves so many requests and returns how long that took; `start` begins
-to serve without end, `tally` says how that goes, `stop` ends it.
+`take` is told them; `begin` begins a round of requests from nothing, `lot` serves the next few of
+them and returns how long that took; `start` begins to serve without end, `tally` says how that
+goes, `stop` ends it.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class LoadedEngine:
         self.book = Book(job.sessions, [[] for _ in job.sessions])
         self.tally = Tally()
         self._serving: list[asyncio.Task[None]] = []
+        self._coming: Iterator[Asked] = iter(())
         self._stopping = False
 
     async def answer(self, asked: Asked) -> list[int]:
@@ -130,19 +132,22 @@ class LoadedEngine:
 
     # -- what the parent may say --
 
-    async def round(self, number: int, seed: int) -> dict[str, Any]:
-        """Serve so many requests, from nothing; returns the seconds and a tally of their own.
-
-        Some at a time, each lot when the one before is answered: what is evicted depends on the
-        order of requests, and rounds that shall be compared must compute the same.
-        """
+    async def begin(self, seed: int) -> dict[str, Any]:
+        """A round, with an empty cache."""
         await self.engine.tokenizer_manager.flush_cache()
+        self._coming = self._requests(seed, f"round-{seed}")
+        return {}
+
+    async def lot(self) -> dict[str, Any]:
+        """Serve as many of the round's requests as are served at a time; returns the seconds, and
+        a tally of their own.
+
+        All of them are answered before the next lot: what is evicted depends on the order of
+        requests, and engines that shall be compared must compute the same.
+        """
         self.tally = Tally()
-        coming = self._requests(seed, f"round-{seed}")
         began = time.perf_counter()
-        for first in range(0, number, self.job.clients):
-            lot = range(min(self.job.clients, number - first))
-            await asyncio.gather(*(self.ask(next(coming)) for _ in lot))
+        await asyncio.gather(*(self.ask(next(self._coming)) for _ in range(self.job.clients)))
         return {"seconds": time.perf_counter() - began, **asdict(self.tally)}
 
     async def start(self, seed: int) -> dict[str, Any]:
@@ -172,8 +177,10 @@ class LoadedEngine:
             case {"do": "take", "answers": answers}:
                 self.book.answers = answers
                 return {}
-            case {"do": "round", "requests": number, "seed": seed}:
-                return await self.round(number, seed)
+            case {"do": "begin", "seed": seed}:
+                return await self.begin(seed)
+            case {"do": "lot"}:
+                return await self.lot()
             case {"do": "start", "seed": seed}:
                 return await self.start(seed)
             case {"do": "tally"}:

@@ -31,6 +31,8 @@ class KindOutcome(Frozen):
                    restored
     operations_hit: the engine's puts and gets that asked the tier and failed for it meanwhile
     refused:       that the breaker did not let through; opened: how often it opened
+    loading_paid:  whether, after the last fault, the engine believed that loading is faster than
+                   computing; where it did not, it asks nothing of the tier for up to a minute
     closed_s:      from the last fault until it was closed; used_s: until a put was stored and a
                    request restored after that. None: not within the time.
     """
@@ -49,20 +51,20 @@ class KindOutcome(Frozen):
     operations_hit: int
     refused: int
     opened: int
+    loading_paid: bool
     closed_s: float | None
     used_s: float | None
     examples: tuple[str, ...]
 
 
 class Throughput(Frozen):
-    """Seconds for `round_requests` requests, by round and engine, without a tier and with a dead
-    one.
+    """Seconds for `lot_requests` requests, by lot and engine, without a tier and with a dead one.
 
     answers: turns that were asked twice of an engine without a tier, in other batches; of which so
     many differed.
     """
 
-    round_requests: int
+    lot_requests: int
     none_s: tuple[tuple[float, ...], ...]
     down_s: tuple[tuple[float, ...], ...]
     failed: int
@@ -72,7 +74,7 @@ class Throughput(Frozen):
 
     @property
     def ratio(self) -> float | None:
-        """Throughput with a dead tier over throughput without one: the median of the rounds'."""
+        """Throughput with a dead tier over throughput without one: the median of the lots'."""
         return _median(
             sum(none) / sum(down) for none, down in zip(self.none_s, self.down_s, strict=True)
         )
@@ -136,6 +138,7 @@ def outcome_of_kind(
         operations_hit=sum(_more(name, *tiers) for name in tiers[1] if name.startswith(HIT)),
         refused=_more("refused_while_open", *tiers),
         opened=_more("breaker_opened", *tiers),
+        loading_paid=healed["tier"]["loading_pays"],
         closed_s=recovered["closed_s"],
         used_s=recovered["used_s"],
         examples=tuple(after["examples"]),

@@ -33,7 +33,7 @@ from kvtier.tier.client import Landing, TierClient
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, mounts a tmpfs")
 
 THROUGHPUT = Throughput(
-    round_requests=40, none_s=((1, 1), (2, 4), (3, 3)), down_s=((1, 1), (4, 2), (4, 4)), failed=0,
+    lot_requests=4, none_s=((1, 1), (2, 4), (3, 3)), down_s=((1, 1), (4, 2), (4, 4)), failed=0,
     wrong=0,
     answers=8, answers_that_differ_between_passes=0,
 )  # fmt: skip
@@ -43,8 +43,8 @@ def kind_outcome(**changes) -> KindOutcome:
     right = {
         "name": "kill -9", "event": "", "served": "", "events": 10, "details": {}, "during_s": 1.0,
         "requests": 5, "requests_per_s": 5.0, "failed": 0, "wrong": 0, "restored": 1,
-        "operations_hit": 2, "refused": 0, "opened": 1, "closed_s": 0.5,
-        "used_s": 2.0, "examples": (),
+        "operations_hit": 2, "refused": 0, "opened": 1, "loading_paid": True,
+        "closed_s": 0.5, "used_s": 2.0, "examples": (),
     }  # fmt: skip
     return KindOutcome(**right | changes)
 
@@ -90,7 +90,7 @@ def test_every_bar_can_be_missed(changes, unmet) -> None:
     assert make_table(outcome, bars).row_count == 2
 
 
-def test_throughput_is_the_median_of_rounds_over_both_engines_of_an_arm() -> None:
+def test_throughput_is_the_median_of_lots_over_both_engines_of_an_arm() -> None:
     assert (THROUGHPUT.ratio, THROUGHPUT.alike) == (1.0, 1.0)
     slow = THROUGHPUT.model_copy(update={"down_s": ((1.1, 1.1), (3.3, 3.3), (1, 1))})
     outcome = Outcome(
@@ -104,21 +104,24 @@ def test_answers_of_two_passes_are_compared_turn_by_turn() -> None:
 
 
 class Counting:
-    """An engine that says how many were asked before it."""
+    """An engine that takes as many seconds as there were lots before, and one."""
 
-    def __init__(self, asked: list[int]) -> None:
-        self.asked = asked
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
 
-    def tell(self, do: str, seed: int, **more) -> dict:
-        self.asked.append(seed)
-        return {"place": len(self.asked)}
+    def tell(self, do: str, seed: int = 0) -> dict:
+        self.said.append(f"{do} {seed}")
+        return {"seconds": self.said.count("lot 0"), "failed": 0}
 
 
-def test_engines_take_turns_on_the_same_requests() -> None:
-    asked: list[int] = []
-    found = tier_faults.in_turns([Counting(asked) for _ in range(3)], rounds=2, seed=5)
-    assert asked == [5, 5, 5, 6, 6, 6]
-    assert [[one["place"] for one in said] for said in found] == [[1, 2, 3], [6, 5, 4]]
+def test_engines_take_turns_on_the_same_requests(monkeypatch) -> None:
+    monkeypatch.setattr(tier_faults, "ROUND_LOTS", 2)
+    said: list[str] = []
+    found = tier_faults.in_turns([Counting(said) for _ in range(3)], rounds=2, seed=5)
+    assert said == [*["begin 5"] * 3, *["lot 0"] * 6, *["begin 6"] * 3, *["lot 0"] * 6]
+    assert [[one["seconds"] for one in engines] for engines in found] == [
+        [1, 2, 3], [6, 5, 4], [7, 8, 9], [12, 11, 10],
+    ]  # fmt: skip
 
 
 class Telling:
