@@ -16,6 +16,10 @@ READY := $(VENV)/.kvtier-ready
 EXTRAS := dev
 endif
 
+# Tests side by side, one thread each; a file's tests stay together, because they share engines (2 GiB each).
+PROCESSES ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile
+
 .DEFAULT_GOAL := help
 .PHONY: help setup bench test test-fast proto lint types check constraints demo-model gpu-check clean
 
@@ -36,11 +40,11 @@ bench: $(READY)  ## Run the 128k bench: full KV against kvtier (about 12 minutes
 	@mkdir -p out
 	$(BIN)/python -m kvtier.bench --turns 5 --len 128k --json out/bench.json --report out/bench.html
 
-test: $(READY)  ## Run all tests, engine tests included (about 40 minutes on 2 cores)
-	$(BIN)/python -m pytest
+test: $(READY)  ## Run all tests, engine tests included (about 30 minutes on 2 cores; PROCESSES=N)
+	$(PYTEST)
 
 test-fast: $(READY)  ## Run the tests that start no engine
-	$(BIN)/python -m pytest -m "not engine and not slow"
+	$(PYTEST) -m "not engine and not slow"
 
 proto: $(READY)  ## Generate the tier's stubs again after editing proto/
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=. \

@@ -1,8 +1,9 @@
-"""Shared fixtures. Threads are capped because oversubscribed CPU kernels are far slower."""
+"""What every test and every process it starts finds in its environment."""
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Tests run side by side, and CPU kernels with more threads than cores are far slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Nothing in the tests may reach out for models.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

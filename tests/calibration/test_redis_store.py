@@ -193,7 +193,9 @@ FAILURES = [
 ]
 
 
-@pytest.mark.parametrize(("failing", "expected", "text"), FAILURES, ids=lambda x: str(x))
+@pytest.mark.parametrize(
+    ("failing", "expected", "text"), FAILURES, ids=[failing.__name__ for failing, *_ in FAILURES]
+)
 def test_every_failure_has_its_error_in_time_and_keeps_the_password(
     failing, expected, text, caplog
 ):

@@ -28,7 +28,7 @@ def run_script(
     }
     process = subprocess.run(
         [sys.executable, str(script), str(plan_path), str(out_path)],
-        env={**clean, "OMP_NUM_THREADS": "2", "KVTIER_DATA_DIR": str(folder), **(env or {})},
+        env={**clean, "KVTIER_DATA_DIR": str(folder), **(env or {})},
         capture_output=True,
         text=True,
         timeout=900,

@@ -40,8 +40,7 @@ ALL_BYTES = sum(SIZES.values())
 class Engine:
     """One link under load.
 
-    wrong:     what landed and was not what was put. lost: what the latest get found damaged.
-    slowest_s: of all gets.
+    wrong: what landed and was not what was put. lost: what the latest get found damaged.
     """
 
     def __init__(self, address: str, seed: int, *, shared: bool, timeout_s: float) -> None:
@@ -53,7 +52,6 @@ class Engine:
         self.wrong: list[int] = []
         self.outcomes: Counter[Landing] = Counter()
         self.lost: list[int] = []
-        self.slowest_s = 0.0
         self._fetches: list[Fetch[None]] = []
 
     def step(self) -> None:
@@ -73,11 +71,7 @@ class Engine:
             buffers[offer.position] = bytearray(offer.num_bytes)
             return memoryview(buffers[offer.position])
 
-        began = time.monotonic()
-        try:
-            outcome = client.get([key_of(number) for number in numbers], land, ALL_BYTES)
-        finally:
-            self.slowest_s = max(self.slowest_s, time.monotonic() - began)
+        outcome = client.get([key_of(number) for number in numbers], land, ALL_BYTES)
         self.outcomes.update(outcome)
         self.lost = [n for n, one in zip(numbers, outcome, strict=True) if one is Landing.CORRUPT]
         for position, (number, one) in enumerate(zip(numbers, outcome, strict=True)):
@@ -93,6 +87,10 @@ class Engine:
             if name.startswith(("put_Tier", "get_Tier"))
         )  # fmt: skip
 
+    def waits(self) -> bool:
+        """Whether a get is still under way."""
+        return not all(fetch.done for fetch in self._fetches)
+
     def works(self) -> bool:
         """Whether a put and a get go through."""
         self.link.put([blob_of(0)], replace=True)
@@ -106,7 +104,7 @@ class Engine:
         """The fault is over: everything has to be as if it had never been, without a restart."""
         eventually(lambda: self.link.healthy and self.works())
         assert self.link.flush(10)
-        assert all(fetch.done for fetch in self._fetches)
+        assert not self.waits()
         assert self.link.held_bytes == self.link.pending == 0
         assert self.wrong == []
         assert not [name for name in self.link.counters if name.endswith("_bugs")]
@@ -203,7 +201,7 @@ def test_kill_minus_nine(tmp_path, memory_directory):
 
 
 def test_a_stopped_service(tmp_path, memory_directory):
-    """SIGSTOP: connections stay and nobody answers. No call waits longer than its deadline."""
+    """SIGSTOP: connections stay and nobody answers. Nobody waits until the service is back."""
     flags = ("--memory", "4m", "--shared-memory", str(memory_directory))
     with live_tier(tmp_path, *flags) as tier, fleet(tier.address) as engines:
         while engines.failed < HITS:
@@ -214,11 +212,9 @@ def test_a_stopped_service(tmp_path, memory_directory):
             while not engines.all_open() and time.monotonic() - began < 5:
                 engines.load(0.02)
             assert engines.all_open(), "after three failures nobody asks any more"
+            eventually(lambda: not any(engine.waits() for engine in engines.engines))
             tier.resume()
             engines.settle()
-        allowed = engines.engines[0].client.deadline(ALL_BYTES).left()
-        slowest = max(engine.slowest_s for engine in engines.engines)
-        assert slowest < allowed + 1.0, "more than a scheduler's whim"
 
 
 def test_flipped_bits_in_the_memory_of_the_service(memory_directory):
