@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtier_kernels.triton_backend.softmax import no_infinity, tile_logits
+from kvtier_kernels.triton_backend.softmax import tile_logits, weigh
 
 
 @triton.jit
@@ -81,10 +81,7 @@ def window_rows(
             keys = _keys(k, end, head, n, d, stride_k_token, stride_k_head, DIM)
             logits = tile_logits(queries, keys, scale, IEEE)
             logits = tl.where((n < end)[None, :], logits, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(logits, 1))
-            shift = no_infinity(new_peak)
-            total = total * tl.exp2(peak - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)
-            peak = new_peak
+            peak, total, _, _ = weigh(peak, total, logits, 1)
         at = ((begin + row // GROUP).to(tl.int64) * HEADS + head) * GROUP + row % GROUP
         tl.store(logs + at, peak + tl.log2(total), mask=real)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtier_kernels.triton_backend.softmax import LN_2, LOG2_E, no_infinity
+from kvtier_kernels.triton_backend.softmax import LN_2, LOG2_E, log_of, no_infinity
 
 
 @triton.jit
@@ -48,12 +48,10 @@ def merge_parts(
         acc = acc * keep + tl.sum(values * weights[:, None], 0)
         total = total * keep + tl.sum(weights, 0)
         peak = new_peak
-    seen = total > 0
-    some = tl.where(seen, total, 1.0)
+    some = tl.where(total > 0, total, 1.0)
     to = row.to(tl.int64) * LANES + lane
     tl.store(o + to * DIM + d, (acc / some).to(o.dtype.element_ty), mask=d < DIM)
-    log = tl.where(seen, (no_infinity(peak) + tl.log2(some)) * LN_2, float("-inf"))
-    tl.store(lse + to + tl.arange(0, 1), log)
+    tl.store(lse + to + tl.arange(0, 1), log_of(peak, total))
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtier_kernels.triton_backend.softmax import LN_2, LOG2_E, no_infinity, tile_logits
+from kvtier_kernels.triton_backend.softmax import LOG2_E, log_of, tile_logits, weigh
 
 
 @triton.jit
@@ -64,12 +64,8 @@ def mean_of_queries(
                 offset + (head * GROUP + g) * window + w, mask=w < window, other=float("-inf")
             )
             logits = tile_logits(queries, tile, scale, IEEE) + (added * LOG2_E)[:, None]
-            new_peak = tl.maximum(peak, tl.max(logits, 0))
-            shift = no_infinity(new_peak)
-            total = total * tl.exp2(peak - shift) + tl.sum(tl.exp2(logits - shift[None, :]), 0)
-            peak = new_peak
-        log = no_infinity(peak) + tl.log2(tl.where(total > 0, total, 1.0))
-        log = tl.where(total > 0, log * LN_2, float("-inf"))
+            peak, total, _, _ = weigh(peak, total, logits, 0)
+        log = log_of(peak, total)
         tl.store(out + (head * GROUP + g) * tokens + n, log, mask=n < tokens)
 
 
@@ -127,12 +123,7 @@ def sum_over_keys(
             )
             logits += bias * LOG2_E
         logits = tl.where((n < end)[None, :], logits, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(logits, 1))
-        shift = no_infinity(new_peak)
-        total = total * tl.exp2(peak - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)
-        peak = new_peak
-    log = no_infinity(peak) + tl.log2(tl.where(total > 0, total, 1.0))
-    log = tl.where(total > 0, log * LN_2, float("-inf"))
+        peak, total, _, _ = weigh(peak, total, logits, 1)
     heads = tl.num_programs(1)
     at = ((tl.program_id(0) * window + w) * heads + head) * GROUP + g
-    tl.store(part + at, log, mask=real)
+    tl.store(part + at, log_of(peak, total), mask=real)

@@ -32,14 +32,29 @@ def tile_logits(q, k, scale, IEEE: tl.constexpr):
 
 
 @triton.jit
+def weigh(peak, total, logits, AXIS: tl.constexpr):
+    """One step of a running log-sum-exp: peak and sum of weights, and a tile's logits, which are
+    summed along AXIS -> both of all, the tile's weights, and what former weights are worth now."""
+    new_peak = tl.maximum(peak, tl.max(logits, AXIS))
+    shift = no_infinity(new_peak)
+    weights = tl.exp2(logits - tl.expand_dims(shift, AXIS))
+    keep = tl.exp2(peak - shift)
+    return new_peak, total * keep + tl.sum(weights, AXIS), weights, keep
+
+
+@triton.jit
+def log_of(peak, total):
+    """-> the natural log-sum-exp; -inf where nothing was seen."""
+    seen = total > 0
+    log = (no_infinity(peak) + tl.log2(tl.where(seen, total, 1.0))) * LN_2
+    return tl.where(seen, log, float("-inf"))
+
+
+@triton.jit
 def absorb(acc, peak, total, logits, v, IEEE: tl.constexpr):
     """One step of online softmax: the running (sum of weighted values, peak, sum of weights) and
     a tile's logits [rows, entries] and values [entries, dim] -> the three of both."""
-    new_peak = tl.maximum(peak, tl.max(logits, 1))
-    shift = no_infinity(new_peak)
-    weights = tl.exp2(logits - shift[:, None])
-    keep = tl.exp2(peak - shift)
-    total = total * keep + tl.sum(weights, 1)
+    new_peak, total, weights, keep = weigh(peak, total, logits, 1)
     acc = acc * keep[:, None]
     if IEEE:
         acc = tl.dot(weights, v.to(tl.float32), acc, input_precision="ieee")
@@ -51,7 +66,4 @@ def absorb(acc, peak, total, logits, v, IEEE: tl.constexpr):
 @triton.jit
 def normalise(acc, peak, total):
     """-> o [rows, dim], lse [rows] (natural); zeros and -inf for rows that saw nothing."""
-    seen = total > 0
-    o = acc / tl.where(seen, total, 1.0)[:, None]
-    lse = (no_infinity(peak) + tl.log2(tl.where(seen, total, 1.0))) * LN_2
-    return o, tl.where(seen, lse, float("-inf"))
+    return acc / tl.where(total > 0, total, 1.0)[:, None], log_of(peak, total)
