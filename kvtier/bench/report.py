@@ -36,7 +36,8 @@ p.soft, figcaption, .tick, .tile span { color: var(--soft); }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(340px, 1fr));
   gap: 1.25rem; }
 figure { margin: 0; } figcaption { font-size: .9rem; } svg { width: 100%; height: auto; }
-.legend { display: flex; flex-wrap: wrap; gap: 1.25rem; } .legend i { display: inline-block;
+.legend { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; margin-bottom: 1rem; }
+.legend i { display: inline-block;
   width: .8rem; height: .8rem; border-radius: 50%; margin-right: .4rem; vertical-align: -1px; }
 .grid { stroke: var(--rule); stroke-width: 1; } .tick { font-size: 12px; fill: var(--soft); }
 .series polyline { fill: none; stroke-width: 2; }
@@ -84,9 +85,9 @@ def _tiles(ratios: Ratios | None) -> str:
     if ratios is None:
         return ""
     shown = [
-        (ratios.kv_device_bytes, "x", "fewer KV bytes on the device"),
-        (ratios.median_ttft_ms, "x", "faster first token, later turns"),
-        (ratios.median_tpot_ms, "x", "faster per token"),
+        _times(ratios.kv_device_bytes, "fewer", "more", "KV bytes on the device"),
+        _times(ratios.median_ttft_ms, "faster", "slower", "first token, later turns"),
+        _times(ratios.median_tpot_ms, "faster", "slower", "per token"),
         (ratios.resident_sessions, "x", "as many resident sessions"),
         (ratios.recall, "", "of the recall"),
     ]
@@ -97,6 +98,15 @@ def _tiles(ratios: Ratios | None) -> str:
     )
     title = f"<h2>{escape(ratios.policy)} against {escape(ratios.baseline)}</h2>"
     return f'{title}<div class="tiles">{tiles}</div>'
+
+
+def _times(
+    ratio: float | None, better: str, worse: str, what: str
+) -> tuple[float | None, str, str]:
+    """A tile for a ratio in which bigger is better: nothing is half as many times faster."""
+    if not ratio or ratio >= 1:
+        return ratio, "x", f"{better} {what}"
+    return 1 / ratio, "x", f"{worse} {what}"
 
 
 def _legend(runs: Sequence[RunResult]) -> str:

@@ -16,6 +16,7 @@ import pytest
 from kvtier.bench import runner
 from kvtier.bench.__main__ import main
 from kvtier.bench.environment import git_commit
+from kvtier.bench.report import render_report
 from kvtier.bench.schema import Document
 
 FAKE_WORKER = str(Path(__file__).with_name("fake_worker.py"))
@@ -97,6 +98,17 @@ def test_the_report_is_one_file_that_needs_no_other(
     assert {"svg", "polyline", "table", "style"} <= page.seen
     assert not {"script", "link", "img", "iframe"} & page.seen
     assert ("Sessions still resident" in text) == (sessions != "1")
+
+
+def test_what_is_slower_is_not_called_half_as_many_times_faster(flags: list[str], tmp_path: Path):
+    path = tmp_path / "out.json"
+    assert main([*flags, "--json", str(path), "-q"]) == 0
+    document = Document.model_validate_json(path.read_text())
+    assert document.ratios is not None
+    ratios = document.ratios.model_copy(update={"median_ttft_ms": 0.5, "median_tpot_ms": 2.0})
+    text = render_report(document.model_copy(update={"ratios": ratios}))
+    assert "<b>2.00x</b><span>slower first token, later turns</span>" in text
+    assert "<b>2.00x</b><span>faster per token</span>" in text
 
 
 def test_a_failed_run_shows_its_log_and_exits_with_1(
