@@ -16,7 +16,7 @@ READY := $(VENV)/.kvtier-ready
 EXTRAS := dev
 endif
 
-# Tests side by side, one thread each; a file's tests stay together, because they share engines (2 GiB each).
+# Tests side by side, one thread each; a file's tests stay together, because they share engines.
 PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile
 
