@@ -1,4 +1,4 @@
-"""What every benchmark's command does with its outcome and its failures."""
+"""What every benchmark's command does with its outcome and its failures, and where they live."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from kvtier.errors import KvtierError, UsageError
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_command(
@@ -33,4 +36,4 @@ def run_command(
     return 0 if not isinstance(bars, list) or all(bar["met"] for bar in bars) else 1
 
 
-__all__ = ["run_command"]
+__all__ = ["ROOT", "run_command"]

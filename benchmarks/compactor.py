@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import run_command
+from benchmarks.command import ROOT, run_command
 from benchmarks.compactor_contexts import KINDS, RecallContext, make_contexts
 from benchmarks.compactor_engine import METHODS, Heads, run_engine
 from benchmarks.compactor_records import (
@@ -30,7 +30,7 @@ from benchmarks.compactor_records import (
 )
 from benchmarks.compactor_table import print_tables
 from benchmarks.kvpress import PEER_PYTHON, run_kvpress
-from benchmarks.recall_engine import DEMO_MODEL, ROOT
+from benchmarks.recall_engine import DEMO_MODEL
 from kvtier.bench.environment import describe_environment
 from kvtier.config import load_settings
 from kvtier.sizes import parse_size

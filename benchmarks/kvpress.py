@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import ROOT
 from benchmarks.compactor_contexts import RecallContext, save_contexts
-from benchmarks.recall_engine import ROOT
 from kvtier.bench.recall import DEFAULT_LANGUAGE
 from kvtier.errors import UsageError
 

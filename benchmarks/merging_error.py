@@ -30,7 +30,7 @@ from typing import Any, Literal
 import torch
 from rich.table import Table
 
-from benchmarks.recall_engine import ROOT
+from benchmarks.command import ROOT
 from kvtier.bench.environment import describe_environment
 from kvtier.bench.table import make_console
 from kvtier.errors import UsageError

@@ -23,9 +23,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from benchmarks.command import run_command
+from benchmarks.command import ROOT, run_command
 from benchmarks.compactor_contexts import KINDS, Question, RecallContext, make_contexts
-from benchmarks.recall_engine import DEMO_MODEL, PROFILE_FILE, ROOT, Asked, ask_engine
+from benchmarks.recall_engine import DEMO_MODEL, PROFILE_FILE, Asked, ask_engine
 from kvtier.bench.environment import describe_environment
 from kvtier.bench.recall import make_session
 from kvtier.bench.schema import RetainedTurn

@@ -1,7 +1,9 @@
 """Recall contexts in the real engine, one engine process per setting.
 
-    ask_engine(contexts, model, profile, settings)    starts a worker and collects its answers
-    python -m benchmarks.recall_engine …              the worker
+    with recall_engine(contexts, model, profile, settings) as ask:    starts a worker
+        asked = ask(0)                                                one context, by its number
+    ask_engine(contexts, model, profile, settings)                    all of them
+    python -m benchmarks.recall_engine …                              the worker
 
 The context is sent alone with one token to generate, so its turn ends and the engine compresses
 it. Every question then comes as context + question; an answer counts only if the engine served
@@ -15,33 +17,30 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from benchmarks.command import ROOT
 from benchmarks.compactor_contexts import RecallContext, load_contexts, save_contexts
+from benchmarks.remote import parents_lines, running_module
 from kvtier.bench.engine import ChatEngine, EngineError, SglangEngine
 from kvtier.bench.measure import settled
 from kvtier.bench.options import parse_options
 from kvtier.bench.planning import make_plans
 from kvtier.bench.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE, score_answer
-from kvtier.bench.runner import stop_group
 from kvtier.bench.schema import Plan, RetainedTurn, TierReading
 from kvtier.bench.worker import die_with_parent
 from kvtier.config import ENV_PREFIX
-from kvtier.errors import KvtierError
 from kvtier.heads.profile import HeadProfile
 
-ROOT = Path(__file__).resolve().parents[1]
 DEMO_MODEL = ROOT / "models" / "kvtier-demo"
 PROFILE_FILE = "head_profile.json"
-LOG_TAIL_LINES = 20
 
 
 class Asked(BaseModel):
@@ -65,10 +64,6 @@ class Asked(BaseModel):
     tier: TierReading | None = None
 
 
-class WorkerError(KvtierError):
-    """A worker that did not finish; the message ends with its last log lines."""
-
-
 def ask_engine(
     contexts: Sequence[RecallContext],
     model: Path,
@@ -79,6 +74,18 @@ def ask_engine(
 
     settings: KVTIER_* variables by their name without the prefix, such as {"RETENTION": "0.5"}
     """
+    with recall_engine(contexts, model, profile, settings) as ask:
+        return [ask(index) for index in range(len(contexts))]
+
+
+@contextmanager
+def recall_engine(
+    contexts: Sequence[RecallContext],
+    model: Path,
+    profile: HeadProfile,
+    settings: Mapping[str, str],
+) -> Iterator[Callable[[int], Asked]]:
+    """As `ask_engine`, a context at a time; the engine sleeps in between."""
     with tempfile.TemporaryDirectory(prefix="kvtier-recall-") as name:
         folder = Path(name)
         profile.save(folder / PROFILE_FILE)
@@ -86,9 +93,12 @@ def ask_engine(
         plan = make_plan(model, contexts, folder / PROFILE_FILE)
         (folder / "plan.json").write_text(plan.model_dump_json())
         environment = worker_environment(folder, plan, settings)
-        files = [folder / name for name in ("plan.json", "contexts.json", "asked.json")]
-        run_module("benchmarks.recall_engine", files, environment, folder / "worker.log")
-        return [Asked.model_validate(entry) for entry in json.loads(files[-1].read_text())]
+        files = [folder / name for name in ("plan.json", "contexts.json")]
+        worker = running_module(
+            "benchmarks.recall_engine", files, environment, folder / "worker.log"
+        )
+        with worker as remote:
+            yield lambda index: Asked.model_validate(remote.tell("ask", context=index))
 
 
 def make_plan(model: Path, contexts: Sequence[RecallContext], profile: Path) -> Plan:
@@ -118,32 +128,6 @@ def worker_environment(folder: Path, plan: Plan, settings: Mapping[str, str]) ->
         ENV_PREFIX + "HEAD_PROFILE": str(folder / PROFILE_FILE),
         **{ENV_PREFIX + name: value for name, value in settings.items()},
     }
-
-
-def run_module(
-    module: str, files: Sequence[Path], environment: Mapping[str, str], log: Path
-) -> None:
-    """`python -m module files…` in a process group of its own, to its end.
-
-    Raises WorkerError where that is not a good one.
-    """
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, files)],
-            cwd=ROOT,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=stream,
-            start_new_session=True,
-        )
-        try:
-            exit_code = process.wait()
-        finally:
-            stop_group(process)
-    if exit_code != 0:
-        tail = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        raise WorkerError("the engine failed:\n" + "\n".join(tail))
 
 
 def ask_all(engine: ChatEngine, context: RecallContext) -> Asked:
@@ -181,16 +165,20 @@ def ask_all(engine: ChatEngine, context: RecallContext) -> Asked:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The worker: plan and contexts in, answers out."""
+    """The worker: PLAN CONTEXTS READ_FD WRITE_FD; numbers of contexts in, answers out."""
     die_with_parent()
     plan = Plan.model_validate_json(Path(argv[0]).read_text())
-    engine = SglangEngine(plan)
-    try:
-        asked = [ask_all(engine, context) for context in load_contexts(Path(argv[1]))]
-    finally:
-        engine.close()
-    dumped: list[dict[str, Any]] = [one.model_dump() for one in asked]
-    Path(argv[2]).write_text(json.dumps(dumped))
+    contexts = load_contexts(Path(argv[1]))
+    with parents_lines(argv[2:]) as (reads, writes):
+        # Engines may take turns: one that waits must not spin.
+        sleeps = {"engine_args": {**plan.engine_args, "sleep_on_idle": True}}
+        engine = SglangEngine(plan.model_copy(update=sleeps))
+        try:
+            for line in reads:
+                asked = ask_all(engine, contexts[json.loads(line)["context"]])
+                print(asked.model_dump_json(), file=writes, flush=True)
+        finally:
+            engine.close()
     return 0
 
 

@@ -28,12 +28,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from benchmarks.command import run_command
+from benchmarks.command import ROOT, run_command
 from benchmarks.compactor_contexts import KINDS, RecallContext, make_contexts
 from benchmarks.compactor_engine import Heads, head_profile, retention_for
 from benchmarks.compactor_records import Record
 from benchmarks.kvpress import run_kvpress
-from benchmarks.recall_engine import DEMO_MODEL, ROOT, Asked, ask_engine
+from benchmarks.recall_engine import DEMO_MODEL, Asked, ask_engine
 from kvtier.bench.environment import describe_environment
 from kvtier.bench.runner import LOCAL_TIER, TIER_VARIABLE, local_tier
 from kvtier.bench.schema import TierReading

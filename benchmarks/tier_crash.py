@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import xxhash
 from rich.table import Table
 
-from benchmarks.recall_engine import ROOT
+from benchmarks.command import ROOT
 from benchmarks.tier_crash_writer import MOST_BYTES, WRITERS, blob_name, read_header
 from kvtier.bench.environment import describe_environment
 from kvtier.bench.table import make_console

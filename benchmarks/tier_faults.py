@@ -36,8 +36,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import run_command
-from benchmarks.recall_engine import DEMO_MODEL, ROOT
+from benchmarks.command import ROOT, run_command
+from benchmarks.recall_engine import DEMO_MODEL
+from benchmarks.remote import Remote
 from benchmarks.tier_faults_kinds import KINDS, Kind, Where
 from benchmarks.tier_faults_load import (
     LONGEST,
@@ -55,7 +56,6 @@ from benchmarks.tier_faults_remote import (
     SPAN_TOKENS,
     TIMEOUT_S,
     VISITS,
-    RemoteEngine,
     running_engine,
 )
 from benchmarks.tier_faults_report import (
@@ -180,7 +180,7 @@ def without_a_tier(
     )
 
 
-def in_turns(engines: Sequence[RemoteEngine], rounds: int, seed: int) -> list[list[dict[str, Any]]]:
+def in_turns(engines: Sequence[Remote], rounds: int, seed: int) -> list[list[dict[str, Any]]]:
     """What every engine said of every lot, in the order given: all get the same requests, one
     engine and one lot at a time, in every other lot the last engine first."""
     found = []
@@ -230,7 +230,7 @@ def progress(kind: KindOutcome) -> str:
     )
 
 
-def one_kind(kind: Kind, engine: RemoteEngine, faults: int) -> KindOutcome:
+def one_kind(kind: Kind, engine: Remote, faults: int) -> KindOutcome:
     """Serve a tier, wait until it is used, let it fail, and see how long it takes to be back."""
     with kind.running():
         before = wait_for_use(engine)
@@ -243,7 +243,7 @@ def one_kind(kind: Kind, engine: RemoteEngine, faults: int) -> KindOutcome:
     return outcome_of_kind(kind, before["tally"], healed, after, during, recovered)
 
 
-def wait_for_use(engine: RemoteEngine, since: dict[str, Any] | None = None) -> dict[str, Any]:
+def wait_for_use(engine: Remote, since: dict[str, Any] | None = None) -> dict[str, Any]:
     """Until the breaker is closed, and a put was stored and a request restored after that.
 
     closed_s, used_s: how long that took, None where it did not happen within RECOVERY_S.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from benchmarks.remote import parents_lines
 from benchmarks.tier_faults_load import TURNS, Answers, Asked, Book, LoadSession, requests
 from kvtier.bench.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE
 from kvtier.bench.worker import die_with_parent
@@ -204,14 +204,12 @@ def main(argv: Sequence[str]) -> int:
 
     die_with_parent()
     job = EngineJob.model_validate_json(Path(argv[0]).read_text())
-    for descriptor in map(int, argv[1:]):
-        os.set_inheritable(descriptor, False)
-    engine = sglang.Engine(**job.engine)
-    try:
-        with os.fdopen(int(argv[1])) as reads, os.fdopen(int(argv[2]), "w") as writes:
+    with parents_lines(argv[1:]) as (reads, writes):
+        engine = sglang.Engine(**job.engine)
+        try:
             engine.loop.run_until_complete(serve(LoadedEngine(engine, job), reads, writes))
-    finally:
-        engine.shutdown()
+        finally:
+            engine.shutdown()
     return 0
 
 

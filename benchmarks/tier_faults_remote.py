@@ -1,20 +1,16 @@
-"""The parent's side of an engine of the fault benchmark: starts it, talks to it, ends it."""
+"""How the fault benchmark starts an engine; tier_faults_engine.py says what it can be told."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from benchmarks.recall_engine import LOG_TAIL_LINES, ROOT, WorkerError
+from benchmarks.remote import Remote, running_module
 from benchmarks.tier_faults_engine import EngineJob
 from benchmarks.tier_faults_load import LoadSession
-from kvtier.bench.runner import stop_group
 from kvtier.config import ENV_PREFIX
 from kvtier.heads.model_config import model_shape, read_config
 from kvtier.heads.profile import full_profile
@@ -38,30 +34,10 @@ SETTINGS = {
 }
 
 
-class RemoteEngine:
-    """See benchmarks/tier_faults_engine.py for what can be said. Raises WorkerError."""
-
-    def __init__(self, writes: IO[str], reads: IO[str], log: Path) -> None:
-        self._writes, self._reads, self._log = writes, reads, log
-
-    def tell(self, do: str, **more: Any) -> dict[str, Any]:
-        """Say something and wait for the answer."""
-        try:
-            print(json.dumps({"do": do, **more}), file=self._writes, flush=True)
-            line = self._reads.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            tail = self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-            raise WorkerError("the engine failed:\n" + "\n".join(tail))
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
 @contextmanager
 def running_engine(
     folder: Path, model: Path, sessions: Sequence[LoadSession], settings: Mapping[str, str]
-) -> Iterator[RemoteEngine]:
+) -> Iterator[Remote]:
     """An engine that drops nothing. folder: empty, its own; settings: KVTIER_* without prefix."""
     profile = folder / "head_profile.json"
     full_profile(model_shape(read_config(str(model)))).save(profile)
@@ -75,28 +51,10 @@ def running_engine(
     environment["OMP_NUM_THREADS"] = str(ENGINE_THREADS)
     for name, value in {**SETTINGS, **own, **settings}.items():
         environment[ENV_PREFIX + name] = str(value)
-    their_reads, our_writes = os.pipe()
-    our_reads, their_writes = os.pipe()
-    command = [sys.executable, "-m", "benchmarks.tier_faults_engine", str(folder / "job.json")]
-    log = folder / "engine.log"
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [*command, str(their_reads), str(their_writes)],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=stream,
-            pass_fds=(their_reads, their_writes),
-            start_new_session=True,
-        )
-    os.close(their_reads)
-    os.close(their_writes)
-    try:
-        with os.fdopen(our_writes, "w") as writes, os.fdopen(our_reads) as reads:
-            yield RemoteEngine(writes, reads, log)
-    finally:
-        stop_group(process)
+    with running_module(
+        "benchmarks.tier_faults_engine", [folder / "job.json"], environment, folder / "engine.log"
+    ) as remote:
+        yield remote
 
 
 def engine_args(model: Path) -> dict[str, Any]:

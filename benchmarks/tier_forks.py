@@ -34,15 +34,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from benchmarks.command import run_command
+from benchmarks.command import ROOT, run_command
 from benchmarks.compactor_contexts import LOOK_ALIKES, RecallContext, make_context
-from benchmarks.recall_engine import (
-    DEMO_MODEL,
-    PROFILE_FILE,
-    ROOT,
-    run_module,
-    worker_environment,
-)
+from benchmarks.recall_engine import DEMO_MODEL, PROFILE_FILE, worker_environment
+from benchmarks.remote import run_module
 from benchmarks.tier_forks_engine import Fork, Job, Served
 from kvtier.bench.environment import describe_environment
 from kvtier.bench.options import parse_options

@@ -1,0 +1,68 @@
+"""Processes that do what they are told: answers, failures with their log, and nothing left."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.remote import WorkerError, run_module, running_module
+
+WORKER = """
+import json, os, sys
+from benchmarks.remote import parents_lines
+with parents_lines(sys.argv[2:]) as (reads, writes):
+    for line in reads:
+        said = json.loads(line)
+        if said["do"] == "fall":
+            sys.exit("no more of this")
+        print(json.dumps({**said, "pid": os.getpid()}), file=writes, flush=True)
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "told.py").write_text(WORKER)
+    return {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_worker_answers_what_it_is_told_and_is_gone_afterwards(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    with running_module("told", [tmp_path], environment, tmp_path / "log") as remote:
+        first = remote.tell("sing", song=3)
+        assert first == {"do": "sing", "song": 3, "pid": first["pid"]}
+        assert remote.tell("sing", song=4)["pid"] == first["pid"]
+        assert not gone(first["pid"])
+    deadline = time.monotonic() + 10
+    while not gone(first["pid"]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gone(first["pid"])
+
+
+def test_a_worker_that_ends_early_is_an_error_with_its_last_lines(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    with (
+        running_module("told", [tmp_path], environment, tmp_path / "log") as remote,
+        pytest.raises(WorkerError, match="no more of this"),
+    ):
+        remote.tell("fall")
+
+
+def test_a_module_that_fails_is_an_error_and_one_that_does_not_is_none(tmp_path: Path) -> None:
+    (tmp_path / "once.py").write_text("import sys; sys.exit(sys.argv[1] == 'bad' and 'so bad')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    run_module("once", [Path("good")], environment, tmp_path / "log")
+    with pytest.raises(WorkerError, match="so bad"):
+        run_module("once", [Path("bad")], environment, tmp_path / "log")
