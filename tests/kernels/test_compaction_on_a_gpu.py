@@ -111,7 +111,8 @@ def test_entries_go_where_a_cpu_sends_them_but_for_rounding(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_of_equal_homes_the_first_is_chosen(dtype: torch.dtype) -> None:
-    keys = normal(0, 2, 1, 24).expand(2, 200, 24).to(dtype)
+    # Small whole numbers, so that no order of summing makes equal homes differ.
+    keys = normal(0, 2, 1, 24).round().expand(2, 200, 24).to(dtype)
     kept = torch.arange(0, 200, 2).expand(2, -1)
     target = on_gpu(assign, keys, kept).target
     assert (target[:, 1::2] == 0).all()

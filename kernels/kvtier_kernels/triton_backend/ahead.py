@@ -35,6 +35,8 @@ HOPPER = 90
 # Ada: before it, Triton has no such numbers.
 FIRST_WITH_FP8 = 89
 MANY_REQUESTS = 512
+# Of models in float32, such as the demo model: head dimension and GQA group.
+FLOAT32_SHAPES = ((32, 2), (64, 4))
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 LOOPS = (
     "schedule_units",
@@ -92,6 +94,11 @@ def compile_all(capability: int = HOPPER) -> Iterator[Compiled]:
         found: list[Compiled] = []
         _use(_compiler(found, name), dim, group, kv_dtype, votes)
         yield from found
+    for (dim, group), votes in itertools.product(FLOAT32_SHAPES, (0, 1)):
+        found = []
+        name = f"dim {dim}, group {group}, float32, votes {votes}"
+        _use(_compiler(found, name), dim, group, torch.float32, votes, torch.float32)
+        yield from found
 
 
 def _compiler(found: list[Compiled], variant: str) -> Launch:
@@ -115,7 +122,14 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(numbers["REG"]), int(numbers["LOCAL"]) + int(numbers["STACK"])
 
 
-def _use(launch: Launch, dim: int, group: int, kv_dtype: torch.dtype, votes: int) -> None:
+def _use(
+    launch: Launch,
+    dim: int,
+    group: int,
+    kv_dtype: torch.dtype,
+    votes: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
     """Call everything once, over tensors whose content is nothing."""
     kernels = TritonKernels(launch)
     heads, requests, entries, new = 2, 4, 4096, 64
@@ -126,11 +140,11 @@ def _use(launch: Launch, dim: int, group: int, kv_dtype: torch.dtype, votes: int
     kv = RaggedKV(k, torch.empty_like(k), log_votes)
     indptr = tuple(range(0, entries + 1, entries // requests))
     plan = kernels.plan(torch.arange(entries), indptr, log_votes)
-    q = torch.empty(requests, heads, group, dim, dtype=torch.bfloat16)
+    q = torch.empty(requests, heads, group, dim, dtype=dtype)
     state = kernels.decode(q, kv, plan, 0.1)
     kernels.merge_states(state, state)
-    q = torch.empty(requests * new, heads, group, dim, dtype=torch.bfloat16)
-    own = torch.empty(requests * new, heads, dim, dtype=torch.bfloat16)
+    q = torch.empty(requests * new, heads, group, dim, dtype=dtype)
+    own = torch.empty(requests * new, heads, dim, dtype=dtype)
     q_indptr = tuple(range(0, requests * new + 1, new))
     kernels.extend(q, own, own, q_indptr, kv, plan, 0.1)
     if votes < 2:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtier_kernels.triton_backend.entries import load_keys, load_values, with_votes
+from kvtier_kernels.triton_backend.entries import load_entries, with_votes
 from kvtier_kernels.triton_backend.softmax import absorb, normalise, tile_logits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests"])
 def decode_units(
     q,
     k,
@@ -47,7 +47,7 @@ def decode_units(
 
     VOTES: 0 none, 1 per entry, 2 per entry and query head. Grid (units, HEADS).
     """
-    unit, head = tl.program_id(0), tl.program_id(1)
+    unit, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     request = tl.load(unit_request + unit)
     if request < requests:
         size = tl.load(stretch)
@@ -63,17 +63,21 @@ def decode_units(
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
+        # Slots come a tile ahead: a load that waits for its own address is not issued early.
+        place = tl.arange(0, BLOCK_N)
+        coming = tl.load(slots + begin + place, mask=begin + place < end, other=0)
         for first in range(begin, end, BLOCK_N):
-            n = first + tl.arange(0, BLOCK_N)
+            n = first + place
             inside = n < end
-            slot = tl.load(slots + n, mask=inside, other=0).to(tl.int64)
-            keys = load_keys(k, slot, head, inside, d, in_dim, stride_k_slot, stride_k_head)
+            slot = coming.to(tl.int64)
+            coming = tl.load(slots + n + BLOCK_N, mask=n + BLOCK_N < end, other=0)
+            keys = load_entries(k, slot, head, inside, d, in_dim, stride_k_slot, stride_k_head)
             logits = with_votes(
-                tile_logits(queries, keys, scale, IEEE), votes, slot, head, g, in_group, inside,
-                stride_votes_slot, stride_votes_head, stride_votes_group, VOTES,
+                tile_logits(queries, tl.trans(keys), scale, IEEE), votes, slot, head, g, in_group,
+                inside, stride_votes_slot, stride_votes_head, stride_votes_group, VOTES,
             )  # fmt: skip
             logits = tl.where(inside[None, :], logits, float("-inf"))
-            values = load_values(v, slot, head, inside, d, in_dim, stride_v_slot, stride_v_head)
+            values = load_entries(v, slot, head, inside, d, in_dim, stride_v_slot, stride_v_head)
             values = values.to(queries.dtype)
             acc, peak, total = absorb(acc, peak, total, logits, values, IEEE)
         o, lse = normalise(acc, peak, total)

@@ -10,15 +10,15 @@ from kvtier_kernels.triton_backend.softmax import LOG2_E
 
 @triton.jit
 def load_keys(k, slot, head, inside, d, in_dim, stride_slot, stride_head):
-    """Keys [dim, entries] of slots that are `inside`, 0 elsewhere. slot: int64."""
+    """As `load_entries`, but [dim, entries]: what takes fewer registers in large tiles."""
     at = k + slot[None, :] * stride_slot + head * stride_head + d[:, None]
     return tl.load(at, mask=inside[None, :] & in_dim[:, None], other=0.0)
 
 
 @triton.jit
-def load_values(v, slot, head, inside, d, in_dim, stride_slot, stride_head):
-    """Values [entries, dim] of slots that are `inside`, 0 elsewhere. slot: int64."""
-    at = v + slot[:, None] * stride_slot + head * stride_head + d[None, :]
+def load_entries(x, slot, head, inside, d, in_dim, stride_slot, stride_head):
+    """Keys or values [entries, dim] of slots that are `inside`, 0 elsewhere. slot, head: int64."""
+    at = x + slot[:, None] * stride_slot + head * stride_head + d[None, :]
     return tl.load(at, mask=inside[:, None] & in_dim[None, :], other=0.0)
 
 
@@ -38,8 +38,8 @@ def with_votes(
 ):
     """logits [rows, entries] in base 2, with the entries' log-votes.
 
-    g: each row's query head of its group, where `rows`. VOTES: 0 none, 1 per entry, 2 per entry
-    and query head.
+    slot, head: int64. g: each row's query head of its group, where `rows`. VOTES: 0 none, 1 per
+    entry, 2 per entry and query head.
     """
     if VOTES == 1:
         bias = tl.load(votes + slot * stride_slot, mask=inside, other=0.0)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtier_kernels.triton_backend.entries import load_keys, load_values, with_votes
+from kvtier_kernels.triton_backend.entries import load_entries, load_keys, with_votes
 from kvtier_kernels.triton_backend.softmax import absorb, normalise, tile_logits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sink_tokens", "recent_tokens"])
 def extend_blocks(
     q,
     k_new,
@@ -61,7 +61,7 @@ def extend_blocks(
     token r // GROUP, so that a group reads its keys once. Prefix entries are cut in SPLITS; the
     last split sees the new tokens as well. Grid (blocks, HEADS, SPLITS).
     """
-    block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, head, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     request = tl.load(block_request + block)
     first_token = tl.load(q_indptr + request)
     new_tokens = tl.load(q_indptr + request + 1) - first_token
@@ -99,11 +99,11 @@ def extend_blocks(
         slot = tl.load(slots + n, mask=inside, other=0).to(tl.int64)
         keys = load_keys(k, slot, head, inside, d, in_dim, stride_k_slot, stride_k_head)
         logits = with_votes(
-            tile_logits(queries, keys, scale, IEEE), votes, slot, head, g, in_rows, inside,
-            stride_votes_slot, stride_votes_head, stride_votes_group, VOTES,
+            tile_logits(queries, keys, scale, IEEE), votes, slot, head, g, in_rows,
+            inside, stride_votes_slot, stride_votes_head, stride_votes_group, VOTES,
         )  # fmt: skip
         logits = tl.where(visible, logits, float("-inf"))
-        values = load_values(v, slot, head, inside, d, in_dim, stride_v_slot, stride_v_head)
+        values = load_entries(v, slot, head, inside, d, in_dim, stride_v_slot, stride_v_head)
         values = values.to(queries.dtype)
         acc, peak, total = absorb(acc, peak, total, logits, values, IEEE)
 
@@ -121,7 +121,7 @@ def extend_blocks(
                 keys = load_keys(
                     k_new, at, head, n < sinks, d, in_dim, stride_kn_token, stride_kn_head
                 )
-                values = load_values(
+                values = load_entries(
                     v_new, at, head, n < sinks, d, in_dim, stride_vn_token, stride_vn_head
                 ).to(queries.dtype)
                 logits = tile_logits(queries, keys, scale, IEEE)
@@ -135,7 +135,7 @@ def extend_blocks(
                 visible = visible & (near | (start + n < sink_tokens)[None, :])
             at = (first_token + n).to(tl.int64)
             keys = load_keys(k_new, at, head, n < last, d, in_dim, stride_kn_token, stride_kn_head)
-            values = load_values(
+            values = load_entries(
                 v_new, at, head, n < last, d, in_dim, stride_vn_token, stride_vn_head
             ).to(queries.dtype)
             logits = tl.where(visible, tile_logits(queries, keys, scale, IEEE), float("-inf"))

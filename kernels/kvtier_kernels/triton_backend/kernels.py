@@ -21,6 +21,7 @@ from kvtier_kernels.triton_backend.launching import (
     dim_contiguous,
     has_wide_products,
     is_ieee,
+    is_interpreted,
     launch,
     multiprocessors,
     to_device,
@@ -39,6 +40,14 @@ from kvtier_kernels.triton_backend.tables import count_kept, write_kept
 MAX_SPLITS = 16
 # Columns of a slot table per program.
 TABLE_BLOCK = 1024
+# Entries of a decode program's tile: few, so that it loads one while it computes with another, and
+# five programs still fit a multiprocessor. Without tensor cores a tile lies in registers.
+DECODE_ENTRIES = 32
+DECODE_ENTRIES_IEEE = 16
+# In the interpreter every operation costs the same, however much it does.
+INTERPRETED_TILE = 64
+# Of a thread. Told nothing, ptxas spills to fit two programs where shared memory has room for one.
+ALL_REGISTERS = 255
 MERGE_PARTS = 32
 MERGE_ROWS = 8
 
@@ -59,7 +68,8 @@ class TritonKernels(AttentionKernels):
         log_votes: torch.Tensor | None = None,
     ) -> TritonPlan:
         on_device = to_device(indptr, slots.device)
-        return TritonPlan(slots, on_device, tuple(indptr), log_votes is not None)
+        # Half as long, and half the registers of a tile's addresses.
+        return TritonPlan(slots.int(), on_device, tuple(indptr), log_votes is not None)
 
     def plan_on_device(
         self,
@@ -109,6 +119,7 @@ class TritonKernels(AttentionKernels):
         schedule = schedule_for(self._launch, plan, heads)
         part_o, part_lse = _state_buffers((schedule.max_units, heads, group, dim), q.device)
         mode, votes, strides = _votes(kv, plan)
+        ieee = is_ieee(q)
         self._launch(
             decode_units,
             (schedule.max_units, heads),
@@ -134,9 +145,9 @@ class TritonKernels(AttentionKernels):
             DIM=dim,
             BLOCK_G=max(16, triton.next_power_of_2(group)),
             BLOCK_D=max(16, triton.next_power_of_2(dim)),
-            BLOCK_N=_block_entries(dim),
+            BLOCK_N=_decode_entries(ieee),
             VOTES=mode,
-            IEEE=is_ieee(q),
+            IEEE=ieee,
             num_warps=4,
             num_stages=3,
         )
@@ -157,7 +168,8 @@ class TritonKernels(AttentionKernels):
         tokens, heads, group, dim = q.shape
         q, k_new, v_new = (dim_contiguous(x) for x in (q, k_new, v_new))
         k, v = dim_contiguous(kv.k), dim_contiguous(kv.v)
-        block_rows = _block_rows(dim)
+        ieee = is_ieee(q)
+        block_rows, block_entries = _extend_tile(dim, ieee)
         blocks = row_blocks(plan, q_indptr, group, block_rows)
         num_blocks = blocks.shape[1]
         splits = _splits(num_blocks * heads, plan.bounds, q.device)
@@ -205,12 +217,13 @@ class TritonKernels(AttentionKernels):
             DIM=dim,
             BLOCK_M=block_rows,
             BLOCK_D=max(16, triton.next_power_of_2(dim)),
-            BLOCK_N=_block_entries(dim),
+            BLOCK_N=block_entries,
             VOTES=mode,
             WINDOW=window is not None,
-            IEEE=is_ieee(q),
-            num_warps=_extend_warps(dim, window is not None or mode == 2),
+            IEEE=ieee,
+            num_warps=8 if ieee else _extend_warps(dim, window is not None or mode == 2),
             num_stages=2 if dim <= 128 else 3,
+            maxnreg=None if dim <= 128 or has_wide_products() else ALL_REGISTERS,
         )
         if splits == 1:
             return AttentionState(o, lse)
@@ -292,13 +305,17 @@ def _votes(kv: RaggedKV, plan: TritonPlan) -> tuple[int, torch.Tensor, tuple[int
     return 2, votes, (votes.stride(0), votes.stride(1), votes.stride(2))
 
 
-def _block_entries(dim: int) -> int:
-    return 64 if dim <= 128 else 32
+def _decode_entries(ieee: bool) -> int:
+    if is_interpreted():
+        return INTERPRETED_TILE
+    return DECODE_ENTRIES_IEEE if ieee else DECODE_ENTRIES
 
 
-def _block_rows(dim: int) -> int:
-    """Rows (tokens times group) of an extend program."""
-    return 64 if dim <= 128 else 32
+def _extend_tile(dim: int, ieee: bool) -> tuple[int, int]:
+    """Rows (tokens times group) and entries."""
+    if is_interpreted():
+        return INTERPRETED_TILE, INTERPRETED_TILE
+    return (64, 64) if dim <= 128 and not ieee else (32, 32)
 
 
 def _extend_warps(dim: int, laden: bool) -> int:

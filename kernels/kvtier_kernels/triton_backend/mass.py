@@ -86,7 +86,7 @@ def window_rows(
         tl.store(logs + at, peak + tl.log2(total), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def window_columns(
     q,
     k,

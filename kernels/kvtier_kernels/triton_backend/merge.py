@@ -54,7 +54,7 @@ def merge_parts(
     tl.store(lse + to + tl.arange(0, 1), log_of(peak, total))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def merge_two(
     o_a,
     lse_a,

@@ -67,7 +67,7 @@ def _tile(dim: int, ieee: bool) -> tuple[int, int]:
     """Dropped entries and homes of a program's tile, as fit its registers and shared memory."""
     if ieee:
         return 64, 32
-    return (128, 64) if dim <= 128 else (64, 64)
+    return (128, 32) if dim <= 128 else (64, 64)
 
 
 __all__ = ["send"]

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rest", "count", "stride_dropped_head", "stride_target_head"])
 def nearest_home(
     keys,
     dropped,

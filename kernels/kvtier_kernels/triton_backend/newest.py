@@ -21,7 +21,7 @@ def _key_tile(keys, n, end, d, stride_token, DIM: tl.constexpr):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "tokens"])
 def mean_of_queries(
     q,
     keys,
@@ -69,7 +69,7 @@ def mean_of_queries(
         tl.store(out + (head * GROUP + g) * tokens + n, log, mask=n < tokens)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "tokens"])
 def sum_over_keys(
     q,
     keys,

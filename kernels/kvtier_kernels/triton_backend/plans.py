@@ -39,7 +39,7 @@ class Schedule:
 class TritonPlan:
     """A slot table on the device.
 
-    slots:     [entries or more] int32 or int64. indptr: [requests + 1] int32.
+    slots:     [entries or more] int32. indptr: [requests + 1] int32.
     bounds:    indptr on the host, which extending wants; None in a plan that graphs replay.
     voted:     whether any entry may have votes.
     schedules: by number of heads, as layers ask for them.

@@ -13,6 +13,8 @@ from kvtier_kernels.triton_backend.newest import mean_of_queries, sum_over_keys
 _BLOCK_QUERIES = 32
 _BLOCK_ROWS = 64
 _BLOCK_KEYS = 64
+# Without tensor cores a tile is multiplied by the registers it lies in.
+_BLOCK_KEYS_IEEE = 32
 # Keys of one program that sums over them: long enough for few parts, short enough for all cores.
 _STRETCH = 1024
 
@@ -32,7 +34,7 @@ def predicted_logits(
     out = torch.empty(heads, group, tokens, device=keys.device)
     run(
         mean_of_queries,
-        (triton.cdiv(tokens, _BLOCK_KEYS), heads),
+        (triton.cdiv(tokens, options["BLOCK_N"]), heads),
         q_window,
         keys,
         offset.contiguous(),
@@ -95,12 +97,14 @@ def _prepared(
     if keys.dtype != q.dtype:
         q, keys = q.float(), keys.float()
     q, keys = dim_contiguous(q), dim_contiguous(keys)
+    ieee = is_ieee(q)
+    block = _BLOCK_KEYS_IEEE if ieee else _BLOCK_KEYS
     options = {
         "GROUP": group,
         "DIM": dim,
         "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-        "BLOCK_N": _BLOCK_KEYS,
-        "IEEE": is_ieee(q),
+        "BLOCK_N": block,
+        "IEEE": ieee,
         "num_warps": 4 if dim <= 128 else 8,
         "num_stages": 2,
     }

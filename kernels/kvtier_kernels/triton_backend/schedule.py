@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests", "max_units", "target_units"])
 def schedule_units(
     indptr,
     units_indptr,

@@ -18,6 +18,8 @@ from kvtier_kernels.triton_backend.mass import window_columns, window_rows
 
 BLOCK_ROWS = 64
 BLOCK_COLUMNS = 64
+# Without tensor cores a tile is multiplied by the registers it lies in.
+BLOCK_COLUMNS_IEEE = 32
 
 
 def window_mass(
@@ -41,21 +43,23 @@ def window_mass(
     begins, ends = to_device(list(zip(*windows, strict=True)), q.device)
     longest = max(end - begin for begin, end in windows)
     strides = (*q.stride()[:3], *k.stride()[:2])
+    ieee = is_ieee(q)
+    columns = BLOCK_COLUMNS_IEEE if ieee else BLOCK_COLUMNS
     options = {
         "HEADS": heads,
         "GROUP": group,
         "DIM": dim,
         "BLOCK_M": BLOCK_ROWS,
-        "BLOCK_N": BLOCK_COLUMNS,
+        "BLOCK_N": columns,
         "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-        "IEEE": is_ieee(q),
+        "IEEE": ieee,
         "num_warps": 4 if dim <= 128 else 8,
         "num_stages": 2,
     }
-    rows = (len(windows), heads, triton.cdiv(longest * group, BLOCK_ROWS))
-    run(window_rows, rows, q, k, begins, ends, logs, scale, *strides, **options)
-    columns = (len(windows), heads, triton.cdiv(longest, BLOCK_COLUMNS))
-    run(window_columns, columns, q, k, begins, ends, logs, mass, scale, tokens, *strides, **options)
+    grid = (len(windows), heads, triton.cdiv(longest * group, BLOCK_ROWS))
+    run(window_rows, grid, q, k, begins, ends, logs, scale, *strides, **options)
+    grid = (len(windows), heads, triton.cdiv(longest, columns))
+    run(window_columns, grid, q, k, begins, ends, logs, mass, scale, tokens, *strides, **options)
     return mass
 
 

@@ -23,7 +23,7 @@ def _values(x, order, i, end, r, ROWS: tl.constexpr, stride_row):
     ), entry, inside  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bins"])
 def segment_softmax(
     x,
     order,
@@ -45,18 +45,22 @@ def segment_softmax(
     r = tl.arange(0, BLOCK_R)
     x += head * stride_head
     shares += head * stride_head
-    peak = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    # Reduced once, behind the loop: Triton 3.6 does not compile a maximum over rows that a loop
+    # carries and that is used more than once.
+    peaks = tl.full([BLOCK_R, BLOCK_T], float("-inf"), tl.float32)
     for first in range(begin, end, BLOCK_T):
         i = first + tl.arange(0, BLOCK_T)
         values, _, _ = _values(x, order, i, end, r, ROWS, stride_row)
-        peak = tl.maximum(peak, tl.max(values, 1))
+        peaks = tl.maximum(peaks, values)
+    peak = tl.max(peaks, 1)
     # Relative to the peak first, so that shares are as precise at logits of 80 as at 0.
     shift = no_infinity(peak)
-    total = tl.zeros([BLOCK_R], tl.float32)
+    totals = tl.zeros([BLOCK_R, BLOCK_T], tl.float32)
     for first in range(begin, end, BLOCK_T):
         i = first + tl.arange(0, BLOCK_T)
         values, _, _ = _values(x, order, i, end, r, ROWS, stride_row)
-        total += tl.sum(tl.exp(values - shift[:, None]), 1)
+        totals += tl.exp(values - shift[:, None])
+    total = tl.sum(totals, 1)
     log_total = tl.log(tl.where(total > 0, total, 1.0))
     for first in range(begin, end, BLOCK_T):
         i = first + tl.arange(0, BLOCK_T)
@@ -67,7 +71,7 @@ def segment_softmax(
     tl.store(mass + at, peak + log_total, mask=r < ROWS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bins"])
 def segment_sum(
     x,
     weights,

@@ -26,7 +26,7 @@ def _kept(table, image, rows, lengths, stride_table, BLOCK: tl.constexpr, IMAGE:
     return slot
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def count_kept(
     table,
     image,
@@ -44,7 +44,7 @@ def count_kept(
     tl.store(counts + at, tl.sum((slot > 0).to(tl.int32), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def write_kept(
     table,
     image,
