@@ -581,3 +581,24 @@ def test_bad_input_is_refused_by_name() -> None:
         assign(entries.k, assignment.kept[:, :0])
     with pytest.raises(ValueError, match="protected"):
         assign(entries.k, assignment.kept, torch.ones(24, dtype=torch.bool))
+
+
+def test_homes_of_many_tiles_are_found_as_one_product_would_find_them():
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 6000, 16, generator=generator)
+    kept = torch.stack([torch.randperm(6000, generator=generator)[:2500] for _ in range(2)])
+    is_kept = torch.zeros(2, 6000, dtype=torch.bool).scatter_(1, kept, True)
+    # Closed homes in one tile only, and in all.
+    for share in (0.001, 0.3):
+        protected = is_kept & (torch.rand(2, 6000, generator=generator) < share)
+        target = assign(keys, kept, protected, floor=0.7).target
+        unit = torch.nn.functional.normalize(keys.double(), dim=-1)
+        homes = unit.gather(1, kept.unsqueeze(-1).expand(-1, -1, 16))
+        alike = unit @ homes.transpose(1, 2)
+        alike.masked_fill_(protected.gather(1, kept).unsqueeze(1), -2.0)
+        best, home = alike.max(-1)
+        expected = torch.where(best > 0.7, home, NOBODY)
+        dropped = ~is_kept
+        assert (target[dropped] == expected[dropped]).all()
+        assert (target[dropped] >= 2000).any(), "no home of the last tile was chosen"
+        assert (target[dropped] == NOBODY).any()
