@@ -16,9 +16,10 @@ heads, 8 KV heads, dim 128, bfloat16), one layer's KV at a time:
     engine    `kvtier.bench` at 128k with the demo model, where SGLang and kvtier are installed
 
 With --flashinfer (`make gpu-check FLASHINFER=1`) also the backend of that name, tests and decodes;
-it wants nvcc, and compiles for minutes the first time.
+it wants nvcc, and compiles for minutes the first time: `--parts decode flashinfer` and `--parts
+tests` after each other, where ten minutes are all there is.
 
-Full KV is FlashInfer's decode where it is installed, else our own over all heads, and the JSON says
+Full KV is FlashInfer's decode with --flashinfer, else our own over all heads, and the JSON says
 which. Times are medians; a decode is replayed as a CUDA graph over enough layers' KV that no cache
 holds it.
 """
@@ -35,7 +36,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,9 +45,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.choosing_context import LAYERS, MOST_CHOOSING
 from benchmarks.gpu_check_choosing import measure_choosing
 from benchmarks.gpu_check_measures import (
-    LAYERS,
     SHAPES,
     check_equal,
     measure_decode,
@@ -65,13 +67,21 @@ MOST_TIME = 1.1
 MOST_VOTES = 1.05
 # Host time of a decoding step, both classes.
 MOST_PLANNING_US = 200.0
-# Of the prefill attention's time.
-MOST_CHOOSING = 0.10
 # Of bfloat16 outputs, absolute.
 MOST_DIFFERENCE = 2e-3
 TESTS_LIMIT_S = 240
-ENGINE_ARGUMENTS = ("--turns", "5", "--len", "128k", "--policies", "full,kvtier")
-ENGINE_LIMIT_S = 240
+TESTS_PROCESSES = 8
+ENGINE_ARGUMENTS = (
+    "--turns",
+    "5",
+    "--len",
+    "128k",
+    "--policies",
+    "full,kvtier",
+    "--device",
+    "cuda",
+)
+ENGINE_LIMIT_S = 300
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=None, help="JSON of the outcome")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--flashinfer", action="store_true", help="the backend flashinfer, too")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=tuple(PARTS), help="(all)")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("benchmarks.gpu_check: error: a CUDA device is wanted, and there is none",
@@ -97,15 +108,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(document, indent=1) + "\n")
 
-    document = run(options.seed, written, flashinfer=options.flashinfer)
+    document = run(options.seed, written, options.parts, flashinfer=options.flashinfer)
     print_table(document)
     return 0 if all(bar["met"] for bar in document["bars"]) else 1
 
 
 def run(
-    seed: int, written: Callable[[dict[str, Any]], None], *, flashinfer: bool = False
+    seed: int,
+    written: Callable[[dict[str, Any]], None],
+    names: Collection[str],
+    *,
+    flashinfer: bool = False,
 ) -> dict[str, Any]:
-    """Everything; a part that fails is named in `failures`, and the others go on.
+    """Parts by their names; one that fails is named in `failures`, and the others go on.
 
     written: is given the document after every part, as what is cut off should leave something.
     """
@@ -117,24 +132,20 @@ def run(
         "environment": environment(),
         "failures": {},
     }
-    parts = {
-        "equal": lambda: check_equal(SHAPES, seed),
-        "read_bytes_per_s": read_bandwidth,
-        "decode": lambda: [measure_decode(shape, seed) for shape in SHAPES],
-        "planning": measure_planning,
-        "choosing": lambda: measure_choosing(seed),
-    }
-    if flashinfer:
-        parts["flashinfer"] = lambda: measure_flashinfer(SHAPES, seed)
-    parts |= {"engine": run_engine, "tests": lambda: run_tests(flashinfer=flashinfer)}
-    for name, part in parts.items():
+    for name, part in PARTS.items():
+        if name not in names or (name == "flashinfer" and not flashinfer):
+            continue
         print(f"{time.perf_counter() - began:6.1f} s  {name}", file=sys.stderr, flush=True)
         try:
-            document[name] = part()
+            document[name] = part(seed, flashinfer)
+            # What a kernel did wrong is said here, not of the next part.
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
         except Exception as error:
-            # One part must not cost the others: a GPU may be there for minutes only.
+            # One part must not cost the others: a GPU may be there for minutes only. After some
+            # faults no other kernel runs in this process, but engine and tests have their own.
+            traceback.print_exc()
             document["failures"][name] = f"{type(error).__name__}: {error}"
-        torch.cuda.empty_cache()
         document["bars"] = bars(document)
         document["wall_s"] = round(time.perf_counter() - began, 1)
         written(document)
@@ -174,16 +185,16 @@ def run_tests(*, flashinfer: bool) -> dict[str, Any]:
     suites = ["tests/kernels"]
     if find_spec("sglang") is not None:
         suites.append("tests/engine/test_streams.py")
-    command = [sys.executable, "-m", "pytest", "-q", *suites, "-m", "not slow"]
+    # Others' warnings are no errors of ours, in whatever versions there are here.
+    command = [sys.executable, "-m", "pytest", "-q", *suites, "-m", "not slow", "-W", "default"]
+    if find_spec("xdist") is not None:
+        # Most of the time is compiling.
+        command += ["-n", str(TESTS_PROCESSES)]
     if not flashinfer:
         command += ["-k", "not flashinfer"]
     # FlashInfer compiles for minutes the first time.
-    limit = None if flashinfer else TESTS_LIMIT_S
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=limit
-    )
-    lines = (done.stdout or done.stderr).strip().splitlines()
-    return {"ran": True, "passed": done.returncode == 0, "said": lines[-30:]}
+    code, said = run_limited(command, None if flashinfer else TESTS_LIMIT_S)
+    return {"ran": True, "passed": code == 0, "said": said.splitlines()[-60:]}
 
 
 def run_engine() -> dict[str, Any]:
@@ -194,7 +205,7 @@ def run_engine() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "bench.json"
         command = [sys.executable, "-m", "kvtier.bench", "--quiet", "--json", str(out)]
-        said = run_limited([*command, *ENGINE_ARGUMENTS], ENGINE_LIMIT_S)
+        _, said = run_limited([*command, *ENGINE_ARGUMENTS], ENGINE_LIMIT_S)
         if not out.exists():
             raise RuntimeError(f"kvtier.bench: {said[-2000:]}")
         bench = json.loads(out.read_text())
@@ -207,17 +218,38 @@ def run_engine() -> dict[str, Any]:
     }
 
 
-def run_limited(command: Sequence[str], limit_s: float) -> str:
-    """What a command says on stderr. Past the limit it is ended with all that it started, which
-    would hold the device's memory, and subprocess.TimeoutExpired is raised."""
-    with subprocess.Popen(
-        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
+def run_limited(command: Sequence[str], limit_s: float | None) -> tuple[int | None, str]:
+    """A command's exit status, and what it says. Past the limit it is ended with all that it
+    started, which would hold the device's memory: no status, and the last line says so."""
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(
+            command, cwd=ROOT, stdout=said, stderr=said, start_new_session=True
+        ) as process,
+    ):
+        code, late = None, ""
         try:
-            return process.communicate(timeout=limit_s)[1].strip()
+            code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            raise
+            late = f"\nstopped after {limit_s} s"
+        said.seek(0)
+        return code, said.read().strip() + late
+
+
+# By name: each is given the seed, and whether the backend flashinfer is measured, too.
+PARTS: Mapping[str, Callable[[int, bool], Any]] = {
+    "equal": lambda seed, _: check_equal(SHAPES, seed),
+    "read_bytes_per_s": lambda *_: read_bandwidth(),
+    "decode": lambda seed, flashinfer: [
+        measure_decode(shape, seed, flashinfer=flashinfer) for shape in SHAPES
+    ],
+    "planning": lambda *_: measure_planning(),
+    "choosing": lambda seed, _: measure_choosing(seed),
+    "flashinfer": lambda seed, _: measure_flashinfer(SHAPES, seed),
+    "engine": lambda *_: run_engine(),
+    "tests": lambda _, flashinfer: run_tests(flashinfer=flashinfer),
+}
 
 
 def bars(document: dict[str, Any]) -> list[dict[str, Any]]:
