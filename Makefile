@@ -21,7 +21,7 @@ PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench test test-fast proto lint types check constraints demo-model gpu-check clean
+.PHONY: help setup bench test test-fast proto lint types check constraints demo-model ahead gpu-pack gpu-check clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -70,9 +70,16 @@ constraints: $(READY)  ## Pin what is installed in VENV now (use with MOONCAKE=1
 demo-model: $(READY)  ## Train the demo model again from its recorded seed (one CPU thread)
 	OMP_NUM_THREADS=1 $(BIN)/python -m models.train --out models/kvtier-demo
 
+ahead: $(READY)  ## Compile the kernels for Hopper, without one (TRITON=3.6.0: by that Triton)
+	$(if $(TRITON),$(BIN)/python -m pip install -q --no-deps --target out/triton-$(TRITON) triton==$(TRITON))
+	env -u TRITON_INTERPRET $(if $(TRITON),PYTHONPATH=out/triton-$(TRITON)) $(BIN)/python -m kvtier_kernels.triton_backend.ahead 90
+
+gpu-pack: $(READY)  ## Pack SGLang and kvtier for a GPU machine without a network (PACK_PYTHON=3.12)
+	$(BIN)/python -m benchmarks.gpu_pack $(if $(PACK_PYTHON),--python $(PACK_PYTHON))
+
 gpu-check:  ## Check and measure the kernels on this GPU; installs nothing (FLASHINFER=1: its backend, too)
 	@mkdir -p out
-	PYTHONPATH=.:kernels $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu_check --out out/gpu-check.json \
+	PYTHONPATH=.:kernels$(addprefix :,$(PYTHONPATH)) $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu_check --out out/gpu-check.json \
 		$(if $(FLASHINFER),--flashinfer)
 
 clean:  ## Remove the environment and all caches

@@ -49,6 +49,8 @@ SLACK_TOKENS = 1024
 MAX_RUNNING_REQUESTS = 8
 # What a dry run assumes for a model nobody has calibrated yet.
 ASSUMED_CA_SHARE = 0.25
+# Of an NVIDIA driver; a sandbox may show the second only.
+_NVIDIA_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -127,7 +129,7 @@ def _demo_model() -> Path:
 def _has_cuda() -> bool:
     """Whether an NVIDIA driver is there and not hidden, without importing torch."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return not hidden and Path("/proc/driver/nvidia/version").exists()
+    return not hidden and any(Path(one).exists() for one in _NVIDIA_FILES)
 
 
 def _default_dtype(device: str, config: dict[str, Any]) -> str:

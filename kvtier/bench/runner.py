@@ -20,7 +20,8 @@ from kvtier.config import ENV_PREFIX
 from kvtier.errors import StartupError
 
 WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "kvtier.bench.worker")
-LOG_TAIL_LINES = 15
+# A scheduler that fails has its traceback above what its watchdogs say.
+LOG_TAIL_LINES = 80
 TIER_VARIABLE = ENV_PREFIX + "TIER"
 # An address that asks for a service of the run's own.
 LOCAL_TIER = "local"

@@ -14,6 +14,11 @@ from kvtier.heads.profile import HeadProfile
 
 # Tokens of other requests' decode steps that may be in flight beside a prefill.
 SLACK_SLOTS = 64
+# Beside its KV: what SGLang holds for each token of the longest pass there could be (48), a place
+# in its list of free slots, where the token's locality slot is, and a mark.
+CA_TABLE_BYTES = 48 + 8 + 8 + 1
+# A vote, and a place among the free.
+LOCALITY_TABLE_BYTES = 4 + 8
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,17 @@ def slot_bytes(
     beside = score_bytes(profile) if scored else 0
     beside += vote_bytes(profile) if merges else 0
     return SlotBytes(ca=ca + beside, locality=total * head_bytes - ca)
+
+
+def with_tables(bytes_per_slot: SlotBytes) -> SlotBytes:
+    """What slots cost the device with all that is kept for each of them: little beside the KV of a
+    large model, gigabytes where a small one fills a large machine."""
+    if bytes_per_slot.locality == 0:
+        both = CA_TABLE_BYTES + LOCALITY_TABLE_BYTES
+        return SlotBytes(bytes_per_slot.ca + both, 0)
+    return SlotBytes(
+        bytes_per_slot.ca + CA_TABLE_BYTES, bytes_per_slot.locality + LOCALITY_TABLE_BYTES
+    )
 
 
 def session_bytes(bytes_per_slot: SlotBytes, shape: SessionShape) -> int:

@@ -97,6 +97,11 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
             )
 
 
+def is_resolved(server_args: Any) -> bool:
+    """Whether SGLang has derived everything from the arguments, which are read-only since."""
+    return bool(getattr(server_args, "_resolution_finished", False))
+
+
 def settle_cuda_graphs(server_args: Any, settings: Settings) -> None:
     """Turn off the CUDA graphs that cannot be recorded over kvtier, so that nobody has to know.
 

@@ -13,7 +13,13 @@ import torch
 
 from kvtier.config import Settings, load_settings
 from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_profile
-from kvtier.retention.pools import SessionShape, locality_slots_for, plan_pools, slot_bytes
+from kvtier.retention.pools import (
+    SessionShape,
+    locality_slots_for,
+    plan_pools,
+    slot_bytes,
+    with_tables,
+)
 from kvtier_sglang import guards
 from kvtier_sglang.allocator import HeadSplitAllocator
 from kvtier_sglang.calibrated import stored_profile
@@ -37,8 +43,12 @@ def _ours() -> tuple[bool, bool]:
 
 def check_flags(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE ServerArgs.resolve_once: refuse what cannot be combined, before anything loads, and
-    turn off what would not work."""
-    if guards.uses_kvtier(server_args):
+    turn off what would not work.
+
+    SGLang asks again and again for a resolution that is done, in children too; then the arguments
+    are read-only, and what they are was checked here before.
+    """
+    if guards.uses_kvtier(server_args) and not guards.is_resolved(server_args):
         settings = load_settings()
         guards.check_server_args(server_args, settings)
         guards.settle_cuda_graphs(server_args, settings)
@@ -104,7 +114,8 @@ def size_pools(
     merges = settings.merge != "off"
     per_slot = slot_bytes(profile, itemsize, scored=settings.compacts, merges=merges)
     longest = configurator.model_config.context_len
-    plan = plan_pools(budget_bytes, per_slot, _session_shape(settings, longest))
+    shape = _session_shape(settings, longest)
+    plan = plan_pools(budget_bytes, with_tables(per_slot), shape)
     config = original(configurator, plan.ca_slots * per_slot.full, **kwargs)
     ca_slots = config.max_total_num_tokens
     derived = plan.locality_slots

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -114,6 +115,28 @@ def test_cuda_graphs_that_cannot_be_recorded_are_off_and_refused_by_name(
         with pytest.raises(IncompatibleFlagError, match="--cuda-graph-backend-decode"):
             guards.settle_cuda_graphs(asked, chosen)
     guards.settle_cuda_graphs(server_args(cuda_graph_backend_decode="disabled"), chosen)
+
+
+def test_arguments_that_are_resolved_are_left_alone_however_often_sglang_asks(monkeypatch):
+    """As on CUDA, where settling writes to them, in the parent and again in every child."""
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(
+        model_path=str(DEMO_MODEL),
+        device="cpu",
+        attention_backend="kvtier",
+        radix_cache_backend="kvtier",
+        skip_tokenizer_init=True,
+    )
+    written = []
+    monkeypatch.setattr(guards, "settle_cuda_graphs", lambda args, _: written.append(args))
+    hooks.check_flags(args)
+    args.resolve_once()
+    with pytest.raises(AttributeError, match="read-only"):
+        args.disable_prefill_cuda_graph = True
+    hooks.check_flags(args)
+    hooks.check_flags(pickle.loads(pickle.dumps(args)))
+    assert len(written) == 1
 
 
 def test_sglang_reads_what_settling_writes(monkeypatch):

@@ -13,6 +13,7 @@ from kvtier.retention.pools import (
     plan_pools,
     session_bytes,
     slot_bytes,
+    with_tables,
 )
 
 SHAPE = ModelShape(num_layers=3, num_kv_heads=4, num_attention_heads=8, head_dim=32)
@@ -47,6 +48,18 @@ def test_a_plan_fits_its_budget_and_holds_a_running_prefill(context, num_ca, ses
         assert plan.locality_slots >= shape.prefill_tokens
     assert plan.ca_slots >= shape.total_tokens * 0.99
     assert plan.sessions >= sessions * 0.99
+
+
+@given(st.integers(500, 50_000), st.integers(1, 12), st.floats(2.0, 40.0))
+def test_a_plan_with_tables_has_room_for_what_every_slot_has_beside_its_kv(
+    context, num_ca, sessions
+):
+    per_slot = slot_bytes(random_profile(SHAPE, num_ca, seed=3), dtype_bytes=2)
+    shape = session(context)
+    budget = int(sessions * per_slot.full * shape.total_tokens) + 256 * per_slot.full
+    plan = plan_pools(budget, with_tables(per_slot), shape)
+    kv = plan.ca_slots * per_slot.ca + plan.locality_slots * per_slot.locality
+    assert kv + 65 * plan.ca_slots + 12 * plan.locality_slots <= budget
 
 
 def test_without_locality_heads_the_class_is_never_the_bottleneck():

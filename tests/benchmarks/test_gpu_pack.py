@@ -1,0 +1,86 @@
+"""What is packed for a GPU without a network: the stub, the environment, what is left out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks import gpu_pack
+from benchmarks.command import ROOT
+
+USES_THE_STUB = """
+import sgl_kernel, sgl_kernel.anything.below
+from sgl_kernel import rmsnorm
+from sglang.kernels.ops.gemm.cutedsl_dual_gemm import can_use_dual_gemm
+assert not can_use_dual_gemm(1, two=2)
+for call in (rmsnorm, sgl_kernel.anything.below.silu):
+    try:
+        call(1)
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_the_stub_has_every_name_and_says_which_was_called(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    gpu_pack.add_stub(site)
+    for package in ("sglang", "sglang/kernels", "sglang/kernels/ops", "sglang/kernels/ops/gemm"):
+        (site / package).mkdir()
+        (site / package / "__init__.py").touch()
+    done = subprocess.run(
+        [sys.executable, "-c", USES_THE_STUB],
+        env={"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in said] == [
+        "sgl_kernel.rmsnorm",
+        "sgl_kernel.anything.below.silu",
+    ], done.stderr
+
+
+def test_the_stub_brings_the_scalar_types_that_sglang_reads(tmp_path: Path) -> None:
+    gpu_pack.add_stub(tmp_path)
+    code = "from sgl_kernel.scalar_type import scalar_types; print(scalar_types.uint4b8)"
+    command = [sys.executable, "-c", code]
+    environment = {"PYTHONPATH": str(tmp_path)}
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+
+
+def test_sourcing_the_environment_finds_the_pack_and_keeps_the_callers_path(tmp_path: Path) -> None:
+    pack = tmp_path / "a pack"
+    (pack / "site").mkdir(parents=True)
+    (pack / "environment.sh").write_text(gpu_pack.ENVIRONMENT)
+    script = '. "$0"/environment.sh; echo "$PYTHONPATH"; echo $SGLANG_FORCE_FUSED_OP_BACKEND'
+    done = subprocess.run(
+        ["bash", "-c", script, str(pack)],
+        env={"PYTHONPATH": "/mine", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[:2] == [f"{pack}/site:/mine", "torch"]
+
+
+def test_sglang_is_packed_without_binaries_and_what_serves_no_language_model(
+    tmp_path: Path,
+) -> None:
+    for name in ("srt/a.py", "srt/mem/tree.so", "multimodal_gen/b.py", "test/c.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    gpu_pack.trim(tmp_path)
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.*")] == ["srt/a.py"]
+
+
+def test_every_packed_version_is_pinned() -> None:
+    def plain(text: str) -> list[str]:
+        lines = text.lower().replace("_", "-").splitlines()
+        return [line.partition("==")[0] for line in lines if line and not line.startswith("#")]
+
+    packed = plain(gpu_pack.PACKAGES.read_text())
+    assert "sglang" in packed
+    assert set(packed) <= set(plain((ROOT / "constraints.txt").read_text()))

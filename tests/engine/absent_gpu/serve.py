@@ -1,0 +1,47 @@
+"""Two turns of three sessions in SGLang's engine on the device that is asked for; prints JSON."""
+
+import json
+import sys
+
+
+def main() -> None:
+    import sglang
+
+    _, model, device = sys.argv
+    engine = sglang.Engine(
+        model_path=model,
+        device=device,
+        dtype="float32",
+        attention_backend="kvtier",
+        radix_cache_backend="kvtier",
+        chunked_prefill_size=256,
+        max_total_tokens=3000,
+        max_running_requests=4,
+        random_seed=0,
+        grammar_backend="none",
+        skip_server_warmup=True,
+        skip_tokenizer_init=True,
+        disable_cuda_graph=True,
+        log_level="warning",
+    )
+    sampling = {"temperature": 0, "max_new_tokens": 6}
+    prompts = [[1, *(100 + (i * k) % 150 for i in range(300 + 40 * k))] for k in (1, 2, 3)]
+    first = engine.generate(input_ids=prompts, sampling_params=sampling)
+    again = [
+        [*prompt, *answer["output_ids"], 2, 120, 130]
+        for prompt, answer in zip(prompts, first, strict=True)
+    ]
+    second = engine.generate(input_ids=again, sampling_params=sampling)
+    (state,) = engine.get_server_info()["internal_states"]
+    answers = [list(one["output_ids"]) for one in (*first, *second)]
+    cached = [one["meta_info"]["cached_tokens"] for one in second]
+    print(
+        json.dumps(
+            {"answers": answers, "cached": cached, "integrity": state["kvtier"]["integrity"]}
+        )
+    )
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""SGLang's CUDA branches over a GPU that is not there: what only they call is called rightly.
+
+A device's order of things, its memory and its graphs are left to `make gpu-check`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from engine_process import DEMO_MODEL
+
+from benchmarks.gpu_pack import add_stub
+
+HERE = Path(__file__).parent / "absent_gpu"
+# As in a pack's environment.sh.
+WITHOUT_ITS_KERNELS = {
+    "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+    "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",
+}
+
+
+def serve(device: str, environment: dict[str, str]) -> dict[str, object]:
+    own = {
+        "KVTIER_HEAD_PROFILE": str(DEMO_MODEL / "head_profile.json"),
+        "KVTIER_RETENTION": "0.5",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, str(HERE / "serve.py"), str(DEMO_MODEL), device],
+        env={**os.environ, **own, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"answers"')]
+    assert lines, (done.stdout + done.stderr)[-6000:]
+    found: dict[str, object] = json.loads(lines[-1])
+    return found
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_server_on_cuda_says_what_one_on_a_cpu_says(tmp_path: Path) -> None:
+    add_stub(tmp_path)
+    believing = {"PYTHONPATH": os.pathsep.join([str(HERE), str(tmp_path)]), "TRITON_INTERPRET": "1"}
+    on_cuda = serve("cuda", WITHOUT_ITS_KERNELS | believing)
+    on_cpu = serve("cpu", {})
+    assert on_cuda == on_cpu
+    assert on_cuda["integrity"] == []
+    assert all(on_cuda["cached"])
