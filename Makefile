@@ -77,10 +77,10 @@ ahead: $(READY)  ## Compile the kernels for Hopper, without one (TRITON=3.6.0: b
 gpu-pack: $(READY)  ## Pack SGLang and kvtier for a GPU machine without a network (PACK_PYTHON=3.12)
 	$(BIN)/python -m benchmarks.gpu_pack $(if $(PACK_PYTHON),--python $(PACK_PYTHON))
 
-gpu-check:  ## Check and measure the kernels on this GPU; installs nothing (FLASHINFER=1: its backend, too)
+gpu-check:  ## Check and measure the kernels on this GPU; installs nothing (FLASHINFER=1, PEERS=DIR: those, too)
 	@mkdir -p out
 	PYTHONPATH=.:kernels$(addprefix :,$(PYTHONPATH)) $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu_check --out out/gpu-check.json \
-		$(if $(FLASHINFER),--flashinfer)
+		$(if $(FLASHINFER),--flashinfer) $(if $(PEERS),--peers $(PEERS))
 
 clean:  ## Remove the environment and all caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis out

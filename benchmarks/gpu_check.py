@@ -17,7 +17,8 @@ heads, 8 KV heads, dim 128, bfloat16), one layer's KV at a time:
 
 With --flashinfer (`make gpu-check FLASHINFER=1`) also the backend of that name, tests and decodes;
 it wants nvcc, and compiles for minutes the first time: `--parts decode flashinfer` and `--parts
-tests` after each other, where ten minutes are all there is.
+tests` after each other, where ten minutes are all there is. With --peers DIR (`PEERS=DIR`) the same
+decodes by others' kernels, which `benchmarks/peer_kernels.py` says how to bring there.
 
 Full KV is FlashInfer's decode with --flashinfer, else our own over all heads, and the JSON says
 which. Times are medians; a decode is replayed as a CUDA graph over enough layers' KV that no cache
@@ -38,6 +39,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,6 +57,7 @@ from benchmarks.gpu_check_measures import (
     measure_planning,
     read_bandwidth,
 )
+from benchmarks.gpu_check_peers import measure_peers
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA_VERSION = 1
@@ -92,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=None, help="JSON of the outcome")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--flashinfer", action="store_true", help="the backend flashinfer, too")
+    parser.add_argument("--peers", type=Path, default=None, metavar="DIR", help="others' kernels")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=tuple(PARTS), help="(all)")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -108,23 +112,34 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(document, indent=1) + "\n")
 
-    document = run(options.seed, written, options.parts, flashinfer=options.flashinfer)
+    asked = Asked(options.seed, options.flashinfer, options.peers)
+    document = run(asked, written, options.parts)
     print_table(document)
     return 0 if all(bar["met"] for bar in document["bars"]) else 1
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What the command was asked for. flashinfer, peers: what is measured only then."""
+
+    seed: int
+    flashinfer: bool
+    peers: Path | None
+
+    def leaves_out(self, part: str) -> bool:
+        return (part == "flashinfer" and not self.flashinfer) or (
+            part == "peers" and self.peers is None
+        )
+
+
 def run(
-    seed: int,
-    written: Callable[[dict[str, Any]], None],
-    names: Collection[str],
-    *,
-    flashinfer: bool = False,
+    asked: Asked, written: Callable[[dict[str, Any]], None], names: Collection[str]
 ) -> dict[str, Any]:
     """Parts by their names; one that fails is named in `failures`, and the others go on.
 
     written: is given the document after every part, as what is cut off should leave something.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(asked.seed)
     began = time.perf_counter()
     document: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -133,11 +148,11 @@ def run(
         "failures": {},
     }
     for name, part in PARTS.items():
-        if name not in names or (name == "flashinfer" and not flashinfer):
+        if name not in names or asked.leaves_out(name):
             continue
         print(f"{time.perf_counter() - began:6.1f} s  {name}", file=sys.stderr, flush=True)
         try:
-            document[name] = part(seed, flashinfer)
+            document[name] = part(asked)
             # What a kernel did wrong is said here, not of the next part.
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -237,18 +252,18 @@ def run_limited(command: Sequence[str], limit_s: float | None) -> tuple[int | No
         return code, said.read().strip() + late
 
 
-# By name: each is given the seed, and whether the backend flashinfer is measured, too.
-PARTS: Mapping[str, Callable[[int, bool], Any]] = {
-    "equal": lambda seed, _: check_equal(SHAPES, seed),
-    "read_bytes_per_s": lambda *_: read_bandwidth(),
-    "decode": lambda seed, flashinfer: [
-        measure_decode(shape, seed, flashinfer=flashinfer) for shape in SHAPES
+PARTS: Mapping[str, Callable[[Asked], Any]] = {
+    "equal": lambda asked: check_equal(SHAPES, asked.seed),
+    "read_bytes_per_s": lambda _: read_bandwidth(),
+    "decode": lambda asked: [
+        measure_decode(shape, asked.seed, flashinfer=asked.flashinfer) for shape in SHAPES
     ],
-    "planning": lambda *_: measure_planning(),
-    "choosing": lambda seed, _: measure_choosing(seed),
-    "flashinfer": lambda seed, _: measure_flashinfer(SHAPES, seed),
-    "engine": lambda *_: run_engine(),
-    "tests": lambda _, flashinfer: run_tests(flashinfer=flashinfer),
+    "planning": lambda _: measure_planning(),
+    "choosing": lambda asked: measure_choosing(asked.seed),
+    "peers": lambda asked: measure_peers(SHAPES, asked.seed, asked.peers),
+    "flashinfer": lambda asked: measure_flashinfer(SHAPES, asked.seed),
+    "engine": lambda _: run_engine(),
+    "tests": lambda asked: run_tests(flashinfer=asked.flashinfer),
 }
 
 
@@ -287,6 +302,17 @@ def bars(document: dict[str, Any]) -> list[dict[str, Any]]:
             bar(f"{' + '.join(what)} / prefill attention", share, share <= MOST_CHOOSING)
         waits = choosing["selection_waits"] + choosing["merge_waits"]
         bar("choosing: times that the host waits", waits, waits == 0)
+    peers = document.get("peers", {})
+    for row in peers.get("compactor_vllm", []):
+        name = f"{row['shape']}: compactor-vllm's kernel"
+        difference, share = row["difference"], row["ours_s"] / row["theirs_s"]
+        bar(f"{name}, largest difference", difference, difference <= MOST_DIFFERENCE)
+        bar(f"{name}, our time / its", share, share <= 1)
+    for row in peers.get("kvpress", []):
+        name = f"{row['shape']}: kvpress's masked attention, largest difference"
+        bar(name, row["difference"], row["difference"] <= MOST_DIFFERENCE)
+    for name, why in peers.get("missing", {}).items():
+        found.append({"bar": f"{name} did not run: {why}", "value": None, "met": False})
     for row in document.get("flashinfer", {}).get("decode", []):
         for what in ("retained", "voted"):
             difference = row[what + "_difference"]
@@ -324,6 +350,11 @@ def print_table(document: dict[str, Any]) -> None:
             f"{row['shape']:42} retained {row['retained_s'] * 1e6:8.1f} us, votes "
             f"{row['voted_s'] * 1e6:8.1f} us, planning {row['planning_us']:8.1f} us (flashinfer)"
         )
+    for peer in ("compactor_vllm", "kvpress"):
+        for row in document.get("peers", {}).get(peer, []):
+            ours, theirs = row["ours_s"] * 1e6, row["theirs_s"] * 1e6
+            print(f"{row['shape']:42} ours {ours:8.1f} us, {peer} {theirs:8.1f} us, "
+                  f"{theirs / ours:.2f}x")  # fmt: skip
     for policy, row in document.get("engine", {}).get("policies", {}).items():
         print(
             f"bench at 128k, {policy:20} {row['kv_device_bytes'] / 2**20:8.1f} MiB, TTFT "

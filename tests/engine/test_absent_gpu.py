@@ -1,6 +1,7 @@
 """SGLang's CUDA branches over a GPU that is not there: what only they call is called rightly.
 
-A device's order of things, its memory and its graphs are left to `make gpu-check`.
+Decoding goes through SGLang's CUDA graphs, padded, what was captured being called again. A device's
+order of things and its memory are left to `make gpu-check`.
 """
 
 from __future__ import annotations
@@ -49,9 +50,17 @@ def serve(device: str, environment: dict[str, str]) -> dict[str, object]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_server_on_cuda_says_what_one_on_a_cpu_says(tmp_path: Path) -> None:
     add_stub(tmp_path)
-    believing = {"PYTHONPATH": os.pathsep.join([str(HERE), str(tmp_path)]), "TRITON_INTERPRET": "1"}
+    replays = tmp_path / "replays"
+    believing = {
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(tmp_path)]),
+        "TRITON_INTERPRET": "1",
+        "ABSENT_GPU_REPLAYS": str(replays),
+    }
     on_cuda = serve("cuda", WITHOUT_ITS_KERNELS | believing)
     on_cpu = serve("cpu", {})
     assert on_cuda == on_cpu
     assert on_cuda["integrity"] == []
     assert all(on_cuda["cached"])
+    # Two turns of six tokens, the first of each by prefill.
+    assert set(replays.read_text().split()) == {"4"}
+    assert len(replays.read_text().split()) >= 10

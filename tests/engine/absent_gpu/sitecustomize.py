@@ -2,15 +2,18 @@
 
 Tensors that are put on "cuda" are put on the CPU, streams and events do nothing, collectives are
 gloo's. So SGLang takes its CUDA branches, and kvtier its own, over kernels in Triton's interpreter:
-what they call, in which order, with which arguments. What a device does is not shown.
+what they call, in which order, with which arguments. A CUDA graph is what was captured, called
+again. What a device does is not shown.
 """
 
 import importlib.abc
 import importlib.util
+import os
 import sys
 import types
 
 NAME = "a GPU that is not there"
+REPLAYS = "ABSENT_GPU_REPLAYS"
 TOTAL, FREE = 150 * 10**9, 149 * 10**9
 
 
@@ -81,6 +84,9 @@ def believe(torch):
 
     class OnTheCpu(TorchFunctionMode):
         def __torch_function__(self, func, types_, args=(), kwargs=None):
+            if func is torch.device:
+                # Who asks its type is told the truth that is believed.
+                return func(*args, **kwargs or {})
             kwargs = {name: here(x) for name, x in (kwargs or {}).items()}
             if "pin_memory" in kwargs:
                 kwargs["pin_memory"] = False
@@ -109,24 +115,50 @@ def by_gloo(distributed):
     distributed.init_process_group, distributed.new_group = begin_by_gloo, group_by_gloo
 
 
-class AfterTorch(importlib.abc.MetaPathFinder):
-    """Finds torch as everybody does, and has it patched once it is there."""
+def call_again(graphs):
+    """Patch SGLang's module of whole graphs. A replay leaves a mark in the file REPLAYS names."""
+
+    class CalledAgain(graphs.FullCudaGraphBackend):
+        def capture_one(self, shape_key, forward_fn, capture_inputs=None, post_warmup_hook=None):
+            forward_fn()
+            self._graphs[shape_key] = forward_fn
+
+        def replay(self, shape_key, static_forward_batch, **kwargs):
+            if path := os.environ.get(REPLAYS):
+                with open(path, "a") as marks:
+                    marks.write(f"{shape_key.size}\n")
+            return self._graphs[shape_key]()
+
+        def cleanup(self):
+            self._graphs.clear()
+
+    graphs.FullCudaGraphBackend = CalledAgain
+
+
+class After(importlib.abc.MetaPathFinder):
+    """Finds a module as everybody does, and has it patched once it is there."""
+
+    def __init__(self, wanted, patch):
+        self.wanted, self.patch = wanted, patch
 
     def find_spec(self, name, path=None, target=None):
-        if name != "torch":
+        if name != self.wanted:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        spec = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
 
         def execute_and_patch(module):
             execute(module)
-            believe(module)
+            self.patch(module)
 
         spec.loader.exec_module = execute_and_patch
         return spec
 
 
-sys.meta_path.insert(0, AfterTorch())
+sys.meta_path[:0] = [
+    After("torch", believe),
+    After("sglang.srt.model_executor.runner_backend.full_cuda_graph_backend", call_again),
+]
 # It asks the driver as soon as it is imported.
 sys.modules["deep_gemm"] = None
