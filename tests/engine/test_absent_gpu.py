@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_process import DEMO_MODEL
+from tierd.live_tier import live_tier
 
 from benchmarks.gpu_pack import add_stub
 
@@ -26,10 +27,19 @@ WITHOUT_ITS_KERNELS = {
 }
 
 
-def serve(device: str, environment: dict[str, str]) -> dict[str, object]:
+def serve(device: str, tier: str, environment: dict[str, str]) -> dict[str, object]:
     own = {
         "KVTIER_HEAD_PROFILE": str(DEMO_MODEL / "head_profile.json"),
+        # Short enough that the turns below drop half of what lies between.
+        "KVTIER_SINK_TOKENS": "32",
+        "KVTIER_RECENT_TOKENS": "64",
+        "KVTIER_BRANCH_RECENT_TOKENS": "24",
         "KVTIER_RETENTION": "0.5",
+        "KVTIER_TIER": tier,
+        "KVTIER_TIER_NAMESPACE": device,
+        "KVTIER_TIER_SPAN_TOKENS": "64",
+        "KVTIER_REFRESH": "turn",
+        "KVTIER_MERGE": "beta",
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
@@ -56,11 +66,13 @@ def test_a_server_on_cuda_says_what_one_on_a_cpu_says(tmp_path: Path) -> None:
         "TRITON_INTERPRET": "1",
         "ABSENT_GPU_REPLAYS": str(replays),
     }
-    on_cuda = serve("cuda", WITHOUT_ITS_KERNELS | believing)
-    on_cpu = serve("cpu", {})
+    with live_tier(tmp_path, "--memory", "256m") as tier:
+        on_cuda = serve("cuda", tier.address, WITHOUT_ITS_KERNELS | believing)
+        on_cpu = serve("cpu", tier.address, {})
     assert on_cuda == on_cpu
     assert on_cuda["integrity"] == []
     assert all(on_cuda["cached"])
+    assert on_cuda["refreshed_turns"] == 3
     # Two turns of six tokens, the first of each by prefill.
     assert set(replays.read_text().split()) == {"4"}
     assert len(replays.read_text().split()) >= 10

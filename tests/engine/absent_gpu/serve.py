@@ -34,14 +34,12 @@ def main() -> None:
         for prompt, answer in zip(prompts, first, strict=True)
     ]
     second = engine.generate(input_ids=again, sampling_params=sampling)
-    (state,) = engine.get_server_info()["internal_states"]
+    (internal,) = engine.get_server_info()["internal_states"]
+    state = internal["kvtier"]
     answers = [list(one["output_ids"]) for one in (*first, *second)]
     cached = [one["meta_info"]["cached_tokens"] for one in second]
-    print(
-        json.dumps(
-            {"answers": answers, "cached": cached, "integrity": state["kvtier"]["integrity"]}
-        )
-    )
+    found = {"answers": answers, "cached": cached, "integrity": state["integrity"]}
+    print(json.dumps({**found, "refreshed_turns": state["tier"]["refreshed_turns"]}))
     engine.shutdown()
 
 
