@@ -119,9 +119,8 @@ def test_a_short_run_says_how_masking_compares(peers: Path, capsys) -> None:
     arguments = ["--len", "2k", "--rounds", "2", "--peers", str(peers), "--out", str(out)]
     assert masked.main(arguments) == 0
     document = json.loads(out.read_text())
-    assert {name: len(rounds) for name, rounds in document["step_s"].items()} == {
-        "full": 2, "masked": 2, "kvtier": 2,
-    }  # fmt: skip
+    rounds = {name: len(rounds) for name, rounds in document["step_s"].items()}
+    assert rounds == dict.fromkeys(("full", "full, kvtier", "masked", "kvtier"), 2)
     assert document["ratios"]["masked"] > 0
     assert "over kvtier's" in capsys.readouterr().out
 
