@@ -80,7 +80,7 @@ gpu-pack: $(READY)  ## Pack SGLang and kvtier for a GPU machine without a networ
 gpu-check:  ## Check and measure the kernels on this GPU; installs nothing (FLASHINFER=1, PEERS=DIR: those, too)
 	@mkdir -p out
 	PYTHONPATH=.:kernels$(addprefix :,$(PYTHONPATH)) $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu_check --out out/gpu-check.json \
-		$(if $(FLASHINFER),--flashinfer) $(if $(PEERS),--peers $(PEERS))
+		$(if $(FLASHINFER),--flashinfer) $(if $(PEERS),--peers $(PEERS)) $(if $(PARTS),--parts $(PARTS))
 
 clean:  ## Remove the environment and all caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis out

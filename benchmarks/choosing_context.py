@@ -20,6 +20,9 @@ from kvtier_kernels.scores import Rotation, leverage_scores, window_mass
 
 KV_HEADS, GROUP, DIM, LAYERS = 8, 4, 128, 32
 SCALE = DIM**-0.5
+# Of a locality head: sink, recent tokens and the compensation entry.
+SINK_TOKENS = 4
+LOCALITY_ENTRIES = SINK_TOKENS + 1024 + 1
 KEPT = 0.25
 # Keys that are alike: what merging is about. Their cosine is 0.92, above the floor of 0.9.
 ALIKE, NOISE = 8, 0.3
@@ -120,8 +123,10 @@ __all__ = [
     "KEPT",
     "KV_HEADS",
     "LAYERS",
+    "LOCALITY_ENTRIES",
     "MOST_CHOOSING",
     "SCALE",
+    "SINK_TOKENS",
     "Context",
     "attend",
     "make_context",

@@ -17,7 +17,7 @@ heads, 8 KV heads, dim 128, bfloat16), one layer's KV at a time:
 
 With --flashinfer (`make gpu-check FLASHINFER=1`) also the backend of that name, tests and decodes;
 it wants nvcc, and compiles for minutes the first time: `--parts decode flashinfer` and `--parts
-tests` after each other, where ten minutes are all there is. With --peers DIR (`PEERS=DIR`) the same
+tests` after each other split a long run. With --peers DIR (`PEERS=DIR`) the same
 decodes by others' kernels, which `benchmarks/peer_kernels.py` says how to bring there.
 
 Full KV is FlashInfer's decode with --flashinfer, else our own over all heads, and the JSON says
@@ -39,6 +39,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -96,8 +97,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--flashinfer", action="store_true", help="the backend flashinfer, too")
     parser.add_argument("--peers", type=Path, default=None, metavar="DIR", help="others' kernels")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=tuple(PARTS), help="(all)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="(all)")
     options = parser.parse_args(argv)
+    asked = Asked(options.seed, options.flashinfer, options.peers)
+    for name in options.parts or ():
+        if asked.leaves_out(name):
+            parser.error(f"--parts {name} wants --{name}")
     if not torch.cuda.is_available():
         print("benchmarks.gpu_check: error: a CUDA device is wanted, and there is none",
               file=sys.stderr)  # fmt: skip
@@ -112,8 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(document, indent=1) + "\n")
 
-    asked = Asked(options.seed, options.flashinfer, options.peers)
-    document = run(asked, written, options.parts)
+    document = run(asked, written, options.parts or PARTS)
     print_table(document)
     return 0 if all(bar["met"] for bar in document["bars"]) else 1
 
@@ -161,6 +165,9 @@ def run(
             # faults no other kernel runs in this process, but engine and tests have their own.
             traceback.print_exc()
             document["failures"][name] = f"{type(error).__name__}: {error}"
+            with suppress(Exception):
+                # Or the engine would find little memory.
+                torch.cuda.empty_cache()
         document["bars"] = bars(document)
         document["wall_s"] = round(time.perf_counter() - began, 1)
         written(document)
@@ -284,6 +291,11 @@ def bars(document: dict[str, Any]) -> list[dict[str, Any]]:
     ceiling = document.get("read_bytes_per_s")
     for row in document.get("decode", []):
         name = row["shape"]
+        if "flashinfer_missing" in row:
+            why = row["flashinfer_missing"]
+            found.append(
+                {"bar": f"{name}: full KV by FlashInfer: {why}", "value": None, "met": False}
+            )
         if ceiling:
             share = row["retained_bytes"] / row["retained_s"] / ceiling
             bar(f"{name}: bandwidth / ceiling", share, share >= LEAST_BANDWIDTH)

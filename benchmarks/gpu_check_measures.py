@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from benchmarks.choosing_context import DIM, GROUP, KV_HEADS, LAYERS, SCALE
+from benchmarks.choosing_context import DIM, GROUP, KV_HEADS, LAYERS, LOCALITY_ENTRIES, SCALE
 from kvtier_kernels import AttentionKernels, KernelUnavailableError, RaggedKV, get_kernels
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 from kvtier_kernels.triton_backend.launching import launch
@@ -22,8 +22,6 @@ from kvtier_kernels.triton_backend.plans import schedule_for
 
 DTYPE = torch.bfloat16
 SHORTEST, LONGEST = 8 << 10, 128 << 10
-# Of locality heads: sink, recent tokens and the compensation entry.
-LOCALITY_ENTRIES = 4 + 1024 + 1
 # KV is read again only after so many other bytes: more than an L2 cache holds.
 ROTATED_BYTES = 512 << 20
 # Neighbouring slots of a context.
@@ -367,9 +365,14 @@ def measure_planning(batch: int = 64, width: int = 128 << 10) -> dict[str, float
 
 
 __all__ = [
+    "DTYPE",
     "SHAPES",
+    "HeadClass",
     "Shape",
+    "both_classes",
     "check_equal",
+    "graphed",
+    "layer_seconds",
     "measure_decode",
     "measure_flashinfer",
     "measure_planning",

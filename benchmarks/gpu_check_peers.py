@@ -1,11 +1,13 @@
 """What `benchmarks.gpu_check --peers` measures: the same decodes by others' kernels, on this GPU.
 
-compactor-vllm's is replayed as a graph, like ours. kvpress's asks the host in every call and has
+compactor-vllm's is tuned for every shape, which it is not by itself, and replayed as a graph, like
+ours. kvpress's asks the host in every call and has
 one context at a time, so it and ours are called as they are, for batches of one.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,6 +31,7 @@ from benchmarks.peer_kernels import (
     CompactorVllm,
     Held,
     Kvpress,
+    decode_classes,
     load_peer,
     to_masked,
     to_pages,
@@ -48,6 +51,7 @@ def measure_peers(shapes: Sequence[Shape], seed: int, peers: Path) -> dict[str, 
             found[name] = measure()
         except Exception as error:
             # Code of others, written for other versions: it may fail in any way.
+            traceback.print_exc()
             found["missing"][name] = f"{type(error).__name__}: {error}".splitlines()[0]
         torch.cuda.empty_cache()
     return found
@@ -58,19 +62,18 @@ def _held(classes: Sequence[HeadClass], layer: int) -> list[Held]:
 
 
 def _ours(kernels: TritonKernels, q: torch.Tensor, classes: Sequence[HeadClass]) -> torch.Tensor:
-    """Of the first layer, heads of all classes after each other."""
-    parts = q.split([one.heads for one in classes], dim=1)
-    outs = (
-        kernels.decode(part.contiguous(), one.layers[0], one.plan, SCALE).o
-        for part, one in zip(parts, classes, strict=True)
-    )
-    return torch.cat(list(outs), dim=1)
+    """Of the first layer."""
+    kv, plans = [one.layers[0] for one in classes], [one.plan for one in classes]
+    return decode_classes(kernels, q, kv, plans, SCALE)
 
 
 def _compactor(module: Any, shapes: Sequence[Shape], seed: int) -> list[dict[str, Any]]:
     kernels, rows = TritonKernels(), []
     processors = torch.cuda.get_device_properties(0).multi_processor_count
+    tuner = module._varkv_stage1_groupM
+    tuner.cache_results = False
     for shape in shapes:
+        tuner.cache.clear()
         classes = both_classes(kernels, shape, seed, voted=False)
         layers = max(len(one.layers) for one in classes)
         caches = [to_pages(_held(classes, layer), seed) for layer in range(layers)]

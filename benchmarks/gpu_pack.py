@@ -29,7 +29,7 @@ OUT = ROOT / "out" / "gpu-pack.tar.gz"
 STUB = ROOT / "benchmarks" / "gpu_pack_stub.py"
 PLATFORMS = ("2_35", "2_34", "2_31", "2_28", "2_27", "2_24", "2_17", "2014", "1")
 PACKAGES = Path(__file__).with_name("gpu_pack.txt")
-# Of SGLang: pictures and films, its own tests, and a tree in Rust that is built for one torch.
+# Of SGLang: pictures and films, and its own tests.
 TRIMMED = ("multimodal_gen", "test", "benchmark")
 ENVIRONMENT = """\
 # For bash, sourced in a checkout: `. gpu-pack/environment.sh`
@@ -78,6 +78,7 @@ def install(site: Path, python: str) -> None:
 def trim(sglang: Path) -> None:
     for name in TRIMMED:
         shutil.rmtree(sglang / name, ignore_errors=True)
+    # Such as a tree in Rust, built for one torch.
     for binary in sglang.rglob("*.so"):
         binary.unlink()
 

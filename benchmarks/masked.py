@@ -29,9 +29,16 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from benchmarks.choosing_context import DIM, GROUP, KV_HEADS, SCALE
+from benchmarks.choosing_context import DIM, GROUP, KV_HEADS, LOCALITY_ENTRIES, SCALE
 from benchmarks.command import ROOT, run_command
-from benchmarks.peer_kernels import KVPRESS_FILE, Held, Kvpress, load_peer, to_masked
+from benchmarks.peer_kernels import (
+    KVPRESS_FILE,
+    Held,
+    Kvpress,
+    decode_classes,
+    load_peer,
+    to_masked,
+)
 from kvtier.bench.environment import describe_environment
 from kvtier.bench.table import make_console
 from kvtier.errors import UsageError
@@ -41,7 +48,6 @@ from kvtier_kernels import RaggedKV, get_kernels
 SCHEMA_VERSION = 1
 OUT = ROOT / "benchmarks" / "results" / "masked.json"
 PEERS = ROOT / "benchmarks" / "peers" / "kernels"
-LOCALITY_ENTRIES = 4 + 1024 + 1
 MOST_DIFFERENCE = 1e-4
 
 
@@ -123,18 +129,10 @@ def make_calls(
         held.append(Held(RaggedKV(k, v), torch.arange(entries), (0, entries)))
         plans.append(kernels.plan(held[-1].slots, held[-1].indptr))
     q = torch.randn(1, KV_HEADS, GROUP, DIM, generator=generator)
-    parts = q.split([one.heads for one in held], dim=1)
     masked = to_masked(held, tokens)
     # Masking overwrites its own.
     keys = masked.k.clone()
     everything = RaggedKV(*(x[0].transpose(0, 1).contiguous() for x in (keys, masked.v)))
-
-    def kvtier() -> torch.Tensor:
-        outs = (
-            kernels.decode(part, one.kv, plan, SCALE).o
-            for part, one, plan in zip(parts, held, plans, strict=True)
-        )
-        return torch.cat(list(outs), dim=1)
 
     def full() -> torch.Tensor:
         found = torch.nn.functional.scaled_dot_product_attention(
@@ -146,7 +144,7 @@ def make_calls(
         "full": full,
         "full, kvtier": lambda: kernels.decode(q, everything, plans[0], SCALE).o,
         "masked": lambda: peer.decode(q, masked, SCALE),
-        "kvtier": kvtier,
+        "kvtier": lambda: decode_classes(kernels, q, [one.kv for one in held], plans, SCALE),
     }
 
 

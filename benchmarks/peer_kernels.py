@@ -2,6 +2,7 @@
 
     pip install --no-deps --target PEERS kvpress==0.5.5
     git clone https://github.com/vnchari/compactor-vllm PEERS/compactor-vllm
+    git -C PEERS/compactor-vllm checkout 8bbac3a
 
 Of each one file is read, which wants torch, Triton and transformers alone:
 
@@ -23,13 +24,13 @@ from typing import Any
 
 import torch
 
-from kvtier_kernels import RaggedKV
+from benchmarks.choosing_context import SINK_TOKENS
+from kvtier_kernels import AttentionKernels, RaggedKV
 
 COMPACTOR_FILE = "compactor-vllm/src/compactor_vllm/attention/sparse_decode_kernel.py"
 KVPRESS_FILE = "kvpress/attention_patch.py"
 # Tokens of compactor-vllm's pages, as its engine has them by default.
 PAGE_TOKENS = 128
-SINK_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,22 @@ class Held:
         """Keys and values `[heads, entries, dim]` of a request."""
         slots = self.slots[self.indptr[request] : self.indptr[request + 1]].long()
         return self.kv.k[slots].transpose(0, 1), self.kv.v[slots].transpose(0, 1)
+
+
+def decode_classes(
+    kernels: AttentionKernels,
+    q: torch.Tensor,
+    kv: Sequence[RaggedKV],
+    plans: Sequence[Any],
+    scale: float,
+) -> torch.Tensor:
+    """Ours: q and the outcome `[requests, heads, group, dim]`, heads of all classes in a row."""
+    parts = q.split([one.k.shape[1] for one in kv], dim=1)
+    outs = [
+        kernels.decode(part.contiguous(), one, plan, scale).o
+        for part, one, plan in zip(parts, kv, plans, strict=True)
+    ]
+    return torch.cat(outs, dim=1)
 
 
 def load_peer(peers: Path, file: str) -> ModuleType:
@@ -200,6 +217,7 @@ __all__ = [
     "Kvpress",
     "Masked",
     "Paged",
+    "decode_classes",
     "load_peer",
     "to_masked",
     "to_pages",

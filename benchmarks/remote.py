@@ -32,7 +32,7 @@ class WorkerError(KvtierError):
 
     def __init__(self, log: Path) -> None:
         tail = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        super().__init__("the engine failed:\n" + "\n".join(tail))
+        super().__init__("the worker failed:\n" + "\n".join(tail))
 
 
 class Remote:
@@ -49,6 +49,9 @@ class Remote:
             print(json.dumps({"do": do, **more}), file=self._writes, flush=True)
             line = self._reads.readline()
         except BrokenPipeError:
+            # What it was not told any more must not be sent again by closing.
+            with suppress(BrokenPipeError):
+                self._writes.close()
             line = ""
         if not line:
             with suppress(subprocess.TimeoutExpired):

@@ -49,7 +49,7 @@ SLACK_TOKENS = 1024
 MAX_RUNNING_REQUESTS = 8
 # What a dry run assumes for a model nobody has calibrated yet.
 ASSUMED_CA_SHARE = 0.25
-# Of an NVIDIA driver; a sandbox may show the second only.
+# Of an NVIDIA driver; a container may show the second only.
 _NVIDIA_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

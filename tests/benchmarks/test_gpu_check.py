@@ -53,6 +53,21 @@ def test_bars_are_met_and_missed_by_what_was_measured():
     }
 
 
+@pytest.mark.parametrize("part", ["peers", "flashinfer"])
+def test_a_part_that_wants_a_switch_says_so(part, capsys):
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main(["--parts", "equal", part])
+    assert ended.value.code == 2
+    assert f"--parts {part} wants --{part}" in capsys.readouterr().err
+
+
+def test_flashinfer_that_was_asked_for_and_failed_is_a_bar_that_is_not_met():
+    times = dict.fromkeys(("retained_s", "voted_s", "full_s", "retained_bytes", "full_bytes"), 1)
+    row = {"shape": "batch 1", "flashinfer_missing": "ImportError: x", **times}
+    met = {bar["bar"]: bar["met"] for bar in gpu_check.bars({"decode": [row], "failures": {}})}
+    assert met["batch 1: full KV by FlashInfer: ImportError: x"] is False
+
+
 def test_a_part_that_fails_is_a_bar_that_is_not_met():
     (bar,) = gpu_check.bars({"failures": {"decode": "OutOfMemoryError: too much"}})
     assert not bar["met"]

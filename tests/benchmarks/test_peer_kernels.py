@@ -18,6 +18,7 @@ from benchmarks.peer_kernels import (
     CompactorVllm,
     Held,
     Kvpress,
+    decode_classes,
     load_peer,
     to_masked,
     to_pages,
@@ -77,12 +78,8 @@ def make_classes(lengths: list[list[int]], heads: list[int], dim: int = 16) -> l
 
 def by_reference(q: torch.Tensor, classes: list[Held]) -> torch.Tensor:
     kernels = get_kernels("reference")
-    parts = q.split([one.heads for one in classes], dim=1)
-    outs = [
-        kernels.decode(part, one.kv, kernels.plan(one.slots, one.indptr), SCALE).o
-        for part, one in zip(parts, classes, strict=True)
-    ]
-    return torch.cat(outs, dim=1)
+    plans = [kernels.plan(one.slots, one.indptr) for one in classes]
+    return decode_classes(kernels, q, [one.kv for one in classes], plans, SCALE)
 
 
 def test_pages_hold_each_heads_entries(peers: Path) -> None:

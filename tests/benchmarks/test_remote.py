@@ -60,6 +60,24 @@ def test_a_worker_that_ends_early_is_an_error_with_its_last_lines(
         remote.tell("fall")
 
 
+def test_a_worker_that_is_gone_before_it_is_told_is_the_same_error(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    (tmp_path / "told.py").write_text("import sys; sys.exit('gone at once')")
+    log = tmp_path / "log"
+
+    def tell_nobody() -> None:
+        with running_module("told", [tmp_path], environment, log) as remote:
+            deadline = time.monotonic() + 10
+            while "gone" not in log.read_text() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.2)
+            remote.tell("sing")
+
+    with pytest.raises(WorkerError, match="gone at once"):
+        tell_nobody()
+
+
 def test_a_module_that_fails_is_an_error_and_one_that_does_not_is_none(tmp_path: Path) -> None:
     (tmp_path / "once.py").write_text("import sys; sys.exit(sys.argv[1] == 'bad' and 'so bad')")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

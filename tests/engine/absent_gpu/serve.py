@@ -38,8 +38,14 @@ def main() -> None:
     state = internal["kvtier"]
     answers = [list(one["output_ids"]) for one in (*first, *second)]
     cached = [one["meta_info"]["cached_tokens"] for one in second]
-    found = {"answers": answers, "cached": cached, "integrity": state["integrity"]}
-    print(json.dumps({**found, "refreshed_turns": state["tier"]["refreshed_turns"]}))
+    found = {
+        "answers": answers,
+        "cached": cached,
+        "integrity": state["integrity"],
+        "dropped_tokens": state["dropped_tokens"],
+        "refreshed_turns": state["tier"]["refreshed_turns"],
+    }
+    print(json.dumps(found))
     engine.shutdown()
 
 

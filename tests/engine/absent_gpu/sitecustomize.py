@@ -1,9 +1,9 @@
 """Makes a process believe in a GPU that is not there; Python imports this first where it finds it.
 
 Tensors that are put on "cuda" are put on the CPU, streams and events do nothing, collectives are
-gloo's. So SGLang takes its CUDA branches, and kvtier its own, over kernels in Triton's interpreter:
-what they call, in which order, with which arguments. A CUDA graph is what was captured, called
-again. What a device does is not shown.
+gloo's. So SGLang takes its CUDA branches, and attention and plans are Triton's, interpreted: what
+they call, in which order, with which arguments. A CUDA graph is what was captured, called again.
+Whoever asks a tensor for its device takes a CPU's branch, and what a device does is not shown.
 """
 
 import importlib.abc
