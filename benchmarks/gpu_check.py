@@ -17,8 +17,8 @@ heads, 8 KV heads, dim 128, bfloat16), one layer's KV at a time:
 
 With --flashinfer (`make gpu-check FLASHINFER=1`) also the backend of that name, tests and decodes;
 it wants nvcc, and compiles for minutes the first time: `--parts decode flashinfer` and `--parts
-tests` after each other split a long run. With --peers DIR (`PEERS=DIR`) the same
-decodes by others' kernels, which `benchmarks/peer_kernels.py` says how to bring there.
+tests` after each other split a long run. With --peers DIR (`PEERS=DIR`) the same decodes by others'
+kernels, which `benchmarks/peer_kernels.py` says how to bring there.
 
 Full KV is FlashInfer's decode with --flashinfer, else our own over all heads, and the JSON says
 which. Times are medians; a decode is replayed as a CUDA graph over enough layers' KV that no cache
@@ -49,6 +49,7 @@ from typing import Any
 import torch
 
 from benchmarks.choosing_context import LAYERS, MOST_CHOOSING
+from benchmarks.command import ROOT
 from benchmarks.gpu_check_choosing import measure_choosing
 from benchmarks.gpu_check_measures import (
     SHAPES,
@@ -60,7 +61,6 @@ from benchmarks.gpu_check_measures import (
 )
 from benchmarks.gpu_check_peers import measure_peers
 
-ROOT = Path(__file__).resolve().parents[1]
 SCHEMA_VERSION = 1
 PACKAGES = ("torch", "triton", "flashinfer-python", "sglang")
 # Of what a kernel reads that does nothing else, over retained bytes.

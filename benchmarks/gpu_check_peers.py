@@ -1,8 +1,8 @@
 """What `benchmarks.gpu_check --peers` measures: the same decodes by others' kernels, on this GPU.
 
 compactor-vllm's is tuned for every shape, which it is not by itself, and replayed as a graph, like
-ours. kvpress's asks the host in every call and has
-one context at a time, so it and ours are called as they are, for batches of one.
+ours. kvpress's asks the host in every call and has one context at a time, so it and ours are called
+as they are, for batches of one.
 """
 
 from __future__ import annotations

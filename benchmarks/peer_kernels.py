@@ -61,7 +61,7 @@ def decode_classes(
     """Ours: q and the outcome `[requests, heads, group, dim]`, heads of all classes in a row."""
     parts = q.split([one.k.shape[1] for one in kv], dim=1)
     outs = [
-        kernels.decode(part.contiguous(), one, plan, scale).o
+        kernels.decode(part, one, plan, scale).o
         for part, one, plan in zip(parts, kv, plans, strict=True)
     ]
     return torch.cat(outs, dim=1)

@@ -27,7 +27,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import run_command
+from benchmarks.command import ROOT, run_command
 from benchmarks.tier_transport_echo import EchoClient
 from benchmarks.tier_transport_paths import (
     Bytes,
@@ -37,7 +37,6 @@ from benchmarks.tier_transport_paths import (
 )
 from benchmarks.tier_transport_processes import (
     ECHO,
-    ROOT,
     SERVICE,
     make_certificates,
     serving,

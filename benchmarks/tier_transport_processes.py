@@ -15,10 +15,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from benchmarks.command import ROOT
 from kvtier.errors import TierUnavailableError
 from kvtier.tier.client import TlsFiles
 
-ROOT = Path(__file__).resolve().parents[1]
 SERVICE = "kvtier_tierd"
 ECHO = "benchmarks.tier_transport_echo"
 HAMMER = "benchmarks.tier_transport_hammer"

@@ -221,7 +221,7 @@ class TritonKernels(AttentionKernels):
             VOTES=mode,
             WINDOW=window is not None,
             IEEE=ieee,
-            num_warps=8 if ieee else _extend_warps(dim, window is not None or mode == 2),
+            num_warps=_extend_warps(dim, ieee or window is not None or mode == 2),
             num_stages=2 if dim <= 128 else 3,
             maxnreg=None if dim <= 128 or has_wide_products() else ALL_REGISTERS,
         )
@@ -319,7 +319,8 @@ def _extend_tile(dim: int, ieee: bool) -> tuple[int, int]:
 
 
 def _extend_warps(dim: int, laden: bool) -> int:
-    """What keeps to the registers (`ahead`). laden: with a window, or votes per query head."""
+    """What keeps to the registers (`ahead`). laden: float32, with a window, or votes per query
+    head."""
     return 8 if dim > 128 or laden or not has_wide_products() else 4
 
 
