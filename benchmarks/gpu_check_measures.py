@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,14 @@ import triton
 import triton.language as tl
 
 from benchmarks.choosing_context import DIM, GROUP, KV_HEADS, LAYERS, LOCALITY_ENTRIES, SCALE
-from kvtier_kernels import AttentionKernels, KernelUnavailableError, RaggedKV, get_kernels
+from kvtier_kernels import (
+    AttentionKernels,
+    HeadMap,
+    KernelUnavailableError,
+    RaggedKV,
+    get_kernels,
+)
+from kvtier_kernels.side_by_side import SideBySide
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 from kvtier_kernels.triton_backend.launching import launch
 from kvtier_kernels.triton_backend.plans import schedule_for
@@ -108,8 +116,15 @@ class HeadClass:
 
 
 def make_class(
-    kernels: Any, lengths: Sequence[int], heads: int, seed: int, *, voted: bool = False
+    kernels: Any,
+    lengths: Sequence[int],
+    heads: int,
+    seed: int,
+    *,
+    voted: bool = False,
+    layers: int = LAYERS,
 ) -> HeadClass:
+    """Random KV of as many layers as no cache holds, `layers` at most."""
     entries = sum(lengths)
     generator = torch.Generator("cuda").manual_seed(seed)
     # A context's slots lie together, mostly, as an allocator leaves them.
@@ -117,14 +132,14 @@ def make_class(
     slots = (runs[:, None] + torch.arange(RUN, device="cuda")).flatten()
     slots = torch.cat([slots, torch.arange(slots.numel(), entries, device="cuda")])
     one = entries * heads * DIM * DTYPE.itemsize * 2
-    layers = []
+    made = []
     votes = torch.rand(entries, generator=generator, device="cuda") if voted else None
-    for _ in range(max(1, min(LAYERS, -(-ROTATED_BYTES // one)))):
+    for _ in range(max(1, min(layers, -(-ROTATED_BYTES // one)))):
         shape = (entries, heads, DIM)
         k, v = (torch.randn(shape, generator=generator, device="cuda", dtype=DTYPE) for _ in "kv")
-        layers.append(RaggedKV(k, v, votes))
+        made.append(RaggedKV(k, v, votes))
     indptr = [0, *itertools.accumulate(lengths)]
-    return HeadClass(kernels.plan(slots, indptr, votes), layers, slots, indptr, heads)
+    return HeadClass(kernels.plan(slots, indptr, votes), made, slots, indptr, heads)
 
 
 def graphed(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
@@ -145,18 +160,44 @@ def graphed(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
 
 
 def layer_seconds(kernels: Any, classes: Sequence[HeadClass], batch: int) -> float:
-    """The time of one layer's decode over all classes."""
+    """The time of one layer's decode over all classes, whose heads take turns, as a server does
+    it: every class reads its heads of the queries where they are, and they run side by side."""
     layers = max(len(one.layers) for one in classes)
-    queries = [
-        torch.randn(batch, one.heads, GROUP, DIM, device="cuda", dtype=DTYPE) for one in classes
-    ]
+    total = sum(one.heads for one in classes)
+    maps = head_maps([one.heads for one in classes])
+    q = torch.randn(batch, total, GROUP, DIM, device="cuda", dtype=DTYPE)
+    out = torch.empty_like(q)
+    streams = SideBySide("cuda")
 
     def layer(index: int) -> None:
-        for q, one in zip(queries, classes, strict=True):
-            kernels.decode(q, one.layers[index % len(one.layers)], one.plan, SCALE)
+        streams.run(
+            [
+                partial(
+                    kernels.decode_heads,
+                    q,
+                    one.layers[index % len(one.layers)],
+                    one.plan,
+                    SCALE,
+                    heads,
+                    out,
+                )
+                for heads, one in zip(maps, classes, strict=True)
+            ]
+        )
 
     calls = [lambda index=index: layer(index) for index in range(layers)]
     return seconds(graphed(calls)) / layers
+
+
+def head_maps(counts: Sequence[int]) -> list[HeadMap]:
+    """So many heads for each class, which do not lie together where there are several."""
+    owners = sorted(range(sum(counts)), key=lambda head: (head * 5) % 8)
+    maps, taken = [], 0
+    for count in counts:
+        heads = tuple(sorted(owners[taken : taken + count]))
+        maps.append(HeadMap(heads, torch.tensor(heads, device="cuda")))
+        taken += count
+    return maps
 
 
 def both_classes(kernels: Any, shape: Shape, seed: int, *, voted: bool) -> list[HeadClass]:

@@ -6,8 +6,9 @@
 
 There, torch, Triton, transformers, numpy and a C compiler are taken for granted. The pack has
 wheels of the versions in constraints.txt, unpacked, for the Python asked for; SGLang without what
-serves no language model; kvtier with its entry points; and a stub for sglang-kernel, whose binary
-wants the newest torch (gpu_pack_stub.py says what that leaves out). Where sglang-kernel can be
+serves no language model; kvtier with its entry points, behind which the checkout's own code is
+found first; and a stub for sglang-kernel, whose binary wants the newest torch (gpu_pack_stub.py
+says what that leaves out). Where sglang-kernel can be
 installed, do that instead: `pip install kvtier[sglang,tier]`.
 """
 
@@ -34,7 +35,8 @@ TRIMMED = ("multimodal_gen", "test", "benchmark")
 ENVIRONMENT = """\
 # For bash, sourced in a checkout: `. gpu-pack/environment.sh`
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-export PYTHONPATH=$here/site${PYTHONPATH:+:$PYTHONPATH}
+checkout=$PWD:$PWD/kernels:$PWD/services:$PWD/sglang_patches
+export PYTHONPATH=$checkout:$here/site${PYTHONPATH:+:$PYTHONPATH}
 export SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1
 export SGLANG_FORCE_FUSED_OP_BACKEND=torch
 export SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python

@@ -8,6 +8,7 @@ backend is held to.
 from kvtier_kernels.base import (
     AttentionKernels,
     AttentionState,
+    HeadMap,
     KernelUnavailableError,
     RaggedKV,
     Window,
@@ -19,6 +20,7 @@ __all__ = [
     "AUTO",
     "AttentionKernels",
     "AttentionState",
+    "HeadMap",
     "KernelUnavailableError",
     "RaggedKV",
     "Window",

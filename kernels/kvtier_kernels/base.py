@@ -42,6 +42,35 @@ class AttentionState(NamedTuple):
     lse: torch.Tensor
 
 
+class HeadMap(NamedTuple):
+    """Some of a layer's KV heads: those of one head class.
+
+    heads: ascending indices. ids: the same, [heads] int64 on the device, so that using them waits
+           for nothing.
+    """
+
+    heads: tuple[int, ...]
+    ids: torch.Tensor
+
+    def select(self, x: torch.Tensor) -> torch.Tensor:
+        """These heads of x [tokens, all KV heads, ...]; a view where they are adjacent."""
+        adjacent = self._adjacent
+        return x.index_select(1, self.ids) if adjacent is None else x[:, adjacent]
+
+    def place(self, out: torch.Tensor, o: torch.Tensor) -> None:
+        """Store o [tokens, heads, ...] at these heads of out [tokens, all KV heads, ...]."""
+        adjacent = self._adjacent
+        if adjacent is None:
+            out.index_copy_(1, self.ids, o)
+        else:
+            out[:, adjacent] = o
+
+    @property
+    def _adjacent(self) -> slice | None:
+        first, last = self.heads[0], self.heads[-1]
+        return slice(first, last + 1) if last - first + 1 == len(self.heads) else None
+
+
 class RaggedKV(NamedTuple):
     """The buffers of one head class of one layer.
 
@@ -161,6 +190,51 @@ class AttentionKernels(ABC):
         rows q_indptr[i]:q_indptr[i + 1]. The plan holds the prefix only. `window` restricts
         what is seen of the request's own turn (streaming prefill).
         """
+
+    # The same for one head class in place, which backends may do without copies of its heads.
+
+    def store(
+        self, k: torch.Tensor, v: torch.Tensor, kv: RaggedKV, slots: torch.Tensor, heads: HeadMap
+    ) -> None:
+        """Write new tokens into a class's buffers.
+
+        k, v: [tokens, all KV heads, dim]; slots: [tokens] int64, where each goes in kv.k and kv.v,
+        which may have another dtype (fp8).
+        """
+        kv.k[slots] = heads.select(k).to(kv.k.dtype)
+        kv.v[slots] = heads.select(v).to(kv.v.dtype)
+
+    def decode_heads(
+        self,
+        q: torch.Tensor,
+        kv: RaggedKV,
+        plan: Any,
+        scale: float,
+        heads: HeadMap,
+        out: torch.Tensor,
+    ) -> None:
+        """`decode` of these heads of q into the same heads of out, whose other heads stay.
+
+        q, out: [requests, all KV heads, group, dim]; out is contiguous, of q's dtype.
+        """
+        heads.place(out, self.decode(heads.select(q), kv, plan, scale).o)
+
+    def extend_heads(
+        self,
+        q: torch.Tensor,
+        k_new: torch.Tensor,
+        v_new: torch.Tensor,
+        q_indptr: Sequence[int],
+        kv: RaggedKV,
+        plan: Any,
+        scale: float,
+        heads: HeadMap,
+        out: torch.Tensor,
+        window: Window | None = None,
+    ) -> None:
+        """`extend` of these heads of q, k_new, v_new into the same heads of out, as above."""
+        q, k_new, v_new = (heads.select(x) for x in (q, k_new, v_new))
+        heads.place(out, self.extend(q, k_new, v_new, q_indptr, kv, plan, scale, window).o)
 
     @abstractmethod
     def merge_states(self, a: AttentionState, b: AttentionState) -> AttentionState:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from kvtier.config import Settings
 from kvtier.errors import StartupError
 from kvtier.retention.rules import compactor_of
 from kvtier_kernels import AttentionKernels, RaggedKV, Window, get_kernels
+from kvtier_kernels.side_by_side import SideBySide
 from kvtier_sglang.compaction import Compaction, PrefillRows, find_rotary
 from kvtier_sglang.graphs import DecodeGraphs
 from kvtier_sglang.pool import ClassBuffers, HeadSplitKVPool
@@ -86,6 +88,7 @@ class KvtierAttnBackend(AttentionBackend):
         self.compaction: Compaction | None = None
         # Set by the runner that captures CUDA graphs.
         self.graphs: DecodeGraphs | None = None
+        self._side_by_side = SideBySide(self.device)
         if pool.mass is not None:
             layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
             pool.rotary = find_rotary(model_runner.model, layers)
@@ -222,8 +225,9 @@ class KvtierAttnBackend(AttentionBackend):
         """CA entries: every token's, less those that compaction took (slot 0)."""
         if self.compaction is not None:
             rows = [row[row > 0] for row in rows]
+        slots, indptr = _ragged(rows)
         votes = self.pool.ca_voted if self.pool.ca_votes is not None else None
-        return ClassPlan(self.kernels.plan(*_ragged(rows), votes))
+        return ClassPlan(self.kernels.plan(slots, indptr, _if_any(votes, slots)))
 
     @property
     def _streams(self) -> bool:
@@ -236,7 +240,8 @@ class KvtierAttnBackend(AttentionBackend):
         images = [self.pool.locality_of[row] for row in rows]
         positions = [torch.nonzero(image).flatten() for image in images]
         slots = [image[where] for image, where in zip(images, positions, strict=True)]
-        plan = self.kernels.plan(*_ragged(slots), self.pool.log_votes)
+        entries, indptr = _ragged(slots)
+        plan = self.kernels.plan(entries, indptr, _if_any(self.pool.log_votes, entries))
         if not streaming:
             return ClassPlan(plan)
         settled = [self.pool.settled[r[p]] for r, p in zip(rows, positions, strict=True)]
@@ -263,26 +268,27 @@ class KvtierAttnBackend(AttentionBackend):
         """q [tokens, heads * dim], k, v [tokens, KV heads, dim] -> [tokens, heads * dim]."""
         batch = self._metadata()
         q, k, v = self._shaped(q, k, v, layer)
+        index = layer.layer_id - self.pool.start_layer
         if save_kv_cache:
-            self.pool.set_kv_buffer(layer, batch.write, k, v)
+            self.pool.store(self.kernels, index, batch.write, k, v)
         if self.compaction is not None and batch.prefill is not None:
-            index = layer.layer_id - self.pool.start_layer
             self.compaction.observe(index, q, k, v, batch.prefill, layer.scaling)
         if self.refreshing is not None:
-            self._refresh(layer.layer_id - self.pool.start_layer, q, layer.scaling)
-        out = torch.empty_like(q)
-        for buffers, part, votes in self._classes(layer, batch):
-            state = self.kernels.extend(
-                buffers.select(q),
-                buffers.select(k),
-                buffers.select(v),
+            self._refresh(index, q, layer.scaling)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for buffers, part, votes in self._classes(index, batch):
+            self.kernels.extend_heads(
+                q,
+                k,
+                v,
                 batch.q_indptr,
                 RaggedKV(buffers.k, buffers.v, votes),
                 part.plan,
                 layer.scaling,
+                buffers.head_map,
+                out,
                 part.window,
             )
-            buffers.place(out, state.o)
         return out.view(out.shape[0], -1)
 
     def _refresh(self, index: int, q: torch.Tensor, scale: float) -> None:
@@ -305,16 +311,26 @@ class KvtierAttnBackend(AttentionBackend):
         """One token per request; shapes as in `forward_extend`."""
         batch = self._metadata()
         q, k, v = self._shaped(q, k, v, layer)
+        index = layer.layer_id - self.pool.start_layer
         if save_kv_cache:
-            self.pool.set_kv_buffer(layer, batch.write, k, v)
+            self.pool.store(self.kernels, index, batch.write, k, v)
         watching = self._watching
         if watching is not None:
-            watching[1].record(layer.layer_id - self.pool.start_layer, q)
-        out = torch.empty_like(q)
-        for buffers, part, votes in self._classes(layer, batch):
-            kv = RaggedKV(buffers.k, buffers.v, votes)
-            state = self.kernels.decode(buffers.select(q), kv, part.plan, layer.scaling)
-            buffers.place(out, state.o)
+            watching[1].record(index, q)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        calls = [
+            partial(
+                self.kernels.decode_heads,
+                q,
+                RaggedKV(buffers.k, buffers.v, votes),
+                part.plan,
+                layer.scaling,
+                buffers.head_map,
+                out,
+            )
+            for buffers, part, votes in self._classes(index, batch)
+        ]
+        self._side_by_side.run(calls)
         return out.view(out.shape[0], -1)
 
     def _metadata(self) -> BatchPlan:
@@ -330,10 +346,9 @@ class KvtierAttnBackend(AttentionBackend):
         return q.view(-1, heads, group, dim), k.view(-1, heads, dim), v.view(-1, heads, dim)
 
     def _classes(
-        self, layer: Any, batch: BatchPlan
+        self, index: int, batch: BatchPlan
     ) -> list[tuple[ClassBuffers, ClassPlan, torch.Tensor | None]]:
-        """The classes that have heads in this layer, each with its plan and votes."""
-        index = layer.layer_id - self.pool.start_layer
+        """The classes that have heads in the pool's `index`-th layer, each with plan and votes."""
         classes: list[tuple[ClassBuffers, ClassPlan, torch.Tensor | None]] = []
         if self.pool.ca[index].heads:
             votes = None if self.pool.ca_votes is None else self.pool.ca_votes[index]
@@ -342,6 +357,11 @@ class KvtierAttnBackend(AttentionBackend):
             assert batch.locality is not None, "a locality head without a locality plan"
             classes.append((self.pool.locality[index], batch.locality, self.pool.log_votes))
         return classes
+
+
+def _if_any(votes: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor | None:
+    """None where none of these entries has votes: a first prefill, which then never asks again."""
+    return votes if votes is not None and bool(votes[slots].any()) else None
 
 
 def _ragged(rows: list[torch.Tensor]) -> tuple[torch.Tensor, tuple[int, ...]]:

@@ -20,47 +20,37 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.mem_cache.memory_pool import KVCache, unwrap_write_loc
+from sglang.srt.mem_cache.memory_pool import KVCache, KVWriteLoc, unwrap_write_loc
 
 from kvtier.heads.profile import HeadProfile
 from kvtier.retention.pools import SlotBytes, score_bytes, vote_bytes
+from kvtier_kernels import AttentionKernels, HeadMap, RaggedKV
 
 
 class ClassBuffers(NamedTuple):
     """One head class of one layer.
 
-    heads:    ascending KV head indices of the class.
+    head_map: which of the layer's KV heads.
     k, v:     [slots, heads, dim] views, whatever the physical layout.
-    head_ids: [heads] int64, `heads` where the buffers are, so that using it waits for nothing.
     """
 
-    heads: tuple[int, ...]
+    head_map: HeadMap
     k: torch.Tensor
     v: torch.Tensor
-    head_ids: torch.Tensor
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """Ascending KV head indices of the class."""
+        return self.head_map.heads
+
+    @property
+    def head_ids(self) -> torch.Tensor:
+        """[heads] int64, the same where the buffers are."""
+        return self.head_map.ids
 
     def select(self, x: torch.Tensor) -> torch.Tensor:
         """This class's heads of x [tokens, all KV heads, ...]; a view where they are adjacent."""
-        adjacent = self._adjacent
-        return x.index_select(1, self.head_ids) if adjacent is None else x[:, adjacent]
-
-    def place(self, out: torch.Tensor, o: torch.Tensor) -> None:
-        """Store o [tokens, heads, ...] at this class's heads of out [tokens, all KV heads, ...]."""
-        adjacent = self._adjacent
-        if adjacent is None:
-            out.index_copy_(1, self.head_ids, o)
-        else:
-            out[:, adjacent] = o
-
-    @property
-    def _adjacent(self) -> slice | None:
-        first, last = self.heads[0], self.heads[-1]
-        return slice(first, last + 1) if last - first + 1 == len(self.heads) else None
-
-    def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k, v [tokens, all KV heads, dim] of this class's heads at `slots`."""
-        self.k[slots] = self.select(k).to(self.k.dtype)
-        self.v[slots] = self.select(v).to(self.v.dtype)
+        return self.head_map.select(x)
 
 
 class HeadSplitKVPool(KVCache):
@@ -159,7 +149,7 @@ class HeadSplitKVPool(KVCache):
                     )
                 )
         index = torch.tensor(heads, dtype=torch.int64, device=self.device)
-        return ClassBuffers(heads, tensors[0], tensors[1], index)
+        return ClassBuffers(HeadMap(heads, index), tensors[0], tensors[1])
 
     @property
     def splits_heads(self) -> bool:
@@ -182,33 +172,24 @@ class HeadSplitKVPool(KVCache):
         v = sum(b.v.numel() * b.v.element_size() for b in every)
         return k, v
 
-    def set_kv_buffer(
+    def store(
         self,
-        layer: Any,
-        loc_info: Any,
-        cache_k: torch.Tensor,
-        cache_v: torch.Tensor,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-    ) -> None:
-        """Store new tokens: cache_k, cache_v [tokens, KV heads, dim]."""
-        ca_slots, locality_slots, _ = unwrap_write_loc(loc_info)
-        self.write_at(layer.layer_id - self.start_layer, ca_slots, locality_slots, cache_k, cache_v)
-
-    def write_at(
-        self,
+        kernels: AttentionKernels,
         index: int,
-        ca_slots: torch.Tensor,
-        locality_slots: torch.Tensor | None,
+        at: KVWriteLoc,
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> None:
-        """Store k, v [tokens, KV heads, dim] of the pool's `index`-th layer in both classes."""
-        if self.ca[index].heads:
-            self.ca[index].write(ca_slots, k, v)
-        if self.locality[index].heads:
-            assert locality_slots is not None, "locality slots were not resolved for this batch"
-            self.locality[index].write(locality_slots, k, v)
+        """Store new tokens k, v [tokens, KV heads, dim] of the pool's `index`-th layer in both
+        classes. at: their CA slots and, where the layer has locality heads, those as well."""
+        ca_slots, locality_slots, _ = unwrap_write_loc(at)
+        for buffers, slots in (
+            (self.ca[index], ca_slots),
+            (self.locality[index], locality_slots),
+        ):
+            if buffers.heads:
+                assert slots is not None, "locality slots were not resolved for this batch"
+                kernels.store(k, v, RaggedKV(buffers.k, buffers.v), slots, buffers.head_map)
 
     def compensate(self, dropped: torch.Tensor, into: int) -> None:
         """Write the compensation entry of `dropped` locality slots into slot `into`.
@@ -254,6 +235,9 @@ class HeadSplitKVPool(KVCache):
                 votes[ca_slots] = 0.0
 
     # SGLang's single-buffer accessors have no meaning for two slot spaces.
+
+    def set_kv_buffer(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a head-split pool has no single KV buffer; use .store")
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         raise RuntimeError("a head-split pool has no single key buffer; use .ca and .locality")

@@ -59,11 +59,15 @@ def test_sourcing_the_environment_finds_the_pack_and_keeps_the_callers_path(tmp_
     done = subprocess.run(
         ["bash", "-c", script, str(pack)],
         env={"PYTHONPATH": "/mine", "PATH": "/usr/bin:/bin"},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout.splitlines()[:2] == [f"{pack}/site:/mine", "torch"]
+    path, backend = done.stdout.splitlines()[:2]
+    code = [f"{tmp_path}{folder}" for folder in ("", "/kernels", "/services", "/sglang_patches")]
+    assert path.split(":") == [*code, f"{pack}/site", "/mine"]
+    assert backend == "torch"
 
 
 def test_sglang_is_packed_without_binaries_and_what_serves_no_language_model(

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvtier.heads.profile import HeadProfile, ModelShape
@@ -33,6 +33,7 @@ from kvtier.retention.share import ShareRule
 from kvtier.tier.keys import KvIdentity
 from kvtier.tier.link import TierLink
 from kvtier.tier.names import ContextNames
+from kvtier_kernels import get_kernels
 from kvtier_sglang.allocator import HeadSplitAllocator
 from kvtier_sglang.compaction import Compaction
 from kvtier_sglang.pool import HeadSplitKVPool
@@ -215,8 +216,9 @@ class MiniScheduler:
         values = torch.tensor([digest(ids[: p + 1]) for p in range(begin, end)])
         block = values[:, None, None].expand(-1, SHAPE.num_kv_heads, SHAPE.head_dim)
         images = self.allocator.locality_of[slots]
+        at, kernels = KVWriteLoc(slots, images), get_kernels("reference")
         for layer in range(SHAPE.num_layers):
-            self.pool.write_at(layer, slots, images, block, block)
+            self.pool.store(kernels, layer, at, block, block)
         if self.pool.mass is not None:
             self.pool.mass[1][:, slots] = values % 97
             self.pool.nll[slots] = values % 5

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvtier_kernels import (
     AttentionState,
+    HeadMap,
     KernelUnavailableError,
     RaggedKV,
     Window,
@@ -92,6 +93,42 @@ def test_decode_equals_dense_attention(name, dtype, layout, per_head, heads, gro
         everything = torch.ones(1, len(own), dtype=torch.bool)
         o, lse = oracle(q[i : i + 1], k[own], v[own], votes[own], everything)
         assert_close(type(state)(state.o[i : i + 1], state.lse[i : i + 1]), o, lse, dtype)
+
+
+@backends
+@pytest.mark.parametrize("heads", [(1,), (0, 3), (2, 3, 5), (0, 1, 2, 3, 4, 5)])
+@pytest.mark.parametrize("prefix", [0, 900])
+def test_a_class_reads_and_writes_its_heads_of_a_layer_in_place(name, heads, prefix):
+    torch.manual_seed(prefix + len(heads))
+    kernels, dtype = get_kernels(name), torch.float32
+    k, v = make_cache(len(heads), 32, dtype)
+    kv = RaggedKV(k, v, torch.rand(3000))
+    every = HeadMap(heads, torch.tensor(heads))
+    q_indptr, indptr = [0, 5, 25], [0, prefix, prefix + 70]
+    plan = kernels.plan(torch.randperm(2999)[: indptr[-1]] + 1, indptr, kv.log_votes)
+    q, k_new, v_new = torch.randn(25, 6, 2, 32), *torch.randn(2, 25, 6, 32)
+    ours = (every.select(x) for x in (q, k_new, v_new))
+    others = [head for head in range(6) if head not in heads]
+
+    out = torch.full_like(q, 7.0)
+    kernels.extend_heads(q, k_new, v_new, q_indptr, kv, plan, 0.2, every, out)
+    state = kernels.extend(*ours, q_indptr, kv, plan, 0.2)
+    torch.testing.assert_close(every.select(out), state.o, rtol=0, atol=0)
+    assert (out[:, others] == 7.0).all()
+
+    out = torch.full_like(q[:2], 7.0)
+    kernels.decode_heads(q[:2], kv, plan, 0.2, every, out)
+    state = kernels.decode(every.select(q[:2]), kv, plan, 0.2)
+    torch.testing.assert_close(every.select(out), state.o, rtol=0, atol=0)
+    assert (out[:, others] == 7.0).all()
+
+    slots = torch.randperm(3000)[:25]
+    untouched = torch.ones(3000, dtype=torch.bool).index_fill_(0, slots, value=False)
+    before = k[untouched].clone(), v[untouched].clone()
+    kernels.store(k_new, v_new, kv, slots, every)
+    torch.testing.assert_close(k[slots], every.select(k_new), rtol=0, atol=0)
+    torch.testing.assert_close(v[slots], every.select(v_new), rtol=0, atol=0)
+    torch.testing.assert_close((k[untouched], v[untouched]), before, rtol=0, atol=0)
 
 
 @backends

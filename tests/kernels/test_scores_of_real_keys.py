@@ -30,7 +30,8 @@ def test_leverage_ranks_the_demo_models_tokens_as_the_svd_does(dtype: torch.dtyp
     session.turn(sample.context_ids, 0)
     for layer in range(shape.num_layers):
         rotated = session.exact_kv(layer)[0]
-        keys = unrotated(model, rotated, torch.arange(rotated.shape[1]))
+        positions = torch.arange(rotated.shape[1], device=rotated.device)
+        keys = unrotated(model, rotated, positions)
         got = leverage_scores(keys.to(dtype))
         for mine, true in zip(got, exact_leverage(keys), strict=True):
             assert rank_correlation(mine, true) > 0.99

@@ -22,7 +22,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from kvtier_kernels.base import RaggedKV, Window
+from kvtier_kernels.base import AttentionState, HeadMap, RaggedKV, Window
 from kvtier_kernels.triton_backend.bins import SortedBins
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 from kvtier_kernels.triton_backend.launching import Launch, is_interpreted
@@ -140,18 +140,23 @@ def _use(
     kv = RaggedKV(k, torch.empty_like(k), log_votes)
     indptr = tuple(range(0, entries + 1, entries // requests))
     plan = kernels.plan(torch.arange(entries), indptr, log_votes)
-    q = torch.empty(requests, heads, group, dim, dtype=dtype)
-    state = kernels.decode(q, kv, plan, 0.1)
+    # Of a layer's heads every second.
+    heads_of_class = HeadMap(tuple(range(0, 2 * heads, 2)), torch.arange(0, 2 * heads, 2))
+    q = torch.empty(requests, 2 * heads, group, dim, dtype=dtype)
+    kernels.decode_heads(q, kv, plan, 0.1, heads_of_class, torch.empty_like(q))
+    state = AttentionState(q, torch.empty(q.shape[:-1]))
     kernels.merge_states(state, state)
-    q = torch.empty(requests * new, heads, group, dim, dtype=dtype)
-    own = torch.empty(requests * new, heads, dim, dtype=dtype)
+    q = torch.empty(requests * new, 2 * heads, group, dim, dtype=dtype)
+    own = torch.empty(requests * new, 2 * heads, dim, dtype=dtype)
     q_indptr = tuple(range(0, requests * new + 1, new))
-    kernels.extend(q, own, own, q_indptr, kv, plan, 0.1)
+    arguments = (q, own, own, q_indptr, kv, plan, 0.1, heads_of_class, torch.empty_like(q))
+    kernels.extend_heads(*arguments)
+    kernels.store(own, own, kv, torch.arange(len(own)), heads_of_class)
     if votes < 2:
         settled = torch.zeros(entries, dtype=torch.bool)
         starts = [entries // requests] * requests
         window = Window(4, 256, starts, torch.arange(entries), settled)
-        kernels.extend(q, own, own, q_indptr, kv, plan, 0.1, window)
+        kernels.extend_heads(*arguments, window)
     if not votes:
         table = torch.zeros(requests, entries, dtype=torch.int32)
         row = torch.arange(requests)
@@ -159,6 +164,7 @@ def _use(
         # As many requests as a large graph has.
         many = kernels.plan(torch.arange(entries), range(MANY_REQUESTS + 1))
         schedule_for(launch, many, heads)
+        q, own = q[:, :heads], own[:, :heads]
         window_mass(q, own, [(0, new)], 0.1, launch)
         _use_merging(launch, own.transpose(0, 1), q)
 

@@ -20,6 +20,7 @@ def decode_units(
     units_indptr,
     unit_request,
     stretch,
+    head_ids,
     part_o,
     part_lse,
     scale,
@@ -42,10 +43,12 @@ def decode_units(
     BLOCK_N: tl.constexpr,
     VOTES: tl.constexpr,
     IEEE: tl.constexpr,
+    MAPPED: tl.constexpr,
 ):
     """q [requests, HEADS, GROUP, DIM] -> part_o [units, HEADS * GROUP, DIM] and part_lse, float32.
 
-    VOTES: 0 none, 1 per entry, 2 per entry and query head. Grid (units, HEADS).
+    VOTES: 0 none, 1 per entry, 2 per entry and query head. MAPPED: q holds more heads, of which
+    `head_ids` are ours. Grid (units, HEADS).
     """
     unit, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     request = tl.load(unit_request + unit)
@@ -56,7 +59,10 @@ def decode_units(
         g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
         in_group, in_dim = g < GROUP, d < DIM
         rows = in_group[:, None] & in_dim[None, :]
-        from_q = request.to(tl.int64) * stride_q_request + head * stride_q_head
+        q_head = head
+        if MAPPED:
+            q_head = tl.load(head_ids + head)
+        from_q = request.to(tl.int64) * stride_q_request + q_head * stride_q_head
         queries = tl.load(
             q + from_q + g[:, None] * stride_q_group + d[None, :], mask=rows, other=0.0
         )

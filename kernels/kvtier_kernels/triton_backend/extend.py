@@ -9,7 +9,7 @@ from kvtier_kernels.triton_backend.entries import load_entries, load_keys, with_
 from kvtier_kernels.triton_backend.softmax import absorb, normalise, tile_logits
 
 
-@triton.jit(do_not_specialize=["sink_tokens", "recent_tokens"])
+@triton.jit(do_not_specialize=["sink_tokens", "recent_tokens", "out_heads"])
 def extend_blocks(
     q,
     k_new,
@@ -25,9 +25,11 @@ def extend_blocks(
     positions,
     settled,
     q_start,
+    head_ids,
     out_o,
     out_lse,
     scale,
+    out_heads,
     sink_tokens,
     recent_tokens,
     stride_q_token,
@@ -54,8 +56,13 @@ def extend_blocks(
     VOTES: tl.constexpr,
     WINDOW: tl.constexpr,
     IEEE: tl.constexpr,
+    MAPPED: tl.constexpr,
 ):
-    """q [tokens, HEADS, GROUP, DIM] -> out_o [tokens, SPLITS, HEADS * GROUP, DIM] and out_lse.
+    """q [tokens, HEADS, GROUP, DIM] -> out_o [tokens, SPLITS, out_heads * GROUP, DIM] and out_lse
+    [tokens, SPLITS, HEADS * GROUP].
+
+    MAPPED: q and the new keys and values hold more heads, of which `head_ids` are ours; out_o too,
+    where there is one split. Else out_heads is HEADS.
 
     A program has BLOCK_M rows of one request and one KV head; row r is query head r % GROUP of
     token r // GROUP, so that a group reads its keys once. Prefix entries are cut in SPLITS; the
@@ -70,9 +77,12 @@ def extend_blocks(
     in_rows = token < new_tokens
     d = tl.arange(0, BLOCK_D)
     in_dim = d < DIM
+    new_head = head
+    if MAPPED:
+        new_head = tl.load(head_ids + head)
     tile = in_rows[:, None] & in_dim[None, :]
     of_token = (first_token + token).to(tl.int64)
-    from_q = of_token * stride_q_token + head * stride_q_head + g * stride_q_group
+    from_q = of_token * stride_q_token + new_head * stride_q_head + g * stride_q_group
     queries = tl.load(q + from_q[:, None] + d[None, :], mask=tile, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -119,10 +129,10 @@ def extend_blocks(
                 visible = in_rows[:, None] & (n < sinks)[None, :]
                 at = (first_token + n).to(tl.int64)
                 keys = load_keys(
-                    k_new, at, head, n < sinks, d, in_dim, stride_kn_token, stride_kn_head
+                    k_new, at, new_head, n < sinks, d, in_dim, stride_kn_token, stride_kn_head
                 )
                 values = load_entries(
-                    v_new, at, head, n < sinks, d, in_dim, stride_vn_token, stride_vn_head
+                    v_new, at, new_head, n < sinks, d, in_dim, stride_vn_token, stride_vn_head
                 ).to(queries.dtype)
                 logits = tile_logits(queries, keys, scale, IEEE)
                 logits = tl.where(visible, logits, float("-inf"))
@@ -134,14 +144,20 @@ def extend_blocks(
                 near = n[None, :] > token[:, None] - recent_tokens
                 visible = visible & (near | (start + n < sink_tokens)[None, :])
             at = (first_token + n).to(tl.int64)
-            keys = load_keys(k_new, at, head, n < last, d, in_dim, stride_kn_token, stride_kn_head)
+            keys = load_keys(
+                k_new, at, new_head, n < last, d, in_dim, stride_kn_token, stride_kn_head
+            )
             values = load_entries(
-                v_new, at, head, n < last, d, in_dim, stride_vn_token, stride_vn_head
+                v_new, at, new_head, n < last, d, in_dim, stride_vn_token, stride_vn_head
             ).to(queries.dtype)
             logits = tl.where(visible, tile_logits(queries, keys, scale, IEEE), float("-inf"))
             acc, peak, total = absorb(acc, peak, total, logits, values, IEEE)
 
     o, lse = normalise(acc, peak, total)
-    out = ((of_token * SPLITS + split) * HEADS + head) * GROUP + g
+    part = of_token * SPLITS + split
+    out_head = head
+    if MAPPED and SPLITS == 1:
+        out_head = new_head
+    out = (part * out_heads + out_head) * GROUP + g
     tl.store(out_o + out[:, None] * DIM + d[None, :], o.to(out_o.dtype.element_ty), mask=tile)
-    tl.store(out_lse + out, lse, mask=in_rows)
+    tl.store(out_lse + (part * HEADS + head) * GROUP + g, lse, mask=in_rows)

@@ -8,12 +8,14 @@ tokens. On a CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1): f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import triton
 
-from kvtier_kernels.base import AttentionKernels, AttentionState, RaggedKV, Window
+from kvtier_kernels.base import AttentionKernels, AttentionState, HeadMap, RaggedKV, Window
 from kvtier_kernels.triton_backend.decode import decode_units
 from kvtier_kernels.triton_backend.extend import extend_blocks
 from kvtier_kernels.triton_backend.launching import (
@@ -35,6 +37,7 @@ from kvtier_kernels.triton_backend.plans import (
     schedule_for,
     table_of,
 )
+from kvtier_kernels.triton_backend.store import store_entries
 from kvtier_kernels.triton_backend.tables import count_kept, write_kept
 
 MAX_SPLITS = 16
@@ -50,6 +53,8 @@ INTERPRETED_TILE = 64
 ALL_REGISTERS = 255
 MERGE_PARTS = 32
 MERGE_ROWS = 8
+# Tokens of a program that stores new ones.
+STORE_TOKENS = 16
 
 
 class TritonKernels(AttentionKernels):
@@ -110,10 +115,80 @@ class TritonKernels(AttentionKernels):
         indptr = torch.zeros(requests + 1, dtype=torch.int32, device=slots.device)
         return TritonPlan(slots, indptr, None, voted)
 
+    def store(
+        self, k: torch.Tensor, v: torch.Tensor, kv: RaggedKV, slots: torch.Tensor, heads: HeadMap
+    ) -> None:
+        k, v = dim_contiguous(k), dim_contiguous(v)
+        tokens, _, dim = k.shape
+        self._launch(
+            store_entries,
+            (triton.cdiv(tokens, STORE_TOKENS), len(heads.heads)),
+            k,
+            v,
+            kv.k,
+            kv.v,
+            slots,
+            heads.ids,
+            tokens,
+            *k.stride()[:2],
+            *v.stride()[:2],
+            *kv.k.stride()[:2],
+            *kv.v.stride()[:2],
+            DIM=dim,
+            BLOCK_D=triton.next_power_of_2(dim),
+            BLOCK_T=STORE_TOKENS,
+        )
+
     def decode(
         self, q: torch.Tensor, kv: RaggedKV, plan: TritonPlan, scale: float
     ) -> AttentionState:
-        requests, heads, group, dim = q.shape
+        return self._decode(q, kv, plan, scale, _Output(q))
+
+    def decode_heads(
+        self,
+        q: torch.Tensor,
+        kv: RaggedKV,
+        plan: TritonPlan,
+        scale: float,
+        heads: HeadMap,
+        out: torch.Tensor,
+    ) -> None:
+        self._decode(q, kv, plan, scale, _Output(q, heads, out))
+
+    def extend(
+        self,
+        q: torch.Tensor,
+        k_new: torch.Tensor,
+        v_new: torch.Tensor,
+        q_indptr: Sequence[int],
+        kv: RaggedKV,
+        plan: TritonPlan,
+        scale: float,
+        window: Window | None = None,
+    ) -> AttentionState:
+        return self._extend(q, k_new, v_new, q_indptr, kv, plan, scale, _Output(q), window)
+
+    def extend_heads(
+        self,
+        q: torch.Tensor,
+        k_new: torch.Tensor,
+        v_new: torch.Tensor,
+        q_indptr: Sequence[int],
+        kv: RaggedKV,
+        plan: TritonPlan,
+        scale: float,
+        heads: HeadMap,
+        out: torch.Tensor,
+        window: Window | None = None,
+    ) -> None:
+        output = _Output(q, heads, out)
+        self._extend(q, k_new, v_new, q_indptr, kv, plan, scale, output, window)
+
+    def _decode(
+        self, q: torch.Tensor, kv: RaggedKV, plan: TritonPlan, scale: float, output: _Output
+    ) -> AttentionState:
+        requests, _, group, dim = q.shape
+        heads = output.num_heads
         q = dim_contiguous(q)
         k, v = dim_contiguous(kv.k), dim_contiguous(kv.v)
         schedule = schedule_for(self._launch, plan, heads)
@@ -132,6 +207,7 @@ class TritonKernels(AttentionKernels):
             schedule.units_indptr,
             schedule.unit_request,
             schedule.stretch,
+            output.head_ids,
             part_o,
             part_lse,
             scale,
@@ -148,12 +224,13 @@ class TritonKernels(AttentionKernels):
             BLOCK_N=_decode_entries(ieee),
             VOTES=mode,
             IEEE=ieee,
+            MAPPED=output.mapped,
             num_warps=4,
             num_stages=3,
         )
-        return _merged(self._launch, part_o, part_lse, schedule.units_indptr, q)
+        return _merged(self._launch, part_o, part_lse, schedule.units_indptr, output)
 
-    def extend(
+    def _extend(
         self,
         q: torch.Tensor,
         k_new: torch.Tensor,
@@ -162,20 +239,25 @@ class TritonKernels(AttentionKernels):
         kv: RaggedKV,
         plan: TritonPlan,
         scale: float,
-        window: Window | None = None,
+        output: _Output,
+        window: Window | None,
     ) -> AttentionState:
         assert plan.bounds is not None, "a plan for graphs is for decoding"
-        tokens, heads, group, dim = q.shape
+        tokens, _, group, dim = q.shape
+        heads = output.num_heads
         q, k_new, v_new = (dim_contiguous(x) for x in (q, k_new, v_new))
         k, v = dim_contiguous(kv.k), dim_contiguous(kv.v)
         ieee = is_ieee(q)
-        block_rows, block_entries = _extend_tile(dim, ieee)
+        mode, votes, strides = _votes(kv, plan)
+        tile = _extend_tile(dim, ieee, laden=ieee or window is not None or mode == 2)
+        block_rows, block_entries = tile.rows, tile.entries
         blocks = row_blocks(plan, q_indptr, group, block_rows)
         num_blocks = blocks.shape[1]
         splits = _splits(num_blocks * heads, plan.bounds, q.device)
-        shape = (tokens * splits, heads, group, dim)
-        o, lse = _state_buffers(shape, q.device, q.dtype if splits == 1 else torch.float32)
-        mode, votes, strides = _votes(kv, plan)
+        if splits == 1:
+            o, lse = output.buffers()
+        else:
+            o, lse = _state_buffers((tokens * splits, heads, group, dim), q.device)
         rows = table_of(plan, tuple(q_indptr))
         positions, settled, starts = plan.slots, plan.slots, plan.indptr
         sink, recent = 0, 0
@@ -200,9 +282,11 @@ class TritonKernels(AttentionKernels):
             positions,
             settled,
             starts,
+            output.head_ids,
             o,
             lse,
             scale,
+            o.shape[1],
             sink,
             recent,
             *q.stride()[:3],
@@ -221,14 +305,15 @@ class TritonKernels(AttentionKernels):
             VOTES=mode,
             WINDOW=window is not None,
             IEEE=ieee,
-            num_warps=_extend_warps(dim, ieee or window is not None or mode == 2),
-            num_stages=2 if dim <= 128 else 3,
+            MAPPED=output.mapped,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
             maxnreg=None if dim <= 128 or has_wide_products() else ALL_REGISTERS,
         )
         if splits == 1:
             return AttentionState(o, lse)
         parts = torch.arange(0, tokens * splits + 1, splits, dtype=torch.int32, device=q.device)
-        return _merged(self._launch, o, lse, parts, q)
+        return _merged(self._launch, o, lse, parts, output)
 
     def merge_states(self, a: AttentionState, b: AttentionState) -> AttentionState:
         dim = a.o.shape[-1]
@@ -252,29 +337,67 @@ class TritonKernels(AttentionKernels):
         return AttentionState(o, lse)
 
 
+@dataclass(frozen=True)
+class _Output:
+    """Where a call's result goes: a state of its own, or some heads of what holds all of them.
+
+    q: the call's queries, `[rows, heads, group, dim]`, of all KV heads where `heads` are some.
+    """
+
+    q: torch.Tensor
+    heads: HeadMap | None = None
+    out: torch.Tensor | None = None
+
+    @property
+    def mapped(self) -> bool:
+        return self.heads is not None
+
+    @property
+    def num_heads(self) -> int:
+        return self.q.shape[1] if self.heads is None else len(self.heads.heads)
+
+    @property
+    def head_ids(self) -> torch.Tensor:
+        """Any tensor, not read, where nothing is mapped."""
+        return self.q if self.heads is None else self.heads.ids
+
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """o, of all KV heads where mapped, and lse of this call's heads."""
+        rows, _, group, dim = self.q.shape
+        shape = (rows, self.num_heads, group, dim)
+        if self.out is None:
+            return _state_buffers(shape, self.q.device, self.q.dtype)
+        assert self.out.is_contiguous(), "heads are placed in what lies in one piece"
+        return self.out, torch.empty(shape[:-1], dtype=torch.float32, device=self.q.device)
+
+
 def _merged(
     launch: Launch,
     part_o: torch.Tensor,
     part_lse: torch.Tensor,
     parts: torch.Tensor,
-    q: torch.Tensor,
+    output: _Output,
 ) -> AttentionState:
-    """The state of every row of q, from the parts that it owns."""
-    rows, heads, group, dim = q.shape
-    o, lse = _state_buffers(q.shape, q.device, q.dtype)
-    lanes = heads * group
+    """The state of every row of the output, from the parts that it owns."""
+    o, lse = output.buffers()
+    rows, heads, group, dim = o.shape
+    lanes = output.num_heads * group
     launch(
         merge_parts,
         (rows, lanes),
         part_o,
         part_lse,
         parts,
+        output.head_ids,
         o,
         lse,
+        heads * group,
         LANES=lanes,
+        GROUP=group,
         DIM=dim,
         BLOCK_D=triton.next_power_of_2(dim),
         BLOCK_P=MERGE_PARTS,
+        MAPPED=output.mapped,
     )
     return AttentionState(o, lse)
 
@@ -311,17 +434,29 @@ def _decode_entries(ieee: bool) -> int:
     return DECODE_ENTRIES_IEEE if ieee else DECODE_ENTRIES
 
 
-def _extend_tile(dim: int, ieee: bool) -> tuple[int, int]:
-    """Rows (tokens times group) and entries."""
+class _Tile(NamedTuple):
+    """rows: tokens times group. stages: tiles of entries in flight, the one in use included."""
+
+    rows: int
+    entries: int
+    warps: int
+    stages: int
+
+
+def _extend_tile(dim: int, ieee: bool, *, laden: bool) -> _Tile:
+    """The fastest on an H100 of those that keep to the registers, elsewhere what does (`ahead`).
+
+    laden: float32, with a window, or votes per query head.
+    """
     if is_interpreted():
-        return INTERPRETED_TILE, INTERPRETED_TILE
-    return (64, 64) if dim <= 128 and not ieee else (32, 32)
-
-
-def _extend_warps(dim: int, laden: bool) -> int:
-    """What keeps to the registers (`ahead`). laden: float32, with a window, or votes per query
-    head."""
-    return 8 if dim > 128 or laden or not has_wide_products() else 4
+        return _Tile(INTERPRETED_TILE, INTERPRETED_TILE, 4, 2)
+    if dim > 128:
+        return _Tile(32, 32, 8, 3)
+    if not has_wide_products():
+        return _Tile(32, 32, 8, 2) if ieee else _Tile(64, 64, 8, 2)
+    if ieee:
+        return _Tile(32, 32, 8, 1)
+    return _Tile(128, 32, 8, 4) if laden else _Tile(64, 64, 4, 3)
 
 
 __all__ = ["TritonKernels"]

@@ -8,22 +8,27 @@ import triton.language as tl
 from kvtier_kernels.triton_backend.softmax import LN_2, LOG2_E, log_of, no_infinity
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["out_lanes"])
 def merge_parts(
     part_o,
     part_lse,
     parts_indptr,
+    head_ids,
     o,
     lse,
+    out_lanes,
     LANES: tl.constexpr,
+    GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    MAPPED: tl.constexpr,
 ):
     """Row r owns the parts parts_indptr[r]:parts_indptr[r + 1]; a part has LANES query heads.
 
-    part_o [parts, LANES, DIM], part_lse [parts, LANES], float32 -> o [rows, LANES, DIM],
-    lse [rows, LANES]. Grid (rows, LANES).
+    part_o [parts, LANES, DIM], part_lse [parts, LANES], float32 -> o [rows, out_lanes, DIM],
+    lse [rows, LANES]. MAPPED: o holds more KV heads, of which `head_ids` are ours. Grid (rows,
+    LANES).
     """
     row, lane = tl.program_id(0), tl.program_id(1)
     first, last = tl.load(parts_indptr + row), tl.load(parts_indptr + row + 1)
@@ -49,9 +54,13 @@ def merge_parts(
         total = total * keep + tl.sum(weights, 0)
         peak = new_peak
     some = tl.where(total > 0, total, 1.0)
-    to = row.to(tl.int64) * LANES + lane
+    out_lane = lane
+    if MAPPED:
+        out_lane = tl.load(head_ids + lane // GROUP).to(tl.int32) * GROUP + lane % GROUP
+    to = row.to(tl.int64) * out_lanes + out_lane
     tl.store(o + to * DIM + d, (acc / some).to(o.dtype.element_ty), mask=d < DIM)
-    tl.store(lse + to + tl.arange(0, 1), log_of(peak, total))
+    at = row.to(tl.int64) * LANES + lane
+    tl.store(lse + at + tl.arange(0, 1), log_of(peak, total))
 
 
 @triton.jit(do_not_specialize=["rows"])
