@@ -10,6 +10,9 @@ locality slot travels along in `locality_of`:
 The compensation entry of a dropped span takes the locality slot of the span's first token, so
 it is found, shared and freed exactly like a token's. Slot 0 of either class is padding.
 
+Handing out slots asks the device for nothing, or every decoding step would wait for the one in
+flight: a number is written by `index_fill_`, as `x[slots] = 0` copies it from the host and waits.
+
 Invariant (`check_integrity`): every locality slot but 0 is either free or the image of exactly
 one CA slot that is in use.
 """
@@ -85,7 +88,7 @@ class HeadSplitAllocator(TokenToKVPoolAllocator):
         slots = super().alloc(need_size)
         if slots is not None:
             self.locality_of[slots] = self.locality_free[:need_size]
-            self.pool.settled[slots] = False
+            self.pool.settled.index_fill_(0, slots, value=False)
             self.pool.forget_scores(slots)
             self.locality_free = self.locality_free[need_size:]
         return slots
@@ -112,8 +115,8 @@ class HeadSplitAllocator(TokenToKVPoolAllocator):
         """Give back the locality slots of these CA slots, which stay in use. Returns how many."""
         held = self.locality_of[ca_slots]
         held = held[held > 0]
-        self.locality_of[ca_slots] = 0
-        self.pool.log_votes[held] = 0.0
+        self.locality_of.index_fill_(0, ca_slots, 0)
+        self.pool.log_votes.index_fill_(0, held, 0.0)
         self.locality_free = torch.cat((self.locality_free, held))
         self.unsorted = self.changed = True
         return int(held.numel())
@@ -148,7 +151,7 @@ class HeadSplitAllocator(TokenToKVPoolAllocator):
 
     def settle(self, ca_slots: torch.Tensor) -> None:
         """Mark CA slots as belonging to a turn that has ended."""
-        self.pool.settled[ca_slots] = True
+        self.pool.settled.index_fill_(0, ca_slots, value=True)
 
     # -- the scheduler's capacity hooks, counting both classes --
 

@@ -211,28 +211,28 @@ class HeadSplitKVPool(KVCache):
     def forget_scores(self, ca_slots: torch.Tensor) -> None:
         """Slots handed out anew know nothing of the tokens they will hold."""
         if self.mass is not None:
-            self.nll[ca_slots] = torch.nan
-            self._every_mass[:, ca_slots] = 0.0
+            self.nll.index_fill_(0, ca_slots, torch.nan)
+            self._every_mass.index_fill_(1, ca_slots, 0.0)
 
     def set_votes(self, index: int, ca_slots: torch.Tensor, log_votes: torch.Tensor) -> None:
         """Votes of entries in the pool's `index`-th layer: `[slots, CA heads, group]`."""
         assert self.ca_votes is not None, "a pool without votes"
         self.ca_votes[index][ca_slots] = log_votes.float()
-        self.ca_voted[ca_slots] = 1.0
+        self.ca_voted.index_fill_(0, ca_slots, 1.0)
 
     def veto(self, ca_slots: torch.Tensor) -> None:
         """Entries that stand for nothing yet: no query sees them in any layer."""
         assert self.ca_votes is not None, "a pool without votes"
         for votes in self.ca_votes:
-            votes[ca_slots] = float("-inf")
-        self.ca_voted[ca_slots] = 1.0
+            votes.index_fill_(0, ca_slots, float("-inf"))
+        self.ca_voted.index_fill_(0, ca_slots, 1.0)
 
     def forget_votes(self, ca_slots: torch.Tensor) -> None:
         """Slots on their way back to the free list stand for one token each again."""
         if self.ca_votes is not None:
-            self.ca_voted[ca_slots] = 0.0
+            self.ca_voted.index_fill_(0, ca_slots, 0.0)
             for votes in self.ca_votes:
-                votes[ca_slots] = 0.0
+                votes.index_fill_(0, ca_slots, 0.0)
 
     # SGLang's single-buffer accessors have no meaning for two slot spaces.
 

@@ -192,7 +192,7 @@ class Refresher:
             for buffers in self.pool.ca:
                 for side in (buffers.k, buffers.v):
                     side[own] = side[held]
-                    side[compensation] = 0
+                    side.index_fill_(0, compensation, 0)
             self._keep_compensation(int(held[0]), slots)
             row[hole.begin : hole.begin + hole.kept] = own.to(row.dtype)
             if self.rule.merges:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvtier.config import load_settings
 from kvtier.heads.profile import HeadProfile, ModelShape
 from kvtier_kernels.triton_backend.kernels import TritonKernels
+from kvtier_sglang.allocator import HeadSplitAllocator
 from kvtier_sglang.attention import KvtierAttnBackend
 from kvtier_sglang.graphs import room_bytes
 from kvtier_sglang.pool import HeadSplitKVPool
@@ -26,9 +27,7 @@ SLOTS, CONTEXT, REQUESTS = 600, 200, 4
 CA_HEADS = ((0, 1), (0, 3), (0, 1, 2, 3))
 
 
-@pytest.fixture(params=[False, True], ids=["dropped", "merged"])
-def runner(request):
-    torch.manual_seed(2)
+def make_pool(*, merges: bool, scored: bool = False) -> HeadSplitKVPool:
     shape = ModelShape(
         num_layers=LAYERS,
         num_kv_heads=KV_HEADS,
@@ -36,15 +35,22 @@ def runner(request):
         head_dim=DIM,
     )
     profile = HeadProfile(model="test", shape=shape, method="manual", ca_heads=CA_HEADS)
-    pool = HeadSplitKVPool(
+    return HeadSplitKVPool(
         SLOTS,
         SLOTS,
         profile=profile,
         dtype=torch.float32,
         device=DEVICE,
         start_layer=0,
-        merges=request.param,
+        scored=scored,
+        merges=merges,
     )
+
+
+@pytest.fixture(params=[False, True], ids=["dropped", "merged"])
+def runner(request):
+    torch.manual_seed(2)
+    pool = make_pool(merges=request.param)
     for buffers in (*pool.ca, *pool.locality):
         buffers.k.normal_()
         buffers.v.normal_()
@@ -235,6 +241,17 @@ def test_what_is_recorded_asks_the_host_nothing(runner):
         layers(backend, inputs)
 
 
+@pytest.mark.parametrize("merges", [False, True])
+def test_handing_out_slots_asks_the_host_nothing(merges):
+    allocator = HeadSplitAllocator(
+        make_pool(merges=merges, scored=True), streaming_tokens=None, need_sort=False
+    )
+    with OnTheDeviceOnly():
+        assert allocator.alloc(1).numel() == 1
+        assert allocator.alloc(4).numel() == 4
+    assert allocator.check_integrity() == []
+
+
 @pytest.mark.parametrize(
     "asks",
     [
@@ -242,8 +259,9 @@ def test_what_is_recorded_asks_the_host_nothing(runner):
         lambda x: x[:, [0, 2]],
         lambda x: x[x > 0],
         lambda x: torch.tensor([1, 2]),
+        lambda x: x.__setitem__(torch.zeros(1, dtype=torch.long), 0.0),
     ],
-    ids=["item", "list", "mask", "tensor"],
+    ids=["item", "list", "mask", "tensor", "number"],
 )
 def test_the_check_above_can_fail(asks):
     x = torch.randn(3, 4)
