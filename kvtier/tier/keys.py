@@ -5,10 +5,10 @@ name digests every token up to its end, so equal names mean KV of equal tokens:
 
     tokens    [ span 0 ][ span 1 ][ span 2 ][ tail ]        the tail's name is for its own length
     chain       c0    →   c1    →   c2                      c(i) = H(c(i-1) | tokens of span i)
-                ↑                                            c(-1) = H(identity, extra key)
+                ↑                                            c(-1) = H(identity, scope)
     identity: model, revision, dtype, layers, KV heads, head dim, tensor-parallel rank and size,
               what is stored beside the KV, and what the KV was computed under
-    extra key: SGLang's, of the request: adapter and cache salt, which change KV or may not share it
+    scope:    of the request: extra key, cache salt and adapter, which change KV or may not share it
 
 So two servers with different models on one tier never see each other's spans, and whoever knows a
 context's tokens can ask for the longest run of its spans that the tier has.
@@ -35,6 +35,8 @@ _TOKEN_DTYPE = "<i8"
 class KvIdentity:
     """Whose KV it is, and what its bytes mean: everything that must agree before KV is shared.
 
+    revision: of everything that computes KV: the weights as they are loaded, the configuration as
+            it is resolved, and the arguments that change what is computed.
     dtype:  of the stored elements, by torch's name without `torch.`
     policy: digest of the retention policy that earlier tokens were under when this KV was
             computed; "" for KV that was computed with nothing dropped, which every policy may use.
@@ -63,7 +65,27 @@ class KvIdentity:
     def digest(self) -> bytes:
         """32 bytes; equal only for equal identities."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(b"kvtier/identity/1\0" + text.encode()).digest()
+        return hashlib.sha256(b"kvtier/identity/2\0" + text.encode()).digest()
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Contexts of equal tokens share KV only where they agree in all of this.
+
+    extra_key, cache_salt: the request's, "" for none.
+    adapter: digest of the contents of its LoRA adapter, "" for none.
+    """
+
+    extra_key: str = ""
+    cache_salt: str = ""
+    adapter: str = ""
+
+    def encode(self) -> bytes:
+        """Equal only for equal scopes: each part behind its length. Keys of requests may be any
+        JSON string, half of a surrogate pair included."""
+        parts = (self.extra_key, self.cache_salt, self.adapter)
+        encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
+        return b"".join(len(part).to_bytes(8, "little") + part for part in encoded)
 
 
 def check_count(name: str, value: object) -> None:
@@ -82,11 +104,11 @@ class SpanChain:
     """
 
     def __init__(
-        self, identity: KvIdentity, span_tokens: int = SPAN_TOKENS, extra_key: str = ""
+        self, identity: KvIdentity, span_tokens: int = SPAN_TOKENS, scope: Scope = Scope()
     ) -> None:
         if not 1 <= span_tokens < 1 << 31:
             raise UsageError("span_tokens", "1 … 2^31 - 1", span_tokens)
-        root = identity.digest + span_tokens.to_bytes(4, "little") + extra_key.encode()
+        root = identity.digest + span_tokens.to_bytes(4, "little") + scope.encode()
         self.span_tokens = span_tokens
         self.keys: list[bytes] = []
         self._root = hashlib.sha256(root).digest()

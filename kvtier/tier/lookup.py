@@ -19,6 +19,7 @@ from functools import cached_property
 from kvtier.errors import TierProtocolError
 from kvtier.tier.client import TierClient
 from kvtier.tier.host import HostSpans, Layouts, fetch_spans
+from kvtier.tier.keys import Scope
 from kvtier.tier.landing import Landing, Offer
 from kvtier.tier.link import TierLink
 from kvtier.tier.names import (
@@ -62,7 +63,7 @@ class Lookup:
     link: TierLink
     token_ids: Sequence[int]
     begin: int
-    extra_key: str
+    scope: Scope
     layouts: Layouts
     least: int
 
@@ -86,7 +87,7 @@ class Lookup:
 
     @cached_property
     def _chains(self) -> NamedChains:
-        return self.names.chains(self.extra_key, self.token_ids)
+        return self.names.chains(self.scope, self.token_ids)
 
     @cached_property
     def _turns(self) -> list[bytes]:

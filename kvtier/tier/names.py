@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from kvtier.tier.keys import SPAN_TOKENS, KvIdentity, SpanChain
+from kvtier.tier.keys import SPAN_TOKENS, KvIdentity, Scope, SpanChain
 from kvtier.tier.turns import TurnRecord
 
 
@@ -44,11 +44,11 @@ class ContextNames:
         """Of KV that was computed with nothing dropped."""
         return replace(self.identity, policy="")
 
-    def chains(self, extra_key: str, token_ids: Sequence[int] = ()) -> NamedChains:
-        """The chains of a context. extra_key: SGLang's extra key and cache salt of the request."""
+    def chains(self, scope: Scope, token_ids: Sequence[int] = ()) -> NamedChains:
+        """The chains of a context. scope: of its request."""
         chains = NamedChains(
-            SpanChain(self._exact, self.span_tokens, extra_key),
-            SpanChain(self.identity, self.span_tokens, extra_key),
+            SpanChain(self._exact, self.span_tokens, scope),
+            SpanChain(self.identity, self.span_tokens, scope),
         )
         chains.extend(token_ids)
         return chains

@@ -12,12 +12,13 @@ from kvtier.retention.rules import compactor_of, locality_rule, refresh_rule
 from kvtier_sglang.attention import active_backend
 from kvtier_sglang.calibrated import curve_source
 from kvtier_sglang.compaction import Compaction
+from kvtier_sglang.identity import ModelIdentity
 from kvtier_sglang.metrics import RetentionMetrics
 from kvtier_sglang.pool import HeadSplitKVPool
 from kvtier_sglang.radix import KvtierRadixCache
 from kvtier_sglang.refresh_again import AgainRule
 from kvtier_sglang.retention import Retention, share_rule
-from kvtier_sglang.tier_setup import context_names, tier_link
+from kvtier_sglang.tier_setup import NamedModel, tier_link
 from kvtier_sglang.tiered import TieredRadixCache
 
 
@@ -30,12 +31,13 @@ def build(ctx: TreeCacheBuildContext, settings: Settings) -> KvtierRadixCache:
         parts |= _compacting(ctx, settings, pool, rule)
     if settings.tier is None:
         return KvtierRadixCache(ctx.params, rule, **parts)
-    names = context_names(settings, ctx.server_args.model_path, pool, rule)
+    identity = ModelIdentity(ctx.tp_worker.model_runner, ctx.server_args)
+    model = NamedModel(settings, ctx.server_args.model_path, identity, pool, rule)
     tree = TieredRadixCache(
         ctx.params,
         rule,
         link=tier_link(settings),
-        names=names,
+        model=model,
         refresh=refresh_rule(settings),
         near_data=settings.refresh_by == "near-data",
         again=_again(settings),

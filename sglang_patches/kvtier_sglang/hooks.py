@@ -26,6 +26,7 @@ from kvtier_sglang.calibrated import stored_profile
 from kvtier_sglang.graphs import room_bytes
 from kvtier_sglang.guards import NAME
 from kvtier_sglang.pool import HeadSplitKVPool
+from kvtier_sglang.scopes import separate_adapters
 from kvtier_sglang.tiered import TieredRadixCache
 
 logger = logging.getLogger(__name__)
@@ -215,6 +216,20 @@ def ask_tier(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     tree = scheduler.tree_cache
     if isinstance(tree, TieredRadixCache):
         scheduler.enable_lmcache = tree.link.healthy or tree.has_pending_cache_operations()
+
+
+def weights_change(manager: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE every call of SGLang's that can change weights: KV of the weights before must not be
+    taken for KV of those after."""
+    tree = getattr(manager.scheduler, "tree_cache", None)
+    if isinstance(tree, TieredRadixCache):
+        tree.weights_change()
+
+
+def scope_request(result: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER Req.__init__: extra keys and adapters cannot be taken for each other."""
+    if _ours()[1]:
+        separate_adapters(req)
 
 
 # -- observation, for every policy --

@@ -23,6 +23,25 @@ logger = logging.getLogger(__name__)
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
 
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+# What of it can change weights: updates, what restores or packs them, memory that comes back
+# without them, and a check that overwrites them.
+WEIGHT_CHANGES = (
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "begin_weight_update",
+    "end_weight_update",
+    "release_memory_occupation",
+    "resume_memory_occupation",
+    "check_weights",
+)
+
+_WEIGHT_HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
+    f"{_WEIGHTS}.{name}": (hooks.weights_change, HookType.BEFORE) for name in WEIGHT_CHANGES
+}
+
 HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
     "sglang.srt.server_args.ServerArgs.resolve_once": (hooks.check_flags, HookType.BEFORE),
     f"{_CONFIGURATOR}.config_from_budget": (hooks.size_pools, HookType.AROUND),
@@ -45,7 +64,8 @@ HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
         HookType.BEFORE,
     ),
     f"{_STATE}._add_memory_usage": (hooks.report_state, HookType.AFTER),
-}
+    "sglang.srt.managers.schedule_batch.Req.__init__": (hooks.scope_request, HookType.AFTER),
+} | {f"{_WEIGHTS}.{name}": (hooks.weights_change, HookType.BEFORE) for name in WEIGHT_CHANGES}
 
 
 def register() -> None:

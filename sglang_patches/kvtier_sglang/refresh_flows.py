@@ -27,6 +27,7 @@ from kvtier.tier.client import TierClient
 from kvtier.tier.deadline import Deadline
 from kvtier.tier.fetch import Fetch
 from kvtier.tier.host import Layouts, fetch_spans
+from kvtier.tier.keys import Scope
 from kvtier.tier.link import TierLink
 from kvtier.tier.names import ContextNames, SpanName, spans_of_ranges
 from kvtier.tier.near_data import NearData
@@ -53,12 +54,12 @@ class CompactedContext:
     token_ids: Sequence[int]
     holes: list[Hole]
     exact_stop: int
-    extra_key: str
+    scope: Scope
 
     def spans(self, names: ContextNames) -> list[SpanName] | None:
         """The spans that the holes are in; None where some of them are not whole."""
         ranges = [(hole.begin, hole.end) for hole in self.holes]
-        chains = names.chains(self.extra_key, self.token_ids)
+        chains = names.chains(self.scope, self.token_ids)
         return spans_of_ranges(chains, ranges, self.exact_stop)
 
 
@@ -193,6 +194,10 @@ class RefreshFlows:
         ahead = self._ahead.pop(rid, None)
         if ahead is not None:
             ahead.drop()
+
+    def clear(self) -> None:
+        for rid in list(self._flows):
+            self.forget(rid)
 
     @property
     def can_choose_ahead(self) -> bool:

@@ -22,7 +22,7 @@ from itertools import groupby
 import torch
 
 from kvtier.tier.client import Blob
-from kvtier.tier.keys import SpanChain
+from kvtier.tier.keys import Scope, SpanChain
 from kvtier.tier.link import TierLink
 from kvtier.tier.names import ContextNames, NamedChains
 from kvtier.tier.turns import LAYOUT, NodeRecord, TurnRecord, tail_digest
@@ -59,11 +59,11 @@ class Spiller:
         self.counters: Counter[str] = Counter()
         self._turns: dict[str, Turn] = {}
 
-    def begin(self, rid: str, prefix_tokens: int, extra_key: str, *, exact: bool) -> None:
+    def begin(self, rid: str, prefix_tokens: int, scope: Scope, *, exact: bool) -> None:
         """A request starts computing behind a prefix that the tree had."""
         span = self.names.span_tokens
         whole = prefix_tokens // span * span
-        self._turns[rid] = Turn(self.names.chains(extra_key), whole, exact)
+        self._turns[rid] = Turn(self.names.chains(scope), whole, exact)
 
     def known(self, rid: str) -> bool:
         return rid in self._turns
@@ -159,6 +159,10 @@ class Spiller:
     def forget(self, rid: str) -> None:
         """The request is gone, or will start again."""
         self._turns.pop(rid, None)
+
+    def clear(self) -> None:
+        """Nothing that is under way is stored; what the link has already is."""
+        self._turns.clear()
 
 
 __all__ = ["Spiller"]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from kvtier.config import Settings
-from kvtier.errors import StartupError
-from kvtier.heads.model_config import model_name, weights_revision
+from kvtier.heads.model_config import model_name
 from kvtier.heads.profile import HeadProfile
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.rules import compactor_of
@@ -16,6 +15,7 @@ from kvtier.tier.client import TierClient, TlsFiles
 from kvtier.tier.keys import KvIdentity
 from kvtier.tier.link import TierLink
 from kvtier.tier.names import ContextNames
+from kvtier_sglang.identity import ModelIdentity
 from kvtier_sglang.pool import HeadSplitKVPool
 
 # Of what the stored bytes and records mean; counts up whenever old ones would be misread.
@@ -44,32 +44,40 @@ def tier_link(settings: Settings) -> TierLink:
     return TierLink(client, buffer_bytes=settings.tier_buffer_bytes)
 
 
-def context_names(
-    settings: Settings, model_path: str, pool: HeadSplitKVPool, rule: LocalityRule
-) -> ContextNames:
-    """What this server's contexts are called in the tier.
+class NamedModel:
+    """A model runner's model as the tree asks about it (tiered.ServedModel).
 
-    Raises StartupError for weights that cannot be told from others.
+    identity: of what computes its KV; the rest decides what is kept of it, and with what.
     """
-    revision = weights_revision(model_path)
-    if revision is None:
-        raise StartupError(
-            f"tier: the weights of {model_path} cannot be identified, and KV of other weights "
-            "must never be taken for theirs; serve a directory with safetensors files"
+
+    def __init__(
+        self,
+        settings: Settings,
+        model_path: str,
+        identity: ModelIdentity,
+        pool: HeadSplitKVPool,
+        rule: LocalityRule,
+    ) -> None:
+        self._identity = identity
+        self._span_tokens = settings.tier_span_tokens
+        shape = pool.profile.shape
+        self._known = KvIdentity(
+            model=model_name(model_path),
+            revision="",
+            dtype=str(pool.dtype).removeprefix("torch."),
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            policy=_policy(settings, pool.profile, rule),
+            scores=_scores(settings, pool.profile) if pool.mass is not None else "",
         )
-    shape = pool.profile.shape
-    scored = pool.mass is not None
-    identity = KvIdentity(
-        model=model_name(model_path),
-        revision=revision,
-        dtype=str(pool.dtype).removeprefix("torch."),
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        policy=_policy(settings, pool.profile, rule),
-        scores=_scores(settings, pool.profile) if scored else "",
-    )
-    return ContextNames(identity, settings.tier_span_tokens)
+
+    def names(self) -> ContextNames:
+        identity = replace(self._known, revision=self._identity.digest())
+        return ContextNames(identity, self._span_tokens)
+
+    def adapter(self, lora_id: str) -> str | None:
+        return self._identity.adapter(lora_id)
 
 
 def _policy(settings: Settings, profile: HeadProfile, rule: LocalityRule) -> str:

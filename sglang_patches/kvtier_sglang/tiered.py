@@ -12,13 +12,20 @@ What a request goes through, in SGLang's own words for its storage tiers:
     checkpoint, on_release    its own KV leaves (spill.py)
 
 A tier that is slow, full, lying or dead is a miss: the request computes.
+
+Names in the tier say what computed the KV (identity.py). When the weights change they do, too; and
+while the tree may hold KV of the weights before, nothing is asked for, awaited or stored:
+
+    weights_change()    an update begins (any of SGLang's calls that can change weights)
+    reset()             the cache was flushed: the tier is used again, under new names
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -31,6 +38,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import Hole, RefreshRule
 from kvtier.tier.host import Layouts
+from kvtier.tier.keys import Scope
 from kvtier.tier.link import TierLink
 from kvtier.tier.lookup import Landed, Lookup
 from kvtier.tier.names import ContextNames
@@ -44,6 +52,7 @@ from kvtier_sglang.refresh_flows import CompactedContext, RefreshFlows
 from kvtier_sglang.refresh_sources import FetchedSource, RefreshSource
 from kvtier_sglang.restore import RestoringRadixCache, continues
 from kvtier_sglang.retention import Retention
+from kvtier_sglang.scopes import separated
 from kvtier_sglang.spans import SpanCodec
 from kvtier_sglang.spill import Spiller
 from kvtier_sglang.variants import KvNode
@@ -51,11 +60,26 @@ from kvtier_sglang.variants import KvNode
 # The longest that a request waits for the tier, however long computing would take.
 LONGEST_WAIT_S = 30.0
 
+logger = logging.getLogger(__name__)
+
+
+class ServedModel(Protocol):
+    """What the tree asks about the model that computes its KV."""
+
+    def names(self) -> ContextNames:
+        """What its KV is called in the tier, as the model is loaded now."""
+        ...
+
+    def adapter(self, lora_id: str) -> str | None:
+        """A digest of an adapter's contents; None where it is not loaded."""
+        ...
+
 
 class TieredRadixCache(RestoringRadixCache):
     """See the module docstring.
 
-    link:    owned by the tree; names: of this server's KV.
+    link:    owned by the tree; model: whose KV this is.
+    names:   of its KV, until its weights change.
     refresh: the rule by which compacted contexts are refreshed when a turn begins; None: they are
              not. near_data: whether the tier chooses where it can; again: when they are refreshed
              again while the turn is generated, None: not at all.
@@ -67,7 +91,7 @@ class TieredRadixCache(RestoringRadixCache):
         rule: LocalityRule,
         *,
         link: TierLink,
-        names: ContextNames,
+        model: ServedModel,
         rates: Rates | None = None,
         refresh: RefreshRule | None = None,
         near_data: bool = False,
@@ -76,7 +100,11 @@ class TieredRadixCache(RestoringRadixCache):
         retention: Retention | None = None,
         compaction: Compaction | None = None,
     ) -> None:
-        self.link, self.names = link, names
+        self.link, self.model = link, model
+        self.names = names = model.names()
+        # Whether the model's names have to be asked for again, and whether the tree may hold KV of
+        # the weights before.
+        self._renamed = self._outdated = False
         self.rates = rates or Rates()
         self.tier_counters: Counter[str] = Counter()
         self.loads = LoadFlows(link)
@@ -106,6 +134,43 @@ class TieredRadixCache(RestoringRadixCache):
         for rid in list(self._matched):
             self._forget(rid)
         super().reset()
+        if self._outdated:
+            logger.info("the cache is flushed since the weights changed: the tier is used again")
+        self._outdated = False
+
+    # -- whose KV this is --
+
+    def weights_change(self) -> None:
+        """The weights are about to change, or may: what the tier has of them is nobody's now."""
+        self.tier_counters["weight_changes"] += 1
+        self._renamed = True
+        self.loads.clear()
+        if self.refreshes is not None:
+            self.refreshes.clear()
+        self.spiller.clear()
+        if not self._outdated and (self._matched or self.total_size()):
+            self._outdated = True
+            logger.warning(
+                "the weights change while KV of the weights before is cached: the tier is neither "
+                "asked nor written until the cache is flushed (/flush_cache)"
+            )
+
+    def _uses_tier(self) -> bool:
+        """Whether KV here is of the model as it is loaded; names are its own after this."""
+        if self._outdated:
+            return False
+        if self._renamed:
+            self.names = self.spiller.names = self.model.names()
+            if self.refreshes is not None:
+                self.refreshes.names = self.names
+            self._renamed = False
+        return True
+
+    def _scope(self, extra_key: str | None, cache_salt: str | None) -> Scope | None:
+        """Of a request, by its `extra_key` (scopes.py); None for an adapter that is not loaded."""
+        extra, lora_id = separated(extra_key)
+        adapter = "" if lora_id is None else self.model.adapter(lora_id)
+        return None if adapter is None else Scope(extra, cache_salt or "", adapter)
 
     # -- asking --
 
@@ -136,12 +201,14 @@ class TieredRadixCache(RestoringRadixCache):
     ) -> None:
         """A request arrived: ask the tier for what the tree lacks, in the background."""
         self.loads.forget(handle.rid)
-        if not self.link.healthy:
+        if not self.link.healthy or not self._uses_tier():
             return
         matched, new = matched_prefix_tokens or (), new_input_tokens
-        extra = extra_key_of(extra_key, cache_salt)
+        scope = self._scope(extra_key, cache_salt)
+        if scope is None:
+            return
         if self.refreshes is not None:
-            self._ask_refresh(self.refreshes, handle.rid, last_host_node, matched, extra)
+            self._ask_refresh(self.refreshes, handle.rid, last_host_node, matched, scope)
         least = self.names.span_tokens
         if len(new) < least or not self.rates.loading_pays(self.token_bytes):
             return
@@ -151,7 +218,7 @@ class TieredRadixCache(RestoringRadixCache):
             # Both are cut from one array; most requests never get here.
             token_ids=matched + new if matched else new,
             begin=len(matched),
-            extra_key=extra,
+            scope=scope,
             layouts=self.layouts,
             least=least,
         )
@@ -162,13 +229,13 @@ class TieredRadixCache(RestoringRadixCache):
         return min(self.rates.compute_s(tokens), LONGEST_WAIT_S)
 
     def _ask_refresh(
-        self, refreshes: RefreshFlows, rid: str, node: KvNode, matched: Any, extra: str
+        self, refreshes: RefreshFlows, rid: str, node: KvNode, matched: Any, scope: Scope
     ) -> None:
         """Ask for what a refresh of the device's prefix needs, whose tokens are `matched`."""
         path = list(self._path(node))[::-1]
         holes = holes_of(path)
         if holes and rid in self._matched:
-            context = CompactedContext(matched, holes, exact_stop(path), extra)
+            context = CompactedContext(matched, holes, exact_stop(path), scope)
             refreshes.ask(rid, context, self._patience_s(node.stop))
 
     def holes_of_request(self, rid: str) -> list[Hole]:
@@ -289,11 +356,11 @@ class TieredRadixCache(RestoringRadixCache):
         self._matched[req.rid] = (node, filled)
         path = list(self._path(node))[::-1]
         holes = holes_of(path)
-        if self.refresher is None or not holes or holes[0].begin < landed.begin:
+        scope = self._scope(req.extra_key, req.cache_salt)
+        if self.refresher is None or not holes or holes[0].begin < landed.begin or scope is None:
             return False
         ids = req.full_untruncated_fill_ids[: node.stop]
-        extra = extra_key_of(req.extra_key, req.cache_salt)
-        context = CompactedContext(ids, holes, exact_stop(path), extra)
+        context = CompactedContext(ids, holes, exact_stop(path), scope)
         source = FetchedSource(landed.host, holes, self.refresher.rule, self.layouts)
         self._offer_refresh(self.refresher, req.rid, context, source)
         return True
@@ -301,13 +368,11 @@ class TieredRadixCache(RestoringRadixCache):
     # -- spilling --
 
     def checkpoint(self, req: Any, *, up_to: int) -> None:
-        rid, extra = req.rid, extra_key_of(req.extra_key, req.cache_salt)
+        rid = req.rid
         if not self.disable:
             self.loads.forget(rid)
             if not self.spiller.known(rid):
-                anchor = req.lock.node if req.lock is not None else self.root_node
-                exact = self._computes_exactly(anchor)
-                self.spiller.begin(rid, req.kv.cache_protected_len, extra, exact=exact)
+                self._begin_spilling(req)
             self._measure(req, up_to)
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]
             ids = req.full_untruncated_fill_ids[:up_to]
@@ -316,6 +381,15 @@ class TieredRadixCache(RestoringRadixCache):
             spill(rid, ids, row)
             self.rates.spilled(time.monotonic() - began)
         super().checkpoint(req, up_to=up_to)
+
+    def _begin_spilling(self, req: Any) -> None:
+        """A request's first chunk is computed: its KV goes to the tier, if it has a name there."""
+        scope = self._scope(req.extra_key, req.cache_salt) if self._uses_tier() else None
+        if scope is None:
+            return
+        anchor = req.lock.node if req.lock is not None else self.root_node
+        exact = self._computes_exactly(anchor)
+        self.spiller.begin(req.rid, req.kv.cache_protected_len, scope, exact=exact)
 
     def _measure(self, req: Any, up_to: int) -> None:
         """How fast prompts are computed; the last checkpoint has decoding in it."""
@@ -339,6 +413,7 @@ class TieredRadixCache(RestoringRadixCache):
         """For the server's internal state."""
         return {
             "healthy": self.link.healthy,
+            "outdated": self._outdated,
             "pending": self.link.pending,
             "breaker_opened": self.link.breaker.opened,
             **self.link.counters,
@@ -361,11 +436,6 @@ class TieredRadixCache(RestoringRadixCache):
         }
 
 
-def extra_key_of(extra_key: str | None, cache_salt: str | None) -> str:
-    """What separates contexts of equal tokens, for their names in the tier."""
-    return f"{extra_key or ''}\0{cache_salt or ''}"
-
-
 def exact_stop(path: list[KvNode]) -> int:
     """Up to which token a path was computed with nothing dropped."""
     return max((node.stop for node in path if node.exact), default=0)
@@ -384,4 +454,4 @@ def _record(node: KvNode) -> NodeRecord:
     )
 
 
-__all__ = ["TieredRadixCache", "extra_key_of"]
+__all__ = ["ServedModel", "TieredRadixCache"]

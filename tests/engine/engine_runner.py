@@ -3,7 +3,9 @@
 plan: {"engine": {...}, "rounds": [[{"input_ids", "max_new_tokens", "logprobs"?}, ...], ...]}
 Every round is sent at once (continuous batching); a request may name the round and index it
 continues ({"continues": [round, index], "input_ids": tail}): its prompt is then that request's
-prompt, its answer, and the tail. out: per round and request the answer, and the final state.
+prompt, its answer, and the tail. Instead of requests a round may be {"weights": model directory},
+which are loaded over the ones before and flush the cache. out: per round and request the answer,
+and the final state.
 """
 
 from __future__ import annotations
@@ -29,6 +31,10 @@ ENGINE_DEFAULTS = {
 async def run_rounds(engine: Any, rounds: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
     finished: list[list[dict[str, Any]]] = []
     for requests in rounds:
+        if isinstance(requests, dict):
+            await _load(engine, requests["weights"])
+            finished.append([])
+            continue
         prompts = [_prompt(request, finished) for request in requests]
         answers = await asyncio.gather(
             *(
@@ -40,12 +46,21 @@ async def run_rounds(engine: Any, rounds: list[list[dict[str, Any]]]) -> list[li
                         "ignore_eos": True,
                     },
                     return_logprob=request.get("logprobs", False),
+                    lora_path=request.get("adapter"),
                 )
                 for prompt, request in zip(prompts, requests, strict=True)
             )
         )
         finished.append([_result(prompt, a) for prompt, a in zip(prompts, answers, strict=True)])
     return finished
+
+
+async def _load(engine: Any, model_path: str) -> None:
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    request = UpdateWeightFromDiskReqInput(model_path=model_path, flush_cache=True)
+    success, message, *_ = await engine.tokenizer_manager.update_weights_from_disk(request, None)
+    assert success, message
 
 
 def _prompt(request: dict[str, Any], finished: list[list[dict[str, Any]]]) -> list[int]:

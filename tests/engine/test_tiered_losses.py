@@ -17,6 +17,7 @@ from kvtier.errors import TierUnavailableError
 from kvtier.retention.share import FixedShare
 from kvtier.tier import link as link_module
 from kvtier.tier.client import Presence, TierClient
+from kvtier.tier.keys import Scope
 from kvtier.tier.landing import Landing
 from kvtier.tier.link import TierLink
 from kvtier_sglang import hooks
@@ -174,7 +175,7 @@ def test_of_a_context_that_the_tier_lost_a_span_of_what_is_before_it_comes_back(
     a = MiniScheduler(share=share, link=connect())
     tokens = two_turns(a)
     b = MiniScheduler(share=share, link=connect(LosingClient))
-    chains = b.tree.names.chains("\0", tokens)
+    chains = b.tree.names.chains(Scope(), tokens)
     b.tree.link.client.says_so = says_so
     b.tree.link.client.lost = frozenset({chains.exact.keys[lost], chains.policy.keys[lost]})
     assert turn(b, [*tokens, 9, 9], [3]).restored == comes
@@ -210,7 +211,7 @@ class Torn:
         self.b = b = MiniScheduler(share=share, link=connect(LosingClient))
         client = b.tree.link.client
         client.says_so = says_so
-        client.lost = frozenset({b.tree.names.chains("\0", tokens).policy.keys[13]})
+        client.lost = frozenset({b.tree.names.chains(Scope(), tokens).policy.keys[13]})
         with nothing_there():
             self.first = b.admit(tokens)
         assert b.extend(self.first, 62)

@@ -86,6 +86,19 @@ class Request:
         return self.done
 
 
+@dataclass
+class Unchanging:
+    """A model whose weights never change; its adapters' contents are their ids."""
+
+    known: ContextNames
+
+    def names(self) -> ContextNames:
+        return self.known
+
+    def adapter(self, lora_id: str) -> str | None:
+        return lora_id
+
+
 class MiniScheduler:
     """See the module docstring."""
 
@@ -137,12 +150,12 @@ class MiniScheduler:
             identity = KvIdentity(
                 "test", "0", "float32", 2, 3, 2, policy=f"{share}", scores=f"{share}"
             )
-            names = ContextNames(identity, span_tokens)
+            model = Unchanging(ContextNames(identity, span_tokens))
             self.tree = TieredRadixCache(
                 params,
                 self.rule,
                 link=link,
-                names=names,
+                model=model,
                 refresh=refresh,
                 near_data=near_data,
                 again=again,

@@ -9,15 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import UsageError
-from kvtier.tier.keys import KEY_BYTES, SPAN_TOKENS, KvIdentity, SpanChain
+from kvtier.tier.keys import KEY_BYTES, SPAN_TOKENS, KvIdentity, Scope, SpanChain
 
 IDENTITY = KvIdentity("llama", "abc", "bfloat16", num_layers=4, num_kv_heads=2, head_dim=64)
 TOKENS = st.lists(st.integers(0, 200_000), max_size=40)
 
 
-def span_keys(identity, token_ids, span_tokens=SPAN_TOKENS, extra_key=""):
+NO_SCOPE = Scope()
+
+
+def span_keys(identity, token_ids, span_tokens=SPAN_TOKENS, scope=NO_SCOPE):
     """The names of a whole context's spans."""
-    chain = SpanChain(identity, span_tokens, extra_key)
+    chain = SpanChain(identity, span_tokens, scope)
     chain.extend(token_ids)
     return chain.keys
 
@@ -59,7 +62,7 @@ def test_another_identity_shares_no_name(change):
 def test_another_adapter_or_salt_shares_no_name():
     tokens = list(range(32))
     mine = set(span_keys(IDENTITY, tokens, 4))
-    assert mine.isdisjoint(span_keys(IDENTITY, tokens, 4, extra_key="lora-7"))
+    assert mine.isdisjoint(span_keys(IDENTITY, tokens, 4, scope=Scope(extra_key="lora-7")))
 
 
 @pytest.mark.parametrize("tokens", [[1.2, 2.7], ["a", "b"], [1, 1 << 63], [[1, 2], [3, 4]]])
@@ -92,10 +95,25 @@ def test_tails_and_records_have_names_of_their_own(tokens, tail, span):
     assert len(names) == 2 + whole + whole + 1
 
 
+PARTS = st.text(alphabet="a\0\1\ud800", max_size=4)
+SCOPES = st.builds(Scope, PARTS, PARTS, PARTS)
+
+
+@given(SCOPES, SCOPES)
+def test_scopes_that_differ_have_different_names(scope, other):
+    assert (scope.encode() == other.encode()) == (scope == other)
+
+
+def test_what_ends_one_part_of_a_scope_cannot_begin_the_next():
+    tokens = list(range(4))
+    mine = Scope("tenantA", "s\0"), Scope("tenantA\0s", ""), Scope("tenantA", "s", "\0")
+    assert len({span_keys(IDENTITY, tokens, 4, scope)[0] for scope in mine}) == 3
+
+
 def test_the_names_of_today_are_the_names_of_tomorrow():
     """A change here orphans every blob of every tier: it needs another protocol version."""
     (key,) = span_keys(IDENTITY, [1, 2, 3, 4], 4)
-    assert key.hex() == "4e051a8521724dc559e961779fa54049fadc5ff7a19904c3af4ba4a414a080b9"
+    assert key.hex() == "28a501386f8fbec5ecc7de6ce5350fc5a0f8bee82cb783c78a43d5dc8d1c04d4"
 
 
 @pytest.mark.parametrize(

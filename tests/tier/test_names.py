@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvtier.errors import TierProtocolError
-from kvtier.tier.keys import KvIdentity
+from kvtier.tier.keys import KvIdentity, Scope
 from kvtier.tier.names import ContextNames, spans_by_presence, spans_of_record
 from kvtier.tier.turns import NodeRecord, TurnRecord, decode_record, places, tail_digest
 
@@ -35,7 +35,7 @@ def record_of(stops: list[int], exact: int = 1) -> TurnRecord:
 def test_the_spans_of_a_record_hold_every_token_once(tokens, data):
     stop = data.draw(st.integers(1, len(tokens)))
     begin = data.draw(st.integers(0, stop - 1))
-    chains = NAMES.chains("", tokens)
+    chains = NAMES.chains(Scope(), tokens)
     spans = spans_of_record(chains, record_of([stop]), tokens, begin)
     assert spans[0].begin <= begin < spans[0].stop
     assert spans[-1].stop == stop
@@ -46,7 +46,7 @@ def test_the_spans_of_a_record_hold_every_token_once(tokens, data):
 
 def test_what_was_computed_over_a_compressed_turn_goes_under_the_policys_name():
     tokens = list(range(22))
-    chains = NAMES.chains("", tokens)
+    chains = NAMES.chains(Scope(), tokens)
     spans = spans_of_record(chains, record_of([10, 22]), tokens, 0)
     exact, policy = chains.exact, chains.policy
     # The third span begins in the exact turn and ends in the other.
@@ -59,8 +59,8 @@ def test_what_was_computed_over_a_compressed_turn_goes_under_the_policys_name():
 @given(TOKENS)
 def test_another_policy_finds_exact_kv_and_nothing_else(tokens):
     assume(len(tokens) >= SPAN)
-    mine = NAMES.chains("", tokens)
-    other = ContextNames(replace(IDENTITY, policy="half"), SPAN).chains("", tokens)
+    mine = NAMES.chains(Scope(), tokens)
+    other = ContextNames(replace(IDENTITY, policy="half"), SPAN).chains(Scope(), tokens)
     assert mine.exact.keys == other.exact.keys
     assert set(mine.policy.keys).isdisjoint(other.policy.keys)
     assert set(mine.exact.keys).isdisjoint(mine.policy.keys)
@@ -70,7 +70,7 @@ def test_another_policy_finds_exact_kv_and_nothing_else(tokens):
 def test_a_run_stops_at_the_first_span_that_nobody_has(exact, data):
     policy = data.draw(st.lists(st.booleans(), min_size=len(exact), max_size=len(exact)))
     begin = data.draw(st.integers(0, SPAN * len(exact)))
-    chains = NAMES.chains("", list(range(SPAN * len(exact))))
+    chains = NAMES.chains(Scope(), list(range(SPAN * len(exact))))
     spans, exact_stop = spans_by_presence(chains, exact, policy, begin)
     first = begin // SPAN
     for span in spans:

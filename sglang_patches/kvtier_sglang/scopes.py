@@ -1,0 +1,44 @@
+"""Which contexts of equal tokens may share KV: the same extra key, adapter and cache salt.
+
+SGLang appends an adapter's id to a request's extra key, so a request without an adapter whose extra
+key is that id would find the adapter's KV. Under kvtier every request's `extra_key` says which is
+which; SGLang's tree and all that is derived from it then use that:
+
+    no adapter, no extra key     None
+    extra key "tenant"           "e" + "tenant"
+    adapter 7f3…, "tenant"       "a6:" + "tenant" + "7f3…"      6: the length of the extra key
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def separate_adapters(req: Any) -> None:
+    """Give a new request the `extra_key` of this module. req: as SGLang's constructor leaves it."""
+    extra, lora_id = req.extra_key or "", req.lora_id
+    if lora_id is not None:
+        extra = extra[: len(extra) - len(lora_id)]
+    req.extra_key = joined(extra, lora_id)
+
+
+def joined(extra_key: str, lora_id: str | None) -> str | None:
+    """What SGLang's tree is to know of both."""
+    if lora_id is not None:
+        return f"a{len(extra_key)}:{extra_key}{lora_id}"
+    return f"e{extra_key}" if extra_key else None
+
+
+def separated(text: str | None) -> tuple[str, str | None]:
+    """The extra key and the adapter's id of what `joined` gave."""
+    if not text:
+        return "", None
+    kind, rest = text[0], text[1:]
+    if kind == "e":
+        return rest, None
+    assert kind == "a", "an extra key that kvtier has not seen"
+    length, _, rest = rest.partition(":")
+    return rest[: int(length)], rest[int(length) :]
+
+
+__all__ = ["joined", "separate_adapters", "separated"]

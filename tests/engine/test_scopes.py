@@ -1,0 +1,35 @@
+"""Extra keys, adapters and cache salts that cannot be taken for each other."""
+
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier_sglang.scopes import joined, separate_adapters, separated
+
+KEYS = st.text(alphabet="ae0123:|\0t", max_size=6)
+ADAPTERS = st.none() | st.text(alphabet="ae0123:", min_size=1, max_size=6)
+
+
+@given(extra=KEYS, adapter=ADAPTERS, other_extra=KEYS, other_adapter=ADAPTERS)
+def test_equal_only_for_the_same_extra_key_and_adapter(extra, adapter, other_extra, other_adapter):
+    text = joined(extra, adapter)
+    assert separated(text) == (extra, adapter)
+    same = (extra, adapter) == (other_extra, other_adapter)
+    assert (text == joined(other_extra, other_adapter)) == same
+
+
+def request(extra_key, lora_id):
+    """As SGLang's constructor leaves it: the adapter's id behind the extra key."""
+    both = extra_key if lora_id is None else (extra_key or "") + lora_id
+    req = SimpleNamespace(extra_key=both, lora_id=lora_id)
+    separate_adapters(req)
+    return req.extra_key
+
+
+def test_a_request_whose_extra_key_is_an_adapters_id_does_not_find_its_kv():
+    assert request("7f3", None) != request(None, "7f3")
+    assert request("tenant", "7f3") != request("tenan", "t7f3")
+    assert request("tenant7f3", None) != request("tenant", "7f3")
+    assert request(None, None) is None
+    assert request("", None) is None
