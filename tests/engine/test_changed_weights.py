@@ -85,24 +85,24 @@ def test_a_server_of_another_configuration_computes_its_own_kv(tmp_path, tier):
 
 
 def write_adapter(folder: Path, seed: int) -> None:
-    """A LoRA of the demo model's keys and values, in PEFT's format."""
+    """A LoRA of the demo model's attention outputs, which SGLang adapts on a CPU, too; in PEFT's
+    format."""
     config = json.loads((DEMO_MODEL / "config.json").read_text())
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    out, rank = head_dim * config["num_key_value_heads"], 4
+    hidden, rank = config["hidden_size"], 4
     torch.manual_seed(seed)
     weights = {}
     for layer in range(config["num_hidden_layers"]):
-        for name in ("k_proj", "v_proj"):
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, config["hidden_size"]) * 0.1
-            weights[f"{prefix}.lora_B.weight"] = torch.randn(out, rank) * 0.3
+        prefix = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
+        inputs = config["head_dim"] * config["num_attention_heads"]
+        weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, inputs) * 0.1
+        weights[f"{prefix}.lora_B.weight"] = torch.randn(hidden, rank) * 0.3
     folder.mkdir(exist_ok=True)
     save_file(weights, folder / "adapter_model.safetensors")
     settings = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": rank,
-        "target_modules": ["k_proj", "v_proj"],
+        "target_modules": ["o_proj"],
         "base_model_name_or_path": "kvtier-demo",
         "task_type": "CAUSAL_LM",
     }
@@ -115,16 +115,18 @@ def test_an_adapter_trained_again_at_its_path_does_not_find_the_old_ones_kv(tmp_
         "enable_lora": True,
         "lora_paths": {"tenant": str(folder)},
         "max_lora_rank": 4,
-        "lora_target_modules": ["k_proj", "v_proj"],
+        "lora_target_modules": ["o_proj"],
         "lora_backend": "torch_native",
     }
     ask = [[ASK[0] | {"adapter": "tenant"}]]
+    unpinned = {"PYTHONPATH": str(Path(__file__).with_name("unpinned"))}
+    tier, alone = tier | unpinned, RULE | unpinned
     write_adapter(folder, seed=1)
     ((cached, old),) = asked(tmp_path, ask, tier, **lora)
     assert cached == 0
     ((cached, tokens),) = asked(tmp_path, ask, tier, **lora)
     assert (tokens, cached >= 1024) == (old, True)
     write_adapter(folder, seed=2)
-    ((_, wanted),) = asked(tmp_path, ask, RULE, **lora)
+    ((_, wanted),) = asked(tmp_path, ask, alone, **lora)
     assert wanted != old
     assert asked(tmp_path, ask, tier, **lora) == [(0, wanted)]
