@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import (
     AwareDatetime,
@@ -36,6 +36,7 @@ from kvtier.calibration.curves import (
     held_out_rmse,
 )
 from kvtier.calibration.keys import CurveKey, Key, ProfileKey, curve_key, profile_key
+from kvtier.calibration.limits import check_json_limits, read_limited
 from kvtier.errors import CalibrationDocumentError, CalibrationMismatchError
 from kvtier.heads.profile import HeadProfile, ModelShape
 
@@ -172,6 +173,7 @@ class ProfileDocument(Stored):
 
 
 Document = CurveDocument | ProfileDocument
+DocumentKind = TypeVar("DocumentKind", bound=Stored)
 
 
 def document_of_fit(
@@ -212,11 +214,20 @@ def document_of_fit(
 def load_curve(path: Path) -> CurveDocument:
     """Read a curve file. Raises CalibrationDocumentError naming the file and the field at fault."""
     try:
-        return CurveDocument.model_validate_json(path.read_bytes())
+        return _parsed(CurveDocument, read_limited(path))
     except OSError as error:
         raise CalibrationDocumentError(f"curve: cannot read {path}: {error}") from error
+    except CalibrationDocumentError as error:
+        raise CalibrationDocumentError(f"curve: {path}: {error}") from error
+
+
+def _parsed(kind: type[DocumentKind], text: str | bytes) -> DocumentKind:
+    """Raises CalibrationDocumentError naming the field at fault."""
+    check_json_limits(text)
+    try:
+        return kind.model_validate_json(text)
     except ValidationError as error:
-        raise CalibrationDocumentError(f"curve: {path}: {_first_problem(error)}") from error
+        raise CalibrationDocumentError(_first_problem(error)) from error
 
 
 def _first_problem(error: ValidationError) -> str:
@@ -235,9 +246,9 @@ def parse_document(key: Key, text: str | bytes) -> Document:
         CurveDocument if isinstance(key, CurveKey) else ProfileDocument
     )
     try:
-        document = kind.model_validate_json(text)
-    except ValidationError as error:
-        raise CalibrationDocumentError(f"{key}: {_first_problem(error)}") from error
+        document = _parsed(kind, text)
+    except CalibrationDocumentError as error:
+        raise CalibrationDocumentError(f"{key}: {error}") from error
     if document.key != key:
         raise CalibrationMismatchError(f"{key}: holds the document of {document.key}")
     return document
