@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 from kvtier.calibration.address import RedisAddress, parse_address
 from kvtier.calibration.documents import Document, parse_document
 from kvtier.calibration.keys import PREFIX, Key, parse_key
-from kvtier.calibration.limits import MAX_DOCUMENT_BYTES
+from kvtier.calibration.limits import MAX_DOCUMENT_BYTES, check_json_limits
 from kvtier.config import Settings
 from kvtier.errors import CalibrationDocumentError, UsageError
 
@@ -53,7 +53,10 @@ class CalibrationStore(Protocol):
         ...
 
     def put(self, document: Document) -> Key:
-        """Write under the document's own key, for the whole TTL."""
+        """Write under the document's own key, for the whole TTL.
+
+        Raises CalibrationDocumentError for one that is too large to be read back.
+        """
         ...
 
     def delete(self, key: Key) -> bool:
@@ -134,6 +137,10 @@ class RedisStore(Closing):
 
     def put(self, document: Document) -> Key:
         key, text = document.key, document.to_json()
+        try:
+            check_json_limits(text)
+        except CalibrationDocumentError as error:
+            raise CalibrationDocumentError(f"{key}: {error}") from None
         with self._call():
             self._client.set(str(key), text, ex=self._ttl_s)
         return key
