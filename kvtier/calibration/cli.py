@@ -76,6 +76,8 @@ def _show(options: argparse.Namespace) -> int:
     if options.format == "json":
         print(json.dumps(found, indent=2))
     else:
+        if evidence := found.get("evidence"):
+            evidence["points"] = len(evidence["points"])  # hundreds, for programs to read
         rows = [{"field": name, "value": json.dumps(value)} for name, value in found.items()]
         _print(rows, ("field", "value"), options.format)
     return 0

@@ -186,6 +186,14 @@ def goodness(curve: Curve, measurements: Sequence[Measurement]) -> Goodness:
     return Goodness(math.sqrt(squares / len(measured)), r2)
 
 
+def weighted_rmse(
+    curve: Curve, measurements: Sequence[Measurement], underestimate_weight: float
+) -> float:
+    """What `fit_curve` makes small, as the root of its mean: in quality."""
+    squares = _weighted_squares(_residuals(curve, measurements), underestimate_weight)
+    return float(np.sqrt(np.mean(squares)))
+
+
 def held_out_rmse(
     measurements: Sequence[Measurement],
     *,
@@ -225,6 +233,11 @@ def _residuals(curve: Curve, measurements: Sequence[Measurement]) -> Floats:
     return quality_at(retention, half, np.float64(curve.power)) - measured
 
 
+def _weighted_squares(error: Floats, weight: float) -> Floats:
+    """Squared errors (predicted minus measured), those that predict too much times `weight`."""
+    return np.asarray(np.where(error > 0, weight, 1.0) * error**2)
+
+
 def _solve(measurements: Sequence[Measurement], weight: float) -> Curve:
     """The fit in terms of ln m at the two ends of the NLL range, and of ln p: a box."""
     nll, retention, measured = _columns(measurements)
@@ -236,9 +249,8 @@ def _solve(measurements: Sequence[Measurement], weight: float) -> Curve:
         ends = np.exp(points[:, :2])
         half = ends[:, :1] * (1.0 - position) + ends[:, 1:] * position
         error = quality_at(retention, half, np.exp(points[:, 2:])) - measured
-        asymmetric = np.where(error > 0, weight, 1.0) * error**2
         distance = np.mean((points - _FLAT) ** 2, axis=1)
-        return np.asarray(asymmetric.mean(axis=1) + _RIDGE * distance)
+        return np.asarray(_weighted_squares(error, weight).mean(axis=1) + _RIDGE * distance)
 
     at_low, at_high, power = np.exp(_least(loss, one_nll=not spread))
     alpha = float(at_high - at_low) / spread if spread else 0.0

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import (
     AwareDatetime,
@@ -20,8 +20,10 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
+    SerializerFunctionWrapHandler,
     ValidationError,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
@@ -35,10 +37,13 @@ from kvtier.calibration.curves import (
     goodness,
     held_out_rmse,
 )
+from kvtier.calibration.evidence import Evidence, evidence_of
 from kvtier.calibration.keys import CurveKey, Key, ProfileKey, curve_key, profile_key
+from kvtier.calibration.limits import check_json_limits, read_limited
 from kvtier.errors import CalibrationDocumentError, CalibrationMismatchError
 from kvtier.heads.profile import HeadProfile, ModelShape
 
+MAX_RETENTIONS = 512
 _ROUNDING = 1e-6  # m comes back from α·n + β with the last digits changed
 
 
@@ -47,7 +52,7 @@ class Stored(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1, 2] = 1
     model: str = Field(min_length=1, description="Model name the measurements were made on.")
     revision: str | None = Field(None, description="Digest of the model's weights.")
     created_at: AwareDatetime = Field(default_factory=lambda: datetime.now(UTC))
@@ -68,8 +73,10 @@ class CurveDocument(Stored):
     policy:             what drops the tokens, with its parameters, as the curve's key names it
     rmse, r2:           on the fitted measurements; in quality, and the share of variance explained
     held_out_rmse:      on contexts left out of the fit; None when there was but one
-    retentions:         shares that were measured, ascending
     answer_floor_nats:  added to both NLLs of every ratio
+    retentions:         shares that were measured, ascending; MAX_RETENTIONS of more, both ends in
+    evidence:           measured points that the curve must fit as well as it says; since
+                        schema_version 2, without it the document is of schema_version 1
     """
 
     policy: str = Field(min_length=1)
@@ -87,6 +94,7 @@ class CurveDocument(Stored):
     retentions: tuple[float, ...] = Field(min_length=1)
     answer_floor_nats: float = Field(ge=0)
     parameters: dict[str, JsonValue] = Field(default_factory=dict)
+    evidence: Evidence | None = None
 
     @field_validator("retentions")
     @classmethod
@@ -115,6 +123,27 @@ class CurveDocument(Stored):
                 raise ValueError(f"{name} must be within {low} … {high}, got {values}")
         return self
 
+    @model_validator(mode="after")
+    def _is_what_was_fitted(self) -> Self:
+        if (self.schema_version == 2) != (self.evidence is not None):
+            raise ValueError("evidence belongs to schema_version 2, and to no other")
+        if self.evidence is not None:
+            self.evidence.check(
+                self.curve,
+                rmse=self.rmse,
+                measurements=self.measurements,
+                retentions=self.retentions,
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_it_has_not(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Readers of schema_version 1 refuse a field that they do not know, even an empty one."""
+        content: dict[str, Any] = serialize(self)
+        if self.evidence is None:
+            content.pop("evidence", None)
+        return content
+
     @property
     def key(self) -> CurveKey:
         """Where the store keeps it."""
@@ -142,6 +171,7 @@ class CurveDocument(Stored):
 class ProfileDocument(Stored):
     """A head profile, with the same envelope as a curve."""
 
+    schema_version: Literal[1] = 1
     profile: HeadProfile
 
     @model_validator(mode="after")
@@ -172,6 +202,7 @@ class ProfileDocument(Stored):
 
 
 Document = CurveDocument | ProfileDocument
+DocumentKind = TypeVar("DocumentKind", bound=Stored)
 
 
 def document_of_fit(
@@ -189,6 +220,7 @@ def document_of_fit(
     curve = fit_curve(measurements, underestimate_weight=underestimate_weight)
     fitted = goodness(curve, measurements)
     return CurveDocument(
+        schema_version=2,
         model=model,
         revision=revision,
         policy=policy,
@@ -203,20 +235,38 @@ def document_of_fit(
         held_out_rmse=held_out_rmse(measurements, underestimate_weight=underestimate_weight),
         measurements=len(measurements),
         contexts=len({measurement.context for measurement in measurements}),
-        retentions=tuple(sorted({measurement.retention for measurement in measurements})),
+        retentions=_thinned(sorted({measurement.retention for measurement in measurements})),
         answer_floor_nats=answer_floor_nats,
         parameters={"underestimate_weight": underestimate_weight, **(parameters or {})},
+        evidence=evidence_of(curve, measurements, underestimate_weight),
     )
+
+
+def _thinned(retentions: Sequence[float]) -> tuple[float, ...]:
+    """MAX_RETENTIONS of more, evenly spread with both ends: users' samples may each have others."""
+    if len(retentions) <= MAX_RETENTIONS:
+        return tuple(retentions)
+    step = (len(retentions) - 1) / (MAX_RETENTIONS - 1)
+    return tuple(retentions[round(index * step)] for index in range(MAX_RETENTIONS))
 
 
 def load_curve(path: Path) -> CurveDocument:
     """Read a curve file. Raises CalibrationDocumentError naming the file and the field at fault."""
     try:
-        return CurveDocument.model_validate_json(path.read_bytes())
+        return _parsed(CurveDocument, read_limited(path))
     except OSError as error:
         raise CalibrationDocumentError(f"curve: cannot read {path}: {error}") from error
+    except CalibrationDocumentError as error:
+        raise CalibrationDocumentError(f"curve: {path}: {error}") from error
+
+
+def _parsed(kind: type[DocumentKind], text: str | bytes) -> DocumentKind:
+    """Raises CalibrationDocumentError naming the field at fault."""
+    check_json_limits(text)
+    try:
+        return kind.model_validate_json(text)
     except ValidationError as error:
-        raise CalibrationDocumentError(f"curve: {path}: {_first_problem(error)}") from error
+        raise CalibrationDocumentError(_first_problem(error)) from error
 
 
 def _first_problem(error: ValidationError) -> str:
@@ -235,9 +285,9 @@ def parse_document(key: Key, text: str | bytes) -> Document:
         CurveDocument if isinstance(key, CurveKey) else ProfileDocument
     )
     try:
-        document = kind.model_validate_json(text)
-    except ValidationError as error:
-        raise CalibrationDocumentError(f"{key}: {_first_problem(error)}") from error
+        document = _parsed(kind, text)
+    except CalibrationDocumentError as error:
+        raise CalibrationDocumentError(f"{key}: {error}") from error
     if document.key != key:
         raise CalibrationMismatchError(f"{key}: holds the document of {document.key}")
     return document

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import quote
 
 from kvtier.calibration import embedded_keeper
@@ -37,10 +37,11 @@ from kvtier.calibration.address import RedisAddress
 from kvtier.calibration.documents import Document
 from kvtier.calibration.keys import Key
 from kvtier.calibration.store import Closing, RedisStore, StoredKey, connect
-from kvtier.errors import StoreUnavailableError
+from kvtier.errors import StoreError, StoreUnavailableError
 
 START_TIMEOUT_S = 10.0
 PING_TIMEOUT_S = 0.5
+PING_MAX_BYTES = 4096
 POLL_S = 0.02
 MAX_SOCKET_PATH_BYTES = 100  # the kernel allows 107
 SOCKET, LOG = "redis.sock", "redis.log"
@@ -239,19 +240,18 @@ def _close(*descriptors: int) -> None:
 
 
 def _answers(socket: str) -> bool:
-    import redis
+    from kvtier.calibration.bounded import limits
+    from kvtier.calibration.redis_errors import redis_errors
 
-    client = _client(socket)
+    address = RedisAddress("unix", path=socket)
+    client = connect(address, timeout_s=PING_TIMEOUT_S, retries=0)
     try:
-        return bool(client.ping())
-    except redis.RedisError:
+        with redis_errors(address), limits(PING_TIMEOUT_S, PING_MAX_BYTES):
+            return bool(client.ping())
+    except StoreError:
         return False
     finally:
         client.close()
-
-
-def _client(socket: str) -> Any:
-    return connect(RedisAddress("unix", path=socket), timeout_s=PING_TIMEOUT_S, retries=0)
 
 
 def _open_lock(path: Path) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvtier.calibration.documents import Document, parse_document
 from kvtier.calibration.keys import Key
+from kvtier.calibration.limits import read_limited
 from kvtier.errors import CalibrationDocumentError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class LocalCopy:
         """The last document saved under `key`, if it is there and whole."""
         path = self.path(key)
         try:
-            document = parse_document(key, path.read_bytes())
+            document = parse_document(key, read_limited(path))
         except FileNotFoundError:
             return None
         except (OSError, CalibrationDocumentError) as error:

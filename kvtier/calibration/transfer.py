@@ -12,6 +12,7 @@ from typing import Any
 
 from kvtier.calibration.documents import Document, parse_document
 from kvtier.calibration.keys import Key, parse_key
+from kvtier.calibration.limits import MAX_EXPORT_BYTES, check_json_limits, read_limited
 from kvtier.calibration.store import CalibrationStore
 from kvtier.errors import CalibrationDocumentError, UsageError
 
@@ -49,8 +50,12 @@ def read_export(path: Path) -> list[Document]:
     Raises UsageError for a file that is no export, CalibrationDocumentError for a bad document.
     """
     try:
-        content: Any = json.loads(path.read_text())
+        raw = read_limited(path, MAX_EXPORT_BYTES)
+        check_json_limits(raw, MAX_EXPORT_BYTES)
+        content: Any = json.loads(raw)
         version, documents = content["schema_version"], dict(content["documents"])
+    except CalibrationDocumentError as error:
+        raise type(error)(f"{path}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError("FILE", "a file of `kvtier calibration export`", str(path)) from error
     if version != SCHEMA_VERSION:

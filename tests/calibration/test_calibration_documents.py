@@ -68,7 +68,7 @@ def test_a_stored_profile_is_read_back_equal():
         ({"created_at": "yesterday"}, "created_at"),
         ({"created_at": "2026-11-20T00:00:00"}, "created_at"),
         ({"parameters": {"x": float("nan")}}, "parameters"),
-        ({"schema_version": 2}, "schema_version"),
+        ({"schema_version": 3}, "schema_version"),
         ({"surprise": 1}, "surprise"),
         ({"model": ""}, "model"),
     ],

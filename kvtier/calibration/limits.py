@@ -1,0 +1,45 @@
+"""How large a calibration may be, and how deep, before anybody tries to understand it.
+
+Real documents have some ten kilobytes and are five levels deep. JSON that is deeper than a parser
+can follow ends it with an error that is not its own, so it is refused before it is parsed.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kvtier.errors import CalibrationDocumentError
+
+MAX_DOCUMENT_BYTES = 1 << 20
+MAX_EXPORT_BYTES = 64 << 20
+MAX_NESTING = 32
+
+# A string is one token, so that brackets inside of it do not count. One that never ends matches as
+# far as it goes: what follows it is no structure.
+_TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|$)|[\[\]{}]', re.DOTALL)
+
+
+def check_json_limits(text: str | bytes, max_bytes: int = MAX_DOCUMENT_BYTES) -> None:
+    """Raise CalibrationDocumentError for text of more than max_bytes or MAX_NESTING levels."""
+    raw = text.encode(errors="replace") if isinstance(text, str) else text
+    if len(raw) > max_bytes:
+        raise CalibrationDocumentError(f"document: larger than {max_bytes} bytes")
+    depth = 0
+    for token in _TOKENS.finditer(raw):
+        mark = raw[token.start()]
+        if mark in b"[{":
+            depth += 1
+        elif mark in b"]}":
+            depth -= 1
+        if depth > MAX_NESTING:
+            raise CalibrationDocumentError(f"document: nested deeper than {MAX_NESTING} levels")
+
+
+def read_limited(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
+    """A file, or so much of one that is too large that `check_json_limits` refuses it.
+
+    Raises OSError.
+    """
+    with path.open("rb") as stream:
+        return stream.read(max_bytes + 1)
