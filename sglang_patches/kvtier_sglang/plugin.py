@@ -38,9 +38,7 @@ WEIGHT_CHANGES = (
     "check_weights",
 )
 
-_WEIGHT_HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
-    f"{_WEIGHTS}.{name}": (hooks.weights_change, HookType.BEFORE) for name in WEIGHT_CHANGES
-}
+_WEIGHT_HOOK: tuple[Callable[..., Any], HookType] = (hooks.weights_change, HookType.BEFORE)
 
 HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
     "sglang.srt.server_args.ServerArgs.resolve_once": (hooks.check_flags, HookType.BEFORE),
@@ -65,7 +63,8 @@ HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
     ),
     f"{_STATE}._add_memory_usage": (hooks.report_state, HookType.AFTER),
     "sglang.srt.managers.schedule_batch.Req.__init__": (hooks.scope_request, HookType.AFTER),
-} | {f"{_WEIGHTS}.{name}": (hooks.weights_change, HookType.BEFORE) for name in WEIGHT_CHANGES}
+    **{f"{_WEIGHTS}.{name}": _WEIGHT_HOOK for name in WEIGHT_CHANGES},
+}
 
 
 def register() -> None:

@@ -35,6 +35,9 @@ def hostile_server(answer: Answer, unix_path: Path | None = None) -> Iterator[st
         ended.set()
         thread.join()
         listener.close()
+        if unix_path is not None:
+            # The next server may want it.
+            unix_path.unlink()
 
 
 def _listening(unix_path: Path | None) -> socket.socket:
