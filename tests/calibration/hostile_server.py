@@ -35,6 +35,8 @@ def hostile_server(answer: Answer, unix_path: Path | None = None) -> Iterator[st
         ended.set()
         thread.join()
         listener.close()
+        if unix_path is not None:
+            unix_path.unlink()  # or no other server could listen there
 
 
 def _listening(unix_path: Path | None) -> socket.socket:
