@@ -36,8 +36,7 @@ def hostile_server(answer: Answer, unix_path: Path | None = None) -> Iterator[st
         thread.join()
         listener.close()
         if unix_path is not None:
-            # The next server may want it.
-            unix_path.unlink()
+            unix_path.unlink()  # or no other server could listen there
 
 
 def _listening(unix_path: Path | None) -> socket.socket:
