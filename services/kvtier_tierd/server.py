@@ -21,6 +21,7 @@ from kvtier.errors import TierUnavailableError
 from kvtier.tier.framing import SERVICE_NAME, framed_handlers
 from kvtier.tier.protocol import MAX_QUERIES_BYTES, MESSAGE_OVERHEAD_BYTES
 from kvtier.v1 import tier_pb2_grpc
+from kvtier_tierd.decoding import DecodingGuard
 from kvtier_tierd.metrics import Gauges, TierMetrics
 from kvtier_tierd.near_data import Refreshes
 from kvtier_tierd.options import TierOptions
@@ -68,7 +69,9 @@ class TierServer:
         self.address = options.listen
         self.metrics_port: int | None = None
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=_channel_options(options))
+        self._server = grpc.aio.server(
+            interceptors=[DecodingGuard(self.metrics.failed)], options=_channel_options(options)
+        )
         self._background: asyncio.Task[None] | None = None
         self._metrics_server: Any = None
 

@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
 
+import grpc
+
 from kvtier import __version__
 from kvtier.errors import (
     KvtierError,
@@ -114,6 +116,9 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
             code = code_of(error)
             self.metrics.failed(method, code.name)
             await context.abort(code, str(error))
+        except grpc.aio.AbortError:
+            # Of a request that is no message; answered and counted (decoding.py).
+            raise
         except Exception:
             self.metrics.failed(method, "UNKNOWN")
             raise
