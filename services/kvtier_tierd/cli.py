@@ -64,9 +64,8 @@ async def serve(options: TierOptions) -> None:
     try:
         # One line that scripts can wait for; `listen` may have asked for any free port.
         _say(f"kvtier tier: {server.store.kind} store on {server.address}")
-        if server.metrics_port is not None:
-            url = f"http://127.0.0.1:{server.metrics_port}/metrics"
-            _say(f"kvtier tier: metrics on {url}")
+        if server.web is not None:
+            _say(f"kvtier tier: metrics on {server.web.url}/metrics")
         await ended.wait()
         _say("kvtier tier: draining")
     finally:
@@ -104,6 +103,7 @@ def parse(argv: Sequence[str] | None) -> TierOptions:
         max_blob_bytes=parse_size(given.max_blob, "--max-blob"),
         refresh_workers=given.refresh_workers,
         metrics_port=given.metrics_port,
+        metrics_host=given.metrics_host,
         drain_s=given.drain_s,
     )
 
@@ -192,7 +192,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-blob", default="1g", metavar="BYTES", help="larger blobs are refused (%(default)s)")
     add("--refresh-workers", type=int, default=0, metavar="THREADS",
         help="that refresh contexts near their data, which takes torch (%(default)s)")  # fmt: skip
-    add("--metrics-port", type=int, help="Prometheus metrics on loopback; 0 picks a free port")
+    add("--metrics-port", type=int, help="Prometheus /metrics, and /livez and /readyz; 0: any port")
+    add("--metrics-host", default=defaults.metrics_host, help="where they listen (%(default)s)")
     add("--drain-s", type=float, default=10.0, help="for running calls at the end (%(default)s)")
     return parser
 

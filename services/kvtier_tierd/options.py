@@ -15,6 +15,7 @@ from kvtier_tierd.stores.mooncake_link import MooncakeOptions
 GIB = 1 << 30
 MIB = 1 << 20
 DEFAULT_LISTEN = "127.0.0.1:7311"
+METRICS_HOST = "127.0.0.1"
 UNIX = "unix:"
 # Of sockaddr_un, less the NUL.
 MAX_SOCKET_PATH_BYTES = 107
@@ -34,7 +35,8 @@ class TierOptions:
     insecure:          plaintext on addresses that other machines reach.
     chunk_bytes:       of streamed payloads. max_blob_bytes: larger blobs are refused.
     refresh_workers:   threads that refresh contexts near their data; 0: none does.
-    metrics_port:      of Prometheus metrics on the loopback interface; None: none, 0: a free one.
+    metrics_port:      of Prometheus metrics, /livez and /readyz; None: none, 0: a free one.
+    metrics_host:      the name or address that they are served on.
     drain_s:           how long running calls may take to end at SIGTERM.
     """
 
@@ -55,6 +57,7 @@ class TierOptions:
     max_blob_bytes: int = 1 * GIB
     refresh_workers: int = 0
     metrics_port: int | None = None
+    metrics_host: str = METRICS_HOST
     drain_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -71,6 +74,10 @@ class TierOptions:
             raise UsageError("chunk_bytes", expected, self.chunk_bytes)
         if self.metrics_port is not None and not 0 <= self.metrics_port < 1 << 16:
             raise UsageError("--metrics-port", "0 … 65535", self.metrics_port)
+        if not self.metrics_host:
+            raise UsageError("--metrics-host", "a name or an address", self.metrics_host)
+        if self.metrics_host != METRICS_HOST and self.metrics_port is None:
+            raise UsageError("--metrics-host", "--metrics-port beside it", self.metrics_host)
         if not 0 <= self.drain_s <= 3600:
             raise UsageError("--drain-s", "0 … 3600 seconds", self.drain_s)
         for name in self.namespaces:

@@ -15,7 +15,6 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import start_http_server
 
 from kvtier.errors import TierUnavailableError
 from kvtier.tier.framing import SERVICE_NAME, framed_handlers
@@ -31,6 +30,7 @@ from kvtier_tierd.stores.base import BlobStore
 from kvtier_tierd.stores.layered import LayeredStore
 from kvtier_tierd.stores.registry import make_store
 from kvtier_tierd.tls import RotatingCredentials
+from kvtier_tierd.web import WebServer
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +67,13 @@ class TierServer:
             shared=shared_memory(self.store),
         )
         self.address = options.listen
-        self.metrics_port: int | None = None
+        self.web: WebServer | None = None
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(
             interceptors=[DecodingGuard(self.metrics.failed)], options=_channel_options(options)
         )
         self._background: asyncio.Task[None] | None = None
-        self._metrics_server: Any = None
+        self._serving = False
 
     async def start(self) -> None:
         """Raises KvtierError where the store, an address or a certificate is of no use."""
@@ -84,6 +84,8 @@ class TierServer:
             raise
 
     async def _start(self) -> None:
+        # First, because whoever asks shall hear that the store is still being recovered.
+        self._serve_web()
         await self.refreshes.start()
         await self.store.start()
         tier_pb2_grpc.add_TierServiceServicer_to_server(self.service, self._server)
@@ -92,11 +94,10 @@ class TierServer:
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         self.address = self._listen()
-        if self.options.metrics_port is not None:
-            self._serve_metrics(self.options.metrics_port)
         await self._server.start()
         self._background = asyncio.create_task(self._expire_leases())
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._serving = True
 
     def _listen(self) -> str:
         listen = self.options.listen
@@ -121,21 +122,35 @@ class TierServer:
         rotating = RotatingCredentials(options.certificate, options.key, options.client_ca)
         return rotating.server_credentials()
 
-    def _serve_metrics(self, port: int) -> None:
-        loop = asyncio.get_running_loop()
+    @property
+    def metrics_port(self) -> int | None:
+        """Where metrics are served, if they are."""
+        return None if self.web is None else self.web.port
+
+    def _serve_web(self) -> None:
+        options, loop = self.options, asyncio.get_running_loop()
+        if options.metrics_port is None:
+            return
 
         def from_loop() -> Gauges:
             # The store belongs to the loop, and metrics are asked for in a thread.
             return asyncio.run_coroutine_threadsafe(self._gauges(), loop).result(LAST_S)
 
+        def alive() -> str | None:
+            turned = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
+            try:
+                turned.result(LAST_S)
+            except TimeoutError:
+                return "the event loop does not answer"
+            return None
+
+        def ready() -> str | None:
+            return None if self._serving else "not ready"
+
         self.metrics.watch(from_loop)
-        try:
-            self._metrics_server, _ = start_http_server(
-                port, "127.0.0.1", registry=self.metrics.registry
-            )
-        except OSError as error:
-            raise TierUnavailableError(f"--metrics-port {port}: {error}") from error
-        self.metrics_port = self._metrics_server.server_port
+        self.web = WebServer(
+            options.metrics_host, options.metrics_port, self.metrics.registry, alive, ready
+        )
 
     async def _gauges(self) -> Gauges:
         leases = self.service.leases
@@ -154,7 +169,7 @@ class TierServer:
 
     async def stop(self) -> None:
         """Drain and close. Clients see UNAVAILABLE and go on without the tier."""
-        self.service.draining = True
+        self.service.draining, self._serving = True, False
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         # Only our own calls are waited for: who watches the health would do so for ever.
         await self.service.idle(self.options.drain_s)
@@ -164,9 +179,8 @@ class TierServer:
             self._background.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._background
-        if self._metrics_server is not None:
-            await asyncio.to_thread(self._metrics_server.shutdown)
-            self._metrics_server.server_close()
+        if self.web is not None:
+            await asyncio.to_thread(self.web.close)
         await self.refreshes.close()
         await self.service.leases.close()
         await self.store.close()
