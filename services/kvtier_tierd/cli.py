@@ -99,6 +99,7 @@ def parse(argv: Sequence[str] | None) -> TierOptions:
         certificate=given.certificate,
         key=given.key,
         client_ca=given.client_ca,
+        insecure_local=given.insecure_local,
         insecure=given.insecure,
         max_blob_bytes=parse_size(given.max_blob, "--max-blob"),
         refresh_workers=given.refresh_workers,
@@ -188,7 +189,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--certificate", type=Path, metavar="PEM", help="of the server, for mutual TLS")
     add("--key", type=Path, metavar="PEM", help="of the certificate")
     add("--client-ca", type=Path, metavar="PEM", help="who signs clients; their names are theirs")
-    add("--insecure", action="store_true", help="plaintext beyond loopback")
+    add(
+        "--insecure-local",
+        action="store_true",
+        help="plaintext for every user of this machine: loopback, or a socket others may open",
+    )
+    add("--insecure", action="store_true", help="plaintext for whoever reaches --listen")
     add("--max-blob", default="1g", metavar="BYTES", help="larger blobs are refused (%(default)s)")
     add("--refresh-workers", type=int, default=0, metavar="THREADS",
         help="that refresh contexts near their data, which takes torch (%(default)s)")  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 from typing import Any
 
 import grpc
@@ -25,6 +24,7 @@ from kvtier_tierd.metrics import Gauges, TierMetrics
 from kvtier_tierd.near_data import Refreshes
 from kvtier_tierd.options import TierOptions
 from kvtier_tierd.service import Shared, TierService
+from kvtier_tierd.sockets import check_free, prepare_directory
 from kvtier_tierd.stores.arena import Arena
 from kvtier_tierd.stores.base import BlobStore
 from kvtier_tierd.stores.layered import LayeredStore
@@ -100,9 +100,10 @@ class TierServer:
         self._serving = True
 
     def _listen(self) -> str:
-        listen = self.options.listen
-        if self.options.socket_path is not None:
-            _check_free(str(self.options.socket_path))
+        listen, path = self.options.listen, self.options.socket_path
+        if path is not None:
+            prepare_directory(path.parent, for_all_users=self.options.for_all_users)
+            check_free(path)
         credentials = self._credentials()
         try:
             if credentials is not None:
@@ -111,7 +112,7 @@ class TierServer:
                 port = self._server.add_insecure_port(listen)
         except RuntimeError as error:
             raise TierUnavailableError(f"--listen {listen}: {error}") from error
-        if self.options.socket_path is not None:
+        if path is not None:
             return listen
         return f"{listen.rpartition(':')[0]}:{port}"
 
@@ -193,13 +194,6 @@ def shared_memory(store: BlobStore) -> Shared | None:
     if arena is None or arena.path is None:
         return None
     return Shared(str(arena.path), arena.size, arena.token)
-
-
-def _check_free(path: str) -> None:
-    """gRPC replaces a socket file, whoever is still listening there. Raises OSError."""
-    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
-        probe.connect(path)
-        raise TierUnavailableError(f"--listen unix:{path}: somebody is listening there")
 
 
 def _channel_options(options: TierOptions) -> list[tuple[str, int]]:

@@ -106,6 +106,8 @@ class LiveTier:
 
     def start(self) -> LiveTier:
         command = [sys.executable, "-m", "kvtier_tierd", "--listen", self.address, *self.flags]
+        if not self.address.startswith("unix:"):
+            command.append("--insecure-local")
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=self.directory
@@ -238,7 +240,8 @@ class InProcessTier:
 @contextmanager
 def in_process(**options: Any) -> Iterator[InProcessTier]:
     """A service of 16 MiB on a free port; nothing may be left held at its end."""
-    options = {"listen": "127.0.0.1:0", "memory_bytes": 16 << 20, "drain_s": 1.0} | options
+    right = {"listen": "127.0.0.1:0", "memory_bytes": 16 << 20, "drain_s": 1.0}
+    options = right | {"insecure_local": True} | options
     tier = InProcessTier(TierOptions(**options))
     try:
         yield tier
