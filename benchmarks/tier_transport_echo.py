@@ -102,6 +102,8 @@ class EchoServer(TierServer):
             real.refreshes,
             chunk_bytes=real.chunk_bytes,
             max_blob_bytes=real.max_blob_bytes,
+            budget=real.budget,
+            stall_s=real.stall_s,
         )
         self._server.add_generic_rpc_handlers(echo.handlers())
 

@@ -105,6 +105,8 @@ def parse(argv: Sequence[str] | None) -> TierOptions:
         refresh_workers=given.refresh_workers,
         metrics_port=given.metrics_port,
         metrics_host=given.metrics_host,
+        transfer_bytes=parse_size(given.transfer_memory, "--transfer-memory"),
+        stall_s=given.stall_s,
         drain_s=given.drain_s,
     )
 
@@ -200,6 +202,13 @@ def _parser() -> argparse.ArgumentParser:
         help="that refresh contexts near their data, which takes torch (%(default)s)")  # fmt: skip
     add("--metrics-port", type=int, help="Prometheus /metrics, and /livez and /readyz; 0: any port")
     add("--metrics-host", default=defaults.metrics_host, help="where they listen (%(default)s)")
+    add(
+        "--transfer-memory",
+        default="2g",
+        metavar="BYTES",
+        help="for payloads on their way, beside the store; a namespace has half (%(default)s)",
+    )
+    add("--stall-s", type=float, default=10.0, help="until a stream that stalls ends (%(default)s)")
     add("--drain-s", type=float, default=10.0, help="for running calls at the end (%(default)s)")
     return parser
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from kvtier.errors import TierRefusedError, UsageError
 from kvtier.tier.address import default_address, socket_path
 from kvtier.tier.protocol import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from kvtier_tierd.budget import NAMESPACE_SHARE
 from kvtier_tierd.namespaces import IN_FLIGHT, Limits, Namespaces, check_namespace
 from kvtier_tierd.stores.mooncake_link import MooncakeOptions
 
@@ -36,6 +37,8 @@ class TierOptions:
     refresh_workers:   threads that refresh contexts near their data; 0: none does.
     metrics_port:      of Prometheus metrics, /livez and /readyz; None: none, 0: a free one.
     metrics_host:      the name or address that they are served on.
+    transfer_bytes:    for payloads on their way, at least twice max_blob_bytes; see budget.py.
+    stall_s:           how long a stream may stand still.
     drain_s:           how long running calls may take to end at SIGTERM.
     """
 
@@ -58,6 +61,8 @@ class TierOptions:
     refresh_workers: int = 0
     metrics_port: int | None = None
     metrics_host: str = METRICS_HOST
+    transfer_bytes: int = 2 * GIB
+    stall_s: float = 10.0
     drain_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -78,6 +83,12 @@ class TierOptions:
             raise UsageError("--metrics-host", "a name or an address", self.metrics_host)
         if self.metrics_host != METRICS_HOST and self.metrics_port is None:
             raise UsageError("--metrics-host", "--metrics-port beside it", self.metrics_host)
+        if not NAMESPACE_SHARE * self.transfer_bytes >= self.max_blob_bytes:
+            # Of which a namespace has half, and a blob has to fit.
+            expected = f"at least twice --max-blob, {2 * self.max_blob_bytes} bytes"
+            raise UsageError("--transfer-memory", expected, self.transfer_bytes)
+        if not 0 < self.stall_s <= 3600:
+            raise UsageError("--stall-s", "more than 0 and up to 3600 seconds", self.stall_s)
         if not 0 <= self.drain_s <= 3600:
             raise UsageError("--drain-s", "0 … 3600 seconds", self.drain_s)
         for name in self.namespaces:

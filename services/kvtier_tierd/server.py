@@ -19,6 +19,7 @@ from kvtier.errors import TierUnavailableError
 from kvtier.tier.framing import SERVICE_NAME, framed_handlers
 from kvtier.tier.protocol import MAX_QUERIES_BYTES, MESSAGE_OVERHEAD_BYTES
 from kvtier.v1 import tier_pb2_grpc
+from kvtier_tierd.budget import Budget
 from kvtier_tierd.decoding import DecodingGuard
 from kvtier_tierd.metrics import Gauges, TierMetrics
 from kvtier_tierd.near_data import Refreshes
@@ -47,7 +48,8 @@ class TierServer:
 
     def __init__(self, options: TierOptions) -> None:
         self.options = options
-        self.store: BlobStore = make_store(options)
+        self.budget = Budget(options.transfer_bytes)
+        self.store: BlobStore = make_store(options, self.budget)
         self.metrics = TierMetrics()
         namespaces = options.served()
         self.refreshes = Refreshes(
@@ -64,6 +66,8 @@ class TierServer:
             self.refreshes,
             chunk_bytes=options.chunk_bytes,
             max_blob_bytes=options.max_blob_bytes,
+            budget=self.budget,
+            stall_s=options.stall_s,
             shared=shared_memory(self.store),
         )
         self.address = options.listen

@@ -213,8 +213,10 @@ class InProcessTier:
             pins = sum(entry.pins for entry in self.store.account.entries.values())
             reserved = self.store.account.reserved.total()
             leases = len(self.server.service.leases)
-            if pins or reserved or leases:
-                found.append(f"{pins} pins, {reserved} bytes reserved, {leases} leases")
+            on_way = self.server.budget.used_bytes
+            if pins or reserved or leases or on_way:
+                held = f"{pins} pins, {reserved} bytes reserved, {on_way} on their way"
+                found.append(f"{held}, {leases} leases")
             return found
 
         return self.call(look)
