@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from contextlib import ExitStack, contextmanager
@@ -333,6 +334,15 @@ def test_equal_keys_share_a_lease_and_all_of_them_land(tier):
         assert landed == {position: payload_of(1) for position in range(3)}
 
 
+@pytest.fixture
+def no_garbage_collection():
+    """Of all that the test's process has imported: the service's own has no such pauses."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_no_call_about_many_keys_keeps_the_others_waiting(tier):
     """In processor time of the event loop's thread, whatever else this machine is at."""
     token = tier.server.service.shared.token
@@ -364,7 +374,7 @@ def test_no_call_about_many_keys_keeps_the_others_waiting(tier):
         stub.Release(pb.ReleaseRequest(leases=leases))
         assert stub.Delete(pb.DeleteRequest(keys=held)).deleted == 2000
         tier.call(watching.cancel)
-    assert longest[0] < 0.06
+    assert longest[0] < 0.04
 
 
 def test_an_acquire_that_is_cancelled_leaves_nothing_leased(tier, monkeypatch):
