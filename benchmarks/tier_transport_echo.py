@@ -1,6 +1,6 @@
 """A tier service that has no store: what the same gRPC can do when it only moves bytes.
 
-    python -m benchmarks.tier_transport_echo --listen 127.0.0.1:0
+    python -m benchmarks.tier_transport_echo --listen 127.0.0.1:0 --insecure-local
 
 It is started, configured and connected to like the service. `/kvtier.bench.Echo` is any gRPC
 program: Get answers with the same chunk again and again, Put drops what comes, as protobuf makes
@@ -102,6 +102,8 @@ class EchoServer(TierServer):
             real.refreshes,
             chunk_bytes=real.chunk_bytes,
             max_blob_bytes=real.max_blob_bytes,
+            budget=real.budget,
+            stall_s=real.stall_s,
         )
         self._server.add_generic_rpc_handlers(echo.handlers())
 

@@ -35,7 +35,8 @@ class Running(NamedTuple):
 @contextmanager
 def serving(module: str, *arguments: str) -> Iterator[Running]:
     """The tier service, or what is started like it, on a free port until the block ends."""
-    command = [sys.executable, "-m", module, "--listen", f"{HOST}:0", *arguments]
+    listen = ["--listen", f"{HOST}:0", "--insecure-local"]
+    command = [sys.executable, "-m", module, *listen, *arguments]
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=quiet, text=True, cwd=ROOT)
     assert process.stdout is not None

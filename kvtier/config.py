@@ -30,7 +30,8 @@ from pydantic_settings import (
 )
 
 from kvtier.calibration.address import parse_address
-from kvtier.errors import ConfigurationError
+from kvtier.errors import ConfigurationError, UsageError
+from kvtier.tier.address import DEFAULT, default_address, socket_path
 
 ENV_PREFIX = "KVTIER_"
 DEFAULT_CONFIG_FILE = "kvtier.toml"
@@ -169,7 +170,9 @@ class Settings(BaseSettings):
         32, ge=1, description="Newest queries that choose what a refresh keeps."
     )
     tier: str | None = Field(
-        None, description="KV tier that keeps exact KV: host:port or unix:/path. None: no tier."
+        None,
+        description="KV tier that keeps exact KV: host:port, unix:/path, or default, where `kvtier "
+        "tier` listens by default. None: no tier.",
     )
     tier_namespace: str = Field(
         "default",
@@ -238,6 +241,20 @@ class Settings(BaseSettings):
         if not ca.is_file():
             raise PydanticCustomError("redis_ca", "an existing PEM file")
         return ca
+
+    @field_validator("tier")
+    @classmethod
+    def _is_an_address(cls, tier: str | None) -> str | None:
+        if tier == DEFAULT:
+            tier = default_address()
+        if tier is not None:
+            try:
+                path = socket_path(tier, "tier")
+            except UsageError as error:
+                raise PydanticCustomError("tier", error.expected) from None
+            if path is None and not tier:
+                raise PydanticCustomError("tier", "host:port, unix:/path or default")
+        return tier
 
     @model_validator(mode="after")
     def _one_retention_rule(self) -> Settings:

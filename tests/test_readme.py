@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from urllib.request import Request, urlopen
@@ -101,22 +103,25 @@ def test_serving_with_a_tier_works_as_written(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
     (tmp_path / "models").symlink_to(REPOSITORY / "models")
     (tier,), (_, serve) = commands("kvtier tier --store memory+disk"), commands("kvtier serve")
-    address = f"127.0.0.1:{free_port()}"
+    # Short, because a socket's path may not be long.
+    runtime = tempfile.mkdtemp(prefix="kvt")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
     with subprocess.Popen(
-        [*in_this_environment(tier), "--listen", address],
+        in_this_environment(tier),
         stdout=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
     ) as service:
         try:
             assert service.stdout is not None
-            assert address in service.stdout.readline()
-            served = re.sub(r"--tier \S+", f"--tier {address}", serve)
+            assert f"unix:{runtime}/kvtier/tier.sock" in service.stdout.readline()
+            served = re.sub(r"--tier \S+", "--tier default", serve)
             text = " ".join(["river along stone"] * 200)
             state = ask_once(served, tmp_path, text)
         finally:
             service.terminate()
         assert service.wait(30) == 0
+    shutil.rmtree(runtime)
     assert state["tier"]["healthy"]
     assert state["tier"]["put"] > 0
 

@@ -90,7 +90,17 @@ def local_tier(environment: Mapping[str, str], log: Path) -> Iterator[dict[str, 
     if environment.get(TIER_VARIABLE) != LOCAL_TIER:
         yield {}
         return
-    command = [sys.executable, "-m", "kvtier_tierd", "--listen", "127.0.0.1:0"]
+    with tempfile.TemporaryDirectory(prefix="kvtier-tier-") as folder:
+        # A socket, because a port would be open to every user of the machine.
+        address = f"unix:{folder}/tier.sock"
+        with _tier_process(address, environment, log):
+            yield {TIER_VARIABLE: address}
+
+
+@contextmanager
+def _tier_process(address: str, environment: Mapping[str, str], log: Path) -> Iterator[None]:
+    """A tier service that listens at the address. Raises StartupError when it does not start."""
+    command = [sys.executable, "-m", "kvtier_tierd", "--listen", address]
     if environment.get("KVTIER_REFRESH_BY") == "near-data":
         command += ["--refresh-workers", "1"]
     with log.open("wb") as stream:
@@ -108,7 +118,7 @@ def local_tier(environment: Mapping[str, str], log: Path) -> Iterator[dict[str, 
             said = lines.readline()
             if not said:
                 raise StartupError("the local tier did not start: " + " ".join(_tail(log)))
-            yield {TIER_VARIABLE: said.split()[-1]}
+            yield
     finally:
         stop_group(process)
 

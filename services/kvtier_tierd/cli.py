@@ -64,9 +64,8 @@ async def serve(options: TierOptions) -> None:
     try:
         # One line that scripts can wait for; `listen` may have asked for any free port.
         _say(f"kvtier tier: {server.store.kind} store on {server.address}")
-        if server.metrics_port is not None:
-            url = f"http://127.0.0.1:{server.metrics_port}/metrics"
-            _say(f"kvtier tier: metrics on {url}")
+        if server.web is not None:
+            _say(f"kvtier tier: metrics on {server.web.url}/metrics")
         await ended.wait()
         _say("kvtier tier: draining")
     finally:
@@ -100,10 +99,14 @@ def parse(argv: Sequence[str] | None) -> TierOptions:
         certificate=given.certificate,
         key=given.key,
         client_ca=given.client_ca,
+        insecure_local=given.insecure_local,
         insecure=given.insecure,
         max_blob_bytes=parse_size(given.max_blob, "--max-blob"),
         refresh_workers=given.refresh_workers,
         metrics_port=given.metrics_port,
+        metrics_host=given.metrics_host,
+        transfer_bytes=parse_size(given.transfer_memory, "--transfer-memory"),
+        stall_s=given.stall_s,
         drain_s=given.drain_s,
     )
 
@@ -188,11 +191,24 @@ def _parser() -> argparse.ArgumentParser:
     add("--certificate", type=Path, metavar="PEM", help="of the server, for mutual TLS")
     add("--key", type=Path, metavar="PEM", help="of the certificate")
     add("--client-ca", type=Path, metavar="PEM", help="who signs clients; their names are theirs")
-    add("--insecure", action="store_true", help="plaintext beyond loopback")
+    add(
+        "--insecure-local",
+        action="store_true",
+        help="plaintext for every user of this machine: loopback, or a socket others may open",
+    )
+    add("--insecure", action="store_true", help="plaintext for whoever reaches --listen")
     add("--max-blob", default="1g", metavar="BYTES", help="larger blobs are refused (%(default)s)")
     add("--refresh-workers", type=int, default=0, metavar="THREADS",
         help="that refresh contexts near their data, which takes torch (%(default)s)")  # fmt: skip
-    add("--metrics-port", type=int, help="Prometheus metrics on loopback; 0 picks a free port")
+    add("--metrics-port", type=int, help="Prometheus /metrics, and /livez and /readyz; 0: any port")
+    add("--metrics-host", default=defaults.metrics_host, help="where they listen (%(default)s)")
+    add(
+        "--transfer-memory",
+        default="2g",
+        metavar="BYTES",
+        help="for payloads on their way, beside the store; a namespace has half (%(default)s)",
+    )
+    add("--stall-s", type=float, default=10.0, help="until a stream that stalls ends (%(default)s)")
     add("--drain-s", type=float, default=10.0, help="for running calls at the end (%(default)s)")
     return parser
 

@@ -11,13 +11,17 @@ import itertools
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.errors import TierProtocolError
+from kvtier.errors import TierExhaustedError, TierProtocolError
 from kvtier_tierd.stores.base import BlobStore, Draft, Handle
 
 MAX_LEASE_S = 60.0
+# Of the shared memory, for drafts that are not committed: of one namespace, and of all together.
+# Room that is reserved is taken from blobs that somebody may want.
+NAMESPACE_SHARE, TOTAL_SHARE = 0.25, 0.5
 DEFAULT_LEASE_S = 10.0
 
 logger = logging.getLogger(__name__)
@@ -40,16 +44,44 @@ class Leases:
         # A lease of the service that was here before must not be one of this.
         self._ids = itertools.count(secrets.randbits(62) + 1)
         self._leases: dict[int, Lease] = {}
+        # Of drafts.
+        self._reserved: Counter[str] = Counter()
         self.expired = 0
 
     def __len__(self) -> int:
         return len(self._leases)
 
+    def check_room(self, namespace: str, num_bytes: int, shared_bytes: int) -> None:
+        """Raises TierExhaustedError where a draft would be more than its namespace, or all of them,
+        may have leased of the shared memory. The only one of a namespace may be larger than that.
+        """
+        own, total = self._reserved[namespace], self._reserved.total()
+        if own and own + num_bytes > NAMESPACE_SHARE * shared_bytes:
+            most, whose = NAMESPACE_SHARE, f"namespace {namespace!r} has"
+        elif total > TOTAL_SHARE * shared_bytes:
+            most, whose = TOTAL_SHARE, "all namespaces together have"
+        else:
+            return
+        raise TierExhaustedError(
+            f"{whose} reserved and not committed as much of the shared memory as may be "
+            f"({most:.0%} of {shared_bytes} bytes)"
+        )
+
     def grant(self, namespace: str, held: Draft | Handle, lease_s: float) -> int:
         """Lease a draft or an open handle; returns the lease's number, never 0."""
         number = next(self._ids)
         self._leases[number] = Lease(namespace, held, time.monotonic() + lease_s)
+        if isinstance(held, Draft):
+            self._reserved[namespace] += held.info.num_bytes
         return number
+
+    def _pop(self, number: int) -> Lease:
+        lease = self._leases.pop(number)
+        if isinstance(lease.held, Draft):
+            self._reserved[lease.namespace] -= lease.held.info.num_bytes
+            if not self._reserved[lease.namespace]:
+                del self._reserved[lease.namespace]
+        return lease
 
     def take_drafts(self, namespace: str, numbers: Sequence[int]) -> list[Draft]:
         """End leases of drafts, and hand the drafts over: all of them, or none.
@@ -65,21 +97,20 @@ class Leases:
                 raise TierProtocolError(f"lease {number} is for reading")
             drafts[number] = lease.held
         for number in drafts:
-            del self._leases[number]
+            self._pop(number)
         return list(drafts.values())
 
     async def release(self, namespace: str, number: int) -> None:
         """End a lease without using it; one that is over already is no error."""
         lease = self._leases.get(number)
         if lease is not None and lease.namespace == namespace:
-            del self._leases[number]
-            await self._drop(lease)
+            await self._drop(self._pop(number))
 
     async def expire(self, now: float | None = None) -> int:
         """End the leases whose time is over; returns how many."""
         now = time.monotonic() if now is None else now
         over = [number for number, lease in self._leases.items() if lease.expires_at <= now]
-        leases = [self._leases.pop(number) for number in over]
+        leases = [self._pop(number) for number in over]
         self.expired += len(leases)
         for lease in leases:
             try:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the service, on `--metrics-port`.
+"""Prometheus metrics of the service, on `--metrics-port` (web.py).
 
 kvtier_tier_bytes_total{direction, namespace, path}    moved; path: stream or shared
 kvtier_tier_blobs_moved_total{direction, namespace, path}  likewise

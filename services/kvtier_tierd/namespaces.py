@@ -1,8 +1,8 @@
 """Who may use the service, and how much of it at a time.
 
 Under mutual TLS the namespace is the common name of the client's certificate and nothing the
-client says changes it. Without, it is what the client says, which only loopback and unix sockets
-are trusted with.
+client says changes it. Without, it is what the client says: whoever may connect is in every
+namespace, which by default is this user alone (sockets.py).
 """
 
 from __future__ import annotations

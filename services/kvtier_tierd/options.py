@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.errors import TierRefusedError, UsageError
+from kvtier.tier.address import default_address, socket_path
 from kvtier.tier.protocol import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from kvtier_tierd.budget import NAMESPACE_SHARE
 from kvtier_tierd.namespaces import IN_FLIGHT, Limits, Namespaces, check_namespace
 from kvtier_tierd.stores.mooncake_link import MooncakeOptions
 
 GIB = 1 << 30
 MIB = 1 << 20
-DEFAULT_LISTEN = "127.0.0.1:7311"
-UNIX = "unix:"
-# Of sockaddr_un, less the NUL.
-MAX_SOCKET_PATH_BYTES = 107
+METRICS_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -31,14 +30,19 @@ class TierOptions:
     namespaces:        limits by name; empty: everybody is welcome.
     in_flight:         transfers at a time, of a namespace that is not in `namespaces`.
     certificate, key, client_ca: PEM files; all three mean mutual TLS.
-    insecure:          plaintext on addresses that other machines reach.
+    insecure_local:    plaintext for every user of this machine: on loopback addresses, and in
+                       directories that others enter.
+    insecure:          plaintext for other machines as well.
     chunk_bytes:       of streamed payloads. max_blob_bytes: larger blobs are refused.
     refresh_workers:   threads that refresh contexts near their data; 0: none does.
-    metrics_port:      of Prometheus metrics on the loopback interface; None: none, 0: a free one.
+    metrics_port:      of Prometheus metrics, /livez and /readyz; None: none, 0: a free one.
+    metrics_host:      the name or address that they are served on.
+    transfer_bytes:    for payloads on their way, at least twice max_blob_bytes; see budget.py.
+    stall_s:           how long a stream may stand still.
     drain_s:           how long running calls may take to end at SIGTERM.
     """
 
-    listen: str = DEFAULT_LISTEN
+    listen: str = field(default_factory=default_address)
     store: str = "memory"
     memory_bytes: int = 4 * GIB
     disk_path: Path | None = None
@@ -50,11 +54,15 @@ class TierOptions:
     certificate: Path | None = None
     key: Path | None = None
     client_ca: Path | None = None
+    insecure_local: bool = False
     insecure: bool = False
     chunk_bytes: int = 1 * MIB
     max_blob_bytes: int = 1 * GIB
     refresh_workers: int = 0
     metrics_port: int | None = None
+    metrics_host: str = METRICS_HOST
+    transfer_bytes: int = 2 * GIB
+    stall_s: float = 10.0
     drain_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -71,6 +79,16 @@ class TierOptions:
             raise UsageError("chunk_bytes", expected, self.chunk_bytes)
         if self.metrics_port is not None and not 0 <= self.metrics_port < 1 << 16:
             raise UsageError("--metrics-port", "0 … 65535", self.metrics_port)
+        if not self.metrics_host:
+            raise UsageError("--metrics-host", "a name or an address", self.metrics_host)
+        if self.metrics_host != METRICS_HOST and self.metrics_port is None:
+            raise UsageError("--metrics-host", "--metrics-port beside it", self.metrics_host)
+        if not NAMESPACE_SHARE * self.transfer_bytes >= self.max_blob_bytes:
+            # Of which a namespace has half, and a blob has to fit.
+            expected = f"at least twice --max-blob, {2 * self.max_blob_bytes} bytes"
+            raise UsageError("--transfer-memory", expected, self.transfer_bytes)
+        if not 0 < self.stall_s <= 3600:
+            raise UsageError("--stall-s", "more than 0 and up to 3600 seconds", self.stall_s)
         if not 0 <= self.drain_s <= 3600:
             raise UsageError("--drain-s", "0 … 3600 seconds", self.drain_s)
         for name in self.namespaces:
@@ -89,18 +107,23 @@ class TierOptions:
                 raise UsageError(name, "an existing PEM file", str(path))
 
     def _check_listen(self) -> None:
-        if self.socket_path is not None:
+        if socket_path(self.listen, "--listen") is not None:
             if self.tls:
                 raise UsageError("--listen", "host:port with TLS", self.listen)
-            if not 1 <= len(self.listen[len(UNIX) :].encode()) <= MAX_SOCKET_PATH_BYTES:
-                expected = f"unix: and a path of at most {MAX_SOCKET_PATH_BYTES} bytes"
-                raise UsageError("--listen", expected, self.listen)
             return
         host, port = self._host_and_port()
         if not host or not port.isascii() or not port.isdigit() or int(port) >= 1 << 16:
             raise UsageError("--listen", "host:port, [address]:port or unix:/path", self.listen)
-        if not (self.tls or self.insecure or _is_loopback(host)):
-            expected = "a loopback address or unix socket, TLS, or --insecure"
+        if self.tls or self.insecure:
+            return
+        if not _is_loopback(host):
+            expected = "a unix socket, TLS, or --insecure: whoever reaches it may read and write"
+            raise UsageError("--listen", expected, self.listen)
+        if not self.insecure_local:
+            expected = (
+                "a unix socket, TLS, or --insecure-local: every user of this machine may read "
+                "and write there"
+            )
             raise UsageError("--listen", expected, self.listen)
 
     def _host_and_port(self) -> tuple[str, str]:
@@ -113,7 +136,12 @@ class TierOptions:
     @property
     def socket_path(self) -> Path | None:
         """Of the unix socket to listen on, if it is one."""
-        return Path(self.listen[len(UNIX) :]) if self.listen.startswith(UNIX) else None
+        return socket_path(self.listen, "--listen")
+
+    @property
+    def for_all_users(self) -> bool:
+        """Whether every user of this machine may connect without a certificate."""
+        return self.insecure_local or self.insecure
 
     @property
     def tls(self) -> bool:

@@ -9,32 +9,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import start_http_server
 
 from kvtier.errors import TierUnavailableError
 from kvtier.tier.framing import SERVICE_NAME, framed_handlers
 from kvtier.tier.protocol import MAX_QUERIES_BYTES, MESSAGE_OVERHEAD_BYTES
 from kvtier.v1 import tier_pb2_grpc
+from kvtier_tierd.budget import Budget
+from kvtier_tierd.decoding import DecodingGuard
 from kvtier_tierd.metrics import Gauges, TierMetrics
 from kvtier_tierd.near_data import Refreshes
 from kvtier_tierd.options import TierOptions
 from kvtier_tierd.service import Shared, TierService
+from kvtier_tierd.sockets import check_free, prepare_directory
 from kvtier_tierd.stores.arena import Arena
 from kvtier_tierd.stores.base import BlobStore
 from kvtier_tierd.stores.layered import LayeredStore
 from kvtier_tierd.stores.registry import make_store
 from kvtier_tierd.tls import RotatingCredentials
+from kvtier_tierd.web import WebServer
 
 logger = logging.getLogger(__name__)
 
 LEASE_CHECK_S = 0.25
 MAX_STREAMS = 256
+# Half of what our own clients keep to: pings that were delayed come closer together.
+MIN_PING_INTERVAL_MS = 5_000
 # For calls that were cut off to give back what they hold, and for what is left to be sent.
 LAST_S = 1.0
 
@@ -44,7 +48,8 @@ class TierServer:
 
     def __init__(self, options: TierOptions) -> None:
         self.options = options
-        self.store: BlobStore = make_store(options)
+        self.budget = Budget(options.transfer_bytes)
+        self.store: BlobStore = make_store(options, self.budget)
         self.metrics = TierMetrics()
         namespaces = options.served()
         self.refreshes = Refreshes(
@@ -61,14 +66,18 @@ class TierServer:
             self.refreshes,
             chunk_bytes=options.chunk_bytes,
             max_blob_bytes=options.max_blob_bytes,
+            budget=self.budget,
+            stall_s=options.stall_s,
             shared=shared_memory(self.store),
         )
         self.address = options.listen
-        self.metrics_port: int | None = None
+        self.web: WebServer | None = None
         self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=_channel_options(options))
+        self._server = grpc.aio.server(
+            interceptors=[DecodingGuard(self.metrics.failed)], options=_channel_options(options)
+        )
         self._background: asyncio.Task[None] | None = None
-        self._metrics_server: Any = None
+        self._serving = False
 
     async def start(self) -> None:
         """Raises KvtierError where the store, an address or a certificate is of no use."""
@@ -79,6 +88,8 @@ class TierServer:
             raise
 
     async def _start(self) -> None:
+        # First, because whoever asks shall hear that the store is still being recovered.
+        self._serve_web()
         await self.refreshes.start()
         await self.store.start()
         tier_pb2_grpc.add_TierServiceServicer_to_server(self.service, self._server)
@@ -87,16 +98,16 @@ class TierServer:
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         self.address = self._listen()
-        if self.options.metrics_port is not None:
-            self._serve_metrics(self.options.metrics_port)
         await self._server.start()
         self._background = asyncio.create_task(self._expire_leases())
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._serving = True
 
     def _listen(self) -> str:
-        listen = self.options.listen
-        if self.options.socket_path is not None:
-            _check_free(str(self.options.socket_path))
+        listen, path = self.options.listen, self.options.socket_path
+        if path is not None:
+            prepare_directory(path.parent, for_all_users=self.options.for_all_users)
+            check_free(path)
         credentials = self._credentials()
         try:
             if credentials is not None:
@@ -105,7 +116,7 @@ class TierServer:
                 port = self._server.add_insecure_port(listen)
         except RuntimeError as error:
             raise TierUnavailableError(f"--listen {listen}: {error}") from error
-        if self.options.socket_path is not None:
+        if path is not None:
             return listen
         return f"{listen.rpartition(':')[0]}:{port}"
 
@@ -116,21 +127,35 @@ class TierServer:
         rotating = RotatingCredentials(options.certificate, options.key, options.client_ca)
         return rotating.server_credentials()
 
-    def _serve_metrics(self, port: int) -> None:
-        loop = asyncio.get_running_loop()
+    @property
+    def metrics_port(self) -> int | None:
+        """Where metrics are served, if they are."""
+        return None if self.web is None else self.web.port
+
+    def _serve_web(self) -> None:
+        options, loop = self.options, asyncio.get_running_loop()
+        if options.metrics_port is None:
+            return
 
         def from_loop() -> Gauges:
             # The store belongs to the loop, and metrics are asked for in a thread.
             return asyncio.run_coroutine_threadsafe(self._gauges(), loop).result(LAST_S)
 
+        def alive() -> str | None:
+            turned = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
+            try:
+                turned.result(LAST_S)
+            except TimeoutError:
+                return "the event loop does not answer"
+            return None
+
+        def ready() -> str | None:
+            return None if self._serving else "not ready"
+
         self.metrics.watch(from_loop)
-        try:
-            self._metrics_server, _ = start_http_server(
-                port, "127.0.0.1", registry=self.metrics.registry
-            )
-        except OSError as error:
-            raise TierUnavailableError(f"--metrics-port {port}: {error}") from error
-        self.metrics_port = self._metrics_server.server_port
+        self.web = WebServer(
+            options.metrics_host, options.metrics_port, self.metrics.registry, alive, ready
+        )
 
     async def _gauges(self) -> Gauges:
         leases = self.service.leases
@@ -149,7 +174,7 @@ class TierServer:
 
     async def stop(self) -> None:
         """Drain and close. Clients see UNAVAILABLE and go on without the tier."""
-        self.service.draining = True
+        self.service.draining, self._serving = True, False
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         # Only our own calls are waited for: who watches the health would do so for ever.
         await self.service.idle(self.options.drain_s)
@@ -159,9 +184,8 @@ class TierServer:
             self._background.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._background
-        if self._metrics_server is not None:
-            await asyncio.to_thread(self._metrics_server.shutdown)
-            self._metrics_server.server_close()
+        if self.web is not None:
+            await asyncio.to_thread(self.web.close)
         await self.refreshes.close()
         await self.service.leases.close()
         await self.store.close()
@@ -174,13 +198,6 @@ def shared_memory(store: BlobStore) -> Shared | None:
     if arena is None or arena.path is None:
         return None
     return Shared(str(arena.path), arena.size, arena.token)
-
-
-def _check_free(path: str) -> None:
-    """gRPC replaces a socket file, whoever is still listening there. Raises OSError."""
-    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
-        probe.connect(path)
-        raise TierUnavailableError(f"--listen unix:{path}: somebody is listening there")
 
 
 def _channel_options(options: TierOptions) -> list[tuple[str, int]]:
@@ -196,5 +213,7 @@ def _channel_options(options: TierOptions) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        # Without this gRPC allows an idle client a ping in five minutes, and ends the connections
+        # of those that look more often, as ours do (kvtier.tier.channel).
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
     ]

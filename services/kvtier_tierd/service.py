@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sized
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
+
+import grpc
+import numpy as np
 
 from kvtier import __version__
 from kvtier.errors import (
     KvtierError,
     TierError,
     TierExhaustedError,
-    TierIntegrityError,
     TierUnavailableError,
     UsageError,
 )
@@ -32,14 +34,22 @@ from kvtier.tier.protocol import negotiate
 from kvtier.tier.status import code_of
 from kvtier.v1 import tier_pb2 as pb
 from kvtier.v1 import tier_pb2_grpc
+from kvtier_tierd.budget import Budget
 from kvtier_tierd.leases import Leases, lease_seconds
 from kvtier_tierd.metrics import TierMetrics
 from kvtier_tierd.namespaces import Namespaces, namespace_of
 from kvtier_tierd.near_data import Refreshes
-from kvtier_tierd.stores.base import BlobInfo, BlobName, BlobStore, Draft
+from kvtier_tierd.progress import Progress, StalledError
+from kvtier_tierd.staging import Staged
+from kvtier_tierd.stores.base import BlobInfo, BlobName, BlobStore, Draft, fill
 from kvtier_tierd.verifying import is_intact
 
+# Of a call that looks keys up, and of one that does something for each of them.
 MAX_KEYS = 1 << 16
+MAX_HELD_KEYS = 1 << 12
+# After so many keys everybody else has a turn: looked up, and opened or leased.
+KEYS_A_TURN, HELD_KEYS_A_TURN = 1 << 11, 1 << 6
+DELETED_TOGETHER = 1 << 8
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -74,6 +84,8 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
     shared:         the memory that same-host clients may map, or None.
     chunk_bytes:    of a Get stream's chunks.
     max_blob_bytes: larger blobs are refused.
+    budget:         of what puts have sent and is not stored yet.
+    stall_s:        how long a stream may stand still.
     """
 
     def __init__(
@@ -85,6 +97,8 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
         *,
         chunk_bytes: int,
         max_blob_bytes: int,
+        budget: Budget,
+        stall_s: float,
         shared: Shared | None = None,
     ) -> None:
         self.store = store
@@ -93,6 +107,8 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
         self.metrics = metrics
         self.chunk_bytes = chunk_bytes
         self.max_blob_bytes = max_blob_bytes
+        self.budget = budget
+        self.stall_s = stall_s
         self.shared = shared
         self.leases = Leases(store)
         self.draining = False
@@ -113,7 +129,13 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
         except KvtierError as error:
             code = code_of(error)
             self.metrics.failed(method, code.name)
+            if isinstance(error, StalledError) and error.writing is not None:
+                # Behind it is where the status goes. By now the call holds nothing but this.
+                await error.writing
             await context.abort(code, str(error))
+        except grpc.aio.AbortError:
+            # Of a request that is no message; answered and counted (decoding.py).
+            raise
         except Exception:
             self.metrics.failed(method, "UNKNOWN")
             raise
@@ -132,8 +154,6 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
 
     def _names(self, namespace: str, keys: Iterable[bytes]) -> list[BlobName]:
         names = [BlobName(namespace, key) for key in keys]
-        if len(names) > MAX_KEYS:
-            raise UsageError("keys", f"at most {MAX_KEYS}", len(names))
         for name in names:
             if len(name.key) != KEY_BYTES:
                 raise UsageError("keys", f"{KEY_BYTES} bytes each", f"{len(name.key)}")
@@ -175,28 +195,35 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
 
     @rpc
     async def Exists(self, namespace: str, request: pb.ExistsRequest) -> pb.ExistsResponse:
-        held = await self.store.exists(self._names(namespace, request.keys))
-        run = next((i for i, one in enumerate(held) if not one), len(held))
-        present = bytearray((len(held) + 7) // 8)
-        for i, one in enumerate(held):
-            present[i // 8] |= one << i % 8
+        check_count("keys", request.keys, MAX_KEYS)
+        held: list[bool] = []
+        for begin in range(0, len(request.keys), KEYS_A_TURN):
+            keys = request.keys[begin : begin + KEYS_A_TURN]
+            held += await self.store.exists(self._names(namespace, keys))
+            await asyncio.sleep(0)
+        run = held.index(False) if False in held else len(held)
+        present = np.packbits(np.array(held, bool), bitorder="little").tobytes()
         self.metrics.looked_up(namespace, sum(held), len(held))
-        return pb.ExistsResponse(leading_run=run, present=bytes(present))
+        return pb.ExistsResponse(leading_run=run, present=present)
 
     @rpc
     async def Delete(self, namespace: str, request: pb.DeleteRequest) -> pb.DeleteResponse:
-        names = self._names(namespace, request.keys)
-        # Together, because a disk can write many deletions at once.
-        deleted = await asyncio.gather(*(self.store.delete(name) for name in names))
-        return pb.DeleteResponse(deleted=sum(deleted))
+        check_count("keys", request.keys)
+        names, deleted = self._names(namespace, request.keys), 0
+        for begin in range(0, len(names), DELETED_TOGETHER):
+            some = names[begin : begin + DELETED_TOGETHER]
+            # Together, because a disk can write many deletions at once.
+            deleted += sum(await asyncio.gather(*(self.store.delete(name) for name in some)))
+        return pb.DeleteResponse(deleted=deleted)
 
     @rpc
     async def Quarantine(
         self, namespace: str, request: pb.QuarantineRequest
     ) -> pb.QuarantineResponse:
+        check_count("keys", request.keys)
         bad = []
         async with self.namespaces.transfer(namespace):
-            for name in self._names(namespace, request.keys):
+            for name in self._names(namespace, dict.fromkeys(request.keys)):
                 handle = await self.store.open(name)
                 if handle is None:
                     continue
@@ -233,30 +260,51 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
         if token != self.shared.token:
             raise TierUnavailableError("the memory that you have mapped is not mine; connect again")
 
+    @asynccontextmanager
+    async def _leasing(self, namespace: str) -> AsyncIterator[list[int]]:
+        """Numbers of leases that are granted in the block, for it to fill; where it fails, nobody
+        hears of them, and they are over."""
+        numbers: list[int] = []
+        try:
+            yield numbers
+        except BaseException:
+            for number in numbers:
+                await self.leases.release(namespace, number)
+            raise
+
     @rpc
     async def Reserve(self, namespace: str, request: pb.ReserveRequest) -> pb.ReserveResponse:
         self._check_shared(request.shared_token)
+        check_count("headers", request.headers)
         lease_s = lease_seconds(request.lease_ms)
         extents: list[pb.Extent] = []
         names = self._names(namespace, (header.key for header in request.headers))
         infos = [self._info(header) for header in request.headers]
         held = await self.store.exists(names)
-        for name, info, known in zip(names, infos, held, strict=True):
-            if known:
-                continue
-            try:
-                draft = await self.store.reserve(name, info)
-            except TierError:
-                if not extents:
-                    raise
-                break
-            assert draft.offset is not None, "a shared store knows where its drafts are"
-            lease = self.leases.grant(namespace, draft, lease_s)
-            extents.append(pb.Extent(key=name.key, lease=lease, offset=draft.offset))
+        async with self._leasing(namespace) as leases:
+            for name, info, known in zip(names, infos, held, strict=True):
+                if known:
+                    continue
+                try:
+                    draft = await self._reserve_shared(name, info)
+                except TierError:
+                    if not extents:
+                        raise
+                    break
+                assert draft.offset is not None, "a shared store knows where its drafts are"
+                leases.append(self.leases.grant(namespace, draft, lease_s))
+                extents.append(pb.Extent(key=name.key, lease=leases[-1], offset=draft.offset))
+                await _let_others_in(len(leases))
         return pb.ReserveResponse(extents=extents, expires_ms=round(lease_s * 1000))
+
+    async def _reserve_shared(self, name: BlobName, info: BlobInfo) -> Draft:
+        assert self.shared is not None, "_check_shared"
+        self.leases.check_room(name.namespace, info.num_bytes, self.shared.size)
+        return await self.store.reserve(name, info)
 
     @rpc
     async def Commit(self, namespace: str, request: pb.CommitRequest) -> pb.CommitResponse:
+        check_count("leases", request.leases)
         drafts = self.leases.take_drafts(namespace, request.leases)
         stored = len(drafts)
         try:
@@ -264,6 +312,7 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
                 draft = drafts.pop()
                 await self.store.commit(draft)
                 self.metrics.moved("put", namespace, draft.info.num_bytes, shared=True)
+                await _let_others_in(len(drafts))
         finally:
             for draft in drafts:
                 await self.store.abort(draft)
@@ -272,32 +321,39 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
     @rpc
     async def Acquire(self, namespace: str, request: pb.AcquireRequest) -> pb.AcquireResponse:
         self._check_shared(request.shared_token)
+        check_count("keys", request.keys)
         lease_s = lease_seconds(request.lease_ms)
-        extents, leased, num_bytes = [], 0, 0
-        for name in self._names(namespace, request.keys):
-            handle = await self.store.open(name)
-            if handle is None:
-                self.metrics.missed(namespace)
-                continue
-            header = _header(name.key, handle.info)
-            if handle.offset is None:
-                handle.close()
-                extents.append(pb.Extent(key=name.key, header=header))
-                continue
-            lease = self.leases.grant(namespace, handle, lease_s)
-            extents.append(
-                pb.Extent(key=name.key, lease=lease, offset=handle.offset, header=header)
-            )
-            leased, num_bytes = leased + 1, num_bytes + handle.info.num_bytes
-        if leased:
+        extents: dict[bytes, pb.Extent] = {}
+        num_bytes = 0
+        async with self._leasing(namespace) as leases:
+            # Equal keys share a lease.
+            for number, name in enumerate(self._names(namespace, dict.fromkeys(request.keys))):
+                await _let_others_in(number)
+                handle = await self.store.open(name)
+                if handle is None:
+                    self.metrics.missed(namespace)
+                    continue
+                extents[name.key] = extent = pb.Extent(
+                    key=name.key, header=_header(name.key, handle.info)
+                )
+                if handle.offset is None:
+                    handle.close()
+                    continue
+                leases.append(self.leases.grant(namespace, handle, lease_s))
+                extent.lease, extent.offset = leases[-1], handle.offset
+                num_bytes += handle.info.num_bytes
+        if leases:
             # Once, because it costs about as much as a blob's lease.
-            self.metrics.moved("get", namespace, num_bytes, shared=True, blobs=leased)
-        return pb.AcquireResponse(extents=extents, expires_ms=round(lease_s * 1000))
+            self.metrics.moved("get", namespace, num_bytes, shared=True, blobs=len(leases))
+        found = [extents[key] for key in request.keys if key in extents]
+        return pb.AcquireResponse(extents=found, expires_ms=round(lease_s * 1000))
 
     @rpc
     async def Release(self, namespace: str, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
-        for number in request.leases:
-            await self.leases.release(namespace, number)
+        check_count("leases", request.leases)
+        for number, lease in enumerate(request.leases):
+            await _let_others_in(number)
+            await self.leases.release(namespace, lease)
         return pb.ReleaseResponse()
 
     # -- streams --
@@ -305,43 +361,42 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
     @rpc
     async def Put(self, namespace: str, requests: PutRequests) -> pb.PutResponse:
         async with self.namespaces.transfer(namespace):
-            requests = aiter(requests)
-            first = await anext(requests, None)
+            requests, progress = aiter(requests), Progress(self.stall_s)
+            first = await progress.wait(anext(requests, None))
             if not isinstance(first, pb.PutRequest) or first.WhichOneof("part") != "header":
                 raise UsageError("put", "a header first", "none")
             (name,) = self._names(namespace, [first.header.key])
             info = self._info(first.header)
+            self.store.check(name, info)
             if not first.replace and (await self.store.exists([name]))[0]:
                 return pb.PutResponse(stored=False)
-            draft = await self.store.reserve(name, info)
-            await self._received(draft, requests)
-            await self.store.commit(draft)
+            with Staged(self.budget, namespace, info.num_bytes) as staged:
+                await self._receive(staged, namespace, requests, progress)
+                await self._store(name, info, staged)
             self.metrics.moved("put", namespace, info.num_bytes, shared=False)
             return pb.PutResponse(stored=True)
 
-    async def _received(self, draft: Draft, requests: PutRequests) -> None:
+    async def _receive(
+        self, staged: Staged, namespace: str, requests: PutRequests, progress: Progress
+    ) -> None:
+        """Stage the chunks that follow. Raises TierIntegrityError unless they are the payload."""
+        while (request := await progress.wait(anext(requests, None))) is not None:
+            if not isinstance(request, memoryview):
+                raise UsageError("put", "chunks after the header", "another header")
+            staged.add(request)
+            progress.moved(len(request))
+            # Nothing more is read meanwhile, so the client waits, too.
+            await self.namespaces.pace(namespace, len(request))
+        staged.finish()
+
+    async def _store(self, name: BlobName, info: BlobInfo, staged: Staged) -> None:
+        draft = await self.store.reserve(name, info)
         try:
-            await self._receive(draft, requests)
+            await fill(draft, staged.pieces())
         except BaseException:
             await self.store.abort(draft)
             raise
-
-    async def _receive(self, draft: Draft, requests: PutRequests) -> None:
-        """Fill the buffer with the chunks that follow. Raises TierIntegrityError unless they do."""
-        buffer, position = draft.buffer, 0
-        async for request in requests:
-            if not isinstance(request, memoryview):
-                raise UsageError("put", "chunks after the header", "another header")
-            if position + len(request) > len(buffer):
-                raise TierIntegrityError(
-                    f"more than the {len(buffer)} bytes of the header were sent"
-                )
-            buffer[position : position + len(request)] = request
-            position += len(request)
-            # Nothing more is read meanwhile, so the client waits, too.
-            await self.namespaces.pace(draft.name.namespace, len(request))
-        if position != len(buffer):
-            raise TierIntegrityError(f"{position} of {len(buffer)} bytes were sent")
+        await self.store.commit(draft)
 
     # Writes instead of yielding: a generator that nobody asks any more closes its handle some time.
     async def Get(  # type: ignore[override]
@@ -351,14 +406,34 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
             self.calling("Get", context) as namespace,
             self.namespaces.transfer(namespace),
         ):
+            check_count("keys", request.keys)
+            write = self._writer(context)
             for name in self._names(namespace, request.keys):
-                await self._send(name, context.write)
+                await self._send(name, write)
 
     async def Refresh(  # type: ignore[override]
         self, requests: AsyncIterator[pb.RefreshRequest], context: Any
     ) -> None:
         async with self.calling("Refresh", context) as namespace:
-            await self.refreshes.serve(namespace, requests, context.write)
+            await self.refreshes.serve(namespace, requests, self._writer(context))
+
+    def _writer(self, context: Any) -> Callable[[Any], Awaitable[None]]:
+        """Writes to a client that may be slow, but not stand still."""
+        progress = Progress(self.stall_s)
+
+        async def write(message: Any) -> None:
+            writing = asyncio.ensure_future(context.write(message))
+            try:
+                await progress.wait(asyncio.shield(writing))
+            except StalledError as error:
+                error.writing = writing
+                raise
+            except BaseException:
+                writing.cancel()
+                raise
+            progress.moved(len(message) if isinstance(message, bytes) else message.ByteSize())
+
+        return write
 
     async def _send(self, name: BlobName, write: Callable[[Any], Awaitable[None]]) -> None:
         handle = await self.store.open(name)
@@ -377,6 +452,18 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
         finally:
             handle.close()
         self.metrics.moved("get", name.namespace, handle.info.num_bytes, shared=False)
+
+
+def check_count(field: str, values: Sized, most: int = MAX_HELD_KEYS) -> None:
+    """Raises UsageError for a field of a request that has more values than a call may."""
+    if len(values) > most:
+        raise UsageError(field, f"at most {most}", len(values))
+
+
+async def _let_others_in(number: int) -> None:
+    """Called for every key: now and then the event loop turns."""
+    if number % HELD_KEYS_A_TURN == 0:
+        await asyncio.sleep(0)
 
 
 def _header(key: bytes, info: BlobInfo) -> pb.BlobHeader:

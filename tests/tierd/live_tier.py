@@ -106,6 +106,8 @@ class LiveTier:
 
     def start(self) -> LiveTier:
         command = [sys.executable, "-m", "kvtier_tierd", "--listen", self.address, *self.flags]
+        if not self.address.startswith("unix:"):
+            command.append("--insecure-local")
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=self.directory
@@ -211,8 +213,10 @@ class InProcessTier:
             pins = sum(entry.pins for entry in self.store.account.entries.values())
             reserved = self.store.account.reserved.total()
             leases = len(self.server.service.leases)
-            if pins or reserved or leases:
-                found.append(f"{pins} pins, {reserved} bytes reserved, {leases} leases")
+            on_way = self.server.budget.used_bytes
+            if pins or reserved or leases or on_way:
+                held = f"{pins} pins, {reserved} bytes reserved, {on_way} on their way"
+                found.append(f"{held}, {leases} leases")
             return found
 
         return self.call(look)
@@ -238,7 +242,8 @@ class InProcessTier:
 @contextmanager
 def in_process(**options: Any) -> Iterator[InProcessTier]:
     """A service of 16 MiB on a free port; nothing may be left held at its end."""
-    options = {"listen": "127.0.0.1:0", "memory_bytes": 16 << 20, "drain_s": 1.0} | options
+    right = {"listen": "127.0.0.1:0", "memory_bytes": 16 << 20, "drain_s": 1.0}
+    options = right | {"insecure_local": True} | options
     tier = InProcessTier(TierOptions(**options))
     try:
         yield tier

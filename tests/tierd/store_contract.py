@@ -232,6 +232,18 @@ class StoreContract:
 
         self.run(scenario)
 
+    def test_what_can_never_be_held_is_known_before_anything_of_it_is_there(self):
+        async def play(store: BlobStore) -> None:
+            await put(store, blob_name(1), payload_of(1, 100))
+            before = store.stats()
+            fits, too_large = payload_of(2, 100), payload_of(3, self.room_bytes + 1)
+            store.check(blob_name(2), info_of(fits))
+            with pytest.raises(TierExhaustedError):
+                store.check(blob_name(3), info_of(too_large))
+            assert store.stats() == before
+
+        self.run(play)
+
     def test_what_is_not_there_is_none(self):
         async def scenario(store: BlobStore) -> None:
             await put(store, blob_name(1), payload_of(1))

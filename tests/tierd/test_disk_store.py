@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import subprocess
+import threading
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -36,6 +37,7 @@ from store_contract import (
 
 from benchmarks import tier_crash
 from kvtier.errors import TierExhaustedError, TierUnavailableError, UsageError
+from kvtier_tierd.budget import Budget
 from kvtier_tierd.stores import disk_index
 from kvtier_tierd.stores.base import BlobInfo, BlobName
 from kvtier_tierd.stores.disk import DiskStore
@@ -623,3 +625,40 @@ def test_the_command_writes_what_it_saw(tmp_path):
     assert '"corrupt": 0' in (tmp_path / "out.json").read_text()
     assert tier_crash.main(["--kills", "0"]) == 2
     assert isinstance(tier_crash.parse_arguments([]), Namespace)
+
+
+def test_readers_that_go_before_the_payload_is_there_give_its_memory_back_when_it_is(tmp_path):
+    """And the next one reads it anew; a budget that is used up is said, and not a miss."""
+    payload, reading, go_on = payload_of(1), threading.Event(), threading.Event()
+
+    async def play() -> None:
+        budget = Budget(2 * len(payload))
+        store = DiskStore(tmp_path, ROOM, sync=False, budget=budget)
+        await store.start()
+        for number in (1, 2):
+            await put(store, blob_name(number), payload_of(number))
+        real = store._medium.read
+
+        def slow(row):
+            reading.set()
+            go_on.wait(20)
+            return real(row)
+
+        store._medium.read = slow
+        gone = [asyncio.create_task(store.open(blob_name(1))) for _ in range(3)]
+        await asyncio.to_thread(reading.wait, 20)
+        for task in gone:
+            task.cancel()
+        await asyncio.gather(*gone, return_exceptions=True)
+        assert budget.used_bytes == len(payload), "the thread still fills it"
+        with pytest.raises(TierExhaustedError, match="--transfer-memory"):
+            await store.open(blob_name(2))
+        go_on.set()
+        while budget.used_bytes:
+            await asyncio.sleep(0.001)
+        assert await get(store, blob_name(1)) == payload
+        assert budget.used_bytes == 0
+        assert store.check_integrity() == []
+        await store.close()
+
+    asyncio.run(play())

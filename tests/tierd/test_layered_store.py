@@ -268,3 +268,21 @@ def test_whatever_happens_at_once_the_layers_serve_what_was_stored(seed):
                     await asyncio.gather(*(one(store) for _ in range(8)))
 
     asyncio.run(play())
+
+
+def test_many_readers_of_a_blob_on_disk_bring_one_copy_of_it_back(tmp_path):
+    """Otherwise each takes room for its own from blobs that somebody else wants."""
+
+    async def play() -> None:
+        async with layered(tmp_path, memory_blobs=8) as store:
+            await put(store.disk, blob_name(0), payload_of(0))
+            for number in range(1, 8):
+                await put(store.memory, blob_name(number), payload_of(number))
+            handles = await asyncio.gather(*(store.open(blob_name(0)) for _ in range(24)))
+            assert all(handle is not None for handle in handles)
+            assert await held(store.memory, *range(8)) == list(range(8)), "nobody had to go"
+            assert store.disk.budget.used_bytes == 0
+            for handle in handles:
+                handle.close()
+
+    asyncio.run(play())

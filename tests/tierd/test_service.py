@@ -283,7 +283,7 @@ def test_a_draining_service_ends_what_runs_and_takes_no_more():
             yield pb.PutRequest(chunk=payload_of(1))
 
         running = stub.Put.future(half())
-        eventually(lambda: tier.store.account.reserved.total() > 0)
+        eventually(lambda: tier.server.service.namespaces._in_flight["default"] == 1)
         watched = stack.enter_context(watching(tier.address))
         assert next(watched).status == health_pb2.HealthCheckResponse.SERVING
 
@@ -319,7 +319,7 @@ def test_a_call_that_does_not_end_is_cut_off_when_draining_is_over(memory_direct
             waiting.wait(20)
 
         running = stub.Put.future(half())
-        eventually(lambda: tier.store.account.reserved.total() > 0)
+        eventually(lambda: tier.server.service.namespaces._in_flight["default"] == 1)
         tier.shut_down()
         assert running.exception() is not None
         waiting.set()

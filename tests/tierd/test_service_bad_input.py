@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 
 import grpc
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from live_tier import (
     LAYOUT,
     blob_of,
+    eventually,
     failing,
     fetch,
     header_of,
@@ -27,6 +29,7 @@ from kvtier.tier.client import Blob, Landing, TierClient
 from kvtier.tier.protocol import MAX_QUERIES_BYTES, PROTOCOL_VERSION
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd import verifying
+from kvtier_tierd.decoding import SeldomLog
 from kvtier_tierd.service import MAX_KEYS
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -128,14 +131,49 @@ def test_a_message_larger_than_any_of_the_protocol_is_refused(stub):
         stub.Exists(pb.ExistsRequest(keys=[key_of(1)] * (MAX_KEYS + 1)))
 
 
-def test_bytes_that_are_no_message_are_an_error_and_no_more(tier):
+def test_bytes_that_are_no_message_are_an_invalid_argument_and_one_line_of_log(tier, caplog):
+    """For every method, of every service here, but Refresh, which this one does not do at all."""
+    methods = pb.DESCRIPTOR.services_by_name["TierService"].methods
+    names = {method.name for method in methods} - {"Refresh"}
+    paths = {name: f"/kvtier.v1.TierService/{name}" for name in sorted(names)}
+    paths["Check"] = "/grpc.health.v1.Health/Check"
+    paths["Reflection"] = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
     with grpc.insecure_channel(tier.address) as channel:
-        for method in ("Exists", "Reserve", "GetServerInfo"):
-            garbage = channel.unary_unary(f"/kvtier.v1.TierService/{method}")
-            with failing(grpc.StatusCode.UNKNOWN):
-                garbage(b"\xff\xff\xff")
+        for name, path in paths.items():
+            with failing(INVALID):
+                # Of one request as of many: on the wire they are the same.
+                list(channel.stream_stream(path)(iter([b"\xff\xff\xff"])))
+            counted = tier.server.metrics._errors._metrics
+            if name in names:
+                assert counted[name, INVALID.name]._value.get() == 1.0
         with failing(grpc.StatusCode.UNIMPLEMENTED):
             channel.unary_unary("/kvtier.v1.TierService/Format")(b"")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "no protobuf message" in line
+    assert "Traceback" not in caplog.text
+
+
+def test_a_message_that_is_none_in_the_middle_of_a_put_leaves_nothing_held(tier):
+    right = pb.PutRequest(header=header_of(BLOB)).SerializeToString()
+    with grpc.insecure_channel(tier.address) as channel:
+        put_raw = channel.stream_unary("/kvtier.v1.TierService/Put")
+        with failing(INVALID):
+            put_raw(iter([right, b"\xff\xff\xff"]))
+    eventually(lambda: tier.problems() == [])
+    assert set(tier.server.metrics._errors._metrics) == {("Put", INVALID.name)}
+
+
+def test_a_line_that_is_said_often_is_written_seldom(caplog):
+    now = [0.0]
+    log = SeldomLog(logging.getLogger("kvtier_tierd.test"), every_s=10.0, clock=lambda: now[0])
+    for seconds in (0, 1, 9, 10, 11, 25):
+        now[0] = float(seconds)
+        log.warning("%s is wrong", "it")
+    assert [record.getMessage() for record in caplog.records] == [
+        "it is wrong",
+        "it is wrong (and 2 more like it since)",
+        "it is wrong (and 1 more like it since)",
+    ]
 
 
 # ---- checksums

@@ -347,7 +347,7 @@ def test_a_put_that_is_cancelled_anywhere_leaves_nothing_held(tier):
 
             call = stub.Put.future(parts())
             assert sent.wait(20)
-            eventually(lambda: tier.store.account.reserved.total() > 0)
+            eventually(lambda: tier.server.service.namespaces._in_flight["default"] == 1)
             call.cancel()
             eventually(lambda: tier.problems() == [])
             go_on.set()
@@ -405,7 +405,7 @@ def test_calls_cut_off_by_closing_the_client_end_at_once(tier):
 
         thread = threading.Thread(target=put)
         thread.start()
-        eventually(lambda: tier.store.account.reserved.total() > 0)
+        eventually(lambda: tier.server.service.namespaces._in_flight["default"] == 1)
         began = time.monotonic()
         client.close()
         thread.join(10)

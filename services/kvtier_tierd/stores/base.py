@@ -20,12 +20,14 @@ returns is what was committed, or it does not verify against its checksum.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 Buffer = memoryview
+COPY_BYTES = 1 << 20
 
 
 class BlobName(NamedTuple):
@@ -125,6 +127,11 @@ class BlobStore(ABC):
         """Which of the blobs `open` would probably find now. Does not count as a use."""
 
     @abstractmethod
+    def check(self, name: BlobName, info: BlobInfo) -> None:
+        """Raise what `reserve` would for a blob that there could never be room for. Changes
+        nothing, and promises nothing."""
+
+    @abstractmethod
     async def reserve(self, name: BlobName, info: BlobInfo) -> Draft:
         """Room for a new blob, evicting least recently used ones if need be; see `Draft`.
 
@@ -166,4 +173,15 @@ class BlobStore(ABC):
         means nothing while a commit is under way."""
 
 
-__all__ = ["BlobInfo", "BlobName", "BlobStore", "Draft", "Handle", "StoreStats"]
+async def fill(draft: Draft, pieces: Iterable[Buffer]) -> None:
+    """Copy in steps: a large blob must not keep the event loop from everybody else."""
+    position = 0
+    for piece in pieces:
+        for begin in range(0, len(piece), COPY_BYTES):
+            block = piece[begin : begin + COPY_BYTES]
+            draft.buffer[position : position + len(block)] = block
+            position += len(block)
+            await asyncio.sleep(0)
+
+
+__all__ = ["BlobInfo", "BlobName", "BlobStore", "Draft", "Handle", "StoreStats", "fill"]

@@ -16,13 +16,15 @@ since the last write, never the blobs. Delete and quarantine last as commits do.
 
 One thread writes, and commits that wait for it share a write (disk_writer.py); readers have threads
 of their own. Memory, besides about 1.5 KiB per blob held: a draft holds its payload until it is
-written or aborted, a handle a copy of its own. How many of them there are is up to the caller.
+written or aborted, and how many drafts there are is up to the caller; the handles of a blob share
+one copy of it, and all such copies a budget.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +34,7 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.errors import TierError, TierExhaustedError
+from kvtier_tierd.budget import Budget
 from kvtier_tierd.stores.base import (
     BlobInfo,
     BlobName,
@@ -54,11 +57,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Blob:
-    """A blob that is served, or no longer and waiting for its readers. pins: how many."""
+    """A blob that is served, or no longer and waiting for its readers. pins: how many.
+
+    reading: the payload that they share, from the first to the last of them.
+    """
 
     name: BlobName
     row: Row
     pins: int = 0
+    reading: asyncio.Future[Buffer | None] | None = None
 
     @property
     def cost(self) -> int:
@@ -92,6 +99,7 @@ class DiskStore(BlobStore):
                     time is more than that on disk, besides what an empty store takes.
     quotas:         bytes by namespace, counted alike.
     sync:           whether a commit waits for the disk.
+    budget:         of what is read; where it is used up `open` raises TierExhaustedError.
     """
 
     kind = "disk"
@@ -103,7 +111,9 @@ class DiskStore(BlobStore):
         quotas: Mapping[str, int] | None = None,
         *,
         sync: bool = True,
+        budget: Budget | None = None,
     ) -> None:
+        self.budget = Budget(sys.maxsize) if budget is None else budget
         self.account = LruAccount(capacity_bytes, quotas)
         self.quarantined = 0
         self._medium = DiskMedium(directory, sync=sync)
@@ -151,10 +161,14 @@ class DiskStore(BlobStore):
     async def exists(self, names: Sequence[BlobName]) -> list[bool]:
         return [name in self._blobs for name in names]
 
-    async def reserve(self, name: BlobName, info: BlobInfo) -> Draft:
+    def check(self, name: BlobName, info: BlobInfo) -> None:
         """As in the interface. Raises UsageError for what does not fit the index."""
         # Here, because in a group one row that cannot be written would be everybody's.
         check_row(name, info)
+        self.account.check(name.namespace, cost(info))
+
+    async def reserve(self, name: BlobName, info: BlobInfo) -> Draft:
+        self.check(name, info)
         victims = self.account.plan(name.namespace, cost(info))
         try:
             draft = DiskDraft(name, info)
@@ -177,12 +191,11 @@ class DiskStore(BlobStore):
         blob = self._blobs.get(name)
         if blob is None:
             return None
+        reading = self._pin(blob)
         self._use(blob)
-        self.account.entries[name].pins += 1
-        blob.pins += 1
-        loop = asyncio.get_running_loop()
         try:
-            payload = await loop.run_in_executor(self._readers, self._medium.read, blob.row)
+            # Who goes away must not take the payload from the others.
+            payload = await asyncio.shield(reading)
         except BaseException:
             self.unpin(blob)
             raise
@@ -238,9 +251,38 @@ class DiskStore(BlobStore):
         files = {row.file for row in rows.values()} | self._leaving
         return problems + self._writer.check(rows, files)
 
+    def _pin(self, blob: Blob) -> asyncio.Future[Buffer | None]:
+        """The payload for one more reader, which the first of them has read."""
+        if blob.reading is None:
+            self.budget.take(blob.name.namespace, blob.row.info.num_bytes)
+            loop = asyncio.get_running_loop()
+            blob.reading = loop.run_in_executor(self._readers, self._medium.read, blob.row)
+        self.account.entries[blob.name].pins += 1
+        blob.pins += 1
+        return blob.reading
+
+    def _let_go(self, blob: Blob) -> None:
+        """Nobody reads the payload any more; a thread may still be at it."""
+        reading, blob.reading = blob.reading, None
+        assert reading is not None, "whoever has pinned it reads it"
+        namespace, num_bytes = blob.name.namespace, blob.row.info.num_bytes
+
+        def over(done: asyncio.Future[Buffer | None]) -> None:
+            # Looked at, because of an error that nobody has waited for asyncio would complain.
+            if not done.cancelled():
+                done.exception()
+            self.budget.give_back(namespace, num_bytes)
+
+        if reading.done():
+            over(reading)
+        else:
+            reading.add_done_callback(over)
+
     def unpin(self, blob: Blob) -> None:
         """A handle of `blob` closed."""
         blob.pins -= 1
+        if blob.pins == 0:
+            self._let_go(blob)
         if self._blobs.get(blob.name) is blob:
             self.account.entries[blob.name].pins -= 1
         elif blob.pins == 0:

@@ -14,16 +14,24 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterable, Sequence
+from weakref import WeakValueDictionary
 
-from kvtier.errors import TierError
-from kvtier_tierd.stores.base import BlobInfo, BlobName, BlobStore, Draft, Handle, StoreStats
+from kvtier.errors import TierError, TierExhaustedError
+from kvtier_tierd.stores.base import (
+    BlobInfo,
+    BlobName,
+    BlobStore,
+    Draft,
+    Handle,
+    StoreStats,
+    fill,
+)
 from kvtier_tierd.stores.memory import MemoryStore
 
 logger = logging.getLogger(__name__)
 
 # Blobs that wait for the disk are pinned; were they most of the memory, nobody could write.
 BEHIND_SHARE = 0.25
-COPY_BYTES = 1 << 20
 
 
 class LayeredStore(BlobStore):
@@ -44,6 +52,8 @@ class LayeredStore(BlobStore):
         self._waiting_bytes = 0
         self._queue: asyncio.Queue[tuple[BlobName, Handle]] = asyncio.Queue()
         self._writer: asyncio.Task[None] | None = None
+        # Of blobs that are being brought back from disk; a lock goes with the last who holds it.
+        self._returning: WeakValueDictionary[BlobName, asyncio.Lock] = WeakValueDictionary()
 
     async def start(self) -> None:
         await self.memory.start()
@@ -68,6 +78,9 @@ class LayeredStore(BlobStore):
         in_memory = await self.memory.exists(names)
         on_disk = await self.disk.exists(names)
         return [a or b for a, b in zip(in_memory, on_disk, strict=True)]
+
+    def check(self, name: BlobName, info: BlobInfo) -> None:
+        self.memory.check(name, info)
 
     async def reserve(self, name: BlobName, info: BlobInfo) -> Draft:
         return await self.memory.reserve(name, info)
@@ -127,8 +140,17 @@ class LayeredStore(BlobStore):
         if handle is not None:
             self.disk.touch([name])
             return handle
+        lock = self._returning.setdefault(name, asyncio.Lock())
+        # One at a time, so that many readers of a blob bring one copy of it back.
+        async with lock:
+            return await self.memory.open(name) or await self._open_on_disk(name)
+
+    async def _open_on_disk(self, name: BlobName) -> Handle | None:
         try:
             handle = await self.disk.open(name)
+        except TierExhaustedError:
+            # Of the memory that reading takes: the disk is well.
+            raise
         except TierError as error:
             self._lost("a blob on disk could not be read", error)
             return None
@@ -151,7 +173,7 @@ class LayeredStore(BlobStore):
         except TierError:
             return None
         try:
-            await fill(draft, handle)
+            await fill(draft, handle.pieces)
         except BaseException:
             await self.memory.abort(draft)
             raise
@@ -202,22 +224,11 @@ async def copy_blob(name: BlobName, handle: Handle, into: BlobStore) -> None:
     """Copy an open blob into another store. Raises TierError where that has no room for it."""
     draft = await into.reserve(name, handle.info)
     try:
-        await fill(draft, handle)
+        await fill(draft, handle.pieces)
     except BaseException:
         await into.abort(draft)
         raise
     await into.commit(draft)
-
-
-async def fill(draft: Draft, handle: Handle) -> None:
-    """Copy in steps: a large blob must not keep the event loop from everybody else."""
-    position = 0
-    for piece in handle.pieces:
-        for begin in range(0, len(piece), COPY_BYTES):
-            block = piece[begin : begin + COPY_BYTES]
-            draft.buffer[position : position + len(block)] = block
-            position += len(block)
-            await asyncio.sleep(0)
 
 
 __all__ = ["LayeredStore"]

@@ -51,17 +51,21 @@ class LruAccount:
     def quota(self, namespace: str) -> int:
         return min(self.capacity_bytes, self.quotas.get(namespace, self.capacity_bytes))
 
+    def check(self, namespace: str, num_bytes: int) -> None:
+        """Raises TierExhaustedError for what a namespace could not hold if it held nothing else."""
+        if num_bytes > self.quota(namespace):
+            raise TierExhaustedError(
+                f"a blob of {num_bytes} bytes is larger than what namespace {namespace!r} may hold "
+                f"({self.quota(namespace)} bytes)"
+            )
+
     def plan(self, namespace: str, num_bytes: int) -> list[BlobName]:
         """Whom to evict, in order, before `num_bytes` more may be reserved for a namespace.
 
         Looks at no more blobs than it names and at the pinned ones among them.
         Raises TierExhaustedError, and changes nothing, when no eviction makes enough room.
         """
-        if num_bytes > self.quota(namespace):
-            raise TierExhaustedError(
-                f"a blob of {num_bytes} bytes is larger than what namespace {namespace!r} may hold "
-                f"({self.quota(namespace)} bytes)"
-            )
+        self.check(namespace, num_bytes)
         own = self.used[namespace] + self.reserved[namespace] + num_bytes - self.quota(namespace)
         total = self.used_bytes + self.reserved.total() + num_bytes - self.capacity_bytes
         victims: dict[BlobName, int] = {}

@@ -92,6 +92,9 @@ class MemoryStore(BlobStore):
     async def exists(self, names: Sequence[BlobName]) -> list[bool]:
         return [name in self._blobs for name in names]
 
+    def check(self, name: BlobName, info: BlobInfo) -> None:
+        self.account.check(name.namespace, pages(info.num_bytes))
+
     async def reserve(self, name: BlobName, info: BlobInfo) -> Draft:
         size = pages(info.num_bytes)
         for victim in self.account.plan(name.namespace, size):

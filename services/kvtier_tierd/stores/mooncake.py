@@ -149,9 +149,13 @@ class MooncakeStore(BlobStore):
             for name, key, code in zip(names, keys, codes, strict=True)
         ]
 
-    async def reserve(self, name: BlobName, info: BlobInfo) -> Draft:
+    def check(self, name: BlobName, info: BlobInfo) -> None:
         check_object(name, info)
         self._link.check()
+        self.account.check(name.namespace, object_bytes(info))
+
+    async def reserve(self, name: BlobName, info: BlobInfo) -> Draft:
+        self.check(name, info)
         size = object_bytes(info)
         victims = self.account.plan(name.namespace, size)
         draft = MooncakeDraft(name, info, Extent(self.arena, size))

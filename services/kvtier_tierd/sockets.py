@@ -1,0 +1,54 @@
+"""Unix sockets that only this user opens.
+
+A socket is as private as its directory: gRPC makes the socket itself, with whatever the umask
+allows, and whoever may connect is taken at their word about the namespace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from pathlib import Path
+
+from kvtier.errors import TierUnavailableError, UsageError
+
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def prepare_directory(directory: Path, *, for_all_users: bool) -> None:
+    """Make the directory of a socket, or see to it that the one that is there is this user's alone.
+
+    for_all_users: others may enter one that is there.
+    Raises UsageError, naming --listen, where they may and must not, and TierUnavailableError where
+    it cannot be made.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        if not for_all_users:
+            _check_private(directory)
+    except OSError as error:
+        raise TierUnavailableError(f"--listen unix:{directory}: {error}") from error
+
+
+def _check_private(directory: Path) -> None:
+    # Not of what a link points at: whoever owns the link chooses that.
+    found = directory.lstat()
+    private = stat.S_ISDIR(found.st_mode) and not found.st_mode & OTHERS
+    if not private or found.st_uid != os.geteuid():
+        expected = "a socket in a directory of this user's with mode 0700, or --insecure-local"
+        got = f"{directory} ({stat.filemode(found.st_mode)}, user {found.st_uid})"
+        raise UsageError("--listen", expected, got)
+
+
+def check_free(path: Path) -> None:
+    """gRPC replaces a socket file, whoever is still listening there. Raises TierUnavailableError
+    where somebody is."""
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+        probe.connect(os.fspath(path))
+        raise TierUnavailableError(f"--listen unix:{path}: somebody is listening there")
+
+
+__all__ = ["check_free", "prepare_directory"]

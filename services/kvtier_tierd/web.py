@@ -1,0 +1,97 @@
+"""What is asked over HTTP, in threads of its own.
+
+    GET /metrics   Prometheus metrics
+    GET /livez     200 while the service's event loop answers, 503 when it stands still
+    GET /readyz    200 from the end of the start to the beginning of the drain, 503 otherwise
+
+Anybody who reaches the port may ask, and learns how much is stored and the namespaces' names.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import ThreadingHTTPServer
+from threading import Thread
+from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry, MetricsHandler
+
+from kvtier.errors import TierUnavailableError
+
+# Says what is wrong, or nothing where all is well. Called in a thread of the HTTP server.
+Probe = Callable[[], str | None]
+
+
+class WebServer:
+    """Listening from the start; `close` ends it.
+
+    host: a name or an address; port: 0 for a free one, which `url` then names.
+    Raises TierUnavailableError, naming the flags, where it cannot listen there.
+    """
+
+    def __init__(
+        self, host: str, port: int, registry: CollectorRegistry, alive: Probe, ready: Probe
+    ) -> None:
+        probes = {"/livez": alive, "/readyz": ready}
+        try:
+            self._server = _server(host, port, _handler(registry, probes))
+        except OSError as error:
+            flags = f"--metrics-host {host} --metrics-port {port}"
+            raise TierUnavailableError(f"{flags}: {error}") from error
+        self.port: int = self._server.server_port
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        Thread(target=self._server.serve_forever, daemon=True, name="kvtier-web").start()
+
+    def close(self) -> None:
+        """Blocks until nobody listens any more."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _server(host: str, port: int, handler: type[MetricsHandler]) -> ThreadingHTTPServer:
+    """Raises OSError."""
+    (family, _, _, _, address), *_ = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+
+    class Server(ThreadingHTTPServer):
+        address_family = family
+        daemon_threads = True
+
+        def server_bind(self) -> None:
+            # Without the parent's: that looks up the address's name, which can take long.
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.socket.bind(self.server_address)
+            self.server_name, self.server_port = self.socket.getsockname()[:2]
+
+    return Server(address[:2], handler)  # type: ignore[arg-type]
+
+
+def _handler(registry: CollectorRegistry, probes: dict[str, Probe]) -> type[MetricsHandler]:
+    class Handler(MetricsHandler):
+        def do_GET(self) -> None:  # noqa: N802  # what http.server calls
+            path = urlsplit(self.path).path
+            if path == "/metrics":
+                super().do_GET()
+            elif path in probes:
+                wrong = probes[path]()
+                status = HTTPStatus.OK if wrong is None else HTTPStatus.SERVICE_UNAVAILABLE
+                self._say(status, wrong or "ok")
+            else:
+                self._say(HTTPStatus.NOT_FOUND, "/metrics, /livez or /readyz")
+
+        def _say(self, status: HTTPStatus, text: str) -> None:
+            body = f"{text}\n".encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "text/plain; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    Handler.registry = registry
+    return Handler
+
+
+__all__ = ["Probe", "WebServer"]

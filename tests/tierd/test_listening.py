@@ -1,0 +1,105 @@
+"""Who gets at the service: by default this user alone, through a socket in a private directory."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+from live_tier import blob_of, fetch, in_process, key_of, payload_of
+
+from kvtier.errors import UsageError
+from kvtier.tier.client import TierClient
+from kvtier_tierd.options import TierOptions
+
+
+def test_a_service_that_is_told_nothing_is_this_users_alone(tmp_path, monkeypatch):
+    """And found by a client that is told as little; through shared memory as by the stream."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    command = [sys.executable, "-m", "kvtier_tierd", "--memory", "1m"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as service:
+        try:
+            said = service.stdout.readline()
+            address = TierOptions().listen
+            assert said == f"kvtier tier: memory store on {address}\n"
+            assert stat.S_IMODE((tmp_path / "kvtier").stat().st_mode) == 0o700
+            for number, shared in enumerate((True, False)):
+                with TierClient(address, shared=shared) as client:
+                    client.connect()
+                    assert client.shares_memory == shared
+                    assert client.put(blob_of(number))
+                    assert fetch(client, [key_of(number)])[1] == {0: payload_of(number)}
+        finally:
+            service.terminate()
+
+
+def test_a_directory_that_is_open_to_others_is_refused_whatever_it_is_for(tmp_path):
+    for mode in (0o770, 0o707, 0o701, 0o710):
+        directory = tmp_path / oct(mode)
+        directory.mkdir()
+        directory.chmod(mode)
+        listen = f"unix:{directory}/tier.sock"
+        refused = pytest.raises(UsageError, match=rf"--listen.*0700.*--insecure-local.*{directory}")
+        with refused, in_process(listen=listen, insecure_local=False):
+            pass
+        assert list(directory.iterdir()) == []
+        serving = in_process(listen=listen, insecure_local=True)
+        with serving as tier, TierClient(tier.address) as client:
+            client.connect()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away")
+def test_a_directory_of_somebody_else_is_refused(tmp_path):
+    directory = tmp_path / "theirs"
+    directory.mkdir(mode=0o700)
+    os.chown(directory, 12345, 12345)
+    with (
+        pytest.raises(UsageError, match="--listen"),
+        in_process(listen=f"unix:{directory}/tier.sock", insecure_local=False),
+    ):
+        pass
+
+
+def test_what_is_no_directory_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for name in ("file", "link"):
+        with (
+            pytest.raises(UsageError, match="--listen"),
+            in_process(listen=f"unix:{tmp_path}/{name}/tier.sock", insecure_local=False),
+        ):
+            pass
+
+
+def test_a_directory_that_is_missing_is_made_for_this_user_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        with in_process(listen=f"unix:{tmp_path}/a/b/tier.sock", insecure_local=False):
+            assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
+    finally:
+        os.umask(before)
+
+
+def test_plaintext_for_every_user_of_the_machine_wants_an_explicit_yes():
+    for listen in ("127.0.0.1:1", "127.9.9.9:1", "localhost:1", "[::1]:1"):
+        with pytest.raises(UsageError, match="--insecure-local"):
+            TierOptions(listen=listen)
+        for yes in ("insecure_local", "insecure"):
+            assert TierOptions(listen=listen, **{yes: True}).listen == listen
+
+
+def test_plaintext_for_other_machines_wants_another():
+    for listen in ("0.0.0.0:1", "[::]:1", "tier.example.com:1"):
+        for given in ({}, {"insecure_local": True}):
+            with pytest.raises(UsageError, match=r"--insecure\b(?!-)"):
+                TierOptions(listen=listen, **given)
+        assert TierOptions(listen=listen, insecure=True).listen == listen
+
+
+def test_asking_for_the_default_address_makes_no_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert TierOptions().socket_path.parent == tmp_path / "kvtier"
+    assert list(tmp_path.iterdir()) == []
