@@ -49,7 +49,7 @@ from kvtier_sglang.restore import RestoringRadixCache, continues
 from kvtier_sglang.retention import Retention
 from kvtier_sglang.spans import SpanCodec
 from kvtier_sglang.spill import Spiller
-from kvtier_sglang.variants import KvNode
+from kvtier_sglang.variants import KvNode, wants_prompt_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,8 @@ class TieredRadixCache(RestoringRadixCache):
         self.refreshes: RefreshFlows | None = None
         # What a request matched last, and how many tokens it is to fill.
         self._matched: dict[str, tuple[KvNode, int]] = {}
+        # Requests that want nothing compressed, see `wants_prompt_logprobs`.
+        self._asks_exactly: set[str] = set()
         # When a request's chunk began: at its last match, or where its last chunk ended.
         self._clock: dict[str, float] = {}
         super().__init__(
@@ -144,7 +146,7 @@ class TieredRadixCache(RestoringRadixCache):
     ) -> None:
         """A request arrived: ask the tier for what the tree lacks, in the background."""
         self.loads.forget(handle.rid)
-        if not self.link.healthy:
+        if not self.link.healthy or handle.rid in self._asks_exactly:
             return
         matched, new = matched_prefix_tokens or (), new_input_tokens
         extra = extra_key_of(extra_key, cache_salt)
@@ -243,6 +245,7 @@ class TieredRadixCache(RestoringRadixCache):
         """The request is gone: nothing is fetched or held for it any more."""
         self.loads.forget(rid)
         self._matched.pop(rid, None)
+        self._asks_exactly.discard(rid)
         self._clock.pop(rid, None)
         if self.refreshes is not None:
             self.refreshes.forget(rid)
@@ -259,6 +262,10 @@ class TieredRadixCache(RestoringRadixCache):
         rid, filled = params.req.rid, len(params.req.full_untruncated_fill_ids)
         self._clock[rid] = time.monotonic()
         self._matched[rid] = (result.last_device_node, filled)
+        if wants_prompt_logprobs(params.req):
+            # What is restored may be compressed, and is then no more exact than the tree's.
+            self._asks_exactly.add(rid)
+            return result
         landed = self.loads.landed(rid)
         if landed is None:
             return result

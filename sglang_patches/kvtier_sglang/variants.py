@@ -86,6 +86,13 @@ class _Sizes:
     locality_protected: int = 0
 
 
+def wants_prompt_logprobs(req: Any) -> bool:
+    """Whether a request (None: nobody's) asks for log-probabilities of its prompt."""
+    if req is None or not req.return_logprob:
+        return False
+    return 0 <= req.logprob_start_len < len(req.origin_input_ids)
+
+
 class VariantRadixCache(RadixCache):
     """SGLang's radix cache over a `HeadSplitAllocator`, one page per token; see the module."""
 
@@ -138,7 +145,10 @@ class VariantRadixCache(RadixCache):
         key, _ = params.key.maybe_to_bigram_view(self.is_eagle)
         if self.disable or len(key) == 0:
             return self._empty_match_result
-        node, length = self._walk(self.root_node, key, 0)
+        # The log-probabilities of a prompt are a measurement of the model: what they are computed
+        # behind must be as if nothing had ever been dropped.
+        exact_only = wants_prompt_logprobs(params.req)
+        node, length = self._walk(self.root_node, key, 0, exact_only=exact_only)
         if length == 0:
             return self._empty_match_result
         return MatchResult(
