@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Protocol
 
 Reason = Literal["everything", "share", "budget", "quality", "no-curve", "no-nll"]
@@ -80,6 +80,13 @@ class ShareRule(ABC):
     def choose(self, turn: Turn) -> Choice:
         """How many of this turn's droppable tokens CA heads keep."""
 
+    def bounds(self, turn: Turn, most_held: int) -> tuple[int, int]:
+        """The fewest and the most entries that this rule may have kept of an earlier turn, of which
+        neither the NLL is known any more nor exactly what was held before it: from
+        `turn.held_tokens` to `most_held` entries."""
+        most = self.choose(turn).kept_tokens
+        return self.choose(replace(turn, held_tokens=most_held)).kept_tokens, most
+
 
 class Everything(ShareRule):
     """Keep the whole context."""
@@ -137,3 +144,13 @@ class QualityTarget(ShareRule):
         kept = _within(turn, _share_of(share, turn.droppable_tokens))
         predicted = curve.quality(kept / turn.droppable_tokens, turn.nll)
         return Choice(kept, "quality", turn.nll, predicted)
+
+    def bounds(self, turn: Turn, most_held: int) -> tuple[int, int]:
+        """As little as the curve in force asks of any NLL, as much as there is: then there may have
+        been no curve. Without one now, nothing is known."""
+        curve = self.source.curve()
+        if curve is None:
+            return 1, turn.droppable_tokens
+        # A curve takes an NLL outside of what was measured as the nearer end.
+        share = min(curve.retention(self.target, nll) for nll in (0.0, math.inf))
+        return _within(turn, _share_of(share, turn.droppable_tokens)), turn.droppable_tokens

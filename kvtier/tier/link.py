@@ -149,7 +149,7 @@ class TierLink:
                         break
                     self._puts.append(job)
                 taken += 1
-            self._count("puts_shed", len(jobs) - taken)
+            self.count("puts_shed", len(jobs) - taken)
             self._changed.notify_all()
         return taken
 
@@ -169,7 +169,7 @@ class TierLink:
         with self._changed:
             full = len(self._fetches) >= self._waiting_fetches
             if full or not self.healthy:
-                self._count("gets_refused" if full else "refused_while_open")
+                self.count("gets_refused" if full else "refused_while_open")
                 fetch.end(None)
                 return fetch
             self._fetches.append(fetch)
@@ -180,11 +180,11 @@ class TierLink:
         """Host memory for a get, to be given back with `release`; False where there is none."""
         with self._changed:
             if self.held_bytes - self._puts.waiting_bytes + num_bytes > self._buffer_bytes:
-                self._count("gets_refused")
+                self.count("gets_refused")
                 return False
             while self.held_bytes + num_bytes > self._buffer_bytes:
                 self._puts.shed()
-                self._count("puts_shed")
+                self.count("puts_shed")
             self._claimed_bytes += num_bytes
             self._changed.notify_all()
         return True
@@ -192,7 +192,7 @@ class TierLink:
     def failed_elsewhere(self, what: str, error: TierError) -> None:
         """A call that was not made here failed, of a client that this link connected."""
         if isinstance(error, _HARMLESS):
-            self._count(f"{what}_{type(error).__name__}")
+            self.count(f"{what}_{type(error).__name__}")
         else:
             self._failed(what, error)
 
@@ -287,7 +287,7 @@ class TierLink:
                 fetch.end(result)
             except Exception:
                 logger.exception("a result that nobody wanted could not be given back")
-                self._count("get_bugs")
+                self.count("get_bugs")
             self._ended_one()
 
     def _held(self, fetch: Fetch[Any]) -> bool:
@@ -303,7 +303,7 @@ class TierLink:
         with self._changed:
             if self._settled(wanted):
                 return False
-            self._count("gets_settled")
+            self.count("gets_settled")
             self._puts.go_first(wanted)
             self._fetches.hold(fetch, wanted, SETTLE_S)
             self._ended_one()
@@ -348,7 +348,8 @@ class TierLink:
                 self._changed.wait(self._fetches.pause_s)
         return None
 
-    def _count(self, name: str, number: int = 1) -> None:
+    def count(self, name: str, number: int = 1) -> None:
+        """For `counters`, which many threads change."""
         with self._changed:
             self.counters[name] += number
 
@@ -368,7 +369,7 @@ class TierLink:
         repeated: it failed before, which the breaker knows; only a tier that is not there is news.
         """
         if what != "probe" and self.breaker.is_open:
-            self._count("refused_while_open")
+            self.count("refused_while_open")
             raise _GivenUpError(f"tier {self.client.address}: given up on for now")
         is_there = False
         try:
@@ -378,7 +379,7 @@ class TierLink:
             is_there = True
             result = work(self.client)
         except _HARMLESS as error:
-            self._count(f"{what}_{type(error).__name__}")
+            self.count(f"{what}_{type(error).__name__}")
             self.breaker.succeeded()
             raise
         except TierError as error:
@@ -387,7 +388,7 @@ class TierLink:
         except BaseException:
             # A bug of ours in the background must not end the threads that others wait for.
             logger.exception("a tier %s failed unexpectedly", what)
-            self._count(f"{what}_bugs")
+            self.count(f"{what}_bugs")
             if what == "probe":
                 self.breaker.failed()
             return None
@@ -405,7 +406,7 @@ class TierLink:
         if self._closed:
             # Of course: closing cuts off what is under way.
             return
-        self._count(f"{what}_{type(error).__name__}")
+        self.count(f"{what}_{type(error).__name__}")
         self._connected = False
         logger.debug("tier %s: %s", what, error)
         if news and self.breaker.failed():

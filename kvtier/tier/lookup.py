@@ -12,6 +12,7 @@ A run may continue where a record ends: the session was left in the middle of it
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +30,10 @@ from kvtier.tier.names import (
     spans_by_presence,
     spans_of_record,
 )
+from kvtier.tier.turn_rules import TurnRules
 from kvtier.tier.turns import MAX_BYTES, Place, TurnRecord, decode_record, places, tail_digest
+
+logger = logging.getLogger(__name__)
 
 RECORDS_TRIED = 3
 
@@ -57,10 +61,12 @@ class Lookup:
 
     token_ids: of the prompt that may be matched; begin: tokens that the device has.
     least:     fewer tokens than that are computed faster than they are fetched.
+    rules:     of this server: a record that they do not make is as good as none.
     """
 
     names: ContextNames
     link: TierLink
+    rules: TurnRules
     token_ids: Sequence[int]
     begin: int
     scope: Scope
@@ -142,8 +148,11 @@ class Lookup:
                 continue
             try:
                 record = decode_record(payload)
-            except TierProtocolError:
+                self.rules.check(record)
+            except TierProtocolError as error:
                 # Another version's, or a stranger's: no reason to give up on the tier.
+                self.link.count("records_refused")
+                logger.warning("%s; it is not used", error)
                 continue
             tail = self.token_ids[spans * self.names.span_tokens : record.stop]
             fits = record.stop // self.names.span_tokens == spans

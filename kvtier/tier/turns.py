@@ -20,6 +20,10 @@ from kvtier.tier.blob import record_layout
 SCHEMA = "kvtier/turns/1"
 LAYOUT = record_layout(SCHEMA)
 MAX_BYTES = 1 << 20
+# Nodes of a record. Writing and locking them takes the scheduler time that grows with their square.
+MAX_NODES = 1024
+# Positions beyond it are nonsense, and larger numbers do not fit what is computed with them.
+MAX_POSITION = (1 << 31) - 1
 
 
 class NodeRecord(BaseModel):
@@ -34,8 +38,8 @@ class NodeRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    stop: int = Field(ge=1)
-    prompt_stop: int = Field(ge=0)
+    stop: int = Field(ge=1, le=MAX_POSITION)
+    prompt_stop: int = Field(ge=0, le=MAX_POSITION)
     compressed: bool
     dropped: tuple[int, int]
     kept: int = Field(ge=0)
@@ -48,7 +52,7 @@ class TurnRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    nodes: tuple[NodeRecord, ...] = Field(min_length=1)
+    nodes: tuple[NodeRecord, ...] = Field(min_length=1, max_length=MAX_NODES)
     tail: str
 
     @model_validator(mode="after")
@@ -58,8 +62,10 @@ class TurnRecord(BaseModel):
             begin, end = node.dropped
             if node.stop <= start:
                 raise ValueError("nodes that do not follow each other")
-            if not 0 <= begin <= end <= node.stop - start or node.kept > end - begin:
+            if not 0 <= begin <= end <= node.stop - start:
                 raise ValueError("a dropped span outside of its node")
+            if not min(1, end - begin) <= node.kept <= end - begin:
+                raise ValueError("more kept than there was, or nothing")
             if node.exact and not exact:
                 raise ValueError("exact KV behind KV that is not")
             start, exact = node.stop, node.exact
@@ -97,7 +103,12 @@ def decode_record(payload: bytes | bytearray | memoryview) -> TurnRecord:
     try:
         return TurnRecord.model_validate_json(bytes(payload), strict=True)
     except ValidationError as error:
-        raise TierProtocolError(f"a record of turns that makes no sense: {error}") from error
+        # Any number of things may be wrong with it, each with a text of its own.
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise TierProtocolError(
+            f"a record of turns that makes no sense: {where}: {first['msg']}"
+        ) from error
 
 
 def tail_digest(tail_ids: Sequence[int]) -> str:

@@ -144,10 +144,15 @@ class HeadSplitAllocator(TokenToKVPoolAllocator):
         compensation entry). Returns the span as the tree keeps it, 0 where a slot went.
         """
         assert not bool(self.locality_of[ca_slots[keep:]].any()), "compacting what is still local"
-        self.free(ca_slots[keep:])
         kept = ca_slots.clone()
         kept[keep:] = 0
+        self.free(ca_slots[keep:])
         return kept
+
+    def reclaim(self, ca_slots: torch.Tensor) -> None:
+        """Free those of these slots that are not free: after something went wrong halfway."""
+        free = torch.cat((self.free_pages, self.release_pages))
+        self.free(ca_slots[~torch.isin(ca_slots, free)])
 
     def settle(self, ca_slots: torch.Tensor) -> None:
         """Mark CA slots as belonging to a turn that has ended."""

@@ -25,7 +25,7 @@ from kvtier.tier.client import Blob
 from kvtier.tier.keys import Scope, SpanChain
 from kvtier.tier.link import TierLink
 from kvtier.tier.names import ContextNames, NamedChains
-from kvtier.tier.turns import LAYOUT, NodeRecord, TurnRecord, tail_digest
+from kvtier.tier.turns import LAYOUT, MAX_NODES, NodeRecord, TurnRecord, tail_digest
 from kvtier_sglang.spans import SpanCodec
 
 # Copied out into one piece of host memory, which is held until the last of them is sent: so much
@@ -145,7 +145,7 @@ class Spiller:
     def compressed(self, rid: str, token_ids: Sequence[int], nodes: Sequence[NodeRecord]) -> None:
         """The turn's nodes are what they will be: store the record of them, and forget the turn."""
         turn = self._turns.pop(rid, None)
-        if turn is None or not nodes or not self.link.room_bytes:
+        if turn is None or not 0 < len(nodes) <= MAX_NODES or not self.link.room_bytes:
             return
         # There may have been no room when the turn's spans were due.
         turn.chains.extend(token_ids)

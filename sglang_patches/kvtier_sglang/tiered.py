@@ -37,11 +37,13 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import Hole, RefreshRule
+from kvtier.retention.share import Everything
 from kvtier.tier.host import Layouts
 from kvtier.tier.keys import Scope
 from kvtier.tier.link import TierLink
 from kvtier.tier.lookup import Landed, Lookup
 from kvtier.tier.names import ContextNames
+from kvtier.tier.turn_rules import TurnRules
 from kvtier.tier.turns import NodeRecord
 from kvtier_sglang.compaction import Compaction
 from kvtier_sglang.load_flows import LoadFlows
@@ -55,12 +57,12 @@ from kvtier_sglang.retention import Retention
 from kvtier_sglang.scopes import separated
 from kvtier_sglang.spans import SpanCodec
 from kvtier_sglang.spill import Spiller
-from kvtier_sglang.variants import KvNode
+from kvtier_sglang.variants import KvNode, wants_prompt_logprobs
+
+logger = logging.getLogger(__name__)
 
 # The longest that a request waits for the tier, however long computing would take.
 LONGEST_WAIT_S = 30.0
-
-logger = logging.getLogger(__name__)
 
 
 class ServedModel(Protocol):
@@ -112,6 +114,8 @@ class TieredRadixCache(RestoringRadixCache):
         self.refreshes: RefreshFlows | None = None
         # What a request matched last, and how many tokens it is to fill.
         self._matched: dict[str, tuple[KvNode, int]] = {}
+        # Requests that want nothing compressed, see `wants_prompt_logprobs`.
+        self._asks_exactly: set[str] = set()
         # When a request's chunk began: at its last match, or where its last chunk ended.
         self._clock: dict[str, float] = {}
         super().__init__(
@@ -120,6 +124,9 @@ class TieredRadixCache(RestoringRadixCache):
         self.codec = SpanCodec(self.allocator.pool)
         self.spiller = Spiller(link, self.codec, names)
         self.layouts = Layouts(self.codec.layout(names.span_tokens))
+        # A tree that cannot compact keeps everything, whatever it was told.
+        share = Everything() if compaction is None else self.retention.rule
+        self.turn_rules = TurnRules(rule, share, streaming)
         if refresh is not None:
             self.refresher = Refresher(self.allocator, refresh)
             heads = [buffers.heads for buffers in self.allocator.pool.ca]
@@ -201,7 +208,7 @@ class TieredRadixCache(RestoringRadixCache):
     ) -> None:
         """A request arrived: ask the tier for what the tree lacks, in the background."""
         self.loads.forget(handle.rid)
-        if not self.link.healthy or not self._uses_tier():
+        if not self.link.healthy or handle.rid in self._asks_exactly or not self._uses_tier():
             return
         matched, new = matched_prefix_tokens or (), new_input_tokens
         scope = self._scope(extra_key, cache_salt)
@@ -215,6 +222,7 @@ class TieredRadixCache(RestoringRadixCache):
         lookup = Lookup(
             names=self.names,
             link=self.link,
+            rules=self.turn_rules,
             # Both are cut from one array; most requests never get here.
             token_ids=matched + new if matched else new,
             begin=len(matched),
@@ -301,6 +309,7 @@ class TieredRadixCache(RestoringRadixCache):
         """The request is gone: nothing is fetched or held for it any more."""
         self.loads.forget(rid)
         self._matched.pop(rid, None)
+        self._asks_exactly.discard(rid)
         self._clock.pop(rid, None)
         if self.refreshes is not None:
             self.refreshes.forget(rid)
@@ -317,6 +326,10 @@ class TieredRadixCache(RestoringRadixCache):
         rid, filled = params.req.rid, len(params.req.full_untruncated_fill_ids)
         self._clock[rid] = time.monotonic()
         self._matched[rid] = (result.last_device_node, filled)
+        if wants_prompt_logprobs(params.req):
+            # What is restored may be compressed, and is then no more exact than the tree's.
+            self._asks_exactly.add(rid)
+            return result
         landed = self.loads.landed(rid)
         if landed is None:
             return result
@@ -336,19 +349,40 @@ class TieredRadixCache(RestoringRadixCache):
         if flow is None or landed is None or not continues(landed, node.stop):
             return 0, node
         began = time.monotonic()
-        restored = self.restore(req, node, landed)
+        restored = self._restored(req, node, landed)
         if restored is None:
             flow.drop()
-            self.tier_counters["no_room"] += 1
             return 0, node
         loaded = landed.stop - node.stop
         self.tier_counters["restored_requests"] += 1
         self.tier_counters["restored_tokens"] += loaded
         seconds = flow.waited_s - flow.fetch.held_s + time.monotonic() - began
         self.rates.loaded(seconds, loaded * self.token_bytes)
-        if not self._refresh_restored(req, restored, landed):
+        if not self._refreshed(req, restored, landed):
             flow.drop()
         return loaded, restored
+
+    def _restored(self, req: Any, node: KvNode, landed: Landed) -> KvNode | None:
+        """The deepest restored node; None where there was no room or something went wrong: what
+        came from elsewhere must not end the scheduler, now and after every restart."""
+        try:
+            restored = self.restore(req, node, landed)
+        except Exception:
+            logger.exception("what the tier had could not be restored; it is computed instead")
+            self.tier_counters["restore_failed"] += 1
+            return None
+        if restored is None:
+            self.tier_counters["no_room"] += 1
+        return restored
+
+    def _refreshed(self, req: Any, node: KvNode, landed: Landed) -> bool:
+        """Whether a restored context will be refreshed from what it was restored from."""
+        try:
+            return self._refresh_restored(req, node, landed)
+        except Exception:
+            logger.exception("a restored context cannot be refreshed; it is used as it was")
+            self.tier_counters["refresh_restored_failed"] += 1
+            return False
 
     def _refresh_restored(self, req: Any, node: KvNode, landed: Landed) -> bool:
         """Refresh a restored context from what it was restored from; whether that will happen."""

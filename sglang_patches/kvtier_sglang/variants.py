@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,6 +74,23 @@ class KvNode(TreeNode):
     @property
     def stop(self) -> int:
         return self.start + len(self.key)
+
+
+@dataclass
+class _Sizes:
+    """Slots of a tree's nodes, of both classes, unlocked (evictable) and locked (protected)."""
+
+    evictable: int = 0
+    protected: int = 0
+    locality_evictable: int = 0
+    locality_protected: int = 0
+
+
+def wants_prompt_logprobs(req: Any) -> bool:
+    """Whether a request (None: nobody's) asks for log-probabilities of its prompt."""
+    if req is None or not req.return_logprob:
+        return False
+    return 0 <= req.logprob_start_len < len(req.origin_input_ids)
 
 
 class VariantRadixCache(RadixCache):
@@ -127,7 +145,10 @@ class VariantRadixCache(RadixCache):
         key, _ = params.key.maybe_to_bigram_view(self.is_eagle)
         if self.disable or len(key) == 0:
             return self._empty_match_result
-        node, length = self._walk(self.root_node, key, 0)
+        # The log-probabilities of a prompt are a measurement of the model: what they are computed
+        # behind must be as if nothing had ever been dropped.
+        exact_only = wants_prompt_logprobs(params.req)
+        node, length = self._walk(self.root_node, key, 0, exact_only=exact_only)
         if length == 0:
             return self._empty_match_result
         return MatchResult(
@@ -368,10 +389,29 @@ class VariantRadixCache(RadixCache):
             yield node
             stack.extend(node.children.values())
 
+    def _held(self) -> _Sizes:
+        """What the nodes hold, counted from what they say of themselves."""
+        sizes = _Sizes()
+        for node in self.nodes():
+            if node.lock_ref == 0:
+                sizes.evictable += node.ca_size
+                sizes.locality_evictable += node.locality_size
+            else:
+                sizes.protected += node.ca_size
+                sizes.locality_protected += node.locality_size
+        sizes.protected += self.private_ca
+        return sizes
+
+    def recount(self) -> None:
+        """Make the tree's accounts those of its nodes, after something went wrong halfway."""
+        held = self._held()
+        self.evictable_size_, self.protected_size_ = held.evictable, held.protected
+        self.locality_evictable_size_ = held.locality_evictable
+        self.locality_protected_size_ = held.locality_protected
+
     def check_integrity(self) -> list[str]:
         """Violations of the tree's invariants; empty when healthy."""
         problems = list(self.allocator.check_integrity())
-        evictable = protected = locality_evictable = locality_protected = 0
         for node in self.nodes():
             if node.locality_size != self._count_locality(node):
                 problems.append(f"node {node.id} miscounts its locality slots")
@@ -381,17 +421,12 @@ class VariantRadixCache(RadixCache):
                 problems.append(f"node {node.id} has {len(node.value)} slots")
             if node.ca_size != int(torch.count_nonzero(node.value)):
                 problems.append(f"node {node.id} miscounts its CA slots")
-            if node.lock_ref == 0:
-                evictable += node.ca_size
-                locality_evictable += node.locality_size
-            else:
-                protected += node.ca_size
-                locality_protected += node.locality_size
+        held = self._held()
         for name, counted, kept in (
-            ("evictable", evictable, self.evictable_size_),
-            ("protected", protected + self.private_ca, self.protected_size_),
-            ("locality evictable", locality_evictable, self.locality_evictable_size_),
-            ("locality protected", locality_protected, self.locality_protected_size_),
+            ("evictable", held.evictable, self.evictable_size_),
+            ("protected", held.protected, self.protected_size_),
+            ("locality evictable", held.locality_evictable, self.locality_evictable_size_),
+            ("locality protected", held.locality_protected, self.locality_protected_size_),
         ):
             if counted != kept:
                 problems.append(f"{name} size is {kept}, the nodes hold {counted}")

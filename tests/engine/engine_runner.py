@@ -1,6 +1,7 @@
 """Runs a real SGLang engine in its own process: `python engine_runner.py plan.json out.json`.
 
-plan: {"engine": {...}, "rounds": [[{"input_ids", "max_new_tokens", "logprobs"?}, ...], ...]}
+plan: {"engine": {...}, "rounds": [[{"input_ids", "max_new_tokens", "logprobs"?,
+"logprob_start_len"?}, ...], ...]}
 Every round is sent at once (continuous batching); a request may name the round and index it
 continues ({"continues": [round, index], "input_ids": tail}): its prompt is then that request's
 prompt, its answer, and the tail. Instead of requests a round may be {"weights": model directory},
@@ -47,6 +48,7 @@ async def run_rounds(engine: Any, rounds: list[list[dict[str, Any]]]) -> list[li
                     },
                     return_logprob=request.get("logprobs", False),
                     lora_path=request.get("adapter"),
+                    logprob_start_len=request.get("logprob_start_len", -1),
                 )
                 for prompt, request in zip(prompts, requests, strict=True)
             )
@@ -78,6 +80,7 @@ def _result(prompt: list[int], answer: dict[str, Any]) -> dict[str, Any]:
         "output_ids": answer["output_ids"],
         "cached_tokens": meta["cached_tokens"],
         "logprobs": [entry[0] for entry in meta.get("output_token_logprobs") or []],
+        "prompt_logprobs": [entry[0] for entry in meta.get("input_token_logprobs") or []],
     }
 
 

@@ -70,6 +70,8 @@ class Request:
     extra_key: str | None = None
     cache_salt: str | None = None
     priority: int = 0
+    return_logprob: bool = False
+    logprob_start_len: int = -1
     rid: str = field(default_factory=lambda: f"r{next(_REQUESTS)}")
     lock: object = None
     last_node: object = None

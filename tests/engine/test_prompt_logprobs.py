@@ -1,0 +1,77 @@
+"""Log-probabilities of a prompt are those of the model, whatever is kept of the context."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine_process import DEMO_MODEL, run_engine
+from test_exactness import RULE_ENV
+from tierd.live_tier import live_tier
+
+pytestmark = pytest.mark.engine
+
+ENGINE = {
+    "model_path": str(DEMO_MODEL),
+    "max_total_tokens": 20_000,
+    "chunked_prefill_size": 512,
+    "attention_backend": "kvtier",
+    "radix_cache_backend": "kvtier",
+}
+COMPRESSING = {
+    **RULE_ENV,
+    "KVTIER_HEAD_PROFILE": str(DEMO_MODEL / "head_profile.json"),
+    "KVTIER_RETENTION": "0.3",
+}
+FIRST, ANSWER, SECOND = 900, 6, 80
+
+
+def rounds() -> list[list[dict]]:
+    """A turn; a second one without log-probabilities; and the same with them from several
+    positions on: in the sink, in what was dropped, and in the second turn's prompt."""
+    rng = random.Random(3)
+    first, second = ([rng.randrange(6, 384) for _ in range(n)] for n in (FIRST, SECOND))
+    plan = [[{"input_ids": first, "max_new_tokens": ANSWER}]]
+    for start in (None, 0, 10, 500, FIRST + ANSWER, FIRST + ANSWER + 30):
+        request = {"continues": [0, 0], "input_ids": second, "max_new_tokens": 2}
+        if start is not None:
+            request |= {"logprobs": True, "logprob_start_len": start}
+        plan.append([request])
+    return plan
+
+
+def prompt_logprobs(answers: list[list[dict]]) -> list[list[float]]:
+    # The first of them has nothing before it that was asked for.
+    return [answer["prompt_logprobs"][1:] for (answer,) in answers[2:]]
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory):
+    """What an engine that keeps everything says."""
+    out = run_engine(tmp_path_factory.mktemp("exact"), ENGINE, rounds(), RULE_ENV)
+    found = prompt_logprobs(out["rounds"])
+    assert [len(one) for one in found] == [985, 975, 485, 79, 49]
+    return found
+
+
+def test_prompt_logprobs_behind_a_compressed_turn_are_exact(tmp_path, exact):
+    out = run_engine(tmp_path, ENGINE, rounds(), COMPRESSING)
+    assert out["rounds"][1][0]["cached_tokens"] == FIRST + ANSWER - 1
+    assert out["state"]["compacted_tokens"] > 0
+    assert out["state"]["integrity"] == []
+    for ours, theirs in zip(prompt_logprobs(out["rounds"]), exact, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_prompt_logprobs_are_not_computed_behind_what_a_tier_restores(tmp_path, exact):
+    with live_tier(tmp_path, "--memory", "512m") as tier:
+        env = {**COMPRESSING, "KVTIER_TIER": tier.address, "KVTIER_TIER_SPAN_TOKENS": "16"}
+        plan = rounds()
+        first = run_engine(tmp_path, ENGINE, plan[:1], env)["rounds"][0][0]
+        before = [*first["prompt"], *first["output_ids"]]
+        # The first one finds an empty server, and the record of a turn that ends where it asks.
+        (request,) = plan[-2]
+        request["input_ids"] = [*before, *request["input_ids"]]
+        del request["continues"]
+        answer = run_engine(tmp_path, ENGINE, [[request]], env)["rounds"][0][0]
+    assert answer["prompt_logprobs"][1:] == pytest.approx(exact[-2], abs=1e-4)
