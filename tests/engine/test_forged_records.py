@@ -20,6 +20,7 @@ from kvtier.retention.share import FixedShare
 from kvtier.tier import lookup
 from kvtier.tier.client import Blob
 from kvtier.tier.link import TierLink
+from kvtier.tier.keys import Scope
 from kvtier.tier.names import ContextNames
 from kvtier.tier.turn_rules import TurnRules
 from kvtier.tier.turns import LAYOUT, NodeRecord, TurnRecord, decode_record, tail_digest
@@ -40,7 +41,7 @@ class Session:
         names: ContextNames = self.server.tree.names
         whole = len(self.tokens) // names.span_tokens
         self.restored = whole * names.span_tokens
-        self.key = names.chains("\0", self.tokens).policy.turns_key(whole)
+        self.key = names.chains(Scope(), self.tokens).policy.turns_key(whole)
         self.client = self.server.tree.link.client
         landed = bytearray()
 
