@@ -19,8 +19,8 @@ from kvtier.errors import TierProtocolError
 from kvtier.retention.share import FixedShare
 from kvtier.tier import lookup
 from kvtier.tier.client import Blob
-from kvtier.tier.link import TierLink
 from kvtier.tier.keys import Scope
+from kvtier.tier.link import TierLink
 from kvtier.tier.names import ContextNames
 from kvtier.tier.turn_rules import TurnRules
 from kvtier.tier.turns import LAYOUT, NodeRecord, TurnRecord, decode_record, tail_digest
