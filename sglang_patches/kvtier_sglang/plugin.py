@@ -15,13 +15,14 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kvtier.config import Settings, load_settings
 from kvtier.errors import StartupError
-from kvtier_sglang import guards, hooks, surprise
+from kvtier_sglang import guards, hooks, requests, surprise
 from kvtier_sglang.guards import NAME
 
 logger = logging.getLogger(__name__)
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
+_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 
 HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
     "sglang.srt.server_args.ServerArgs.resolve_once": (hooks.check_flags, HookType.BEFORE),
@@ -45,6 +46,12 @@ HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
         HookType.BEFORE,
     ),
     f"{_STATE}._add_memory_usage": (hooks.report_state, HookType.AFTER),
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request": (
+        requests.check_request,
+        HookType.BEFORE,
+    ),
+    f"{_CONTROL}.release_memory_occupation": (requests.refuse_offload, HookType.BEFORE),
+    f"{_CONTROL}.resume_memory_occupation": (requests.refuse_offload, HookType.BEFORE),
 }
 
 
