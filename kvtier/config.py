@@ -202,6 +202,13 @@ class Settings(BaseSettings):
     tier_shared_memory: bool = Field(
         True, description="Move KV through shared memory where the tier is on this host."
     )
+    drain_s: float = Field(
+        10.0,
+        ge=0,
+        le=12,
+        description="Seconds that a server which is asked to end waits for KV on its way to the "
+        "tier. SGLang kills its scheduler 15 s after the last request ended.",
+    )
     data_dir: Path = Field(
         default_factory=lambda: user_data_path("kvtier", appauthor=False),
         description="What kvtier keeps between runs: the embedded Redis and local copies.",

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import ssl
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
+from kvtier.errors import UsageError
 from kvtier.tier.protocol import MAX_CHUNK_BYTES, MESSAGE_OVERHEAD_BYTES
+
+logger = logging.getLogger(__name__)
 
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_CHUNK_BYTES + MESSAGE_OVERHEAD_BYTES),
@@ -33,6 +39,60 @@ class TlsFiles:
     ca: bytes
     certificate: bytes
     key: bytes
+
+
+@dataclass(frozen=True)
+class TlsPaths:
+    """Where they are (PEM); whoever renews a certificate replaces the files."""
+
+    ca: Path
+    certificate: Path
+    key: Path
+
+    def state(self) -> list[tuple[int, int]]:
+        """Differs once a file was replaced. Raises OSError."""
+        stats = [path.stat() for path in (self.ca, self.certificate, self.key)]
+        return [(one.st_mtime_ns, one.st_ino) for one in stats]
+
+    def read(self) -> TlsFiles:
+        """Raises OSError or ValueError for files that cannot be read or do not belong together;
+        ssl.SSLError is the one, PEM garbage may be the other."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        # Without a password, a key that wants one would be asked for on the terminal.
+        context.load_cert_chain(self.certificate, self.key, password="")
+        context.load_verify_locations(self.ca)
+        return TlsFiles(self.ca.read_bytes(), self.certificate.read_bytes(), self.key.read_bytes())
+
+
+class RenewedTls:
+    """What a client is to present, looked at anew for every connection, as the service does.
+
+    Raises UsageError where the files cannot be used to begin with.
+    """
+
+    def __init__(self, paths: TlsPaths) -> None:
+        self._paths = paths
+        try:
+            self._seen = paths.state()
+            self.files = paths.read()
+        except (OSError, ValueError) as error:
+            expected = "a PEM certificate with its tier_key and a tier_ca"
+            raise UsageError("tier_certificate", expected, str(error)) from error
+
+    def changed(self) -> bool:
+        """Whether `files` are others than when this was last asked."""
+        try:
+            state = self._paths.state()
+            if state == self._seen:
+                return False
+            self.files = self._paths.read()
+        except (OSError, ValueError) as error:
+            # Perhaps in the middle of being replaced; the next connection looks again.
+            logger.warning("new certificates are not used: %s", error)
+            return False
+        self._seen = state
+        logger.info("certificates reloaded")
+        return True
 
 
 def open_channel(address: str, tls: TlsFiles | None) -> grpc.Channel:

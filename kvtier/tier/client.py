@@ -26,7 +26,7 @@ from kvtier.errors import (
     UsageError,
 )
 from kvtier.tier.blob import Bytes, checksum
-from kvtier.tier.channel import TlsFiles, open_channel
+from kvtier.tier.channel import RenewedTls, TlsFiles, TlsPaths, open_channel
 from kvtier.tier.deadline import Deadline
 from kvtier.tier.framing import frame_chunk, frame_stub
 from kvtier.tier.landing import Arriving, Land, Landing, Offer
@@ -72,6 +72,7 @@ class TierClient:
     address:   host:port or unix:/path.
     namespace: whose blobs, printable ASCII; under TLS it must be the certificate's common name,
                because checksums are over it, and may be anything.
+    tls:       paths are read again by a `connect` after which they changed; files never are.
     timeout_s: of a method that moves no payload; those that do get `bytes / slowest` more.
     shared:    whether to move payloads through shared memory where the service offers it here.
     """
@@ -83,7 +84,7 @@ class TierClient:
         *,
         timeout_s: float = 1.0,
         slowest_bytes_per_s: float = 100e6,
-        tls: TlsFiles | None = None,
+        tls: TlsFiles | TlsPaths | None = None,
         shared: bool = True,
     ) -> None:
         self.address, self.namespace = address, namespace
@@ -93,16 +94,23 @@ class TierClient:
             if not (namespace and namespace.isascii() and namespace.isprintable()):
                 raise UsageError("namespace", "printable ASCII", namespace)
             self._metadata = ((NAMESPACE_METADATA, namespace),)
-        self._channel = open_channel(address, tls)
-        self._stub = tier_pb2_grpc.TierServiceStub(self._channel)
-        frame_stub(self._stub, self._channel)
+        self._renewed: RenewedTls | None = None
+        if isinstance(tls, TlsPaths):
+            self._renewed = RenewedTls(tls)
+            tls = self._renewed.files
+        self._open(tls)
         self._wants_shared = shared
         self._shared: SharedMemory | None = None
         self._mapping = threading.Lock()
         self._chunk_bytes = CHUNK_BYTES
         # Whether the service refreshes near its data, as of the last `connect`.
         self.refreshes = False
-        self._shared_gets = SharedGets(self._stub, self._call, address, namespace)
+        self._shared_gets = SharedGets(lambda: self._stub, self._call, address, namespace)
+
+    def _open(self, tls: TlsFiles | None) -> None:
+        self._channel = open_channel(self.address, tls)
+        self._stub = tier_pb2_grpc.TierServiceStub(self._channel)
+        frame_stub(self._stub, self._channel)
 
     def __enter__(self) -> TierClient:
         return self
@@ -137,6 +145,9 @@ class TierClient:
         Raises TierProtocolError where the service speaks another version, and TierRefusedError
         where it takes this client for another namespace.
         """
+        if self._renewed is not None and self._renewed.changed():
+            # Calls that are under way end on the connection that they began on.
+            self._open(self._renewed.files)
         request = pb.GetServerInfoRequest(protocol_versions=[PROTOCOL_VERSION])
         info: pb.GetServerInfoResponse = self._call(self._stub.GetServerInfo, request)
         check_version(info.protocol_version, self.address)
@@ -339,4 +350,5 @@ __all__ = [
     "Presence",
     "TierClient",
     "TlsFiles",
+    "TlsPaths",
 ]

@@ -29,9 +29,10 @@ Call = Callable[[Any, Any, Deadline], Any]
 
 
 class SharedGets:
-    """Of one client; thread-safe. call: makes one of the stub's calls, and raises TierErrors."""
+    """Of one client; thread-safe. stub: of the connection in use; call: makes one of the stub's
+    calls, and raises TierErrors."""
 
-    def __init__(self, stub: Any, call: Call, address: str, namespace: str) -> None:
+    def __init__(self, stub: Callable[[], Any], call: Call, address: str, namespace: str) -> None:
         self._stub, self._call = stub, call
         self._address, self._namespace = address, namespace
         self._lanes = Lanes()
@@ -68,7 +69,7 @@ class SharedGets:
         request = pb.AcquireRequest(
             keys=keys, lease_ms=deadline.left_ms(), shared_token=shared.token
         )
-        response: pb.AcquireResponse = self._call(self._stub.Acquire, request, deadline)
+        response: pb.AcquireResponse = self._call(self._stub().Acquire, request, deadline)
         return response
 
     def _land(
@@ -104,7 +105,7 @@ class SharedGets:
         with contextlib.suppress(TierError):
             if leases:
                 request = pb.ReleaseRequest(leases=leases)
-                self._call(self._stub.Release, request, Deadline(RELEASE_S))
+                self._call(self._stub().Release, request, Deadline(RELEASE_S))
 
 
 def _copy(

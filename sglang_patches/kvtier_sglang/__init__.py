@@ -4,6 +4,7 @@ SGLang 0.5.23 is extended through its own seams (entry points, registries, hooks
 forked. Reading order:
 
     plugin.py      what is registered and hooked, and the start-up check that it took
+    requests.py    requests that are refused with a 400
     pool.py        the head-split KV pool: two slot spaces, one per head class
     allocator.py   which slots are free, and the map from CA slot to locality slot
     variants.py    a radix tree with nodes that cannot be cut, and variants of them

@@ -41,6 +41,7 @@ def build(ctx: TreeCacheBuildContext, settings: Settings) -> KvtierRadixCache:
         refresh=refresh_rule(settings),
         near_data=settings.refresh_by == "near-data",
         again=_again(settings),
+        drain_s=settings.drain_s,
         **parts,
     )
     if tree.refresher is not None:

@@ -15,13 +15,14 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kvtier.config import Settings, load_settings
 from kvtier.errors import StartupError
-from kvtier_sglang import guards, hooks, surprise
+from kvtier_sglang import guards, hooks, requests, surprise
 from kvtier_sglang.guards import NAME
 
 logger = logging.getLogger(__name__)
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
+_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 # What of it can change weights: updates, what restores or packs them, memory that comes back
@@ -63,6 +64,12 @@ HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
     ),
     f"{_STATE}._add_memory_usage": (hooks.report_state, HookType.AFTER),
     "sglang.srt.managers.schedule_batch.Req.__init__": (hooks.scope_request, HookType.AFTER),
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request": (
+        requests.check_request,
+        HookType.BEFORE,
+    ),
+    f"{_CONTROL}.release_memory_occupation": (requests.refuse_offload, HookType.BEFORE),
+    f"{_CONTROL}.resume_memory_occupation": (requests.refuse_offload, HookType.BEFORE),
     **{f"{_WEIGHTS}.{name}": _WEIGHT_HOOK for name in WEIGHT_CHANGES},
 }
 

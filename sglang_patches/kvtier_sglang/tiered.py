@@ -85,6 +85,7 @@ class TieredRadixCache(RestoringRadixCache):
     refresh: the rule by which compacted contexts are refreshed when a turn begins; None: they are
              not. near_data: whether the tier chooses where it can; again: when they are refreshed
              again while the turn is generated, None: not at all.
+    drain_s: longest wait for what is on its way to the tier when the server ends.
     """
 
     def __init__(
@@ -98,11 +99,12 @@ class TieredRadixCache(RestoringRadixCache):
         refresh: RefreshRule | None = None,
         near_data: bool = False,
         again: AgainRule | None = None,
+        drain_s: float = 0.0,
         streaming: bool = False,
         retention: Retention | None = None,
         compaction: Compaction | None = None,
     ) -> None:
-        self.link, self.model = link, model
+        self.link, self.model, self.drain_s = link, model, drain_s
         self.names = names = model.names()
         # Whether the model's names have to be asked for again, and whether the tree may hold KV of
         # the weights before.
@@ -442,6 +444,19 @@ class TieredRadixCache(RestoringRadixCache):
         nodes = [_record(node) for node in self._path(req.last_node)][::-1]
         ids = req.full_untruncated_fill_ids[: req.last_node.stop]
         self.spiller.compressed(req.rid, ids, nodes)
+
+    def release_host_resources(self) -> None:
+        """SGLang's scheduler ends: its requests are done, their newest turns may still be on their
+        way to the tier."""
+        super().release_host_resources()
+        self.loads.clear()
+        if not self.link.flush(self.drain_s):
+            logger.warning(
+                "the server ends with %d calls to the tier not done after %g s; what they carried "
+                "is computed again when it is asked for",
+                self.link.pending,
+                self.drain_s,
+            )
 
     def tier_report(self) -> dict[str, Any]:
         """For the server's internal state."""

@@ -94,6 +94,27 @@ def test_a_turn_that_ends_while_the_tier_is_away_is_there_when_it_is_back(connec
     assert turn(b, [*prompt, 1, 2, 9, 9], [3]).restored == 92
 
 
+@pytest.mark.parametrize("drain_s", [10.0, 0.05])
+def test_a_server_that_ends_waits_for_its_newest_turn_to_reach_the_tier(connect, drain_s, caplog):
+    a = MiniScheduler(link=connect(AwayClient), drain_s=drain_s)
+    prompt = context(90)
+    turn(a, prompt, [1, 2])
+    client = a.tree.link.client
+    back = threading.Timer(0.5, setattr, (client, "away", False))
+    back.start()
+    began = time.monotonic()
+    a.tree.release_host_resources()
+    took = time.monotonic() - began
+    in_time = took >= 0.5
+    back.join()
+    a.tree.link.close()
+    assert in_time == (drain_s == 10.0)
+    assert took < 5
+    assert ("the server ends with" in caplog.text) != in_time
+    b = MiniScheduler(link=connect())
+    assert turn(b, [*prompt, 1, 2, 9, 9], [3]).restored == (92 if in_time else 0)
+
+
 @pytest.mark.parametrize("in_time", [True, False])
 def test_spans_that_found_no_room_go_when_there_is_some_or_are_shed_at_the_end(connect, in_time):
     a = MiniScheduler(share=FixedShare(0.5), link=connect(AwayClient))

@@ -118,6 +118,7 @@ class MiniScheduler:
         refresh: RefreshRule | None = None,
         near_data: bool = False,
         again: AgainRule | None = None,
+        drain_s: float = 0.0,
     ):
         self.pool = HeadSplitKVPool(
             size,
@@ -161,6 +162,7 @@ class MiniScheduler:
                 refresh=refresh,
                 near_data=near_data,
                 again=again,
+                drain_s=drain_s,
                 **parts,
             )
         self.running: list[Request] = []
