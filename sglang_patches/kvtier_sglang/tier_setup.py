@@ -11,7 +11,7 @@ from kvtier.heads.model_config import model_name
 from kvtier.heads.profile import HeadProfile
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.rules import compactor_of
-from kvtier.tier.client import TierClient, TlsFiles
+from kvtier.tier.client import TierClient, TlsPaths
 from kvtier.tier.keys import KvIdentity
 from kvtier.tier.link import TierLink
 from kvtier.tier.names import ContextNames
@@ -25,15 +25,11 @@ SEMANTICS = 1
 def tier_link(settings: Settings) -> TierLink:
     """The connection to `settings.tier`. The tier need not be there, now or ever."""
     assert settings.tier is not None, "no tier in the settings"
-    tls = None
+    tls: TlsPaths | None = None
     if settings.tier_ca is not None:
         assert settings.tier_certificate is not None
         assert settings.tier_key is not None
-        tls = TlsFiles(
-            settings.tier_ca.read_bytes(),
-            settings.tier_certificate.read_bytes(),
-            settings.tier_key.read_bytes(),
-        )
+        tls = TlsPaths(settings.tier_ca, settings.tier_certificate, settings.tier_key)
     client = TierClient(
         settings.tier,
         settings.tier_namespace,

@@ -212,7 +212,9 @@ def change_curve() -> CurveDocument:
         (stored,) = store.list()
         document = store.get(stored.key)
         assert isinstance(document, CurveDocument)
-        changed = document.model_copy(update={"alpha": 0.0, "beta": 0.3, "power": 1.0})
+        # As of the first version, or the measurements beside it would have to fit it.
+        first = {"schema_version": 1, "evidence": None}
+        changed = document.model_copy(update=first | {"alpha": 0.0, "beta": 0.3, "power": 1.0})
         store.put(changed)
     return changed
 
