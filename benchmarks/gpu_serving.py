@@ -74,7 +74,7 @@ def engine_arguments(options: argparse.Namespace, policy: str, model: Path) -> d
         "chunked_prefill_size": options.chunk,
         "max_total_tokens": options.sessions * session + options.chunk + SLACK_TOKENS,
         "max_running_requests": options.sessions,
-        # As kvtier has none of prefill, nobody has.
+        # kvtier has no CUDA graphs of prefill, so the other policies go without them, too.
         "disable_prefill_cuda_graph": True,
         "cuda_graph_bs_decode": sorted({1, options.sessions}),
         "random_seed": options.seed,

@@ -6,8 +6,8 @@
     arguments    server arguments that change what is computed with the same parameters
     adapters     each LoRA adapter's weights and scaling, apart: they are part of a request's scope
 
-The digest is made when it is first asked for and again after every change of the weights. Reading
-16 GB from a GPU takes a few seconds; files are not read again.
+The digest is made when the server starts, and again by the first request after a change of the
+weights, which waits while every parameter is copied to the host and hashed. Files are not read.
 """
 
 from __future__ import annotations

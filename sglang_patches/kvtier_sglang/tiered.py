@@ -106,8 +106,8 @@ class TieredRadixCache(RestoringRadixCache):
     ) -> None:
         self.link, self.model, self.drain_s = link, model, drain_s
         self.names = names = model.names()
-        # Whether the model's names have to be asked for again, and whether the tree may hold KV of
-        # the weights before.
+        # _renamed: the model's names have to be asked for again, as its weights may have changed.
+        # _outdated: the tree may hold KV that was computed by the weights before.
         self._renamed = self._outdated = False
         self.rates = rates or Rates()
         self.tier_counters: Counter[str] = Counter()
@@ -150,7 +150,8 @@ class TieredRadixCache(RestoringRadixCache):
     # -- whose KV this is --
 
     def weights_change(self) -> None:
-        """The weights are about to change, or may: what the tier has of them is nobody's now."""
+        """The weights are about to change, or may: KV of the weights before must not be used for
+        what is computed after."""
         self.tier_counters["weight_changes"] += 1
         self._renamed = True
         self.loads.clear()

@@ -87,7 +87,8 @@ class _Sizes:
 
 
 def wants_prompt_logprobs(req: Any) -> bool:
-    """Whether a request (None: nobody's) asks for log-probabilities of its prompt."""
+    """Whether a request asks for log-probabilities of its prompt. req: None for a match that is of
+    no request."""
     if req is None or not req.return_logprob:
         return False
     return 0 <= req.logprob_start_len < len(req.origin_input_ids)
