@@ -20,7 +20,7 @@ the same stream. Thread safety: one thread and one stream per instance.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -190,6 +190,14 @@ class AttentionKernels(ABC):
         rows q_indptr[i]:q_indptr[i + 1]. The plan holds the prefix only. `window` restricts
         what is seen of the request's own turn (streaming prefill).
         """
+
+    def extend_shapes(self, q: torch.Tensor, chunk: int, context: int) -> Iterator[tuple[int, int]]:
+        """New tokens and prefix entries of one request whose first `extend` takes longer than
+        others, because something is compiled or prepared then: for calling it before serving.
+
+        q: any as there will be; chunk: the most new tokens, context: the most entries.
+        """
+        yield 1, 1
 
     # The same for one head class in place, which backends may do without copies of its heads.
 

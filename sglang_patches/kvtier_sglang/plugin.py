@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kvtier.config import Settings, load_settings
@@ -105,9 +106,24 @@ def verify() -> None:
 
 def _attention_backend(runner: Any) -> Any:
     from kvtier_sglang.attention import KvtierAttnBackend
+    from kvtier_sglang.warm_up import warm_up
 
     verify()
-    return KvtierAttnBackend(runner, _settings())
+    settings = _settings()
+    backend = KvtierAttnBackend(runner, settings)
+    if torch.device(runner.device).type == "cuda":
+        context = int(runner.model_config.context_len)
+        chunk = runner.server_args.chunked_prefill_size
+        streams = settings.prefill == "streaming"
+        warm_up(
+            backend.kernels,
+            backend.pool,
+            dtype=runner.dtype,
+            chunk=chunk if chunk and chunk > 0 else context,
+            context=context,
+            window=(settings.sink_tokens, settings.recent_tokens) if streams else None,
+        )
+    return backend
 
 
 def _radix_cache(ctx: Any) -> Any:

@@ -9,7 +9,9 @@ from kvtier_kernels.triton_backend.entries import load_entries, with_votes
 from kvtier_kernels.triton_backend.softmax import absorb, normalise, tile_logits
 
 
-@triton.jit(do_not_specialize=["requests"])
+@triton.jit(
+    do_not_specialize=["requests", "stride_votes_slot", "stride_votes_head", "stride_votes_group"]
+)
 def decode_units(
     q,
     k,
@@ -35,7 +37,6 @@ def decode_units(
     stride_votes_slot,
     stride_votes_head,
     stride_votes_group,
-    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -45,10 +46,10 @@ def decode_units(
     IEEE: tl.constexpr,
     MAPPED: tl.constexpr,
 ):
-    """q [requests, HEADS, GROUP, DIM] -> part_o [units, HEADS * GROUP, DIM] and part_lse, float32.
+    """q [requests, heads, GROUP, DIM] -> part_o [units, heads * GROUP, DIM] and part_lse, float32.
 
     VOTES: 0 none, 1 per entry, 2 per entry and query head. MAPPED: q holds more heads, of which
-    `head_ids` are ours. Grid (units, HEADS).
+    `head_ids` are ours. Grid (units, heads).
     """
     unit, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     request = tl.load(unit_request + unit)
@@ -87,6 +88,6 @@ def decode_units(
             values = values.to(queries.dtype)
             acc, peak, total = absorb(acc, peak, total, logits, values, IEEE)
         o, lse = normalise(acc, peak, total)
-        at = (unit.to(tl.int64) * HEADS + head) * GROUP + g
+        at = (unit.to(tl.int64) * tl.num_programs(1) + head) * GROUP + g
         tl.store(part_o + at[:, None] * DIM + d[None, :], o, mask=rows)
         tl.store(part_lse + at, lse, mask=in_group)

@@ -9,7 +9,18 @@ from kvtier_kernels.triton_backend.entries import load_entries, load_keys, with_
 from kvtier_kernels.triton_backend.softmax import absorb, normalise, tile_logits
 
 
-@triton.jit(do_not_specialize=["sink_tokens", "recent_tokens", "out_heads"])
+@triton.jit(
+    do_not_specialize=[
+        "sink_tokens",
+        "recent_tokens",
+        "out_heads",
+        "stride_votes_slot",
+        "stride_votes_head",
+        "stride_votes_group",
+    ],
+    # A row of a table, which begins anywhere.
+    do_not_specialize_on_alignment=["block_row"],
+)
 def extend_blocks(
     q,
     k_new,
@@ -46,8 +57,6 @@ def extend_blocks(
     stride_votes_slot,
     stride_votes_head,
     stride_votes_group,
-    SPLITS: tl.constexpr,
-    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -58,17 +67,19 @@ def extend_blocks(
     IEEE: tl.constexpr,
     MAPPED: tl.constexpr,
 ):
-    """q [tokens, HEADS, GROUP, DIM] -> out_o [tokens, SPLITS, out_heads * GROUP, DIM] and out_lse
-    [tokens, SPLITS, HEADS * GROUP].
+    """q [tokens, heads, GROUP, DIM] -> out_o [tokens, splits, out_heads * GROUP, DIM] and out_lse
+    [tokens, splits, heads * GROUP].
 
     MAPPED: q and the new keys and values hold more heads, of which `head_ids` are ours; out_o too,
-    where there is one split. Else out_heads is HEADS.
+    where there is one split. Else out_heads is heads.
 
     A program has BLOCK_M rows of one request and one KV head; row r is query head r % GROUP of
-    token r // GROUP, so that a group reads its keys once. Prefix entries are cut in SPLITS; the
-    last split sees the new tokens as well. Grid (blocks, HEADS, SPLITS).
+    token r // GROUP, so that a group reads its keys once. Prefix entries are cut in splits; the
+    last split sees the new tokens as well. Grid (blocks, heads, splits), which is where their
+    numbers come from: a variant for each would be compiled while requests wait.
     """
     block, head, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    heads, splits = tl.num_programs(1), tl.num_programs(2)
     request = tl.load(block_request + block)
     first_token = tl.load(q_indptr + request)
     new_tokens = tl.load(q_indptr + request + 1) - first_token
@@ -93,7 +104,7 @@ def extend_blocks(
 
     # The prefix.
     entries_begin, entries_end = tl.load(indptr + request), tl.load(indptr + request + 1)
-    share = tl.cdiv(tl.cdiv(entries_end - entries_begin, SPLITS), BLOCK_N) * BLOCK_N
+    share = tl.cdiv(tl.cdiv(entries_end - entries_begin, splits), BLOCK_N) * BLOCK_N
     begin = entries_begin + split * share
     end = tl.minimum(begin + share, entries_end)
     for first in range(begin, end, BLOCK_N):
@@ -118,7 +129,7 @@ def extend_blocks(
         acc, peak, total = absorb(acc, peak, total, logits, values, IEEE)
 
     # The new tokens: under a window its sinks first, and then what is near.
-    if split == SPLITS - 1:
+    if split == splits - 1:
         last = tl.minimum(tl.max(token, 0) + 1, new_tokens)
         near_from = 0
         if WINDOW:
@@ -154,10 +165,10 @@ def extend_blocks(
             acc, peak, total = absorb(acc, peak, total, logits, values, IEEE)
 
     o, lse = normalise(acc, peak, total)
-    part = of_token * SPLITS + split
+    part = of_token * splits + split
     out_head = head
-    if MAPPED and SPLITS == 1:
+    if MAPPED and splits == 1:
         out_head = new_head
     out = (part * out_heads + out_head) * GROUP + g
     tl.store(out_o + out[:, None] * DIM + d[None, :], o.to(out_o.dtype.element_ty), mask=tile)
-    tl.store(out_lse + (part * HEADS + head) * GROUP + g, lse, mask=in_rows)
+    tl.store(out_lse + (part * heads + head) * GROUP + g, lse, mask=in_rows)

@@ -7,7 +7,7 @@ tokens. On a CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1): f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -17,6 +17,11 @@ import triton
 
 from kvtier_kernels.base import AttentionKernels, AttentionState, HeadMap, RaggedKV, Window
 from kvtier_kernels.triton_backend.decode import decode_units
+from kvtier_kernels.triton_backend.dense import (
+    DensePrefixes,
+    cudnn_attention,
+    has_cudnn_attention,
+)
 from kvtier_kernels.triton_backend.extend import extend_blocks
 from kvtier_kernels.triton_backend.launching import (
     Launch,
@@ -63,8 +68,10 @@ class TritonKernels(AttentionKernels):
     name = "triton"
     plans_on_device = True
 
-    def __init__(self, launch: Launch = launch) -> None:
+    def __init__(self, launch: Launch = launch, dense: DensePrefixes | None = None) -> None:
+        """dense: who computes long prefixes, whatever the device; None is cuDNN where it can."""
         self._launch = launch
+        self._dense = dense
 
     def plan(
         self,
@@ -216,7 +223,6 @@ class TritonKernels(AttentionKernels):
             *k.stride()[:2],
             *v.stride()[:2],
             *strides,
-            HEADS=heads,
             GROUP=group,
             DIM=dim,
             BLOCK_G=max(16, triton.next_power_of_2(group)),
@@ -231,6 +237,45 @@ class TritonKernels(AttentionKernels):
         return _merged(self._launch, part_o, part_lse, schedule.units_indptr, output)
 
     def _extend(
+        self,
+        q: torch.Tensor,
+        k_new: torch.Tensor,
+        v_new: torch.Tensor,
+        q_indptr: Sequence[int],
+        kv: RaggedKV,
+        plan: TritonPlan,
+        scale: float,
+        output: _Output,
+        window: Window | None,
+    ) -> AttentionState:
+        division = None
+        dense = self._dense_for(q)
+        if dense is not None and window is None and not plan.voted:
+            division = dense.divide(plan, q_indptr)
+        if dense is None or division is None:
+            return self._extend_by_slots(q, k_new, v_new, q_indptr, kv, plan, scale, output, window)
+        parts, rest = division
+        heads = output.heads_of_q
+        if rest is None:
+            state = AttentionState(*output.buffers())
+            dense.new_tokens(parts, q, k_new, v_new, scale, heads, state)
+        else:
+            state = self._extend_by_slots(q, k_new, v_new, q_indptr, kv, rest, scale, output, None)
+        dense.add(parts, q, kv, scale, heads, state)
+        return state
+
+    def extend_shapes(self, q: torch.Tensor, chunk: int, context: int) -> Iterator[tuple[int, int]]:
+        yield 1, 1
+        dense = self._dense_for(q)
+        if dense is not None:
+            yield from dense.shapes(chunk, context)
+
+    def _dense_for(self, q: torch.Tensor) -> DensePrefixes | None:
+        if self._dense is None and has_cudnn_attention(q):
+            return DensePrefixes(cudnn_attention)
+        return self._dense
+
+    def _extend_by_slots(
         self,
         q: torch.Tensor,
         k_new: torch.Tensor,
@@ -295,8 +340,6 @@ class TritonKernels(AttentionKernels):
             *k.stride()[:2],
             *v.stride()[:2],
             *strides,
-            SPLITS=splits,
-            HEADS=heads,
             GROUP=group,
             DIM=dim,
             BLOCK_M=block_rows,
@@ -357,6 +400,10 @@ class _Output:
         return self.q.shape[1] if self.heads is None else len(self.heads.heads)
 
     @property
+    def heads_of_q(self) -> Sequence[int]:
+        return range(self.num_heads) if self.heads is None else self.heads.heads
+
+    @property
     def head_ids(self) -> torch.Tensor:
         """Any tensor, not read, where nothing is mapped."""
         return self.q if self.heads is None else self.heads.ids
@@ -392,7 +439,6 @@ def _merged(
         o,
         lse,
         heads * group,
-        LANES=lanes,
         GROUP=group,
         DIM=dim,
         BLOCK_D=triton.next_power_of_2(dim),

@@ -55,7 +55,6 @@ def window_rows(
     stride_q_group,
     stride_k_token,
     stride_k_head,
-    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -63,7 +62,7 @@ def window_rows(
     BLOCK_D: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    """-> logs [tokens, HEADS, GROUP], each row's log2-sum over its window. Grid (windows, HEADS,
+    """-> logs [tokens, heads, GROUP], each row's log2-sum over its window. Grid (windows, heads,
     blocks of rows)."""
     window, head = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(window_begin + window), tl.load(window_end + window)
@@ -82,7 +81,8 @@ def window_rows(
             logits = tile_logits(queries, keys, scale, IEEE)
             logits = tl.where((n < end)[None, :], logits, float("-inf"))
             peak, total, _, _ = weigh(peak, total, logits, 1)
-        at = ((begin + row // GROUP).to(tl.int64) * HEADS + head) * GROUP + row % GROUP
+        token = (begin + row // GROUP).to(tl.int64)
+        at = (token * tl.num_programs(1) + head) * GROUP + row % GROUP
         tl.store(logs + at, peak + tl.log2(total), mask=real)
 
 
@@ -101,7 +101,6 @@ def window_columns(
     stride_q_group,
     stride_k_token,
     stride_k_head,
-    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -109,7 +108,7 @@ def window_columns(
     BLOCK_D: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    """-> mass [HEADS, tokens], each column's sum of weights over GROUP. Grid (windows, HEADS,
+    """-> mass [heads, tokens], each column's sum of weights over GROUP. Grid (windows, heads,
     blocks of columns)."""
     window, head = tl.program_id(0), tl.program_id(1)
     begin, end = tl.load(window_begin + window), tl.load(window_end + window)
@@ -124,7 +123,8 @@ def window_columns(
                 q, begin, end, head, row, d,
                 stride_q_token, stride_q_head, stride_q_group, GROUP, DIM,
             )  # fmt: skip
-            at = ((begin + row // GROUP).to(tl.int64) * HEADS + head) * GROUP + row % GROUP
+            token = (begin + row // GROUP).to(tl.int64)
+            at = (token * tl.num_programs(1) + head) * GROUP + row % GROUP
             # A row that is not there weighs nothing.
             log = tl.load(logs + at, mask=real, other=float("inf"))
             logits = tile_logits(queries, keys, scale, IEEE)

@@ -17,20 +17,20 @@ def merge_parts(
     o,
     lse,
     out_lanes,
-    LANES: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
     MAPPED: tl.constexpr,
 ):
-    """Row r owns the parts parts_indptr[r]:parts_indptr[r + 1]; a part has LANES query heads.
+    """Row r owns the parts parts_indptr[r]:parts_indptr[r + 1]; a part has `lanes` query heads.
 
-    part_o [parts, LANES, DIM], part_lse [parts, LANES], float32 -> o [rows, out_lanes, DIM],
-    lse [rows, LANES]. MAPPED: o holds more KV heads, of which `head_ids` are ours. Grid (rows,
-    LANES).
+    part_o [parts, lanes, DIM], part_lse [parts, lanes], float32 -> o [rows, out_lanes, DIM],
+    lse [rows, lanes]. MAPPED: o holds more KV heads, of which `head_ids` are ours. Grid (rows,
+    lanes).
     """
     row, lane = tl.program_id(0), tl.program_id(1)
+    lanes = tl.num_programs(1)
     first, last = tl.load(parts_indptr + row), tl.load(parts_indptr + row + 1)
     d = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_D], tl.float32)
@@ -39,7 +39,7 @@ def merge_parts(
     for begin in range(first, last, BLOCK_P):
         part = begin + tl.arange(0, BLOCK_P)
         inside = part < last
-        at = part.to(tl.int64) * LANES + lane
+        at = part.to(tl.int64) * lanes + lane
         logs = tl.load(part_lse + at, mask=inside, other=float("-inf")) * LOG2_E
         values = tl.load(
             part_o + at[:, None] * DIM + d[None, :],
@@ -59,7 +59,7 @@ def merge_parts(
         out_lane = tl.load(head_ids + lane // GROUP).to(tl.int32) * GROUP + lane % GROUP
     to = row.to(tl.int64) * out_lanes + out_lane
     tl.store(o + to * DIM + d, (acc / some).to(o.dtype.element_ty), mask=d < DIM)
-    at = row.to(tl.int64) * LANES + lane
+    at = row.to(tl.int64) * lanes + lane
     tl.store(lse + at + tl.arange(0, 1), log_of(peak, total))
 
 

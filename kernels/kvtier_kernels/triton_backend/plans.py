@@ -44,6 +44,7 @@ class TritonPlan:
     voted:     whether any entry may have votes.
     schedules: by number of heads, as layers ask for them.
     tables:    other small tables that layers ask for, by what they are made of.
+    divisions: what `dense` made of it for extending, by q_indptr.
     """
 
     slots: torch.Tensor
@@ -52,6 +53,7 @@ class TritonPlan:
     voted: bool
     schedules: dict[int, Schedule] = field(default_factory=dict)
     tables: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
+    divisions: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     @property
     def requests(self) -> int:

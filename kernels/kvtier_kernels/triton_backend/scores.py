@@ -46,7 +46,6 @@ def window_mass(
     ieee = is_ieee(q)
     columns = BLOCK_COLUMNS_IEEE if ieee else BLOCK_COLUMNS
     options = {
-        "HEADS": heads,
         "GROUP": group,
         "DIM": dim,
         "BLOCK_M": BLOCK_ROWS,

@@ -1,0 +1,185 @@
+"""Long prefills by a library, from copies of their prefix that lie in one piece.
+
+A kernel that gathers tiles of entries by slot reaches less than half of what cuDNN does on a Hopper
+GPU, and where thousands of new tokens read an entry, copying it first costs next to nothing
+(`benchmarks/README.md`). Only for what a library knows: every entry is seen, and none has votes.
+What is left of a prefix is `extend_blocks`', and the new tokens with it; the states merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.backends import cuda as sdpa
+
+from kvtier_kernels.base import AttentionState, RaggedKV
+from kvtier_kernels.triton_backend.launching import has_wide_products, is_interpreted, to_device
+from kvtier_kernels.triton_backend.plans import TritonPlan
+
+
+class DenseAttention(Protocol):
+    """Attention of one KV head over keys that lie in one piece."""
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q `[tokens, group, dim]`; k, v `[entries, dim]`; causal: as many entries as tokens, of
+        which a token sees those up to itself, else every one sees all. Returns o, as q, and the
+        natural log-sum-exp `[tokens, group]`, float32."""
+
+
+class Part(NamedTuple):
+    """One request's new tokens (rows of the call), and the slots of the blocks that they read."""
+
+    rows: slice
+    blocks: tuple[torch.Tensor, ...]
+
+
+class Division(NamedTuple):
+    """rest: the plan less the parts' entries, for which new tokens are left, too; None where the
+    parts are all."""
+
+    parts: tuple[Part, ...]
+    rest: TritonPlan | None
+
+
+@dataclass(frozen=True)
+class DensePrefixes:
+    """Which parts of a plan a library computes, and their states.
+
+    attend: computes them.
+    blocks: entries of a block, descending. cuDNN prepares each new shape for 50 ms, so there are
+            few: a prefix is cut in the largest blocks that it fills.
+    rows:   new tokens are filled up to a multiple of this, for the same reason; a request that has
+            less than three quarters of it is left to the other kernel.
+    """
+
+    attend: DenseAttention
+    blocks: tuple[int, ...] = (65536, 32768, 16384, 8192)
+    rows: int = 4096
+
+    def shapes(self, chunk: int, context: int) -> Iterator[tuple[int, int]]:
+        """New tokens and entries of every call there may be, in passes of up to `chunk` tokens."""
+        for rows in range(self.rows, chunk + self.rows, self.rows):
+            for entries in (0, *self.blocks):
+                if rows <= chunk and entries <= context:
+                    yield rows, entries
+
+    def divide(self, plan: TritonPlan, q_indptr: Sequence[int]) -> Division | None:
+        """The same for all layers of a step; None where nothing is long enough."""
+        key = tuple(q_indptr)
+        if key not in plan.divisions:
+            plan.divisions[key] = self._divide(plan, key)
+        known: Division | None = plan.divisions[key]
+        return known
+
+    def _divide(self, plan: TritonPlan, q_indptr: Sequence[int]) -> Division | None:
+        assert plan.bounds is not None, "a plan for graphs is for decoding"
+        parts, rest, bounds = [], [], [0]
+        requests = zip(pairwise(plan.bounds), pairwise(q_indptr), strict=True)
+        for (begin, end), (first, last) in requests:
+            if 4 * (last - first) >= 3 * self.rows:
+                taken = []
+                for block in self.blocks:
+                    while end - begin >= block:
+                        taken.append(plan.slots[begin : begin + block])
+                        begin += block
+                parts.append(Part(slice(first, last), tuple(taken)))
+            rest.append(plan.slots[begin:end])
+            bounds.append(bounds[-1] + end - begin)
+        if len(parts) == plan.requests and not bounds[-1]:
+            return Division(tuple(parts), None)
+        parts = [part for part in parts if part.blocks]
+        if not parts:
+            return None
+        on_device = to_device(bounds, plan.slots.device)
+        left = TritonPlan(torch.cat(rest), on_device, tuple(bounds), plan.voted)
+        return Division(tuple(parts), left)
+
+    def new_tokens(
+        self,
+        parts: Sequence[Part],
+        q: torch.Tensor,
+        k_new: torch.Tensor,
+        v_new: torch.Tensor,
+        scale: float,
+        heads: Sequence[int],
+        state: AttentionState,
+    ) -> None:
+        """Into the state: the parts' new tokens over themselves; see `add`."""
+        for rows, _ in parts:
+            count = rows.stop - rows.start
+            for index, head in enumerate(heads):
+                queries, k, v = (self._filled(x[rows, head]) for x in (q, k_new, v_new))
+                o, lse = self.attend(queries, k, v, scale, causal=True)
+                state.o[rows, head] = o[:count]
+                state.lse[rows, index] = lse[:count]
+
+    def add(
+        self,
+        parts: Sequence[Part],
+        q: torch.Tensor,
+        kv: RaggedKV,
+        scale: float,
+        heads: Sequence[int],
+        state: AttentionState,
+    ) -> None:
+        """Merge the parts' prefixes into the state over the rest, in place.
+
+        q, state.o: `[tokens, KV heads, group, dim]`, of which `heads` are those of kv and
+        state.lse, in order.
+        """
+        for rows, blocks in parts:
+            for index, head in enumerate(heads if blocks else ()):
+                queries = self._filled(q[rows, head])
+                total = state.o[rows, head].float()
+                lse = state.lse[rows, index]
+                for slots in blocks:
+                    k, v = (x[:, index].index_select(0, slots).to(q.dtype) for x in (kv.k, kv.v))
+                    part = self.attend(queries, k, v, scale, causal=False)
+                    o, log = (x[: len(lse)] for x in part)
+                    both = torch.logaddexp(lse, log)
+                    total.mul_((lse - both).exp_().unsqueeze(-1))
+                    total.addcmul_(o, (log - both).exp_().unsqueeze(-1))
+                    lse = both
+                state.o[rows, head] = total
+                state.lse[rows, index] = lse
+
+    def _filled(self, x: torch.Tensor) -> torch.Tensor:
+        """With rows of zeros up to a multiple of `rows`."""
+        missing = -len(x) % self.rows
+        return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+
+
+def cudnn_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`DenseAttention` of half-precision tensors by the cuDNN that torch brings."""
+    o, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *_as_batch(q, k, v), None, True, 0.0, causal, False, scale=scale
+    )[:2]
+    return o[0].transpose(0, 1), lse.view(q.shape[1], q.shape[0]).transpose(0, 1)
+
+
+def has_cudnn_attention(q: torch.Tensor) -> bool:
+    """Whether cuDNN computes this call, `[tokens, heads, group, dim]`, and is the faster there."""
+    if q.device.type != "cuda" or is_interpreted() or not has_wide_products():
+        return False
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    keys = q[:, 0, 0]
+    q, k, v = _as_batch(q[:, 0], keys, keys)
+    params = sdpa.SDPAParams(q, k, v, None, 0.0, False, True)
+    return sdpa.can_use_cudnn_attention(params)
+
+
+def _as_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As torch has them: `[batch, heads, tokens, dim]`."""
+    return q.transpose(0, 1)[None], k[None, None], v[None, None]
+
+
+__all__ = ["DenseAttention", "DensePrefixes", "Division", "cudnn_attention", "has_cudnn_attention"]

@@ -1,0 +1,154 @@
+"""Long prefixes by a library's attention, merged with what the Triton kernel computes."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier_kernels import HeadMap, RaggedKV, Window, get_kernels
+from kvtier_kernels.triton_backend.dense import (
+    DensePrefixes,
+    cudnn_attention,
+    has_cudnn_attention,
+)
+from kvtier_kernels.triton_backend.kernels import TritonKernels
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+BLOCKS, ROWS = (32, 16), 8
+HEADS, GROUP, DIM, SCALE = 3, 2, 16, 0.25
+
+
+class Counted:
+    """Attention of every query over every entry, by its definition, and the shapes asked for."""
+
+    def __init__(self):
+        self.shapes = []
+
+    def __call__(self, q, k, v, scale, *, causal):
+        self.shapes.append((q.shape[0], k.shape[0], causal))
+        logits = torch.einsum("tgd,nd->tgn", q, k) * scale
+        if causal:
+            later = torch.ones(len(q), len(k), device=q.device).triu(1).bool()
+            logits.masked_fill_(later[:, None], float("-inf"))
+        return torch.softmax(logits, -1) @ v, logits.logsumexp(-1)
+
+
+def a_batch(prefixes, new, seed):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, device=DEVICE)
+
+    tokens, entries = sum(new), sum(prefixes)
+    slots = torch.randperm(entries + 50, generator=generator, device=DEVICE)[:entries]
+    kv = RaggedKV(normal(entries + 50, HEADS, DIM), normal(entries + 50, HEADS, DIM))
+    q, k, v = normal(tokens, HEADS, GROUP, DIM), *normal(2, tokens, HEADS, DIM)
+    q_indptr, indptr = ([0, *accumulate(lengths)] for lengths in (new, prefixes))
+    return (q, k, v, q_indptr, kv), slots, indptr
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 100), st.integers(1, 20)), min_size=1, max_size=4),
+    seed=st.integers(0, 1000),
+)
+def test_a_division_does_not_change_what_is_computed(requests, seed):
+    prefixes, new = zip(*requests, strict=True)
+    arguments, slots, indptr = a_batch(prefixes, new, seed)
+    known = get_kernels("reference")
+    expected = known.extend(*arguments, known.plan(slots, indptr), SCALE)
+    attend = Counted()
+    kernels = TritonKernels(dense=DensePrefixes(attend, BLOCKS, ROWS))
+    plan = kernels.plan(slots, indptr)
+    for _ in range(2):
+        # Twice, as another layer of the step does it: the plan remembers its division.
+        state = kernels.extend(*arguments, plan, SCALE)
+        torch.testing.assert_close(state.o, expected.o, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(state.lse, expected.lse, atol=2e-5, rtol=1e-5)
+    shapes = set(DensePrefixes(attend, BLOCKS, ROWS).shapes(24, 100))
+    assert {(rows, 0 if causal else n) for rows, n, causal in attend.shapes} <= shapes
+    long = [prefix // 16 * 16 for prefix, count in requests if 4 * count >= 3 * ROWS]
+    asked = sum(entries for _, entries, causal in attend.shapes if not causal)
+    assert asked == 2 * HEADS * sum(long)
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "new", "causal"),
+    [([0], [8], 1), ([48, 0], [8, 20], 2), ([16, 17], [8, 8], 0), ([16, 0], [8, 2], 0)],
+)
+def test_new_tokens_are_a_librarys_where_nothing_else_is_left(prefixes, new, causal):
+    arguments, slots, indptr = a_batch(prefixes, new, seed=3)
+    known, attend = get_kernels("reference"), Counted()
+    expected = known.extend(*arguments, known.plan(slots, indptr), SCALE)
+    kernels = TritonKernels(dense=DensePrefixes(attend, BLOCKS, ROWS))
+    state = kernels.extend(*arguments, kernels.plan(slots, indptr), SCALE)
+    torch.testing.assert_close(state.o, expected.o, atol=2e-5, rtol=1e-4)
+    assert sum(causal for _, _, causal in attend.shapes) == causal * HEADS
+
+
+def test_heads_of_one_class_go_to_their_places_in_the_output():
+    arguments, slots, indptr = a_batch([70, 10], [8, 8], seed=1)
+    q, k, v, q_indptr, kv = arguments
+    wide = torch.randn(16, 5, GROUP, DIM, device=DEVICE)
+    mine = HeadMap((0, 2, 3), torch.tensor([0, 2, 3], device=DEVICE))
+    wide[:, mine.ids] = q
+    keys, values = torch.randn(2, 16, 5, DIM, device=DEVICE)
+    keys[:, mine.ids], values[:, mine.ids] = k, v
+    attend = Counted()
+    kernels = TritonKernels(dense=DensePrefixes(attend, BLOCKS, ROWS))
+    out = torch.full_like(wide, 7.0)
+    plan = kernels.plan(slots, indptr)
+    kernels.extend_heads(wide, keys, values, q_indptr, kv, plan, SCALE, mine, out)
+    expected = get_kernels("reference")
+    expected = expected.extend(*arguments, expected.plan(slots, indptr), SCALE)
+    torch.testing.assert_close(out[:, mine.ids], expected.o, atol=2e-5, rtol=1e-4)
+    assert (out[:, [1, 4]] == 7).all()
+    assert len(attend.shapes) == 3 * 2
+
+
+@pytest.mark.parametrize("why", ["votes", "window"])
+def test_what_a_library_does_not_know_is_left_to_the_kernel(why):
+    arguments, slots, indptr = a_batch([64], [8], seed=2)
+    q, k, v, q_indptr, kv = arguments
+    votes = torch.zeros(len(kv.k), device=DEVICE) if why == "votes" else None
+    window = None
+    if why == "window":
+        settled = torch.ones(64, dtype=torch.bool, device=DEVICE)
+        window = Window(4, 16, [64], torch.arange(64, device=DEVICE), settled)
+    attend = Counted()
+    kernels = TritonKernels(dense=DensePrefixes(attend, BLOCKS, ROWS))
+    plan = kernels.plan(slots, indptr, votes)
+    kv = RaggedKV(kv.k, kv.v, votes)
+    kernels.extend(q, k, v, q_indptr, kv, plan, SCALE, window)
+    assert not attend.shapes
+
+
+def test_cudnn_is_asked_only_where_it_can_answer():
+    half = torch.zeros(8, 2, 4, 128, dtype=torch.bfloat16, device=DEVICE)
+    wide = ON_GPU and torch.cuda.get_device_capability()[0] in (9, 10)
+    assert has_cudnn_attention(half) == wide
+    assert not has_cudnn_attention(half.float())
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("entries", [8192 + 16384 + 77, 8192, 0])
+def test_a_prefill_of_real_size_by_cudnn_is_that_without_it(entries):
+    if not has_cudnn_attention(torch.zeros(8, 2, 4, 128, dtype=torch.bfloat16, device=DEVICE)):
+        pytest.skip("needs cuDNN's attention, of Hopper or later")
+    torch.manual_seed(0)
+    tokens = 3500
+    q = torch.randn(tokens, 2, 4, 128, dtype=torch.bfloat16, device=DEVICE)
+    k, v = torch.randn(2, tokens, 2, 128, dtype=torch.bfloat16, device=DEVICE)
+    pool = torch.randn(2, 40000, 2, 128, dtype=torch.bfloat16, device=DEVICE)
+    slots = torch.randperm(40000, device=DEVICE)[:entries]
+    kernels = TritonKernels(dense=DensePrefixes(cudnn_attention))
+    nowhere = TritonKernels(dense=DensePrefixes(cudnn_attention, rows=1 << 20))
+    found, expected = (
+        one.extend(q, k, v, [0, tokens], RaggedKV(*pool), one.plan(slots, [0, entries]), 128**-0.5)
+        for one in (kernels, nowhere)
+    )
+    torch.testing.assert_close(found.lse, expected.lse, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(found.o.float(), expected.o.float(), atol=2e-3, rtol=1e-2)
