@@ -131,7 +131,11 @@ class Settings(BaseSettings):
         description="Certificate authorities to trust for rediss:// (PEM). None: the system's.",
     )
     redis_timeout_s: float = Field(
-        0.5, gt=0, le=60, description="Longest wait for a connection or an answer of Redis."
+        0.5,
+        gt=0,
+        le=60,
+        description="Longest wait for a connection or an answer of Redis. Reading or writing one "
+        "document has a deadline of four times this over all it does, a list of twenty times.",
     )
     calibration_ttl_s: int = Field(
         90 * 86400, ge=1, description="Seconds that a stored calibration lives."

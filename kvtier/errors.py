@@ -18,7 +18,7 @@
     │   └── StoreRefusedError               wrong password, no permission, read-only, out of memory
     ├── TierError (also RuntimeError)       the KV tier did not do what was asked
     │   ├── TierUnavailableError            down, unreachable, too slow, or given up on for now
-    │   ├── TierRefusedError                unknown or foreign namespace
+    │   ├── TierRefusedError                unknown or foreign namespace, somebody else's socket
     │   ├── TierExhaustedError              no room: quota, in-flight limit, memory or disk full
     │   ├── TierIntegrityError              bytes that are not what was stored under their name
     │   └── TierProtocolError               another protocol version, or nonsense

@@ -1,15 +1,17 @@
-"""The connection to a tier service: a dead one is noticed soon, a living one soon found again."""
+"""The connection to a tier service: a dead one is noticed soon, a living one soon found again, and
+one behind somebody else's socket is left alone."""
 
 from __future__ import annotations
 
 import logging
+import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
-from kvtier.errors import UsageError
+from kvtier.errors import TierRefusedError, UsageError
 from kvtier.tier.protocol import MAX_CHUNK_BYTES, MESSAGE_OVERHEAD_BYTES
 
 logger = logging.getLogger(__name__)
@@ -93,6 +95,23 @@ class RenewedTls:
         self._seen = state
         logger.info("certificates reloaded")
         return True
+
+
+def check_owner(path: Path) -> None:
+    """Whoever may write to a directory can put a socket there and be taken for the tier.
+
+    path: of a unix socket. Raises TierRefusedError where it is neither this user's nor root's.
+    """
+    try:
+        owner = path.stat().st_uid
+    except OSError:
+        # There is none, or none that could be opened: gRPC says so.
+        return
+    if owner not in (os.geteuid(), 0):
+        raise TierRefusedError(
+            f"tier unix:{path}: expected a socket of this user's ({os.geteuid()}) or of root's, "
+            f"got one of user {owner}'s"
+        )
 
 
 def open_channel(address: str, tls: TlsFiles | None) -> grpc.Channel:

@@ -25,8 +25,9 @@ from kvtier.errors import (
     TierUnavailableError,
     UsageError,
 )
+from kvtier.tier.address import socket_path
 from kvtier.tier.blob import Bytes, checksum
-from kvtier.tier.channel import RenewedTls, TlsFiles, TlsPaths, open_channel
+from kvtier.tier.channel import RenewedTls, TlsFiles, TlsPaths, check_owner, open_channel
 from kvtier.tier.deadline import Deadline
 from kvtier.tier.framing import frame_chunk, frame_stub
 from kvtier.tier.landing import Arriving, Land, Landing, Offer
@@ -69,7 +70,8 @@ class Presence(NamedTuple):
 class TierClient:
     """See the module docstring.
 
-    address:   host:port or unix:/path.
+    address:   host:port or unix:/path; every call raises TierRefusedError while the socket there is
+               neither this user's nor root's.
     namespace: whose blobs, printable ASCII; under TLS it must be the certificate's common name,
                because checksums are over it, and may be anything.
     tls:       paths are read again by a `connect` after which they changed; files never are.
@@ -88,6 +90,7 @@ class TierClient:
         shared: bool = True,
     ) -> None:
         self.address, self.namespace = address, namespace
+        self._socket = socket_path(address)
         self.timeout_s, self.slowest_bytes_per_s = timeout_s, slowest_bytes_per_s
         self._metadata: tuple[tuple[str, str], ...] = ()
         if tls is None:
@@ -323,6 +326,9 @@ class TierClient:
 
     def _call(self, method: Any, request: Any, deadline: Deadline | None = None) -> Any:
         timeout = (deadline or self.deadline()).left()
+        if self._socket is not None:
+            # Every time: gRPC connects again by itself, to whatever is there by then.
+            check_owner(self._socket)
         try:
             return method(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:

@@ -11,11 +11,15 @@ kvtier_tier_errors_total{method, code}                 calls that failed, by gRP
 kvtier_tier_used_bytes, _capacity_bytes, _blobs        of the store
 kvtier_tier_evictions_total                            of the store
 kvtier_tier_leases, kvtier_tier_leases_expired_total   of the shared memory
+
+Without --namespace a client may call itself whatever it likes, and every label is a series that
+stays. So only those of --namespace, and the first MAX_NAMESPACES others, have series of their own;
+the rest share the label "other", and so does a namespace of that name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter
@@ -24,6 +28,8 @@ from prometheus_client.metrics_core import Metric
 
 from kvtier_tierd.stores.base import StoreStats
 
+MAX_NAMESPACES = 64
+OTHER = "other"
 _SEE = "See kvtier_tierd.metrics"
 
 
@@ -36,10 +42,13 @@ class Gauges(NamedTuple):
 
 
 class TierMetrics:
-    """Counters of one service, in a registry of their own."""
+    """Counters of one service, in a registry of their own. known: namespaces of --namespace, which
+    have labels of their own whoever came before them."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Iterable[str] = ()) -> None:
         self.registry = CollectorRegistry()
+        self._named = set(known)
+        self._most_named = len(self._named) + MAX_NAMESPACES
         self._bytes = self._counter("bytes", "direction", "namespace", "path")
         self._blobs = self._counter("blobs_moved", "direction", "namespace", "path")
         self._misses = self._counter("misses", "namespace")
@@ -52,28 +61,37 @@ class TierMetrics:
     def _counter(self, name: str, *labels: str) -> Counter:
         return Counter(f"kvtier_tier_{name}", f"{_SEE}: {name}.", labels, registry=self.registry)
 
+    def _label(self, namespace: str) -> str:
+        """Of a namespace: its own name, while there are not too many."""
+        if namespace not in self._named:
+            if len(self._named) >= self._most_named:
+                return OTHER
+            self._named.add(namespace)
+        return namespace
+
     def moved(
         self, direction: str, namespace: str, num_bytes: int, *, shared: bool, blobs: int = 1
     ) -> None:
         """Blobs were put or got, of so many bytes together."""
-        labels = (direction, namespace, "shared" if shared else "stream")
+        labels = (direction, self._label(namespace), "shared" if shared else "stream")
         self._bytes.labels(*labels).inc(num_bytes)
         self._blobs.labels(*labels).inc(blobs)
 
     def missed(self, namespace: str) -> None:
-        self._misses.labels(namespace).inc()
+        self._misses.labels(self._label(namespace)).inc()
 
     def looked_up(self, namespace: str, held: int, asked: int) -> None:
-        self._lookups.labels(namespace, "yes").inc(held)
-        self._lookups.labels(namespace, "no").inc(asked - held)
+        label = self._label(namespace)
+        self._lookups.labels(label, "yes").inc(held)
+        self._lookups.labels(label, "no").inc(asked - held)
 
     def refreshed(self, namespace: str, num_bytes: int) -> None:
         """A layer of a context was refreshed with so many bytes of entries."""
-        self._refreshed_layers.labels(namespace).inc()
-        self._refreshed_bytes.labels(namespace).inc(num_bytes)
+        self._refreshed_layers.labels(self._label(namespace)).inc()
+        self._refreshed_bytes.labels(self._label(namespace)).inc(num_bytes)
 
     def quarantined(self, namespace: str) -> None:
-        self._quarantined.labels(namespace).inc()
+        self._quarantined.labels(self._label(namespace)).inc()
 
     def failed(self, method: str, code: str) -> None:
         self._errors.labels(method, code).inc()

@@ -50,8 +50,8 @@ class TierServer:
         self.options = options
         self.budget = Budget(options.transfer_bytes)
         self.store: BlobStore = make_store(options, self.budget)
-        self.metrics = TierMetrics()
         namespaces = options.served()
+        self.metrics = TierMetrics(namespaces.known)
         self.refreshes = Refreshes(
             self.store,
             namespaces,

@@ -28,6 +28,7 @@ from kvtier_sglang.guards import NAME
 from kvtier_sglang.pool import HeadSplitKVPool
 from kvtier_sglang.scopes import separate_adapters
 from kvtier_sglang.tiered import TieredRadixCache
+from kvtier_sglang.variants import recomputed_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -230,6 +231,17 @@ def scope_request(result: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER Req.__init__: extra keys and adapters cannot be taken for each other."""
     if _ours()[1]:
         separate_adapters(req)
+
+
+def report_recomputed(
+    result: dict[str, int | str] | None, streamer: Any, req: Any
+) -> dict[str, int | str] | None:
+    """AFTER get_cached_tokens_details: the response's `cached_tokens_details` says how many cached
+    tokens were computed again for exact log-probabilities, where there were any."""
+    tokens = recomputed_tokens(req)
+    if not tokens:
+        return result
+    return {"device": 0, "host": 0, **(result or {}), "kvtier_recomputed": tokens}
 
 
 # -- observation, for every policy --

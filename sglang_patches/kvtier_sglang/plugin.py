@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
+_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -63,6 +64,7 @@ HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
         hooks.ask_tier,
         HookType.BEFORE,
     ),
+    f"{_STREAMER}.get_cached_tokens_details": (hooks.report_recomputed, HookType.AFTER),
     f"{_STATE}._add_memory_usage": (hooks.report_state, HookType.AFTER),
     "sglang.srt.managers.schedule_batch.Req.__init__": (hooks.scope_request, HookType.AFTER),
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request": (

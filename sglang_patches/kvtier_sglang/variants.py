@@ -94,6 +94,12 @@ def wants_prompt_logprobs(req: Any) -> bool:
     return 0 <= req.logprob_start_len < len(req.origin_input_ids)
 
 
+def recomputed_tokens(req: Any) -> int:
+    """Tokens of a request's prompt that are cached and computed again all the same: the cached ones
+    were compressed, or computed behind such, and its log-probabilities want exact ones."""
+    return getattr(req, "kvtier_recomputed_tokens", 0)
+
+
 class VariantRadixCache(RadixCache):
     """SGLang's radix cache over a `HeadSplitAllocator`, one page per token; see the module."""
 
@@ -150,6 +156,8 @@ class VariantRadixCache(RadixCache):
         # behind must be as if nothing had ever been dropped.
         exact_only = wants_prompt_logprobs(params.req)
         node, length = self._walk(self.root_node, key, 0, exact_only=exact_only)
+        if exact_only:
+            self._note_recomputed(params.req, self._cached_length(key) - length)
         if length == 0:
             return self._empty_match_result
         return MatchResult(
@@ -158,6 +166,26 @@ class VariantRadixCache(RadixCache):
             last_host_node=node,
             best_match_node=node,
         )
+
+    def _cached_length(self, key: RadixKey) -> int:
+        """How many leading tokens of `key` are cached in whatever state, usable or not."""
+        longest, ends = 0, [(self.root_node, 0)]
+        while ends:
+            node, offset = ends.pop()
+            if offset == len(key):
+                break
+            for child in node.siblings.get(key.child_key_at(offset), ()):
+                matched = child.key.match_at(key, offset)
+                longest = max(longest, offset + matched)
+                if matched == len(child.key):
+                    ends.append((child, offset + matched))
+        return longest
+
+    def _note_recomputed(self, req: Any, tokens: int) -> None:
+        """Remember what `recomputed_tokens` is to say. As with SGLang's count of cached tokens, a
+        request that has begun to compute is not looked at again: it would find its own KV."""
+        if not (req.already_computed or req.retracted_stain):
+            req.kvtier_recomputed_tokens = tokens
 
     def touch_prefix(self, key: RadixKey) -> None:
         """See BasePrefixCache: keep what waiting requests will match from being evicted."""

@@ -79,6 +79,7 @@ def _result(prompt: list[int], answer: dict[str, Any]) -> dict[str, Any]:
         "prompt": prompt,
         "output_ids": answer["output_ids"],
         "cached_tokens": meta["cached_tokens"],
+        "cached_tokens_details": meta["cached_tokens_details"],
         "logprobs": [entry[0] for entry in meta.get("output_token_logprobs") or []],
         "prompt_logprobs": [entry[0] for entry in meta.get("input_token_logprobs") or []],
     }

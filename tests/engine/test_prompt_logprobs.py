@@ -24,6 +24,8 @@ COMPRESSING = {
     "KVTIER_RETENTION": "0.3",
 }
 FIRST, ANSWER, SECOND = 900, 6, 80
+STARTS = (None, 0, 10, 500, FIRST + ANSWER, FIRST + ANSWER + 30)
+SINK = int(RULE_ENV["KVTIER_SINK_TOKENS"])
 
 
 def rounds() -> list[list[dict]]:
@@ -32,7 +34,7 @@ def rounds() -> list[list[dict]]:
     rng = random.Random(3)
     first, second = ([rng.randrange(6, 384) for _ in range(n)] for n in (FIRST, SECOND))
     plan = [[{"input_ids": first, "max_new_tokens": ANSWER}]]
-    for start in (None, 0, 10, 500, FIRST + ANSWER, FIRST + ANSWER + 30):
+    for start in STARTS:
         request = {"continues": [0, 0], "input_ids": second, "max_new_tokens": 2}
         if start is not None:
             request |= {"logprobs": True, "logprob_start_len": start}
@@ -61,6 +63,17 @@ def test_prompt_logprobs_behind_a_compressed_turn_are_exact(tmp_path, exact):
     assert out["state"]["integrity"] == []
     for ours, theirs in zip(prompt_logprobs(out["rounds"]), exact, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
+
+    # What is before a position may be taken from the cache: here, of what it has, the sink.
+    details = [answer["cached_tokens_details"] for (answer,) in out["rounds"][1:]]
+    for start, found in zip(STARTS[3:], details[3:], strict=True):
+        assert found == {"device": SINK, "host": 0, "kvtier_recomputed": start - SINK}
+    # Nothing is computed again without them, before the first token, and in the sink.
+    assert details[:3] == [
+        {"device": FIRST + ANSWER - 1, "host": 0},
+        None,
+        {"device": 10, "host": 0},
+    ]
 
 
 def test_prompt_logprobs_are_not_computed_behind_what_a_tier_restores(tmp_path, exact):

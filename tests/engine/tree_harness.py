@@ -72,6 +72,8 @@ class Request:
     priority: int = 0
     return_logprob: bool = False
     logprob_start_len: int = -1
+    already_computed: int = 0
+    retracted_stain: bool = False
     rid: str = field(default_factory=lambda: f"r{next(_REQUESTS)}")
     lock: object = None
     last_node: object = None

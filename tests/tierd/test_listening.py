@@ -8,10 +8,12 @@ import subprocess
 import sys
 
 import pytest
-from live_tier import blob_of, fetch, in_process, key_of, payload_of
+from live_tier import blob_of, eventually, fetch, in_process, key_of, payload_of
 
-from kvtier.errors import UsageError
+from kvtier.errors import TierRefusedError, UsageError
+from kvtier.tier.breaker import Breaker
 from kvtier.tier.client import TierClient
+from kvtier.tier.link import TierLink
 from kvtier_tierd.options import TierOptions
 
 
@@ -103,3 +105,70 @@ def test_asking_for_the_default_address_makes_no_directory(tmp_path, monkeypatch
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert TierOptions().socket_path.parent == tmp_path / "kvtier"
     assert list(tmp_path.iterdir()) == []
+
+
+class Owner:
+    """Of a socket: `somebody` else or, to begin with and after `this_user`, who runs the tests."""
+
+    def __init__(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path, self._patch = address.removeprefix("unix:"), monkeypatch
+        self._user = os.geteuid()
+
+    def _becomes(self, user: int) -> None:
+        if self._user == 0:
+            os.chown(self.path, user, -1)
+        else:
+            # Who may not give it away becomes somebody else himself.
+            other = self._user if user == self._user else self._user + 1
+            self._patch.setattr(os, "geteuid", lambda: other)
+
+    def somebody(self) -> None:
+        self._becomes(12345)
+
+    def this_user(self) -> None:
+        self._becomes(self._user)
+
+
+def test_a_socket_of_somebody_else_is_not_spoken_to(tmp_path, monkeypatch):
+    listening = in_process(listen=f"unix:{tmp_path}/tier.sock")
+    with listening as tier, TierClient(tier.address) as client:
+        owner = Owner(tier.address, monkeypatch)
+        client.connect()
+        assert client.put(blob_of(1))
+        owner.somebody()
+        refused = rf"^tier unix:{tmp_path}/tier.sock: expected a socket of this user's"
+        for call in (
+            client.connect,
+            lambda: client.put(blob_of(2)),
+            lambda: client.exists([key_of(1)]),
+            lambda: fetch(client, [key_of(1)]),
+        ):
+            with pytest.raises(TierRefusedError, match=refused):
+                call()
+        owner.this_user()
+        assert list(client.exists([key_of(1), key_of(2)]).present) == [True, False]
+
+
+def test_for_an_engine_it_is_a_tier_that_is_down_and_is_said_once(tmp_path, monkeypatch, caplog):
+    with in_process(listen=f"unix:{tmp_path}/tier.sock") as tier:
+        owner = Owner(tier.address, monkeypatch)
+        owner.somebody()
+        client = TierClient(tier.address)
+        link = TierLink(client, buffer_bytes=1 << 20, breaker=Breaker(first_s=0.01, longest_s=0.05))
+        try:
+            for _ in range(3):
+                asked = link.submit(lambda client: client.exists([key_of(1)]))
+                assert asked.wait(10)
+                assert asked.result is None
+            eventually(lambda: link.counters["probe_TierRefusedError"] > 5)
+            assert not link.healthy
+            (said,) = [record for record in caplog.records if record.name == "kvtier.tier.link"]
+            assert said.levelname == "ERROR"
+            assert f"{tmp_path}/tier.sock" in said.getMessage()
+            owner.this_user()
+            eventually(lambda: link.healthy)
+            assert link.put([blob_of(1)]) == 1
+            assert link.flush(10)
+            assert link.counters["put"] == 1
+        finally:
+            link.close()

@@ -9,11 +9,25 @@ import urllib.error
 import urllib.request
 
 import pytest
-from live_tier import InProcessTier, blob_of, eventually, header_of, in_process, live_tier, raw_stub
+from live_tier import (
+    InProcessTier,
+    blob_of,
+    eventually,
+    fetch,
+    header_of,
+    in_process,
+    key_of,
+    live_tier,
+    raw_stub,
+)
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.errors import TierUnavailableError, UsageError
+from kvtier.tier.client import TierClient
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd import server as server_module
+from kvtier_tierd.metrics import MAX_NAMESPACES
+from kvtier_tierd.namespaces import Limits
 from kvtier_tierd.options import TierOptions
 
 
@@ -110,6 +124,53 @@ def test_metrics_are_bound_where_they_are_wanted(tmp_path):
         assert live.metrics_url.startswith("http://127.0.0.2:")
         with urllib.request.urlopen(live.metrics_url, timeout=10) as answer:
             assert b"kvtier_tier" in answer.read()
+
+
+def namespaces_in_metrics(tier: InProcessTier) -> dict[str, float]:
+    """Blobs that were asked for and not held, by namespace; every metric has the same namespaces
+    or none."""
+    families = {
+        one.name: one.samples for one in text_string_to_metric_families(ask(tier, "/metrics")[1])
+    }
+    labels = {
+        name: {one.labels["namespace"] for one in samples if "namespace" in one.labels}
+        for name, samples in families.items()
+    }
+    misses = [one for one in families["kvtier_tier_misses"] if one.name.endswith("_total")]
+    found = {one.labels["namespace"]: one.value for one in misses}
+    assert {frozenset(names) for names in labels.values() if names} == {frozenset(found)}
+    return found
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_namespaces_that_clients_invent_have_a_bounded_number_of_series(memory_directory, shared):
+    many = MAX_NAMESPACES + 36
+    serving = in_process(metrics_port=0, shared_directory=memory_directory)
+    with serving as tier:
+        for number in range(many):
+            # The first is late as well: it has a label by then.
+            for name in (f"invented-{number}", "invented-0"):
+                with TierClient(tier.address, name, timeout_s=10.0, shared=shared) as client:
+                    client.connect()
+                    client.exists([key_of(1)])
+                    client.put(blob_of(1, 10))
+                    fetch(client, [key_of(1), key_of(2)])
+                    client.delete([key_of(1)])
+        found = namespaces_in_metrics(tier)
+    wanted = {f"invented-{number}": 1.0 for number in range(1, MAX_NAMESPACES)}
+    assert found == {"invented-0": many + 1.0, **wanted, "other": many - MAX_NAMESPACES}
+
+
+def test_namespaces_that_are_served_by_name_have_series_of_their_own_however_many():
+    names = [f"served-{number}" for number in range(MAX_NAMESPACES + 10)]
+    with in_process(metrics_port=0, namespaces=dict.fromkeys(names, Limits())) as tier:
+        for name in names:
+            with TierClient(tier.address, name, timeout_s=10.0) as client:
+                client.connect()
+                client.exists([key_of(1)])
+                client.put(blob_of(1, 10))
+                fetch(client, [key_of(1), key_of(2)])
+        assert namespaces_in_metrics(tier) == dict.fromkeys(names, 1.0)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
