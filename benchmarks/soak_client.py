@@ -154,7 +154,7 @@ class Server:
             raise RequestFailedError(f"the weights were not updated: {answer['message']}")
 
     async def flush(self) -> None:
-        """Drop everything that is cached. Raises RequestFailedError where requests are under way."""
+        """Drop everything that is cached. Raises RequestFailedError while it serves requests."""
         async with asyncio.timeout(CONTROL_S):
             await self.post("/flush_cache?timeout=30")
 

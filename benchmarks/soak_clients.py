@@ -16,6 +16,7 @@ from benchmarks.soak_check import EXAMPLES, Answer, Checker
 from benchmarks.soak_client import Asked, RequestFailedError, Said, Server
 from benchmarks.soak_load import (
     ABORTS,
+    ACTIONS,
     OPEN_SESSIONS,
     Load,
     Session,
@@ -122,9 +123,11 @@ class Client:
         self.sessions = [self._session() for _ in range(OPEN_SESSIONS)]
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Until told to stop."""
+        """Everything once, each client beginning with something else; then at random, until told to
+        stop."""
+        once = [*ACTIONS, *ACTIONS][self.number % len(ACTIONS) :][: len(ACTIONS)]
         while not stopping.is_set():
-            action = choose(self.rng)
+            action = once.pop() if once else choose(self.rng)
             self.tally.actions[action] += 1
             place = self.rng.randrange(OPEN_SESSIONS)
             await self._do(action, self.sessions[place])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,11 +19,6 @@ KINDS = (KEPT_WHOLE, "computed whole", "short", "prompt logprobs", FORK)
 FAULTS = (TIER_KILL, REDIS_KILL, WEIGHTS, EMPTIED, RESTART)
 # A process that has run for a shorter share of the load says nothing about its memory.
 LONG_LIFE = 0.25
-COUNTERS = (
-    "restored_requests", "restored_tokens", "spans_spilled", "spans_shed", "breaker_opened",
-    "records_refused", "restore_failed", "no_room", "weight_changes", "refreshed_turns",
-    "refreshed_again", "get", "put", "miss",
-)  # fmt: skip
 
 
 def growth(samples: Sequence[Sample]) -> float | None:
@@ -84,16 +80,16 @@ def make_outcome(seen: Seen) -> dict[str, Any]:
         "problems": seen.damage.problems,
         "memory": memory(seen.samples, seen.load_s),
         "tier": seen.tier,
-        "engines": {name: engine_counters(state) for name, state in seen.states.items()},
+        "engines": [engine_counters(state) for state in seen.states],
         "examples": [*tally.examples, *checker.examples],
     }
 
 
 def engine_counters(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Of an engine at its end: what it did with its tree and its tier, since it started last."""
+    """Of an engine at the end of one of its lives: what it did with its tree and its tier."""
     tier = state["tier"]
     numbers = {name: value for name, value in tier.items() if not isinstance(value, dict)}
-    tree = ("compressed_nodes", "dropped_tokens", "variants", "compacted_tokens")
+    tree = ("engine", "rule", "compressed_nodes", "dropped_tokens", "variants", "compacted_tokens")
     return {**{name: state[name] for name in tree}, **numbers, "integrity": state["integrity"]}
 
 
@@ -106,9 +102,11 @@ def make_bars(outcome: Mapping[str, Any], most_growth: float) -> list[dict[str, 
     finished = outcome["requests"]["finished"]
     compared = {kind: kinds[kind].compared if kind in kinds else 0 for kind in KINDS}
     faults = {fault: outcome["faults"].get(fault, 0) for fault in FAULTS}
-    engines = outcome["engines"].values()
-    restored = [engine.get("restored_requests", 0) for engine in engines]
-    problems = list(outcome["problems"])
+    engines = outcome["engines"]
+    restored: Counter[str] = Counter()
+    for engine in engines:
+        restored[engine["engine"]] += engine.get("restored_requests", 0)
+    problems = [*outcome["problems"], *(one for engine in engines for one in engine["integrity"])]
     tier = outcome["tier"]
     if not 0 <= tier["used_bytes"] <= tier["capacity_bytes"]:
         problems.append(f"the tier uses {tier['used_bytes']} of {tier['capacity_bytes']} bytes")
@@ -122,7 +120,8 @@ def make_bars(outcome: Mapping[str, Any], most_growth: float) -> list[dict[str, 
         ("under both weights", outcome["compared_by_weights"],
          len(outcome["compared_by_weights"]) == 2),
         ("faults, of each kind", faults, min(faults.values()) > 0),
-        ("requests restored from the tier", restored, bool(restored) and min(restored) > 0),
+        ("requests restored from the tier", dict(restored),
+         len(restored) == 2 and min(restored.values()) > 0),
         ("accounts", problems or "sound", not problems),
         ("memory's growth", {name: f"{value:+.1%}" for name, value in known.items()},
          {"engine-a", "engine-b", "tier"} <= set(known) and max(known.values()) <= most_growth),

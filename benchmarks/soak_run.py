@@ -69,12 +69,13 @@ class Sample:
 
 @dataclass
 class Seen:
-    """All that came of a soak, for its report."""
+    """All that came of a soak, for its report. states: what each engine said at the end of each of
+    its lives."""
 
     tally: Tally
     checker: Checker
     damage: Damage
-    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    states: list[dict[str, Any]] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     start_up_s: float = 0.0
     load_s: float = 0.0
@@ -167,7 +168,7 @@ class Soak:
         async with asyncio.TaskGroup() as group:
             for client in clients:
                 group.create_task(client.run(stopping))
-            for fault in self._faults(engines, seen.damage, faults_end):
+            for fault in self._faults(engines, seen, faults_end):
                 group.create_task(fault)
             # What was killed last is well again while there is still load.
             await asyncio.sleep(self.seconds)
@@ -176,13 +177,15 @@ class Soak:
         await seen.checker.done()
         for engine in engines:
             await healthy(engine)
-            seen.states[engine.name] = await settled(engine)
+            seen.states.append(await last_state(engine))
             seen.damage.problems += await accounts(engine)
         seen.tier = await asyncio.to_thread(tier_stats, self.tier_address)
 
     def _faults(
-        self, engines: list[Engine], damage: Damage, ended: asyncio.Event
+        self, engines: list[Engine], seen: Seen, ended: asyncio.Event
     ) -> Iterator[Awaitable[None]]:
+        damage = seen.damage
+
         def rng(kind: str) -> random.Random:
             return random.Random(f"{self.seed} {kind}")
 
@@ -194,22 +197,23 @@ class Soak:
         yield often(REDIS_KILL, lambda own: kill_and_start(self.redis, own))
         yield often(WEIGHTS, lambda own: other_weights(engines, self.weights, own))
         yield often(EMPTIED, lambda own: emptied(engines, own, damage))
-        yield self._restarts(engines[1], damage, rng(RESTART))
+        yield self._restarts(engines[1], seen, rng(RESTART))
 
-    async def _restarts(self, engine: Engine, damage: Damage, rng: random.Random) -> None:
+    async def _restarts(self, engine: Engine, seen: Seen, rng: random.Random) -> None:
         """The second engine ends, by SIGTERM or by kill -9, and starts by the next rule."""
         times = max(1, round(self.seconds * 2 / 3 / 60 / RESTART_MINUTES))
         for number in range(times):
             due = self.began + self.seconds * 2 / 3 * (number + 0.6) / times
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             async with engine.gate.closed():
+                seen.states.append(await last_state(engine))
                 await asyncio.to_thread(rng.choice((self.b.stop, self.b.kill)))
                 engine.policy = self.policies[(number + 1) % len(self.policies)]
                 rule = self._rule("engine-b", engine.policy)
                 self.b.command = restarted(self.b.command, self.common, rule)
                 await asyncio.to_thread(self.b.start)
                 engine.version = models.FIRST
-            damage.done[RESTART] += 1
+            seen.damage.done[RESTART] += 1
 
     async def _watch(self, seen: Seen) -> None:
         """Raises SoakError as soon as a process has ended by itself; notes their memory."""
@@ -244,6 +248,11 @@ async def until_first_failure(main: Awaitable[None], others: Sequence[Awaitable[
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def last_state(engine: Engine) -> dict[str, Any]:
+    """What an engine that nobody asks says of itself before it ends."""
+    return {"engine": engine.name, "rule": engine.policy, **await settled(engine)}
 
 
 async def healthy(engine: Engine) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import random
 import sys
@@ -334,7 +333,7 @@ def test_a_process_that_ends_by_itself_is_told_with_its_last_words(tmp_path) -> 
     child.start()
     assert child._process is not None
     child._process.wait()
-    with pytest.raises(SoakError, match="child ended by itself .*\n.*no more of this"):
+    with pytest.raises(SoakError, match=r"(?s)child ended by itself .*no more of this"):
         child.check()
     assert child.resident_bytes() is None
 
@@ -371,6 +370,13 @@ def test_a_restarted_engine_listens_where_it_did() -> None:
 # -- the bars --
 
 
+RESTORED = "requests restored from the tier"
+
+
+def life(**changes) -> dict:
+    return {"engine": "A", "restored_requests": 1, "integrity": []} | changes
+
+
 def outcome(**changes) -> dict:
     kind = {"compared": 5, "tokens": 50, "ties": 0, "wrong_tokens": 0, "wrong_logprobs": 0,
             "largest_off": 1e-5}  # fmt: skip
@@ -385,7 +391,7 @@ def outcome(**changes) -> dict:
         "problems": [],
         "tier": {"used_bytes": 1, "capacity_bytes": 2},
         "memory": {name: {"growth": 0.01} for name in ("engine-a", "engine-b", "tier")},
-        "engines": {name: {"restored_requests": 1} for name in "AB"},
+        "engines": [life(), life(engine="B")],
         "recall": {"exact": {"recall": 1.0, "questions": 3}},
     }
     return right | changes
@@ -408,7 +414,9 @@ def compared(**changes) -> dict:
         ({"requests": {"finished": 0, "failed": 0}}, ["failed requests"]),
         ({"compared_by_weights": {FIRST: 5}}, ["under both weights"]),
         ({"faults": dict.fromkeys(FAULTS[1:], 1)}, ["faults, of each kind"]),
-        ({"engines": {"A": {"restored_requests": 1}, "B": {}}}, ["requests restored from the tier"]),
+        ({"engines": [life(), life(engine="B", restored_requests=0)]}, [RESTORED]),
+        ({"engines": [life()]}, [RESTORED]),
+        ({"engines": [life(), life(engine="B", integrity=["a slot is nobody's"])]}, ["accounts"]),
         ({"problems": ["a slot is nobody's"]}, ["accounts"]),
         ({"tier": {"used_bytes": 3, "capacity_bytes": 2}}, ["accounts"]),
         ({"memory": {"engine-a": {"growth": 0.0}}}, ["memory's growth"]),
