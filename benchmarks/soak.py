@@ -17,6 +17,8 @@ log-probabilities (soak_check.py):
     short                           of B: contexts that locality heads keep whole
     prompt logprobs                 of B: they are computed behind nothing that is dropped
     fork of a compressed context    of B: its exact prefix comes from the tier, or is computed
+    restored by another rule        of either: all that was ever said in its scope was served by
+                                    other rules, so what came from the tier is nobody's compressed
 
 What B says from compressed KV is not compared, but some of it is shown to the reference as well: it
 tells what the comparison sees. Exit code 1 where a bar is not met.

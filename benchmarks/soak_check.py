@@ -108,9 +108,11 @@ def read_reference(asked: Asked, said: Said, answer: Any) -> Reference:
 
 @dataclass
 class Kind:
-    """Answers of one kind that were compared. largest_off: of those that were right."""
+    """Answers of one kind that were compared, some of them `restored` from the tier. largest_off:
+    of those that were right."""
 
     compared: int = 0
+    restored: int = 0
     tokens: int = 0
     ties: int = 0
     wrong_tokens: int = 0
@@ -119,6 +121,7 @@ class Kind:
 
     def add(self, said: Said, verdict: Verdict) -> None:
         self.compared += 1
+        self.restored += said.restored > 0
         self.tokens += len(said.tokens)
         self.ties += verdict.ties
         self.wrong_tokens += verdict.wrong is not None

@@ -30,6 +30,7 @@ from kvtier.bench.recall import score_answer
 from kvtier.retention.locality import LocalityRule
 
 KEPT_WHOLE, FORK = "everything kept", "fork of a compressed context"
+MOVED = "restored by another rule"
 # Every how many answers that need not be exact one is shown to the reference, too.
 SHOWN = 4
 THINKING_S = 0.4
@@ -141,7 +142,9 @@ class Client:
             case "turn" | "prompt logprobs":
                 await self._turn(session, measured=action == "prompt logprobs")
             case "fork":
-                await self._ask(session.text, session.fork(self.rng), session.scope)
+                await self._ask(
+                    session.text, session.fork(self.rng), session.scope, met=session.met
+                )
             case "abort":
                 await self._give_up(session)
             case "scopes":
@@ -169,7 +172,12 @@ class Client:
     async def _turn(self, session: Session, *, measured: bool = False) -> None:
         prompt, number = session.prompt(), len(session.turns)
         said = await self._ask(
-            session.text, prompt, session.scope, measured=measured, right=session.text.right[number]
+            session.text,
+            prompt,
+            session.scope,
+            measured=measured,
+            right=session.text.right[number],
+            met=session.met,
         )
         if said is not None:
             session.answered(prompt, said)
@@ -183,6 +191,8 @@ class Client:
         self.tally.given_up += 1
         self.tally.actions[how] += 1
         async with engine.gate.entered():
+            if session.met is not None:
+                session.met.add(engine.policy)
             with suppress(RequestFailedError, aiohttp.ClientError, TimeoutError):
                 if how == "hang up while it streams":
                     async with engine.server.streaming(asked) as chunks:
@@ -230,14 +240,19 @@ class Client:
         kind: str | None = None,
         right: Sequence[int] | None = None,
         engine: Engine | None = None,
+        met: set[str] | None = None,
     ) -> Said | None:
         """Ask an engine and have the answer compared where it has to be exact; None where it
-        failed. kind: why it has to be; right: what the context says, where it says something."""
+        failed. kind: why it has to be; right: what the context says, where it says something; met:
+        by which rules this scope was served, None where others share it."""
         engine = engine or self._engine()
         asked = self._request(prompt, scope, measured=measured)
         async with engine.gate.entered():
             # Only in here nobody changes it.
             policy = engine.policy
+            moved = bool(met) and policy not in (met or ())
+            if met is not None:
+                met.add(policy)
             self.tally.asked += 1
             try:
                 said = await engine.server.generate(asked)
@@ -250,6 +265,10 @@ class Client:
             why = why_exact(self.rule, prompt, said, short=text.short, measured=measured)
             if why is None and kind is not None and not said.retracted:
                 why = kind
+        if moved and said.restored and not said.retracted:
+            # What this rule restores of what was never served by it, another rule stored: only
+            # what was computed with nothing dropped has names that all rules find.
+            why = MOVED
         self._score(policy, why, scope, said, right)
         await self._compare(engine, policy, why, asked, said)
         return said
@@ -281,4 +300,4 @@ class Client:
             await self.checker.put(Answer("compressed", asked, said, where, exact=False))
 
 
-__all__ = ["FORK", "KEPT_WHOLE", "Client", "Engine", "Gate", "Tally"]
+__all__ = ["FORK", "KEPT_WHOLE", "MOVED", "Client", "Engine", "Gate", "Tally"]

@@ -23,13 +23,16 @@ EVERY_S: Mapping[str, float] = {TIER_KILL: 25.0, REDIS_KILL: 40.0, WEIGHTS: 25.0
 # The longest that a tier or Redis is away. Longer than the tier's breaker needs to open.
 AWAY_S = 8.0
 SETTLE_S = 60.0
+LOOK_S = 5.0
 
 
 @dataclass
 class Damage:
-    """What was done, and what was found wrong with an engine's accounts meanwhile."""
+    """What was done, and what was found wrong with an engine's accounts meanwhile. looks: at an
+    engine that was serving."""
 
     done: Counter[str] = field(default_factory=Counter)
+    looks: int = 0
     problems: list[str] = field(default_factory=list)
 
 
@@ -77,6 +80,16 @@ async def emptied(engines: Sequence[Engine], rng: random.Random, damage: Damage)
         damage.problems += await accounts(engine)
 
 
+async def looks(engine: Engine, damage: Damage) -> None:
+    """Look at an engine's accounts while it serves, without end."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        async with engine.gate.entered():
+            state = await engine.server.state()
+        damage.looks += 1
+        damage.problems += [f"{engine.name}, serving: {one}" for one in state["integrity"]]
+
+
 async def accounts(engine: Engine) -> list[str]:
     """What is wrong with an engine that nobody uses: before its cache is emptied, and after."""
     state = await settled(engine)
@@ -113,6 +126,7 @@ __all__ = [
     "again_and_again",
     "emptied",
     "kill_and_start",
+    "looks",
     "other_weights",
     "settled",
 ]

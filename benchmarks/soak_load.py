@@ -52,10 +52,14 @@ class Text:
 @dataclass
 class Session:
     """A conversation as it stands. ids: everything said so far; turns: of them, where each turn's
-    answer ended."""
+    answer ended.
+
+    met: by which rules engines have served anything in its scope; None where others share that.
+    """
 
     text: Text
     scope: dict[str, str]
+    met: set[str] | None = None
     ids: list[int] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
 
@@ -119,8 +123,12 @@ class Load:
         ]
 
     def session(self, rng: random.Random, name: str) -> Session:
-        """A new one."""
-        return Session(rng.choice(self.library), rng.choice(self.scopes(name)))
+        """A new one; half of them are in a scope of their own."""
+        text = rng.choice(self.library)
+        if rng.random() < 0.5:
+            return Session(text, {"cache_salt": name}, set())
+        shared = [scope for scope in self.scopes(name) if name not in scope.values()]
+        return Session(text, rng.choice(shared))
 
     def own_text(self) -> Text:
         """A long one that nobody had before."""

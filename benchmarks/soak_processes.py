@@ -12,11 +12,9 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-
-import psutil
 
 from benchmarks.command import ROOT
 from kvtier.bench.runner import stop_group
@@ -53,7 +51,7 @@ class Served:
         self.environment = dict(environment or {})
         self.log = folder / f"{name}.log"
         self.starts = 0
-        self._wanted = False
+        self._wanted = self._answers = False
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
@@ -69,7 +67,7 @@ class Served:
                 stderr=stream,
                 start_new_session=True,
             )
-        self._wanted = True
+        self._wanted, self._answers = True, False
         self.starts += 1
 
     def wait_ready(self) -> None:
@@ -82,6 +80,7 @@ class Served:
             if time.monotonic() > deadline:
                 raise SoakError(f"{self.name} did not answer in time:\n{self.tail()}")
             time.sleep(LOOK_S)
+        self._answers = True
 
     def start(self) -> None:
         self.launch()
@@ -124,20 +123,23 @@ class Served:
         return "\n".join(lines[-LOG_TAIL_LINES:])
 
     def resident_bytes(self) -> int | None:
-        """Resident memory of it and all its children; None where it is not running."""
+        """Resident bytes of all processes of its group; None while it does not serve."""
         process = self._process
-        if not self._wanted or process is None or process.poll() is not None:
+        serves = self._wanted and self._answers
+        if not serves or process is None or process.poll() is not None:
             return None
-        try:
-            parent = psutil.Process(process.pid)
-            family = [parent, *parent.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return None
-        found = 0
-        for one in family:
-            with suppress(psutil.NoSuchProcess):
-                found += int(one.memory_info().rss)
-        return found
+        return sum(_resident_pages(process.pid)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _resident_pages(group: int) -> Iterator[int]:
+    """Of every process of a group."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        # One that has ended meanwhile has no files any more.
+        with suppress(OSError):
+            # The name in brackets may have spaces in it; state, parent and group follow.
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                yield int((folder / "statm").read_text().split()[1])
 
 
 def free_port() -> int:

@@ -11,14 +11,18 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.soak_check import Kind
-from benchmarks.soak_clients import FORK, KEPT_WHOLE
+from benchmarks.soak_clients import FORK, KEPT_WHOLE, MOVED
 from benchmarks.soak_faults import EMPTIED, REDIS_KILL, RESTART, TIER_KILL, WEIGHTS
 from benchmarks.soak_run import Sample, Seen
 
-KINDS = (KEPT_WHOLE, "computed whole", "short", "prompt logprobs", FORK)
+KINDS = (KEPT_WHOLE, "computed whole", "short", "prompt logprobs", FORK, MOVED)
 FAULTS = (TIER_KILL, REDIS_KILL, WEIGHTS, EMPTIED, RESTART)
 # A process that has run for a shorter share of the load says nothing about its memory.
 LONG_LIFE = 0.25
+COUNTERS = (
+    "spans_spilled", "restored_requests", "restored_tokens", "breaker_opened", "records_refused",
+    "restore_failed", "no_room", "refreshed_turns", "refreshed_again", "compressed_nodes",
+)  # fmt: skip
 
 
 def growth(samples: Sequence[Sample]) -> float | None:
@@ -77,6 +81,7 @@ def make_outcome(seen: Seen) -> dict[str, Any]:
             for kept, scores in tally.recalls.items()
         },
         "faults": dict(seen.damage.done),
+        "looks_at_accounts": seen.damage.looks,
         "problems": seen.damage.problems,
         "memory": memory(seen.samples, seen.load_s),
         "tier": seen.tier,
@@ -138,23 +143,39 @@ def make_table(outcome: Mapping[str, Any], bars: Sequence[Mapping[str, Any]]) ->
         for kept, one in outcome["recall"].items()
     )
     lines.append(f"recall: {recall}")
+    lines += counted(outcome["engines"], outcome["tier"])
     table = Table(
         title=f"Two engines and a tier for {outcome['load_s'] / 60:.1f} minutes",
         caption="\n".join(lines),
         caption_justify="left",
     )
-    for column in ("exact because", "answers", "compared", "tokens", "ties", "wrong tokens",
-                   "wrong log-probabilities", "largest difference"):  # fmt: skip
-        table.add_column(column, justify="left" if column == "exact because" else "right")
+    columns = ("exact because", "answers", "compared", "restored", "tokens", "ties", "wrong tokens",
+               "wrong logprobs", "largest difference")  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="left" if column == columns[0] else "right")
     shown_kinds = {**outcome["compared"], "compressed": outcome["compressed_shown"]}
     for kind, one in shown_kinds.items():
         name = "none of it: compressed" if kind == "compressed" else kind
         table.add_row(
-            name, f"{outcome['answers'].get(kind, 0)}", f"{one['compared']}", f"{one['tokens']}",
-            f"{one['ties']}", f"{one['wrong_tokens']}", f"{one['wrong_logprobs']}",
-            f"{one['largest_off']:.1e}",
+            name, f"{outcome['answers'].get(kind, 0)}", f"{one['compared']}",
+            f"{one['restored']}", f"{one['tokens']}", f"{one['ties']}", f"{one['wrong_tokens']}",
+            f"{one['wrong_logprobs']}", f"{one['largest_off']:.1e}",
         )  # fmt: skip
     return table
+
+
+def counted(lives: Sequence[Mapping[str, Any]], tier: Mapping[str, Any]) -> list[str]:
+    """What engines and tier did, a line each."""
+    lines = []
+    for name in sorted({life["engine"] for life in lives}):
+        total: Counter[str] = Counter()
+        for life in lives:
+            if life["engine"] == name:
+                total.update({counter: life.get(counter, 0) for counter in COUNTERS})
+        lines.append(f"{name}: " + shown({one.replace("_", " "): total[one] for one in COUNTERS}))
+    numbers = ("used_bytes", "capacity_bytes", "blobs", "evictions", "quarantined")
+    lines.append("tier: " + shown({one.replace("_", " "): tier[one] for one in numbers}))
+    return lines
 
 
 def shown(value: Any) -> str:

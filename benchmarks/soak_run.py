@@ -6,7 +6,7 @@ import asyncio
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from benchmarks.soak_faults import (
     again_and_again,
     emptied,
     kill_and_start,
+    looks,
     other_weights,
     settled,
 )
@@ -45,14 +46,17 @@ from kvtier.retention.rules import locality_rule
 
 CLIENTS = 6
 # Of each engine: a few sessions, where the clients hold dozens.
-DEVICE_TOKENS = 8000
+DEVICE_TOKENS = 6000
 REQUESTS_AT_A_TIME = 4
 # Small, so that they are full after a few minutes.
 TIER_MEMORY, TIER_DISK = "48m", "128m"
 WATCH_S, SAMPLE_S = 1.0, 4.0
+# The tier is killed, and an engine restarted, in this share of the soak; then they live on, and
+# their memory is looked at.
+KILLING = 2 / 3
 # For the breaker to find a tier that is back.
 HEALTHY_S = 60.0
-# An engine is restarted for so many minutes of the soak, and not in its last third.
+# Mean time between two restarts of an engine.
 RESTART_MINUTES = 7.0
 KVTIER, STOCK = ("kvtier", "serve"), ("sglang.launch_server",)
 
@@ -159,7 +163,7 @@ class Soak:
 
     async def _soak(self, engines: list[Engine], seen: Seen) -> None:
         """The load and the faults for their time; then everything well again, and looked at."""
-        stopping, faults_end = asyncio.Event(), asyncio.Event()
+        stopping, kills_end, faults_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
         load = Load(self.seed, models.adapter_id(self.adapter))
         clients = [
             Client(number, load, engines, seen.checker, seen.tally, self.rule)
@@ -168,12 +172,16 @@ class Soak:
         async with asyncio.TaskGroup() as group:
             for client in clients:
                 group.create_task(client.run(stopping))
-            for fault in self._faults(engines, seen, faults_end):
+            for fault in self._faults(engines, seen, kills_end, faults_end):
                 group.create_task(fault)
-            # What was killed last is well again while there is still load.
-            await asyncio.sleep(self.seconds)
+            looking = [group.create_task(looks(engine, seen.damage)) for engine in engines]
+            await asyncio.sleep(KILLING * self.seconds)
+            kills_end.set()
+            await asyncio.sleep((1 - KILLING) * self.seconds)
             faults_end.set()
             stopping.set()
+            for task in looking:
+                task.cancel()
         await seen.checker.done()
         for engine in engines:
             await healthy(engine)
@@ -182,15 +190,22 @@ class Soak:
         seen.tier = await asyncio.to_thread(tier_stats, self.tier_address)
 
     def _faults(
-        self, engines: list[Engine], seen: Seen, ended: asyncio.Event
-    ) -> Iterator[Awaitable[None]]:
+        self,
+        engines: list[Engine],
+        seen: Seen,
+        kills_end: asyncio.Event,
+        faults_end: asyncio.Event,
+    ) -> Iterator[Coroutine[Any, Any, None]]:
         damage = seen.damage
 
         def rng(kind: str) -> random.Random:
             return random.Random(f"{self.seed} {kind}")
 
-        def often(kind: str, fault: Callable[[random.Random], Awaitable[None]]) -> Awaitable[None]:
+        def often(
+            kind: str, fault: Callable[[random.Random], Awaitable[None]]
+        ) -> Coroutine[Any, Any, None]:
             own = rng(kind)
+            ended = kills_end if kind == TIER_KILL else faults_end
             return again_and_again(kind, own, ended, damage, lambda: fault(own))
 
         yield often(TIER_KILL, lambda own: kill_and_start(self.tier, own))
@@ -201,9 +216,10 @@ class Soak:
 
     async def _restarts(self, engine: Engine, seen: Seen, rng: random.Random) -> None:
         """The second engine ends, by SIGTERM or by kill -9, and starts by the next rule."""
-        times = max(1, round(self.seconds * 2 / 3 / 60 / RESTART_MINUTES))
+        killing_s = KILLING * self.seconds
+        times = max(1, round(killing_s / 60 / RESTART_MINUTES))
         for number in range(times):
-            due = self.began + self.seconds * 2 / 3 * (number + 0.6) / times
+            due = self.began + killing_s * (number + 0.6) / times
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             async with engine.gate.closed():
                 seen.states.append(await last_state(engine))

@@ -324,6 +324,24 @@ def test_a_closed_gate_has_nobody_inside_and_lets_nobody_in() -> None:
     assert asyncio.run(run()) == expected
 
 
+def test_memory_is_that_of_a_process_and_its_children(tmp_path) -> None:
+    own = "import time; block = bytearray(50 << 20); print(flush=True); time.sleep(600)"
+    code = f"""
+import subprocess, sys, pathlib
+child = subprocess.Popen([sys.executable, "-c", {own!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+pathlib.Path({str(tmp_path / "ready")!r}).touch()
+child.wait()
+"""
+    parent = process(tmp_path, code)
+    parent.ready = (tmp_path / "ready").exists
+    parent.start()
+    try:
+        assert parent.resident_bytes() > 50 << 20
+    finally:
+        parent.kill()
+
+
 def process(folder: Path, code: str) -> Served:
     return Served("child", [sys.executable, "-c", code], folder, lambda: True)
 
@@ -340,8 +358,10 @@ def test_a_process_that_ends_by_itself_is_told_with_its_last_words(tmp_path) -> 
 
 def test_a_process_that_was_killed_has_not_ended_by_itself(tmp_path) -> None:
     child = process(tmp_path, "import time; time.sleep(600)")
-    child.start()
+    child.launch()
     try:
+        assert child.resident_bytes() is None, "it does not answer yet"
+        child.wait_ready()
         assert child.resident_bytes() > 0
         child.check()
     finally:
@@ -370,6 +390,7 @@ def test_a_restarted_engine_listens_where_it_did() -> None:
 # -- the bars --
 
 
+TIER = {"used_bytes": 1, "capacity_bytes": 2, "blobs": 1, "evictions": 0, "quarantined": 0}
 RESTORED = "requests restored from the tier"
 
 
@@ -378,8 +399,8 @@ def life(**changes) -> dict:
 
 
 def outcome(**changes) -> dict:
-    kind = {"compared": 5, "tokens": 50, "ties": 0, "wrong_tokens": 0, "wrong_logprobs": 0,
-            "largest_off": 1e-5}  # fmt: skip
+    kind = {"compared": 5, "restored": 1, "tokens": 50, "ties": 0, "wrong_tokens": 0,
+            "wrong_logprobs": 0, "largest_off": 1e-5}  # fmt: skip
     right = {
         "load_s": 60.0,
         "requests": {"asked": 10, "finished": 10, "failed": 0, "given_up": 1},
@@ -389,7 +410,7 @@ def outcome(**changes) -> dict:
         "compressed_shown": kind,
         "faults": dict.fromkeys(FAULTS, 1),
         "problems": [],
-        "tier": {"used_bytes": 1, "capacity_bytes": 2},
+        "tier": TIER,
         "memory": {name: {"growth": 0.01} for name in ("engine-a", "engine-b", "tier")},
         "engines": [life(), life(engine="B")],
         "recall": {"exact": {"recall": 1.0, "questions": 3}},
@@ -418,7 +439,7 @@ def compared(**changes) -> dict:
         ({"engines": [life()]}, [RESTORED]),
         ({"engines": [life(), life(engine="B", integrity=["a slot is nobody's"])]}, ["accounts"]),
         ({"problems": ["a slot is nobody's"]}, ["accounts"]),
-        ({"tier": {"used_bytes": 3, "capacity_bytes": 2}}, ["accounts"]),
+        ({"tier": TIER | {"used_bytes": 3}}, ["accounts"]),
         ({"memory": {"engine-a": {"growth": 0.0}}}, ["memory's growth"]),
         (
             {"memory": outcome()["memory"] | {"tier": {"growth": 0.2}}},
