@@ -83,7 +83,7 @@ def read_answer(asked: Asked, answer: Any) -> Said:
             if asked.prompt_logprobs
             else (),
             cached=meta["cached_tokens"],
-            restored=details.get("host", 0),
+            restored=details.get("host", 0) + details.get("storage", 0),
             retracted=meta["num_retractions"],
             version=meta["weight_version"],
         )

@@ -29,8 +29,7 @@ from benchmarks.soak_models import EVERYTHING, FIRST
 from kvtier.bench.recall import score_answer
 from kvtier.retention.locality import LocalityRule
 
-KEPT_WHOLE, FORK = "everything kept", "fork of a compressed context"
-MOVED = "restored by another rule"
+KEPT_WHOLE, FORK, MOVED = "everything kept", "exact fork", "another rule's KV"
 # Every how many answers that need not be exact one is shown to the reference, too.
 SHOWN = 4
 THINKING_S = 0.4
@@ -151,6 +150,8 @@ class Client:
                 await self._scopes()
             case "exact forks":
                 await self._exact_forks()
+            case "move":
+                await self._move()
 
     def _session(self) -> Session:
         self._sessions_made += 1
@@ -169,7 +170,9 @@ class Client:
 
     # -- what it does --
 
-    async def _turn(self, session: Session, *, measured: bool = False) -> None:
+    async def _turn(
+        self, session: Session, *, measured: bool = False, engine: Engine | None = None
+    ) -> None:
         prompt, number = session.prompt(), len(session.turns)
         said = await self._ask(
             session.text,
@@ -177,6 +180,7 @@ class Client:
             session.scope,
             measured=measured,
             right=session.text.right[number],
+            engine=engine,
             met=session.met,
         )
         if said is not None:
@@ -204,8 +208,8 @@ class Client:
                 else:
                     waiting = asyncio.create_task(engine.server.generate(asked))
                     await asyncio.sleep(after)
-                    await engine.server.abort(asked.rid)
-                    await waiting
+                    aborting = engine.server.abort(asked.rid)
+                    await asyncio.gather(waiting, aborting, return_exceptions=True)
 
     async def _scopes(self) -> None:
         """The same prompt in all scopes at once, on one engine."""
@@ -227,6 +231,15 @@ class Client:
         for prompt in exact_forks(text, self.rule):
             if await self._ask(text, prompt, scope, kind=FORK) is None:
                 return
+
+    async def _move(self) -> None:
+        """A context of its own, whose second turn goes to another engine than its first."""
+        self._sessions_made += 1
+        scope = {"cache_salt": f"client {self.number} move {self._sessions_made}"}
+        session = Session(self.load.own_text(), scope, set())
+        for engine in self.rng.sample(self.engines, len(self.engines)):
+            if engine.gate.is_open:
+                await self._turn(session, engine=engine)
 
     # -- one request --
 

@@ -27,12 +27,13 @@ LIBRARY = 24
 OPEN_SESSIONS = 4
 # What a client does next, and how often.
 ACTIONS: Mapping[str, float] = {
-    "turn": 0.48,
+    "turn": 0.41,
     "fork": 0.10,
     "prompt logprobs": 0.08,
     "abort": 0.14,
     "scopes": 0.06,
     "exact forks": 0.07,
+    "move": 0.07,
     "leave": 0.07,
 }
 # How a client gives a request up.
@@ -171,12 +172,12 @@ def why_exact(
     if said.retracted:
         # What it matched when it began again is not told.
         return None
+    if short and said.cached and len(prompt) <= rule.sink_tokens + rule.recent_tokens + 1:
+        return "short"
     # A dropped span begins behind the sink, has two tokens or more, and is passed only by whoever
     # shares `branch_recent_tokens` behind it.
     if said.cached < rule.sink_tokens + 2 + min(rule.branch_recent_tokens, rule.recent_tokens):
         return "computed whole"
-    if short and len(prompt) <= rule.sink_tokens + rule.recent_tokens + 1:
-        return "short"
     return None
 
 

@@ -149,13 +149,13 @@ def make_table(outcome: Mapping[str, Any], bars: Sequence[Mapping[str, Any]]) ->
         caption="\n".join(lines),
         caption_justify="left",
     )
-    columns = ("exact because", "answers", "compared", "restored", "tokens", "ties", "wrong tokens",
-               "wrong logprobs", "largest difference")  # fmt: skip
+    columns = ("why exact", "answers", "compared", "restored", "tokens", "ties", "wrong tokens",
+               "wrong logprobs", "largest gap")  # fmt: skip
     for column in columns:
         table.add_column(column, justify="left" if column == columns[0] else "right")
     shown_kinds = {**outcome["compared"], "compressed": outcome["compressed_shown"]}
     for kind, one in shown_kinds.items():
-        name = "none of it: compressed" if kind == "compressed" else kind
+        name = "(compressed)" if kind == "compressed" else kind
         table.add_row(
             name, f"{outcome['answers'].get(kind, 0)}", f"{one['compared']}",
             f"{one['restored']}", f"{one['tokens']}", f"{one['ties']}", f"{one['wrong_tokens']}",

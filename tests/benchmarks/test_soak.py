@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
 import sys
@@ -17,8 +18,16 @@ pytest.importorskip("sglang")
 from benchmarks import soak
 from benchmarks.soak_check import OFF, TIE, Answer, Checker, Reference, compare, teacher_forced
 from benchmarks.soak_client import Asked, RequestFailedError, Said, read_answer
-from benchmarks.soak_clients import KEPT_WHOLE, Client, Engine, Gate, Tally
-from benchmarks.soak_load import ACTIONS, Load, choose, exact_forks, longest_short, why_exact
+from benchmarks.soak_clients import KEPT_WHOLE, MOVED, Client, Engine, Gate, Tally
+from benchmarks.soak_load import (
+    ACTIONS,
+    Load,
+    Session,
+    choose,
+    exact_forks,
+    longest_short,
+    why_exact,
+)
 from benchmarks.soak_models import EVERYTHING, FIRST, SECOND
 from benchmarks.soak_processes import Served, SoakError
 from benchmarks.soak_report import FAULTS, KINDS, growth, make_bars, make_table, memory
@@ -90,7 +99,8 @@ def answer(tokens=(7, EOT), kind="stop", versions=(FIRST,), **meta) -> dict:
         "finish_reason": {"type": kind}, "weight_version": versions[-1],
         "weight_versions": [{"version": one} for one in versions],
         "output_token_logprobs": [[-0.5, token, None] for token in tokens],
-        "cached_tokens": 3, "num_retractions": 0, "cached_tokens_details": {"host": 2},
+        "cached_tokens": 3, "num_retractions": 0,
+        "cached_tokens_details": {"device": 1, "host": 0, "storage": 2},
     }  # fmt: skip
     return {"output_ids": list(tokens), "meta_info": right | meta}
 
@@ -135,15 +145,18 @@ def test_prompt_logprobs_must_be_there_if_asked_for() -> None:
 class Fake:
     """A server whose answers are all one token; the reference's too, unless told otherwise."""
 
-    def __init__(self, *, token: int = 7, fails: bool = False, version: str = FIRST) -> None:
-        self.token, self.fails, self.version = token, fails, version
+    def __init__(self, *, token: int = 7, fails: bool = False, restored: int = 0) -> None:
+        self.token, self.fails, self.restored, self.version = token, fails, restored, FIRST
         self.loaded: list[str] = []
 
     async def generate(self, asked: Asked) -> Said:
         if self.fails:
             raise RequestFailedError("500")
         prompt = (-1.0,) * (len(asked.prompt) - 1) if asked.prompt_logprobs else ()
-        return said(tokens=(self.token, EOT), logprobs=(-0.1, -0.1), prompt_logprobs=prompt)
+        return said(
+            tokens=(self.token, EOT), logprobs=(-0.1, -0.1), prompt_logprobs=prompt,
+            cached=900, restored=self.restored,
+        )  # fmt: skip
 
     async def load_weights(self, path: str, version: str) -> None:
         self.loaded.append(version)
@@ -158,6 +171,9 @@ class Fake:
         tops = [None, *([[-0.1, one]] for one in (*ids[first + 1 : -2], 7, EOT))]
         meta = {"input_token_logprobs": given, "input_top_logprobs": tops}
         return {"meta_info": meta | {"weight_version": self.version}}
+
+
+TOLD = ["turn", "fork", "prompt logprobs", "scopes", "exact forks", "move"]
 
 
 def served(fake: Fake, action: str, turns: int = 5) -> tuple[Tally, Checker]:
@@ -178,7 +194,7 @@ def served(fake: Fake, action: str, turns: int = 5) -> tuple[Tally, Checker]:
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("action", ["turn", "fork", "prompt logprobs", "scopes", "exact forks"])
+@pytest.mark.parametrize("action", TOLD)
 def test_right_answers_are_counted_as_such(action) -> None:
     tally, checker = served(Fake(), action)
     kind = checker.kinds[KEPT_WHOLE]
@@ -186,18 +202,36 @@ def test_right_answers_are_counted_as_such(action) -> None:
     assert (kind.wrong_tokens, kind.wrong_logprobs, tally.failed) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("action", ["turn", "fork", "prompt logprobs", "scopes", "exact forks"])
+@pytest.mark.parametrize("action", TOLD)
 def test_an_engine_that_says_a_wrong_token_is_found_out(action) -> None:
     tally, checker = served(Fake(token=8), action)
     assert checker.kinds[KEPT_WHOLE].wrong_tokens == tally.finished >= 5
     assert "reference [7" in checker.examples[0]
 
 
-@pytest.mark.parametrize("action", ["turn", "fork", "prompt logprobs", "scopes", "exact forks"])
+@pytest.mark.parametrize("action", TOLD)
 def test_an_engine_that_fails_is_found_out(action) -> None:
     tally, checker = served(Fake(fails=True), action)
     assert tally.failed == tally.asked >= 5
     assert (tally.finished, checker.kinds) == (0, {})
+
+
+def test_what_another_rule_stored_is_told_from_what_an_engines_own_rule_did() -> None:
+    """Only the first answer of an engine in a scope, and only if something was restored for it."""
+
+    async def run(restored: int) -> Tally:
+        fake = Fake(restored=restored)
+        checker, tally = Checker(Fake(), {FIRST: Path()}, FIRST), Tally()
+        engines = [Engine("A", fake, EVERYTHING), Engine("B", fake, "locality heads")]
+        client = Client(1, Load(1, "adapter"), engines, checker, tally, RULE)
+        session = Session(client.load.own_text(), {"cache_salt": "own"}, set())
+        for engine in (0, 0, 1, 1):
+            await client._turn(session, engine=engines[engine])
+        return tally
+
+    assert asyncio.run(run(restored=0)).answers == {KEPT_WHOLE: 2, "compressed": 2}
+    found = asyncio.run(run(restored=900)).answers
+    assert found == {KEPT_WHOLE: 2, MOVED: 1, "compressed": 1}
 
 
 def test_an_answer_waits_for_a_reference_with_its_weights() -> None:
@@ -238,6 +272,7 @@ def test_why_an_answer_of_a_compressing_engine_has_to_be_exact() -> None:
     assert why(2000, cached=0, retracted=1) is None
     assert why(2000, cached=1999, measured=True) == "prompt logprobs"
     assert why(385, cached=380, short=True) == "short"
+    assert why(200, cached=190, short=True) == "short"
     assert why(386, cached=380, short=True) is None
     assert why(385, cached=380) is None
 
@@ -456,3 +491,17 @@ def test_every_bar_can_be_missed(changes, unmet) -> None:
 def test_bad_input_is_refused_by_name(capsys) -> None:
     assert soak.main(["--minutes", "0"]) == 2
     assert "--minutes" in capsys.readouterr().err
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_few_minutes_serve_nothing_wrong_and_fail_no_request(tmp_path: Path, capsys) -> None:
+    """Five minutes with their start; memory, which fills up for longer, must not double."""
+    out = tmp_path / "soak.json"
+    code = soak.main(["--minutes", "4", "--most-growth", "1.0", "--out", str(out)])
+    told = "".join(capsys.readouterr())
+    assert out.exists(), told
+    document = json.loads(out.read_text())
+    assert [bar for bar in document["bars"] if not bar["met"]] == [], told
+    assert code == 0
+    assert document["outcome"]["requests"]["finished"] > 100
