@@ -19,7 +19,7 @@ TIER_KILL, REDIS_KILL = "kill -9 of the tier", "kill -9 of Redis"
 WEIGHTS, EMPTIED = "update of the weights", "cache emptied"
 RESTART = "restart of an engine"
 # Mean seconds between two of a kind.
-EVERY_S: Mapping[str, float] = {TIER_KILL: 25.0, REDIS_KILL: 40.0, WEIGHTS: 25.0, EMPTIED: 60.0}
+EVERY_S: Mapping[str, float] = {TIER_KILL: 25.0, REDIS_KILL: 40.0, WEIGHTS: 35.0, EMPTIED: 60.0}
 # The longest that a tier or Redis is away. Longer than the tier's breaker needs to open.
 AWAY_S = 8.0
 SETTLE_S = 60.0

@@ -27,14 +27,14 @@ LIBRARY = 24
 OPEN_SESSIONS = 4
 # What a client does next, and how often.
 ACTIONS: Mapping[str, float] = {
-    "turn": 0.41,
+    "turn": 0.50,
     "fork": 0.10,
     "prompt logprobs": 0.08,
-    "abort": 0.14,
-    "scopes": 0.06,
-    "exact forks": 0.07,
-    "move": 0.07,
-    "leave": 0.07,
+    "abort": 0.13,
+    "scopes": 0.02,
+    "exact forks": 0.06,
+    "move": 0.05,
+    "leave": 0.06,
 }
 # How a client gives a request up.
 ABORTS = ("hang up at once", "hang up while it streams", "/abort_request")

@@ -108,10 +108,6 @@ class Served:
             process.wait(40)
         stop_group(process)
 
-    def end(self) -> None:
-        """Whatever it is doing: gone."""
-        self.kill()
-
     def check(self) -> None:
         """Raises SoakError where it ended although nobody ended it."""
         if self._wanted and self._process is not None and self._process.poll() is not None:

@@ -13,6 +13,7 @@ from rich.table import Table
 from benchmarks.soak_check import Kind
 from benchmarks.soak_clients import FORK, KEPT_WHOLE, MOVED
 from benchmarks.soak_faults import EMPTIED, REDIS_KILL, RESTART, TIER_KILL, WEIGHTS
+from benchmarks.soak_models import LOCALITY
 from benchmarks.soak_run import Sample, Seen
 
 KINDS = (KEPT_WHOLE, "computed whole", "short", "prompt logprobs", FORK, MOVED)
@@ -105,7 +106,10 @@ def make_bars(outcome: Mapping[str, Any], most_growth: float) -> list[dict[str, 
     off = sum(kind.wrong_logprobs for kind in kinds.values())
     failed = outcome["requests"]["failed"]
     finished = outcome["requests"]["finished"]
-    compared = {kind: kinds[kind].compared if kind in kinds else 0 for kind in KINDS}
+    rules = {life["rule"] for life in outcome["engines"]}
+    # The KV of engines that score it has other names than that of one that does not.
+    wanted = [kind for kind in KINDS if kind != MOVED or LOCALITY in rules]
+    compared = {kind: kinds[kind].compared if kind in kinds else 0 for kind in wanted}
     faults = {fault: outcome["faults"].get(fault, 0) for fault in FAULTS}
     engines = outcome["engines"]
     restored: Counter[str] = Counter()

@@ -46,7 +46,7 @@ from kvtier.retention.rules import locality_rule
 
 CLIENTS = 6
 # Of each engine: a few sessions, where the clients hold dozens.
-DEVICE_TOKENS = 6000
+DEVICE_TOKENS = 8000
 REQUESTS_AT_A_TIME = 4
 # Small, so that they are full after a few minutes.
 TIER_MEMORY, TIER_DISK = "48m", "128m"
@@ -87,7 +87,8 @@ class Seen:
 
 
 class Soak:
-    """folder: empty; gets logs and everything else. seed: of sessions, clients and faults."""
+    """folder: empty; gets logs and everything else. seed: of sessions, clients and faults, and of
+    the rule that engine B begins with."""
 
     def __init__(self, folder: Path, model: Path, minutes: float, seed: int) -> None:
         self.folder, self.model, self.seconds, self.seed = folder, model, 60 * minutes, seed
@@ -104,7 +105,8 @@ class Soak:
             model, self.adapter, device_tokens=DEVICE_TOKENS, requests=REQUESTS_AT_A_TIME
         )
         self.common = common
-        self.policies = list(models.POLICIES)
+        rules = list(models.POLICIES)
+        self.policies = [*rules, *rules][seed % len(rules) :][: len(rules)]
         self.a, a_url = server_process(
             "engine-a", KVTIER, [*common, *self._rule("engine-a", models.EVERYTHING)], folder
         )
@@ -157,7 +159,11 @@ class Soak:
             ]
             self.began = time.monotonic()
             watching = [self._watch(seen), checker.run()]
-            await until_first_failure(self._soak(engines, seen), watching)
+            try:
+                await until_first_failure(self._soak(engines, seen), watching)
+            finally:
+                # Or the loop would wait for threads that wait for one of them to answer.
+                end(self.processes)
             seen.load_s = time.monotonic() - self.began
         return seen
 
@@ -301,10 +307,15 @@ def all_ended(processes: Sequence[Served]) -> Iterator[None]:
     finally:
         # A second signal must not leave half of them behind.
         before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        for served in processes:
-            with suppress(Exception):
-                served.end()
+        end(processes)
         signal.signal(signal.SIGTERM, before)
+
+
+def end(processes: Sequence[Served]) -> None:
+    """kill -9 of all of them."""
+    for served in processes:
+        with suppress(OSError):
+            served.kill()
 
 
 __all__ = ["Sample", "Seen", "Soak", "restarted"]

@@ -28,7 +28,7 @@ from benchmarks.soak_load import (
     longest_short,
     why_exact,
 )
-from benchmarks.soak_models import EVERYTHING, FIRST, SECOND
+from benchmarks.soak_models import EVERYTHING, FIRST, LOCALITY, SECOND
 from benchmarks.soak_processes import Served, SoakError
 from benchmarks.soak_report import FAULTS, KINDS, growth, make_bars, make_table, memory
 from benchmarks.soak_run import Sample, restarted, until_first_failure
@@ -426,11 +426,12 @@ def test_a_restarted_engine_listens_where_it_did() -> None:
 
 
 TIER = {"used_bytes": 1, "capacity_bytes": 2, "blobs": 1, "evictions": 0, "quarantined": 0}
+EACH = "compared, of each kind"
 RESTORED = "requests restored from the tier"
 
 
 def life(**changes) -> dict:
-    return {"engine": "A", "restored_requests": 1, "integrity": []} | changes
+    return {"engine": "A", "rule": LOCALITY, "restored_requests": 1, "integrity": []} | changes
 
 
 def outcome(**changes) -> dict:
@@ -465,7 +466,8 @@ def compared(**changes) -> dict:
         ({}, []),
         ({"compared": compared(wrong_tokens=1)}, ["answers with a wrong token"]),
         ({"compared": compared(wrong_logprobs=1)}, ["answers with a wrong log-probability"]),
-        ({"compared": compared(compared=0)}, ["compared, of each kind"]),
+        ({"compared": compared(compared=0)}, [EACH]),
+        ({"compared": {kind: one for kind, one in compared().items() if kind != MOVED}}, [EACH]),
         ({"requests": {"finished": 9, "failed": 1}}, ["failed requests"]),
         ({"requests": {"finished": 0, "failed": 0}}, ["failed requests"]),
         ({"compared_by_weights": {FIRST: 5}}, ["under both weights"]),
@@ -486,6 +488,13 @@ def test_every_bar_can_be_missed(changes, unmet) -> None:
     bars = make_bars(outcome(**changes), most_growth=0.1)
     assert [bar["bar"] for bar in bars if not bar["met"]] == unmet
     assert make_table(outcome(**changes), bars).row_count == len(KINDS) + 1
+
+
+def test_rules_that_share_no_kv_need_not_have_shared_any() -> None:
+    found = {kind: one for kind, one in compared().items() if kind != MOVED}
+    lives = [life(rule=EVERYTHING), life(engine="B", rule="quality target")]
+    bars = make_bars(outcome(compared=found, engines=lives), most_growth=0.1)
+    assert all(bar["met"] for bar in bars)
 
 
 def test_bad_input_is_refused_by_name(capsys) -> None:
