@@ -157,7 +157,9 @@ def make_table(outcome: Mapping[str, Any], bars: Sequence[Mapping[str, Any]]) ->
                "wrong logprobs", "largest gap")  # fmt: skip
     for column in columns:
         table.add_column(column, justify="left" if column == columns[0] else "right")
-    shown_kinds = {**outcome["compared"], "compressed": outcome["compressed_shown"]}
+    none = asdict(Kind())
+    shown_kinds = {kind: outcome["compared"].get(kind, none) for kind in KINDS}
+    shown_kinds["compressed"] = outcome["compressed_shown"]
     for kind, one in shown_kinds.items():
         name = "(compressed)" if kind == "compressed" else kind
         table.add_row(
