@@ -33,6 +33,8 @@ KEPT_WHOLE, FORK, MOVED = "everything kept", "exact fork", "another rule's KV"
 # Every how many answers that need not be exact one is shown to the reference, too.
 SHOWN = 4
 THINKING_S = 0.4
+# Share of a session's turns that go to its home for certain; of the others half do by chance.
+STAYING = 0.6
 
 
 class Gate:
@@ -142,7 +144,11 @@ class Client:
                 await self._turn(session, measured=action == "prompt logprobs")
             case "fork":
                 await self._ask(
-                    session.text, session.fork(self.rng), session.scope, met=session.met
+                    session.text,
+                    session.fork(self.rng),
+                    session.scope,
+                    engine=self._engine(session),
+                    met=session.met,
                 )
             case "abort":
                 await self._give_up(session)
@@ -157,8 +163,12 @@ class Client:
         self._sessions_made += 1
         return self.load.session(self.rng, f"client {self.number} session {self._sessions_made}")
 
-    def _engine(self) -> Engine:
-        """Any that takes requests; any where none does."""
+    def _engine(self, session: Session | None = None) -> Engine:
+        """Any that takes requests, most often a session's home; any where none does."""
+        if session is not None and self.rng.random() < STAYING:
+            home = self.engines[session.home % len(self.engines)]
+            if home.gate.is_open:
+                return home
         ready = [engine for engine in self.engines if engine.gate.is_open]
         return self.rng.choice(ready or list(self.engines))
 
@@ -180,7 +190,7 @@ class Client:
             session.scope,
             measured=measured,
             right=session.text.right[number],
-            engine=engine,
+            engine=engine or self._engine(session),
             met=session.met,
         )
         if said is not None:
@@ -189,7 +199,7 @@ class Client:
     async def _give_up(self, session: Session) -> None:
         """Ask for the next turn and end it before its answer is there."""
         how = self.rng.choice(ABORTS)
-        engine = self._engine()
+        engine = self._engine(session)
         asked = self._request(session.prompt(), session.scope, measured=False)
         after = self.rng.random() * 0.5
         self.tally.given_up += 1

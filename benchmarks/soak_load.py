@@ -55,12 +55,14 @@ class Session:
     """A conversation as it stands. ids: everything said so far; turns: of them, where each turn's
     answer ended.
 
-    met: by which rules engines have served anything in its scope; None where others share that.
+    met:  by which rules engines have served anything in its scope; None where others share that.
+    home: number of the engine that most of its turns go to.
     """
 
     text: Text
     scope: dict[str, str]
     met: set[str] | None = None
+    home: int = 0
     ids: list[int] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
 
@@ -127,9 +129,9 @@ class Load:
         """A new one; half of them are in a scope of their own."""
         text = rng.choice(self.library)
         if rng.random() < 0.5:
-            return Session(text, {"cache_salt": name}, set())
+            return Session(text, {"cache_salt": name}, set(), home=rng.randrange(2))
         shared = [scope for scope in self.scopes(name) if name not in scope.values()]
-        return Session(text, rng.choice(shared))
+        return Session(text, rng.choice(shared), home=rng.randrange(2))
 
     def own_text(self) -> Text:
         """A long one that nobody had before."""

@@ -259,6 +259,21 @@ def test_the_reference_is_asked_with_the_adapter_and_in_no_scope() -> None:
     assert body["logprob_start_len"] == 2
 
 
+def test_a_session_stays_at_home_most_of_the_time_and_moves_when_home_is_closed() -> None:
+    async def run() -> tuple[Counter, set]:
+        engines = [Engine(name, Fake(), EVERYTHING) for name in "AB"]
+        checker = Checker(Fake(), {FIRST: Path()}, FIRST)
+        client = Client(1, Load(1, "adapter"), engines, checker, Tally(), RULE)
+        session = Session(client.load.own_text(), {}, home=1)
+        usual = Counter(client._engine(session).name for _ in range(400))
+        async with engines[1].gate.closed():
+            return usual, {client._engine(session).name for _ in range(50)}
+
+    usual, closed = asyncio.run(run())
+    assert 250 < usual["B"] < 380
+    assert closed == {"A"}
+
+
 # -- what has to be exact --
 
 
