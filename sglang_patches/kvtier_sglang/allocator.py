@@ -101,6 +101,9 @@ class HeadSplitAllocator(TokenToKVPoolAllocator):
         self.unsorted = False
 
     def free(self, free_index: torch.Tensor) -> None:
+        """free_index: CA slots, of any integer type: SGLang frees what an aborted or retracted
+        request has straight from its row of int32."""
+        free_index = free_index.to(torch.int64)
         if self.pool.mass is not None:
             # Compaction leaves the padding slot where a token has no CA entry any more.
             free_index = free_index[free_index > 0]

@@ -182,6 +182,17 @@ def test_an_aborted_prefill_is_compressed_so_that_it_does_not_push_out_others():
     assert node.locality_size == 4 + 1 + 6
 
 
+def test_a_prefill_that_is_aborted_before_its_chunk_is_published_gives_its_slots_back():
+    s = MiniScheduler()
+    request = s.admit(context(200))
+    s.extend(request, 60)
+    s.checkpoint(request)
+    s.extend(request, 60)
+    s.release(request, checkpoint=False, aborted=True)
+    s.check()
+    assert sum(len(node.key) for node in s.tree.nodes()) == 60
+
+
 def test_a_retracted_request_finds_its_exact_kv_again():
     s = MiniScheduler()
     request = s.admit(context(100))

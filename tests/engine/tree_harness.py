@@ -285,7 +285,8 @@ class MiniScheduler:
         if checkpoint:
             self.checkpoint(request)
         row = self.rows.req_to_token[request.kv.req_pool_idx]
-        self.allocator.free(row[request.kv.cache_protected_len : request.filled].to(torch.int64))
+        # As SGLang does: slots of the row's own type, which is int32.
+        self.allocator.free(row[request.kv.cache_protected_len : request.filled])
         self.tree.unlock(request.lock)
         self.tree.on_release(request, checkpointed=checkpoint)
         self.free_rows.append(request.kv.req_pool_idx)
