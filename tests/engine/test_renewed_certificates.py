@@ -23,9 +23,10 @@ from kvtier.tier.client import TierClient, TlsPaths
 pytestmark = pytest.mark.engine
 
 NAMESPACE = "ada"
-PROMPT_TOKENS = 600
+# Long enough that the tier is faster than computing it again, also on a busy machine.
+PROMPT_TOKENS = 2000
 # Whole spans of a prompt, less the token that is always computed.
-STORED_TOKENS = 576
+STORED_TOKENS = 1984
 # More than a breaker waits between two probes.
 PATIENCE_S = 40.0
 
@@ -71,6 +72,12 @@ class Engine:
         tier = self.tier
         return tier["healthy"] and not tier["pending"]
 
+    def restores(self, prompt: list[int], answer: list[int]) -> bool:
+        """Whether the tier had the prompt in time, which on a busy machine it may not at once."""
+        tokens, cached = self.ask(prompt)
+        assert tokens == answer
+        return cached == STORED_TOKENS
+
 
 def serve_command(port: int, address: str, tls: TlsPaths, folder: Path) -> list[str]:
     flags = SETTINGS | {
@@ -101,8 +108,8 @@ def test_an_engine_goes_on_with_certificates_of_a_new_authority(tmp_path):
             engine = Engine(url)
             answer, cached = engine.ask(before)
             assert cached == 0
-            eventually(engine.has_stored)
-            assert engine.ask(before) == (answer, STORED_TOKENS)
+            eventually(engine.has_stored, PATIENCE_S)
+            eventually(lambda: engine.restores(before, answer), PATIENCE_S)
 
             tier.terminate()
             issue(tmp_path / "tier", new, "tier")
@@ -121,9 +128,9 @@ def test_an_engine_goes_on_with_certificates_of_a_new_authority(tmp_path):
             issue(tmp_path / "engine", new, NAMESPACE)
             eventually(engine.has_stored, PATIENCE_S)
             # What the tier had before, and what comes to it now.
-            assert engine.ask(before) == (answer, STORED_TOKENS)
-            answer, cached = engine.ask(after)
+            eventually(lambda: engine.restores(before, answer), PATIENCE_S)
+            newest, cached = engine.ask(after)
             assert cached == 0
-            eventually(engine.has_stored)
-            assert engine.ask(after) == (answer, STORED_TOKENS)
+            eventually(engine.has_stored, PATIENCE_S)
+            eventually(lambda: engine.restores(after, newest), PATIENCE_S)
             assert engine.tier["healthy"]
