@@ -48,8 +48,8 @@ from benchmarks.choosing_context import (
     select,
 )
 from benchmarks.command import ROOT, run_command
-from kvtier.bench.environment import describe_environment
 from kvtier.bench.table import make_console
+from kvtier.environment import describe_environment
 from kvtier.errors import UsageError
 from kvtier.retention.compactor import Compactor
 from kvtier.retention.keepkv import KeepKV

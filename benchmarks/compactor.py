@@ -31,8 +31,8 @@ from benchmarks.compactor_records import (
 from benchmarks.compactor_table import print_tables
 from benchmarks.kvpress import PEER_PYTHON, run_kvpress
 from benchmarks.recall_engine import DEMO_MODEL
-from kvtier.bench.environment import describe_environment
 from kvtier.config import load_settings
+from kvtier.environment import describe_environment
 from kvtier.sizes import parse_size
 
 SCHEMA_VERSION = 1

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.bench.recall import FACT_TOKENS, RecallLanguage, Session, make_session
 from kvtier.errors import UsageError
+from kvtier.synthetic.recall import FACT_TOKENS, RecallLanguage, Session, make_session
 
 STANDING_OUT, LOOK_ALIKES = "standing-out", "look-alikes"
 KINDS = (STANDING_OUT, LOOK_ALIKES)

@@ -18,7 +18,7 @@ from benchmarks.recall_engine import DEMO_MODEL, PROFILE_FILE, ask_engine
 from kvtier.config import load_settings
 from kvtier.heads.model_config import model_shape, read_config
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile
-from kvtier.retention.pools import slot_bytes
+from kvtier.pool_sizing import slot_bytes
 
 Heads = Literal["all", "profile"]
 METHODS: dict[Heads, str] = {"all": "kvtier", "profile": "kvtier + head profile"}

@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.command import ROOT
 from benchmarks.compactor_contexts import RecallContext, save_contexts
-from kvtier.bench.recall import DEFAULT_LANGUAGE
 from kvtier.errors import UsageError
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 
 PEERS = ROOT / "benchmarks" / "peers"
 PEER_PYTHON = PEERS / ".venv" / "bin" / "python"

@@ -39,8 +39,8 @@ from benchmarks.peer_kernels import (
     load_peer,
     to_masked,
 )
-from kvtier.bench.environment import describe_environment
 from kvtier.bench.table import make_console
+from kvtier.environment import describe_environment
 from kvtier.errors import UsageError
 from kvtier.sizes import format_size, parse_size
 from kvtier_kernels import RaggedKV, get_kernels

@@ -31,8 +31,8 @@ import torch
 from rich.table import Table
 
 from benchmarks.command import ROOT
-from kvtier.bench.environment import describe_environment
 from kvtier.bench.table import make_console
+from kvtier.environment import describe_environment
 from kvtier.errors import UsageError
 from kvtier.retention.keepkv import KeepKV, QueryWindow, Retained, expected_output
 from kvtier_kernels.merging import Entries, assign, compensate, exact_entries, merge_beta

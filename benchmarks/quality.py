@@ -26,14 +26,14 @@ from rich.table import Table
 from benchmarks.command import ROOT, run_command
 from benchmarks.compactor_contexts import KINDS, Question, RecallContext, make_contexts
 from benchmarks.recall_engine import DEMO_MODEL, PROFILE_FILE, Asked, ask_engine
-from kvtier.bench.environment import describe_environment
-from kvtier.bench.recall import make_session
 from kvtier.bench.schema import RetainedTurn
 from kvtier.bench.table import make_console
+from kvtier.environment import describe_environment
 from kvtier.errors import UsageError
 from kvtier.heads.model_config import model_shape, read_config
 from kvtier.heads.profile import full_profile, load_profile
 from kvtier.sizes import parse_size
+from kvtier.synthetic.recall import make_session
 
 SCHEMA_VERSION = 1
 # Facts per thousand tokens; the recall language has no room for much more than 60.

@@ -33,11 +33,11 @@ from kvtier.bench.engine import ChatEngine, EngineError, SglangEngine
 from kvtier.bench.measure import settled
 from kvtier.bench.options import parse_options
 from kvtier.bench.planning import make_plans
-from kvtier.bench.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE, score_answer
 from kvtier.bench.schema import Plan, RetainedTurn, TierReading
 from kvtier.bench.worker import die_with_parent
 from kvtier.config import ENV_PREFIX
 from kvtier.heads.profile import HeadProfile
+from kvtier.synthetic.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE, score_answer
 
 DEMO_MODEL = ROOT / "models" / "kvtier-demo"
 PROFILE_FILE = "head_profile.json"

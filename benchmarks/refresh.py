@@ -34,11 +34,11 @@ from benchmarks.compactor_engine import Heads, head_profile, retention_for
 from benchmarks.compactor_records import Record
 from benchmarks.kvpress import run_kvpress
 from benchmarks.recall_engine import DEMO_MODEL, Asked, ask_engine
-from kvtier.bench.environment import describe_environment
 from kvtier.bench.runner import LOCAL_TIER, TIER_VARIABLE, local_tier
 from kvtier.bench.schema import TierReading
 from kvtier.bench.table import make_console
 from kvtier.config import ENV_PREFIX
+from kvtier.environment import describe_environment
 from kvtier.errors import UsageError
 from kvtier.sizes import parse_size
 

@@ -26,8 +26,8 @@ from rich.table import Table
 from benchmarks.command import ROOT, run_command
 from benchmarks.compactor_contexts import STANDING_OUT, make_contexts
 from benchmarks.recall_engine import DEMO_MODEL, PROFILE_FILE, Asked, recall_engine
-from kvtier.bench.environment import describe_environment
 from kvtier.bench.table import make_console
+from kvtier.environment import describe_environment
 from kvtier.errors import UsageError
 from kvtier.heads.profile import load_profile
 from kvtier.sizes import parse_size

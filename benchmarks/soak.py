@@ -42,9 +42,9 @@ from benchmarks.recall_engine import DEMO_MODEL
 from benchmarks.soak_check import OFF, TIE
 from benchmarks.soak_models import POLICIES, SPAN_TOKENS
 from benchmarks.soak_report import make_bars, make_outcome, make_table
-from kvtier.bench.environment import describe_environment
 from kvtier.bench.runner import terminated_as_interrupted
 from kvtier.bench.table import make_console
+from kvtier.environment import describe_environment
 from kvtier.errors import UsageError
 
 SCHEMA_VERSION = 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from kvtier.bench.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE
+from kvtier.synthetic.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE
 
 # A request that takes longer has failed; alone it would take a second.
 PATIENCE_S = 180.0

@@ -26,8 +26,8 @@ from benchmarks.soak_load import (
     why_exact,
 )
 from benchmarks.soak_models import EVERYTHING, FIRST
-from kvtier.bench.recall import score_answer
 from kvtier.retention.locality import LocalityRule
+from kvtier.synthetic.recall import score_answer
 
 KEPT_WHOLE, FORK, MOVED = "everything kept", "exact fork", "another rule's KV"
 # Every how many answers that need not be exact one is shown to the reference, too.

@@ -17,8 +17,8 @@ import numpy as np
 
 from benchmarks.soak_client import Said
 from benchmarks.soak_models import ADAPTER
-from kvtier.bench.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE, PROMPT_TOKENS, make_session
 from kvtier.retention.locality import LocalityRule
+from kvtier.synthetic.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE, PROMPT_TOKENS, make_session
 
 TURNS = 5
 # Of tokens, both ends in.

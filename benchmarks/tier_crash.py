@@ -36,8 +36,8 @@ from rich.table import Table
 
 from benchmarks.command import ROOT
 from benchmarks.tier_crash_writer import MOST_BYTES, WRITERS, blob_name, read_header
-from kvtier.bench.environment import describe_environment
 from kvtier.bench.table import make_console
+from kvtier.environment import describe_environment
 from kvtier.errors import KvtierError, UsageError
 from kvtier_tierd.stores.base import BlobInfo
 from kvtier_tierd.stores.disk import DiskStore

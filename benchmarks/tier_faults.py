@@ -67,9 +67,9 @@ from benchmarks.tier_faults_report import (
     make_table,
     outcome_of_kind,
 )
-from kvtier.bench.environment import describe_environment
 from kvtier.bench.runner import terminated_as_interrupted
 from kvtier.bench.table import make_console
+from kvtier.environment import describe_environment
 from kvtier.errors import UsageError
 
 SCHEMA_VERSION = 1

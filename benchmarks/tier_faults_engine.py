@@ -23,8 +23,8 @@ from pydantic import BaseModel, ConfigDict
 
 from benchmarks.remote import parents_lines
 from benchmarks.tier_faults_load import TURNS, Answers, Asked, Book, LoadSession, requests
-from kvtier.bench.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE
 from kvtier.bench.worker import die_with_parent
+from kvtier.synthetic.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE
 
 # A request that takes longer has failed: it would have been computed in a fraction of a second.
 PATIENCE_S = 60.0

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from kvtier.bench.recall import DEFAULT_LANGUAGE, make_session
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE, make_session
 
 TURNS = 4
 FACTS = 16

@@ -39,16 +39,16 @@ from benchmarks.compactor_contexts import LOOK_ALIKES, RecallContext, make_conte
 from benchmarks.recall_engine import DEMO_MODEL, PROFILE_FILE, worker_environment
 from benchmarks.remote import run_module
 from benchmarks.tier_forks_engine import Fork, Job, Served
-from kvtier.bench.environment import describe_environment
 from kvtier.bench.options import parse_options
 from kvtier.bench.planning import make_plans
-from kvtier.bench.recall import score_answer
 from kvtier.bench.runner import LOCAL_TIER, TIER_VARIABLE, local_tier
 from kvtier.bench.schema import Plan
 from kvtier.bench.table import make_console
 from kvtier.config import Settings
+from kvtier.environment import describe_environment
 from kvtier.errors import UsageError
 from kvtier.sizes import parse_size
+from kvtier.synthetic.recall import score_answer
 
 SCHEMA_VERSION = 1
 OUT = ROOT / "benchmarks" / "results" / "tier-forks.json"

@@ -23,9 +23,9 @@ from pydantic import BaseModel, ConfigDict
 
 from kvtier.bench.engine import ChatEngine, SglangEngine
 from kvtier.bench.measure import settled, warm_up
-from kvtier.bench.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE
 from kvtier.bench.schema import Plan
 from kvtier.bench.worker import die_with_parent
+from kvtier.synthetic.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE
 
 
 class Fork(BaseModel):

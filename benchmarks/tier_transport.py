@@ -50,8 +50,8 @@ from benchmarks.tier_transport_service import (
     measure_neighbour,
     room,
 )
-from kvtier.bench.environment import describe_environment
 from kvtier.bench.table import make_console
+from kvtier.environment import describe_environment
 from kvtier.errors import UsageError
 from kvtier.sizes import format_size, parse_size
 from kvtier.tier.client import TierClient

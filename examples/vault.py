@@ -1,6 +1,6 @@
 """The world both agents live in: a long manual, a row of locked vaults, and notes inside them.
 
-The manual is a text in the language of the demo model (`kvtier.bench.recall`). Somewhere in it
+The manual is a text in the language of the demo model (`kvtier.synthetic.recall`). Somewhere in it
 stand the codes of three vaults. Each question names a vault; the model's answer, a name and eight
 codes, is the tool call that opens it. The first two vaults hold notes with the codes of two more
 vaults. A note reaches the model in the next user turn, and is asked for turns later:
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.bench.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE, FACT_TOKENS, Fact, make_session
+from kvtier.synthetic.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE, FACT_TOKENS, Fact, make_session
 
 SMALL_TALK_TOKENS = 13
 NUM_IN_MANUAL, NUM_NOTES, NUM_FACTS = 3, 2, 16

@@ -29,9 +29,9 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from kvtier.calibration.address import parse_address
+from kvtier.addresses.redis import parse_address
+from kvtier.addresses.tier import DEFAULT, default_address, socket_path
 from kvtier.errors import ConfigurationError, UsageError
-from kvtier.tier.address import DEFAULT, default_address, socket_path
 
 ENV_PREFIX = "KVTIER_"
 DEFAULT_CONFIG_FILE = "kvtier.toml"

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtier.bench.recall import DEFAULT_LANGUAGE, FACT_TOKENS, Session, make_session
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE, FACT_TOKENS, Session, make_session
 from models.net import Split
 
 TURN_OVERHEAD_TOKENS = 15  # <user>, name, <assistant>, and the answer of 11 tokens

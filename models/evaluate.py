@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtier.bench.recall import ANSWER_TOKENS, FACT_TOKENS, Session, make_session
+from kvtier.synthetic.recall import ANSWER_TOKENS, FACT_TOKENS, Session, make_session
 from models.longcontext import ContextCache, prefill, turn_hidden
 from models.net import Net, load_net
 

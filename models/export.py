@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvtier.bench.recall import DEFAULT_LANGUAGE
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 from models.net import Net, NetConfig, save_net
 from models.recipe import SEED
 from models.tokenizer import write_tokenizer

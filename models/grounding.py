@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtier.bench.recall import make_session
+from kvtier.synthetic.recall import make_session
 from models.longcontext import RECENT_TOKENS, SINK_TOKENS, ContextCache, prefill
 from models.net import Net, rope_tables
 
@@ -46,7 +46,7 @@ def make_exercise(
 ) -> Exercise:
     """A random session over a context of `context_tokens`, prefilled with the present weights.
 
-    `shared_words` and `few_codes` make near misses common; see `kvtier.bench.recall`.
+    `shared_words` and `few_codes` make near misses common; see `kvtier.synthetic.recall`.
     """
     session = make_session(
         rng,

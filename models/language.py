@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtier.bench.recall import DEFAULT_LANGUAGE, FACT_TOKENS, MAX_FACTS, make_session
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE, FACT_TOKENS, MAX_FACTS, make_session
 from models.batches import SessionShape, session_batch
 from models.grounding import make_exercise
 from models.longcontext import turn_hidden

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtier.bench.recall import DEFAULT_LANGUAGE, make_session
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE, make_session
 from models.evaluate import parse_length
 from models.net import Net, load_net
 

@@ -10,11 +10,11 @@ import json
 import sys
 from pathlib import Path
 
-from kvtier.bench.recall import DEFAULT_LANGUAGE
-from kvtier.bench.recall_words import SPECIALS
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE
+from kvtier.synthetic.words import SPECIALS
 
 # The context goes into a system message, which has no marker of its own: the rendered text is then
-# what `kvtier.bench.recall` writes.
+# what `kvtier.synthetic.recall` writes.
 CHAT_TEMPLATE = (
     "{%- if not messages[0]['content'].startswith(bos_token) %}{{ bos_token + ' ' }}{% endif %}"
     "{%- for message in messages %}"

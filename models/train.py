@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from kvtier.bench.recall import DEFAULT_LANGUAGE
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 from models.batches import Batch, SessionShape, periodic_batch, session_batch
 from models.export import HISTORY, export
 from models.grounding import exercise_loss, make_exercise

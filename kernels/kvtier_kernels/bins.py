@@ -73,14 +73,4 @@ class Bins:
         return self._index.unsqueeze(1).expand_as(x)
 
 
-def make_bins(target: torch.Tensor, count: int) -> Bins:
-    """The bins of one assignment, for the device that it is on."""
-    if target.is_cuda:
-        # Elsewhere there may be no Triton.
-        from kvtier_kernels.triton_backend.bins import SortedBins
-
-        return SortedBins(target, count)
-    return Bins(target, count)
-
-
-__all__ = ["NOBODY", "Bins", "make_bins"]
+__all__ = ["NOBODY", "Bins"]

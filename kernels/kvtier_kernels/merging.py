@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from kvtier_kernels.bins import NOBODY, Bins, make_bins
+from kvtier_kernels.bins import NOBODY, Bins
 from kvtier_kernels.blocks import blocks, long_product
 
 # A paper-form key longer or shorter than the mean of its bin by more than this factor is not used.
@@ -136,7 +136,7 @@ def merge_beta(
     (benchmarks/merging_error.py).
     """
     _check(entries, logits, assignment)
-    bins = make_bins(assignment.target, assignment.kept.shape[1])
+    bins = _make_bins(assignment.target, assignment.kept.shape[1])
     votes = entries.log_votes.float()
     log_shares, mass = bins.log_softmax(votes + logits.float())
     log_attention = mass - torch.logsumexp(mass, dim=-1, keepdim=True)
@@ -179,7 +179,7 @@ def merge_paper(
             "entries.log_votes: expected one row per KV head for whole votes, got "
             f"{entries.log_votes.shape[1]}"
         )
-    bins = make_bins(assignment.target, assignment.kept.shape[1])
+    bins = _make_bins(assignment.target, assignment.kept.shape[1])
     votes, mean = entries.log_votes.float(), logits.float().mean(1, keepdim=True)
     log_pi, total = bins.log_softmax(votes)
     log_lambda, _ = bins.log_softmax(votes + mean)
@@ -345,6 +345,16 @@ def _check(entries: Entries, logits: torch.Tensor, assignment: Assignment) -> No
             raise ValueError(f"{name}: expected shape {expected}, got {tuple(shape)}")
     if rows not in (1, group):
         raise ValueError(f"entries.log_votes: expected 1 or {group} rows per head, got {rows}")
+
+
+def _make_bins(target: torch.Tensor, count: int) -> Bins:
+    """The bins of one assignment, for the device that it is on."""
+    if target.is_cuda:
+        # Elsewhere there may be no Triton.
+        from kvtier_kernels.triton_backend.bins import SortedBins
+
+        return SortedBins(target, count)
+    return Bins(target, count)
 
 
 __all__ = [

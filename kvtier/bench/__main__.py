@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from kvtier.bench.environment import describe_environment
 from kvtier.bench.metrics import compare_all
 from kvtier.bench.options import PROGRAM, Options, parse_options
 from kvtier.bench.planning import Model, PolicyPlan, make_plans
@@ -17,6 +16,7 @@ from kvtier.bench.report import render_report
 from kvtier.bench.runner import run_worker, terminated_as_interrupted
 from kvtier.bench.schema import Document, RunFailure, RunResult
 from kvtier.bench.table import make_console, print_document, print_plan
+from kvtier.environment import describe_environment
 from kvtier.errors import KvtierError
 
 EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from kvtier.bench.engine import Answer, ChatEngine, EngineFactory
 from kvtier.bench.metrics import is_resident, summarize, turn_results
-from kvtier.bench.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE, Turn, score_answer
 from kvtier.bench.schema import Occupancy, Plan, RequestRecord, RetainedTurn, RunResult
 from kvtier.bench.workload import PlannedSession, plan_sessions
+from kvtier.synthetic.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE, Turn, score_answer
 
 # Long enough to touch every code path, short enough to cost nothing.
 WARM_UP_TOKENS = 64

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from kvtier.bench.policies import BASELINES
-from kvtier.bench.recall import PROMPT_TOKENS
 from kvtier.bench.schema import Ratios, RequestRecord, RunResult, Summary, TurnResult
+from kvtier.synthetic.recall import PROMPT_TOKENS
 
 # A session is resident when at least this share of its history is still cached.
 RESIDENT_SHARE = 0.9

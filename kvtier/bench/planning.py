@@ -3,7 +3,7 @@
 Memory arithmetic, in slots per class (bytes of a slot are summed over the layers):
 
     stock, full     budget // bytes per token                     one pool
-    kvtier, window  kvtier.retention.pools.plan_pools(budget)     CA slots + locality slots
+    kvtier, window  kvtier.pool_sizing.plan_pools(budget)     CA slots + locality slots
 
 Without a budget each policy gets what one session needs, so nothing is ever evicted.
 """
@@ -18,7 +18,6 @@ from typing import Any
 from kvtier.bench import workload as work
 from kvtier.bench.options import Budget, Options
 from kvtier.bench.policies import Policy
-from kvtier.bench.recall import DEFAULT_LANGUAGE, PROMPT_TOKENS
 from kvtier.bench.schema import Plan, PoolSizes
 from kvtier.config import Settings
 from kvtier.errors import BudgetError, HeadProfileError, SizeError, UsageError
@@ -30,7 +29,7 @@ from kvtier.heads.model_config import (
     weights_revision,
 )
 from kvtier.heads.profile import HeadProfile, ModelShape, load_profile
-from kvtier.retention.pools import (
+from kvtier.pool_sizing import (
     SessionShape,
     SlotBytes,
     locality_slots_for,
@@ -39,6 +38,7 @@ from kvtier.retention.pools import (
     slot_bytes,
 )
 from kvtier.sizes import format_size
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE, PROMPT_TOKENS
 
 DEMO_MODEL = Path("models/kvtier-demo")
 PROFILE_FILE, CURVE_FILE = "head_profile.json", "curve.json"

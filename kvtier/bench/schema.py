@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvtier.environment import Environment
 from kvtier.heads.profile import HeadProfile
 
 
@@ -222,15 +223,6 @@ class Ratios(Frozen):
     median_tpot_ms: float | None
     recall: float | None
     resident_sessions: float | None = None
-
-
-class Environment(Frozen):
-    """Where the numbers come from. commit is None outside a git checkout."""
-
-    commit: str | None
-    versions: dict[str, str]
-    machine: dict[str, Any]
-    seed: int
 
 
 class Document(Frozen):

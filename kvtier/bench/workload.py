@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.bench.recall import (
+from kvtier.bench.schema import Workload
+from kvtier.synthetic.recall import (
     ANSWER_TOKENS,
     FACT_TOKENS,
     PROMPT_TOKENS,
@@ -21,7 +22,6 @@ from kvtier.bench.recall import (
     Turn,
     make_session,
 )
-from kvtier.bench.schema import Workload
 
 EXCHANGE_TOKENS = PROMPT_TOKENS + ANSWER_TOKENS
 MAX_SESSION_FACTS = 64

@@ -108,7 +108,7 @@ def _checked(options: argparse.Namespace) -> tuple[Settings, list[int]]:
     except OSError as error:
         raise UsageError("--out", "a directory that can be made", str(options.out)) from error
     if not options.no_store:
-        from kvtier.calibration.store import open_store
+        from kvtier.calibration.opening import open_store
 
         with open_store(settings) as store:
             store.list()
@@ -118,7 +118,7 @@ def _checked(options: argparse.Namespace) -> tuple[Settings, list[int]]:
 def _profile(options: argparse.Namespace, settings: Settings) -> HeadProfile:
     from kvtier.calibration.documents import ProfileDocument
     from kvtier.calibration.keys import profile_key
-    from kvtier.calibration.store import open_store
+    from kvtier.calibration.opening import open_store
     from kvtier.heads.model_config import model_name, weights_revision
     from kvtier.heads.profile import load_profile
 
@@ -169,8 +169,8 @@ def _finish(
     curve: CalibratedCurve,
 ) -> int:
     """Store what was found, and say so. The files are written by now, so nothing is lost."""
+    from kvtier.calibration.opening import open_store
     from kvtier.calibration.runner import publish
-    from kvtier.calibration.store import open_store
 
     if not options.quiet:
         print("\n".join(describe_curve(curve)))

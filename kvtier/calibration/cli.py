@@ -119,7 +119,7 @@ def _delete(options: argparse.Namespace) -> int:
 
 
 def _store() -> CalibrationStore:
-    from kvtier.calibration.store import open_store
+    from kvtier.calibration.opening import open_store
 
     return open_store(load_settings())
 

@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
 
+from kvtier.addresses.redis import RedisAddress
 from kvtier.calibration import embedded_keeper
-from kvtier.calibration.address import RedisAddress
 from kvtier.calibration.documents import Document
 from kvtier.calibration.keys import Key
 from kvtier.calibration.store import Closing, RedisStore, StoredKey, connect

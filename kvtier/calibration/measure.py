@@ -20,11 +20,12 @@ from torch import Tensor
 
 from kvtier.calibration.curves import Measurement
 from kvtier.errors import UsageError
-from kvtier.heads.base import CalibrationSample, Progress, no_progress
+from kvtier.heads.base import Progress, no_progress
 from kvtier.heads.compacted import NLL_STRIDE, ScoredSession, gather_tokens
 from kvtier.heads.policy import Block
 from kvtier.heads.probe import HeadProbe, Kept, LayerParts, ProbeBatch, middle_of
 from kvtier.heads.profile import HeadProfile, full_profile
+from kvtier.heads.questions import CalibrationSample
 from kvtier.retention.compactor import Compactor
 
 RETENTIONS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from redis import exceptions
 
-from kvtier.calibration.address import HIDDEN, RedisAddress
+from kvtier.addresses.redis import HIDDEN, RedisAddress
 from kvtier.errors import KvtierError, StoreError, StoreRefusedError, StoreUnavailableError
 
 MAX_MESSAGE_CHARACTERS = 500

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtier.bench.recall import FACT_TOKENS, MAX_FACTS, make_session
 from kvtier.errors import UsageError
-from kvtier.heads.base import CalibrationSample, Question
+from kvtier.heads.questions import CalibrationSample, Question
 from kvtier.heads.samples import make_samples, maker_for, speaks_recall
+from kvtier.synthetic.recall import FACT_TOKENS, MAX_FACTS, make_session
 
 # Facts fill at most this share of a context: the language needs filler between its facts.
 DENSEST = 0.7

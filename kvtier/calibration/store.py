@@ -14,11 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from kvtier.calibration.address import RedisAddress, parse_address
+from kvtier.addresses.redis import RedisAddress, parse_address
 from kvtier.calibration.documents import Document, parse_document
 from kvtier.calibration.keys import PREFIX, Key, parse_key
 from kvtier.calibration.limits import MAX_DOCUMENT_BYTES, check_json_limits
-from kvtier.config import Settings
 from kvtier.errors import CalibrationDocumentError, UsageError
 
 CLIENT_NAME = "kvtier"
@@ -231,19 +230,3 @@ def connect(
         retry=Retry(ExponentialWithJitterBackoff(base=RETRY_BASE_S, cap=RETRY_CAP_S), retries),
     )
     return redis.Redis.from_pool(pool)
-
-
-def open_store(settings: Settings) -> CalibrationStore:
-    """The Redis of `redis_url`; without one the embedded server of `data_dir`, when first used."""
-    if settings.redis_url is not None:
-        return RedisStore(
-            settings.redis_url.get_secret_value(),
-            ca_certs=settings.redis_ca,
-            timeout_s=settings.redis_timeout_s,
-            ttl_s=settings.calibration_ttl_s,
-        )
-    from kvtier.calibration.embedded import EmbeddedStore
-
-    return EmbeddedStore(
-        settings.data_dir, timeout_s=settings.redis_timeout_s, ttl_s=settings.calibration_ttl_s
-    )

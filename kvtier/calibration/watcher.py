@@ -20,7 +20,8 @@ from typing import Any
 from kvtier.calibration.documents import CurveDocument, Document, ProfileDocument
 from kvtier.calibration.keys import CurveKey, Key, ProfileKey, curve_key, profile_key
 from kvtier.calibration.local_copy import LocalCopy
-from kvtier.calibration.store import CalibrationStore, open_store
+from kvtier.calibration.opening import open_store
+from kvtier.calibration.store import CalibrationStore
 from kvtier.config import Settings
 from kvtier.errors import (
     CalibrationDocumentError,

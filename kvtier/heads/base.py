@@ -1,4 +1,4 @@
-"""Interfaces of head calibration: samples in, scores per KV head, a selection out.
+"""Interfaces of head calibration: samples (questions.py) in, scores per KV head, a selection out.
 
     samples ──> ProbeBatch (context KV, computed once) ──> HeadMethod.score ──> HeadScores
                                                      └──> HeadMethod.select ──> Selection
@@ -16,15 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvtier.errors import UsageError
 from kvtier.heads.profile import ModelShape
+from kvtier.heads.questions import Head, Matrix
 
 if TYPE_CHECKING:
     from kvtier.heads.probe import ProbeBatch
-
-Head = tuple[int, int]
-"""(layer, KV head)."""
-
-Matrix = tuple[tuple[float, ...], ...]
-"""[layers][kv_heads]."""
 
 Progress = Callable[[str, int, int], None]
 """Called as (what is being done, steps done, steps in all)."""
@@ -32,53 +27,6 @@ Progress = Callable[[str, int, int], None]
 
 def no_progress(stage: str, done: int, total: int) -> None:
     """Reports nothing."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """What follows the context in one independent branch.
-
-    prompt_ids:  the question, up to where the answer starts
-    answer_ids:  the right answer
-    unscored:    leading answer tokens that the question itself gives away; not counted
-    """
-
-    prompt_ids: tuple[int, ...]
-    answer_ids: tuple[int, ...]
-    unscored: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.prompt_ids:
-            raise UsageError("prompt_ids", "at least one token", self.prompt_ids)
-        if not 0 <= self.unscored < len(self.answer_ids):
-            raise UsageError("unscored", "fewer than the answer's tokens", self.unscored)
-
-
-@dataclass(frozen=True)
-class CalibrationSample:
-    """One context and questions about it that were unknown when it was compressed.
-
-    token layout of a branch:   | context_ids | prompt_ids | answer_ids |
-    task:  kind of the sample, for consensus between kinds
-    """
-
-    context_ids: tuple[int, ...]
-    questions: tuple[Question, ...]
-    task: str = "recall"
-
-    def __post_init__(self) -> None:
-        if not self.context_ids or not self.questions:
-            raise UsageError("samples", "a context and at least one question", self.task)
-
-    @property
-    def context_span(self) -> range:
-        """Positions of the context."""
-        return range(len(self.context_ids))
-
-    def question_span(self, index: int) -> range:
-        """Positions of question `index`, which directly follows the context in its branch."""
-        start = len(self.context_ids)
-        return range(start, start + len(self.questions[index].prompt_ids))
 
 
 @dataclass(frozen=True)

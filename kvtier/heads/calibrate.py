@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import UsageError
-from kvtier.heads.base import CalibrationSample, Progress, Selection, Target, no_progress
+from kvtier.heads.base import Progress, Selection, Target, no_progress
 from kvtier.heads.entries import Entry, Parameters, make_entry
 from kvtier.heads.loading import load_model
 from kvtier.heads.model_config import (
@@ -29,6 +29,7 @@ from kvtier.heads.plan import SamplePlan, synthetic_plan, users_plan
 from kvtier.heads.policy import DEFAULT_RULE
 from kvtier.heads.probe import HeadProbe, ProbeBatch
 from kvtier.heads.profile import HeadProfile
+from kvtier.heads.questions import CalibrationSample
 from kvtier.heads.verify import Verification, verify_all
 from kvtier.retention.locality import LocalityRule
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvtier.bench.environment import describe_environment
-from kvtier.heads.base import Head
+from kvtier.environment import describe_environment
 from kvtier.heads.probe import Quality
 from kvtier.heads.profile import HeadProfile
+from kvtier.heads.questions import Head
 from kvtier.sizes import format_size
 
 if TYPE_CHECKING:

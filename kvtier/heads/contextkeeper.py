@@ -20,10 +20,8 @@ from collections.abc import Sequence
 
 from kvtier.errors import UsageError
 from kvtier.heads.base import (
-    Head,
     HeadMethod,
     HeadScores,
-    Matrix,
     Progress,
     Selection,
     Target,
@@ -34,6 +32,7 @@ from kvtier.heads.base import (
 )
 from kvtier.heads.probe import ProbeBatch, kept_heads, measure, middle_mass
 from kvtier.heads.profile import ModelShape
+from kvtier.heads.questions import Head, Matrix
 
 MHA_CANDIDATE_SHARE = 0.825
 GQA_CANDIDATE_SHARE = 0.65

@@ -19,7 +19,6 @@ from kvtier.errors import HeadProfileError, HeadProfileMismatchError, UsageError
 from kvtier.heads.base import (
     HeadMethod,
     HeadScores,
-    Matrix,
     Progress,
     Selection,
     Target,
@@ -30,6 +29,7 @@ from kvtier.heads.base import (
 from kvtier.heads.contextkeeper import fewest_within
 from kvtier.heads.probe import ProbeBatch
 from kvtier.heads.profile import ModelShape
+from kvtier.heads.questions import Matrix
 
 GATES_FILE, CONFIG_FILE = "full_attention_heads.tsv", "config.json"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import SizeError
-from kvtier.heads.base import CalibrationSample
 from kvtier.heads.model_config import context_length, read_config
 from kvtier.heads.probe import middle_of
+from kvtier.heads.questions import CalibrationSample
 from kvtier.heads.samples import HELD_OUT, encoder_for, make_samples, maker_for
 from kvtier.heads.user_samples import read_user_samples
 from kvtier.retention.locality import LocalityRule

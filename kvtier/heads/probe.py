@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import SizeError
-from kvtier.heads.base import CalibrationSample, Matrix, Question
 from kvtier.heads.policy import (
     CHUNK_TOKENS,
     DEFAULT_RULE,
@@ -35,6 +34,7 @@ from kvtier.heads.policy import (
     shape_of,
 )
 from kvtier.heads.profile import HeadProfile, ModelShape, full_profile
+from kvtier.heads.questions import CalibrationSample, Matrix, Question
 from kvtier.retention.locality import DroppedSpan, LocalityRule
 
 MEMO_BYTES = 256 << 20

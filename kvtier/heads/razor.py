@@ -24,7 +24,6 @@ from kvtier.errors import UsageError
 from kvtier.heads.base import (
     HeadMethod,
     HeadScores,
-    Matrix,
     Progress,
     Selection,
     Target,
@@ -36,6 +35,7 @@ from kvtier.heads.base import (
 from kvtier.heads.contextkeeper import fewest_within
 from kvtier.heads.model_config import context_length
 from kvtier.heads.probe import ProbeBatch
+from kvtier.heads.questions import Matrix
 from kvtier.heads.repeats import RepeatMasses, plain_tokens, repeat_masses
 
 

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvtier.heads.base import Matrix, Progress, no_progress
+from kvtier.heads.base import Progress, no_progress
 from kvtier.heads.policy import CHUNK_TOKENS, ClassCache, attending, shape_of
+from kvtier.heads.questions import Matrix
 
 
 class RepeatMasses(NamedTuple):

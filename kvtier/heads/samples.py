@@ -1,6 +1,6 @@
 """Calibration samples: long contexts with questions whose answers are known exactly.
 
-The demo model speaks the recall language of `kvtier.bench.recall`.  Any other model gets small
+The demo model speaks the recall language of `kvtier.synthetic.recall`.  Any other model gets small
 synthetic texts in English, built with its own tokenizer (`kvtier.heads.text_samples`); a user's own
 come from a file (`kvtier.heads.user_samples`).
 
@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.bench.recall import DEFAULT_LANGUAGE, make_session
 from kvtier.errors import SizeError, UsageError
-from kvtier.heads.base import CalibrationSample, Question
+from kvtier.heads.questions import CalibrationSample, Question
 from kvtier.heads.text_samples import QUESTIONS, TEXT_TASKS, Encode, SampleMaker, text_maker
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE, make_session
 
 CALIBRATION, HELD_OUT = 0, 1
 

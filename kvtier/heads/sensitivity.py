@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from kvtier.errors import UsageError
 from kvtier.heads.base import (
-    Head,
     HeadMethod,
     HeadScores,
     Progress,
@@ -22,6 +21,7 @@ from kvtier.heads.base import (
 )
 from kvtier.heads.probe import Kept, ProbeBatch, Quality, kept_heads, measure
 from kvtier.heads.profile import ModelShape
+from kvtier.heads.questions import Head
 
 ROUND_SHARE = 16
 

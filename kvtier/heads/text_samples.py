@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.bench.recall_words import ADJECTIVES, NOUNS
 from kvtier.errors import SizeError
-from kvtier.heads.base import CalibrationSample, Question
+from kvtier.heads.questions import CalibrationSample, Question
+from kvtier.synthetic.words import ADJECTIVES, NOUNS
 
 QUESTIONS = 16
 TRAVELLERS = 8

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvtier.errors import SamplesFileError
-from kvtier.heads.base import CalibrationSample, Question
+from kvtier.heads.questions import CalibrationSample, Question
 from kvtier.heads.text_samples import Encode
 from kvtier.retention.locality import LocalityRule
 

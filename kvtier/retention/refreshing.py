@@ -1,7 +1,7 @@
 """One layer's refresh: from exact KV and a turn's own queries to the entries that CA heads keep.
 
-Pure and the same wherever it runs: in the engine over KV that came back (`fetch`), or in the tier
-over KV that never left it (`near-data`).
+Pure and the same wherever it runs (kvtier.tier.exact_kv): in the engine over KV that came back
+(`fetch`), or in the tier over KV that never left it (`near-data`).
 
     exact KV      [ span ][ span ][ span ][ span ]        every token, every KV head
     holes             |~~~~~~~~|    |~~~~~|               tokens of which `kept` shall stay
@@ -11,16 +11,13 @@ over KV that never left it (`near-data`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from kvtier.errors import UsageError
 from kvtier.retention.keepkv import KeepKV, QueryWindow
-from kvtier.tier.blob import SpanLayout
 
 
 @dataclass(frozen=True)
@@ -85,77 +82,4 @@ class RefreshRule:
         )
 
 
-class ExactSpan(NamedTuple):
-    """Exact KV of tokens [begin, stop): uint8 `[bytes]` as `layout` says."""
-
-    begin: int
-    stop: int
-    payload: np.ndarray
-    layout: SpanLayout
-
-
-def exact_kv(
-    spans: Sequence[ExactSpan], layer: int, heads: Sequence[int], hole: Hole
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a hole's tokens, of some heads of a layer: `[heads, tokens, dim]`.
-
-    Raises UsageError where the spans have a gap in the hole.
-    """
-    parts, stop = [], hole.begin
-    for span in spans:
-        first, last = max(span.begin, hole.begin), min(span.stop, hole.end)
-        if first < last and first == stop:
-            kv = span_layer(span.payload, span.layout, layer)
-            parts.append(kv[:, first - span.begin : last - span.begin, list(heads)])
-            stop = last
-    if stop != hole.end:
-        raise UsageError("spans", f"tokens {hole.begin} … {hole.end} without a gap", stop)
-    both = torch.cat(parts, dim=1).permute(0, 2, 1, 3)
-    return both[0], both[1]
-
-
-def choose_holes(
-    rule: RefreshRule,
-    spans: Sequence[ExactSpan],
-    layer: int,
-    heads: Sequence[int],
-    holes: Sequence[Hole],
-    window: QueryWindow,
-) -> list[Chosen]:
-    """What some heads of a layer keep of each hole, chosen where the queries are.
-
-    window: the heads' newest queries. Raises UsageError like `exact_kv` and the rule.
-    """
-    chosen = []
-    for hole in holes:
-        k, v = (side.to(window.q.device) for side in exact_kv(spans, layer, heads, hole))
-        chosen.append(rule.choose(k, v, hole.kept, window))
-    return chosen
-
-
-def span_layer(payload: np.ndarray, layout: SpanLayout, layer: int) -> torch.Tensor:
-    """One layer of a span: `[2 (k, v), tokens, KV heads, dim]`.
-
-    payload: uint8 `[bytes]`; not copied where it may be written to.
-    Raises UsageError for a layer that is not there.
-    """
-    if not 0 <= layer < layout.num_layers:
-        raise UsageError("layer", f"0 … {layout.num_layers - 1}", layer)
-    size = layout.kv_bytes // layout.num_layers
-    part = payload[layer * size : (layer + 1) * size]
-    if not part.flags.writeable:
-        # Torch has no read-only tensors.
-        part = part.copy()
-    dtype: torch.dtype = getattr(torch, layout.dtype)
-    return torch.from_numpy(part).view(dtype).view(layout.shape[1:])
-
-
-__all__ = [
-    "Chosen",
-    "ExactSpan",
-    "Hole",
-    "RefreshRule",
-    "choose_holes",
-    "exact_kv",
-    "span_layer",
-]
+__all__ = ["Chosen", "Hole", "RefreshRule"]

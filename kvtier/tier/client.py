@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from kvtier.addresses.tier import socket_path
 from kvtier.errors import (
     TierError,
     TierProtocolError,
@@ -25,7 +26,6 @@ from kvtier.errors import (
     TierUnavailableError,
     UsageError,
 )
-from kvtier.tier.address import socket_path
 from kvtier.tier.blob import Bytes, checksum
 from kvtier.tier.channel import RenewedTls, TlsFiles, TlsPaths, check_owner, open_channel
 from kvtier.tier.deadline import Deadline

@@ -31,7 +31,7 @@ from kvtier_tierd.stores.base import BlobName, BlobStore, Handle
 from kvtier_tierd.verifying import is_intact, undisturbed
 
 if TYPE_CHECKING:
-    from kvtier.retention.refreshing import ExactSpan
+    from kvtier.tier.exact_kv import ExactSpan
     from kvtier.tier.refreshing import Context
 
 # A client that asks nothing more must not pin a context for ever, and none may pin all there is.
@@ -190,7 +190,7 @@ def _decode(message: pb.RefreshContext) -> Context:
 
 def _exact_spans(context: Context, handles: dict[bytes, Handle]) -> list[ExactSpan]:
     """The context's exact KV. Raises UsageError for spans that are not what it says."""
-    from kvtier.retention.refreshing import ExactSpan
+    from kvtier.tier.exact_kv import ExactSpan
 
     spans = []
     for span in context.spans:
@@ -211,7 +211,7 @@ def _choose(
     namespace: str, context: Context, spans: list[ExactSpan], queries: pb.RefreshQueries
 ) -> tuple[pb.BlobHeader, np.ndarray]:
     """One layer's entries, and the header they are sent under."""
-    from kvtier.retention.refreshing import choose_holes
+    from kvtier.tier.exact_kv import choose_holes
     from kvtier.tier.refreshing import Entries, decode_queries
 
     layout = spans[0].layout

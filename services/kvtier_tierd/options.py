@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvtier.addresses.tier import default_address, socket_path
 from kvtier.errors import TierRefusedError, UsageError
-from kvtier.tier.address import default_address, socket_path
 from kvtier.tier.protocol import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from kvtier_tierd.budget import NAMESPACE_SHARE
 from kvtier_tierd.namespaces import IN_FLIGHT, Limits, Namespaces, check_namespace
@@ -22,7 +22,7 @@ METRICS_HOST = "127.0.0.1"
 @dataclass(frozen=True)
 class TierOptions:
     """listen:            host:port or unix:/path; port 0 picks a free one.
-    store:             see kvtier_tierd.stores.registry.
+    store:             see kvtier_tierd.store_registry.
     memory_bytes:      of the memory store. disk_bytes: of the disk store.
     disk_path:         directory of the disk store.
     shared_directory:  where the file for clients on the same host is made; None: no sharing.

@@ -26,10 +26,10 @@ from kvtier_tierd.near_data import Refreshes
 from kvtier_tierd.options import TierOptions
 from kvtier_tierd.service import Shared, TierService
 from kvtier_tierd.sockets import check_free, prepare_directory
+from kvtier_tierd.store_registry import make_store
 from kvtier_tierd.stores.arena import Arena
 from kvtier_tierd.stores.base import BlobStore
 from kvtier_tierd.stores.layered import LayeredStore
-from kvtier_tierd.stores.registry import make_store
 from kvtier_tierd.tls import RotatingCredentials
 from kvtier_tierd.web import WebServer
 

@@ -187,8 +187,8 @@ class KvtierAttnBackend(AttentionBackend):
         """The tree, and who watches the queries of generated tokens, if anybody does."""
         if self.refreshing is None:
             return None
-        tree, refresher = self.refreshing
-        return None if refresher.again is None else (tree, refresher.again)
+        tree, _ = self.refreshing
+        return None if tree.again is None else (tree, tree.again)
 
     def _rows(self, requests: list[int], lengths: list[int]) -> list[torch.Tensor]:
         """Each request's token slots."""

@@ -14,8 +14,8 @@ from kvtier.calibration.documents import CurveDocument, ProfileDocument, load_cu
 from kvtier.calibration.embedded import has_data
 from kvtier.calibration.keys import profile_key
 from kvtier.calibration.local_copy import LocalCopy
+from kvtier.calibration.opening import open_store
 from kvtier.calibration.policy import policy_digest
-from kvtier.calibration.store import open_store
 from kvtier.calibration.watcher import (
     LOCAL_DIRECTORY,
     CalibrationWatcher,

@@ -13,13 +13,7 @@ import torch
 
 from kvtier.config import Settings, load_settings
 from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_profile
-from kvtier.retention.pools import (
-    SessionShape,
-    locality_slots_for,
-    plan_pools,
-    slot_bytes,
-    with_tables,
-)
+from kvtier.pool_sizing import SessionShape, locality_slots_for, plan_pools, slot_bytes, with_tables
 from kvtier_sglang import guards
 from kvtier_sglang.allocator import HeadSplitAllocator
 from kvtier_sglang.calibrated import stored_profile

@@ -23,7 +23,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVCache, KVWriteLoc, unwrap_write_loc
 
 from kvtier.heads.profile import HeadProfile
-from kvtier.retention.pools import SlotBytes, score_bytes, vote_bytes
+from kvtier.pool_sizing import SlotBytes, score_bytes, vote_bytes
 from kvtier_kernels import AttentionKernels, HeadMap, RaggedKV
 
 

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -29,7 +29,6 @@ from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import Chosen, Hole, RefreshRule
 from kvtier.tier.deadline import Deadline
 from kvtier_sglang.allocator import HeadSplitAllocator
-from kvtier_sglang.refresh_again import RefreshAgain
 from kvtier_sglang.refresh_sources import RefreshSource
 from kvtier_sglang.variants import KvNode
 
@@ -77,10 +76,20 @@ class Active:
     rows: slice
 
 
-class Refresher:
-    """See the module docstring. again: refreshes while turns are generated, if that is wanted."""
+class RefreshObserver(Protocol):
+    """What is told of refreshes, to refresh again while turns are generated."""
 
-    again: RefreshAgain | None = None
+    def began(self, rid: str, index: int, window: QueryWindow) -> None:
+        """A layer of the request's context was refreshed for these queries."""
+
+    def forget(self, rid: str) -> None:
+        """The request ended, in whatever way."""
+
+
+class Refresher:
+    """See the module docstring. observer: is told of every refresh, if there is one."""
+
+    observer: RefreshObserver | None = None
 
     def __init__(self, allocator: HeadSplitAllocator, rule: RefreshRule) -> None:
         self.allocator = allocator
@@ -106,8 +115,8 @@ class Refresher:
             return 0
         if refreshing.source is not None:
             refreshing.source.release()
-        if self.again is not None:
-            self.again.forget(rid)
+        if self.observer is not None:
+            self.observer.forget(rid)
         freed = 0
         for slots in refreshing.slots:
             self.pool.forget_votes(slots)
@@ -224,8 +233,8 @@ class Refresher:
         for active in self._active:
             window = QueryWindow(buffers.select(q[active.rows][-newest:]), scale)
             refreshing = active.refreshing
-            if self.again is not None:
-                self.again.began(active.rid, index, window)
+            if self.observer is not None:
+                self.observer.began(active.rid, index, window)
             if refreshing.source is None:
                 continue
             chosen = refreshing.source.choose(index, buffers.heads, window, self._deadline)

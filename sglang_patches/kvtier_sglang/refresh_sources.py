@@ -13,8 +13,9 @@ from typing import Protocol
 
 from kvtier.errors import TierError
 from kvtier.retention.keepkv import QueryWindow
-from kvtier.retention.refreshing import Chosen, ExactSpan, Hole, RefreshRule, choose_holes
+from kvtier.retention.refreshing import Chosen, Hole, RefreshRule
 from kvtier.tier.deadline import Deadline
+from kvtier.tier.exact_kv import ExactSpan, choose_holes
 from kvtier.tier.host import HostSpans, Layouts
 from kvtier.tier.link import TierLink
 from kvtier.tier.near_data import NearData

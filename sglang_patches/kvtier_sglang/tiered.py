@@ -113,6 +113,7 @@ class TieredRadixCache(RestoringRadixCache):
         self.tier_counters: Counter[str] = Counter()
         self.loads = LoadFlows(link)
         self.refresher: Refresher | None = None
+        self.again: RefreshAgain | None = None
         self.refreshes: RefreshFlows | None = None
         # What a request matched last, and how many tokens it is to fill.
         self._matched: dict[str, tuple[KvNode, int]] = {}
@@ -136,7 +137,8 @@ class TieredRadixCache(RestoringRadixCache):
                 link, names, self.layouts, refresh, heads, near_data=near_data
             )
             if again is not None:
-                self.refresher.again = RefreshAgain(self.refresher, self.refreshes, again)
+                self.again = RefreshAgain(self.refresher, self.refreshes, again)
+                self.refresher.observer = self.again
 
     def reset(self) -> None:
         self.loads.clear()
@@ -283,13 +285,13 @@ class TieredRadixCache(RestoringRadixCache):
         source: RefreshSource | None,
     ) -> None:
         """The request will be admitted; without a source it may be refreshed later."""
-        if source is None and refresher.again is None:
+        if source is None and self.again is None:
             return
         _, filled = self._matched[rid]
         refreshing = Refreshing(context.holes, source, filled)
         refresher.offer(rid, refreshing)
-        if refresher.again is not None:
-            refresher.again.watch(rid, refreshing, context)
+        if self.again is not None:
+            self.again.watch(rid, refreshing, context)
 
     def pop_prefetch_loaded_span(self, handle: CacheRequestHandle) -> tuple[int, int | None]:
         """Tokens that came from the tier for a request, and where they begin."""

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from kvtier.bench import worker
 from kvtier.bench.engine import Answer
-from kvtier.bench.recall import DEFAULT_LANGUAGE, NUM_CODES
 from kvtier.bench.schema import Occupancy, Plan
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE, NUM_CODES
 
 INVENTED = tuple(DEFAULT_LANGUAGE.codes[:NUM_CODES])
 

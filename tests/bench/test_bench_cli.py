@@ -15,9 +15,9 @@ import pytest
 
 from kvtier.bench import runner
 from kvtier.bench.__main__ import main
-from kvtier.bench.environment import git_commit
 from kvtier.bench.report import render_report
 from kvtier.bench.schema import Document
+from kvtier.environment import git_commit
 
 FAKE_WORKER = str(Path(__file__).with_name("fake_worker.py"))
 VOID = {"meta", "br"}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.bench.recall import (
+from kvtier.synthetic.recall import (
     ANSWER_TOKENS,
     DEFAULT_LANGUAGE,
     FACT_TOKENS,

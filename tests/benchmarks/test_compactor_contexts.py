@@ -20,8 +20,8 @@ from benchmarks.compactor_contexts import (
     make_contexts,
     save_contexts,
 )
-from kvtier.bench.recall import DEFAULT_LANGUAGE, FACT_TOKENS, NUM_CODES
 from kvtier.errors import UsageError
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE, FACT_TOKENS, NUM_CODES
 
 TOKENS, QUESTIONS = 1024, 8
 

@@ -10,7 +10,7 @@ from benchmarks import compactor_engine as side
 from benchmarks.recall_engine import DEMO_MODEL, PROFILE_FILE
 from kvtier.config import Settings
 from kvtier.heads.profile import full_profile, load_profile
-from kvtier.retention.pools import slot_bytes
+from kvtier.pool_sizing import slot_bytes
 
 PROFILE = load_profile(DEMO_MODEL / PROFILE_FILE)
 

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.quality import DENSITIES, all_contexts, main, make_rows
 from benchmarks.recall_engine import Asked
-from kvtier.bench.recall import DEFAULT_LANGUAGE
 from kvtier.bench.schema import RetainedTurn
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 
 
 def asked(kind: str, index: int, recalls: tuple[float, ...], kv: int, share: float | None) -> Asked:

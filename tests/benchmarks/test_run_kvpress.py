@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.peers import run_kvpress as peer
-from kvtier.bench.recall import DEFAULT_LANGUAGE, NUM_CODES, score_answer
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE, NUM_CODES, score_answer
 
 EOT = DEFAULT_LANGUAGE.eot
 words = st.integers(0, 11)

@@ -32,8 +32,8 @@ from benchmarks.soak_models import EVERYTHING, FIRST, LOCALITY, SECOND
 from benchmarks.soak_processes import Served, SoakError
 from benchmarks.soak_report import FAULTS, KINDS, growth, make_bars, make_table, memory
 from benchmarks.soak_run import Sample, restarted, until_first_failure
-from kvtier.bench.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE
 from kvtier.retention.locality import LocalityRule
+from kvtier.synthetic.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE
 
 EOT = DEFAULT_LANGUAGE.eot
 RULE = LocalityRule(sink_tokens=128, recent_tokens=256, branch_recent_tokens=128)

@@ -18,7 +18,7 @@ from calibration_samples import curve_document
 
 from kvtier.calibration import embedded
 from kvtier.calibration.embedded import EmbeddedStore
-from kvtier.calibration.store import open_store
+from kvtier.calibration.opening import open_store
 from kvtier.config import load_settings
 from kvtier.errors import StoreUnavailableError
 

@@ -11,9 +11,10 @@ import pytest
 from calibration_samples import curve_document, profile_document
 from redis_server import RedisServer, redis_server
 
-from kvtier.calibration.address import parse_address
+from kvtier.addresses.redis import parse_address
 from kvtier.calibration.keys import profile_key
-from kvtier.calibration.store import RedisStore, open_store
+from kvtier.calibration.opening import open_store
+from kvtier.calibration.store import RedisStore
 from kvtier.config import load_settings
 from kvtier.errors import (
     CalibrationDocumentError,

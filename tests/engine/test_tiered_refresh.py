@@ -105,12 +105,12 @@ def test_every_so_many_tokens_the_newest_queries_choose_again(connect, near_data
     # Asked with the 4th token, come and being chosen from with the 5th, written with the 6th.
     assert generated(s, request, 16) == [5, 11]
     assert s.tree.refresher.counters["refreshed_again"] == 2
-    watched = s.tree.refresher.again._watched[request.rid]
+    watched = s.tree.again._watched[request.rid]
     assert len(watched.windows[1]) == 16 + 3
     s.release(request, checkpoint=True)
     s.check()
     assert s.tree.private_ca == 0
-    assert not s.tree.refresher.again._watched
+    assert not s.tree.again._watched
     assert s.tree.link.flush(10)
     assert s.tree.link.held_bytes == 0
 

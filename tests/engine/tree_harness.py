@@ -258,10 +258,10 @@ class MiniScheduler:
             for layer, q in enumerate(queries):
                 refresher.layer(layer, q, QUERY_SCALE)
             refresher.end_pass()
-        elif refresher.again is not None:
-            refresher.again.begin_pass(self.tree, [request.rid], [index], table)
+        elif self.tree.again is not None:
+            self.tree.again.begin_pass(self.tree, [request.rid], [index], table)
             for layer, q in enumerate(queries):
-                refresher.again.record(layer, q)
+                self.tree.again.record(layer, q)
 
     def _queries(self, request: Request, tokens: int, layer: int) -> torch.Tensor:
         """[tokens, KV heads, group, dim], the same for whoever is as far in the same turn."""

@@ -13,10 +13,9 @@ import pytest
 import torch
 from tiny_llama import RULE, make_ids, profile_of
 
-from kvtier.bench.recall import DEFAULT_LANGUAGE
 from kvtier.calibration.calibrate_cli import add_calibrate_parser
 from kvtier.errors import SizeError, UnsupportedModelError, UsageError
-from kvtier.heads.base import CalibrationSample, Question, Target
+from kvtier.heads.base import Target
 from kvtier.heads.calibrate import Calibrated, calibrate_heads
 from kvtier.heads.loading import load_model
 from kvtier.heads.model_config import weights_revision
@@ -24,9 +23,11 @@ from kvtier.heads.picture import draw_profile, score_grid, title_lines
 from kvtier.heads.policy import PolicySession
 from kvtier.heads.probe import HeadProbe, Quality
 from kvtier.heads.profile import HeadProfile, load_profile, random_profile
+from kvtier.heads.questions import CalibrationSample, Question
 from kvtier.heads.report import rich_progress, summary
 from kvtier.heads.samples import make_samples, maker_for
 from kvtier.heads.verify import Verification, verify
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 
 DEMO = Path(__file__).parents[2] / "models" / "kvtier-demo"
 

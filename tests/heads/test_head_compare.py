@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from test_head_calibration import DEMO, run_cli
 
-from kvtier.bench.recall import DEFAULT_LANGUAGE
 from kvtier.errors import HeadProfileMismatchError, SamplesFileError, SizeError, UsageError
 from kvtier.heads.base import Target
 from kvtier.heads.calibrate import calibrate_heads, run_methods
@@ -18,6 +17,7 @@ from kvtier.heads.entries import make_entries
 from kvtier.heads.probe import HeadProbe
 from kvtier.heads.profile import load_profile
 from kvtier.heads.samples import make_samples, maker_for
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 
 METHODS = "sensitivity@0.75,contextkeeper,razor@0.25,import@0.25"
 

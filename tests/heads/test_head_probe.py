@@ -11,10 +11,10 @@ import torch
 from tiny_llama import LAYERS, RULE, SHAPE, brute_force_logits, make_ids, profile_of
 
 from kvtier.errors import HeadProfileMismatchError, SizeError
-from kvtier.heads.base import CalibrationSample, Question
 from kvtier.heads.policy import PolicySession
 from kvtier.heads.probe import HeadProbe, ProbeBatch, kept_heads, measure, middle_mass
 from kvtier.heads.profile import ModelShape, full_profile
+from kvtier.heads.questions import CalibrationSample, Question
 from kvtier.retention.locality import LocalityRule
 
 CONTEXT = tuple(make_ids(60))

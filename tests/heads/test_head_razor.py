@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtier.errors import UsageError
 from kvtier.heads import contextkeeper
-from kvtier.heads.base import CalibrationSample, Question, Target, best_heads
+from kvtier.heads.base import Target, best_heads
 from kvtier.heads.probe import HeadProbe, Quality
+from kvtier.heads.questions import CalibrationSample, Question
 from kvtier.heads.razor import Razor, RazorScores
 from kvtier.heads.repeats import RepeatMasses, plain_tokens, repeat_masses
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.bench.recall import DEFAULT_LANGUAGE
 from kvtier.errors import SizeError, UsageError
 from kvtier.heads.samples import (
     HELD_OUT,
@@ -19,6 +18,7 @@ from kvtier.heads.samples import (
     speaks_recall,
     text_maker,
 )
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 
 
 def encode(text: str) -> list[int]:

@@ -13,10 +13,8 @@ from kvtier.errors import UsageError
 from kvtier.heads import contextkeeper, sensitivity
 from kvtier.heads.base import (
     METHODS,
-    CalibrationSample,
     HeadMethod,
     HeadScores,
-    Question,
     Target,
     best_heads,
     heads_by_layer,
@@ -30,6 +28,7 @@ from kvtier.heads.contextkeeper import (
 )
 from kvtier.heads.probe import Quality
 from kvtier.heads.profile import ModelShape
+from kvtier.heads.questions import CalibrationSample, Question
 from kvtier.heads.sensitivity import Sensitivity, all_heads
 
 Weights = dict[tuple[int, int], float]

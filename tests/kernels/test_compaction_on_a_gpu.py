@@ -42,7 +42,7 @@ def kernels() -> Iterator[None]:
     """Merging by Triton kernels, whatever the device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(merging, "_sender", lambda device: gpu_merging.send)
-        patch.setattr(merging, "make_bins", gpu_bins.SortedBins)
+        patch.setattr(merging, "_make_bins", gpu_bins.SortedBins)
         yield
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.bench.recall import DEFAULT_LANGUAGE, make_session, score_answer
 from kvtier.heads.profile import load_profile
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE, make_session, score_answer
 from models.evaluate import all_heads, head_mask, make_probe, measure, random_heads
 from models.longcontext import prefill, turn_hidden
 from models.net import Net, load_net

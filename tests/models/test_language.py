@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.bench.recall import DEFAULT_LANGUAGE, make_session
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE, make_session
 from models import language
 from models.batches import SessionShape
 from models.export import HISTORY, export

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import BudgetError
 from kvtier.heads.profile import ModelShape, full_profile, random_profile, window_profile
-from kvtier.retention.pools import (
+from kvtier.pool_sizing import (
     SessionShape,
     SlotBytes,
     locality_slots_for,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.addresses import tier as address_module
+from kvtier.addresses.tier import default_address, socket_path
 from kvtier.config import load_settings
 from kvtier.errors import ConfigurationError, UsageError
-from kvtier.tier import address as address_module
-from kvtier.tier.address import default_address, socket_path
 from kvtier_tierd.options import TierOptions
 
 

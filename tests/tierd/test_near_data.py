@@ -23,10 +23,11 @@ from kvtier.errors import (
     UsageError,
 )
 from kvtier.retention.keepkv import KeepKV, QueryWindow
-from kvtier.retention.refreshing import Chosen, ExactSpan, Hole, RefreshRule, exact_kv
+from kvtier.retention.refreshing import Chosen, Hole, RefreshRule
 from kvtier.tier.blob import SpanLayout
 from kvtier.tier.client import Blob, TierClient
 from kvtier.tier.deadline import Deadline
+from kvtier.tier.exact_kv import ExactSpan, exact_kv
 from kvtier.tier.names import SpanName
 from kvtier.tier.near_data import NearData
 from kvtier.tier.refreshing import Context, Entries

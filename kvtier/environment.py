@@ -10,11 +10,23 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 import kvtier
-from kvtier.bench.schema import Environment
 
 _PACKAGES = ("sglang", "torch", "transformers", "triton", "flashinfer-python", "numpy")
 _COMMAND_TIMEOUT_S = 10
+
+
+class Environment(BaseModel):
+    """Where the numbers come from. commit is None outside a git checkout."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    commit: str | None
+    versions: dict[str, str]
+    machine: dict[str, Any]
+    seed: int
 
 
 def describe_environment(seed: int) -> Environment:

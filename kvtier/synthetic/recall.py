@@ -23,7 +23,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from kvtier.bench import recall_words as words
+from kvtier.synthetic import words as words
 
 NUM_CODES = 8
 FACT_TOKENS = 2 + NUM_CODES + 1
