@@ -102,6 +102,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "clients": soak_run.CLIENTS,
             "sessions_of_a_client": soak_load.OPEN_SESSIONS,
             "context_tokens": {"short": soak_load.SHORT, "long": soak_load.LONG},
+            "more_in_a_turn": {"tokens": soak_load.MORE, "share": soak_load.MORE_OFTEN},
             "device_tokens": soak_run.DEVICE_TOKENS,
             "requests_at_a_time": soak_run.REQUESTS_AT_A_TIME,
             "tier": {"memory": soak_run.TIER_MEMORY, "disk": soak_run.TIER_DISK},

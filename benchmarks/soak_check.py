@@ -23,9 +23,10 @@ from typing import Any
 
 from benchmarks.soak_client import Asked, RequestFailedError, Said, Server
 
-# Of log-probabilities, in nats: float32 in another order of summation differs by less.
+# Of log-probabilities, in nats. Another order of summation makes up to 1e-4; KV that was computed
+# over a compressed context may show by less than 1e-3.
 TIE = 1e-3
-OFF = 1e-3
+OFF = 3e-4
 EXAMPLES = 10
 # Requests that the reference computes at a time, and answers that may wait for it.
 TOGETHER = 3

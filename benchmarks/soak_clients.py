@@ -235,7 +235,7 @@ class Client:
         text = self.load.own_text()
         self._sessions_made += 1
         scope = {"cache_salt": f"client {self.number} forks {self._sessions_made}"}
-        first = (*text.context, *text.questions[0])
+        first = (*text.context, *text.turns[0])
         if await self._ask(text, first, scope, right=text.right[0]) is None:
             return
         for prompt in exact_forks(text, self.rule):

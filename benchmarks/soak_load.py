@@ -22,7 +22,10 @@ from kvtier.synthetic.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE, PROMPT_TOKE
 
 TURNS = 5
 # Of tokens, both ends in.
-SHORT, LONG = (60, 200), (500, 1900)
+SHORT, LONG = (60, 200), (500, 1600)
+# What a turn after the first may bring along, and how often: enough for spans in the tier that were
+# computed over a compressed context.
+MORE, MORE_OFTEN = (150, 500), 0.3
 LIBRARY = 24
 OPEN_SESSIONS = 4
 # What a client does next, and how often.
@@ -42,11 +45,13 @@ ABORTS = ("hang up at once", "hang up while it streams", "/abort_request")
 
 @dataclass(frozen=True)
 class Text:
-    """A context with questions. right[i]: the answer to question i."""
+    """A context with questions. turns[i]: what turn i asks: question i, of a long text now and then
+    behind more to read; right[i]: the answer to it."""
 
     short: bool
     context: tuple[int, ...]
     questions: tuple[tuple[int, ...], ...]
+    turns: tuple[tuple[int, ...], ...]
     right: tuple[tuple[int, ...], ...]
 
 
@@ -71,11 +76,11 @@ class Session:
 
     @property
     def over(self) -> bool:
-        return len(self.turns) == len(self.text.questions)
+        return len(self.turns) == len(self.text.turns)
 
     def prompt(self) -> tuple[int, ...]:
         """Of the next turn."""
-        return (*self.ids, *self.text.questions[len(self.turns)])
+        return (*self.ids, *self.text.turns[len(self.turns)])
 
     def answered(self, prompt: Sequence[int], said: Said) -> None:
         """The next turn was answered."""
@@ -97,10 +102,18 @@ def make_text(seed: int, number: int, *, short: bool) -> Text:
     tokens = int(rng.integers(least, most + 1))
     facts = max(1, min(24, tokens // 40))
     made = make_session(rng, tokens, TURNS, facts, invented_share=0.0)
+    questions = tuple(turn.prompt_ids for turn in made.turns)
+    turns = [questions[0]]
+    for question in questions[1:]:
+        more = int(rng.integers(*MORE)) if not short and rng.random() < MORE_OFTEN else 0
+        read = DEFAULT_LANGUAGE.filler_walk(rng, more).tolist()
+        # Behind the token that begins a turn.
+        turns.append((*question[:1], *read, *question[1:]))
     return Text(
         short=short,
         context=tuple(made.context_ids.tolist()),
-        questions=tuple(turn.prompt_ids for turn in made.turns),
+        questions=questions,
+        turns=tuple(turns),
         right=tuple(turn.answer_ids or () for turn in made.turns),
     )
 

@@ -58,6 +58,7 @@ KILLING = 2 / 3
 HEALTHY_S = 60.0
 # Mean time between two restarts of an engine.
 RESTART_MINUTES = 7.0
+TIER_NAME = "tier"
 KVTIER, STOCK = ("kvtier", "serve"), ("sglang.launch_server",)
 
 
@@ -126,7 +127,7 @@ class Soak:
 
     @property
     def processes(self) -> tuple[Served, ...]:
-        return (self.redis, self.tier, self.a, self.b, self.stock)
+        return (self.a, self.b, self.stock, self.redis, self.tier)
 
     def run(self) -> Seen:
         """Raises SoakError where something ended by itself, and KeyboardInterrupt on SIGTERM; all
@@ -312,10 +313,13 @@ def all_ended(processes: Sequence[Served]) -> Iterator[None]:
 
 
 def end(processes: Sequence[Served]) -> None:
-    """kill -9 of all of them."""
+    """kill -9 of all of them, but a tier may take its shared memory away with it."""
     for served in processes:
         with suppress(OSError):
-            served.kill()
+            if served.name == TIER_NAME:
+                served.stop()
+            else:
+                served.kill()
 
 
 __all__ = ["Sample", "Seen", "Soak", "restarted"]

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("aiohttp")
-pytest.importorskip("sglang")
 
 from benchmarks import soak
 from benchmarks.soak_check import OFF, TIE, Answer, Checker, Reference, compare, teacher_forced
@@ -28,7 +27,7 @@ from benchmarks.soak_load import (
     longest_short,
     why_exact,
 )
-from benchmarks.soak_models import EVERYTHING, FIRST, LOCALITY, SECOND
+from benchmarks.soak_models import EVERYTHING, FIRST, LOCALITY, SECOND, SPAN_TOKENS
 from benchmarks.soak_processes import Served, SoakError
 from benchmarks.soak_report import FAULTS, KINDS, growth, make_bars, make_table, memory
 from benchmarks.soak_run import Sample, restarted, until_first_failure
@@ -297,8 +296,21 @@ def test_short_texts_stay_within_what_locality_heads_keep() -> None:
     assert RULE.dropped(0, longest_short(), longest_short()).num_tokens == 0
 
 
+def test_some_turns_of_long_texts_bring_spans_along_and_those_of_short_ones_do_not() -> None:
+    library = Load(3, "").library
+    added = [
+        [len(turn) - len(question) for turn, question in zip(one.turns, one.questions, strict=True)]
+        for one in library
+    ]
+    assert all(more[0] == 0 for more in added)
+    assert not any(any(more) for more, one in zip(added, library, strict=True) if one.short)
+    long = [more for one in added for more in one if more]
+    assert len(long) > 5
+    assert min(long) > SPAN_TOKENS
+
+
 def test_no_exact_fork_shares_what_the_turn_or_a_fork_before_it_kept_compressed() -> None:
-    text = next(text for text in Load(3, "").library if len(text.context) > 1500)
+    text = next(text for text in Load(3, "").library if len(text.context) > 1300)
     forks = exact_forks(text, RULE)
     assert len(forks) >= 3
     before = [len(text.context) + len(text.questions[0])]
@@ -520,9 +532,9 @@ def test_bad_input_is_refused_by_name(capsys) -> None:
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_few_minutes_serve_nothing_wrong_and_fail_no_request(tmp_path: Path, capsys) -> None:
-    """Five minutes with their start; memory, which fills up for longer, must not double."""
+    """Five minutes with its start; memory, which fills up for longer, must not double."""
     out = tmp_path / "soak.json"
-    code = soak.main(["--minutes", "4", "--most-growth", "1.0", "--out", str(out)])
+    code = soak.main(["--minutes", "3.5", "--most-growth", "1.0", "--out", str(out)])
     told = "".join(capsys.readouterr())
     assert out.exists(), told
     document = json.loads(out.read_text())
