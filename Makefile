@@ -75,11 +75,11 @@ ahead: $(READY)  ## Compile the kernels for Hopper, without one (TRITON=3.6.0: b
 	env -u TRITON_INTERPRET $(if $(TRITON),PYTHONPATH=out/triton-$(TRITON)) $(BIN)/python -m kvtier_kernels.triton_backend.ahead 90
 
 gpu-pack: $(READY)  ## Pack SGLang and kvtier for a GPU machine without a network (PACK_PYTHON=3.12)
-	$(BIN)/python -m benchmarks.gpu_pack $(if $(PACK_PYTHON),--python $(PACK_PYTHON))
+	$(BIN)/python -m benchmarks.gpu.pack $(if $(PACK_PYTHON),--python $(PACK_PYTHON))
 
 gpu-check:  ## Check and measure the kernels on this GPU; installs nothing (FLASHINFER=1, PEERS=DIR: those, too)
 	@mkdir -p out
-	PYTHONPATH=.:kernels$(addprefix :,$(PYTHONPATH)) $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu_check --out out/gpu-check.json \
+	PYTHONPATH=.:kernels$(addprefix :,$(PYTHONPATH)) $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu.check --out out/gpu-check.json \
 		$(if $(FLASHINFER),--flashinfer) $(if $(PEERS),--peers $(PEERS)) $(if $(PARTS),--parts $(PARTS))
 
 clean:  ## Remove the environment and all caches

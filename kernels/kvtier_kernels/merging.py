@@ -133,7 +133,7 @@ def merge_beta(
     of query head g by about A_g·(ε, Δ), where A_g is the attention that g pays to the bin. The sum
     of squares is least for the mean of the heads' own λ with weights A_g², the `attention_power`.
     A power of 1 is a little worse for the queries that gave the logits, and better for later ones
-    (benchmarks/merging_error.py).
+    (benchmarks/accuracy/merging_error.py).
     """
     _check(entries, logits, assignment)
     bins = _make_bins(assignment.target, assignment.kept.shape[1])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import choosing
-from benchmarks.choosing_context import attend, make_context, merge, select
+from benchmarks.cost import choosing
+from benchmarks.cost.choosing_context import attend, make_context, merge, select
 from kvtier.retention.compactor import Compactor
 from kvtier.retention.keepkv import KeepKV
 from kvtier_kernels import RaggedKV

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.compactor_contexts import (
+from benchmarks.accuracy.compactor_contexts import (
     FACTS_PER_QUESTION,
     KINDS,
     LOOK_ALIKES,

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from rich.console import Console
 
-from benchmarks.compactor import PEER_METHOD, outcome
-from benchmarks.compactor_engine import METHODS
-from benchmarks.compactor_records import (
+from benchmarks.accuracy.compactor import PEER_METHOD, outcome
+from benchmarks.accuracy.compactor_engine import METHODS
+from benchmarks.accuracy.compactor_records import (
     Record,
     answered_by_full_cache,
     make_rows,
     margins,
     standard_error,
 )
-from benchmarks.compactor_table import print_tables
+from benchmarks.accuracy.compactor_table import print_tables
 
 OURS, THEIRS = METHODS["all"], PEER_METHOD
 

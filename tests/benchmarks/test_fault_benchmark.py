@@ -15,11 +15,11 @@ pytest.importorskip("grpc")
 
 from tierd.live_tier import blob_of, fetch, key_of, payload_of
 
-from benchmarks import tier_faults
-from benchmarks.tier_faults_kinds import KINDS, Where
-from benchmarks.tier_faults_load import TURNS, Asked, Book, make_sessions, requests
-from benchmarks.tier_faults_processes import free_address
-from benchmarks.tier_faults_report import (
+from benchmarks.tier.faults import __main__ as tier_faults
+from benchmarks.tier.faults.kinds import KINDS, Where
+from benchmarks.tier.faults.load import TURNS, Asked, Book, make_sessions, requests
+from benchmarks.tier.faults.processes import free_address
+from benchmarks.tier.faults.report import (
     KindOutcome,
     Outcome,
     Throughput,
@@ -223,7 +223,7 @@ def test_a_service_that_was_killed_or_stopped_is_back(where, name, memory_direct
 @pytest.fixture
 def memory_directory(tmp_path, monkeypatch):
     """Not /dev/shm, which others may be watching."""
-    from benchmarks import tier_faults_kinds
+    from benchmarks.tier.faults import kinds as tier_faults_kinds
 
     monkeypatch.setattr(tier_faults_kinds, "SHARED_MEMORY", tmp_path)
     return tmp_path

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import gpu_check
+from benchmarks.gpu import check as gpu_check
 
 
 def test_without_a_gpu_it_says_so(capsys, monkeypatch):

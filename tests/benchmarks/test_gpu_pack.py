@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import gpu_pack
-from benchmarks.command import ROOT
+from benchmarks.common.command import ROOT
+from benchmarks.gpu import pack as gpu_pack
 
 USES_THE_STUB = """
 import sgl_kernel, sgl_kernel.anything.below

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_check, masked
-from benchmarks.peer_kernels import (
+from benchmarks.cost import masked
+from benchmarks.gpu import check as gpu_check
+from benchmarks.gpu.peer_kernels import (
     COMPACTOR_FILE,
     KVPRESS_FILE,
     PAGE_TOKENS,

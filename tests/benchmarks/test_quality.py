@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.quality import DENSITIES, all_contexts, main, make_rows
-from benchmarks.recall_engine import Asked
+from benchmarks.accuracy.quality import DENSITIES, all_contexts, main, make_rows
+from benchmarks.common.recall_engine import Asked
 from kvtier.bench.schema import RetainedTurn
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import recall_engine as side
-from benchmarks.compactor_contexts import STANDING_OUT, make_context
+from benchmarks.accuracy.compactor_contexts import STANDING_OUT, make_context
+from benchmarks.common import recall_engine as side
 from kvtier.bench.engine import Answer, EngineError
 from kvtier.bench.schema import Occupancy, RetainedTurn
 

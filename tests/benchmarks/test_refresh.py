@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.recall_engine import Asked
-from benchmarks.refresh import ARMS, main, make_rows, make_table
+from benchmarks.accuracy.refresh import ARMS, main, make_rows, make_table
+from benchmarks.common.recall_engine import Asked
 from kvtier.bench.schema import TierReading
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.remote import WorkerError, run_module, running_module
+from benchmarks.common.remote import WorkerError, run_module, running_module
 
 WORKER = """
 import json, os, sys
-from benchmarks.remote import parents_lines
+from benchmarks.common.remote import parents_lines
 with parents_lines(sys.argv[2:]) as (reads, writes):
     for line in reads:
         said = json.loads(line)

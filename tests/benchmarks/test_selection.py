@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.recall_engine import Asked
-from benchmarks.selection import BASELINE, in_turns, overheads
+from benchmarks.accuracy.selection import BASELINE, in_turns, overheads
+from benchmarks.common.recall_engine import Asked
 
 
 def test_overhead_is_the_median_of_paired_ratios() -> None:

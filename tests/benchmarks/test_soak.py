@@ -14,11 +14,11 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from benchmarks import soak
-from benchmarks.soak_check import OFF, TIE, Answer, Checker, Reference, compare, teacher_forced
-from benchmarks.soak_client import Asked, RequestFailedError, Said, read_answer
-from benchmarks.soak_clients import KEPT_WHOLE, MOVED, Client, Engine, Gate, Tally
-from benchmarks.soak_load import (
+from benchmarks.soak import __main__ as soak
+from benchmarks.soak.check import OFF, TIE, Answer, Checker, Reference, compare, teacher_forced
+from benchmarks.soak.client import Asked, RequestFailedError, Said, read_answer
+from benchmarks.soak.clients import KEPT_WHOLE, MOVED, Client, Engine, Gate, Tally
+from benchmarks.soak.load import (
     ACTIONS,
     Load,
     Session,
@@ -27,10 +27,10 @@ from benchmarks.soak_load import (
     longest_short,
     why_exact,
 )
-from benchmarks.soak_models import EVERYTHING, FIRST, LOCALITY, SECOND, SPAN_TOKENS
-from benchmarks.soak_processes import Served, SoakError
-from benchmarks.soak_report import FAULTS, KINDS, growth, make_bars, make_table, memory
-from benchmarks.soak_run import Sample, restarted, until_first_failure
+from benchmarks.soak.models import EVERYTHING, FIRST, LOCALITY, SECOND, SPAN_TOKENS
+from benchmarks.soak.processes import Served, SoakError
+from benchmarks.soak.report import FAULTS, KINDS, growth, make_bars, make_table, memory
+from benchmarks.soak.run import Sample, restarted, until_first_failure
 from kvtier.retention.locality import LocalityRule
 from kvtier.synthetic.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import tier_forks
-from benchmarks.compactor_contexts import LOOK_ALIKES, make_context
-from benchmarks.tier_forks import choose_forks, make_bars, make_rows, make_table
-from benchmarks.tier_forks_engine import Fork, ForkAnswer, Job, Served, serve
+from benchmarks.accuracy.compactor_contexts import LOOK_ALIKES, make_context
+from benchmarks.tier import forks as tier_forks
+from benchmarks.tier.forks import choose_forks, make_bars, make_rows, make_table
+from benchmarks.tier.forks_engine import Fork, ForkAnswer, Job, Served, serve
 from kvtier.bench.engine import Answer
 from kvtier.bench.schema import Occupancy
 from kvtier.config import Settings

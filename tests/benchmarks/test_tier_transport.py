@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("grpc")
 
-from benchmarks import tier_transport
-from benchmarks.tier_transport_load import open_loop, poisson_arrivals, quantile, quantiles
-from benchmarks.tier_transport_paths import digest_seconds, in_rounds, paired
-from benchmarks.tier_transport_rows import neighbour_rows
+from benchmarks.tier.transport import __main__ as tier_transport
+from benchmarks.tier.transport.load import open_loop, poisson_arrivals, quantile, quantiles
+from benchmarks.tier.transport.paths import digest_seconds, in_rounds, paired
+from benchmarks.tier.transport.rows import neighbour_rows
 from kvtier.tier.blob import Digest
 
 ON_LINUX = pytest.mark.skipif(

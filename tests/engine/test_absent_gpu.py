@@ -17,7 +17,7 @@ import torch
 from engine_process import DEMO_MODEL
 from tierd.live_tier import live_tier
 
-from benchmarks.gpu_pack import add_stub
+from benchmarks.gpu.pack import add_stub
 
 HERE = Path(__file__).parent / "absent_gpu"
 # As in a pack's environment.sh.

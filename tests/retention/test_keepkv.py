@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.merging_error import BASELINE, Case, mean_errors
+from benchmarks.accuracy.merging_error import BASELINE, Case, mean_errors
 from kvtier.errors import UsageError
 from kvtier.retention.keepkv import Form, KeepKV, QueryWindow, best
 from kvtier_kernels.merging import Entries, exact_entries

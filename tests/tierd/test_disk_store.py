@@ -35,7 +35,7 @@ from store_contract import (
     reserve,
 )
 
-from benchmarks import tier_crash
+from benchmarks.tier import crash as tier_crash
 from kvtier.errors import TierExhaustedError, TierUnavailableError, UsageError
 from kvtier_tierd.budget import Budget
 from kvtier_tierd.stores import disk_index
@@ -147,7 +147,7 @@ def test_a_restart_changes_neither_the_blobs_nor_who_goes_first(tmp_path_factory
 
 
 def test_a_thousand_kills_in_small(tmp_path):
-    """benchmarks.tier_crash is the same, 1000 times."""
+    """benchmarks.tier.crash is the same, 1000 times."""
     outcome = tier_crash.kill_often(tmp_path / "disk", kills=30, seed=1)
     assert outcome.failures == 0
     assert min(outcome.interrupted, outcome.leftover_files, outcome.blobs_that_must_be_there) > 0

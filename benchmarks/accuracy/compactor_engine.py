@@ -1,0 +1,83 @@
+"""kvtier's side of the Compactor comparison: the real engine, one process per setting.
+
+heads "all":     every KV head is context-anchored, so retention is the share kept: like for like
+                 with a press, which compresses every head and protects 8 + 4 tokens
+heads "profile": the model's head profile and kvtier's own windows, retention chosen for the
+                 same bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from benchmarks.accuracy.compactor_contexts import RecallContext
+from benchmarks.accuracy.compactor_records import Record
+from benchmarks.common.recall_engine import DEMO_MODEL, PROFILE_FILE, ask_engine
+from kvtier.config import load_settings
+from kvtier.heads.model_config import model_shape, read_config
+from kvtier.heads.profile import HeadProfile, full_profile, load_profile
+from kvtier.pool_sizing import slot_bytes
+
+Heads = Literal["all", "profile"]
+METHODS: dict[Heads, str] = {"all": "kvtier", "profile": "kvtier + head profile"}
+# The first and last tokens kept unseen: those of kvpress's CompactorPress, where heads are alike.
+# kvtier's own windows (128 + 256) would be most of what a tenth of 4k may keep.
+WINDOWS: dict[Heads, dict[str, str]] = {
+    "all": {"SINK_TOKENS": "8", "RECENT_TOKENS": "4"},
+    "profile": {},
+}
+DTYPE_BYTES = 4  # float32, as in the peer
+
+
+def run_engine(
+    contexts: Sequence[RecallContext],
+    kept_shares: Sequence[float],
+    heads: Heads,
+    model: Path = DEMO_MODEL,
+) -> list[Record]:
+    """Recall and measured bytes of every context at every share. Raises WorkerError."""
+    profile = head_profile(model, heads)
+    records = []
+    for share in kept_shares:
+        retention = retention_for(share, profile, len(contexts[0].context_ids))
+        settings = {**WINDOWS[heads], "RETENTION": f"{retention:.9f}"}
+        records += [
+            Record(
+                method=METHODS[heads],
+                kind=asked.kind,
+                context=asked.context,
+                kept_share=share,
+                recalls=asked.recalls,
+                kv_bytes=asked.kv_bytes,
+            )
+            for asked in ask_engine(contexts, model, profile, settings)
+        ]
+    return records
+
+
+def head_profile(model: Path, heads: Heads) -> HeadProfile:
+    """Every head context-anchored, or the profile stored with the model."""
+    if heads == "profile":
+        return load_profile(model / PROFILE_FILE)
+    return full_profile(model_shape(read_config(str(model))), model.name)
+
+
+def retention_for(
+    share: float, profile: HeadProfile, context_tokens: int, *, merges: bool = False
+) -> float:
+    """Retention of the CA heads at which the cache takes `share` of the bytes of an exact one.
+
+    What kvtier remembers beside keys and values (scores; votes where it merges) is paid from the
+    same bytes. 1 where the profile alone already keeps less; never below what one token is.
+    Locality heads keep sink, recent and one compensation entry.
+    """
+    if share == 1:
+        return 1.0
+    settings = load_settings()
+    held = min(settings.sink_tokens + settings.recent_tokens + 1, context_tokens)
+    exact = slot_bytes(profile, DTYPE_BYTES).full
+    ours = slot_bytes(profile, DTYPE_BYTES, scored=True, merges=merges)
+    left = share * exact - ours.locality * held / context_tokens
+    return min(1.0, max(1 / context_tokens, left / ours.ca))

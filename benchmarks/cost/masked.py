@@ -1,0 +1,184 @@
+"""What leaving entries out brings over masking them: one decoding step, on this CPU.
+
+    pip install --no-deps --target benchmarks/peers/kernels kvpress==0.5.5
+    python -m benchmarks.cost.masked
+
+A context of Llama-3.1-8B's shape, float32, one layer. A quarter of its KV heads keep all of it, the
+others sinks and recent tokens:
+
+    full            torch's attention over everything, nothing dropped
+    full, kvtier    the same by the backend `reference`, as it serves on a CPU
+    masked          kvpress: keys of dropped entries are overwritten, torch attends to everything
+    kvtier          the backend `reference` over what is kept
+
+They take turns. Masked attention and kvtier's have to agree; full attention sees more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from benchmarks.common.command import ROOT, run_command
+from benchmarks.cost.choosing_context import DIM, GROUP, KV_HEADS, LOCALITY_ENTRIES, SCALE
+from benchmarks.gpu.peer_kernels import (
+    KVPRESS_FILE,
+    Held,
+    Kvpress,
+    decode_classes,
+    load_peer,
+    to_masked,
+)
+from kvtier.bench.table import make_console
+from kvtier.environment import describe_environment
+from kvtier.errors import UsageError
+from kvtier.sizes import format_size, parse_size
+from kvtier_kernels import RaggedKV, get_kernels
+
+SCHEMA_VERSION = 1
+OUT = ROOT / "benchmarks" / "results" / "masked.json"
+PEERS = ROOT / "benchmarks" / "peers" / "kernels"
+MOST_DIFFERENCE = 1e-4
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. 0 when outputs agree, 1 when they do not, 2 for bad input."""
+    return run_command("masked", parse_arguments(argv), run)
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.cost.masked", description=__doc__.split("\n")[0]
+    )
+    add = parser.add_argument
+    add("--out", type=Path, default=OUT, metavar="FILE", help="JSON of the outcome (%(default)s)")
+    add("--peers", type=Path, default=PEERS, metavar="DIR", help="with kvpress (%(default)s)")
+    add("--len", default="128k", help="context tokens (%(default)s)")
+    add("--ca-heads", type=int, default=KV_HEADS // 4, help=f"of {KV_HEADS} (%(default)s)")
+    add("--rounds", type=int, default=9, help="that count (%(default)s), and one to warm up")
+    add("--seed", type=int, default=0, help="of the context (%(default)s)")
+    return parser.parse_args(argv)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure, and return the outcome."""
+    tokens = parse_size(options.len, "--len")
+    if tokens < LOCALITY_ENTRIES:
+        raise UsageError("--len", f"at least {LOCALITY_ENTRIES} tokens", options.len)
+    if not 1 <= options.ca_heads < KV_HEADS:
+        raise UsageError("--ca-heads", f"1 to {KV_HEADS - 1}", options.ca_heads)
+    for name, least in (("rounds", 1), ("seed", 0)):
+        if (value := getattr(options, name)) < least:
+            raise UsageError(f"--{name}", f"at least {least}", value)
+    try:
+        peer = Kvpress(load_peer(options.peers, KVPRESS_FILE))
+    except FileNotFoundError as error:
+        expected = f"a folder with {KVPRESS_FILE}; benchmarks/peers/README.md says how to make one"
+        raise UsageError("--peers", expected, str(options.peers)) from error
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    environment = describe_environment(options.seed).model_dump()
+    calls = make_calls(peer, tokens, options.ca_heads, options.seed)
+    difference = float((calls["masked"]() - calls["kvtier"]()).abs().max())
+    taken = in_turns(calls, options.rounds)
+    medians = {name: statistics.median(rounds) for name, rounds in taken.items()}
+    make_console().print(make_table(taken, tokens, options.ca_heads))
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "started_at": started,
+        "environment": environment,
+        "peer": kvpress_version(options.peers),
+        "settings": {
+            "context_tokens": tokens,
+            "kv_heads": KV_HEADS,
+            "ca_heads": options.ca_heads,
+            "locality_entries": LOCALITY_ENTRIES,
+            "query_heads_per_kv_head": GROUP,
+            "head_dim": DIM,
+            "dtype": "float32",
+            "threads": torch.get_num_threads(),
+        },
+        "step_s": taken,
+        "ratios": {name: medians[name] / medians["kvtier"] for name in medians if name != "kvtier"},
+        "bars": [
+            {
+                "bar": "masked to kvtier, largest difference",
+                "value": difference,
+                "met": difference <= MOST_DIFFERENCE,
+            }
+        ],
+    }
+
+
+def make_calls(
+    peer: Kvpress, tokens: int, ca_heads: int, seed: int
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """A step of one layer by each, `[1, heads, group, dim]`."""
+    generator = torch.Generator().manual_seed(seed)
+    kernels = get_kernels("reference")
+    held, plans = [], []
+    for heads, entries in ((ca_heads, tokens), (KV_HEADS - ca_heads, LOCALITY_ENTRIES)):
+        k, v = (torch.randn(entries, heads, DIM, generator=generator) for _ in ("k", "v"))
+        held.append(Held(RaggedKV(k, v), torch.arange(entries), (0, entries)))
+        plans.append(kernels.plan(held[-1].slots, held[-1].indptr))
+    q = torch.randn(1, KV_HEADS, GROUP, DIM, generator=generator)
+    masked = to_masked(held, tokens)
+    # Masking overwrites its own.
+    keys = masked.k.clone()
+    everything = RaggedKV(*(x[0].transpose(0, 1).contiguous() for x in (keys, masked.v)))
+
+    def full() -> torch.Tensor:
+        found = torch.nn.functional.scaled_dot_product_attention(
+            q.flatten(1, 2).unsqueeze(2), keys, masked.v, scale=SCALE, enable_gqa=True
+        )
+        return found.view(q.shape)
+
+    return {
+        "full": full,
+        "full, kvtier": lambda: kernels.decode(q, everything, plans[0], SCALE).o,
+        "masked": lambda: peer.decode(q, masked, SCALE),
+        "kvtier": lambda: decode_classes(kernels, q, [one.kv for one in held], plans, SCALE),
+    }
+
+
+def in_turns(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every call by name; the first round warms up and is left out."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            call()
+            if turn > 0:
+                taken[name].append(time.perf_counter() - began)
+    return taken
+
+
+def kvpress_version(peers: Path) -> str | None:
+    found = (one.version for one in distributions(name="kvpress", path=[str(peers)]))
+    return next(found, None)
+
+
+def make_table(taken: Mapping[str, list[float]], tokens: int, ca_heads: int) -> Table:
+    """A line each."""
+    table = Table(title=f"A step over {format_size(tokens)} tokens, {ca_heads} of {KV_HEADS} heads")
+    for column in ("attention", "median", "range", "over kvtier's"):
+        table.add_column(column, justify="left" if column == "attention" else "right")
+    ours = statistics.median(taken["kvtier"])
+    for name, rounds in taken.items():
+        median = statistics.median(rounds)
+        spread = f"{min(rounds) * 1e3:.1f} … {max(rounds) * 1e3:.1f} ms"
+        table.add_row(name, f"{median * 1e3:.1f} ms", spread, f"{median / ours:.2f}x")
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

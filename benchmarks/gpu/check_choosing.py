@@ -1,0 +1,128 @@
+"""What `benchmarks.gpu.check` measures of choosing: all layers of one long context, on this GPU.
+
+What is chosen and merged is in cost/choosing_context.py. Prefill attention is by every kernel that
+is here, and the fastest counts. Times are the device's, by events, for all layers. One layer's
+attention is measured and the layers are counted, because they do the same; choosing is run for
+every layer, so that launching shows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.cost.choosing_context import (
+    LAYERS,
+    SCALE,
+    Context,
+    attend,
+    make_context,
+    make_parts,
+    merge,
+    select,
+)
+from benchmarks.gpu.check_measures import DTYPE, seconds
+from kvtier.retention.compactor import Compactor
+from kvtier.retention.keepkv import KeepKV
+from kvtier_kernels import RaggedKV
+from kvtier_kernels.triton_backend.kernels import TritonKernels
+
+CONTEXT, ROUNDS = 128 << 10, 3
+# Of a prefill by our own kernel.
+CHUNK_TOKENS = 8192
+
+
+def prefill_calls(context: Context) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Causal attention of the whole context, by name."""
+
+    def by(backend: SDPBackend) -> None:
+        with sdpa_kernel(backend):
+            attend(context.q, context.k, context.v, causal=True)
+
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        yield f"torch {backend.name}", lambda backend=backend: by(backend)
+    kernels = TritonKernels()
+    kv = RaggedKV(context.k, context.v)
+    slots = torch.arange(context.tokens, device=context.k.device)
+
+    def own() -> None:
+        for begin in range(0, context.tokens, CHUNK_TOKENS):
+            rows = slice(begin, min(begin + CHUNK_TOKENS, context.tokens))
+            new = (context.q[rows], context.k[rows], context.v[rows])
+            plan = kernels.plan(slots, [0, begin])
+            kernels.extend(*new, [0, len(new[0])], kv, plan, SCALE)
+
+    yield "kvtier triton", own
+
+
+def measure_prefill(context: Context) -> dict[str, Any]:
+    """Seconds of all layers by kernel, and which was the fastest."""
+    found: dict[str, float] = {}
+    missing: dict[str, str] = {}
+    for name, call in prefill_calls(context):
+        try:
+            found[name] = LAYERS * seconds(call, ROUNDS)
+        except Exception as error:
+            # Not built in, or not for this GPU; Triton and torch raise all kinds.
+            missing[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    if not found:
+        raise RuntimeError(f"no kernel computes the prefill's attention: {missing}")
+    fastest = min(found, key=lambda name: found[name])
+    return {
+        "prefill_s": found[fastest],
+        "prefill_kernel": fastest,
+        "prefills_s": found,
+        "prefills_missing": missing,
+    }
+
+
+def measure_choosing(seed: int) -> dict[str, Any]:
+    """Everything in the module's docstring, and the parts that it is made of."""
+    context = make_context(seed, CONTEXT, DTYPE, "cuda")
+    found = measure_prefill(context)
+    compactor, keepkv = Compactor(), KeepKV()
+    for name, call in (
+        ("selection", lambda: select(context, compactor)),
+        ("merge", lambda: merge(context, keepkv)),
+    ):
+        found[f"{name}_s"] = seconds(lambda call=call: [call() for _ in range(LAYERS)], ROUNDS)
+        found[f"{name}_peak_bytes"] = peak_bytes(call)
+        found[f"{name}_waits"] = waits(call)
+    parts = make_parts(context).items()
+    return found | {"parts_s": {name: seconds(call, ROUNDS) for name, call in parts}}
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """Memory that a call holds at most, beside what there was."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def waits(call: Callable[[], Any]) -> int:
+    """How often the host waits for the device in a call."""
+    with warnings.catch_warnings(record=True) as caught, _sync_debugging():
+        warnings.simplefilter("always")
+        call()
+    return sum("called a synchronizing" in str(one.message) for one in caught)
+
+
+@contextmanager
+def _sync_debugging() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+__all__ = ["measure_choosing"]

@@ -1,0 +1,326 @@
+"""The soak's clients: each holds a few sessions and does one thing after the other with them, on
+whichever engine; what has to be exact goes to the checker."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from benchmarks.soak.check import EXAMPLES, Answer, Checker
+from benchmarks.soak.client import Asked, RequestFailedError, Said, Server
+from benchmarks.soak.load import (
+    ABORTS,
+    ACTIONS,
+    OPEN_SESSIONS,
+    Load,
+    Session,
+    Text,
+    choose,
+    exact_forks,
+    why_exact,
+)
+from benchmarks.soak.models import EVERYTHING, FIRST
+from kvtier.retention.locality import LocalityRule
+from kvtier.synthetic.recall import score_answer
+
+KEPT_WHOLE, FORK, MOVED = "everything kept", "exact fork", "another rule's KV"
+# Every how many answers that need not be exact one is shown to the reference, too.
+SHOWN = 4
+THINKING_S = 0.4
+# Share of a session's turns that go to its home for certain; of the others half do by chance.
+STAYING = 0.6
+
+
+class Gate:
+    """Who may ask an engine: everybody, or nobody, once those who did have their answers."""
+
+    def __init__(self) -> None:
+        self._inside, self._closed = 0, False
+        self._changed = asyncio.Condition()
+
+    @property
+    def is_open(self) -> bool:
+        return not self._closed
+
+    @asynccontextmanager
+    async def entered(self) -> AsyncIterator[None]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._closed)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            async with self._changed:
+                self._changed.notify_all()
+
+    @asynccontextmanager
+    async def closed(self) -> AsyncIterator[None]:
+        """Nobody is inside."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._closed)
+            self._closed = True
+            await self._changed.wait_for(lambda: not self._inside)
+        try:
+            yield
+        finally:
+            self._closed = False
+            async with self._changed:
+                self._changed.notify_all()
+
+
+@dataclass
+class Engine:
+    """policy: by which it keeps what it serves, EVERYTHING or one of soak_models.POLICIES; version:
+    of its weights, as it was told last."""
+
+    name: str
+    server: Server
+    policy: str
+    version: str = FIRST
+    gate: Gate = field(default_factory=Gate)
+
+
+@dataclass
+class Tally:
+    """What the clients saw. recalls: by what was kept, the shares of codes that were right."""
+
+    asked: int = 0
+    finished: int = 0
+    failed: int = 0
+    given_up: int = 0
+    actions: Counter[str] = field(default_factory=Counter)
+    answers: Counter[str] = field(default_factory=Counter)
+    recalls: dict[str, list[float]] = field(default_factory=dict)
+    examples: list[str] = field(default_factory=list)
+
+    def fail(self, where: str, error: RequestFailedError) -> None:
+        self.failed += 1
+        if len(self.examples) < EXAMPLES:
+            self.examples.append(f"{where}: {error}")
+
+
+class Client:
+    """One client. Everything random comes from its seed, but not when answers come."""
+
+    def __init__(
+        self,
+        number: int,
+        load: Load,
+        engines: Sequence[Engine],
+        checker: Checker,
+        tally: Tally,
+        rule: LocalityRule,
+    ) -> None:
+        self.number, self.load, self.engines = number, load, engines
+        self.checker, self.tally, self.rule = checker, tally, rule
+        self.rng = random.Random(f"{load.seed} client {number}")
+        self._requests = self._sessions_made = 0
+        self.sessions = [self._session() for _ in range(OPEN_SESSIONS)]
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Everything once, each client beginning with something else; then at random, until told to
+        stop."""
+        once = [*ACTIONS, *ACTIONS][self.number % len(ACTIONS) :][: len(ACTIONS)]
+        while not stopping.is_set():
+            action = once.pop() if once else choose(self.rng)
+            self.tally.actions[action] += 1
+            place = self.rng.randrange(OPEN_SESSIONS)
+            await self._do(action, self.sessions[place])
+            if action == "leave" or self.sessions[place].over:
+                self.sessions[place] = self._session()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stopping.wait(), self.rng.random() * THINKING_S)
+
+    async def _do(self, action: str, session: Session) -> None:
+        match action:
+            case "turn" | "prompt logprobs":
+                await self._turn(session, measured=action == "prompt logprobs")
+            case "fork":
+                await self._ask(
+                    session.text,
+                    session.fork(self.rng),
+                    session.scope,
+                    engine=self._engine(session),
+                    met=session.met,
+                )
+            case "abort":
+                await self._give_up(session)
+            case "scopes":
+                await self._scopes()
+            case "exact forks":
+                await self._exact_forks()
+            case "move":
+                await self._move()
+
+    def _session(self) -> Session:
+        self._sessions_made += 1
+        return self.load.session(self.rng, f"client {self.number} session {self._sessions_made}")
+
+    def _engine(self, session: Session | None = None) -> Engine:
+        """Any that takes requests, most often a session's home; any where none does."""
+        if session is not None and self.rng.random() < STAYING:
+            home = self.engines[session.home % len(self.engines)]
+            if home.gate.is_open:
+                return home
+        ready = [engine for engine in self.engines if engine.gate.is_open]
+        return self.rng.choice(ready or list(self.engines))
+
+    def _request(self, prompt: Sequence[int], scope: dict[str, str], *, measured: bool) -> Asked:
+        self._requests += 1
+        rid = f"soak-{self.number}-{self._requests}"
+        stream = self.rng.random() < 0.4
+        return Asked(rid, tuple(prompt), scope, stream, prompt_logprobs=measured)
+
+    # -- what it does --
+
+    async def _turn(
+        self, session: Session, *, measured: bool = False, engine: Engine | None = None
+    ) -> None:
+        prompt, number = session.prompt(), len(session.turns)
+        said = await self._ask(
+            session.text,
+            prompt,
+            session.scope,
+            measured=measured,
+            right=session.text.right[number],
+            engine=engine or self._engine(session),
+            met=session.met,
+        )
+        if said is not None:
+            session.answered(prompt, said)
+
+    async def _give_up(self, session: Session) -> None:
+        """Ask for the next turn and end it before its answer is there."""
+        how = self.rng.choice(ABORTS)
+        engine = self._engine(session)
+        asked = self._request(session.prompt(), session.scope, measured=False)
+        after = self.rng.random() * 0.5
+        self.tally.given_up += 1
+        self.tally.actions[how] += 1
+        async with engine.gate.entered():
+            if session.met is not None:
+                session.met.add(engine.policy)
+            with suppress(RequestFailedError, aiohttp.ClientError, TimeoutError):
+                if how == "hang up while it streams":
+                    async with engine.server.streaming(asked) as chunks:
+                        async for _ in chunks:
+                            if self.rng.random() < 0.4:
+                                break
+                elif how == "hang up at once":
+                    await asyncio.wait_for(engine.server.post("/generate", asked.body()), after)
+                else:
+                    waiting = asyncio.create_task(engine.server.generate(asked))
+                    await asyncio.sleep(after)
+                    aborting = engine.server.abort(asked.rid)
+                    await asyncio.gather(waiting, aborting, return_exceptions=True)
+
+    async def _scopes(self) -> None:
+        """The same prompt in all scopes at once, on one engine."""
+        text = self.load.short_text(self.rng)
+        self._sessions_made += 1
+        scopes = self.load.scopes(f"client {self.number} scope {self._sessions_made}")
+        prompt = (*text.context, *self.rng.choice(text.questions))
+        engine = self._engine()
+        await asyncio.gather(*(self._ask(text, prompt, one, engine=engine) for one in scopes))
+
+    async def _exact_forks(self) -> None:
+        """A context of its own; then forks of it, each of which has to be exact everywhere."""
+        text = self.load.own_text()
+        self._sessions_made += 1
+        scope = {"cache_salt": f"client {self.number} forks {self._sessions_made}"}
+        first = (*text.context, *text.turns[0])
+        if await self._ask(text, first, scope, right=text.right[0]) is None:
+            return
+        for prompt in exact_forks(text, self.rule):
+            if await self._ask(text, prompt, scope, kind=FORK) is None:
+                return
+
+    async def _move(self) -> None:
+        """A context of its own, whose second turn goes to another engine than its first."""
+        self._sessions_made += 1
+        scope = {"cache_salt": f"client {self.number} move {self._sessions_made}"}
+        session = Session(self.load.own_text(), scope, set())
+        for engine in self.rng.sample(self.engines, len(self.engines)):
+            if engine.gate.is_open:
+                await self._turn(session, engine=engine)
+
+    # -- one request --
+
+    async def _ask(
+        self,
+        text: Text,
+        prompt: Sequence[int],
+        scope: dict[str, str],
+        *,
+        measured: bool = False,
+        kind: str | None = None,
+        right: Sequence[int] | None = None,
+        engine: Engine | None = None,
+        met: set[str] | None = None,
+    ) -> Said | None:
+        """Ask an engine and have the answer compared where it has to be exact; None where it
+        failed. kind: why it has to be; right: what the context says, where it says something; met:
+        by which rules this scope was served, None where others share it."""
+        engine = engine or self._engine()
+        asked = self._request(prompt, scope, measured=measured)
+        async with engine.gate.entered():
+            # Only in here nobody changes it.
+            policy = engine.policy
+            moved = bool(met) and policy not in (met or ())
+            if met is not None:
+                met.add(policy)
+            self.tally.asked += 1
+            try:
+                said = await engine.server.generate(asked)
+            except RequestFailedError as error:
+                self.tally.fail(f"{engine.name}, {asked.rid}", error)
+                return None
+        self.tally.finished += 1
+        why: str | None = KEPT_WHOLE
+        if policy != EVERYTHING:
+            why = why_exact(self.rule, prompt, said, short=text.short, measured=measured)
+            if why is None and kind is not None and not said.retracted:
+                why = kind
+        if moved and said.restored and not said.retracted:
+            # What this rule restores of what was never served by it, another rule stored: only
+            # what was computed with nothing dropped has names that all rules find.
+            why = MOVED
+        self._score(policy, why, scope, said, right)
+        await self._compare(engine, policy, why, asked, said)
+        return said
+
+    def _score(
+        self,
+        policy: str,
+        why: str | None,
+        scope: dict[str, str],
+        said: Said,
+        right: Sequence[int] | None,
+    ) -> None:
+        """How well an answer recalls, where that means anything."""
+        if right and said.version == FIRST and "lora_path" not in scope:
+            kept = "exact" if why is not None else policy
+            score = score_answer(right, said.tokens).codes
+            self.tally.recalls.setdefault(kept, []).append(score)
+
+    async def _compare(
+        self, engine: Engine, policy: str, why: str | None, asked: Asked, said: Said
+    ) -> None:
+        where = f"{engine.name} by {policy}, {asked.rid}"
+        if why is not None:
+            self.tally.answers[why] += 1
+            await self.checker.put(Answer(why, asked, said, where))
+            return
+        self.tally.answers["compressed"] += 1
+        if self.tally.answers["compressed"] % SHOWN == 0:
+            await self.checker.put(Answer("compressed", asked, said, where, exact=False))
+
+
+__all__ = ["FORK", "KEPT_WHOLE", "MOVED", "Client", "Engine", "Gate", "Tally"]

@@ -1,0 +1,210 @@
+"""The soak's real processes: started, watched, killed on purpose, and all gone at its end.
+
+Every one has a process group of its own and a log. A process that ends although nobody ended it
+ends the soak, with the last lines of its log.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from benchmarks.common.command import ROOT
+from kvtier.bench.runner import stop_group
+from kvtier.calibration.embedded import executable
+from kvtier.config import ENV_PREFIX
+from kvtier.errors import KvtierError
+
+START_S = 600.0
+LOOK_S = 0.2
+LOG_TAIL_LINES = 40
+# SGLang pins what its LoRA layers copy to a GPU, which wants a driver; this turns it off.
+UNPINNED = ROOT / "tests" / "engine" / "unpinned"
+
+
+class SoakError(KvtierError):
+    """The soak cannot go on: a process ended by itself, or did not start."""
+
+
+class Served:
+    """One process that can be started again and again, with the same command or another.
+
+    ready: whether it answers; asked until it does. environment: without other KVTIER_* variables.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        folder: Path,
+        ready: Callable[[], bool],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name, self.command, self.ready = name, list(command), ready
+        self.environment = dict(environment or {})
+        self.log = folder / f"{name}.log"
+        self.starts = 0
+        self._wanted = self._answers = False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def launch(self) -> None:
+        """Start it; it need not answer yet."""
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
+        with self.log.open("ab") as stream:
+            self._process = subprocess.Popen(
+                self.command,
+                cwd=ROOT,
+                env=clean | {"OMP_NUM_THREADS": "1"} | self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
+            )
+        self._wanted, self._answers = True, False
+        self.starts += 1
+
+    def wait_ready(self) -> None:
+        """Raises SoakError where it ends or does not answer within START_S."""
+        deadline = time.monotonic() + START_S
+        while not self.ready():
+            self.check()
+            if not self._wanted:
+                raise SoakError(f"{self.name} was ended while it started")
+            if time.monotonic() > deadline:
+                raise SoakError(f"{self.name} did not answer in time:\n{self.tail()}")
+            time.sleep(LOOK_S)
+        self._answers = True
+
+    def start(self) -> None:
+        self.launch()
+        self.wait_ready()
+
+    def kill(self) -> None:
+        """kill -9 of all its processes, and wait until the first one is gone."""
+        self._wanted = False
+        process = self._process
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+            process.wait()
+
+    def stop(self) -> None:
+        """SIGTERM, and what is left after a while is killed. Its exit code is its own matter."""
+        self._wanted = False
+        process = self._process
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            process.terminate()
+        # An engine looks after a SIGTERM every 5 s, drains, and ends its scheduler 15 s later.
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(40)
+        stop_group(process)
+
+    def check(self) -> None:
+        """Raises SoakError where it ended although nobody ended it."""
+        if self._wanted and self._process is not None and self._process.poll() is not None:
+            code = self._process.returncode
+            raise SoakError(f"{self.name} ended by itself (exit code {code}):\n{self.tail()}")
+
+    def tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+    def resident_bytes(self) -> int | None:
+        """Resident bytes of all processes of its group; None while it does not serve."""
+        process = self._process
+        serves = self._wanted and self._answers
+        if not serves or process is None or process.poll() is not None:
+            return None
+        return sum(_resident_pages(process.pid)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _resident_pages(group: int) -> Iterator[int]:
+    """Of every process of a group."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        # One that has ended meanwhile has no files any more.
+        with suppress(OSError):
+            # The name in brackets may have spaces in it; state, parent and group follow.
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                yield int((folder / "statm").read_text().split()[1])
+
+
+def free_port() -> int:
+    """A loopback port where nobody listened a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def answers_http(url: str) -> Callable[[], bool]:
+    """Whether a server says that it is healthy."""
+
+    def ready() -> bool:
+        with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+        return False
+
+    return ready
+
+
+def answers_socket(path: Path) -> Callable[[], bool]:
+    """Whether somebody accepts connections at a socket."""
+
+    def ready() -> bool:
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(str(path))
+            return True
+        return False
+
+    return ready
+
+
+def redis_process(folder: Path) -> tuple[Served, str]:
+    """A Redis that keeps what it was told when it is killed, and its URL."""
+    path = folder / "redis.sock"
+    command = [
+        executable(), "--port", "0", "--unixsocket", str(path), "--unixsocketperm", "700",
+        "--dir", str(folder), "--save", "", "--appendonly", "yes", "--appendfsync", "always",
+    ]  # fmt: skip
+    return Served("redis", command, folder, answers_socket(path)), f"unix://{path}"
+
+
+def tier_process(folder: Path, memory: str, disk: str) -> tuple[Served, str]:
+    """A tier service on memory and disk, and its address."""
+    path = folder / "tier.sock"
+    command = [
+        sys.executable, "-m", "kvtier_tierd", "--listen", f"unix:{path}",
+        "--store", "memory+disk", "--memory", memory, "--disk-path", str(folder / "disk"),
+        "--disk", disk, "--refresh-workers", "1",
+    ]  # fmt: skip
+    return Served("tier", command, folder, answers_socket(path)), f"unix:{path}"
+
+
+def server_process(
+    name: str, module: Sequence[str], flags: Sequence[str], folder: Path
+) -> tuple[Served, str]:
+    """An SGLang server, of stock SGLang or kvtier's, and its URL. module: after `python -m`."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    paths = [str(UNPINNED), os.environ.get("PYTHONPATH", "")]
+    environment = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    command = [sys.executable, "-m", *module, *flags, "--host", "127.0.0.1", "--port", str(port)]
+    return Served(name, command, folder, answers_http(url), environment), url
+
+
+__all__ = [
+    "Served",
+    "SoakError",
+    "redis_process",
+    "server_process",
+    "tier_process",
+]

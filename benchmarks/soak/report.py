@@ -1,0 +1,194 @@
+"""What has to hold of a soak, and its tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.soak.check import Kind
+from benchmarks.soak.clients import FORK, KEPT_WHOLE, MOVED
+from benchmarks.soak.faults import EMPTIED, REDIS_KILL, RESTART, TIER_KILL, WEIGHTS
+from benchmarks.soak.models import LOCALITY
+from benchmarks.soak.run import Sample, Seen
+
+KINDS = (KEPT_WHOLE, "computed whole", "short", "prompt logprobs", FORK, MOVED)
+FAULTS = (TIER_KILL, REDIS_KILL, WEIGHTS, EMPTIED, RESTART)
+# A process that has run for a shorter share of the load says nothing about its memory.
+LONG_LIFE = 0.25
+COUNTERS = (
+    "spans_spilled", "restored_requests", "restored_tokens", "breaker_opened", "records_refused",
+    "restore_failed", "no_room", "refreshed_turns", "refreshed_again", "compressed_nodes",
+)  # fmt: skip
+
+
+def growth(samples: Sequence[Sample]) -> float | None:
+    """Of one process's memory: the median of the last quarter of its life over that of the second
+    half's first quarter, less 1; None for too few samples."""
+    values = [sample.resident_bytes for sample in samples]
+    quarter = len(values) // 4
+    if quarter < 3:
+        return None
+    early, late = values[quarter : 2 * quarter], values[-quarter:]
+    return statistics.median(late) / statistics.median(early) - 1
+
+
+def memory(samples: Sequence[Sample], load_s: float) -> dict[str, dict[str, Any]]:
+    """By process, of the longest-lived start of each: how long it was watched, its median resident
+    bytes at the end, and its growth, None where it did not live long enough."""
+    lives: dict[tuple[str, int], list[Sample]] = {}
+    for sample in samples:
+        lives.setdefault((sample.name, sample.start), []).append(sample)
+    found: dict[str, dict[str, Any]] = {}
+    for (name, start), life in lives.items():
+        watched_s = life[-1].at_s - life[0].at_s
+        if name in found and found[name]["watched_s"] >= watched_s:
+            continue
+        late = statistics.median(one.resident_bytes for one in life[-max(1, len(life) // 4) :])
+        long = watched_s >= LONG_LIFE * load_s
+        found[name] = {
+            "start": start,
+            "watched_s": round(watched_s, 1),
+            "resident_bytes": int(late),
+            "growth": growth(life) if long else None,
+        }
+    return found
+
+
+def make_outcome(seen: Seen) -> dict[str, Any]:
+    """Everything for the JSON."""
+    tally, checker = seen.tally, seen.checker
+    return {
+        "start_up_s": round(seen.start_up_s, 1),
+        "load_s": round(seen.load_s, 1),
+        "requests": {
+            "asked": tally.asked,
+            "finished": tally.finished,
+            "failed": tally.failed,
+            "given_up": tally.given_up,
+        },
+        "actions": dict(tally.actions),
+        "answers": dict(tally.answers),
+        "compared": {kind: asdict(found) for kind, found in checker.kinds.items()},
+        "compared_by_weights": dict(checker.versions),
+        "compressed_shown": asdict(checker.compressed),
+        "weights_of_the_reference_changed": checker.switches,
+        "recall": {
+            kept: {"questions": len(scores), "recall": statistics.mean(scores)}
+            for kept, scores in tally.recalls.items()
+        },
+        "faults": dict(seen.damage.done),
+        "looks_at_accounts": seen.damage.looks,
+        "problems": seen.damage.problems,
+        "memory": memory(seen.samples, seen.load_s),
+        "tier": seen.tier,
+        "engines": [engine_counters(state) for state in seen.states],
+        "examples": [*tally.examples, *checker.examples],
+    }
+
+
+def engine_counters(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Of an engine at the end of one of its lives: what it did with its tree and its tier."""
+    tier = state["tier"]
+    numbers = {name: value for name, value in tier.items() if not isinstance(value, dict)}
+    tree = ("engine", "rule", "compressed_nodes", "dropped_tokens", "variants", "compacted_tokens")
+    return {**{name: state[name] for name in tree}, **numbers, "integrity": state["integrity"]}
+
+
+def make_bars(outcome: Mapping[str, Any], most_growth: float) -> list[dict[str, Any]]:
+    """What has to hold, and whether it does. most_growth: of any process's memory."""
+    kinds = {kind: Kind(**found) for kind, found in outcome["compared"].items()}
+    wrong = sum(kind.wrong_tokens for kind in kinds.values())
+    off = sum(kind.wrong_logprobs for kind in kinds.values())
+    failed = outcome["requests"]["failed"]
+    finished = outcome["requests"]["finished"]
+    rules = {life["rule"] for life in outcome["engines"]}
+    # The KV of engines that score it has other names than that of one that does not.
+    wanted = [kind for kind in KINDS if kind != MOVED or LOCALITY in rules]
+    compared = {kind: kinds[kind].compared if kind in kinds else 0 for kind in wanted}
+    faults = {fault: outcome["faults"].get(fault, 0) for fault in FAULTS}
+    engines = outcome["engines"]
+    restored: Counter[str] = Counter()
+    for engine in engines:
+        restored[engine["engine"]] += engine.get("restored_requests", 0)
+    problems = [*outcome["problems"], *(one for engine in engines for one in engine["integrity"])]
+    tier = outcome["tier"]
+    if not 0 <= tier["used_bytes"] <= tier["capacity_bytes"]:
+        problems.append(f"the tier uses {tier['used_bytes']} of {tier['capacity_bytes']} bytes")
+    grown = {name: one["growth"] for name, one in outcome["memory"].items()}
+    known = {name: value for name, value in grown.items() if value is not None}
+    bars = [
+        ("answers with a wrong token", wrong, wrong == 0),
+        ("answers with a wrong log-probability", off, off == 0),
+        ("failed requests", f"{failed} of {failed + finished}", failed == 0 and finished > 0),
+        ("compared, of each kind", compared, min(compared.values()) > 0),
+        ("under both weights", outcome["compared_by_weights"],
+         len(outcome["compared_by_weights"]) == 2),
+        ("faults, of each kind", faults, min(faults.values()) > 0),
+        ("requests restored from the tier", dict(restored),
+         len(restored) == 2 and min(restored.values()) > 0),
+        ("accounts", problems or "sound", not problems),
+        ("memory's growth", {name: f"{value:+.1%}" for name, value in known.items()},
+         {"engine-a", "engine-b", "tier"} <= set(known) and max(known.values()) <= most_growth),
+    ]  # fmt: skip
+    return [{"bar": bar, "value": value, "met": bool(met)} for bar, value, met in bars]
+
+
+def make_table(outcome: Mapping[str, Any], bars: Sequence[Mapping[str, Any]]) -> Table:
+    """A line per kind of answer, and the bars."""
+    lines = [f"{bar['bar']}: {shown(bar['value'])}{'' if bar['met'] else '  NOT MET'}"
+             for bar in bars]  # fmt: skip
+    recall = ", ".join(
+        f"{kept} {one['recall']:.3f} ({one['questions']})"
+        for kept, one in outcome["recall"].items()
+    )
+    lines.append(f"recall: {recall}")
+    lines += counted(outcome["engines"], outcome["tier"])
+    table = Table(
+        title=f"Two engines and a tier for {outcome['load_s'] / 60:.1f} minutes",
+        caption="\n".join(lines),
+        caption_justify="left",
+    )
+    columns = ("why exact", "answers", "compared", "restored", "tokens", "ties", "wrong tokens",
+               "wrong logprobs", "largest gap")  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="left" if column == columns[0] else "right")
+    none = asdict(Kind())
+    shown_kinds = {kind: outcome["compared"].get(kind, none) for kind in KINDS}
+    shown_kinds["compressed"] = outcome["compressed_shown"]
+    for kind, one in shown_kinds.items():
+        name = "(compressed)" if kind == "compressed" else kind
+        table.add_row(
+            name, f"{outcome['answers'].get(kind, 0)}", f"{one['compared']}",
+            f"{one['restored']}", f"{one['tokens']}", f"{one['ties']}", f"{one['wrong_tokens']}",
+            f"{one['wrong_logprobs']}", f"{one['largest_off']:.1e}",
+        )  # fmt: skip
+    return table
+
+
+def counted(lives: Sequence[Mapping[str, Any]], tier: Mapping[str, Any]) -> list[str]:
+    """What engines and tier did, a line each."""
+    lines = []
+    for name in sorted({life["engine"] for life in lives}):
+        total: Counter[str] = Counter()
+        for life in lives:
+            if life["engine"] == name:
+                total.update({counter: life.get(counter, 0) for counter in COUNTERS})
+        lines.append(f"{name}: " + shown({one.replace("_", " "): total[one] for one in COUNTERS}))
+    numbers = ("used_bytes", "capacity_bytes", "blobs", "evictions", "quarantined")
+    lines.append("tier: " + shown({one.replace("_", " "): tier[one] for one in numbers}))
+    return lines
+
+
+def shown(value: Any) -> str:
+    """A bar's value in one line."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {one}" for name, one in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+__all__ = ["KINDS", "growth", "make_bars", "make_outcome", "make_table", "memory"]

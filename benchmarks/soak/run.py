@@ -1,0 +1,319 @@
+"""The soak itself: everything started, asked, failed, watched and compared, for so many minutes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks.soak import models as models
+from benchmarks.soak.check import Checker
+from benchmarks.soak.client import Server
+from benchmarks.soak.clients import Client, Engine, Tally
+from benchmarks.soak.faults import (
+    EMPTIED,
+    REDIS_KILL,
+    RESTART,
+    TIER_KILL,
+    WEIGHTS,
+    Damage,
+    accounts,
+    again_and_again,
+    emptied,
+    kill_and_start,
+    looks,
+    other_weights,
+    settled,
+)
+from benchmarks.soak.load import Load
+from benchmarks.soak.processes import Served, SoakError, redis_process, server_process, tier_process
+from kvtier.config import load_settings
+from kvtier.retention.rules import locality_rule
+
+CLIENTS = 6
+# Of each engine: a few sessions, where the clients hold dozens.
+DEVICE_TOKENS = 8000
+REQUESTS_AT_A_TIME = 4
+# Small, so that they are full after a few minutes.
+TIER_MEMORY, TIER_DISK = "48m", "128m"
+WATCH_S, SAMPLE_S = 1.0, 4.0
+# The tier is killed, and an engine restarted, in this share of the soak; then they live on, and
+# their memory is looked at.
+KILLING = 2 / 3
+# For the breaker to find a tier that is back.
+HEALTHY_S = 60.0
+# Mean time between two restarts of an engine.
+RESTART_MINUTES = 7.0
+TIER_NAME = "tier"
+KVTIER, STOCK = ("kvtier", "serve"), ("sglang.launch_server",)
+
+
+@dataclass
+class Sample:
+    """Resident bytes of one process, seconds after the load began. start: which one it is."""
+
+    at_s: float
+    name: str
+    start: int
+    resident_bytes: int
+
+
+@dataclass
+class Seen:
+    """All that came of a soak, for its report. states: what each engine said at the end of each of
+    its lives."""
+
+    tally: Tally
+    checker: Checker
+    damage: Damage
+    states: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    start_up_s: float = 0.0
+    load_s: float = 0.0
+    tier: dict[str, Any] = field(default_factory=dict)
+
+
+class Soak:
+    """folder: empty; gets logs and everything else. seed: of sessions, clients and faults, and of
+    the rule that engine B begins with."""
+
+    def __init__(self, folder: Path, model: Path, minutes: float, seed: int) -> None:
+        self.folder, self.model, self.seconds, self.seed = folder, model, 60 * minutes, seed
+        self.rule = locality_rule(load_settings())
+        self.adapter = models.write_adapter(model, folder)
+        self.full = models.write_full_profile(model, folder)
+        self.weights = {
+            models.FIRST: model,
+            models.SECOND: models.write_other_weights(model, folder),
+        }
+        self.redis, self.redis_url = redis_process(folder)
+        self.tier, self.tier_address = tier_process(folder, TIER_MEMORY, TIER_DISK)
+        common = models.server_flags(
+            model, self.adapter, device_tokens=DEVICE_TOKENS, requests=REQUESTS_AT_A_TIME
+        )
+        self.common = common
+        rules = list(models.POLICIES)
+        self.policies = [*rules, *rules][seed % len(rules) :][: len(rules)]
+        self.a, a_url = server_process(
+            "engine-a", KVTIER, [*common, *self._rule("engine-a", models.EVERYTHING)], folder
+        )
+        self.b, b_url = server_process(
+            "engine-b", KVTIER, [*common, *self._rule("engine-b", self.policies[0])], folder
+        )
+        self.stock, self.stock_url = server_process(
+            "reference", STOCK, [*common, *models.reference_flags()], folder
+        )
+        self.urls = (a_url, b_url)
+        self.began = 0.0
+
+    def _rule(self, name: str, policy: str) -> list[str]:
+        own = self.folder / name
+        own.mkdir(exist_ok=True)
+        return models.engine_flags(own, self.redis_url, self.tier_address, policy, self.full)
+
+    @property
+    def processes(self) -> tuple[Served, ...]:
+        return (self.a, self.b, self.stock, self.redis, self.tier)
+
+    def run(self) -> Seen:
+        """Raises SoakError where something ended by itself, and KeyboardInterrupt on SIGTERM; all
+        processes are gone afterwards."""
+        with all_ended(self.processes):
+            began = time.monotonic()
+            for served in (self.redis, self.tier):
+                served.start()
+            models.store_calibration(self.model, self.redis_url)
+            for served in (self.stock, self.a, self.b):
+                served.launch()
+            for served in (self.stock, self.a, self.b):
+                served.wait_ready()
+            seen = asyncio.run(self._under_load())
+            seen.start_up_s = self.began - began
+            return seen
+
+    async def _under_load(self) -> Seen:
+        timeout = aiohttp.ClientTimeout(total=None)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            reference = Server(self.stock_url, session)
+            checker = Checker(reference, self.weights, models.FIRST)
+            seen = Seen(Tally(), checker, Damage())
+            names = ("engine A", "engine B")
+            policies = (models.EVERYTHING, self.policies[0])
+            engines = [
+                Engine(name, Server(url, session), policy)
+                for name, url, policy in zip(names, self.urls, policies, strict=True)
+            ]
+            self.began = time.monotonic()
+            watching = [self._watch(seen), checker.run()]
+            try:
+                await until_first_failure(self._soak(engines, seen), watching)
+            finally:
+                # Or the loop would wait for threads that wait for one of them to answer.
+                end(self.processes)
+            seen.load_s = time.monotonic() - self.began
+        return seen
+
+    async def _soak(self, engines: list[Engine], seen: Seen) -> None:
+        """The load and the faults for their time; then everything well again, and looked at."""
+        stopping, kills_end, faults_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        load = Load(self.seed, models.adapter_id(self.adapter))
+        clients = [
+            Client(number, load, engines, seen.checker, seen.tally, self.rule)
+            for number in range(CLIENTS)
+        ]
+        async with asyncio.TaskGroup() as group:
+            for client in clients:
+                group.create_task(client.run(stopping))
+            for fault in self._faults(engines, seen, kills_end, faults_end):
+                group.create_task(fault)
+            looking = [group.create_task(looks(engine, seen.damage)) for engine in engines]
+            await asyncio.sleep(KILLING * self.seconds)
+            kills_end.set()
+            await asyncio.sleep((1 - KILLING) * self.seconds)
+            faults_end.set()
+            stopping.set()
+            for task in looking:
+                task.cancel()
+        await seen.checker.done()
+        for engine in engines:
+            await healthy(engine)
+            seen.states.append(await last_state(engine))
+            seen.damage.problems += await accounts(engine)
+        seen.tier = await asyncio.to_thread(tier_stats, self.tier_address)
+
+    def _faults(
+        self,
+        engines: list[Engine],
+        seen: Seen,
+        kills_end: asyncio.Event,
+        faults_end: asyncio.Event,
+    ) -> Iterator[Coroutine[Any, Any, None]]:
+        damage = seen.damage
+
+        def rng(kind: str) -> random.Random:
+            return random.Random(f"{self.seed} {kind}")
+
+        def often(
+            kind: str, fault: Callable[[random.Random], Awaitable[None]]
+        ) -> Coroutine[Any, Any, None]:
+            own = rng(kind)
+            ended = kills_end if kind == TIER_KILL else faults_end
+            return again_and_again(kind, own, ended, damage, lambda: fault(own))
+
+        yield often(TIER_KILL, lambda own: kill_and_start(self.tier, own))
+        yield often(REDIS_KILL, lambda own: kill_and_start(self.redis, own))
+        yield often(WEIGHTS, lambda own: other_weights(engines, self.weights, own))
+        yield often(EMPTIED, lambda own: emptied(engines, own, damage))
+        yield self._restarts(engines[1], seen, rng(RESTART))
+
+    async def _restarts(self, engine: Engine, seen: Seen, rng: random.Random) -> None:
+        """The second engine ends, by SIGTERM or by kill -9, and starts by the next rule."""
+        killing_s = KILLING * self.seconds
+        times = max(1, round(killing_s / 60 / RESTART_MINUTES))
+        for number in range(times):
+            due = self.began + killing_s * (number + 0.6) / times
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            async with engine.gate.closed():
+                seen.states.append(await last_state(engine))
+                await asyncio.to_thread(rng.choice((self.b.stop, self.b.kill)))
+                engine.policy = self.policies[(number + 1) % len(self.policies)]
+                rule = self._rule("engine-b", engine.policy)
+                self.b.command = restarted(self.b.command, self.common, rule)
+                await asyncio.to_thread(self.b.start)
+                engine.version = models.FIRST
+            seen.damage.done[RESTART] += 1
+
+    async def _watch(self, seen: Seen) -> None:
+        """Raises SoakError as soon as a process has ended by itself; notes their memory."""
+        next_s = 0.0
+        while True:
+            for served in self.processes:
+                served.check()
+            now = time.monotonic() - self.began
+            if now >= next_s:
+                next_s = now + SAMPLE_S
+                for served in self.processes:
+                    found = await asyncio.to_thread(served.resident_bytes)
+                    if found is not None:
+                        seen.samples.append(Sample(now, served.name, served.starts, found))
+            await asyncio.sleep(WATCH_S)
+
+
+def restarted(command: Sequence[str], common: Sequence[str], rule: Sequence[str]) -> list[str]:
+    """An engine's command with another rule: where it listens and who serves are the same."""
+    first = command.index(common[0])
+    return [*command[:first], *common, *rule, *command[-4:]]
+
+
+async def until_first_failure(main: Awaitable[None], others: Sequence[Awaitable[None]]) -> None:
+    """Wait for `main`; whichever of the others, which never end, fails first fails it."""
+    tasks = [asyncio.ensure_future(one) for one in (main, *others)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def last_state(engine: Engine) -> dict[str, Any]:
+    """What an engine that nobody asks says of itself before it ends."""
+    return {"engine": engine.name, "rule": engine.policy, **await settled(engine)}
+
+
+async def healthy(engine: Engine) -> None:
+    """Until its breaker is closed. Raises SoakError where it stays open."""
+    until = time.monotonic() + HEALTHY_S
+    while not (await engine.server.state())["tier"]["healthy"]:
+        if time.monotonic() > until:
+            raise SoakError(f"{engine.name} has not found its tier again after {HEALTHY_S:g} s")
+        await asyncio.sleep(0.5)
+
+
+def tier_stats(address: str) -> dict[str, Any]:
+    """What the tier says of itself."""
+    from kvtier.tier.client import TierClient
+
+    with TierClient(address, timeout_s=10) as client:
+        client.connect()
+        stats = client.stats()
+    return {
+        name: getattr(stats, name)
+        for name in ("store", "capacity_bytes", "used_bytes", "blobs", "evictions", "quarantined")
+    }
+
+
+@contextmanager
+def all_ended(processes: Sequence[Served]) -> Iterator[None]:
+    """Whatever happens in the block, none of the processes runs after it."""
+    try:
+        yield
+    finally:
+        # A second signal must not leave half of them behind.
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end(processes)
+        signal.signal(signal.SIGTERM, before)
+
+
+def end(processes: Sequence[Served]) -> None:
+    """kill -9 of all of them, but a tier may take its shared memory away with it."""
+    for served in processes:
+        with suppress(OSError):
+            if served.name == TIER_NAME:
+                served.stop()
+            else:
+                served.kill()
+
+
+__all__ = ["Sample", "Seen", "Soak", "restarted"]

@@ -1,0 +1,152 @@
+"""A tier service that has no store: what the same gRPC can do when it only moves bytes.
+
+    python -m benchmarks.tier.transport.echo --listen 127.0.0.1:0 --insecure-local
+
+It is started, configured and connected to like the service. `/kvtier.bench.Echo` is any gRPC
+program: Get answers with the same chunk again and again, Put drops what comes, as protobuf makes
+and parses the messages. The service frames its chunks itself (kvtier.tier.framing), so it may be
+faster. `/kvtier.bench.Raw` moves messages that were serialized before and that nobody parses: the
+most that gRPC has to give.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+
+from kvtier.tier.client import TierClient
+from kvtier.v1 import tier_pb2 as pb
+from kvtier_tierd import cli
+from kvtier_tierd.options import TierOptions
+from kvtier_tierd.server import TierServer
+from kvtier_tierd.service import TierService
+
+ECHO, RAW = "kvtier.bench.Echo", "kvtier.bench.Raw"
+
+
+def size_key(num_bytes: int) -> bytes:
+    """The key of a blob of this size; the echo knows nothing else about it."""
+    return num_bytes.to_bytes(32, "big")
+
+
+@functools.cache
+def raw_messages(kind: Any, num_bytes: int, chunk_bytes: int) -> list[bytes]:
+    """The chunks of a blob of zeros as they go over the wire, made once."""
+    sizes = [min(chunk_bytes, num_bytes - at) for at in range(0, num_bytes, chunk_bytes)]
+    made = {size: kind(chunk=bytes(size)).SerializeToString() for size in {*sizes}}
+    return [made[size] for size in sizes]
+
+
+class EchoService(TierService):
+    """See the module docstring."""
+
+    async def echo_get(self, request: pb.GetRequest, context: Any) -> None:
+        chunk = bytes(self.chunk_bytes)
+        for key in request.keys:
+            size = int.from_bytes(key, "big")
+            header = pb.BlobHeader(key=key, num_bytes=size)
+            await context.write(pb.GetResponse(header=header))
+            for begin in range(0, size, self.chunk_bytes):
+                await context.write(pb.GetResponse(chunk=chunk[: size - begin]))
+
+    async def echo_put(
+        self, requests: AsyncIterator[pb.PutRequest], context: Any
+    ) -> pb.PutResponse:
+        async for _ in requests:
+            pass
+        return pb.PutResponse(stored=True)
+
+    async def raw_get(self, request: bytes, context: Any) -> None:
+        asked = pb.GetRequest.FromString(request)
+        for key in asked.keys:
+            size = int.from_bytes(key, "big")
+            for message in raw_messages(pb.GetResponse, size, self.chunk_bytes):
+                await context.write(message)
+
+    async def raw_put(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
+        async for _ in requests:
+            pass
+        return b""
+
+    def handlers(self) -> list[grpc.GenericRpcHandler]:
+        echo = {
+            "Get": grpc.unary_stream_rpc_method_handler(
+                self.echo_get, pb.GetRequest.FromString, pb.GetResponse.SerializeToString
+            ),
+            "Put": grpc.stream_unary_rpc_method_handler(
+                self.echo_put, pb.PutRequest.FromString, pb.PutResponse.SerializeToString
+            ),
+        }
+        raw = {
+            "Get": grpc.unary_stream_rpc_method_handler(self.raw_get),
+            "Put": grpc.stream_unary_rpc_method_handler(self.raw_put),
+        }
+        return [
+            grpc.method_handlers_generic_handler(name, methods)
+            for name, methods in ((ECHO, echo), (RAW, raw))
+        ]
+
+
+class EchoServer(TierServer):
+    def __init__(self, options: TierOptions) -> None:
+        super().__init__(options)
+        real = self.service
+        self.service = echo = EchoService(
+            real.store,
+            real.namespaces,
+            real.metrics,
+            real.refreshes,
+            chunk_bytes=real.chunk_bytes,
+            max_blob_bytes=real.max_blob_bytes,
+            budget=real.budget,
+            stall_s=real.stall_s,
+        )
+        self._server.add_generic_rpc_handlers(echo.handlers())
+
+
+class EchoClient(TierClient):
+    """Moves the messages that a TierClient moves, and looks at none of them."""
+
+    def echo_get(self, num_bytes: int, count: int) -> None:
+        get = self._channel.unary_stream(
+            f"/{ECHO}/Get", pb.GetRequest.SerializeToString, pb.GetResponse.FromString
+        )
+        for _ in get(pb.GetRequest(keys=[size_key(num_bytes)] * count)):
+            pass
+
+    def echo_put(self, num_bytes: int) -> None:
+        chunk = bytes(self._chunk_bytes)
+
+        def requests() -> Iterator[pb.PutRequest]:
+            header = pb.BlobHeader(key=size_key(num_bytes), num_bytes=num_bytes)
+            yield pb.PutRequest(header=header)
+            for begin in range(0, num_bytes, len(chunk)):
+                yield pb.PutRequest(chunk=chunk[: num_bytes - begin])
+
+        put = self._channel.stream_unary(
+            f"/{ECHO}/Put", pb.PutRequest.SerializeToString, pb.PutResponse.FromString
+        )
+        put(requests())
+
+    def raw_get(self, num_bytes: int, count: int) -> None:
+        request = pb.GetRequest(keys=[size_key(num_bytes)] * count).SerializeToString()
+        for _ in self._channel.unary_stream(f"/{RAW}/Get")(request):
+            pass
+
+    def raw_put(self, num_bytes: int) -> None:
+        messages = raw_messages(pb.PutRequest, num_bytes, self._chunk_bytes)
+        self._channel.stream_unary(f"/{RAW}/Put")(iter(messages))
+
+
+def main() -> int:
+    """The service's own command line, with a server that keeps nothing."""
+    cli.TierServer = EchoServer  # type: ignore[misc]
+    return cli.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
