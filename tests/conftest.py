@@ -7,7 +7,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Nothing in the tests may reach out for models.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import hypothesis
 import torch
+
+# No deadlines: how long an example takes says more about what else the machine does than about what
+# is tested.
+hypothesis.settings.register_profile("kvtier", deadline=None)
+hypothesis.settings.load_profile("kvtier")
 
 if not torch.cuda.is_available():
     # Triton decides when it is imported. Without a GPU its kernels are tested in its interpreter.

@@ -52,7 +52,7 @@ def test_equal_seeds_give_equal_languages_and_sessions():
 
 
 @given(sessions)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_fact_stands_where_it_says(session: Session):
     for fact in session.facts:
         span = session.context_ids[fact.position : fact.position + FACT_TOKENS]
@@ -60,7 +60,7 @@ def test_every_fact_stands_where_it_says(session: Session):
 
 
 @given(sessions)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_names_are_unique_and_no_pair_of_neighbouring_codes_comes_twice(session: Session):
     names = [fact.name for fact in session.facts]
     assert len(set(names)) == len(names)
@@ -73,7 +73,7 @@ def test_names_are_unique_and_no_pair_of_neighbouring_codes_comes_twice(session:
 
 
 @given(sessions)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_turns_ask_for_facts_of_the_context_or_for_names_outside_it(session: Session):
     by_name = {fact.name: fact for fact in session.facts}
     for index, turn in enumerate(session.turns):
@@ -90,7 +90,7 @@ def test_turns_ask_for_facts_of_the_context_or_for_names_outside_it(session: Ses
 
 
 @given(sessions)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_teacher_forcing_repeats_what_was_invented(session: Session):
     ids, marks = session.answered_ids(np.random.default_rng(0))
     assert len(ids) == len(marks)

@@ -54,7 +54,7 @@ measurements = st.builds(
 )
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(st.lists(measurements, min_size=MIN_MEASUREMENTS, max_size=40), st.floats(1, 20))
 def test_every_curve_that_can_be_fitted_is_accepted(measured, weight):
     """However badly it fits: the tolerance is not on how good a curve is."""
@@ -63,7 +63,7 @@ def test_every_curve_that_can_be_fitted_is_accepted(measured, weight):
     assert parse_document(document.key, document.to_json()) == document
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(
     st.floats(0.05, 0.9), st.floats(0.05, 0.9), st.floats(0.7, 9), st.floats(0, 0.2),
     st.lists(st.tuples(st.floats(*HALF_LIMITS), st.floats(*HALF_LIMITS)), min_size=9, max_size=9),

@@ -126,7 +126,7 @@ def test_bad_input_is_named(call, name):
         call(flat(1.0))
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 @given(st.floats(0.05, 0.9), st.floats(0.05, 0.9), st.floats(0.7, 9), st.integers(0, 5))
 def test_a_fit_without_noise_finds_the_curve_it_was_made_from(at_low, at_high, power, seed):
     alpha = (at_high - at_low) / 3

@@ -71,7 +71,7 @@ def similarity(keys: torch.Tensor, kept: torch.Tensor, protected: torch.Tensor) 
     return found.masked_fill(protected.expand(keys.shape[:2]).gather(1, kept).unsqueeze(1), -2.0)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     seed=seeds,
     tokens=st.integers(1, 300),
@@ -161,7 +161,7 @@ def make_target(seed: int, tokens: int, count: int, lost: float) -> torch.Tensor
     return target.masked_fill_(torch.rand(2, tokens, generator=generator) < lost, NOBODY)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     seed=seeds,
     tokens=st.integers(1, 400),
@@ -221,14 +221,14 @@ def assert_entries(got: Entries, expected: Entries) -> None:
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=1e-4)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(seed=seeds, group=st.integers(1, 4), dtype=st.sampled_from(DTYPES), apart=st.booleans())
 def test_the_beta_form_merges_alike(seed: int, group: int, dtype: torch.dtype, apart: bool) -> None:
     problem = make_problem(seed, group, group if apart else 1, dtype)
     assert_entries(on_gpu(merge_beta, *problem), merge_beta(*problem))
 
 
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 @given(seed=seeds, group=st.integers(1, 4), dtype=st.sampled_from(DTYPES))
 def test_the_papers_form_merges_alike(seed: int, group: int, dtype: torch.dtype) -> None:
     problem = make_problem(seed, group, 1, dtype)
@@ -262,7 +262,7 @@ def test_entries_that_take_nobody_in_change_no_bit(form: Callable[..., Any]) -> 
 # -- prediction --
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     seed=seeds,
     window=st.integers(1, 70),

@@ -50,7 +50,7 @@ def a_batch(prefixes, new, seed):
     return (q, k, v, q_indptr, kv), slots, indptr
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 100), st.integers(1, 20)), min_size=1, max_size=4),
     seed=st.integers(0, 1000),

@@ -143,7 +143,7 @@ def test_a_request_without_entries_gets_the_empty_state(name):
 
 
 @backends
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     prefixes=st.lists(st.integers(0, 700), min_size=1, max_size=4),
     news=st.lists(st.integers(1, 90), min_size=4, max_size=4),
@@ -215,7 +215,7 @@ def test_half_precision_with_and_without_a_prefix(name, votes, layout):
 
 
 @backends
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     settled=st.integers(0, 300),
     fresh=st.integers(0, 400),
@@ -323,7 +323,7 @@ def test_fp8_entries_are_attended_to_in_the_querys_precision(name):
 
 
 @backends
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(rows=st.integers(1, 40), gaps=st.integers(0, 3), seed=st.integers(0, 1000))
 def test_merging_states_in_a_backend_is_merging_states(name, rows, gaps, seed):
     torch.manual_seed(seed)
@@ -337,7 +337,7 @@ def test_merging_states_in_a_backend_is_merging_states(name, rows, gaps, seed):
     torch.testing.assert_close(got.lse, expected.lse, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 60), min_size=0, max_size=60, unique=True), st.integers(2, 6))
 def test_a_plan_covers_every_slot_once_and_leaves_votes_out_of_runs(slots, min_run):
     table = torch.tensor(slots, dtype=torch.int64)

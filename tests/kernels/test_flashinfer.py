@@ -99,7 +99,7 @@ def test_decode_is_the_references(kernels, dtype, votes, head_major, heads, grou
 
 @needs_compiler
 @without_gpu
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     prefixes=st.lists(st.integers(0, 90), min_size=1, max_size=4),
     news=st.lists(st.integers(1, 20), min_size=4, max_size=4),

@@ -100,7 +100,7 @@ def assert_same(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e
 
 
 @forms
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=seeds,
     heads=st.integers(1, 3),
@@ -118,7 +118,7 @@ def test_the_query_that_gave_the_logits_sees_no_difference(
     assert_same(after.o, before.o)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=seeds, group=st.integers(2, 6), logit_std=st.sampled_from([0.5, 2.0]))
 def test_the_beta_form_keeps_the_mass_of_every_query_head_at_once(
     seed: int, group: int, logit_std: float
@@ -132,7 +132,7 @@ def test_the_beta_form_keeps_the_mass_of_every_query_head_at_once(
         assert_same(after.lse, before.lse)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=seeds, group=st.integers(2, 6))
 def test_the_paper_form_is_exact_for_the_mean_query_of_a_group(seed: int, group: int) -> None:
     problem = make_problem(seed, 2, group)
@@ -162,7 +162,7 @@ def test_a_shared_value_errs_less_the_more_those_who_look_may_say(group: int) ->
     assert errors[1.0] < 1
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seed=seeds)
 def test_a_group_that_asks_the_same_is_a_group_of_one(seed: int) -> None:
     one = make_problem(seed, 2, 1)
@@ -196,7 +196,7 @@ def test_votes_can_be_those_of_the_key_as_stored(dtype: torch.dtype, group: int)
 # -- votes --
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=seeds, tokens=st.integers(1, 60), count=st.integers(1, 20), lost=st.floats(0, 1))
 def test_the_paper_form_and_the_compensation_entry_conserve_votes(
     seed: int, tokens: int, count: int, lost: float
@@ -217,7 +217,7 @@ def with_nobodies(problem: Problem, share: float) -> Problem:
     return problem._replace(assignment=Assignment(problem.assignment.kept, target))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=seeds)
 def test_a_beta_vote_is_the_perplexity_of_its_weights_and_never_above_the_papers(
     seed: int,
@@ -274,7 +274,7 @@ def test_where_the_papers_scale_explodes_the_fallback_is_exact_too(logit: float)
         assert fallbacks.tolist() == [1]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(seed=seeds, logit_std=st.sampled_from([0.01, 0.3, 1.0, 5.0]))
 def test_a_papers_key_is_never_far_longer_than_those_it_is_made_of(
     seed: int, logit_std: float
@@ -321,7 +321,7 @@ def test_merging_nothing_changes_no_bit(form: str, dtype: torch.dtype) -> None:
 
 
 @forms
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seed=seeds, lost=st.floats(0, 1))
 def test_entries_that_take_nobody_in_change_no_bit(form: str, seed: int, lost: float) -> None:
     problem = with_nobodies(make_problem(seed, count=12), lost)
@@ -339,7 +339,7 @@ def test_entries_that_take_nobody_in_change_no_bit(form: str, seed: int, lost: f
 
 
 @forms
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seed=seeds, group=st.integers(1, 3))
 def test_the_order_of_the_entries_does_not_matter(form: str, seed: int, group: int) -> None:
     problem = with_nobodies(make_problem(seed, 2, group), 0.3)
@@ -394,7 +394,7 @@ def test_equal_keys_merge_to_that_key_with_all_their_votes(form: str, group: int
 
 
 @forms
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=seeds, tokens=st.integers(1, 40), count=st.integers(1, 8))
 def test_logits_of_80_are_no_less_exact(form: str, seed: int, tokens: int, count: int) -> None:
     problem = make_problem(seed, 2, 1, tokens, count)
@@ -410,7 +410,7 @@ def test_logits_of_80_are_no_less_exact(form: str, seed: int, tokens: int, count
 
 
 @forms
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=seeds, tokens=st.integers(1, 40), count=st.integers(1, 8), group=st.integers(1, 3))
 def test_query_heads_that_want_the_opposite_give_finite_entries(
     form: str, seed: int, tokens: int, count: int, group: int
@@ -420,7 +420,7 @@ def test_query_heads_that_want_the_opposite_give_finite_entries(
     assert all(torch.isfinite(x).all() for x in merge(form, problem._replace(logits=80 * signs)))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(seed=seeds, constant=st.floats(-60, 60))
 def test_the_beta_form_takes_scores_up_to_a_factor(seed: int, constant: float) -> None:
     problem = make_problem(seed, 2, 2)
@@ -463,7 +463,7 @@ def test_long_contexts_are_merged_in_blocks_with_the_same_result(
 # -- assignment --
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     seed=seeds,
     tokens=st.integers(1, 50),
@@ -536,7 +536,7 @@ def test_keys_that_are_zero_or_not_numbers_are_like_nobody() -> None:
 # -- compensation --
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seed=seeds, rows=st.sampled_from([1, 3]))
 def test_the_compensation_entry_is_the_vote_weighted_mean(seed: int, rows: int) -> None:
     problem = with_nobodies(make_problem(seed, 2, rows, vote_rows=rows), 0.5)

@@ -18,7 +18,7 @@ def dense_logits(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor
     return torch.einsum("whgd,hnd->whgn", q.double(), k.double()) * scale
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10_000),
     window=st.integers(1, 40),
@@ -40,7 +40,7 @@ def test_the_weighted_mean_is_the_average_updated_query_by_query(
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10_000), window=st.integers(1, 20), rows=st.sampled_from([0, 1, 2]))
 def test_normalised_queries_predict_attention(seed: int, window: int, rows: int) -> None:
     q, k = normal(seed, window, 3, 2, 8), normal(seed + 1, 3, 25, 8)

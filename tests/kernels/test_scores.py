@@ -33,7 +33,7 @@ def dense_mass(
     return mass
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 10_000),
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
@@ -57,7 +57,7 @@ def test_window_mass_on_a_gpu_is_that_of_a_cpu(seed, lengths, group, adjacent):
         torch.testing.assert_close(got[:, rows].cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 10_000),
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3),

@@ -32,7 +32,7 @@ sizes = st.integers(1, 40)
 seeds = st.integers(0, 10_000)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes, sizes, sizes, seeds)
 def test_merging_states_of_blocks_is_attention_over_their_union(n1, n2, n3, seed):
     q = torch.randn(3, 2, 4, 8, dtype=torch.float64)
@@ -44,7 +44,7 @@ def test_merging_states_of_blocks_is_attention_over_their_union(n1, n2, n3, seed
     assert_states_equal(merge_states(merge_states(c, b), a), whole)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(sizes, seeds)
 def test_the_empty_state_is_the_identity(n, seed):
     q = torch.randn(3, 2, 4, 8, dtype=torch.float64)

@@ -40,7 +40,7 @@ def tables(lengths, width, seed, *, holes, with_image):
     return on_device[0], on_device[1], torch.tensor(lengths), on_device[2], expected
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     lengths=st.lists(st.integers(0, 2500), min_size=1, max_size=5),
     holes=st.sampled_from([0.0, 0.3, 1.0]),
@@ -81,7 +81,7 @@ def test_a_plan_that_is_filled_again_serves_other_lengths_at_the_same_addresses(
     assert len(plan.schedules) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 40_000), min_size=1, max_size=40),
     heads=st.integers(1, 8),

@@ -48,7 +48,7 @@ def assert_same(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e
 
 
 @forms
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=seeds, tokens=st.integers(1, 80), share=st.floats(0.02, 1))
 def test_the_newest_query_sees_no_difference(
     form: Form, seed: int, tokens: int, share: float
@@ -65,7 +65,7 @@ def test_the_newest_query_sees_no_difference(
     assert_same(got_o, o)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seed=seeds, group=st.integers(1, 4), queries=st.integers(1, 10))
 def test_the_predicted_attention_of_every_query_head_stays_whole(
     seed: int, group: int, queries: int
@@ -82,7 +82,7 @@ def test_the_predicted_attention_of_every_query_head_stays_whole(
 
 
 @forms
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(seed=seeds, count=st.integers(1, 50), floor=st.sampled_from([-1.0, 0.2, 0.5, 0.8, 1.0]))
 def test_no_vote_is_lost(form: Form, seed: int, count: int, floor: float) -> None:
     """Whole votes add up to the tokens; real votes are never more than those."""
@@ -99,7 +99,7 @@ def test_no_vote_is_lost(form: Form, seed: int, count: int, floor: float) -> Non
 # -- what is kept --
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=seeds, tokens=st.integers(1, 60), share=st.floats(0, 1), shield=st.floats(0, 0.5))
 def test_the_best_and_all_protected_are_kept_in_order(
     seed: int, tokens: int, share: float, shield: float

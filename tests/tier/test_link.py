@@ -327,7 +327,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(STEPS, max_size=30))
 def test_whatever_happens_no_more_is_held_than_the_budget_and_all_of_it_comes_back(steps):
     with linked() as (link, client):

@@ -477,9 +477,7 @@ class StoreContract:
         self.run(scenario, blobs=100)
 
     # Every subclass runs it, each on its own kind of store.
-    @settings(
-        max_examples=60, deadline=None, suppress_health_check=[HealthCheck.differing_executors]
-    )
+    @settings(max_examples=60, suppress_health_check=[HealthCheck.differing_executors])
     @given(st.lists(STEPS, max_size=40))
     def test_whatever_happens_it_serves_what_was_committed_and_keeps_its_limits(self, steps):
         async def play() -> None:

@@ -17,7 +17,7 @@ from kvtier.tier.shared import SharedMemory
 from kvtier_tierd.stores.arena import PAGE, Arena, pages, remove_leftovers
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 6 * PAGE)), max_size=60))
 def test_extents_never_overlap_and_everything_comes_back(steps):
     arena = Arena(32 * PAGE)

@@ -122,7 +122,7 @@ def test_blobs_outlive_the_store_with_everything_that_came_with_them(directory):
     play(directory, read)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(STEPS, max_size=30))
 def test_a_restart_changes_neither_the_blobs_nor_who_goes_first(tmp_path_factory, steps):
     directory, capacity = tmp_path_factory.mktemp("disk"), 128 << 10
@@ -335,7 +335,7 @@ def test_an_index_that_is_not_ours_is_set_aside(directory, caplog, damage):
     assert len(list(directory.glob("damaged-*"))) == 1, "only the latest is kept"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 255)), min_size=1, max_size=3))
 def test_flipped_bits_in_the_index_are_never_believed(tmp_path_factory, flips):
     """It starts, whatever is there; what it then serves is what was stored."""

@@ -242,7 +242,7 @@ def test_a_disk_that_fails_costs_memory_nothing(tmp_path, caplog):
     asyncio.run(play())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 1 << 32))
 def test_whatever_happens_at_once_the_layers_serve_what_was_stored(seed):
     chance = random.Random(seed)

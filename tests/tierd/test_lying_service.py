@@ -260,7 +260,7 @@ PARTS = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(PARTS, max_size=8))
 def test_whatever_a_service_streams_wrong_bytes_never_land(both, parts):
     liar, client = both

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from live_tier import eventually, failing, in_process, live_tier, raw_stub
 from test_lying_service import Liar, lying
@@ -132,7 +132,6 @@ def test_what_comes_is_what_fetching_would_have_given(client, rule, dtype):
     voted=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@settings(deadline=None)
 def test_entries_come_out_as_they_went_in(dtype, counts, heads, group, dim, voted, seed):
     generator = torch.Generator().manual_seed(seed)
     chosen = []

@@ -136,7 +136,7 @@ def test_what_is_deleted_is_gone(client):
     assert client.exists([key_of(number) for number in range(3)]).present == [False, True, False]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_exists_says_what_is_there_and_how_far_a_chain_goes(exists_client, data):
     numbers = data.draw(st.lists(st.integers(0, 20), max_size=30))

@@ -281,7 +281,7 @@ def test_a_service_that_shares_nothing_says_so():
             stub.Acquire(pb.AcquireRequest(keys=[key_of(1)]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_whatever_is_put_in_whatever_order_nothing_is_left_held(fuzzed, data):
     """Any sequence of parts: a typed answer, and what is stored is what a header promised."""
