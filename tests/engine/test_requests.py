@@ -25,9 +25,9 @@ REFUSED = {
     "logprobs before the beginning": (
         "/generate",
         {
-            "input_ids": IDS,
+            "input_ids": IDS * 25,
             "return_logprob": True,
-            "logprob_start_len": -5,
+            "logprob_start_len": -2,
             "sampling_params": SAMPLING,
         },
     ),
