@@ -21,7 +21,7 @@ PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench test test-fast proto lint types check constraints demo-model ahead gpu-pack gpu-check clean
+.PHONY: help setup bench test test-fast docs proto lint types check constraints demo-model ahead gpu-pack gpu-check clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -45,6 +45,9 @@ test: $(READY)  ## Run all tests, engine tests included (about 30 minutes on 2 c
 
 test-fast: $(READY)  ## Run the tests that start no engine
 	$(PYTEST) -m "not engine and not slow"
+
+docs: $(READY)  ## Build the documentation into out/docs; a warning is an error
+	$(BIN)/mkdocs build --strict
 
 proto: $(READY)  ## Generate the tier's stubs again after editing proto/
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=. \

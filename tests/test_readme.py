@@ -1,4 +1,5 @@
-"""The README's commands are real: every shell block is parsed and run, or proven to exist."""
+"""The commands of README and docs are real: every shell block is parsed and run, or proven to
+exist. And the docs build without a warning."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ import pytest
 from live_server import free_port, serving
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-README = (REPOSITORY / "README.md").read_text()
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 COMMANDS = [
     line
-    for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+    for page in PAGES
+    for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)
     for line in block.strip().splitlines()
 ]
 
@@ -42,7 +44,7 @@ def commands(prefix: str) -> list[str]:
     return [command for command in COMMANDS if command.startswith(prefix)]
 
 
-def test_every_command_of_the_readme_is_covered_here():
+def test_every_command_of_readme_and_docs_is_covered_here():
     known = (
         *("make ", "pip install ", "python -m"),
         *("kvtier calibrate ", "kvtier calibration ", "kvtier serve", "kvtier env"),
@@ -50,6 +52,22 @@ def test_every_command_of_the_readme_is_covered_here():
     )
     assert [c for c in COMMANDS if not c.startswith(known)] == []
     assert all(commands(prefix) for prefix in known)
+
+
+def test_the_readme_is_short():
+    assert len(PAGES[0].read_text().split()) <= 900
+
+
+def test_links_of_the_readme_lead_somewhere():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", PAGES[0].read_text())
+    assert links
+    assert [link for link in links if not (REPOSITORY / link).exists()] == []
+
+
+def test_the_docs_build_without_a_warning(tmp_path):
+    done = run([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)])
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "glossary" / "index.html").exists()
 
 
 @pytest.mark.parametrize("command", commands("make "))

@@ -234,10 +234,10 @@ def test_kills_under_traffic_are_errors_to_nobody_else(master, tmp_path, numbers
         assert first.terminate() == 0
 
 
-def test_the_commands_of_the_readme_make_one_cache_of_two_services(tmp_path, numbers):
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-    (master,) = re.findall(r"^mooncake_master .*--rpc_port=50051.*", readme, re.MULTILINE)
-    (tier,) = re.findall(r"^kvtier tier (.*--store mooncake .*)", readme, re.MULTILINE)
+def test_the_commands_of_the_docs_make_one_cache_of_two_services(tmp_path, numbers):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "tier.md").read_text()
+    (master,) = re.findall(r"^mooncake_master .*--rpc_port=50051.*", page, re.MULTILINE)
+    (tier,) = re.findall(r"^kvtier tier (.*--store mooncake .*)", page, re.MULTILINE)
     port = str(free_ports(1)[0])
     name, *flags = shlex.split(master.replace("50051", port))
     # Less memory than it says, and beside the masters of other tests.
