@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 
+from kvtier.errors import KvtierError
 from kvtier.synthetic.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE
 
 # A request that takes longer has failed; alone it would take a second.
@@ -63,8 +64,8 @@ class Said:
     version: str
 
 
-class RequestFailedError(Exception):
-    """A request that did not end with a whole answer."""
+class RequestFailedError(KvtierError):
+    """A request that did not end with a whole answer, or a call that was not obeyed."""
 
 
 def read_answer(asked: Asked, answer: Any) -> Said:
@@ -131,11 +132,15 @@ class Server:
             yield _events(response)
 
     async def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON answer, or its text. Raises RequestFailedError for any status but 200."""
-        async with self._session.post(self.url + path, json=body or {}) as response:
-            text = await response.text()
-            if response.status != 200:
-                raise RequestFailedError(f"{path}: {response.status}: {text[:300]}")
+        """The JSON answer, or its text. Raises RequestFailedError where there is none, and for any
+        status but 200."""
+        try:
+            async with self._session.post(self.url + path, json=body or {}) as response:
+                text, status = await response.text(), response.status
+        except (aiohttp.ClientError, OSError) as error:
+            raise RequestFailedError(f"{path}: {type(error).__name__}: {error}") from None
+        if status != 200:
+            raise RequestFailedError(f"{path}: {status}: {text[:300]}")
         try:
             return json.loads(text)
         except ValueError:
@@ -159,11 +164,14 @@ class Server:
             await self.post("/flush_cache?timeout=30")
 
     async def state(self) -> dict[str, Any]:
-        """What kvtier says of itself on an engine."""
-        async with asyncio.timeout(CONTROL_S):
-            async with self._session.get(f"{self.url}/server_info") as response:
-                info = await response.json()
-        found: dict[str, Any] = info["internal_states"][0]["kvtier"]
+        """What kvtier says of itself on an engine. Raises RequestFailedError."""
+        try:
+            async with asyncio.timeout(CONTROL_S):
+                async with self._session.get(f"{self.url}/server_info") as response:
+                    info = await response.json()
+            found: dict[str, Any] = info["internal_states"][0]["kvtier"]
+        except (aiohttp.ClientError, OSError, ValueError, LookupError) as error:
+            raise RequestFailedError(f"/server_info: {type(error).__name__}: {error}") from None
         return found
 
 

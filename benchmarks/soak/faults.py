@@ -64,10 +64,16 @@ async def kill_and_start(served: Served, rng: random.Random) -> None:
 async def other_weights(
     engines: Sequence[Engine], weights: Mapping[str, Path], rng: random.Random
 ) -> None:
-    """One engine gets the other weights, while requests come in: SGLang lets those that are under
-    way end and the others wait."""
+    """One engine gets the other weights.
+
+    Nobody asks it meanwhile. SGLang itself holds requests back during an update, but not until one
+    that was aborted has left the scheduler: then the weights change, the cache is not flushed, and
+    KV of the weights before is used with those after until somebody flushes it.
+    """
     engine = rng.choice(engines)
-    async with engine.gate.entered():
+    async with engine.gate.closed():
+        # Waits for what was aborted.
+        await engine.server.flush()
         version = rng.choice([one for one in weights if one != engine.version])
         await engine.server.load_weights(str(weights[version]), version)
         engine.version = version

@@ -156,6 +156,12 @@ class Soak:
             watching = [self._watch(seen), checker.run()]
             try:
                 await until_first_failure(self._soak(engines, seen), watching)
+            except Exception as error:
+                # Whoever talks to a process that ends notices first, but its last words say why.
+                await asyncio.sleep(WATCH_S)
+                for served in self.processes:
+                    served.check()
+                raise first_of(error) from error
             finally:
                 # Or the loop would wait for threads that wait for one of them to answer.
                 end(self.processes)
@@ -265,6 +271,13 @@ async def until_first_failure(main: Awaitable[None], others: Sequence[Awaitable[
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def first_of(error: Exception) -> Exception:
+    """The first of a group of errors that is not a group itself."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 async def last_state(engine: Engine) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from benchmarks.soak.load import (
 from benchmarks.soak.models import EVERYTHING, FIRST, LOCALITY, SECOND, SPAN_TOKENS
 from benchmarks.soak.processes import Served, SoakError
 from benchmarks.soak.report import FAULTS, KINDS, growth, make_bars, make_table, memory
-from benchmarks.soak.run import Sample, restarted, until_first_failure
+from benchmarks.soak.run import Sample, first_of, restarted, until_first_failure
 from kvtier.retention.locality import LocalityRule
 from kvtier.synthetic.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE
 
@@ -440,6 +440,12 @@ def test_whatever_fails_first_ends_the_soak() -> None:
 
     with pytest.raises(SoakError, match="gone"):
         asyncio.run(until_first_failure(sleep(), [sleep(), fail()]))
+
+
+def test_what_failed_first_is_told_without_the_groups_around_it() -> None:
+    inner = RequestFailedError("/flush_cache: 400")
+    assert first_of(ExceptionGroup("a", [ExceptionGroup("b", [inner])])) is inner
+    assert first_of(inner) is inner
 
 
 def test_a_restarted_engine_listens_where_it_did() -> None:
