@@ -161,7 +161,7 @@ class Soak:
                 await asyncio.sleep(WATCH_S)
                 for served in self.processes:
                     served.check()
-                raise first_of(error) from error
+                raise first_of(error) from None
             finally:
                 # Or the loop would wait for threads that wait for one of them to answer.
                 end(self.processes)
