@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 
 import aiohttp
 
@@ -103,7 +104,8 @@ class Tally:
     def fail(self, where: str, error: RequestFailedError) -> None:
         self.failed += 1
         if len(self.examples) < EXAMPLES:
-            self.examples.append(f"{where}: {error}")
+            now = datetime.now().strftime("%H:%M:%S")
+            self.examples.append(f"{now}, {where}: {error}")
 
 
 class Client:

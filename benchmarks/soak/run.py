@@ -141,7 +141,9 @@ class Soak:
 
     async def _under_load(self) -> Seen:
         timeout = aiohttp.ClientTimeout(total=None)
-        connector = aiohttp.TCPConnector(limit=0)
+        # Servers close connections that idle for five seconds, and a request sent on one just then
+        # gets no answer, whoever serves: every request has a connection of its own.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             reference = Server(self.stock_url, session)
             checker = Checker(reference, self.weights, models.FIRST)
