@@ -147,7 +147,9 @@ class Soak:
 
     async def _under_load(self) -> Seen:
         timeout = aiohttp.ClientTimeout(total=None)
-        connector = aiohttp.TCPConnector(limit=0)
+        # A connection for every request: a server may close one that was idle just as it is used
+        # again, and that would look like a failed request.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             reference = Server(self.stock_url, session)
             checker = Checker(reference, self.weights, models.FIRST)
