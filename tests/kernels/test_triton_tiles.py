@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvtier_kernels import RaggedKV, get_kernels
-from kvtier_kernels.triton_backend import kernels as backend
+from kvtier_kernels.triton_backend import tiles
 from kvtier_kernels.triton_backend.launching import is_interpreted
 
 SCALE = 0.2
@@ -13,7 +13,7 @@ SCALE = 0.2
 @pytest.mark.skipif(not is_interpreted(), reason="a GPU takes its own tiles")
 @pytest.mark.parametrize("tile", [16, 32])
 def test_the_tiles_of_a_gpu_give_what_the_reference_gives(tile, monkeypatch):
-    monkeypatch.setattr(backend, "INTERPRETED_TILE", tile)
+    monkeypatch.setattr(tiles, "INTERPRETED_TILE", tile)
     torch.manual_seed(tile)
     indptr, q_indptr = [0, 0, 75, 140], [0, 3, 22, 40]
     k, v = torch.randn(2, 200, 2, 32)

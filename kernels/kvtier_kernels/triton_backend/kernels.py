@@ -8,9 +8,6 @@ tokens. On a CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1): f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 import triton
@@ -28,14 +25,12 @@ from kvtier_kernels.triton_backend.launching import (
     dim_contiguous,
     has_wide_products,
     is_ieee,
-    is_interpreted,
     launch,
-    multiprocessors,
     to_device,
 )
-from kvtier_kernels.triton_backend.merge import merge_parts, merge_two
+from kvtier_kernels.triton_backend.merge import merge_two
+from kvtier_kernels.triton_backend.output import Output, merged, state_buffers
 from kvtier_kernels.triton_backend.plans import (
-    LEAST_STRETCH,
     TritonPlan,
     fill_schedule,
     row_blocks,
@@ -44,19 +39,12 @@ from kvtier_kernels.triton_backend.plans import (
 )
 from kvtier_kernels.triton_backend.store import store_entries
 from kvtier_kernels.triton_backend.tables import count_kept, write_kept
+from kvtier_kernels.triton_backend.tiles import decode_entries, extend_tile, num_splits
 
-MAX_SPLITS = 16
 # Columns of a slot table per program.
 TABLE_BLOCK = 1024
-# Entries of a decode program's tile: few, so that it loads one while it computes with another, and
-# five programs still fit a multiprocessor. Without tensor cores a tile lies in registers.
-DECODE_ENTRIES = 32
-DECODE_ENTRIES_IEEE = 16
-# In the interpreter every operation costs the same, however much it does.
-INTERPRETED_TILE = 64
 # Of a thread. Told nothing, ptxas spills to fit two programs where shared memory has room for one.
 ALL_REGISTERS = 255
-MERGE_PARTS = 32
 MERGE_ROWS = 8
 # Tokens of a program that stores new ones.
 STORE_TOKENS = 16
@@ -149,7 +137,7 @@ class TritonKernels(AttentionKernels):
     def decode(
         self, q: torch.Tensor, kv: RaggedKV, plan: TritonPlan, scale: float
     ) -> AttentionState:
-        return self._decode(q, kv, plan, scale, _Output(q))
+        return self._decode(q, kv, plan, scale, Output(q))
 
     def decode_heads(
         self,
@@ -160,7 +148,7 @@ class TritonKernels(AttentionKernels):
         heads: HeadMap,
         out: torch.Tensor,
     ) -> None:
-        self._decode(q, kv, plan, scale, _Output(q, heads, out))
+        self._decode(q, kv, plan, scale, Output(q, heads, out))
 
     def extend(
         self,
@@ -173,7 +161,7 @@ class TritonKernels(AttentionKernels):
         scale: float,
         window: Window | None = None,
     ) -> AttentionState:
-        return self._extend(q, k_new, v_new, q_indptr, kv, plan, scale, _Output(q), window)
+        return self._extend(q, k_new, v_new, q_indptr, kv, plan, scale, Output(q), window)
 
     def extend_heads(
         self,
@@ -188,18 +176,18 @@ class TritonKernels(AttentionKernels):
         out: torch.Tensor,
         window: Window | None = None,
     ) -> None:
-        output = _Output(q, heads, out)
+        output = Output(q, heads, out)
         self._extend(q, k_new, v_new, q_indptr, kv, plan, scale, output, window)
 
     def _decode(
-        self, q: torch.Tensor, kv: RaggedKV, plan: TritonPlan, scale: float, output: _Output
+        self, q: torch.Tensor, kv: RaggedKV, plan: TritonPlan, scale: float, output: Output
     ) -> AttentionState:
         requests, _, group, dim = q.shape
         heads = output.num_heads
         q = dim_contiguous(q)
         k, v = dim_contiguous(kv.k), dim_contiguous(kv.v)
         schedule = schedule_for(self._launch, plan, heads)
-        part_o, part_lse = _state_buffers((schedule.max_units, heads, group, dim), q.device)
+        part_o, part_lse = state_buffers((schedule.max_units, heads, group, dim), q.device)
         mode, votes, strides = _votes(kv, plan)
         ieee = is_ieee(q)
         self._launch(
@@ -227,14 +215,14 @@ class TritonKernels(AttentionKernels):
             DIM=dim,
             BLOCK_G=max(16, triton.next_power_of_2(group)),
             BLOCK_D=max(16, triton.next_power_of_2(dim)),
-            BLOCK_N=_decode_entries(ieee),
+            BLOCK_N=decode_entries(ieee),
             VOTES=mode,
             IEEE=ieee,
             MAPPED=output.mapped,
             num_warps=4,
             num_stages=3,
         )
-        return _merged(self._launch, part_o, part_lse, schedule.units_indptr, output)
+        return merged(self._launch, part_o, part_lse, schedule.units_indptr, output)
 
     def _extend(
         self,
@@ -245,7 +233,7 @@ class TritonKernels(AttentionKernels):
         kv: RaggedKV,
         plan: TritonPlan,
         scale: float,
-        output: _Output,
+        output: Output,
         window: Window | None,
     ) -> AttentionState:
         division = None
@@ -284,7 +272,7 @@ class TritonKernels(AttentionKernels):
         kv: RaggedKV,
         plan: TritonPlan,
         scale: float,
-        output: _Output,
+        output: Output,
         window: Window | None,
     ) -> AttentionState:
         assert plan.bounds is not None, "a plan for graphs is for decoding"
@@ -294,15 +282,15 @@ class TritonKernels(AttentionKernels):
         k, v = dim_contiguous(kv.k), dim_contiguous(kv.v)
         ieee = is_ieee(q)
         mode, votes, strides = _votes(kv, plan)
-        tile = _extend_tile(dim, ieee, laden=ieee or window is not None or mode == 2)
+        tile = extend_tile(dim, ieee, laden=ieee or window is not None or mode == 2)
         block_rows, block_entries = tile.rows, tile.entries
         blocks = row_blocks(plan, q_indptr, group, block_rows)
         num_blocks = blocks.shape[1]
-        splits = _splits(num_blocks * heads, plan.bounds, q.device)
+        splits = num_splits(num_blocks * heads, plan.bounds, q.device)
         if splits == 1:
             o, lse = output.buffers()
         else:
-            o, lse = _state_buffers((tokens * splits, heads, group, dim), q.device)
+            o, lse = state_buffers((tokens * splits, heads, group, dim), q.device)
         rows = table_of(plan, tuple(q_indptr))
         positions, settled, starts = plan.slots, plan.slots, plan.indptr
         sink, recent = 0, 0
@@ -356,7 +344,7 @@ class TritonKernels(AttentionKernels):
         if splits == 1:
             return AttentionState(o, lse)
         parts = torch.arange(0, tokens * splits + 1, splits, dtype=torch.int32, device=q.device)
-        return _merged(self._launch, o, lse, parts, output)
+        return merged(self._launch, o, lse, parts, output)
 
     def merge_states(self, a: AttentionState, b: AttentionState) -> AttentionState:
         dim = a.o.shape[-1]
@@ -380,90 +368,6 @@ class TritonKernels(AttentionKernels):
         return AttentionState(o, lse)
 
 
-@dataclass(frozen=True)
-class _Output:
-    """Where a call's result goes: a state of its own, or some heads of what holds all of them.
-
-    q: the call's queries, `[rows, heads, group, dim]`, of all KV heads where `heads` are some.
-    """
-
-    q: torch.Tensor
-    heads: HeadMap | None = None
-    out: torch.Tensor | None = None
-
-    @property
-    def mapped(self) -> bool:
-        return self.heads is not None
-
-    @property
-    def num_heads(self) -> int:
-        return self.q.shape[1] if self.heads is None else len(self.heads.heads)
-
-    @property
-    def heads_of_q(self) -> Sequence[int]:
-        return range(self.num_heads) if self.heads is None else self.heads.heads
-
-    @property
-    def head_ids(self) -> torch.Tensor:
-        """Any tensor, not read, where nothing is mapped."""
-        return self.q if self.heads is None else self.heads.ids
-
-    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """o, of all KV heads where mapped, and lse of this call's heads."""
-        rows, _, group, dim = self.q.shape
-        shape = (rows, self.num_heads, group, dim)
-        if self.out is None:
-            return _state_buffers(shape, self.q.device, self.q.dtype)
-        assert self.out.is_contiguous(), "heads are placed in what lies in one piece"
-        return self.out, torch.empty(shape[:-1], dtype=torch.float32, device=self.q.device)
-
-
-def _merged(
-    launch: Launch,
-    part_o: torch.Tensor,
-    part_lse: torch.Tensor,
-    parts: torch.Tensor,
-    output: _Output,
-) -> AttentionState:
-    """The state of every row of the output, from the parts that it owns."""
-    o, lse = output.buffers()
-    rows, heads, group, dim = o.shape
-    lanes = output.num_heads * group
-    launch(
-        merge_parts,
-        (rows, lanes),
-        part_o,
-        part_lse,
-        parts,
-        output.head_ids,
-        o,
-        lse,
-        heads * group,
-        GROUP=group,
-        DIM=dim,
-        BLOCK_D=triton.next_power_of_2(dim),
-        BLOCK_P=MERGE_PARTS,
-        MAPPED=output.mapped,
-    )
-    return AttentionState(o, lse)
-
-
-def _state_buffers(
-    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, torch.Tensor]:
-    o = torch.empty(shape, dtype=dtype, device=device)
-    return o, torch.empty(shape[:-1], dtype=torch.float32, device=device)
-
-
-def _splits(programs: int, bounds: Sequence[int], device: torch.device) -> int:
-    """Of the prefix: as many as keep the device busy, where that is long enough to be worth it."""
-    longest = max((end - begin for begin, end in pairwise(bounds)), default=0)
-    wanted = triton.cdiv(2 * multiprocessors(device), max(1, programs))
-    useful = max(1, longest // (4 * LEAST_STRETCH))
-    # A power of two, so that few variants are compiled.
-    return int(min(MAX_SPLITS, triton.next_power_of_2(min(wanted, useful))))
-
-
 def _votes(kv: RaggedKV, plan: TritonPlan) -> tuple[int, torch.Tensor, tuple[int, int, int]]:
     """How votes come, themselves (or any tensor, not read), and their strides."""
     votes = kv.log_votes
@@ -472,38 +376,6 @@ def _votes(kv: RaggedKV, plan: TritonPlan) -> tuple[int, torch.Tensor, tuple[int
     if votes.ndim == 1:
         return 1, votes, (votes.stride(0), 0, 0)
     return 2, votes, (votes.stride(0), votes.stride(1), votes.stride(2))
-
-
-def _decode_entries(ieee: bool) -> int:
-    if is_interpreted():
-        return INTERPRETED_TILE
-    return DECODE_ENTRIES_IEEE if ieee else DECODE_ENTRIES
-
-
-class _Tile(NamedTuple):
-    """rows: tokens times group. stages: tiles of entries in flight, the one in use included."""
-
-    rows: int
-    entries: int
-    warps: int
-    stages: int
-
-
-def _extend_tile(dim: int, ieee: bool, *, laden: bool) -> _Tile:
-    """The fastest on an H100 of those that keep to the registers, elsewhere what does (`ahead`).
-
-    laden: float32, with a window, or votes per query head.
-    """
-    if is_interpreted():
-        return _Tile(INTERPRETED_TILE, INTERPRETED_TILE, 4, 2)
-    if dim > 128:
-        return _Tile(32, 32, 8, 3)
-    if not has_wide_products():
-        return _Tile(32, 32, 8, 2) if ieee else _Tile(64, 64, 8, 2)
-    if ieee:
-        # By Triton 3.6 and by 3.8.
-        return _Tile(32, 32, 4, 1)
-    return _Tile(128, 32, 8, 4) if laden else _Tile(64, 64, 4, 3)
 
 
 __all__ = ["TritonKernels"]

@@ -1,0 +1,69 @@
+"""How large the tiles of attention are, and in how many splits a prefix is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import triton
+
+from kvtier_kernels.triton_backend.launching import (
+    has_wide_products,
+    is_interpreted,
+    multiprocessors,
+)
+from kvtier_kernels.triton_backend.plans import LEAST_STRETCH
+
+MAX_SPLITS = 16
+# Entries of a decode program's tile: few, so that it loads one while it computes with another, and
+# five programs still fit a multiprocessor. Without tensor cores a tile lies in registers.
+DECODE_ENTRIES = 32
+DECODE_ENTRIES_IEEE = 16
+# In the interpreter every operation costs the same, however much it does.
+INTERPRETED_TILE = 64
+
+
+def num_splits(programs: int, bounds: Sequence[int], device: torch.device) -> int:
+    """Of the prefix: as many as keep the device busy, where that is long enough to be worth it."""
+    longest = max((end - begin for begin, end in pairwise(bounds)), default=0)
+    wanted = triton.cdiv(2 * multiprocessors(device), max(1, programs))
+    useful = max(1, longest // (4 * LEAST_STRETCH))
+    # Rounded up to a power of two, as it was measured on an H100.
+    return int(min(MAX_SPLITS, triton.next_power_of_2(min(wanted, useful))))
+
+
+def decode_entries(ieee: bool) -> int:
+    if is_interpreted():
+        return INTERPRETED_TILE
+    return DECODE_ENTRIES_IEEE if ieee else DECODE_ENTRIES
+
+
+class Tile(NamedTuple):
+    """rows: tokens times group. stages: tiles of entries in flight, the one in use included."""
+
+    rows: int
+    entries: int
+    warps: int
+    stages: int
+
+
+def extend_tile(dim: int, ieee: bool, *, laden: bool) -> Tile:
+    """The fastest on an H100 of those that keep to the registers, elsewhere what does (`ahead`).
+
+    laden: float32, with a window, or votes per query head.
+    """
+    if is_interpreted():
+        return Tile(INTERPRETED_TILE, INTERPRETED_TILE, 4, 2)
+    if dim > 128:
+        return Tile(32, 32, 8, 3)
+    if not has_wide_products():
+        return Tile(32, 32, 8, 2) if ieee else Tile(64, 64, 8, 2)
+    if ieee:
+        # By Triton 3.6 and by 3.8.
+        return Tile(32, 32, 4, 1)
+    return Tile(128, 32, 8, 4) if laden else Tile(64, 64, 4, 3)
+
+
+__all__ = ["Tile", "decode_entries", "extend_tile", "num_splits"]
