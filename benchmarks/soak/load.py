@@ -4,7 +4,7 @@ them next.
     short    never longer than what locality heads keep: nothing of it is ever dropped
     long     up to several chunks; compressed by an engine that compresses, when a turn ends
 
-Contexts come from a small library, so that sessions of one scope share them, on both engines.
+There are few contexts, so that sessions of one scope share them, on both engines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHORT, LONG = (60, 200), (500, 1600)
 # What a turn after the first may bring along, and how often: enough for spans in the tier that were
 # computed over a compressed context.
 MORE, MORE_OFTEN = (150, 500), 0.3
-LIBRARY = 24
+TEXTS = 24
 OPEN_SESSIONS = 4
 # What a client does next, and how often.
 ACTIONS: Mapping[str, float] = {
@@ -123,8 +123,8 @@ class Load:
 
     def __init__(self, seed: int, adapter_id: str) -> None:
         self.seed, self.adapter_id = seed, adapter_id
-        self.library = [make_text(seed, i, short=i % 3 == 0) for i in range(LIBRARY)]
-        self._made = LIBRARY
+        self.texts = [make_text(seed, i, short=i % 3 == 0) for i in range(TEXTS)]
+        self._made = TEXTS
 
     def scopes(self, name: str) -> list[dict[str, str]]:
         """All kinds; `name` makes those that are nobody else's."""
@@ -140,7 +140,7 @@ class Load:
 
     def session(self, rng: random.Random, name: str) -> Session:
         """A new one; half of them are in a scope of their own."""
-        text = rng.choice(self.library)
+        text = rng.choice(self.texts)
         if rng.random() < 0.5:
             return Session(text, {"cache_salt": name}, set(), home=rng.randrange(2))
         shared = [scope for scope in self.scopes(name) if name not in scope.values()]
@@ -152,7 +152,7 @@ class Load:
         return make_text(self.seed, self._made, short=False)
 
     def short_text(self, rng: random.Random) -> Text:
-        return rng.choice([text for text in self.library if text.short])
+        return rng.choice([text for text in self.texts if text.short])
 
 
 def choose(rng: random.Random, weights: Mapping[str, float] = ACTIONS) -> str:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.common.command import ROOT
+from benchmarks.tier.faults.processes import free_address
 from kvtier.bench.runner import stop_group
 from kvtier.calibration.embedded import executable
 from kvtier.config import ENV_PREFIX
@@ -138,13 +139,6 @@ def _resident_pages(group: int) -> Iterator[int]:
                 yield int((folder / "statm").read_text().split()[1])
 
 
-def free_port() -> int:
-    """A loopback port where nobody listened a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def answers_http(url: str) -> Callable[[], bool]:
     """Whether a server says that it is healthy."""
 
@@ -193,11 +187,11 @@ def server_process(
     name: str, module: Sequence[str], flags: Sequence[str], folder: Path
 ) -> tuple[Served, str]:
     """An SGLang server, of stock SGLang or kvtier's, and its URL. module: after `python -m`."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
+    host, port = free_address().split(":")
+    url = f"http://{host}:{port}"
     paths = [str(UNPINNED), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    command = [sys.executable, "-m", *module, *flags, "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-m", *module, *flags, "--host", host, "--port", port]
     return Served(name, command, folder, answers_http(url), environment), url
 
 

@@ -28,7 +28,7 @@ COUNTERS = (
 
 def growth(samples: Sequence[Sample]) -> float | None:
     """Of one process's memory: the median of the last quarter of its life over that of the second
-    half's first quarter, less 1; None for too few samples."""
+    quarter, less 1; None for too few samples."""
     values = [sample.resident_bytes for sample in samples]
     quarter = len(values) // 4
     if quarter < 3:

@@ -192,10 +192,12 @@ class AttentionKernels(ABC):
         """
 
     def extend_shapes(self, q: torch.Tensor, chunk: int, context: int) -> Iterator[tuple[int, int]]:
-        """New tokens and prefix entries of one request whose first `extend` takes longer than
-        others, because something is compiled or prepared then: for calling it before serving.
+        """Shapes (new tokens, prefix entries) of one request whose first `extend` takes longer than
+        later ones, because something is compiled or prepared then. An engine calls `extend` with
+        each of them before it serves.
 
-        q: any as there will be; chunk: the most new tokens, context: the most entries.
+        q: queries of the shape, dtype and device that will come. chunk: the most new tokens of a
+        call. context: the most entries of a request.
         """
         yield 1, 1
 

@@ -18,7 +18,7 @@ forked. Reading order:
     restore.py     a tree that takes exact KV back
     tiered.py      the tree with a tier behind it: asking, restoring, spilling; with it
                    load_flows.py (requests that wait for the tier)
-    accuracy/refresh.py     CA entries chosen again, with the turn's own questions; with it
+    refresh.py     CA entries chosen again, with the turn's own questions; with it
                    refresh_flows.py (waiting for the tier), refresh_sources.py (who chooses) and
                    refresh_again.py (while a turn is generated)
     build.py       the tree that the settings ask for

@@ -297,20 +297,20 @@ def test_short_texts_stay_within_what_locality_heads_keep() -> None:
 
 
 def test_some_turns_of_long_texts_bring_spans_along_and_those_of_short_ones_do_not() -> None:
-    library = Load(3, "").library
+    texts = Load(3, "").texts
     added = [
         [len(turn) - len(question) for turn, question in zip(one.turns, one.questions, strict=True)]
-        for one in library
+        for one in texts
     ]
     assert all(more[0] == 0 for more in added)
-    assert not any(any(more) for more, one in zip(added, library, strict=True) if one.short)
+    assert not any(any(more) for more, one in zip(added, texts, strict=True) if one.short)
     long = [more for one in added for more in one if more]
     assert len(long) > 5
     assert min(long) > SPAN_TOKENS
 
 
 def test_no_exact_fork_shares_what_the_turn_or_a_fork_before_it_kept_compressed() -> None:
-    text = next(text for text in Load(3, "").library if len(text.context) > 1300)
+    text = next(text for text in Load(3, "").texts if len(text.context) > 1300)
     forks = exact_forks(text, RULE)
     assert len(forks) >= 3
     before = [len(text.context) + len(text.questions[0])]

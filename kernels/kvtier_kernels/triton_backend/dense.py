@@ -1,9 +1,11 @@
 """Long prefills by a library, from copies of their prefix that lie in one piece.
 
-A kernel that gathers tiles of entries by slot reaches less than half of what cuDNN does on a Hopper
-GPU, and where thousands of new tokens read an entry, copying it first costs next to nothing
-(`benchmarks/README.md`). Only for what a library knows: every entry is seen, and none has votes.
-What is left of a prefix is `extend_blocks`', and the new tokens with it; the states merge.
+On a Hopper GPU `extend_blocks`, which gathers tiles of entries by slot, reaches less than half of
+cuDNN's speed (`benchmarks/README.md`). Where thousands of new tokens read an entry, copying it into
+one piece first costs little. A library can do it where every new token sees every entry and no
+entry has votes. Whole blocks of the prefix go to the library. What is left of the prefix goes to
+`extend_blocks`, which then computes the new tokens, too, and the attention states are merged. Where
+nothing is left, the library computes the new tokens as well.
 """
 
 from __future__ import annotations
@@ -40,8 +42,11 @@ class Part(NamedTuple):
 
 
 class Division(NamedTuple):
-    """rest: the plan less the parts' entries, for which new tokens are left, too; None where the
-    parts are all."""
+    """What the library computes of a call, and what is left to the other kernel.
+
+    rest: the plan without the entries of the parts. None where that leaves no entry and every
+          request is a part, so that the library computes the new tokens, too.
+    """
 
     parts: tuple[Part, ...]
     rest: TritonPlan | None
@@ -49,9 +54,9 @@ class Division(NamedTuple):
 
 @dataclass(frozen=True)
 class DensePrefixes:
-    """Which parts of a plan a library computes, and their states.
+    """Chooses the parts of a plan that a library computes, and merges their states.
 
-    attend: computes them.
+    attend: the library.
     blocks: entries of a block, descending. cuDNN prepares each new shape for 50 ms, so there are
             few: a prefix is cut in the largest blocks that it fills.
     rows:   new tokens are filled up to a multiple of this, for the same reason; a request that has
@@ -70,7 +75,8 @@ class DensePrefixes:
                     yield rows, entries
 
     def divide(self, plan: TritonPlan, q_indptr: Sequence[int]) -> Division | None:
-        """The same for all layers of a step; None where nothing is long enough."""
+        """How a call is divided: computed once for all layers of a step. None where no request is
+        long enough."""
         key = tuple(q_indptr)
         if key not in plan.divisions:
             plan.divisions[key] = self._divide(plan, key)
@@ -110,7 +116,10 @@ class DensePrefixes:
         heads: Sequence[int],
         state: AttentionState,
     ) -> None:
-        """Into the state: the parts' new tokens over themselves; see `add`."""
+        """Set the state of the parts' rows to that of their new tokens over themselves.
+
+        q, k_new, v_new, state.o: all KV heads, of which `heads` are those of state.lse, in order.
+        """
         for rows, _ in parts:
             count = rows.stop - rows.start
             for index, head in enumerate(heads):
@@ -166,7 +175,8 @@ def cudnn_attention(
 
 
 def has_cudnn_attention(q: torch.Tensor) -> bool:
-    """Whether cuDNN computes this call, `[tokens, heads, group, dim]`, and is the faster there."""
+    """Whether cuDNN computes attention of such queries, `[tokens, heads, group, dim]`, on this GPU,
+    and the GPU is of a kind where it is the faster."""
     if q.device.type != "cuda" or is_interpreted() or not has_wide_products():
         return False
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -182,4 +192,13 @@ def _as_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.
     return q.transpose(0, 1)[None], k[None, None], v[None, None]
 
 
-__all__ = ["DenseAttention", "DensePrefixes", "Division", "cudnn_attention", "has_cudnn_attention"]
+CUDNN = DensePrefixes(cudnn_attention)
+
+__all__ = [
+    "CUDNN",
+    "DenseAttention",
+    "DensePrefixes",
+    "Division",
+    "cudnn_attention",
+    "has_cudnn_attention",
+]

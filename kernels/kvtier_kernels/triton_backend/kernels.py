@@ -14,11 +14,7 @@ import triton
 
 from kvtier_kernels.base import AttentionKernels, AttentionState, HeadMap, RaggedKV, Window
 from kvtier_kernels.triton_backend.decode import decode_units
-from kvtier_kernels.triton_backend.dense import (
-    DensePrefixes,
-    cudnn_attention,
-    has_cudnn_attention,
-)
+from kvtier_kernels.triton_backend.dense import CUDNN, DensePrefixes, has_cudnn_attention
 from kvtier_kernels.triton_backend.extend import extend_blocks
 from kvtier_kernels.triton_backend.launching import (
     Launch,
@@ -57,7 +53,7 @@ class TritonKernels(AttentionKernels):
     plans_on_device = True
 
     def __init__(self, launch: Launch = launch, dense: DensePrefixes | None = None) -> None:
-        """dense: who computes long prefixes, whatever the device; None is cuDNN where it can."""
+        """dense: computes long prefixes on any device. None: cuDNN does, where it can."""
         self._launch = launch
         self._dense = dense
 
@@ -163,6 +159,12 @@ class TritonKernels(AttentionKernels):
     ) -> AttentionState:
         return self._extend(q, k_new, v_new, q_indptr, kv, plan, scale, Output(q), window)
 
+    def extend_shapes(self, q: torch.Tensor, chunk: int, context: int) -> Iterator[tuple[int, int]]:
+        yield 1, 1
+        dense = self._dense_for(q)
+        if dense is not None:
+            yield from dense.shapes(chunk, context)
+
     def extend_heads(
         self,
         q: torch.Tensor,
@@ -236,10 +238,10 @@ class TritonKernels(AttentionKernels):
         output: Output,
         window: Window | None,
     ) -> AttentionState:
-        division = None
-        dense = self._dense_for(q)
-        if dense is not None and window is None and not plan.voted:
-            division = dense.divide(plan, q_indptr)
+        # A library knows neither windows nor votes.
+        plain = window is None and not plan.voted
+        dense = self._dense_for(q) if plain else None
+        division = None if dense is None else dense.divide(plan, q_indptr)
         if dense is None or division is None:
             return self._extend_by_slots(q, k_new, v_new, q_indptr, kv, plan, scale, output, window)
         parts, rest = division
@@ -252,15 +254,9 @@ class TritonKernels(AttentionKernels):
         dense.add(parts, q, kv, scale, heads, state)
         return state
 
-    def extend_shapes(self, q: torch.Tensor, chunk: int, context: int) -> Iterator[tuple[int, int]]:
-        yield 1, 1
-        dense = self._dense_for(q)
-        if dense is not None:
-            yield from dense.shapes(chunk, context)
-
     def _dense_for(self, q: torch.Tensor) -> DensePrefixes | None:
         if self._dense is None and has_cudnn_attention(q):
-            return DensePrefixes(cudnn_attention)
+            return CUDNN
         return self._dense
 
     def _extend_by_slots(
