@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sized
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sized
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
@@ -129,10 +129,11 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
         except KvtierError as error:
             code = code_of(error)
             self.metrics.failed(method, code.name)
-            if isinstance(error, StalledError) and error.writing is not None:
-                # Behind it is where the status goes. By now the call holds nothing but this.
-                await error.writing
-            await context.abort(code, str(error))
+            with _cancelled_with_its_client():
+                if isinstance(error, StalledError) and error.writing is not None:
+                    # Behind it is where the status goes. By now the call holds nothing but this.
+                    await error.writing
+                await context.abort(code, str(error))
         except grpc.aio.AbortError:
             # Of a request that is no message; answered and counted (decoding.py).
             raise
@@ -424,7 +425,8 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
         async def write(message: Any) -> None:
             writing = asyncio.ensure_future(context.write(message))
             try:
-                await progress.wait(asyncio.shield(writing))
+                with _cancelled_with_its_client():
+                    await progress.wait(asyncio.shield(writing))
             except StalledError as error:
                 error.writing = writing
                 raise
@@ -452,6 +454,16 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
         finally:
             handle.close()
         self.metrics.moved("get", name.namespace, handle.info.num_bytes, shared=False)
+
+
+@contextmanager
+def _cancelled_with_its_client() -> Iterator[None]:
+    """gRPC cancels the call of a client that is gone, but a message on its way may fail before
+    that; to the call this is the same, and no error of the service."""
+    try:
+        yield
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError("its client is gone") from error
 
 
 def check_count(field: str, values: Sized, most: int = MAX_HELD_KEYS) -> None:
