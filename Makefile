@@ -18,7 +18,7 @@ endif
 
 # Tests side by side, one thread each; a file's tests stay together, because they share engines.
 PROCESSES ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=5
 
 .DEFAULT_GOAL := help
 .PHONY: help setup bench test test-fast docs proto lint types check constraints demo-model ahead gpu-pack gpu-check clean
