@@ -3,10 +3,10 @@
 Pure and the same wherever it runs (kvtier.tier.exact_kv): in the engine over KV that came back
 (`fetch`), or in the tier over KV that never left it (`near-data`).
 
-    exact KV      [ span ][ span ][ span ][ span ]        every token, every KV head
-    holes             |~~~~~~~~|    |~~~~~|               tokens of which `kept` shall stay
-    entries            e  e   e      e  e    (+ 1)        per hole and CA head; with merging one
-                                                          more, for what is like none of them
+    exact KV       [ span ][ span ][ span ][ span ]        every token, every KV head
+    pruned ranges      |~~~~~~~~|    |~~~~~|               tokens of which `kept` shall stay
+    entries             e  e   e      e  e    (+ 1)        per range and CA head; with merging one
+                                                           more, for what is like none of them
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvtier.retention.keepkv import KeepKV, QueryWindow
 
 
 @dataclass(frozen=True)
-class Hole:
+class PrunedRange:
     """Tokens [begin, end) of a context of which CA heads keep `kept` entries."""
 
     begin: int
@@ -31,13 +31,13 @@ class Hole:
     def __post_init__(self) -> None:
         """Raises UsageError for one that keeps nothing or all."""
         if not 0 <= self.begin < self.end:
-            raise UsageError("hole", "0 <= begin < end", (self.begin, self.end))
+            raise UsageError("range", "0 <= begin < end", (self.begin, self.end))
         if not 0 < self.kept <= self.end - self.begin:
             raise UsageError("kept", f"1 … {self.end - self.begin}", self.kept)
 
 
 class Chosen(NamedTuple):
-    """What the CA heads of a layer keep of one hole.
+    """What the CA heads of a layer keep of one pruned range.
 
     k, v:      `[heads, n, dim]` in the dtype of the exact KV; n is `kept`, and one more where
                entries are merged
@@ -59,9 +59,9 @@ class RefreshRule:
     policy: KeepKV
     merges: bool
 
-    def entries(self, hole: Hole) -> int:
-        """How many entries of a hole there will be."""
-        return hole.kept + self.merges
+    def entries(self, pruned: PrunedRange) -> int:
+        """How many entries of a pruned range there will be."""
+        return pruned.kept + self.merges
 
     def choose(self, k: torch.Tensor, v: torch.Tensor, count: int, window: QueryWindow) -> Chosen:
         """Keep `count` of k, v `[heads, tokens, dim]`; the others are in the compensation entry,
@@ -82,4 +82,4 @@ class RefreshRule:
         )
 
 
-__all__ = ["Chosen", "Hole", "RefreshRule"]
+__all__ = ["Chosen", "PrunedRange", "RefreshRule"]

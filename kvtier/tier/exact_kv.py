@@ -10,7 +10,7 @@ import torch
 
 from kvtier.errors import UsageError
 from kvtier.retention.keepkv import QueryWindow
-from kvtier.retention.refreshing import Chosen, Hole, RefreshRule
+from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
 from kvtier.tier.blob import SpanLayout
 
 
@@ -24,41 +24,41 @@ class ExactSpan(NamedTuple):
 
 
 def exact_kv(
-    spans: Sequence[ExactSpan], layer: int, heads: Sequence[int], hole: Hole
+    spans: Sequence[ExactSpan], layer: int, heads: Sequence[int], pruned: PrunedRange
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a hole's tokens, of some heads of a layer: `[heads, tokens, dim]`.
+    """Keys and values of a pruned range's tokens, of some heads of a layer: `[heads, tokens, dim]`.
 
-    Raises UsageError where the spans have a gap in the hole.
+    Raises UsageError where the spans have a gap in the pruned range.
     """
-    parts, stop = [], hole.begin
+    parts, stop = [], pruned.begin
     for span in spans:
-        first, last = max(span.begin, hole.begin), min(span.stop, hole.end)
+        first, last = max(span.begin, pruned.begin), min(span.stop, pruned.end)
         if first < last and first == stop:
             kv = span_layer(span.payload, span.layout, layer)
             parts.append(kv[:, first - span.begin : last - span.begin, list(heads)])
             stop = last
-    if stop != hole.end:
-        raise UsageError("spans", f"tokens {hole.begin} … {hole.end} without a gap", stop)
+    if stop != pruned.end:
+        raise UsageError("spans", f"tokens {pruned.begin} … {pruned.end} without a gap", stop)
     both = torch.cat(parts, dim=1).permute(0, 2, 1, 3)
     return both[0], both[1]
 
 
-def choose_holes(
+def choose_ranges(
     rule: RefreshRule,
     spans: Sequence[ExactSpan],
     layer: int,
     heads: Sequence[int],
-    holes: Sequence[Hole],
+    ranges: Sequence[PrunedRange],
     window: QueryWindow,
 ) -> list[Chosen]:
-    """What some heads of a layer keep of each hole, chosen where the queries are.
+    """What some heads of a layer keep of each pruned range, chosen where the queries are.
 
     window: the heads' newest queries. Raises UsageError like `exact_kv` and the rule.
     """
     chosen = []
-    for hole in holes:
-        k, v = (side.to(window.q.device) for side in exact_kv(spans, layer, heads, hole))
-        chosen.append(rule.choose(k, v, hole.kept, window))
+    for pruned in ranges:
+        k, v = (side.to(window.q.device) for side in exact_kv(spans, layer, heads, pruned))
+        chosen.append(rule.choose(k, v, pruned.kept, window))
     return chosen
 
 
@@ -79,4 +79,4 @@ def span_layer(payload: np.ndarray, layout: SpanLayout, layer: int) -> torch.Ten
     return torch.from_numpy(part).view(dtype).view(layout.shape[1:])
 
 
-__all__ = ["ExactSpan", "choose_holes", "exact_kv", "span_layer"]
+__all__ = ["ExactSpan", "choose_ranges", "exact_kv", "span_layer"]

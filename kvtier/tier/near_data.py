@@ -89,7 +89,7 @@ class NearData:
         dtype: str,
         deadline: Deadline,
     ) -> list[Chosen]:
-        """What the KV heads `heads` of a layer keep of each hole.
+        """What the KV heads `heads` of a layer keep of each pruned range.
 
         window: their newest queries, see QueryWindow; dtype: of the exact KV, without `torch.`
         """
@@ -97,7 +97,7 @@ class NearData:
         q = window.q[-rule.policy.window_queries :]
         entries = Entries(
             dtype=dtype,
-            num_entries=tuple(rule.entries(hole) for hole in self.context.holes),
+            num_entries=tuple(rule.entries(pruned) for pruned in self.context.ranges),
             num_heads=len(heads),
             group=q.shape[2],
             head_dim=q.shape[3],

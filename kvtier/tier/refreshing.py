@@ -16,7 +16,7 @@ import torch
 
 from kvtier.errors import TierProtocolError, UsageError
 from kvtier.retention.keepkv import KeepKV, QueryWindow
-from kvtier.retention.refreshing import Chosen, Hole, RefreshRule
+from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
 from kvtier.tier.blob import DTYPE_BYTES
 from kvtier.tier.names import SpanName
 from kvtier.v1 import tier_pb2 as pb
@@ -31,14 +31,14 @@ class Context(NamedTuple):
     """What one call is about: where the exact KV is, and what is chosen from it, how."""
 
     spans: Sequence[SpanName]
-    holes: Sequence[Hole]
+    ranges: Sequence[PrunedRange]
     rule: RefreshRule
 
     def encode(self) -> pb.RefreshContext:
         policy = self.rule.policy
         return pb.RefreshContext(
             spans=[pb.ContextSpan(key=s.key, begin=s.begin, stop=s.stop) for s in self.spans],
-            holes=[pb.ContextHole(begin=h.begin, end=h.end, kept=h.kept) for h in self.holes],
+            ranges=[pb.PrunedRange(begin=h.begin, end=h.end, kept=h.kept) for h in self.ranges],
             rule=pb.RefreshRule(
                 form=policy.form,
                 floor=policy.floor,
@@ -68,12 +68,12 @@ def decode_context(message: pb.RefreshContext) -> Context:
     )
     if policy.pool_width > MAX_POOL_WIDTH:
         raise UsageError("pool_width", f"at most {MAX_POOL_WIDTH}", policy.pool_width)
-    holes = [Hole(one.begin, one.end, one.kept) for one in message.holes]
-    for one, next_one in pairwise(holes):
+    ranges = [PrunedRange(one.begin, one.end, one.kept) for one in message.ranges]
+    for one, next_one in pairwise(ranges):
         # Or a small message could ask for the work of many contexts.
         if next_one.begin < one.end:
-            raise UsageError("holes", "in order and disjoint", (one.end, next_one.begin))
-    return Context(spans, holes, RefreshRule(policy, rule.merges))
+            raise UsageError("ranges", "in order and disjoint", (one.end, next_one.begin))
+    return Context(spans, ranges, RefreshRule(policy, rule.merges))
 
 
 def encode_queries(
@@ -108,7 +108,7 @@ def decode_queries(message: pb.RefreshQueries, head_dim: int) -> QueryWindow:
 class Entries:
     """What is chosen of a layer, as bytes; see EntriesLayout.
 
-    dtype: torch's name without `torch.`; num_entries: of each hole, as the rule says.
+    dtype: torch's name without `torch.`; num_entries: of each pruned range, as the rule says.
     """
 
     dtype: str
@@ -142,7 +142,7 @@ class Entries:
         return pb.Layout(entries=entries).SerializeToString(deterministic=True)
 
     def encode(self, chosen: Sequence[Chosen]) -> np.ndarray:
-        """The payload, uint8 `[num_bytes]`. chosen: of each hole, of this layout."""
+        """The payload, uint8 `[num_bytes]`. chosen: of each pruned range, of this layout."""
         parts = []
         for one in chosen:
             votes = [] if one.log_votes is None else [one.log_votes]

@@ -29,7 +29,7 @@ MAX_POSITION = (1 << 31) - 1
 class NodeRecord(BaseModel):
     """One node of the radix tree, from where the one before it ends.
 
-    stop, prompt_stop: positions in the context; see kvtier_sglang.variants.KvNode.
+    stop, prompt_stop: positions in the context; see kvtier_sglang.radix.node.KvNode.
     compressed:        its turn had ended.
     dropped:           offsets [begin, end) of the span that locality heads dropped.
     kept:              entries of that span that CA heads kept; all of them unless compacted.

@@ -128,7 +128,7 @@ Global___RecordLayout: _TypeAlias = RecordLayout  # noqa: Y015
 
 @_typing.final
 class EntriesLayout(_message.Message):
-    """What the CA heads of one layer keep of some holes. For each hole, with its number of entries n:
+    """What the CA heads of one layer keep of some pruned ranges. For each, with its number of entries n:
       log-votes [num_heads, group, n] float32, where `voted`; then of `dtype`
       k, v      [2 (k, v), num_heads, n, head_dim]
     """
@@ -670,24 +670,24 @@ class RefreshContext(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SPANS_FIELD_NUMBER: _builtins.int
-    HOLES_FIELD_NUMBER: _builtins.int
+    RANGES_FIELD_NUMBER: _builtins.int
     RULE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContextSpan]: ...
     @_builtins.property
-    def holes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContextHole]: ...
+    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrunedRange]: ...
     @_builtins.property
     def rule(self) -> Global___RefreshRule: ...
     def __init__(
         self,
         *,
         spans: _abc.Iterable[Global___ContextSpan] | None = ...,
-        holes: _abc.Iterable[Global___ContextHole] | None = ...,
+        ranges: _abc.Iterable[Global___PrunedRange] | None = ...,
         rule: Global___RefreshRule | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rule", b"rule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holes", b"holes", "rule", b"rule", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranges", b"ranges", "rule", b"rule", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -721,7 +721,7 @@ class ContextSpan(_message.Message):
 Global___ContextSpan: _TypeAlias = ContextSpan  # noqa: Y015
 
 @_typing.final
-class ContextHole(_message.Message):
+class PrunedRange(_message.Message):
     """Tokens [begin, end) of which `kept` entries shall stay."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -745,7 +745,7 @@ class ContextHole(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ContextHole: _TypeAlias = ContextHole  # noqa: Y015
+Global___PrunedRange: _TypeAlias = PrunedRange  # noqa: Y015
 
 @_typing.final
 class RefreshRule(_message.Message):

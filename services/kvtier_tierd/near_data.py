@@ -211,7 +211,7 @@ def _choose(
     namespace: str, context: Context, spans: list[ExactSpan], queries: pb.RefreshQueries
 ) -> tuple[pb.BlobHeader, np.ndarray]:
     """One layer's entries, and the header they are sent under."""
-    from kvtier.tier.exact_kv import choose_holes
+    from kvtier.tier.exact_kv import choose_ranges
     from kvtier.tier.refreshing import Entries, decode_queries
 
     layout = spans[0].layout
@@ -220,10 +220,12 @@ def _choose(
     if max(queries.heads, default=0) >= layout.num_kv_heads:
         raise UsageError("heads", f"below {layout.num_kv_heads}", list(queries.heads))
     window = decode_queries(queries, layout.head_dim)
-    chosen = choose_holes(context.rule, spans, queries.layer, queries.heads, context.holes, window)
+    chosen = choose_ranges(
+        context.rule, spans, queries.layer, queries.heads, context.ranges, window
+    )
     entries = Entries(
         dtype=layout.dtype,
-        num_entries=tuple(context.rule.entries(hole) for hole in context.holes),
+        num_entries=tuple(context.rule.entries(pruned) for pruned in context.ranges),
         num_heads=len(queries.heads),
         group=queries.group,
         head_dim=layout.head_dim,

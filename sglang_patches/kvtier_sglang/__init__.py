@@ -1,26 +1,21 @@
-"""The SGLang plugin: platform, head-split pools, radix tree, attention backend.
+"""The SGLang plugin: a radix cache, an attention backend and a pool, and what they are made of.
 
-SGLang 0.5.23 is extended through its own seams (entry points, registries, hooks), never
-forked. Reading order:
+SGLang 0.5.23 is extended through its own seams (entry points, registries, hooks), never forked. A
+request's tokens meet the folders in this order:
 
-    plugin.py      what is registered and hooked, and the start-up check that it took
-    requests.py    requests that are refused with a 400
-    pool.py        the head-split KV pool: two slot spaces, one per head class
-    allocator.py   which slots are free, and the map from CA slot to locality slot
-    variants.py    a radix tree with nodes that cannot be cut, and variants of them
-    radix.py       ... whose nodes are compressed when their turn ends
-    budget.py      admission that counts both pools
-    attention.py   the attention backend over kvtier_kernels
-    graphs.py      what CUDA graphs record of it
-    spans.py       between the pool's slots and a tier's payloads
-    streams.py     copies and background work beside the engine's own streams
-    spill.py       exact KV on its way to the tier
-    restore.py     a tree that takes exact KV back
-    tiered.py      the tree with a tier behind it: asking, restoring, spilling; with it
-                   load_flows.py (requests that wait for the tier)
-    refresh.py     CA entries chosen again, with the turn's own questions; with it
-                   refresh_flows.py (waiting for the tier), refresh_sources.py (who chooses) and
-                   refresh_again.py (while a turn is generated)
-    build.py       the tree that the settings ask for
-    platform.py    stock SGLang on any CPU
+    plugin.py       what is registered and hooked, and the start-up check that it took
+    runtime.py      the one owner: makes every part below from the settings, and joins them
+    radix/          the cache that SGLang sees (cache.py), over a tree of atomic nodes and variants
+    compression/    what a finished turn keeps: locality heads, and the share of CA heads
+    attention/      the attention backend over kvtier_kernels: plans, CUDA graphs, warm-up
+    pool/           the head-split KV pool, who owns which slot, how many there are
+
+The cache calls these two, and they call nothing above themselves:
+
+    tier/           exact KV on its way to the tier and back, and what it is called there
+    refresh/        CA entries chosen again, with the turn's own questions
+
+Beside them: compat.py and requests.py (what is refused), hooks.py and occupancy.py (what only
+observes), streams.py (work beside the engine's own streams), serve.py (the command), platform.py
+(stock SGLang on any CPU). docs/architecture.md follows one turn through all of this.
 """

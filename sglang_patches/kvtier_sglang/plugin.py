@@ -1,31 +1,29 @@
 """What kvtier registers and hooks in every SGLang process, and the proof that it took.
 
-SGLang only logs a plugin that fails. So every hook is named in `HOOKS`, `verify` compares that
+SGLang only logs a plugin that fails. So every hook is named in `hooks_of`, `verify` compares that
 list with what SGLang really applied, and the objects built late (attention backend, radix
 cache) refuse to start on foundations that are not ours.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from kvtier.config import Settings, load_settings
 from kvtier.errors import StartupError
-from kvtier_sglang import guards, hooks, requests, surprise
-from kvtier_sglang.guards import NAME
-
-logger = logging.getLogger(__name__)
+from kvtier_sglang import hooks, requests
+from kvtier_sglang.compat import NAME
+from kvtier_sglang.occupancy import Occupancy
+from kvtier_sglang.runtime import Runtime
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 # What of it can change weights: updates, what restores or packs them, memory that comes back
 # without them, and a check that overwrites them.
@@ -41,40 +39,31 @@ WEIGHT_CHANGES = (
     "check_weights",
 )
 
-_WEIGHT_HOOK: tuple[Callable[..., Any], HookType] = (hooks.weights_change, HookType.BEFORE)
 
-HOOKS: dict[str, tuple[Callable[..., Any], HookType]] = {
-    "sglang.srt.server_args.ServerArgs.resolve_once": (hooks.check_flags, HookType.BEFORE),
-    f"{_CONFIGURATOR}.config_from_budget": (hooks.size_pools, HookType.AROUND),
-    f"{_CONFIGURATOR}._build_mha_kv_pool": (hooks.build_pool, HookType.AROUND),
-    f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator": (
-        hooks.build_allocator,
-        HookType.AROUND,
-    ),
-    "sglang.srt.layers.logits_processor.LogitsProcessor.forward": (
-        surprise.observe_surprise,
-        HookType.AROUND,
-    ),
-    "sglang.srt.models.utils.enable_fused_set_kv_buffer": (
-        hooks.refuse_fused_write,
-        HookType.AROUND,
-    ),
-    "sglang.srt.mem_cache.allocation.alloc_token_slots": (hooks.observe_peak, HookType.AFTER),
-    "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache": (
-        hooks.ask_tier,
-        HookType.BEFORE,
-    ),
-    f"{_STREAMER}.get_cached_tokens_details": (hooks.report_recomputed, HookType.AFTER),
-    f"{_STATE}._add_memory_usage": (hooks.report_state, HookType.AFTER),
-    "sglang.srt.managers.schedule_batch.Req.__init__": (hooks.scope_request, HookType.AFTER),
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request": (
-        requests.check_request,
-        HookType.BEFORE,
-    ),
-    f"{_CONTROL}.release_memory_occupation": (requests.refuse_offload, HookType.BEFORE),
-    f"{_CONTROL}.resume_memory_occupation": (requests.refuse_offload, HookType.BEFORE),
-    **{f"{_WEIGHTS}.{name}": _WEIGHT_HOOK for name in WEIGHT_CHANGES},
-}
+def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]:
+    """What is hooked, and where. runtime: of this process; it makes the parts."""
+    occupancy = Occupancy()
+    before, around, after = HookType.BEFORE, HookType.AROUND, HookType.AFTER
+    return {
+        "sglang.srt.server_args.ServerArgs.resolve_once": (hooks.check_flags, before),
+        f"{_CONFIGURATOR}.config_from_budget": (runtime.size_pools, around),
+        f"{_CONFIGURATOR}._build_mha_kv_pool": (runtime.build_pool, around),
+        f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator": (runtime.build_allocator, around),
+        "sglang.srt.layers.logits_processor.LogitsProcessor.forward": (
+            runtime.measure_prompt_nll,
+            around,
+        ),
+        "sglang.srt.models.utils.enable_fused_set_kv_buffer": (hooks.refuse_fused_write, around),
+        "sglang.srt.mem_cache.allocation.alloc_token_slots": (occupancy.observe_peak, after),
+        "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache": (hooks.ask_tier, before),
+        f"{_STREAMER}.get_cached_tokens_details": (hooks.report_recomputed, after),
+        f"{_STATE}._add_memory_usage": (occupancy.report_state, after),
+        "sglang.srt.managers.schedule_batch.Req.__init__": (hooks.scope_request, after),
+        f"{_TOKENIZER}._validate_one_request": (requests.check_request, before),
+        f"{_CONTROL}.release_memory_occupation": (requests.refuse_offload, before),
+        f"{_CONTROL}.resume_memory_occupation": (requests.refuse_offload, before),
+        **{f"{_WEIGHTS}.{name}": (hooks.weights_change, before) for name in WEIGHT_CHANGES},
+    }
 
 
 def register() -> None:
@@ -83,10 +72,20 @@ def register() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    register_attention_backend(NAME)(_attention_backend)
+    runtime = Runtime()
+
+    def attention_backend(runner: Any) -> Any:
+        verify()
+        return runtime.attention_backend(runner)
+
+    def radix_cache(ctx: Any) -> Any:
+        verify()
+        return runtime.radix_cache(ctx)
+
+    register_attention_backend(NAME)(attention_backend)
     add_attention_backend_choices([NAME])
-    register_radix_cache_backend(NAME, _radix_cache)
-    for target, (hook, kind) in HOOKS.items():
+    register_radix_cache_backend(NAME, radix_cache)
+    for target, (hook, kind) in hooks_of(runtime).items():
         HookRegistry.register(target, hook, kind)
 
 
@@ -95,7 +94,7 @@ def verify() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.mem_cache.registry import get_radix_cache_factory
 
-    missing = [target for target in HOOKS if target not in HookRegistry._patched]
+    missing = [target for target in hooks_of(Runtime()) if target not in HookRegistry._patched]
     if NAME not in ATTENTION_BACKENDS:
         missing.append("attention backend registration")
     if get_radix_cache_factory(NAME) is None:
@@ -106,44 +105,4 @@ def verify() -> None:
         )
 
 
-def _attention_backend(runner: Any) -> Any:
-    from kvtier_sglang.attention import KvtierAttnBackend
-    from kvtier_sglang.warm_up import warm_up
-
-    verify()
-    settings = _settings()
-    backend = KvtierAttnBackend(runner, settings)
-    if torch.device(runner.device).type == "cuda":
-        context = int(runner.model_config.context_len)
-        chunk = runner.server_args.chunked_prefill_size
-        streams = settings.prefill == "streaming"
-        warm_up(
-            backend.kernels,
-            backend.pool,
-            dtype=runner.dtype,
-            chunk=chunk if chunk and chunk > 0 else context,
-            context=context,
-            window=(settings.sink_tokens, settings.recent_tokens) if streams else None,
-        )
-    return backend
-
-
-def _radix_cache(ctx: Any) -> Any:
-    from kvtier_sglang.allocator import HeadSplitAllocator
-    from kvtier_sglang.build import build
-
-    verify()
-    allocator = ctx.params.token_to_kv_pool_allocator
-    if not isinstance(allocator, HeadSplitAllocator):
-        raise StartupError(
-            f"radix cache kvtier: expected a HeadSplitAllocator, got {type(allocator).__name__}; "
-            "serve with --attention-backend kvtier as well"
-        )
-    return build(ctx, _settings())
-
-
-def _settings() -> Settings:
-    return load_settings()
-
-
-__all__ = ["HOOKS", "guards", "register", "verify"]
+__all__ = ["hooks_of", "register", "verify"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvtier.config import load_settings
 from kvtier.errors import UsageError
-from kvtier_sglang import guards
+from kvtier_sglang import compat
 
 
 def check_request(manager: Any, obj: Any, input_ids: Sequence[int] | None) -> None:
@@ -20,7 +20,7 @@ def check_request(manager: Any, obj: Any, input_ids: Sequence[int] | None) -> No
     obj: one GenerateReqInput or EmbeddingReqInput; input_ids: its prompt, None where it has
     embeddings instead.
     """
-    if not guards.uses_kvtier(manager.server_args):
+    if not compat.uses_kvtier(manager.server_args):
         return
     if input_ids is not None and len(input_ids) == 0:
         raise UsageError("input", "at least one token", "")
@@ -40,7 +40,7 @@ def _check_prompt_logprobs(start: int) -> None:
 def refuse_offload(manager: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE release_memory_occupation and resume_memory_occupation: without a memory saver, which
     kvtier refuses at start-up, either ends a scheduler. Raises UsageError."""
-    if guards.uses_kvtier(manager.server_args):
+    if compat.uses_kvtier(manager.server_args):
         raise UsageError(
             "memory occupation", "a server with a memory saver, which kvtier has none of", "none"
         )

@@ -13,7 +13,7 @@ import typing
 from typing import Any
 
 from kvtier.config import Settings, load_settings
-from kvtier_sglang.guards import NAME
+from kvtier_sglang.compat import NAME
 
 
 def main(argv: list[str]) -> int:
@@ -33,12 +33,12 @@ def launch(sglang_flags: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    from kvtier_sglang import plugin
+    from kvtier_sglang import compat, plugin
 
     load_plugins()
     plugin.verify()
     server_args = prepare_server_args(sglang_flags)
-    plugin.guards.check_server_args(server_args, load_settings())
+    compat.check_server_args(server_args, load_settings())
     try:
         run_server(server_args)
     finally:

@@ -33,7 +33,7 @@ def compacting_rounds(profile: HeadProfile, model, sessions: int, turns: int):
     import random
 
     from kvtier.heads.compacted import CompactingSession
-    from kvtier_sglang.retention import Retention
+    from kvtier_sglang.compression.retention import Retention
 
     rng = random.Random(11)
     rounds: list[list[dict]] = []

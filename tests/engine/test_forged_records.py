@@ -24,6 +24,7 @@ from kvtier.tier.link import TierLink
 from kvtier.tier.names import ContextNames
 from kvtier.tier.turn_rules import TurnRules
 from kvtier.tier.turns import LAYOUT, NodeRecord, TurnRecord, decode_record, tail_digest
+from kvtier_sglang.radix import accounts
 
 SHARE = FixedShare(0.5)
 
@@ -38,11 +39,11 @@ class Session:
     def __init__(self, link: TierLink, *, streaming: bool = False) -> None:
         self.server = MiniScheduler(share=SHARE, link=link, streaming=streaming)
         self.tokens = two_turns(self.server)
-        names: ContextNames = self.server.tree.names
+        names: ContextNames = self.server.tree.tier.names
         whole = len(self.tokens) // names.span_tokens
         self.restored = whole * names.span_tokens
         self.key = names.chains(Scope(), self.tokens).policy.turns_key(whole)
-        self.client = self.server.tree.link.client
+        self.client = self.server.tree.tier.link.client
         landed = bytearray()
 
         def land(offer):
@@ -91,7 +92,7 @@ def test_a_record_that_this_server_could_not_have_written_is_refused(connect, fo
     session.forge(changed(session.record, node, **fields))
     b = MiniScheduler(share=SHARE, link=connect())
     assert turn(b, [*session.tokens, 9, 9], [3]).restored == session.restored
-    assert b.tree.tier_report()["records_refused"] == 1
+    assert b.tree.report()["tier"]["records_refused"] == 1
 
 
 class Anything(TurnRules):
@@ -108,23 +109,23 @@ def test_a_record_that_cannot_be_restored_is_a_miss(connect):
     nodes[0] = nodes[0].model_copy(update={"dropped": (4, 54), "kept": 0})
     forged = TurnRecord.model_construct(nodes=tuple(nodes), tail=session.record["tail"])
     b = MiniScheduler(share=SHARE, link=connect())
-    b.tree.turn_rules = Anything(b.tree.rule, SHARE)
+    b.tree.tier.rules = Anything(b.tree.compressor.rule, SHARE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lookup, "decode_record", lambda payload: forged)
         assert turn(b, [*session.tokens, 9, 9], [3]).restored == 0
-    assert b.tree.tier_report()["restore_failed"] == 1
-    assert b.tree.link.flush(10)
-    assert b.tree.link.held_bytes == 0
+    assert b.tree.report()["tier"]["restore_failed"] == 1
+    assert b.tree.tier.link.flush(10)
+    assert b.tree.tier.link.held_bytes == 0
 
 
 STEPS = {
-    "scatter": lambda s: (s.tree.codec, "scatter"),
-    "hang": lambda s: (s.tree, "_hang"),
-    "count": lambda s: (s.tree, "_count_locality"),
+    "scatter": lambda s: (s.tree.tier.codec, "scatter"),
+    "hang": lambda s: (s.tree, "hang"),
+    "count": lambda s: (accounts, "count_locality"),
     "settle": lambda s: (s.allocator, "settle"),
     "compensate": lambda s: (s.pool, "compensate"),
     "free": lambda s: (s.allocator, "free_locality"),
-    "choose": lambda s: (s.tree.compaction, "compact"),
+    "choose": lambda s: (s.tree.compressor.selection, "compact"),
     "compact": lambda s: (s.allocator, "compact"),
     "evict": lambda s: (s.allocator, "evict_to_free_tokens"),
 }
@@ -161,7 +162,7 @@ def test_whatever_goes_wrong_while_restoring_is_a_miss_that_leaves_nothing(
     assert request.restored == 0
     assert shape(b) == before
     b.check()
-    assert b.tree.tier_report()["restore_failed"] == 1
+    assert b.tree.report()["tier"]["restore_failed"] == 1
     assert b.extend(request, 1000)
     b.release(request, checkpoint=True)
     b.check()
@@ -255,12 +256,12 @@ def test_thousands_of_forged_records_are_taken_or_refused_and_nothing_else(conne
     session = Session(connect(), streaming=streaming)
     rng = random.Random(1)
     payloads = [mutated(rng, session.record) for _ in range(6000)]
-    rules = session.server.tree.turn_rules
+    rules = session.server.tree.tier.rules
     records, taken = decoded(payloads, rules)
     assert 1000 < len(records) < 5000
     assert 0 < taken < len(records) // 2
     # Of those that are records, the ones that a lookup of the session would try.
-    width = session.server.tree.names.span_tokens
+    width = session.server.tree.tier.names.span_tokens
     last = len(session.tokens) // width
     tried = [record for record in records if record.stop // width == last][:250]
     assert len(tried) == 250
@@ -272,7 +273,7 @@ def test_thousands_of_forged_records_are_taken_or_refused_and_nothing_else(conne
         session.forge(record.model_copy(update={"tail": tail}).encode())
         b = MiniScheduler(share=SHARE, link=link, streaming=streaming)
         if number % 2:
-            b.tree.turn_rules = Anything(b.tree.rule, SHARE)
+            b.tree.tier.rules = Anything(b.tree.compressor.rule, SHARE)
         for tokens in (prompt, [*prompt, 3, 7]):
             # Nothing is checkpointed: what is spilled would be waited for by the next lookup.
             request = b.admit(tokens)
@@ -280,7 +281,7 @@ def test_thousands_of_forged_records_are_taken_or_refused_and_nothing_else(conne
             assert b.extend(request, 1000)
             b.release(request, checkpoint=False, aborted=True)
             assert b.tree.check_integrity() == []
-        counted += b.tree.tier_counters
+        counted += b.tree.restorer.counters + b.tree.tier.counters
     assert link.flush(10)
     assert link.held_bytes == 0
     assert link.counters["get_bugs"] == 0

@@ -22,8 +22,9 @@ from kvtier.errors import (
     UnsupportedModelError,
 )
 from kvtier.heads.profile import ModelShape, full_profile
-from kvtier_sglang import guards, hooks, platform, plugin
-from kvtier_sglang.pool import HeadSplitKVPool
+from kvtier_sglang import compat, hooks, platform, plugin
+from kvtier_sglang.occupancy import Occupancy
+from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
 
 
 def server_args(**changes):
@@ -55,13 +56,13 @@ def server_args(**changes):
 def test_an_incompatible_flag_is_refused_by_name(field, value):
     flag = "--" + field.replace("_", "-")
     with pytest.raises(IncompatibleFlagError, match=f"^{flag}: expected"):
-        guards.check_server_args(server_args(**{field: value}), load_settings())
+        compat.check_server_args(server_args(**{field: value}), load_settings())
 
 
 def test_mixed_chunks_are_refused_with_streaming_only():
-    guards.check_server_args(server_args(enable_mixed_chunk=True), load_settings())
+    compat.check_server_args(server_args(enable_mixed_chunk=True), load_settings())
     with pytest.raises(IncompatibleFlagError, match="--enable-mixed-chunk"):
-        guards.check_server_args(
+        compat.check_server_args(
             server_args(enable_mixed_chunk=True), load_settings(prefill="streaming")
         )
 
@@ -72,12 +73,12 @@ def test_unknown_kernels_are_refused_before_any_model_loads():
 
 
 def test_kernels_that_cannot_run_here_are_refused_with_what_they_need(monkeypatch):
-    monkeypatch.setattr(guards.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(compat.torch.cuda, "is_available", lambda: False)
     needed = (
         "^kernels: expected a backend that can run here, got .*'flashinfer' needs a CUDA device"
     )
     with pytest.raises(ConfigurationError, match=needed):
-        guards.check_server_args(server_args(), load_settings(kernels="flashinfer"))
+        compat.check_server_args(server_args(), load_settings(kernels="flashinfer"))
 
 
 REFRESHED = {"tier": "local", "retention": 0.5, "refresh": "turn"}
@@ -96,10 +97,10 @@ REFRESHED = {"tier": "local", "retention": 0.5, "refresh": "turn"}
 def test_cuda_graphs_that_cannot_be_recorded_are_off_and_refused_by_name(
     monkeypatch, settings, recorded
 ):
-    monkeypatch.setattr(guards.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(compat.torch.cuda, "is_available", lambda: True)
     chosen = load_settings(**settings)
     args = server_args()
-    guards.settle_cuda_graphs(args, chosen)
+    compat.settle_cuda_graphs(args, chosen)
     assert args.disable_prefill_cuda_graph
     assert getattr(args, "disable_decode_cuda_graph", False) is not recorded
     for field, value, flag in (
@@ -107,14 +108,14 @@ def test_cuda_graphs_that_cannot_be_recorded_are_off_and_refused_by_name(
         ("cuda_graph_config", {"prefill": {"backend": "full"}}, "--cuda-graph-config"),
     ):
         with pytest.raises(IncompatibleFlagError, match=f"^{flag}: expected prefill disabled"):
-            guards.settle_cuda_graphs(server_args(**{field: value}), chosen)
+            compat.settle_cuda_graphs(server_args(**{field: value}), chosen)
     asked = server_args(cuda_graph_backend_decode="full")
     if recorded:
-        guards.settle_cuda_graphs(asked, chosen)
+        compat.settle_cuda_graphs(asked, chosen)
     else:
         with pytest.raises(IncompatibleFlagError, match="--cuda-graph-backend-decode"):
-            guards.settle_cuda_graphs(asked, chosen)
-    guards.settle_cuda_graphs(server_args(cuda_graph_backend_decode="disabled"), chosen)
+            compat.settle_cuda_graphs(asked, chosen)
+    compat.settle_cuda_graphs(server_args(cuda_graph_backend_decode="disabled"), chosen)
 
 
 def test_arguments_that_are_resolved_are_left_alone_however_often_sglang_asks(monkeypatch):
@@ -129,7 +130,7 @@ def test_arguments_that_are_resolved_are_left_alone_however_often_sglang_asks(mo
         skip_tokenizer_init=True,
     )
     written = []
-    monkeypatch.setattr(guards, "settle_cuda_graphs", lambda args, _: written.append(args))
+    monkeypatch.setattr(compat, "settle_cuda_graphs", lambda args, _: written.append(args))
     hooks.check_flags(args)
     args.resolve_once()
     with pytest.raises(AttributeError, match="read-only"):
@@ -147,8 +148,8 @@ def test_sglang_reads_what_settling_writes(monkeypatch):
     args = ServerArgs(
         model_path=str(DEMO_MODEL), attention_backend="kvtier", radix_cache_backend="kvtier"
     )
-    monkeypatch.setattr(guards.torch.cuda, "is_available", lambda: True)
-    guards.settle_cuda_graphs(args, load_settings())
+    monkeypatch.setattr(compat.torch.cuda, "is_available", lambda: True)
+    compat.settle_cuda_graphs(args, load_settings())
     parse_cuda_graph_config(args)
     resolved = resolving_view(args).cuda_graph_config
     assert resolved.prefill.backend == "disabled"
@@ -169,13 +170,12 @@ class OddPool:
 
 @pytest.mark.parametrize("size", [1000, (400, 600), None])
 def test_observing_never_fails_a_server_with_other_pools(size):
-    from kvtier_sglang import hooks
-
+    occupancy = Occupancy()
     allocator = SimpleNamespace(size=9, available_size=lambda: 4, get_kvcache=lambda: OddPool(size))
-    hooks.observe_peak(None, SimpleNamespace(token_to_kv_pool_allocator=allocator), 1)
+    occupancy.observe_peak(None, SimpleNamespace(token_to_kv_pool_allocator=allocator), 1)
     scheduler = SimpleNamespace(token_to_kv_pool_allocator=allocator)
     state: dict = {}
-    hooks.report_state(None, SimpleNamespace(scheduler=scheduler), state)
+    occupancy.report_state(None, SimpleNamespace(scheduler=scheduler), state)
     assert ("kvtier" in state) == (size is not None)
     if size is not None:
         assert state["kvtier"]["kv_used_bytes"] == 500
@@ -185,17 +185,17 @@ def test_every_guarded_flag_exists_in_this_sglang():
     from sglang.srt.server_args import ServerArgs
 
     fields = set(ServerArgs.__struct_fields__) | set(dir(ServerArgs))
-    assert set(guards._RULES) <= fields
+    assert set(compat._RULES) <= fields
 
 
 def test_kvtiers_tree_needs_kvtiers_attention():
     with pytest.raises(IncompatibleFlagError, match="--attention-backend"):
-        guards.check_server_args(server_args(attention_backend="triton"), load_settings())
+        compat.check_server_args(server_args(attention_backend="triton"), load_settings())
 
 
 def test_a_server_that_does_not_use_kvtier_is_left_alone():
     args = server_args(attention_backend="triton", radix_cache_backend=None, page_size=64)
-    guards.check_server_args(args, load_settings())
+    compat.check_server_args(args, load_settings())
 
 
 @pytest.mark.parametrize(
@@ -209,14 +209,14 @@ def test_a_server_that_does_not_use_kvtier_is_left_alone():
 def test_a_model_that_cannot_be_split_is_refused(tmp_path, config, kind):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["X"], **config}))
     with pytest.raises(UnsupportedModelError, match=kind):
-        guards.check_server_args(server_args(model_path=str(tmp_path)), load_settings())
+        compat.check_server_args(server_args(model_path=str(tmp_path)), load_settings())
 
 
 def test_a_profile_of_another_shape_is_refused(tmp_path):
     shape = ModelShape(num_layers=5, num_kv_heads=4, num_attention_heads=8, head_dim=32)
     full_profile(shape).save(tmp_path / "p.json")
     with pytest.raises(HeadProfileMismatchError, match="head_profile"):
-        guards.check_server_args(server_args(), load_settings(head_profile=tmp_path / "p.json"))
+        compat.check_server_args(server_args(), load_settings(head_profile=tmp_path / "p.json"))
 
 
 def test_a_profile_of_other_weights_is_refused(tmp_path):
@@ -225,7 +225,7 @@ def test_a_profile_of_other_weights_is_refused(tmp_path):
     profile = full_profile(model_shape(read_config(str(DEMO_MODEL))))
     profile.model_copy(update={"revision": "0" * 16}).save(tmp_path / "p.json")
     with pytest.raises(HeadProfileMismatchError, match="revision"):
-        guards.check_server_args(server_args(), load_settings(head_profile=tmp_path / "p.json"))
+        compat.check_server_args(server_args(), load_settings(head_profile=tmp_path / "p.json"))
 
 
 def test_a_curve_of_another_model_is_refused(tmp_path):
@@ -237,10 +237,10 @@ def test_a_curve_of_another_model_is_refused(tmp_path):
     (tmp_path / "c.json").write_text(document.to_json())
     settings = load_settings(quality=0.9, curve=tmp_path / "c.json")
     with pytest.raises(CalibrationMismatchError, match="revision"):
-        guards.check_server_args(server_args(), settings)
+        compat.check_server_args(server_args(), settings)
     (tmp_path / "c.json").write_text(document.to_json().replace('"alpha": 0.1', '"alpha": 9e9'))
     with pytest.raises(CalibrationDocumentError, match=r"c\.json"):
-        guards.check_server_args(server_args(), settings)
+        compat.check_server_args(server_args(), settings)
 
 
 def test_a_hook_that_did_not_take_stops_the_server(monkeypatch):
@@ -274,7 +274,7 @@ def test_the_cpu_platform_steps_aside_where_cuda_is(monkeypatch):
 
 
 def test_the_attention_backend_refuses_a_pool_that_is_not_ours():
-    from kvtier_sglang.attention import KvtierAttnBackend
+    from kvtier_sglang.attention.backend import KvtierAttnBackend
 
     runner = SimpleNamespace(token_to_kv_pool=object())
     with pytest.raises(StartupError, match="HeadSplitKVPool"):

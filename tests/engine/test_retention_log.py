@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtier.retention.share import Choice, FixedShare, Turn
-from kvtier_sglang.retention import Retention
+from kvtier_sglang.compression.retention import Retention
 
 
 class Metrics:

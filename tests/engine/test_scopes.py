@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier_sglang.scopes import joined, separate_adapters, separated
+from kvtier_sglang.tier.scopes import joined, separate_adapters, separated
 
 KEYS = st.text(alphabet="ae0123:|\0t", max_size=6)
 ADAPTERS = st.none() | st.text(alphabet="ae0123:", min_size=1, max_size=6)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from sglang.srt.layers.rotary_embedding import get_rope
 
 from kvtier_kernels.scores import unrotate
-from kvtier_sglang.compaction import PrefillRows
-from kvtier_sglang.retention import MIN_ASKED, mean_nll
-from kvtier_sglang.surprise import measure_nll, sampled_rows
+from kvtier_sglang.compression.prompt_nll import measure_nll, sampled_rows
+from kvtier_sglang.compression.retention import MIN_ASKED, mean_nll
+from kvtier_sglang.compression.selection import PrefillRows
 
 
 @given(

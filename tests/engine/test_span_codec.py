@@ -6,8 +6,8 @@ from tierd.live_tier import in_process, key_of
 from tree_harness import PROFILE
 
 from kvtier.tier.client import Blob, Landing, TierClient
-from kvtier_sglang.pool import HeadSplitKVPool
-from kvtier_sglang.spans import SpanCodec
+from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.tier.codec import SpanCodec
 
 SLOTS, TOKENS = 60, 20
 DTYPES = [

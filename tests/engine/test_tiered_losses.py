@@ -46,23 +46,25 @@ def test_a_turn_that_begins_while_the_last_one_still_spills_is_refreshed(
     s = MiniScheduler(
         share=FixedShare(0.5), link=connect(WaitingClient), refresh=REFRESH, near_data=near_data
     )
-    s.tree.link.client.link = s.tree.link
+    s.tree.tier.link.client.link = s.tree.tier.link
     prompt = context(90)
     turn(s, prompt, [1, 2])
-    assert s.tree.link.counters["put"] == 0
+    assert s.tree.tier.link.counters["put"] == 0
     turn(s, [*prompt, 1, 2, 7, 7, 7], [3])
-    assert s.tree.tier_report()["refreshed_turns"] == 1
+    assert s.tree.report()["tier"]["refreshed_turns"] == 1
 
 
 def test_what_the_tree_has_lost_comes_back_while_it_is_still_spilled(connect, monkeypatch):
     monkeypatch.setattr(link_module, "SETTLE_S", 10.0)
     s = MiniScheduler(share=FixedShare(0.5), link=connect(WaitingClient))
-    s.tree.link.client.link = s.tree.link
+    s.tree.tier.link.client.link = s.tree.tier.link
     turn(s, context(90), [1, 2])
-    assert s.tree.link.counters["put"] == 0
-    emptied = MiniScheduler(share=FixedShare(0.5), link=s.tree.link)
+    assert s.tree.tier.link.counters["put"] == 0
+    emptied = MiniScheduler(share=FixedShare(0.5), link=s.tree.tier.link)
     measured: list[float] = []
-    monkeypatch.setattr(emptied.tree.rates, "loaded", lambda took, _: measured.append(took))
+    monkeypatch.setattr(
+        emptied.tree.tier.cost_model, "loaded", lambda took, _: measured.append(took)
+    )
     began = time.monotonic()
     assert turn(emptied, [*context(90), 1, 2, 9, 9], [3]).restored == 92
     # Sixteen puts or so, which are not what loading takes.
@@ -85,11 +87,11 @@ def test_a_turn_that_ends_while_the_tier_is_away_is_there_when_it_is_back(connec
     a = MiniScheduler(share=share, link=connect(AwayClient))
     prompt = context(90)
     turn(a, prompt, [1, 2])
-    assert not a.tree.link.flush(0.05)
-    assert a.tree.link.held_bytes > 0
-    a.tree.link.client.away = False
-    assert a.tree.link.flush(10)
-    assert a.tree.link.held_bytes == 0
+    assert not a.tree.tier.link.flush(0.05)
+    assert a.tree.tier.link.held_bytes > 0
+    a.tree.tier.link.client.away = False
+    assert a.tree.tier.link.flush(10)
+    assert a.tree.tier.link.held_bytes == 0
     b = MiniScheduler(share=share, link=connect())
     assert turn(b, [*prompt, 1, 2, 9, 9], [3]).restored == 92
 
@@ -99,7 +101,7 @@ def test_a_server_that_ends_waits_for_its_newest_turn_to_reach_the_tier(connect,
     a = MiniScheduler(link=connect(AwayClient), drain_s=drain_s)
     prompt = context(90)
     turn(a, prompt, [1, 2])
-    client = a.tree.link.client
+    client = a.tree.tier.link.client
     back = threading.Timer(0.5, setattr, (client, "away", False))
     back.start()
     began = time.monotonic()
@@ -107,7 +109,7 @@ def test_a_server_that_ends_waits_for_its_newest_turn_to_reach_the_tier(connect,
     took = time.monotonic() - began
     in_time = took >= 0.5
     back.join()
-    a.tree.link.close()
+    a.tree.tier.link.close()
     assert in_time == (drain_s == 10.0)
     assert took < 5
     assert ("the server ends with" in caplog.text) != in_time
@@ -118,7 +120,7 @@ def test_a_server_that_ends_waits_for_its_newest_turn_to_reach_the_tier(connect,
 @pytest.mark.parametrize("in_time", [True, False])
 def test_spans_that_found_no_room_go_when_there_is_some_or_are_shed_at_the_end(connect, in_time):
     a = MiniScheduler(share=FixedShare(0.5), link=connect(AwayClient))
-    link, spiller = a.tree.link, a.tree.spiller
+    link, spiller = a.tree.tier.link, a.tree.tier.spiller
     taken = link.room_bytes - 7 * spiller.codec.layout(6).num_bytes // 2
     assert link.claim(taken)
     request = a.admit(context(90))
@@ -143,20 +145,20 @@ def test_while_the_tier_is_away_the_scheduler_does_not_look_what_to_ask_for(conn
     hooks.ask_tier(scheduler)
     assert scheduler.enable_lmcache
     answer = threading.Event()
-    link = s.tree.link
+    link = s.tree.tier.link
 
     def asked(_):
         answer.wait(10)
 
     asked.needs = list
-    s.tree.loads.ask("waiting", asked, patience_s=10.0)
+    s.tree.tier.fetches.ask("waiting", asked, patience_s=10.0)
     for _ in range(3):
         link.breaker.failed()
     hooks.ask_tier(scheduler)
     # Who waits is not forgotten.
     assert scheduler.enable_lmcache
     answer.set()
-    s.tree.loads.forget("waiting")
+    s.tree.tier.fetches.forget("waiting")
     hooks.ask_tier(scheduler)
     assert not scheduler.enable_lmcache
     link.client.away = False
@@ -196,9 +198,9 @@ def test_of_a_context_that_the_tier_lost_a_span_of_what_is_before_it_comes_back(
     a = MiniScheduler(share=share, link=connect())
     tokens = two_turns(a)
     b = MiniScheduler(share=share, link=connect(LosingClient))
-    chains = b.tree.names.chains(Scope(), tokens)
-    b.tree.link.client.says_so = says_so
-    b.tree.link.client.lost = frozenset({chains.exact.keys[lost], chains.policy.keys[lost]})
+    chains = b.tree.tier.names.chains(Scope(), tokens)
+    b.tree.tier.link.client.says_so = says_so
+    b.tree.tier.link.client.lost = frozenset({chains.exact.keys[lost], chains.policy.keys[lost]})
     assert turn(b, [*tokens, 9, 9], [3]).restored == comes
     never_left = {n.stop: (n.dropped, n.exact) for n in a.tree.nodes()}
     for node in b.tree.nodes():
@@ -228,11 +230,11 @@ class Torn:
         with nothing_there():
             at_once = MiniScheduler(share=share, link=connect())
             turn(at_once, self.longer, [6])
-            assert at_once.tree.link.flush(10)
+            assert at_once.tree.tier.link.flush(10)
         self.b = b = MiniScheduler(share=share, link=connect(LosingClient))
-        client = b.tree.link.client
+        client = b.tree.tier.link.client
         client.says_so = says_so
-        client.lost = frozenset({b.tree.names.chains(Scope(), tokens).policy.keys[13]})
+        client.lost = frozenset({b.tree.tier.names.chains(Scope(), tokens).policy.keys[13]})
         with nothing_there():
             self.first = b.admit(tokens)
         assert b.extend(self.first, 62)
@@ -272,7 +274,7 @@ def test_a_request_that_computes_exactly_does_not_take_over_what_was_not(connect
     b.checkpoint(torn.first)
     b.check()
     assert torn.first.last_node.stop == 105
-    assert all(node.exact for node in b.tree._path(torn.first.last_node))
+    assert all(node.exact for node in torn.first.last_node.path())
     # Nor does its copy give way to the other one, or the other one come before it.
     b.release(other, checkpoint=False, aborted=True)
     b.check()

@@ -13,7 +13,7 @@ from tree_harness import MiniScheduler, context, random_tokens
 from kvtier.errors import TierUnavailableError
 from kvtier.retention.share import FixedShare
 from kvtier.tier.client import TierClient
-from kvtier_sglang.refresh_again import AgainRule
+from kvtier_sglang.refresh.trigger import TriggerRule
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -24,7 +24,7 @@ def test_turns_come_back_to_another_server_compressed_as_they_were(connect, shar
         for s in (a, never_left):
             turn(s, history, answer)
         history = [*history, *answer, *context(25, seed=number + 1)]
-    assert a.tree.link.flush(10)
+    assert a.tree.tier.link.flush(10)
     b = MiniScheduler(share=share, link=connect())
     came = turn(b, history, [7])
     stayed = turn(never_left, history, [7])
@@ -39,7 +39,7 @@ def test_a_fork_inside_a_compressed_context_gets_its_exact_prefix_back(connect, 
     s = MiniScheduler(share=share, link=connect())
     shared = context(90)
     turn(s, shared, [1, 2])
-    assert s.tree.link.flush(10)
+    assert s.tree.tier.link.flush(10)
     fork = turn(s, [*shared[:61], 7, 7, 7], [3])
     # Spans are 6 tokens long: 60 of the 61 shared ones came whole.
     assert fork.prefix_len == 60
@@ -49,7 +49,7 @@ def test_a_tail_shorter_than_a_span_comes_back_too(connect):
     a = MiniScheduler(link=connect())
     prompt = context(23)
     turn(a, prompt, [1, 2])
-    assert a.tree.link.flush(10)
+    assert a.tree.tier.link.flush(10)
     b = MiniScheduler(link=connect())
     assert turn(b, [*prompt, 1, 2, 9, 9], [3]).restored == 25
 
@@ -68,7 +68,7 @@ def test_another_policy_shares_exact_kv_and_nothing_else(connect):
     turn(a, first, [1, 2])
     second = [*first, 1, 2, *context(40, seed=1)]
     turn(a, second, [3])
-    assert a.tree.link.flush(10)
+    assert a.tree.tier.link.flush(10)
     b = MiniScheduler(share=FixedShare(0.25), link=connect())
     # Other scores stand beside the KV in this test, so not even the exact part is shared.
     assert turn(b, [*second, 3, 9], [4]).restored == 0
@@ -77,26 +77,26 @@ def test_another_policy_shares_exact_kv_and_nothing_else(connect):
 def test_requests_that_end_without_finishing_leave_nothing_in_flight(connect):
     s = MiniScheduler(link=connect())
     turn(s, context(60), [1])
-    assert s.tree.link.flush(10)
+    assert s.tree.tier.link.flush(10)
     request = s.admit([*context(40), 7, 7])
     s.extend(request, 1)
     s.release(request, checkpoint=False, aborted=True)
     s.check()
     assert not s.tree.has_pending_cache_operations()
-    assert s.tree.link.flush(10)
-    assert s.tree.link.held_bytes == 0
+    assert s.tree.tier.link.flush(10)
+    assert s.tree.tier.link.held_bytes == 0
 
 
 def test_what_is_computed_faster_than_it_is_loaded_is_computed(connect):
     a = MiniScheduler(link=connect())
     turn(a, context(60), [1])
-    assert a.tree.link.flush(10)
+    assert a.tree.tier.link.flush(10)
     b = MiniScheduler(link=connect())
-    b.tree.rates.computed(1.0, 10**9)
-    b.tree.rates.loaded(1.0, 1)
+    b.tree.tier.cost_model.computed(1.0, 10**9)
+    b.tree.tier.cost_model.loaded(1.0, 1)
     assert turn(b, [*context(60), 1, 7], [2]).restored == 0
-    assert b.tree.loads.counters["asked"] == 0
-    assert not b.tree.tier_report()["loading_pays"]
+    assert b.tree.tier.fetches.counters["asked"] == 0
+    assert not b.tree.report()["tier"]["loading_pays"]
 
 
 class FlakyClient(TierClient):
@@ -144,7 +144,7 @@ def test_random_turns_forks_and_aborts_on_two_servers_and_one_tier(connect, clie
             streaming=seed == 4,
             refresh=refresh,
             near_data=seed > 5,
-            again=AgainRule(every_tokens=2) if seed % 4 == 3 else None,
+            again=TriggerRule(every_tokens=2) if seed % 4 == 3 else None,
         )
         for _ in range(2)
     ]
@@ -175,13 +175,13 @@ def test_random_turns_forks_and_aborts_on_two_servers_and_one_tier(connect, clie
         if going:
             histories.append([*prompt, *answered])
         if rng.random() < 0.5:
-            s.tree.link.flush(10)
+            s.tree.tier.link.flush(10)
     for s in servers:
-        assert s.tree.link.flush(10)
-        assert s.tree.link.held_bytes == 0
+        assert s.tree.tier.link.flush(10)
+        assert s.tree.tier.link.held_bytes == 0
         assert not s.tree.has_pending_cache_operations()
         assert s.tree.private_ca == 0
     if client is TierClient and share is not None:
-        assert sum(s.tree.refresher.counters["refreshed_turns"] for s in servers) > 0
+        assert sum(s.tree.refresh.refresher.counters["refreshed_turns"] for s in servers) > 0
     if client is TierClient:
         assert restored > 0

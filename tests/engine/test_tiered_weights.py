@@ -12,7 +12,7 @@ from tiered_tree_harness import turn
 from tree_harness import MiniScheduler, Request, Unchanging, context
 
 from kvtier.tier.names import ContextNames
-from kvtier_sglang.scopes import joined
+from kvtier_sglang.tier.scopes import joined
 
 
 class Trained(Unchanging):
@@ -27,7 +27,7 @@ class Trained(Unchanging):
 
 def server(connect, step: int = 0) -> MiniScheduler:
     s = MiniScheduler(link=connect())
-    s.tree.model = Trained(s.tree.names)
+    s.tree.tier.model = Trained(s.tree.tier.names)
     update(s, step)
     return s
 
@@ -35,7 +35,7 @@ def server(connect, step: int = 0) -> MiniScheduler:
 def update(s: MiniScheduler, step: int) -> None:
     """As an update of SGLang's goes about it, before its cache is flushed."""
     s.tree.weights_change()
-    s.tree.model.step = step
+    s.tree.tier.model.step = step
 
 
 def flush(s: MiniScheduler) -> None:
@@ -52,7 +52,7 @@ def test_turns_of_other_weights_have_other_names(connect):
     update(a, 1)
     flush(a)
     assert turn(a, [*PROMPT, 1, 2, 9], [3]).restored == 0
-    assert a.tree.link.flush(10)
+    assert a.tree.tier.link.flush(10)
     for step in (0, 1):
         assert turn(server(connect, step), [*PROMPT, 1, 2, 9], [3]).restored >= 60
     assert turn(server(connect, 2), [*PROMPT, 1, 2, 9], [3]).restored == 0
@@ -61,19 +61,19 @@ def test_turns_of_other_weights_have_other_names(connect):
 def test_nothing_is_asked_or_stored_while_kv_of_other_weights_is_cached(connect):
     other = server(connect, 1)
     turn(other, PROMPT, [1, 2])
-    assert other.tree.link.flush(10)
+    assert other.tree.tier.link.flush(10)
     s = server(connect)
     turn(s, context(50, seed=3), [1])
-    spilled = s.tree.spiller.counters["spans_spilled"]
+    spilled = s.tree.tier.spiller.counters["spans_spilled"]
     update(s, 1)
-    assert s.tree.tier_report()["outdated"]
+    assert s.tree.report()["tier"]["outdated"]
     # Of these weights the tier has the prompt; but what a request attends to here may be of others.
     assert turn(s, [*PROMPT, 1, 2, 9], [3]).restored == 0
-    assert s.tree.spiller.counters["spans_spilled"] == spilled
+    assert s.tree.tier.spiller.counters["spans_spilled"] == spilled
     flush(s)
-    assert not s.tree.tier_report()["outdated"]
+    assert not s.tree.report()["tier"]["outdated"]
     assert turn(s, [*PROMPT, 1, 2, 9], [3]).restored == 62
-    assert s.tree.spiller.counters["spans_spilled"] > spilled
+    assert s.tree.tier.spiller.counters["spans_spilled"] > spilled
 
 
 def test_a_request_that_runs_while_weights_change_is_not_stored(connect):
@@ -87,7 +87,7 @@ def test_a_request_that_runs_while_weights_change_is_not_stored(connect):
     assert s.decode(request, 1)
     assert s.decode(request, 2)
     s.release(request, checkpoint=True)
-    assert s.tree.link.flush(10)
+    assert s.tree.tier.link.flush(10)
     for step in (0, 1):
         # What was stored before the change is of the weights before.
         restored = turn(server(connect, step), [*PROMPT, 1, 2, 9], [3]).restored
@@ -97,7 +97,7 @@ def test_a_request_that_runs_while_weights_change_is_not_stored(connect):
 def test_what_landed_before_the_weights_changed_is_dropped(connect):
     a = server(connect)
     turn(a, PROMPT, [1, 2])
-    assert a.tree.link.flush(10)
+    assert a.tree.tier.link.flush(10)
     b = server(connect)
     request = Request([*PROMPT, 1, 2, 9])
     key = RadixKey(request.full_untruncated_fill_ids, limit=len(PROMPT) + 2)
@@ -110,13 +110,13 @@ def test_what_landed_before_the_weights_changed_is_dropped(connect):
 def test_equal_tokens_of_another_adapter_extra_key_or_salt_share_nothing(connect):
     a = server(connect)
     turn(a, PROMPT, [1, 2])
-    assert a.tree.link.flush(10)
+    assert a.tree.tier.link.flush(10)
     found = [
-        a.tree._scope(extra_key, salt)
+        a.tree.tier.scope(extra_key, salt)
         for extra_key in (joined("", None), joined("lora", None), joined("", "lora"))
         for salt in (None, "salt")
     ]
     assert len(set(found)) == 6
-    chains = [a.tree.names.chains(scope, PROMPT).exact.keys for scope in found]
-    present = a.tree.link.client.exists([keys[0] for keys in chains])
+    chains = [a.tree.tier.names.chains(scope, PROMPT).exact.keys for scope in found]
+    present = a.tree.tier.link.client.exists([keys[0] for keys in chains])
     assert list(present.present) == [True, *[False] * 5]

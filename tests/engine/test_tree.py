@@ -8,11 +8,12 @@ from array import array
 import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from tree_harness import MiniScheduler, Request, context, digest, random_tokens, run_turn
 
 from kvtier.retention.share import FixedShare, QualityTarget, TokenBudget
-from kvtier_sglang.variants import recomputed_tokens
+from kvtier_sglang.radix.cache import KvtierRadixCache
+from kvtier_sglang.radix.prompt_logprobs import recomputed_tokens
 
 
 def matched(s: MiniScheduler, tokens: list[int]) -> int:
@@ -255,7 +256,7 @@ def test_a_share_of_the_context_gives_its_ca_slots_back():
     assert s.allocator.available_size() == s.allocator.size - node.ca_size
     assert s.tree.evictable_size() == node.ca_size
     assert matched(s, [*context(60), 1, 2, 3]) == 63
-    assert s.tree.retention.report()["retained_share"] == pytest.approx(24 / 60)
+    assert s.tree.compressor.retention.report()["retained_share"] == pytest.approx(24 / 60)
 
 
 def test_the_best_tokens_of_a_span_are_those_that_stay():
@@ -264,7 +265,7 @@ def test_the_best_tokens_of_a_span_are_those_that_stay():
     node = next(s.tree.nodes())
     tokens, span = context(60), node.dropped
     values = torch.tensor([digest(tokens[: p + 1]) for p in range(span.begin, span.end)])
-    scores = s.tree.compaction.compactor.scores(
+    scores = s.tree.compressor.selection.compactor.scores(
         values[None, :, None].expand(1, -1, 2), (values % 97)[None]
     )
     best = scores[0].topk(14).indices.sort().values
@@ -280,7 +281,7 @@ def test_a_session_goes_on_over_a_compacted_context_turn_by_turn():
         if turn:
             assert request.prefix_len == len(tokens) - 40
         tokens = [*request.full_untruncated_fill_ids, *context(40, seed=turn)]
-    assert s.tree.retention.reasons == {"share": 4}
+    assert s.tree.compressor.retention.reasons == {"share": 4}
 
 
 def test_a_token_budget_is_for_the_whole_session():
@@ -297,7 +298,7 @@ def test_without_a_curve_everything_is_kept():
     s = MiniScheduler(share=QualityTarget(0.9, NoCurve()))
     run_turn(s, context(60), [])
     assert next(s.tree.nodes()).ca_size == 60
-    assert s.tree.retention.reasons == {"no-curve": 1}
+    assert s.tree.compressor.retention.reasons == {"no-curve": 1}
 
 
 class NoCurve:
@@ -343,11 +344,18 @@ def test_nothing_leaks_in_500_random_operations(seed, streaming, share):
             s.tree.reset()
             s.allocator.clear()
         s.check()
-    assert s.tree.counters["compressed_nodes"] > 0
-    assert (s.tree.counters["compacted_tokens"] > 0) == (share is not None)
+    assert s.tree.compressor.counters["compressed_nodes"] > 0
+    assert (s.tree.compressor.counters["compacted_tokens"] > 0) == (share is not None)
     while s.running:
         s.release(s.running[0], checkpoint=False)
     s.tree.evict(EvictParams(num_tokens=10_000))
     s.check()
     assert s.allocator.available_size() == s.allocator.size
     assert s.allocator.locality_available_size() == s.allocator.locality_size
+
+
+def test_sglang_sees_one_class_of_ours_over_one_tree():
+    chain = KvtierRadixCache.__mro__
+    ours = [kind for kind in chain if kind.__module__.startswith("kvtier")]
+    assert len(ours) == 2
+    assert chain[2] is RadixCache

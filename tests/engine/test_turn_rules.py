@@ -31,16 +31,16 @@ SHARES = [None, FixedShare(0.5), TokenBudget(30), QualityTarget(0.9, Source())]
 
 def recorded(s: MiniScheduler, records: list[TurnRecord]) -> None:
     """Have every record of a server checked and counted."""
-    compressed = s.tree.spiller.compressed
+    compressed = s.tree.tier.spiller.compressed
 
     def check(rid, token_ids, nodes):
         if nodes:
             record = TurnRecord(nodes=tuple(nodes), tail="")
-            s.tree.turn_rules.check(record)
+            s.tree.tier.rules.check(record)
             records.append(record)
         compressed(rid, token_ids, nodes)
 
-    s.tree.spiller.compressed = check
+    s.tree.tier.spiller.compressed = check
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -77,7 +77,7 @@ def test_whatever_servers_do_their_own_records_pass(connect, share, streaming, s
             s.check()
             histories.append([*request.prompt, *answered])
         if rng.random() < 0.5:
-            s.tree.link.flush(10)
+            s.tree.tier.link.flush(10)
     dropped = [node for record in records for node in record.nodes if node.dropped != (0, 0)]
     assert len(dropped) > 20
-    assert sum(s.tree.link.counters["records_refused"] for s in servers) == 0
+    assert sum(s.tree.tier.link.counters["records_refused"] for s in servers) == 0

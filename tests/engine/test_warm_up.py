@@ -7,7 +7,7 @@ from test_graphs import make_pool
 from kvtier_kernels.triton_backend.dense import DensePrefixes
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 from kvtier_kernels.triton_backend.launching import launch
-from kvtier_sglang.warm_up import warm_up
+from kvtier_sglang.attention.warm_up import warm_up
 
 NONE, PER_ENTRY, PER_QUERY_HEAD = 0, 1, 2
 

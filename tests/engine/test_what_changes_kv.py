@@ -1,8 +1,8 @@
 """Everything of SGLang's that can change KV is known: its arguments, its calls, its endpoints.
 
-A name that SGLang adds fails here until it was looked at: arguments that change what is computed go
-into `identity.KV_ARGUMENTS`, calls that change weights into `plugin.WEIGHT_CHANGES`; all others
-into the files beside this one.
+A name that SGLang adds fails here until it was looked at: arguments that change what is computed
+go into `tier.identity.KV_ARGUMENTS`, calls that change weights into `plugin.WEIGHT_CHANGES`; all
+others into the files beside this one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.server_args import ServerArgs
 
-from kvtier_sglang.identity import KV_ARGUMENTS, ModelIdentity, adapter_digest
-from kvtier_sglang.plugin import HOOKS, WEIGHT_CHANGES
+from kvtier_sglang.plugin import WEIGHT_CHANGES, hooks_of
+from kvtier_sglang.runtime import Runtime
+from kvtier_sglang.tier.identity import KV_ARGUMENTS, ModelIdentity, adapter_digest
 
 HERE = Path(__file__).parent
 # Of the manager of weights: reads them, or prepares connections over which they come.
@@ -80,7 +81,9 @@ def test_every_call_that_can_change_weights_is_hooked():
     }
     assert public == set(WEIGHT_CHANGES) | HARMLESS_CALLS
     for name in WEIGHT_CHANGES:
-        assert any(target.endswith(f"WeightUpdaterManager.{name}") for target in HOOKS)
+        assert any(
+            target.endswith(f"WeightUpdaterManager.{name}") for target in hooks_of(Runtime())
+        )
 
 
 def model_identity(**changes):

@@ -22,7 +22,7 @@ def two_turns(s: MiniScheduler) -> list[int]:
     """The tokens of two turns, [0, 62) exact and [62, 105) computed behind what was dropped."""
     turn(s, context(60), [1, 2])
     turn(s, [*context(60), 1, 2, *context(40, seed=1)], [3, 4, 5])
-    assert s.tree.link.flush(10)
+    assert s.tree.tier.link.flush(10)
     return [*context(60), 1, 2, *context(40, seed=1), 3, 4, 5]
 
 
@@ -35,7 +35,7 @@ def shape(s: MiniScheduler):
 
 def entries(s: MiniScheduler, tokens: list[int]):
     """What both classes hold of a context, in order, with votes."""
-    node, _ = s.tree._walk(s.tree.root_node, RadixKey(array("q", tokens)), 0)
+    node, _ = s.tree.walk(s.tree.root_node, RadixKey(array("q", tokens)), 0)
     row = s.tree.path_device_indices(node)
     images = s.allocator.locality_of[row]
     ca = s.pool.ca[1].k[row[row > 0]]

@@ -33,16 +33,20 @@ from kvtier.retention.share import ShareRule
 from kvtier.tier.keys import KvIdentity
 from kvtier.tier.link import TierLink
 from kvtier.tier.names import ContextNames
+from kvtier.tier.turn_rules import TurnRules
 from kvtier_kernels import get_kernels
-from kvtier_sglang.allocator import HeadSplitAllocator
-from kvtier_sglang.compaction import Compaction
-from kvtier_sglang.pool import HeadSplitKVPool
-from kvtier_sglang.radix import KvtierRadixCache
-from kvtier_sglang.refresh import holes_of
-from kvtier_sglang.refresh_again import AgainRule
-from kvtier_sglang.retention import Retention
-from kvtier_sglang.tiered import TieredRadixCache
-from kvtier_sglang.variants import KvNode
+from kvtier_sglang.compression.compressor import Compressor
+from kvtier_sglang.compression.retention import Retention
+from kvtier_sglang.compression.selection import TokenSelection
+from kvtier_sglang.pool.allocator import HeadSplitAllocator
+from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.radix.cache import KvtierRadixCache
+from kvtier_sglang.radix.contexts import pruned_ranges
+from kvtier_sglang.radix.node import KvNode
+from kvtier_sglang.refresh.trigger import TriggerRule
+from kvtier_sglang.refresh.turn_refresh import make_turn_refresh
+from kvtier_sglang.tier.codec import SpanCodec
+from kvtier_sglang.tier.connector import TierConnector
 
 SHAPE = ModelShape(num_layers=2, num_kv_heads=3, num_attention_heads=6, head_dim=2)
 _REQUESTS = itertools.count()
@@ -119,7 +123,7 @@ class MiniScheduler:
         span_tokens: int = 6,
         refresh: RefreshRule | None = None,
         near_data: bool = False,
-        again: AgainRule | None = None,
+        again: TriggerRule | None = None,
         drain_s: float = 0.0,
     ):
         self.pool = HeadSplitKVPool(
@@ -144,29 +148,32 @@ class MiniScheduler:
             page_size=1,
         )
         self.rule = LocalityRule(sink, recent, branch)
-        parts = {
-            "streaming": streaming,
-            "retention": None if share is None else Retention(share),
-            "compaction": None if share is None else Compaction(self.pool, Compactor()),
-        }
-        if link is None:
-            self.tree = KvtierRadixCache(params, self.rule, **parts)
-        else:
+        rotary = [None] * SHAPE.num_layers
+        compressor = Compressor(
+            self.allocator,
+            self.rule,
+            retention=None if share is None else Retention(share),
+            selection=None if share is None else TokenSelection(self.pool, Compactor(), rotary),
+        )
+        tier = None
+        if link is not None:
             identity = KvIdentity(
                 "test", "0", "float32", 2, 3, 2, policy=f"{share}", scores=f"{share}"
             )
-            model = Unchanging(ContextNames(identity, span_tokens))
-            self.tree = TieredRadixCache(
-                params,
-                self.rule,
-                link=link,
-                model=model,
-                refresh=refresh,
-                near_data=near_data,
-                again=again,
+            tier = TierConnector(
+                link,
+                Unchanging(ContextNames(identity, span_tokens)),
+                SpanCodec(self.pool),
+                TurnRules(self.rule, compressor.share, streaming),
                 drain_s=drain_s,
-                **parts,
             )
+        self.tree = KvtierRadixCache(
+            params,
+            compressor,
+            streaming=streaming,
+            tier=tier,
+            make_refresh=make_turn_refresh(refresh, near_data=near_data, trigger=again),
+        )
         self.running: list[Request] = []
         self.free_rows = list(range(1, 16))
 
@@ -175,7 +182,7 @@ class MiniScheduler:
         request = Request(prompt)
         key = RadixKey(request.full_untruncated_fill_ids, limit=len(prompt) - 1)
         match = self.tree.match_prefix(MatchPrefixParams(key=key, req=request))
-        if isinstance(self.tree, TieredRadixCache):
+        if self.tree.tier is not None:
             match = self._ask_tier(request, key, match)
         request.prefix_len = request.kv.cache_protected_len = match.device_prefix_len
         request.last_node = match.last_device_node
@@ -247,21 +254,20 @@ class MiniScheduler:
 
     def _refresh(self, request: Request, tokens: int, decoding: bool) -> None:
         """What the attention backend does about a refresh in a pass."""
-        refresher = getattr(self.tree, "refresher", None)
-        if refresher is None:
+        refresh = self.tree.refresh
+        if refresh is None:
             return
         table, index = self.rows.req_to_token, request.kv.req_pool_idx
         queries = [self._queries(request, tokens, layer) for layer in range(SHAPE.num_layers)]
         if not decoding:
-            rids, stops = [request.rid], [request.filled]
-            refresher.begin_pass(self.tree, rids, [index], stops, (0, tokens), table)
+            refresh.begin_prefill([request.rid], [index], [request.filled], (0, tokens), table)
             for layer, q in enumerate(queries):
-                refresher.layer(layer, q, QUERY_SCALE)
-            refresher.end_pass()
-        elif self.tree.again is not None:
-            self.tree.again.begin_pass(self.tree, [request.rid], [index], table)
+                refresh.layer(layer, q, QUERY_SCALE)
+            refresh.end_pass()
+        elif refresh.watches_decoding:
+            refresh.begin_decode([request.rid], [index], table)
             for layer, q in enumerate(queries):
-                self.tree.again.record(layer, q)
+                refresh.record(layer, q)
 
     def _queries(self, request: Request, tokens: int, layer: int) -> torch.Tensor:
         """[tokens, KV heads, group, dim], the same for whoever is as far in the same turn."""
@@ -322,10 +328,10 @@ class MiniScheduler:
         )
         moved = self.compacted(row, node)
         assert torch.equal(found_ca[~moved], expected[~moved]), "a CA entry under the wrong prefix"
-        for hole in holes_of(list(self.tree._path(node))):
-            part = slice(hole.begin, hole.end)
+        for pruned in pruned_ranges(node):
+            part = slice(pruned.begin, pruned.end)
             kept = found_ca[part][row[part] > 0]
-            assert kept.numel() == hole.kept, "entries that nobody chose"
+            assert kept.numel() == pruned.kept, "entries that nobody chose"
             assert torch.isin(kept, expected[part]).all(), "a CA entry of another context"
             assert kept.unique().numel() == kept.numel(), "one token kept twice"
         assert torch.equal(found_locality[plain], expected[plain]), "a locality entry misplaced"
@@ -335,8 +341,8 @@ class MiniScheduler:
     def compacted(self, row: torch.Tensor, node: KvNode) -> torch.Tensor:
         """Which positions of a row lie in spans of which CA heads keep a part."""
         moved = torch.zeros(len(row), dtype=torch.bool)
-        for hole in holes_of(list(self.tree._path(node))):
-            moved[hole.begin : hole.end] = True
+        for pruned in pruned_ranges(node):
+            moved[pruned.begin : pruned.end] = True
         return moved
 
 

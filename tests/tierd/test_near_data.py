@@ -23,7 +23,7 @@ from kvtier.errors import (
     UsageError,
 )
 from kvtier.retention.keepkv import KeepKV, QueryWindow
-from kvtier.retention.refreshing import Chosen, Hole, RefreshRule
+from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
 from kvtier.tier.blob import SpanLayout
 from kvtier.tier.client import Blob, TierClient
 from kvtier.tier.deadline import Deadline
@@ -111,15 +111,15 @@ def test_what_comes_is_what_fetching_would_have_given(client, rule, dtype):
     spans = make_spans(6, dtype)
     names = names_of(spans)
     store(client, spans, names)
-    holes = [Hole(3, 50, 12), Hole(70, 190, 30)]
-    session = opened(client, Context(names, holes, rule))
+    ranges = [PrunedRange(3, 50, 12), PrunedRange(70, 190, 30)]
+    session = opened(client, Context(names, ranges, rule))
     heads = [0, 2]
     for layer in (1, 0):
         window = make_window(layer, len(heads), dtype)
         came = session.choose(layer, heads, window, dtype, Deadline(PATIENCE_S))
-        for hole, chosen in zip(holes, came, strict=True):
-            k, v = exact_kv(spans, layer, heads, hole)
-            assert_equal(chosen, rule.choose(k, v, hole.kept, window))
+        for pruned, chosen in zip(ranges, came, strict=True):
+            k, v = exact_kv(spans, layer, heads, pruned)
+            assert_equal(chosen, rule.choose(k, v, pruned.kept, window))
     session.close()
 
 
@@ -155,7 +155,7 @@ def test_a_span_that_is_not_held_means_no_session(client):
     spans = make_spans(3, "float32", seed=1)
     names = names_of(spans, seed=1)
     store(client, spans[:2], names[:2])
-    context = Context(names, [Hole(0, 96, 10)], RULES["dropped"])
+    context = Context(names, [PrunedRange(0, 96, 10)], RULES["dropped"])
     assert NearData.open(client, context, Deadline(PATIENCE_S)) is None
 
 
@@ -169,7 +169,7 @@ def test_a_span_that_does_not_verify_means_no_session_and_is_gone(client, servic
         service.store.arena.view(blob.offset, 1)[0] ^= 1
 
     service.call(spoil)
-    context = Context(names, [Hole(0, 64, 10)], RULES["dropped"])
+    context = Context(names, [PrunedRange(0, 64, 10)], RULES["dropped"])
     assert NearData.open(client, context, Deadline(PATIENCE_S)) is None
     assert client.exists([name.key for name in names]).present == [True, False]
 
@@ -190,7 +190,7 @@ def test_queries_that_make_no_sense_are_refused_by_name(client, service, spoil):
     spans = make_spans(1, "float32", seed=3)
     names = names_of(spans, seed=3)
     store(client, spans, names)
-    context = Context(names, [Hole(0, 20, 4)], RULES["dropped"]).encode()
+    context = Context(names, [PrunedRange(0, 20, 4)], RULES["dropped"]).encode()
     right = {
         "key": bytes(32),
         "layer": 0,
@@ -226,7 +226,7 @@ def test_a_hole_beyond_the_spans_is_refused(client):
     spans = make_spans(2, "float32", seed=4)
     names = names_of(spans, seed=4)
     store(client, spans, names)
-    session = opened(client, Context(names, [Hole(10, 80, 5)], RULES["dropped"]))
+    session = opened(client, Context(names, [PrunedRange(10, 80, 5)], RULES["dropped"]))
     with pytest.raises(TierError, match="without a gap"):
         session.choose(0, [0], make_window(0, 1, "float32"), "float32", Deadline(PATIENCE_S))
     session.close()
@@ -235,7 +235,7 @@ def test_a_hole_beyond_the_spans_is_refused(client):
 @pytest.mark.parametrize(("begin", "end", "kept"), [(5, 5, 1), (5, 9, 0), (5, 9, 5), (-1, 4, 1)])
 def test_a_hole_that_is_none_is_refused(begin, end, kept):
     with pytest.raises(UsageError):
-        Hole(begin, end, kept)
+        PrunedRange(begin, end, kept)
 
 
 def test_spans_of_another_shape_are_refused(client):
@@ -243,7 +243,7 @@ def test_spans_of_another_shape_are_refused(client):
     mixed = spans + other
     names = names_of(mixed, seed=5)
     store(client, mixed, names)
-    session = opened(client, Context(names, [Hole(10, 60, 5)], RULES["dropped"]))
+    session = opened(client, Context(names, [PrunedRange(10, 60, 5)], RULES["dropped"]))
     with pytest.raises(TierError, match="one layout"):
         session.choose(0, [0], make_window(0, 1, "float32"), "float32", Deadline(PATIENCE_S))
     session.close()
@@ -259,7 +259,7 @@ def test_contexts_that_wait_may_not_pin_everything(
     spans = make_spans(2, "float32", seed=6)
     names = names_of(spans, seed=6)
     store(client, spans, names)
-    context = Context(names, [Hole(0, 64, 5)], RULES["dropped"])
+    context = Context(names, [PrunedRange(0, 64, 5)], RULES["dropped"])
     with opened_for_a_while(client, context):
         monkeypatch.setattr(near_data, limit, value)
         with pytest.raises(TierExhaustedError, match=named):
@@ -283,7 +283,9 @@ def test_what_was_sent_is_counted(client, service):
     labels = {"namespace": "default"}
     registry = service.server.metrics.registry
     before = registry.get_sample_value("kvtier_tier_refreshed_bytes_total", labels) or 0
-    with opened_for_a_while(client, Context(names, [Hole(0, 64, 5)], RULES["dropped"])) as session:
+    with opened_for_a_while(
+        client, Context(names, [PrunedRange(0, 64, 5)], RULES["dropped"])
+    ) as session:
         window = make_window(0, 1, "float32")
         session.choose(0, [0], window, "float32", Deadline(PATIENCE_S))
 
@@ -295,7 +297,7 @@ def test_what_was_sent_is_counted(client, service):
 
 
 def test_holes_that_overlap_are_refused(service):
-    context = Context([], [Hole(0, 9, 5), Hole(8, 12, 1)], RULES["dropped"]).encode()
+    context = Context([], [PrunedRange(0, 9, 5), PrunedRange(8, 12, 1)], RULES["dropped"]).encode()
     with raw_stub(service.address) as stub, failing(grpc.StatusCode.INVALID_ARGUMENT):
         list(stub.Refresh(iter([pb.RefreshRequest(context=context)])))
 
@@ -313,7 +315,7 @@ def test_a_service_that_dies_in_the_middle_ends_the_session(tmp_path):
     names = names_of(spans)
     with live_tier(tmp_path, *FLAGS) as tier, TierClient(tier.address) as client:
         store(client, spans, names)
-        session = opened(client, Context(names, [Hole(0, 64, 5)], RULES["dropped"]))
+        session = opened(client, Context(names, [PrunedRange(0, 64, 5)], RULES["dropped"]))
         window = make_window(0, 1, "float32")
         session.choose(0, [0], window, "float32", Deadline(PATIENCE_S))
         tier.pause()
@@ -362,7 +364,7 @@ def header_of(queries, **changes):
 def test_a_service_that_lies_gives_no_entries(say):
     with lying(RefreshLiar) as (liar, client):
         liar.say = say
-        session = opened(client, Context([], [Hole(0, 9, 5)], RULES["dropped"]))
+        session = opened(client, Context([], [PrunedRange(0, 9, 5)], RULES["dropped"]))
         with pytest.raises(TierError):
             session.choose(0, [0], make_window(0, 1, "float32"), "float32", Deadline(PATIENCE_S))
         session.close()

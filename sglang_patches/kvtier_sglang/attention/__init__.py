@@ -1,0 +1,1 @@
+"""Attention over ragged KV, per head class."""

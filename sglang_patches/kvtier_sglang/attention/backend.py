@@ -1,0 +1,279 @@
+"""The attention backend `kvtier`: one ragged kernel call per head class and layer.
+
+Per forward pass the slot tables are planned once per class (plans.py; for CUDA graphs
+cuda_graphs.py); per layer the query heads of each class attend over their own class's entries.
+
+Runs over a `HeadSplitKVPool` only. With every head CA (policy `full`) the locality class is
+empty and never touched, so the same backend serves SGLang's own radix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
+
+from kvtier.config import Settings
+from kvtier.errors import StartupError
+from kvtier_kernels import AttentionKernels, RaggedKV, get_kernels
+from kvtier_kernels.side_by_side import SideBySide
+from kvtier_sglang.attention.cuda_graphs import DecodeGraphs
+from kvtier_sglang.attention.plans import BatchPlan, ClassPlan, Planner, indptr
+from kvtier_sglang.compression.selection import PrefillRows, TokenSelection
+from kvtier_sglang.pool.kv_pool import ClassBuffers, HeadSplitKVPool
+
+
+class PassRefresh(Protocol):
+    """What is told of passes, to choose entries again with the queries of a turn."""
+
+    @property
+    def watches_decoding(self) -> bool:
+        """Whether decode passes matter."""
+
+    def begin_prefill(
+        self,
+        rids: list[str],
+        requests: list[int],
+        stops: list[int],
+        q_indptr: tuple[int, ...],
+        rows: torch.Tensor,
+    ) -> None:
+        """A prefill pass begins; see Refresher.begin_pass."""
+
+    def layer(self, index: int, q: torch.Tensor, scale: float) -> None:
+        """A layer of it has stored its KV, and attends next."""
+
+    def end_pass(self) -> None:
+        """Its last layer has been told of."""
+
+    def begin_decode(self, rids: list[str], requests: list[int], rows: torch.Tensor) -> None:
+        """A decode pass begins; see RefreshTrigger.begin_pass."""
+
+    def record(self, index: int, q: torch.Tensor) -> None:
+        """The queries of one of its layers."""
+
+
+def no_refresh() -> None:
+    """For a backend whose contexts are never refreshed."""
+
+
+class KvtierAttnBackend(AttentionBackend):
+    """See the module docstring. One per model runner; used by its forward thread.
+
+    selection: told of every prefill's tokens, so that it can keep the best when the turn ends.
+    refresh:   gives what is told of passes; the cache, which has it, is built after the backend.
+    """
+
+    def __init__(
+        self,
+        model_runner: Any,
+        settings: Settings,
+        *,
+        selection: TokenSelection | None = None,
+        refresh: Callable[[], PassRefresh | None] = no_refresh,
+    ) -> None:
+        super().__init__()
+        self.pool = head_split_pool(model_runner)
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.device = model_runner.device
+        self.settings = settings
+        self.kernels: AttentionKernels = get_kernels(settings.kernels, str(self.device))
+        self.planner = Planner(self.kernels, self.pool, self.req_to_token, settings)
+        self.selection = selection
+        self.refresh = refresh
+        self.forward_metadata: BatchPlan | None = None
+        # Set by the runner that captures CUDA graphs.
+        self.graphs: DecodeGraphs | None = None
+        self._side_by_side = SideBySide(self.device)
+
+    def support_triton(self) -> bool:
+        return False
+
+    def shared_read_ends(self, fm: Any) -> SharedReadEnds:
+        """Not before the pass ends, whatever the mode: what the scheduler's thread writes next may
+        be KV and votes (a fold, a compaction, a refresh), which every layer reads."""
+        return SharedReadEnds.UNKNOWN
+
+    # -- once per forward pass --
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        if forward_batch.forward_mode.is_idle():
+            self.forward_metadata = None
+            return
+        if forward_batch.forward_mode.is_extend():
+            self.forward_metadata = self._begin_extend(forward_batch)
+        else:
+            self.forward_metadata = self._begin_decode(forward_batch)
+
+    # What CUDA graphs of decoding call instead: the second part is recorded.
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Room for the plans of batches of up to max_bs requests."""
+        self.graphs = DecodeGraphs(self.kernels, self.pool, self.req_to_token, max_bs)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The length of requests that only fill up a batch: none has to read anything."""
+        return 0
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        assert self.graphs is not None, "init_cuda_graph_state was not called"
+        self.graphs.room(forward_batch.batch_size)
+        # A replay plans by itself, and may not find an earlier pass here.
+        self.forward_metadata = None
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        assert self.graphs is not None, "init_cuda_graph_state was not called"
+        self.graphs.fill(forward_batch)
+        ca, locality = self.graphs.room(forward_batch.batch_size)
+        self.forward_metadata = BatchPlan(
+            ca=ClassPlan(ca),
+            locality=None if locality is None else ClassPlan(locality),
+            write=self.planner.write(forward_batch.out_cache_loc),
+            q_indptr=(),
+        )
+
+    def _begin_extend(self, forward_batch: Any) -> BatchPlan:
+        refresh = self.refresh()
+        if refresh is not None:
+            new = forward_batch.extend_seq_lens_cpu
+            held = forward_batch.extend_prefix_lens_cpu
+            stops = [int(a) + int(b) for a, b in zip(held, new, strict=True)]
+            requests = forward_batch.req_pool_indices.tolist()
+            refresh.begin_prefill(
+                forward_batch.rids, requests, stops, indptr(new), self.req_to_token
+            )
+        return self.planner.extend(forward_batch)
+
+    def _begin_decode(self, forward_batch: Any) -> BatchPlan:
+        watching = self._watching
+        if watching is not None:
+            requests = forward_batch.req_pool_indices.tolist()
+            watching.begin_decode(forward_batch.rids, requests, self.req_to_token)
+        return self.planner.decode(forward_batch)
+
+    @property
+    def _watching(self) -> PassRefresh | None:
+        """What watches the queries of generated tokens, if anything does."""
+        refresh = self.refresh()
+        return refresh if refresh is not None and refresh.watches_decoding else None
+
+    def prefill_rows(self) -> PrefillRows | None:
+        """What the extend pass under way computes, if selection will want to know."""
+        return None if self.forward_metadata is None else self.forward_metadata.prefill
+
+    # -- once per layer --
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """q [tokens, heads * dim], k, v [tokens, KV heads, dim] -> [tokens, heads * dim]."""
+        batch = self._metadata()
+        q, k, v = self._shaped(q, k, v, layer)
+        index = layer.layer_id - self.pool.start_layer
+        if save_kv_cache:
+            self.pool.store(self.kernels, index, batch.write, k, v)
+        if self.selection is not None and batch.prefill is not None:
+            self.selection.observe(index, q, k, v, batch.prefill, layer.scaling)
+        refresh = self.refresh()
+        if refresh is not None:
+            # Requests that begin a turn in this pass choose this layer's entries anew.
+            refresh.layer(index, q, layer.scaling)
+            if index == self.pool.layer_num - 1:
+                refresh.end_pass()
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for buffers, part, votes in self._classes(index, batch):
+            self.kernels.extend_heads(
+                q,
+                k,
+                v,
+                batch.q_indptr,
+                RaggedKV(buffers.k, buffers.v, votes),
+                part.plan,
+                layer.scaling,
+                buffers.head_map,
+                out,
+                part.window,
+            )
+        return out.view(out.shape[0], -1)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """One token per request; shapes as in `forward_extend`."""
+        batch = self._metadata()
+        q, k, v = self._shaped(q, k, v, layer)
+        index = layer.layer_id - self.pool.start_layer
+        if save_kv_cache:
+            self.pool.store(self.kernels, index, batch.write, k, v)
+        watching = self._watching
+        if watching is not None:
+            watching.record(index, q)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        calls = [
+            partial(
+                self.kernels.decode_heads,
+                q,
+                RaggedKV(buffers.k, buffers.v, votes),
+                part.plan,
+                layer.scaling,
+                buffers.head_map,
+                out,
+            )
+            for buffers, part, votes in self._classes(index, batch)
+        ]
+        self._side_by_side.run(calls)
+        return out.view(out.shape[0], -1)
+
+    def _metadata(self) -> BatchPlan:
+        assert self.forward_metadata is not None, "init_forward_metadata was not called"
+        return self.forward_metadata
+
+    def _shaped(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q as [tokens, KV heads, group, dim]; k, v as [tokens, KV heads, dim]."""
+        heads, dim = layer.tp_k_head_num, layer.qk_head_dim
+        group = layer.tp_q_head_num // heads
+        return q.view(-1, heads, group, dim), k.view(-1, heads, dim), v.view(-1, heads, dim)
+
+    def _classes(
+        self, index: int, batch: BatchPlan
+    ) -> list[tuple[ClassBuffers, ClassPlan, torch.Tensor | None]]:
+        """The classes that have heads in the pool's `index`-th layer, each with plan and votes."""
+        classes: list[tuple[ClassBuffers, ClassPlan, torch.Tensor | None]] = []
+        if self.pool.ca[index].heads:
+            votes = None if self.pool.ca_votes is None else self.pool.ca_votes[index]
+            classes.append((self.pool.ca[index], batch.ca, votes))
+        if self.pool.locality[index].heads:
+            assert batch.locality is not None, "a locality head without a locality plan"
+            classes.append((self.pool.locality[index], batch.locality, self.pool.log_votes))
+        return classes
+
+
+def head_split_pool(model_runner: Any) -> HeadSplitKVPool:
+    """A model runner's pool. Raises StartupError for one that is not kvtier's."""
+    pool = model_runner.token_to_kv_pool
+    if not isinstance(pool, HeadSplitKVPool):
+        raise StartupError(
+            f"attention backend kvtier: expected a HeadSplitKVPool, got "
+            f"{type(pool).__name__}; the pool hook did not take"
+        )
+    return pool
+
+
+__all__ = ["KvtierAttnBackend", "PassRefresh", "head_split_pool"]

@@ -1,0 +1,164 @@
+"""What a forward pass attends over, planned once per pass and head class and shared by all layers.
+
+Nothing is padded. Kernels that plan on the device (on a GPU) are told where the engine's tables
+are; the others get a table made on the host. A streaming prefill plans its settled entries again
+in each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from kvtier.config import Settings
+from kvtier_kernels import AttentionKernels, Window
+from kvtier_sglang.compression.selection import PrefillRows
+from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+
+
+@dataclass(frozen=True)
+class ClassPlan:
+    """The entries of one class for this pass, and the streaming window if it has one."""
+
+    plan: Any
+    window: Window | None = None
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What one forward pass attends over.
+
+    ca, locality: per class; locality is None when no layer has locality heads.
+    write:        where this pass's new tokens are stored, in both slot spaces.
+    q_indptr:     row ranges of the requests in an extend pass; empty in a decoding one.
+    prefill:      what an extend pass computes, where selection wants to know; else None.
+    """
+
+    ca: ClassPlan
+    locality: ClassPlan | None
+    write: KVWriteLoc
+    q_indptr: tuple[int, ...]
+    prefill: PrefillRows | None = None
+
+
+class Planner:
+    """Plans the passes of one pool. req_to_token: SGLang's table of request rows."""
+
+    def __init__(
+        self,
+        kernels: AttentionKernels,
+        pool: HeadSplitKVPool,
+        req_to_token: torch.Tensor,
+        settings: Settings,
+    ) -> None:
+        self.kernels = kernels
+        self.pool = pool
+        self.req_to_token = req_to_token
+        self.settings = settings
+
+    def extend(self, forward_batch: Any) -> BatchPlan:
+        lengths = [int(n) for n in forward_batch.extend_prefix_lens_cpu]
+        q_indptr = indptr(forward_batch.extend_seq_lens_cpu)
+        written = forward_batch.out_cache_loc
+        prefill = None
+        if self.pool.mass is not None:
+            prefill = PrefillRows(q_indptr, tuple(lengths), written)
+        rows = self._rows(forward_batch.req_pool_indices.tolist(), lengths)
+        return BatchPlan(
+            ca=self._ca(rows),
+            locality=self._locality(rows, streaming=self.settings.prefill == "streaming"),
+            write=self.write(written),
+            q_indptr=q_indptr,
+            prefill=prefill,
+        )
+
+    def decode(self, forward_batch: Any) -> BatchPlan:
+        if self.kernels.plans_on_device:
+            longest = int(forward_batch.seq_lens_cpu.max())
+            ca = self._on_device(forward_batch, longest, None)
+            locality = None
+            if self.pool.splits_heads:
+                locality = self._on_device(forward_batch, longest, self.pool.locality_of)
+        else:
+            lengths = [int(n) for n in forward_batch.seq_lens_cpu]
+            rows = self._rows(forward_batch.req_pool_indices.tolist(), lengths)
+            ca, locality = self._ca(rows), self._locality(rows, streaming=False)
+        return BatchPlan(ca, locality, self.write(forward_batch.out_cache_loc), ())
+
+    def write(self, written: torch.Tensor) -> KVWriteLoc:
+        """Where a pass's new tokens go, in both slot spaces."""
+        if self.pool.splits_heads:
+            return KVWriteLoc(written, self.pool.locality_of[written])
+        return KVWriteLoc(written)
+
+    def _rows(self, requests: list[int], lengths: list[int]) -> list[torch.Tensor]:
+        """Each request's token slots."""
+        return [
+            self.req_to_token[request, :length].to(torch.int64)
+            for request, length in zip(requests, lengths, strict=True)
+        ]
+
+    def _on_device(
+        self, forward_batch: Any, longest: int, slot_map: torch.Tensor | None
+    ) -> ClassPlan:
+        """Entries of one class, of all requests of a decoding pass."""
+        plan = self.kernels.plan_on_device(
+            self.req_to_token,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            longest,
+            slot_map,
+            voted=slot_map is not None or self.pool.ca_votes is not None,
+        )
+        return ClassPlan(plan)
+
+    def _ca(self, rows: list[torch.Tensor]) -> ClassPlan:
+        """CA entries: every token's, less those that compression took (slot 0)."""
+        if self.pool.mass is not None:
+            rows = [row[row > 0] for row in rows]
+        slots, bounds = _ragged(rows)
+        votes = self.pool.ca_voted if self.pool.ca_votes is not None else None
+        return ClassPlan(self.kernels.plan(slots, bounds, _if_any(votes, slots)))
+
+    def _locality(self, rows: list[torch.Tensor], *, streaming: bool) -> ClassPlan | None:
+        """Locality entries: the CA slots that still have a locality slot, in order."""
+        if not self.pool.splits_heads:
+            return None
+        mapped = [self.pool.locality_of[row] for row in rows]
+        positions = [torch.nonzero(slots).flatten() for slots in mapped]
+        held = [slots[where] for slots, where in zip(mapped, positions, strict=True)]
+        entries, bounds = _ragged(held)
+        plan = self.kernels.plan(entries, bounds, _if_any(self.pool.log_votes, entries))
+        if not streaming:
+            return ClassPlan(plan)
+        settled = [self.pool.settled[r[p]] for r, p in zip(rows, positions, strict=True)]
+        window = Window(
+            sink_tokens=self.settings.sink_tokens,
+            recent_tokens=self.settings.recent_tokens,
+            q_start=tuple(int(row.numel()) for row in rows),
+            positions=torch.cat(positions),
+            settled=torch.cat(settled),
+        )
+        return ClassPlan(plan, window)
+
+
+def _if_any(votes: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor | None:
+    """None where none of these entries has votes: a first prefill, which then never asks again."""
+    return votes if votes is not None and bool(votes[slots].any()) else None
+
+
+def _ragged(rows: list[torch.Tensor]) -> tuple[torch.Tensor, tuple[int, ...]]:
+    return torch.cat(rows), indptr(row.numel() for row in rows)
+
+
+def indptr(lengths: Iterable[int]) -> tuple[int, ...]:
+    """Where each of so many rows begins, and where the last ends."""
+    return (0, *accumulate(int(length) for length in lengths))
+
+
+__all__ = ["BatchPlan", "ClassPlan", "Planner", "indptr"]

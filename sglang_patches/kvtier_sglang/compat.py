@@ -1,0 +1,167 @@
+"""Flags of SGLang that cannot be combined with kvtier, refused before any model loads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtier.calibration.documents import load_curve
+from kvtier.config import Settings
+from kvtier.errors import ConfigurationError, IncompatibleFlagError
+from kvtier.heads.model_config import (
+    check_splittable,
+    model_name,
+    model_shape,
+    read_config,
+    weights_revision,
+)
+from kvtier.heads.profile import load_profile
+from kvtier_kernels import AttentionKernels, KernelUnavailableError, get_kernels
+
+NAME = "kvtier"
+logger = logging.getLogger(__name__)
+
+# field -> (is it acceptable?, what is expected). Checked when attention or radix is ours.
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "speculative_algorithm": (lambda v: v is None, "no speculative decoding"),
+    "disaggregation_mode": (lambda v: v in (None, "null"), "no disaggregation"),
+    "enable_hierarchical_cache": (lambda v: not v, "no HiCache"),
+    "enable_lmcache": (lambda v: not v, "no LMCache"),
+    "enable_flexkv": (lambda v: not v, "no FlexKV"),
+    "enable_unified_memory": (lambda v: not v, "no unified memory pool"),
+    "enable_session_radix_cache": (lambda v: not v, "no session radix cache"),
+    "enable_streaming_session": (lambda v: not v, "no streaming sessions"),
+    "enable_hisparse": (lambda v: not v, "no HiSparse"),
+    # With nothing kept in the tree there are no turns to compress.
+    "disable_radix_cache": (lambda v: not v, "the radix cache enabled"),
+    "strip_thinking_cache": (lambda v: not v, "no stripped thinking tokens"),
+    "enable_memory_saver": (lambda v: not v, "no memory saver"),
+    "kv_events_config": (lambda v: not v, "no KV cache events"),
+    "page_size": (lambda v: v in (None, 1), "a page size of 1"),
+    "pp_size": (lambda v: v in (None, 1), "a pipeline of one stage"),
+    "tp_size": (lambda v: v in (None, 1), "tensor parallelism of 1"),
+    "dcp_size": (lambda v: v in (None, 1), "a decode context parallelism of 1"),
+    "kv_cache_dtype": (
+        lambda v: v in (None, "auto", "bfloat16", "bf16", "float16", "float32"),
+        "an unquantised KV cache",
+    ),
+    "decode_attention_backend": (lambda v: v in (None, NAME), "the same backend throughout"),
+    "prefill_attention_backend": (lambda v: v in (None, NAME), "the same backend throughout"),
+}
+
+
+def backends_are_ours() -> tuple[bool, bool]:
+    """Whether (attention, radix cache) of this process's server are kvtier's."""
+    from sglang.srt.runtime_context import get_exec, get_memory
+
+    return (
+        get_exec().kernel.attention_backend == NAME,
+        get_memory().radix_cache_backend == NAME,
+    )
+
+
+def uses_kvtier(server_args: Any) -> bool:
+    """Whether any part of kvtier was asked for."""
+    return NAME in (server_args.attention_backend, server_args.radix_cache_backend)
+
+
+def check_server_args(server_args: Any, settings: Settings) -> None:
+    """Raise IncompatibleFlagError (or a model or profile error) naming the first obstacle.
+
+    server_args: SGLang's ServerArgs before resolution; untouched.
+    """
+    if not uses_kvtier(server_args):
+        return
+    for field, (acceptable, expected) in _RULES.items():
+        value = getattr(server_args, field, None)
+        if not acceptable(value):
+            flag = "--" + field.replace("_", "-")
+            raise IncompatibleFlagError(flag, f"{expected} together with kvtier", value)
+    if settings.prefill == "streaming" and getattr(server_args, "enable_mixed_chunk", False):
+        # A mixed batch would show decoding requests the window of a prefill.
+        raise IncompatibleFlagError(
+            "--enable-mixed-chunk", "no mixed chunks together with --prefill streaming", True
+        )
+    kernels_of(settings, server_args)
+    if server_args.radix_cache_backend == NAME and server_args.attention_backend != NAME:
+        raise IncompatibleFlagError(
+            "--attention-backend",
+            "kvtier together with --radix-cache-backend kvtier",
+            server_args.attention_backend,
+        )
+    if Path(server_args.model_path).is_dir():
+        config = read_config(server_args.model_path)
+        check_splittable(config)
+        if settings.head_profile is not None:
+            profile = load_profile(settings.head_profile)
+            profile.check_fits(model_shape(config), weights_revision(server_args.model_path))
+        if settings.curve is not None:
+            curve = load_curve(settings.curve)
+            revision = weights_revision(server_args.model_path)
+            curve.check_fits(
+                model_name(server_args.model_path), revision, curve.policy, curve.dtype
+            )
+
+
+def is_resolved(server_args: Any) -> bool:
+    """Whether SGLang has derived everything from the arguments, which are read-only since."""
+    return bool(getattr(server_args, "_resolution_finished", False))
+
+
+def settle_cuda_graphs(server_args: Any, settings: Settings) -> None:
+    """Turn off the CUDA graphs that cannot be recorded over kvtier, so that users need not know.
+
+    server_args: before resolution; its `disable_*_cuda_graph` may be set. Raises
+    IncompatibleFlagError for graphs that were asked for by name.
+    """
+    if not uses_kvtier(server_args) or not torch.cuda.is_available():
+        return
+    if getattr(server_args, "device", None) == "cpu":
+        return
+    decode = _graph_obstacle(settings, server_args)
+    obstacles = {"prefill": "together with kvtier", "decode": decode}
+    for phase, why in obstacles.items():
+        if why is None:
+            continue
+        flag, asked = _graphs_asked_for(server_args, phase)
+        if asked not in (None, "disabled"):
+            raise IncompatibleFlagError(flag, f"{phase} disabled {why}", asked)
+        if phase == "decode" and not getattr(server_args, "disable_cuda_graph", False):
+            logger.info("decoding goes without CUDA graphs %s", why)
+        setattr(server_args, f"disable_{phase}_cuda_graph", True)
+
+
+def _graphs_asked_for(server_args: Any, phase: str) -> tuple[str, str | None]:
+    """The flag and the backend that the user chose, as SGLang would find them: its JSON before its
+    flag. What SGLang itself will refuse does not count."""
+    config: Any = getattr(server_args, "cuda_graph_config", None)
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    of_phase = config.get(phase) if isinstance(config, dict) else None
+    if isinstance(of_phase, dict) and "backend" in of_phase:
+        return "--cuda-graph-config", of_phase["backend"]
+    return f"--cuda-graph-backend-{phase}", getattr(
+        server_args, f"cuda_graph_backend_{phase}", None
+    )
+
+
+def kernels_of(settings: Settings, server_args: Any) -> AttentionKernels:
+    """The backend that will serve. Raises ConfigurationError where this machine cannot run it."""
+    try:
+        return get_kernels(settings.kernels, getattr(server_args, "device", None))
+    except KernelUnavailableError as error:
+        why = str(error).removeprefix("kernels: ")
+        raise ConfigurationError("kernels", "a backend that can run here", why) from error
+
+
+def _graph_obstacle(settings: Settings, server_args: Any) -> str | None:
+    """What keeps CUDA graphs from recording decoding, if anything does."""
+    if not kernels_of(settings, server_args).plans_on_device:
+        return f"together with --kernels {settings.kernels}, which plans on the host"
+    if settings.refreshes_while_generating:
+        return "together with --refresh N and --refresh-moved, which look at each token's queries"
+    return None

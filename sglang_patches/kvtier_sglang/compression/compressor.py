@@ -1,0 +1,142 @@
+"""What happens to a context's KV when its turn ends.
+
+Locality heads drop the span that `LocalityRule` names and keep one compensation entry of it. Where
+a share of the context was asked for, CA heads keep only their best tokens of that span too
+(selection.py), and the slots of the others go back to the pool.
+
+    while prefilling   [ every token, exact                  ]
+    turn ended         [ sink | compensation | recent | generated ]
+
+The compressor changes slots and what a node says of itself; the tree's accounts are the caller's.
+Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from kvtier.retention.locality import DroppedSpan, LocalityRule
+from kvtier.retention.share import Everything, ShareRule, Turn
+from kvtier.tier.turns import NodeRecord
+from kvtier_sglang.compression.retention import Retention, mean_nll
+from kvtier_sglang.compression.selection import TokenSelection
+from kvtier_sglang.pool.allocator import HeadSplitAllocator
+
+
+class Context(Protocol):
+    """The part of a context that one node of the tree holds; see KvNode."""
+
+    start: int
+    prompt_stop: int
+    value: torch.Tensor
+    dropped: DroppedSpan
+    compressed: bool
+
+    @property
+    def stop(self) -> int: ...
+
+
+class Freed(NamedTuple):
+    """Slots of each class that went back to the pool."""
+
+    ca: int = 0
+    locality: int = 0
+
+
+class Compressor:
+    """See the module docstring.
+
+    rule:      what locality heads keep.
+    retention: how much of a context CA heads keep; `selection` says which tokens. Without a
+               selection they keep everything, whatever `retention` says.
+    """
+
+    def __init__(
+        self,
+        allocator: HeadSplitAllocator,
+        rule: LocalityRule,
+        *,
+        retention: Retention | None = None,
+        selection: TokenSelection | None = None,
+    ) -> None:
+        self.allocator = allocator
+        self.rule = rule
+        self.retention = retention or Retention(Everything())
+        self.selection = selection
+        self.counters: Counter[str] = Counter(
+            compressed_nodes=0, dropped_tokens=0, compacted_tokens=0
+        )
+
+    @property
+    def share(self) -> ShareRule:
+        """The rule that is in force for CA heads."""
+        return Everything() if self.selection is None else self.retention.rule
+
+    def end_turn(self, node: Context, held_before: Iterable[int]) -> Freed:
+        """Compress a node that no request has locked. held_before: CA slots that the nodes before
+        it hold, each."""
+        node.compressed = True
+        self.allocator.settle(node.value)
+        span = self.rule.dropped(node.start, node.stop, node.prompt_stop)
+        if not span.num_tokens:
+            return Freed()
+        self.counters["compressed_nodes"] += 1
+        locality = self.drop(node, span).locality
+        if self.selection is None:
+            return Freed(0, locality)
+        prompt_stop = min(node.prompt_stop, node.stop)
+        asked = self.allocator.pool.nll[node.value[: prompt_stop - node.start]]
+        turn = Turn(
+            prompt_tokens=prompt_stop - node.start,
+            droppable_tokens=span.num_tokens,
+            held_tokens=sum(held_before),
+            nll=mean_nll(asked) if self.retention.rule.needs_nll else None,
+        )
+        return Freed(self._keep(node, self.selection, self.retention.keep(turn)), locality)
+
+    def as_recorded(self, node: Context, record: NodeRecord) -> Freed:
+        """Compress a restored node as it had been, whatever today's rules would choose."""
+        node.compressed = True
+        self.allocator.settle(node.value)
+        span = DroppedSpan(*record.dropped)
+        if not span.num_tokens:
+            return Freed()
+        self.counters["compressed_nodes"] += 1
+        locality = self.drop(node, span).locality
+        if self.selection is None:
+            return Freed(0, locality)
+        return Freed(self._keep(node, self.selection, record.kept), locality)
+
+    def slide_window(self, node: Context) -> Freed:
+        """Streaming prefill: drop what has left the recent window by the node's end."""
+        stop = node.stop
+        span = self.rule.dropped(node.start, stop, min(stop, node.prompt_stop))
+        return self.drop(node, span) if span.num_tokens else Freed()
+
+    def drop(self, node: Context, span: DroppedSpan) -> Freed:
+        """Let locality heads keep one entry of a span, or none."""
+        freed = self.allocator.drop(
+            node.value[span.begin : span.end], compensation=self.rule.compensation
+        )
+        node.dropped = span
+        self.counters["dropped_tokens"] += freed
+        return Freed(0, freed)
+
+    def _keep(self, node: Context, selection: TokenSelection, keep: int) -> int:
+        """Let CA heads keep their best `keep` entries of the dropped span; returns how many slots
+        the others gave back."""
+        span = node.dropped
+        freed = span.num_tokens - keep
+        if freed > 0:
+            slots = node.value[span.begin : span.end]
+            selection.compact(slots, node.start + span.begin, keep)
+            node.value[span.begin : span.end] = self.allocator.compact(slots, keep)
+            self.counters["compacted_tokens"] += freed
+        return max(freed, 0)
+
+
+__all__ = ["Compressor", "Context", "Freed"]

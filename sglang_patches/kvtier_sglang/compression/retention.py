@@ -1,0 +1,113 @@
+"""What every context was allowed to keep: the share rule in force, applied and recorded."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter, deque
+from typing import Any
+
+import torch
+
+from kvtier.config import Settings
+from kvtier.retention.share import (
+    Choice,
+    CurveSource,
+    Everything,
+    FixedShare,
+    QualityTarget,
+    ShareRule,
+    TokenBudget,
+    Turn,
+)
+from kvtier_sglang.compression.metrics import RetentionMetrics
+
+logger = logging.getLogger(__name__)
+
+RECENT_TURNS = 64
+# Fewer asked tokens say little about a text.
+MIN_ASKED = 16
+
+
+class Retention:
+    """Chooses how many CA entries a turn keeps and remembers why. Scheduler thread only."""
+
+    def __init__(
+        self, rule: ShareRule, source: Any = None, metrics: RetentionMetrics | None = None
+    ) -> None:
+        self.rule = rule
+        self.source = source
+        self.metrics = metrics
+        self.reasons: Counter[str] = Counter()
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_TURNS)
+        self.prompt_tokens = 0
+        self.kept_tokens = 0
+
+    def keep(self, turn: Turn) -> int:
+        """Entries of a turn's droppable span that its CA heads keep: 1 … all of them."""
+        choice = self.rule.choose(turn)
+        self._record(turn, choice)
+        return choice.kept_tokens
+
+    def _record(self, turn: Turn, choice: Choice) -> None:
+        kept = turn.protected_tokens + choice.kept_tokens
+        self.reasons[choice.reason] += 1
+        self._tell_metrics(turn, choice)
+        self.prompt_tokens += turn.prompt_tokens
+        self.kept_tokens += kept
+        self.recent.append(
+            {
+                "prompt_tokens": turn.prompt_tokens,
+                "kept_tokens": kept,
+                "retention": kept / turn.prompt_tokens,
+                "reason": choice.reason,
+                "nll": choice.nll,
+                "quality": choice.quality,
+            }
+        )
+
+    def _tell_metrics(self, turn: Turn, choice: Choice) -> None:
+        """Metrics live in files that processes share; a full disk must not end the scheduler."""
+        if self.metrics is None:
+            return
+        try:
+            self.metrics.turn(turn, choice)
+        except Exception:
+            self.metrics = None
+            logger.warning("metrics failed and are off from now on", exc_info=True)
+
+    def report(self) -> dict[str, Any]:
+        """For the server's internal state: shares, reasons, and the newest turns."""
+        report: dict[str, Any] = {
+            "retained_share": self.kept_tokens / self.prompt_tokens if self.prompt_tokens else 1.0,
+            "compacted_turns": sum(self.reasons.values()),
+            "reasons": dict(self.reasons),
+            "recent": list(self.recent),
+        }
+        if self.source is not None:
+            report["calibration"] = dict(self.source.counters)
+        return report
+
+
+def share_rule(settings: Settings, entry_bytes: int, source: CurveSource | None) -> ShareRule:
+    """The rule that the settings ask for; they name at most one.
+
+    entry_bytes: device bytes of one CA entry over all layers, for a budget in bytes.
+    """
+    if settings.retention is not None:
+        return FixedShare(settings.retention)
+    if settings.budget_tokens is not None:
+        return TokenBudget(settings.budget_tokens)
+    if settings.budget_bytes is not None:
+        return TokenBudget(max(1, settings.budget_bytes // max(1, entry_bytes)))
+    if settings.quality is not None:
+        assert source is not None, "a quality target needs a source of curves"
+        return QualityTarget(settings.quality, source)
+    return Everything()
+
+
+def mean_nll(nll: torch.Tensor) -> float | None:
+    """Mean of the tokens that were asked (not NaN), None where they are too few."""
+    asked = nll[~torch.isnan(nll)]
+    mean = float(asked.double().mean()) if asked.numel() >= MIN_ASKED else math.nan
+    return mean if math.isfinite(mean) else None

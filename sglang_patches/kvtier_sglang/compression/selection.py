@@ -1,0 +1,139 @@
+"""Selection in a finished turn: every CA head keeps its own best tokens of the span.
+
+The scores were prepared while the turn was prefilled, by slot, so they survive chunking,
+batching, sharing and splits: what a token drew from its window (`HeadSplitKVPool.mass`) and how
+surprising it was (`HeadSplitKVPool.nll`). Here they are combined with the keys' leverage, and the
+selected entries move to the first slots of the span:
+
+    span of node   | a b c d e f g h i j |     head 0 keeps b d i, head 1 keeps a e j
+    slots          | 5 6 7 8 9 . . . . . |
+    afterwards     | 5 6 7 0 0 0 0 0 0 0 |     slot 5: b for head 0, a for head 1; 8, 9 … are free
+
+All heads keep the same number, so one slot table still serves them all. Entries carry their
+rotation with them: positions stay what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
+
+from kvtier.errors import StartupError
+from kvtier.retention.compactor import Compactor
+from kvtier_kernels.scores import Rotation, window_mass
+from kvtier_sglang.pool.kv_pool import ClassBuffers, HeadSplitKVPool
+
+Rotary: TypeAlias = RotaryEmbedding | None
+"""How a layer rotates its keys; None where it does not."""
+
+
+class TokenSelection:
+    """Scores the tokens of one pool's CA heads and keeps the best. Owned by the scheduler thread.
+
+    rotary: per layer, how its keys are rotated.
+    """
+
+    def __init__(
+        self, pool: HeadSplitKVPool, compactor: Compactor, rotary: Sequence[Rotary]
+    ) -> None:
+        self.pool = pool
+        self.compactor = compactor
+        self.rotary = rotary
+
+    def observe(
+        self,
+        index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rows: PrefillRows,
+        scale: float,
+    ) -> None:
+        """Remember the window mass of a prefill's tokens in the pool's `index`-th layer.
+
+        q `[tokens, KV heads, group, dim]`, k and v `[tokens, KV heads, dim]`, all heads.
+        """
+        buffers, mass = self.pool.ca[index], self.pool.mass
+        if mass is None or not buffers.heads:
+            return
+        drawn = window_mass(
+            buffers.select(q),
+            buffers.select(k),
+            rows.indptr,
+            rows.start,
+            scale,
+            self.compactor.window_tokens,
+        )
+        norm = torch.linalg.vector_norm(buffers.select(v), dim=-1, dtype=torch.float32).T
+        mass[index][:, rows.slots] = drawn * norm
+
+    def compact(self, slots: torch.Tensor, first_position: int, keep: int) -> None:
+        """Move each CA head's best `keep` entries of a span into its first `keep` slots.
+
+        slots: [tokens] int64 in order of position, the first at `first_position`; the caller frees
+        the others. No request may be reading them.
+        """
+        for index, buffers in enumerate(self.pool.ca):
+            if buffers.heads:
+                selected = self._select(index, buffers, slots, first_position, keep)
+                _gather_in_place(buffers, slots, selected)
+
+    def _select(
+        self, index: int, buffers: ClassBuffers, slots: torch.Tensor, first: int, keep: int
+    ) -> torch.Tensor:
+        """The offsets each head keeps: int64 `[heads, keep]`."""
+        assert self.pool.mass is not None, "a selection without window mass"
+        mass = self.pool.mass[index][:, slots]
+        keys = buffers.k.transpose(0, 1).index_select(1, slots)
+        rotary, rotation = self.rotary[index], None
+        if rotary is not None:
+            table = rotary.cos_sin_cache[first : first + slots.numel()]
+            cos, sin = table.to(keys.device).chunk(2, dim=-1)
+            rotation = Rotation(cos, sin, interleaved=not rotary.is_neox_style)
+        return self.compactor.select(self.compactor.scores(keys, mass, rotation), keep)
+
+
+class PrefillRows(NamedTuple):
+    """Which tokens an extend pass computes.
+
+    indptr: row ranges of the requests; start: position of each request's first row.
+    slots:  [tokens] int64, their CA slots.
+    """
+
+    indptr: tuple[int, ...]
+    start: tuple[int, ...]
+    slots: torch.Tensor
+
+
+def _gather_in_place(buffers: ClassBuffers, slots: torch.Tensor, selected: torch.Tensor) -> None:
+    source, target = slots[selected], slots[: selected.shape[1]]
+    heads = torch.arange(len(buffers.heads), device=slots.device).unsqueeze(1)
+    for side in (buffers.k.transpose(0, 1), buffers.v.transpose(0, 1)):
+        # The right-hand side is a copy, so overlapping slots are no danger.
+        side[heads, target] = side[heads, source]
+
+
+def find_rotary(model: Any, layers: range) -> list[Rotary]:
+    """Each layer's rotary embedding, found beside its attention.
+
+    Raises StartupError for one whose positions are not the token's own index.
+    """
+    modules = dict(model.named_modules())
+    found: dict[int, Rotary] = {}
+    for name, module in modules.items():
+        if isinstance(module, RadixAttention):
+            parent = modules[name.rpartition(".")[0]]
+            found[module.layer_id] = getattr(parent, "rotary_emb", None)
+    for layer in layers:
+        rotary = found.get(layer)
+        if isinstance(rotary, MRotaryEmbedding) or not isinstance(rotary, RotaryEmbedding | None):
+            raise StartupError(
+                f"retention: layer {layer} rotates its keys with {type(rotary).__name__}, which "
+                "kvtier cannot undo; serve this model without --quality or --retention"
+            )
+    return [found.get(layer) for layer in layers]

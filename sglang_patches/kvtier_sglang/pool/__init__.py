@@ -1,0 +1,1 @@
+"""Head-split KV: two slot spaces, one per head class."""

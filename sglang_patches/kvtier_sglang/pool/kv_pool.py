@@ -1,0 +1,254 @@
+"""The head-split KV pool: one slot space per head class.
+
+Per layer the KV heads fall into two classes, context-anchored (CA) and locality. Each class
+has its own buffers and its own slots; how many heads a class has may differ per layer, from
+none to all, and the slot of a token is the same in every layer.
+
+    CA slot space        [0 .. ca_size]        slot 0 is SGLang's padding slot
+    locality slot space  [0 .. locality_size]  slot 0 likewise
+
+SGLang knows CA slots only. `KVWriteLoc.swa_loc`, which carries "the other pool's slot" for
+sliding-window models, carries the locality slot here.
+
+Physical layout on a CPU is [heads, slots, dim], which streams 3-7 times faster through
+matrix products than [slots, heads, dim] (measured at 128k x 4 heads x 32); accelerators use
+[slots, heads, dim], the layout of paged kernels. Callers always see [slots, heads, dim].
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.mem_cache.memory_pool import KVCache, KVWriteLoc, unwrap_write_loc
+
+from kvtier.heads.profile import HeadProfile
+from kvtier.pool_sizing import SlotBytes, score_bytes, vote_bytes
+from kvtier_kernels import AttentionKernels, HeadMap, RaggedKV
+
+
+class ClassBuffers(NamedTuple):
+    """One head class of one layer.
+
+    head_map: which of the layer's KV heads.
+    k, v:     [slots, heads, dim] views, whatever the physical layout.
+    """
+
+    head_map: HeadMap
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """Ascending KV head indices of the class."""
+        return self.head_map.heads
+
+    @property
+    def head_ids(self) -> torch.Tensor:
+        """[heads] int64, the same where the buffers are."""
+        return self.head_map.ids
+
+    def select(self, x: torch.Tensor) -> torch.Tensor:
+        """This class's heads of x [tokens, all KV heads, ...]; a view where they are adjacent."""
+        return self.head_map.select(x)
+
+
+class HeadSplitKVPool(KVCache):
+    """Buffers of both classes for all layers of one rank.
+
+    Owns the memory and the slot tables that attention reads; the allocator writes the tables.
+
+    locality_of: [ca_size + 1] int64, the locality slot of a CA slot, 0 where it has none.
+    settled:     [ca_size + 1] bool, whether the CA slot's turn has ended and was compressed.
+    log_votes:   [locality_size + 1] float32, 0 for a token, ln N for a compensation entry.
+
+    What selection will want to know of a CA slot, written during prefill where `scored`:
+
+    mass:        per layer [CA heads, ca_size + 1] float32, what the token drew from its window
+                 times its value's norm; 0 for a generated token. None where not scored.
+    nll:         [ca_size + 1] float32, how surprising the token after it was, nats; NaN where it
+                 was not asked.
+
+    What entries stand for that tokens were merged into, where `merges`:
+
+    ca_votes:    per layer [ca_size + 1, CA heads, group] float32, log-votes. None without merging.
+    ca_voted:    [ca_size + 1] float32, 1 where any layer has votes.
+    """
+
+    def __init__(
+        self,
+        ca_size: int,
+        locality_size: int,
+        *,
+        profile: HeadProfile,
+        dtype: torch.dtype,
+        device: str,
+        start_layer: int,
+        page_size: int = 1,
+        scored: bool = False,
+        merges: bool = False,
+    ) -> None:
+        shape = profile.shape
+        super().__init__(
+            ca_size,
+            page_size,
+            dtype,
+            shape.num_layers,
+            device,
+            False,
+            start_layer,
+            start_layer + shape.num_layers - 1,
+        )
+        self.profile = profile
+        self.locality_size = locality_size
+        self.head_num = shape.num_kv_heads
+        self.head_dim = shape.head_dim
+        self.v_head_dim = shape.head_dim
+        self.ca = [self._buffers(ca_size, heads) for heads in profile.ca_heads]
+        self.locality = [
+            self._buffers(locality_size, profile.locality_heads(layer))
+            for layer in range(shape.num_layers)
+        ]
+        self.locality_of = torch.zeros(ca_size + 1, dtype=torch.int64, device=device)
+        self.settled = torch.zeros(ca_size + 1, dtype=torch.bool, device=device)
+        self.log_votes = torch.zeros(locality_size + 1, dtype=torch.float32, device=device)
+        self.mass: list[torch.Tensor] | None = None
+        self.nll = torch.empty(0)
+        if scored:
+            heads = [len(layer) for layer in profile.ca_heads]
+            # In one piece, so that forgetting is one operation.
+            self._every_mass = torch.zeros((sum(heads), ca_size + 1), device=device)
+            self.mass = list(torch.split(self._every_mass, heads))
+            self.nll = torch.full((ca_size + 1,), torch.nan, device=device)
+        self.group = shape.num_attention_heads // shape.num_kv_heads
+        self.ca_votes: list[torch.Tensor] | None = None
+        self.ca_voted = torch.empty(0, device=device)
+        if merges:
+            self.ca_votes = [
+                torch.zeros((ca_size + 1, len(heads), self.group), device=device)
+                for heads in profile.ca_heads
+            ]
+            self.ca_voted = torch.zeros(ca_size + 1, dtype=torch.float32, device=device)
+        self._finalize_allocation_log(ca_size)
+
+    def _buffers(self, size: int, heads: tuple[int, ...]) -> ClassBuffers:
+        slots, count = size + self.page_size, len(heads)
+        tensors = []
+        for _ in range(2):
+            if self.device == "cpu":
+                physical = torch.zeros(
+                    (count, slots, self.head_dim), dtype=self.store_dtype, device=self.device
+                )
+                tensors.append(physical.transpose(0, 1))
+            else:
+                tensors.append(
+                    torch.zeros(
+                        (slots, count, self.head_dim), dtype=self.store_dtype, device=self.device
+                    )
+                )
+        index = torch.tensor(heads, dtype=torch.int64, device=self.device)
+        return ClassBuffers(HeadMap(heads, index), tensors[0], tensors[1])
+
+    @property
+    def splits_heads(self) -> bool:
+        """Whether any head is a locality head."""
+        return any(buffers.heads for buffers in self.locality)
+
+    @property
+    def slot_bytes(self) -> SlotBytes:
+        """Bytes one slot of each class occupies over all layers, from the real buffers."""
+        scores = 0 if self.mass is None else score_bytes(self.profile)
+        if self.ca_votes is not None:
+            scores += vote_bytes(self.profile)
+        return SlotBytes(
+            ca=_bytes_per_slot(self.ca) + scores, locality=_bytes_per_slot(self.locality)
+        )
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        every = [*self.ca, *self.locality]
+        k = sum(b.k.numel() * b.k.element_size() for b in every)
+        v = sum(b.v.numel() * b.v.element_size() for b in every)
+        return k, v
+
+    def store(
+        self,
+        kernels: AttentionKernels,
+        index: int,
+        at: KVWriteLoc,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        """Store new tokens k, v [tokens, KV heads, dim] of the pool's `index`-th layer in both
+        classes. at: their CA slots and, where the layer has locality heads, those as well."""
+        ca_slots, locality_slots, _ = unwrap_write_loc(at)
+        for buffers, slots in (
+            (self.ca[index], ca_slots),
+            (self.locality[index], locality_slots),
+        ):
+            if buffers.heads:
+                assert slots is not None, "locality slots were not resolved for this batch"
+                kernels.store(k, v, RaggedKV(buffers.k, buffers.v), slots, buffers.head_map)
+
+    def compensate(self, dropped: torch.Tensor, into: int) -> None:
+        """Write the compensation entry of `dropped` locality slots into slot `into`.
+
+        k = mean(k), v = mean(v) per layer and head (RazorAttention), weighted by votes so that
+        entries can be folded again; votes add up. `into` may be one of the dropped slots.
+        """
+        votes = self.log_votes[dropped].exp()
+        total = votes.sum()
+        weights = (votes / total).unsqueeze(0)
+        for buffers in self.locality:
+            # Head by head, so that the gather stays small for a 128k span.
+            for head in range(len(buffers.heads)):
+                for side in (buffers.k, buffers.v):
+                    mean = weights @ side[dropped, head].float()
+                    side[into, head] = mean.squeeze(0).to(side.dtype)
+        self.log_votes[into] = total.log()
+
+    def forget_scores(self, ca_slots: torch.Tensor) -> None:
+        """Slots handed out anew know nothing of the tokens they will hold."""
+        if self.mass is not None:
+            self.nll.index_fill_(0, ca_slots, torch.nan)
+            self._every_mass.index_fill_(1, ca_slots, 0.0)
+
+    def set_votes(self, index: int, ca_slots: torch.Tensor, log_votes: torch.Tensor) -> None:
+        """Votes of entries in the pool's `index`-th layer: `[slots, CA heads, group]`."""
+        assert self.ca_votes is not None, "a pool without votes"
+        self.ca_votes[index][ca_slots] = log_votes.float()
+        self.ca_voted.index_fill_(0, ca_slots, 1.0)
+
+    def mask(self, ca_slots: torch.Tensor) -> None:
+        """Entries that stand for nothing yet: no query sees them in any layer."""
+        assert self.ca_votes is not None, "a pool without votes"
+        for votes in self.ca_votes:
+            votes.index_fill_(0, ca_slots, float("-inf"))
+        self.ca_voted.index_fill_(0, ca_slots, 1.0)
+
+    def forget_votes(self, ca_slots: torch.Tensor) -> None:
+        """Slots on their way back to the free list stand for one token each again."""
+        if self.ca_votes is not None:
+            self.ca_voted.index_fill_(0, ca_slots, 0.0)
+            for votes in self.ca_votes:
+                votes.index_fill_(0, ca_slots, 0.0)
+
+    # SGLang's single-buffer accessors have no meaning for two slot spaces.
+
+    def set_kv_buffer(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a head-split pool has no single KV buffer; use .store")
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        raise RuntimeError("a head-split pool has no single key buffer; use .ca and .locality")
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        raise RuntimeError("a head-split pool has no single value buffer; use .ca and .locality")
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        raise RuntimeError("a head-split pool has no single KV buffer; use .ca and .locality")
+
+
+def _bytes_per_slot(layers: list[ClassBuffers]) -> int:
+    return sum(len(b.heads) * (b.k.shape[-1] + b.v.shape[-1]) * b.k.element_size() for b in layers)
+
+
+__all__ = ["ClassBuffers", "HeadSplitKVPool"]

@@ -1,0 +1,59 @@
+"""How many slots of each class a server's byte budget buys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvtier.config import Settings
+from kvtier.heads.profile import HeadProfile
+from kvtier.pool_sizing import SessionShape, locality_slots_for, plan_pools, slot_bytes, with_tables
+
+
+def size_pools(
+    original: Callable[..., Any],
+    configurator: Any,
+    budget_bytes: int,
+    settings: Settings,
+    profile: HeadProfile,
+    **kwargs: Any,
+) -> tuple[Any, int]:
+    """SGLang's answer to how many tokens fit, which are our CA slots, and our locality slots.
+
+    SGLang divides the budget by the bytes of a whole token. Handing it the bytes that as many
+    whole tokens as we have CA slots would cost makes it arrive at our number; a token cap of
+    the user (--max-total-tokens) caps the CA slots as it always did.
+    """
+    itemsize = configurator.kv_cache_dtype.itemsize
+    merges = settings.merge != "off"
+    per_slot = slot_bytes(profile, itemsize, scored=settings.compacts, merges=merges)
+    longest = configurator.model_config.context_len
+    plan = plan_pools(budget_bytes, with_tables(per_slot), session_shape(settings, longest))
+    config = original(configurator, plan.ca_slots * per_slot.full, **kwargs)
+    ca_slots = config.max_total_num_tokens
+    derived = plan.locality_slots
+    if ca_slots < plan.ca_slots:
+        derived = locality_slots_for(ca_slots, session_shape(settings, min(longest, ca_slots)))
+    return config, settings.locality_slots or derived
+
+
+def session_shape(settings: Settings, longest: int) -> SessionShape:
+    """What sessions are expected to look like; `longest` tokens is what model or pool allow."""
+    from sglang.srt.runtime_context import get_schedule
+
+    context = min(settings.session_tokens, longest)
+    kept = settings.sink_tokens + settings.recent_tokens + 1
+    prefill = context
+    chunk = get_schedule().chunked_prefill_size
+    if settings.prefill == "streaming" and chunk and chunk > 0:
+        prefill = min(prefill, chunk + settings.sink_tokens + settings.recent_tokens)
+    return SessionShape(
+        context_tokens=context,
+        turn_tokens=settings.turn_tokens,
+        kept_tokens=kept,
+        prefill_tokens=prefill,
+        retention=settings.expected_retention,
+    )
+
+
+__all__ = ["session_shape", "size_pools"]

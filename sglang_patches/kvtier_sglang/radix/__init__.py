@@ -1,0 +1,1 @@
+"""The radix cache that SGLang sees, and the tree below it."""

@@ -1,0 +1,344 @@
+"""The radix cache that SGLang sees: a tree whose nodes are compressed when their turn ends, and
+whose exact KV waits in a tier.
+
+Every token of a node keeps its CA slot (`node.value`, as in SGLang's tree); what compression takes
+away are locality slots, which the allocator finds through its CA -> locality map. So matching,
+locking, eviction and SGLang's idle invariant see an ordinary tree. Chunked prefill publishes a
+prompt as a chain of nodes, which becomes one node before it is compressed:
+
+    while prefilling   [chunk 0]-[chunk 1]-[chunk 2]                    exact
+    turn ended         [ sink | compensation | recent | generated ]     one node
+
+What a request goes through, in SGLang's own words for its storage tiers:
+
+    prefetch_from_storage     it arrived: the tier is asked for what the tree lacks
+    check_prefetch_progress   it waits in the queue for the answer
+    match_prefix              what landed in host memory counts as a host hit
+    init_load_back            it is admitted: what landed is written into the pool
+    checkpoint, on_release    its own KV leaves, and its turn is compressed
+
+The parts (compressor.py, tier/connector.py, refresh/turn_refresh.py, restorer.py) are called from
+here and call nothing here, but for `refresh.Contexts`. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    CacheRequestHandle,
+    InitLoadBackParams,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from kvtier.retention.refreshing import PrunedRange
+from kvtier.tier.lookup import Landed
+from kvtier_sglang.compression.compressor import Compressor
+from kvtier_sglang.radix.contexts import compacted_context, outgrows, pruned_ranges
+from kvtier_sglang.radix.matching import cached_length
+from kvtier_sglang.radix.node import KvNode
+from kvtier_sglang.radix.prompt_logprobs import note_recomputed, wants_prompt_logprobs
+from kvtier_sglang.radix.restorer import Restorer, continues
+from kvtier_sglang.radix.tree import VariantRadixTree
+from kvtier_sglang.radix.turn_end import compress_path, slide_window
+from kvtier_sglang.refresh.turn_refresh import MakeRefresh, TurnRefresh
+from kvtier_sglang.tier.connector import TierConnector
+
+
+class KvtierRadixCache(VariantRadixTree):
+    """The cache behind `--radix-cache-backend kvtier`; see the module docstring.
+
+    streaming:    locality heads drop what leaves their window already during prefill.
+    tier:         where exact KV goes and comes from; None: nowhere.
+    make_refresh: how compressed contexts are refreshed from the tier; None: they are not.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        compressor: Compressor,
+        *,
+        streaming: bool = False,
+        tier: TierConnector | None = None,
+        make_refresh: MakeRefresh | None = None,
+    ) -> None:
+        self.compressor = compressor
+        self.tier = tier
+        self.refresh: TurnRefresh | None = None
+        self.restorer: Restorer | None = None
+        # What a request matched last, and how many tokens it is to fill.
+        self._matched: dict[str, tuple[KvNode, int]] = {}
+        # Requests that want nothing compressed, see `wants_prompt_logprobs`.
+        self._asks_exactly: set[str] = set()
+        super().__init__(params, compressor.rule, streaming=streaming)
+        if tier is not None:
+            self.restorer = Restorer(self, compressor, tier.codec)
+            if make_refresh is not None:
+                self.refresh = make_refresh(tier, self)
+
+    def reset(self) -> None:
+        for rid in list(self._matched):
+            self._forget(rid)
+        super().reset()
+        if self.tier is not None:
+            self.tier.cache_flushed()
+
+    def weights_change(self) -> None:
+        """The weights are about to change, or may; see TierConnector.weights_change."""
+        if self.refresh is not None:
+            self.refresh.clear()
+        if self.tier is not None:
+            self.tier.weights_change(cached=bool(self._matched or self.total_size()))
+
+    # -- a request arrives and waits --
+
+    # SGLang's scheduler reads these before it prefetches; names are made of tokens here, so any
+    # node will do and nodes carry no hashes.
+    hicache_storage_pass_prefix_keys = False
+
+    def is_backuped(self, node: KvNode) -> bool:
+        return True
+
+    def is_root(self, node: KvNode) -> bool:
+        return node is self.root_node
+
+    def get_last_hash_value(self, node: KvNode) -> None:
+        return None
+
+    @property
+    def uses_tier(self) -> bool:
+        """Whether SGLang's scheduler must ask here before it admits a request."""
+        return self.tier is not None and (
+            self.tier.link.healthy or self.has_pending_cache_operations()
+        )
+
+    def prefetch_from_storage(
+        self,
+        handle: CacheRequestHandle,
+        last_host_node: KvNode,
+        new_input_tokens: Any,
+        last_hash: str | None = None,
+        prefix_keys: Any = None,
+        matched_prefix_tokens: Any = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        storage_hit_end: int | None = None,
+    ) -> None:
+        """A request arrived: ask the tier for what the tree lacks, in the background."""
+        tier, rid, node = self.tier, handle.rid, last_host_node
+        if tier is None:
+            return
+        tier.forget_prefetch(rid)
+        if not tier.link.healthy or rid in self._asks_exactly:
+            return
+        scope = tier.scope(extra_key, cache_salt)
+        if scope is None:
+            return
+        matched = matched_prefix_tokens or ()
+        if self.refresh is not None and rid in self._matched:
+            context = compacted_context(node, matched, scope)
+            if context is not None:
+                self.refresh.ask(rid, context, tier.patience_s(node.stop))
+        tier.prefetch(rid, matched, new_input_tokens, scope)
+
+    def check_prefetch_progress(self, handle: CacheRequestHandle) -> bool:
+        """Whether the request need not wait for the tier (any longer)."""
+        if self.tier is None:
+            return True
+        rid = handle.rid
+        if self.refresh is not None:
+            _, filled = self._matched.get(rid, (self.root_node, 0))
+            if not self.refresh.settled(rid, filled):
+                return False
+        return self.tier.settled(rid)
+
+    def pop_prefetch_loaded_span(self, handle: CacheRequestHandle) -> tuple[int, int | None]:
+        """Tokens that came from the tier for a request, and where they begin."""
+        landed = None if self.tier is None else self.tier.landed(handle.rid)
+        if landed is None:
+            return 0, None
+        return landed.stop - landed.begin, landed.begin
+
+    def release_aborted_request(self, handle: CacheRequestHandle) -> None:
+        self._forget(handle.rid)
+        if self.tier is not None:
+            self.tier.forget_spilling(handle.rid)
+
+    def check_hicache_events(self) -> None:
+        """Nothing waits for a safe point: loads are written when they are admitted."""
+
+    def has_pending_cache_operations(self) -> bool:
+        return any(part is not None and part.is_awaited for part in (self.tier, self.refresh))
+
+    def _forget(self, rid: str) -> None:
+        """The request is gone: nothing is fetched or held for it any more."""
+        self._matched.pop(rid, None)
+        self._asks_exactly.discard(rid)
+        if self.tier is not None:
+            self.tier.forget(rid)
+        if self.refresh is not None:
+            self.hold_private(-self.refresh.forget(rid))
+
+    # -- it is matched, and restored --
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """The device's prefix, and what landed behind it as a host hit."""
+        key, req = params.key, params.req
+        exact_only = wants_prompt_logprobs(req)
+        result = self._match_device(key, req, exact_only=exact_only)
+        if self.tier is None or req is None:
+            return result
+        rid, held, node = req.rid, result.device_prefix_len, result.last_device_node
+        self.tier.matched(rid)
+        self._matched[rid] = (node, len(req.full_untruncated_fill_ids))
+        if exact_only:
+            # What is restored may be compressed, and is then no more exact than the tree's.
+            self._asks_exactly.add(rid)
+            return result
+        landed = self.tier.landed(rid)
+        if landed is None or not continues(landed, held) or landed.stop > len(key):
+            return result
+        return result._replace(
+            host_hit_length=landed.stop - held, last_host_node=node, best_match_node=node
+        )
+
+    def _match_device(self, key: RadixKey, req: Any, *, exact_only: bool) -> MatchResult:
+        """What the tree has of a key."""
+        if self.disable or len(key) == 0:
+            return self._empty_match_result
+        node, length = self.walk(self.root_node, key, 0, exact_only=exact_only)
+        if exact_only:
+            note_recomputed(req, cached_length(self.root_node, key) - length)
+        if length == 0 or outgrows(node, self.allocator):
+            return self._empty_match_result
+        return MatchResult(
+            device_prefix_len=length,
+            last_device_node=node,
+            last_host_node=node,
+            best_match_node=node,
+        )
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[int, KvNode]:
+        """Write what landed behind the request's prefix into the pool: all of it or nothing."""
+        assert self.tier is not None, "a host hit without a tier"
+        assert self.restorer is not None, "a tier without a restorer"
+        req, node = params.req, params.best_match_node
+        pending = self.tier.take(req.rid)
+        landed = None if pending is None else pending.landed
+        if pending is None or landed is None or not continues(landed, node.stop):
+            return 0, node
+        began = time.monotonic()
+        restored = self.restorer.restore(req, node, landed)
+        if restored is None:
+            pending.drop()
+            return 0, node
+        loaded = landed.stop - node.stop
+        self.tier.restored(pending, loaded, time.monotonic() - began)
+        if not self._refreshes_restored(self.tier, req, restored, landed):
+            pending.drop()
+        return loaded, restored
+
+    def _refreshes_restored(
+        self, tier: TierConnector, req: Any, node: KvNode, landed: Landed
+    ) -> bool:
+        """Whether a restored context will be refreshed from what it was restored from."""
+        filled = len(req.full_untruncated_fill_ids)
+        self._matched[req.rid] = (node, filled)
+        scope = tier.scope(req.extra_key, req.cache_salt)
+        if self.refresh is None or scope is None:
+            return False
+        context = compacted_context(node, req.full_untruncated_fill_ids[: node.stop], scope)
+        if context is None or context.ranges[0].begin < landed.begin:
+            return False
+        return self.refresh.offer_restored(req.rid, context, landed.host, filled)
+
+    # -- what a refresh asks of its contexts (refresh.Contexts) --
+
+    def pruned_ranges(self, rid: str) -> list[PrunedRange]:
+        """The compressed ranges of the prefix that a request was admitted with."""
+        node, _ = self._matched.get(rid, (self.root_node, 0))
+        return pruned_ranges(node)
+
+    def make_room(self, num_tokens: int) -> None:
+        """Evict what is needed for so many slots, as far as that can be."""
+        self.allocator.evict_to_free_tokens(self, num_tokens)
+
+    # -- it computes, and ends --
+
+    def checkpoint(self, req: Any, *, up_to: int) -> None:
+        """Publish the request's KV up to `up_to`; see BasePrefixCache.checkpoint.
+
+        Continues below the node the request has locked, never from the root: another variant of
+        the same tokens must not be taken for the request's own prefix.
+        """
+        if self.disable:
+            return
+        ids = req.full_untruncated_fill_ids[:up_to]
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]
+        owned = req.kv.cache_protected_len
+        anchor = req.lock.node if req.lock is not None else self.root_node
+        assert anchor is self.root_node or anchor.stop == owned, "lock and row disagree"
+        if self.tier is not None:
+            self.tier.published(req, row, exact=self.matching.computes_exactly(anchor))
+        key = RadixKey(ids, req.extra_key, cache_salt=req.cache_salt)
+        # A compressed copy is no substitute for the exact KV this request still uses.
+        node, matched = self.walk(anchor, key, owned, exact_only=True)
+        # Tokens another request published meanwhile: use the tree's copy, free ours.
+        duplicates = row[owned:matched].to(torch.int64, copy=True)
+        slots = row.to(torch.int64, copy=True)
+        node = self.append(node, key, matched, slots, req.priority or 0, len(req.origin_input_ids))
+        if matched > owned:
+            path = self.path_device_indices(node)
+            at = (req.kv.req_pool_idx, slice(owned, matched))
+            self.req_to_token_pool.write(at, path[owned:matched])
+            self.allocator.free_segment(duplicates, start_pos=owned)
+        req.kv.cache_protected_len = up_to
+        req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, up_to)
+        self.unlock(req.lock)
+        req.lock = self.lock(node)
+        req.last_node = node
+        if self.matching.streaming and not req.finished():
+            slide_window(self, self.compressor, node)
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        """The turn ended or was aborted: compress what no other request uses of its path.
+
+        Not when it was retracted: it will be back for its exact KV.
+        """
+        if not self.disable and (checkpointed or req.finished()):
+            compress_path(self, self.compressor, req.last_node)
+        self._forget(req.rid)
+        if self.tier is None:
+            return
+        if not (checkpointed and req.finished()) or self.disable:
+            self.tier.forget_spilling(req.rid)
+            return
+        nodes = [node.record() for node in req.last_node.path()][::-1]
+        ids = req.full_untruncated_fill_ids[: req.last_node.stop]
+        self.tier.ended(req.rid, ids, nodes)
+
+    def release_host_resources(self) -> None:
+        """SGLang's scheduler ends."""
+        super().release_host_resources()
+        if self.tier is not None:
+            self.tier.close()
+
+    def report(self) -> dict[str, Any]:
+        """For the server's internal state."""
+        report = {
+            "integrity": self.check_integrity(),
+            **self.counters,
+            **self.compressor.counters,
+            "retention": self.compressor.retention.report(),
+        }
+        if self.tier is not None and self.restorer is not None:
+            refresh = {} if self.refresh is None else self.refresh.report()
+            report["tier"] = {**self.tier.report(), **self.restorer.counters, **refresh}
+        return report
+
+
+__all__ = ["KvtierRadixCache"]

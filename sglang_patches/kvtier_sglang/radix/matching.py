@@ -1,0 +1,75 @@
+"""Which child of a node a key continues in, where children may start with the same token and may
+not be cut everywhere. It reads nodes and changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from kvtier.retention.locality import LocalityRule
+from kvtier_sglang.radix.node import KvNode
+
+
+@dataclass(frozen=True)
+class Matching:
+    """rule: where a compressed node may be cut. streaming: locality heads drop during prefill, so
+    that nothing that is computed is exact."""
+
+    rule: LocalityRule
+    streaming: bool
+
+    def computes_exactly(self, parent: KvNode) -> bool:
+        """Whether what is computed behind a node is exact."""
+        return not (self.streaming or parent.is_behind_a_drop)
+
+    def furthest_child(
+        self, node: KvNode, key: RadixKey, offset: int, *, exact_only: bool
+    ) -> tuple[KvNode | None, int]:
+        """The child that shares most with key[offset:] without tearing a compressed node, and how
+        many tokens; of equal ones one that is exact."""
+        best, reach = None, 0
+        for child in node.siblings.get(key.child_key_at(offset), ()):
+            usable = self._usable(child, child.key.match_at(key, offset))
+            if exact_only and child.dropped.num_tokens:
+                usable = min(usable, child.dropped.begin)
+            if exact_only and self.computes_exactly(node) and not child.exact:
+                # A restored copy, computed behind what another request had dropped.
+                usable = 0
+            better = usable == reach and best is not None and child.exact > best.exact
+            if usable > reach or better:
+                best, reach = child, usable
+        return best, reach
+
+    def _usable(self, node: KvNode, matched: int) -> int:
+        """How many of `matched` leading tokens of a node can be used as a prefix."""
+        if matched == len(node.key) or self.rule.can_split(node.dropped, matched):
+            return matched
+        # Behind the span but too close: no. Inside or before it: up to where the span begins.
+        return min(matched, node.dropped.begin)
+
+
+def branch_points(node: KvNode, key: RadixKey, offset: int) -> set[int]:
+    """Positions where key[offset:] leaves the children of a node that start as it does."""
+    return {
+        offset + child.key.match_at(key, offset)
+        for child in node.siblings.get(key.child_key_at(offset), ())
+    }
+
+
+def cached_length(root: KvNode, key: RadixKey) -> int:
+    """How many leading tokens of `key` are cached in whatever state, usable or not."""
+    longest, ends = 0, [(root, 0)]
+    while ends:
+        node, offset = ends.pop()
+        if offset == len(key):
+            break
+        for child in node.siblings.get(key.child_key_at(offset), ()):
+            matched = child.key.match_at(key, offset)
+            longest = max(longest, offset + matched)
+            if matched == len(child.key):
+                ends.append((child, offset + matched))
+    return longest
+
+
+__all__ = ["Matching", "branch_points", "cached_length"]

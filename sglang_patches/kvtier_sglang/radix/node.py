@@ -1,0 +1,164 @@
+"""A node of the tree: some tokens of a context, and what the pool still holds of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+
+from kvtier.retention.locality import DroppedSpan
+from kvtier.tier.turns import NodeRecord
+
+NOTHING_DROPPED = DroppedSpan(0, 0)
+
+
+class KvNode(TreeNode):
+    """A tree node that knows what its locality heads still hold.
+
+    start:          position of the node's first token in its context.
+    prompt_stop:    position where the prompt of its turn ended; later tokens were generated.
+    compressed:     its turn ended and its locality KV is what the rule keeps.
+    dropped:        offsets of the span replaced by the compensation entry.
+    branch_point:   a request left at the node's end; never merged with its child.
+    locality_size:  locality slots the node holds.
+    ca_size:        CA slots the node holds: its tokens, less what compression freed. The value of
+                    a token without one is 0, SGLang's padding slot.
+    exact:          its KV was computed with nothing before it dropped.
+    """
+
+    # SGLang's, which has no types.
+    key: RadixKey
+    value: torch.Tensor
+    parent: Any
+    lock_ref: int
+    hit_count: int
+    priority: int
+    last_access_time: float
+
+    def __init__(self, priority: int = 0) -> None:
+        super().__init__(priority=priority)
+        # SGLang's node invents children on lookup; ours must not.
+        self.children: dict[Any, KvNode] = {}
+        self.siblings: dict[Any, list[KvNode]] = {}
+        self.start = 0
+        self.prompt_stop = 0
+        self.compressed = False
+        self.dropped = NOTHING_DROPPED
+        self.branch_point = False
+        self.locality_size = 0
+        self.ca_size = 0
+        self.exact = True
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.key)
+
+    def path(self) -> Iterator[KvNode]:
+        """From this node up to, not including, the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    @property
+    def is_behind_a_drop(self) -> bool:
+        """Whether what is computed behind this node sees KV that is not exact."""
+        return not self.exact or any(node.dropped.num_tokens for node in self.path())
+
+    @property
+    def kept(self) -> int:
+        """CA entries that are left of the dropped span."""
+        begin, end = self.dropped
+        return int(torch.count_nonzero(self.value[begin:end]))
+
+    def attach(self, child: KvNode) -> None:
+        first = child.key.child_key()
+        self.siblings.setdefault(first, []).append(child)
+        self.children[(first, child.id)] = child
+        child.parent = self
+
+    def detach(self) -> None:
+        """Take this node out of its parent's children; it still names its parent."""
+        first = self.key.child_key()
+        variants = self.parent.siblings[first]
+        variants.remove(self)
+        if not variants:
+            del self.parent.siblings[first]
+        del self.parent.children[(first, self.id)]
+
+    def cut(self, at: int) -> KvNode:
+        """A new node that takes this one's first `at` tokens, and no place in the tree yet. The
+        caller counts the locality slots."""
+        upper = KvNode(priority=self.priority)
+        upper.start, upper.prompt_stop = self.start, self.prompt_stop
+        upper.lock_ref, upper.hit_count = self.lock_ref, self.hit_count
+        upper.last_access_time = self.last_access_time
+        upper.compressed, upper.exact = self.compressed, self.exact
+        upper.key, upper.value = self.key[:at], self.value[:at].clone()
+        self.start += at
+        self.key, self.value = self.key[at:], self.value[at:].clone()
+        begin, end = self.dropped
+        if self.dropped.num_tokens and at <= begin:
+            self.dropped = DroppedSpan(begin - at, end - at)
+        elif self.dropped.num_tokens:
+            upper.dropped, self.dropped = self.dropped, NOTHING_DROPPED
+        upper.ca_size = int(torch.count_nonzero(upper.value))
+        self.ca_size -= upper.ca_size
+        return upper
+
+    def prepend(self, upper: KvNode) -> None:
+        """Take over the tokens of the node that this one continues."""
+        self.key = joined(upper.key, self.key)
+        self.value = torch.cat((upper.value, self.value))
+        self.start = upper.start
+        self.dropped, self.exact = upper.dropped, upper.exact and self.exact
+        self.locality_size += upper.locality_size
+        self.ca_size += upper.ca_size
+        self.hit_count = max(self.hit_count, upper.hit_count)
+        self.priority = max(self.priority, upper.priority)
+
+    def record(self) -> NodeRecord:
+        """What a tier stores about the node, so that it can be compressed again just as it is."""
+        return NodeRecord(
+            stop=self.stop,
+            prompt_stop=self.prompt_stop,
+            compressed=self.compressed,
+            dropped=(self.dropped.begin, self.dropped.end),
+            kept=self.kept,
+            exact=self.exact,
+        )
+
+    def described(self) -> str:
+        """For a person who looks for an error."""
+        state = "compressed" if self.compressed else "exact"
+        return (
+            f"[{self.start}, {self.stop}) {state} locality={self.locality_size} "
+            f"locks={self.lock_ref} id={self.id}"
+        )
+
+
+def descendants(node: KvNode) -> Iterator[KvNode]:
+    stack = list(node.children.values())
+    while stack:
+        one = stack.pop()
+        yield one
+        stack.extend(one.children.values())
+
+
+def same_tokens(a: KvNode, b: KvNode) -> bool:
+    return len(a.key) == len(b.key) and a.key.match(b.key) == len(a.key)
+
+
+def joined(a: RadixKey, b: RadixKey) -> RadixKey:
+    return RadixKey(a.raw_token_ids() + b.raw_token_ids(), a.extra_key, cache_salt=a.cache_salt)
+
+
+__all__ = [
+    "NOTHING_DROPPED",
+    "KvNode",
+    "descendants",
+    "joined",
+    "same_tokens",
+]

@@ -1,0 +1,347 @@
+"""A radix tree with atomic nodes, and with variants of them.
+
+A compressed node cannot be cut inside its dropped span: a request that leaves it there matches
+to the span's beginning and recomputes the rest. The recomputed tokens are exact where the
+compressed ones are not, so they become a *variant*: a second child that starts with the same
+token. `siblings` lists the variants of a first token; matching takes the one that reaches
+furthest.
+
+    parent ─┬─ [ sink |  dropped  | recent | answer ]      compressed, atomic
+            └─ [ the same tokens, exact ]─[ another end ]  variant, cut where it left the first
+
+The point where the request left is remembered as a node boundary of the variant, so the next
+request that leaves there shares it.
+
+The tree keeps a second account beside SGLang's, which counts CA slots:
+`locality_evictable_size` counts the locality slots of unlocked nodes, for admission.
+
+Not thread-safe; owned by the scheduler thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    DecLockRefParams,
+    DecLockRefResult,
+    IncLockRefResult,
+    InsertParams,
+    InsertResult,
+    MatchResult,
+)
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+
+from kvtier.retention.locality import LocalityRule
+from kvtier_sglang.pool.allocator import HeadSplitAllocator
+from kvtier_sglang.radix import accounts
+from kvtier_sglang.radix.matching import Matching, branch_points
+from kvtier_sglang.radix.node import KvNode, descendants, same_tokens
+
+
+class VariantRadixTree(RadixCache):
+    """SGLang's radix cache over a `HeadSplitAllocator`, one page per token; see the module.
+
+    rule:      where a compressed node may be cut.
+    streaming: locality heads drop during prefill, so that nothing computed here is exact.
+    """
+
+    root_node: KvNode
+    _empty_match_result: MatchResult
+
+    def __init__(self, params: Any, rule: LocalityRule, *, streaming: bool) -> None:
+        self.matching = Matching(rule, streaming)
+        self.counters: Counter[str] = Counter(variants=0)
+        super().__init__(params)
+        # CA slots that running requests have beside those of their nodes.
+        self.private_ca = 0
+        self.allocator.owner_check = self.check_integrity
+        assert self.page_size == 1, "kvtier keeps one token per page"
+        assert not self.is_eagle, "speculative decoding is refused at start-up"
+
+    @property
+    def allocator(self) -> HeadSplitAllocator:
+        return self.token_to_kv_pool_allocator
+
+    def reset(self) -> None:
+        super().reset()
+        root = KvNode(priority=self.root_node.priority)
+        root.key, root.value = self.root_node.key, self.root_node.value
+        root.lock_ref, root.hash_value = 1, []
+        root.compressed = True
+        self.root_node = root
+        self._empty_match_result = self._empty_match_result._replace(
+            last_device_node=root, last_host_node=root, best_match_node=root
+        )
+        self.locality_evictable_size_ = 0
+        self.locality_protected_size_ = 0
+
+    def locality_evictable_size(self) -> int:
+        return self.locality_evictable_size_
+
+    def hold_private(self, slots: int) -> None:
+        """A running request got (or, below zero, gave back) CA slots beside those of its nodes."""
+        self.private_ca += slots
+        self.protected_size_ += slots
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """SGLang inserts through `checkpoint`; a whole key from the root could not tell which
+        variant a request has been reading."""
+        raise RuntimeError("the kvtier tree is extended by checkpoint, never by insert")
+
+    # -- matching --
+
+    def walk(
+        self, node: KvNode, key: RadixKey, offset: int, *, exact_only: bool = False
+    ) -> tuple[KvNode, int]:
+        """Follow `key` from `offset` as far as its nodes allow, splitting the last node if it is
+        left inside. `exact_only` enters neither dropped spans nor KV that is worse than what would
+        be computed there. Returns the last node and the position reached."""
+        node.last_access_time = time.monotonic()
+        for child, usable in self._steps(node, key, offset, exact_only=exact_only):
+            offset += usable
+            node = child
+            if usable < len(child.key):
+                node = self._split_node(child.key, child, usable)
+                node.branch_point = True
+        return node, offset
+
+    def touch_prefix(self, key: RadixKey) -> None:
+        """See BasePrefixCache: keep what waiting requests will match from being evicted."""
+        if not self.disable:
+            for _ in self._steps(self.root_node, key, 0, exact_only=False):
+                pass
+
+    def _steps(
+        self, node: KvNode, key: RadixKey, offset: int, *, exact_only: bool
+    ) -> Iterator[tuple[KvNode, int]]:
+        """The nodes that `key` goes through, with how many of their tokens can be used: all of
+        them, but for the last node. They count as used now."""
+        now = time.monotonic()
+        while offset < len(key):
+            child, usable = self.matching.furthest_child(node, key, offset, exact_only=exact_only)
+            if child is None:
+                return
+            child.last_access_time = now
+            left_inside = usable < len(child.key)
+            yield child, usable
+            if left_inside:
+                return
+            node, offset = child, offset + usable
+
+    def path_device_indices(self, node: KvNode) -> torch.Tensor:
+        values = [n.value for n in node.path()]
+        return torch.cat(values[::-1]) if values else self._empty_device_indices
+
+    # -- growing --
+
+    def append(
+        self,
+        node: KvNode,
+        key: RadixKey,
+        matched: int,
+        slots: torch.Tensor,
+        priority: int,
+        prompt_stop: int,
+    ) -> KvNode:
+        """Hang key[matched:] below `node` and return the deepest node of the key."""
+        for ancestor in node.path():
+            ancestor.priority = max(ancestor.priority, priority)
+        if matched == len(key):
+            return node
+        boundaries = self._learned_boundaries(node, key, matched)
+        for begin, end in zip([matched, *boundaries], [*boundaries, len(key)], strict=True):
+            node = self.hang(node, key[begin:end], slots[begin:end].clone(), priority, prompt_stop)
+            node.branch_point = end in boundaries
+        return node
+
+    def hang(
+        self,
+        parent: KvNode,
+        key: RadixKey,
+        value: torch.Tensor,
+        priority: int,
+        prompt_stop: int,
+    ) -> KvNode:
+        """A new unlocked child of `parent` that owns the slots `value`, one for each token."""
+        child = KvNode(priority=priority)
+        child.start, child.prompt_stop = parent.stop, prompt_stop
+        child.key, child.value = key, value
+        child.exact = self.matching.computes_exactly(parent)
+        child.hit_count = 1
+        parent.attach(child)
+        child.locality_size = accounts.count_locality(child, self.allocator.locality_of)
+        child.ca_size = len(child.key)
+        self.evictable_size_ += child.ca_size
+        self.locality_evictable_size_ += child.locality_size
+        self._update_leaf_status(parent)
+        self._update_leaf_status(child)
+        self.kv_events.record_store(child)
+        return child
+
+    def _learned_boundaries(self, node: KvNode, key: RadixKey, offset: int) -> list[int]:
+        """Where key[offset:] leaves the compressed nodes it could not use: there a variant is
+        cut, so that the next request with the same prefix can share it."""
+        ends = branch_points(node, key, offset)
+        if ends:
+            self.counters["variants"] += 1
+        return sorted(end for end in ends if offset < end < len(key))
+
+    # -- cutting and joining --
+
+    def _split_node(self, key: RadixKey, child: KvNode, split_len: int) -> KvNode:
+        """Cut `child` at an offset its dropped span allows; the upper part is a new node."""
+        assert self.matching.rule.can_split(child.dropped, split_len), "a dropped span is atomic"
+        parent = child.parent
+        child.detach()
+        upper = child.cut(split_len)
+        upper.locality_size = accounts.count_locality(upper, self.allocator.locality_of)
+        child.locality_size -= upper.locality_size
+        parent.attach(upper)
+        upper.attach(child)
+        self._update_leaf_status(upper)
+        return upper
+
+    def merge_upwards(self, node: KvNode) -> KvNode:
+        """Merge `node` with the chain of ancestors that chunked prefill cut it from.
+
+        The deepest node survives, because a running request holds its lock on that one.
+        """
+        parent = node.parent
+        while (
+            parent is not self.root_node
+            and not parent.compressed
+            and not parent.branch_point
+            and parent.lock_ref == node.lock_ref
+            and len(parent.children) == 1
+            and (self.matching.streaming or parent.exact == node.exact)
+        ):
+            node.detach()
+            parent.detach()
+            node.prepend(parent)
+            parent.parent.attach(node)
+            parent = node.parent
+        return node
+
+    def remove_duplicate(self, node: KvNode) -> None:
+        """Keep one of two compressed copies of the same tokens that are worth the same: an earlier
+        request could not use the older one, say because it wanted the prompt's log-probabilities.
+
+        No request has `node` locked, so none has its children locked; they move to the older copy.
+        """
+        siblings = node.parent.siblings[node.key.child_key()]
+        copies = (n for n in siblings if n is not node and same_tokens(n, node))
+        older = next((n for n in copies if n.compressed and n.exact == node.exact), None)
+        if older is None:
+            return
+        children = list(node.children.values())
+        for child in children:
+            child.detach()
+            older.attach(child)
+        self._update_leaf_status(older)
+        self.allocator.free(node.value)
+        self._delete_leaf(node)
+        self.kv_events.record_remove(node)
+        for child in children:
+            self.remove_duplicate(child)
+
+    # -- accounting: what is held, not how long the keys are --
+
+    def inc_lock_ref(self, node: KvNode) -> IncLockRefResult:
+        if self.disable:
+            return IncLockRefResult(delta=0)
+        before = self.evictable_size_
+        for n in node.path():
+            if n.lock_ref == 0:
+                self._protect(n, 1)
+            n.lock_ref += 1
+            self._update_leaf_status(n)
+        return IncLockRefResult(delta=self.evictable_size_ - before)
+
+    def dec_lock_ref(
+        self, node: KvNode, params: DecLockRefParams | None = None
+    ) -> DecLockRefResult:
+        if self.disable:
+            return DecLockRefResult(delta=0)
+        before = self.evictable_size_
+        for n in node.path():
+            if n.lock_ref == 1:
+                self._protect(n, -1)
+            n.lock_ref -= 1
+            self._update_leaf_status(n)
+        return DecLockRefResult(delta=self.evictable_size_ - before)
+
+    def _protect(self, node: KvNode, sign: int) -> None:
+        """Move a node's slots from evictable to protected (1) or back (-1)."""
+        self.evictable_size_ -= sign * node.ca_size
+        self.protected_size_ += sign * node.ca_size
+        self.locality_evictable_size_ -= sign * node.locality_size
+        self.locality_protected_size_ += sign * node.locality_size
+
+    def shrink(self, node: KvNode, ca: int, locality: int) -> None:
+        """A node gave back so many slots of each class."""
+        node.ca_size -= ca
+        node.locality_size -= locality
+        if node.lock_ref == 0:
+            self.evictable_size_ -= ca
+            self.locality_evictable_size_ -= locality
+        else:
+            self.protected_size_ -= ca
+            self.locality_protected_size_ -= locality
+
+    def _delete_leaf(self, node: KvNode) -> None:
+        node.detach()
+        self.evictable_size_ -= node.ca_size
+        self.locality_evictable_size_ -= node.locality_size
+        self.evictable_leaves.discard(node)
+        self._update_leaf_status(node.parent)
+
+    def nodes(self) -> Iterator[KvNode]:
+        """Every node but the root."""
+        return descendants(self.root_node)
+
+    def remove_since(self, first_id: int) -> None:
+        """Take nodes with this id and later ones out of the tree, whatever state they are in. Their
+        slots are the caller's, and so are the accounts (`recount`)."""
+        removed = [node for node in self.nodes() if node.id >= first_id]
+        for node in removed:
+            node.detach()
+            self.evictable_leaves.discard(node)
+        for parent in {node.parent for node in removed if node.parent.id < first_id}:
+            self._update_leaf_status(parent)
+
+    def recount(self) -> None:
+        """Make the tree's accounts those of its nodes, after something went wrong halfway."""
+        held = self._held()
+        self.evictable_size_, self.protected_size_ = held.evictable, held.protected
+        self.locality_evictable_size_ = held.locality_evictable
+        self.locality_protected_size_ = held.locality_protected
+
+    def check_integrity(self) -> list[str]:
+        """Violations of the tree's invariants; empty when healthy."""
+        problems = list(self.allocator.check_integrity())
+        problems += accounts.wrong_nodes(self.nodes(), self.allocator.locality_of)
+        sizes = accounts.HeldSlots(
+            self.evictable_size_,
+            self.protected_size_,
+            self.locality_evictable_size_,
+            self.locality_protected_size_,
+        )
+        return [*problems, *accounts.differences(self._held(), sizes)]
+
+    def _held(self) -> accounts.HeldSlots:
+        """What the nodes and running requests hold, counted anew."""
+        held = accounts.held_slots(self.nodes())
+        held.protected += self.private_ca
+        return held
+
+    def pretty_print(self) -> None:
+        for node in sorted(self.nodes(), key=lambda n: n.start):
+            print(node.described())
+
+
+__all__ = ["VariantRadixTree"]

@@ -1,0 +1,31 @@
+"""What becomes of a path's nodes when their turn ends, or while a streaming prefill goes on."""
+
+from __future__ import annotations
+
+from kvtier_sglang.compression.compressor import Compressor
+from kvtier_sglang.radix.node import KvNode
+from kvtier_sglang.radix.tree import VariantRadixTree
+
+
+def compress_path(tree: VariantRadixTree, compressor: Compressor, node: KvNode) -> None:
+    """Compress what no request has locked of the path to `node`: each turn as one node."""
+    while node is not tree.root_node:
+        parent = node.parent
+        if not node.compressed and node.lock_ref == 0:
+            node = tree.merge_upwards(node)
+            parent = node.parent
+            held = (one.ca_size for one in parent.path())
+            tree.shrink(node, *compressor.end_turn(node, held))
+            tree.remove_duplicate(node)
+        node = parent
+
+
+def slide_window(tree: VariantRadixTree, compressor: Compressor, node: KvNode) -> None:
+    """Streaming prefill: drop what has left the recent window of a running request, which `node`
+    is the newest part of. Only where it is the sole user; otherwise the turn's end does it."""
+    if not node.compressed and node.lock_ref == 1:
+        tree.merge_upwards(node)
+        tree.shrink(node, *compressor.slide_window(node))
+
+
+__all__ = ["compress_path", "slide_window"]

@@ -1,0 +1,98 @@
+"""Where a refresh gets its entries from: exact KV that came back, or the tier that has it.
+
+    fetch        the exact KV of the pruned ranges is in host memory; choosing is done here
+    near-data    the exact KV stays in the tier, which is told the queries and sends the entries
+
+Both choose by the same rule (kvtier.retention.refreshing), so the entries are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvtier.errors import TierError
+from kvtier.retention.keepkv import QueryWindow
+from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
+from kvtier.tier.deadline import Deadline
+from kvtier.tier.exact_kv import ExactSpan, choose_ranges
+from kvtier.tier.host import HostSpans, Layouts
+from kvtier.tier.link import TierLink
+from kvtier.tier.near_data import NearData
+
+
+class RefreshSource(Protocol):
+    """One context's, for one refresh."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """From and to the tier, so far."""
+
+    def choose(
+        self, layer: int, heads: Sequence[int], window: QueryWindow, deadline: Deadline
+    ) -> list[Chosen] | None:
+        """What a layer's CA heads keep of each range; None where the tier fails, now and later.
+
+        deadline: how long the tier is waited for, by whoever cannot go on without an answer.
+        """
+
+    def release(self) -> None:
+        """Give back what it holds. Calling it again does nothing."""
+
+
+class FetchedSource:
+    """Exact KV in host memory, which it owns."""
+
+    def __init__(
+        self, host: HostSpans, ranges: Sequence[PrunedRange], rule: RefreshRule, layouts: Layouts
+    ) -> None:
+        self._host, self._ranges, self._rule = host, ranges, rule
+        self._spans = [
+            ExactSpan(span.begin, span.stop, payload, layouts.of(span))
+            for span, payload in zip(host.spans, host.payloads, strict=True)
+        ]
+        self._moved_bytes = host.host_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        return self._moved_bytes
+
+    def choose(
+        self, layer: int, heads: Sequence[int], window: QueryWindow, deadline: Deadline
+    ) -> list[Chosen] | None:
+        return choose_ranges(self._rule, self._spans, layer, heads, self._ranges, window)
+
+    def release(self) -> None:
+        self._spans = []
+        self._host.release()
+
+
+class NearSource:
+    """A session with the tier, which it owns. link: told of the failure that ended it."""
+
+    def __init__(self, session: NearData, dtype: str, link: TierLink) -> None:
+        self._session, self._dtype, self._link = session, dtype, link
+        self._is_over = False
+
+    @property
+    def moved_bytes(self) -> int:
+        return self._session.moved_bytes
+
+    def choose(
+        self, layer: int, heads: Sequence[int], window: QueryWindow, deadline: Deadline
+    ) -> list[Chosen] | None:
+        if self._is_over or not self._link.healthy:
+            return None
+        try:
+            return self._session.choose(layer, heads, window, self._dtype, deadline)
+        except TierError as error:
+            self._link.failed_elsewhere("refresh", error)
+            self.release()
+            return None
+
+    def release(self) -> None:
+        self._is_over = True
+        self._session.close()
+
+
+__all__ = ["FetchedSource", "NearSource", "RefreshSource"]

@@ -1,0 +1,179 @@
+"""The refresh of a server's turns: what the cache and the attention backend call.
+
+    cache        ask ... settled ... (admitted) ... forget
+    attention    begin_prefill, layer, end_pass        entries chosen again when a turn begins
+                 begin_decode, record                  and, where there is a trigger, during it
+
+Scheduler thread only (the forward pass runs in it).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from kvtier.retention.refreshing import RefreshRule
+from kvtier.tier.host import HostSpans
+from kvtier_sglang.refresh.prefetch import CompactedContext, RefreshPrefetch
+from kvtier_sglang.refresh.refresher import Contexts, Refresher, Refreshing
+from kvtier_sglang.refresh.sources import FetchedSource, RefreshSource
+from kvtier_sglang.refresh.trigger import RefreshTrigger, TriggerRule
+from kvtier_sglang.tier.connector import TierConnector
+
+logger = logging.getLogger(__name__)
+
+
+class TurnRefresh:
+    """See the module docstring. trigger: when entries are chosen again in a turn; None: never."""
+
+    def __init__(
+        self,
+        refresher: Refresher,
+        prefetch: RefreshPrefetch,
+        trigger: RefreshTrigger | None = None,
+    ) -> None:
+        self.refresher = refresher
+        self.prefetch = prefetch
+        self.trigger = trigger
+
+    # -- from the cache --
+
+    def ask(self, rid: str, context: CompactedContext, patience_s: float) -> None:
+        """A request arrived whose prefix is compressed: fetch what its refresh needs."""
+        self.prefetch.ask(rid, context, patience_s)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether any request waits for what its refresh needs."""
+        return bool(self.prefetch)
+
+    def settled(self, rid: str, prompt_tokens: int) -> bool:
+        """Whether what a refresh needs came, will not come, or is not waited for."""
+        if not self.prefetch.settled(rid):
+            return False
+        taken = self.prefetch.take(rid)
+        if taken is not None:
+            self._offer(rid, *taken, prompt_tokens)
+        return True
+
+    def offer_restored(
+        self, rid: str, context: CompactedContext, host: HostSpans, prompt_tokens: int
+    ) -> bool:
+        """A context was restored from `host`. Whether it will be refreshed from it, too; then the
+        refresh owns it from now on."""
+        prefetch = self.prefetch
+        try:
+            source = FetchedSource(host, context.ranges, prefetch.rule, prefetch.layouts)
+            self._offer(rid, context, source, prompt_tokens)
+        except Exception:
+            # What came from elsewhere must not end the scheduler.
+            logger.exception("a restored context cannot be refreshed; it is used as it was")
+            self.refresher.counters["refresh_restored_failed"] += 1
+            return False
+        return True
+
+    def _offer(
+        self,
+        rid: str,
+        context: CompactedContext,
+        source: RefreshSource | None,
+        prompt_tokens: int,
+    ) -> None:
+        """The request will be admitted; without a source it may be refreshed later."""
+        if source is None and self.trigger is None:
+            return
+        refreshing = Refreshing(context.ranges, source, prompt_tokens)
+        self.refresher.offer(rid, refreshing)
+        if self.trigger is not None:
+            self.trigger.watch(rid, refreshing, context)
+
+    def forget(self, rid: str) -> int:
+        """The request ended, in whatever way; returns how many slots of its own were freed."""
+        self.prefetch.forget(rid)
+        if self.trigger is not None:
+            self.trigger.forget(rid)
+        return self.refresher.forget(rid)
+
+    def clear(self) -> None:
+        """Requests that wait are not waited for."""
+        self.prefetch.clear()
+
+    def report(self) -> dict[str, Any]:
+        """For the server's internal state."""
+        return {
+            "refresh_s": self.refresher.refresh_s,
+            "refresh_wait_s": self.prefetch.wait_s,
+            **self.prefetch.counters,
+            **self.refresher.counters,
+        }
+
+    # -- from the attention backend --
+
+    @property
+    def watches_decoding(self) -> bool:
+        return self.trigger is not None
+
+    def begin_prefill(
+        self,
+        rids: list[str],
+        requests: list[int],
+        stops: list[int],
+        q_indptr: tuple[int, ...],
+        rows: torch.Tensor,
+    ) -> None:
+        """See Refresher.begin_pass."""
+        for rid in self.refresher.begin_pass(rids, requests, stops, q_indptr, rows):
+            if self.trigger is not None:
+                self.trigger.forget(rid)
+
+    def layer(self, index: int, q: torch.Tensor, scale: float) -> None:
+        """See Refresher.layer."""
+        for rid, window in self.refresher.layer(index, q, scale):
+            if self.trigger is not None:
+                self.trigger.began(rid, index, window)
+
+    def end_pass(self) -> None:
+        self.refresher.end_pass()
+
+    def begin_decode(self, rids: list[str], requests: list[int], rows: torch.Tensor) -> None:
+        """See RefreshTrigger.begin_pass."""
+        if self.trigger is not None:
+            self.trigger.begin_pass(rids, requests, rows)
+
+    def record(self, index: int, q: torch.Tensor) -> None:
+        """See RefreshTrigger.record."""
+        if self.trigger is not None:
+            self.trigger.record(index, q)
+
+
+MakeRefresh: TypeAlias = Callable[[TierConnector, Contexts], TurnRefresh]
+"""Makes the refresh of the contexts that a cache keeps, from a tier."""
+
+
+def make_turn_refresh(
+    rule: RefreshRule | None, *, near_data: bool = False, trigger: TriggerRule | None = None
+) -> MakeRefresh | None:
+    """How a cache's contexts are refreshed by a rule; None where there is none.
+
+    near_data: whether the tier chooses where it can. trigger: when entries are chosen again while
+    a turn is generated, None: not at all.
+    """
+    if rule is None:
+        return None
+
+    def make(tier: TierConnector, contexts: Contexts) -> TurnRefresh:
+        heads = [buffers.heads for buffers in contexts.allocator.pool.ca]
+        refresher = Refresher(rule, contexts)
+        prefetch = RefreshPrefetch(
+            tier.link, lambda: tier.names, tier.layouts, rule, heads, near_data=near_data
+        )
+        again = None if trigger is None else RefreshTrigger(refresher, prefetch, trigger)
+        return TurnRefresh(refresher, prefetch, again)
+
+    return make
+
+
+__all__ = ["MakeRefresh", "TurnRefresh", "make_turn_refresh"]

@@ -1,0 +1,287 @@
+"""The one owner of what kvtier is in a process: SGLang asks for its parts one after the other, and
+each is given those that were made before it.
+
+    size_pools, build_pool, build_allocator    the head-split pool
+    attention_backend                          over that pool; with it the selection of tokens
+    radix_cache                                over the pool, with compressor, tier and refresh
+
+Which SGLang function each is hooked to is in plugin.py. Where a server asked for other backends
+than kvtier's, SGLang's own parts are made.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+from kvtier.config import Settings, load_settings
+from kvtier.errors import StartupError
+from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_profile
+from kvtier.retention.rules import compactor_of, locality_rule, refresh_rule
+from kvtier.tier.turn_rules import TurnRules
+from kvtier_sglang.attention.backend import KvtierAttnBackend, PassRefresh, head_split_pool
+from kvtier_sglang.attention.cuda_graphs import room_bytes
+from kvtier_sglang.attention.warm_up import warm_up
+from kvtier_sglang.compat import backends_are_ours
+from kvtier_sglang.compression.calibration import curve_source, stored_profile
+from kvtier_sglang.compression.compressor import Compressor
+from kvtier_sglang.compression.metrics import RetentionMetrics
+from kvtier_sglang.compression.prompt_nll import observe_nll
+from kvtier_sglang.compression.retention import Retention, share_rule
+from kvtier_sglang.compression.selection import TokenSelection, find_rotary
+from kvtier_sglang.pool.allocator import HeadSplitAllocator
+from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.pool.sizing import size_pools
+from kvtier_sglang.radix.cache import KvtierRadixCache
+from kvtier_sglang.refresh.trigger import TriggerRule
+from kvtier_sglang.refresh.turn_refresh import make_turn_refresh
+from kvtier_sglang.tier.codec import SpanCodec
+from kvtier_sglang.tier.connector import TierConnector
+from kvtier_sglang.tier.identity import ModelIdentity
+from kvtier_sglang.tier.setup import NamedModel, tier_link
+
+logger = logging.getLogger(__name__)
+
+
+class Runtime:
+    """See the module docstring. Used by the thread that starts the engine, then the scheduler's."""
+
+    def __init__(self) -> None:
+        self.locality_slots = 0
+        self.selection: TokenSelection | None = None
+        self.backend: KvtierAttnBackend | None = None
+        self.cache: KvtierRadixCache | None = None
+
+    @cached_property
+    def settings(self) -> Settings:
+        return load_settings()
+
+    # -- pools --
+
+    def size_pools(
+        self, original: Callable[..., Any], configurator: Any, budget_bytes: int, **kwargs: Any
+    ) -> Any:
+        """AROUND config_from_budget: turn the byte budget into slots of both classes."""
+        attention, radix = backends_are_ours()
+        if not radix:
+            room = _graph_bytes(configurator, 1) if attention else 0
+            return original(configurator, budget_bytes - room, **kwargs)
+        profile = self._profile(configurator)
+        every = profile.shape.num_layers * profile.shape.num_kv_heads
+        budget_bytes -= _graph_bytes(configurator, 1 if profile.num_ca_heads == every else 2)
+        config, self.locality_slots = size_pools(
+            original, configurator, budget_bytes, self.settings, profile, **kwargs
+        )
+        return config
+
+    def _profile(self, configurator: Any) -> HeadProfile:
+        """The profile in force: the user's or the stored one for kvtier's cache, every head CA for
+        SGLang's own."""
+        config = configurator.model_config
+        shape = ModelShape(
+            num_layers=configurator.layer_info.num_effective_layers,
+            num_kv_heads=config.get_total_num_kv_heads(),
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+        )
+        _, radix = backends_are_ours()
+        if not radix:
+            return full_profile(shape)
+        if self.settings.head_profile is None:
+            stored = stored_profile(self.settings, config.model_path, shape)
+            return stored or full_profile(shape)
+        profile = load_profile(self.settings.head_profile)
+        profile.check_fits(shape)
+        return profile
+
+    def build_pool(
+        self,
+        original: Callable[..., Any],
+        configurator: Any,
+        *,
+        max_total_num_tokens: int,
+        **kwargs: Any,
+    ) -> Any:
+        """AROUND _build_mha_kv_pool: the head-split pool where attention is kvtier's."""
+        attention, radix = backends_are_ours()
+        if not attention:
+            return original(configurator, max_total_num_tokens=max_total_num_tokens, **kwargs)
+        profile = self._profile(configurator)
+        pool = HeadSplitKVPool(
+            max_total_num_tokens,
+            self.locality_slots if radix else 0,
+            profile=profile,
+            dtype=configurator.kv_cache_dtype,
+            device=configurator.device,
+            start_layer=configurator.layer_info.start_layer,
+            scored=radix and self.settings.compacts,
+            merges=radix and self.settings.merge != "off",
+        )
+        logger.info(
+            "kvtier pools: %d CA slots, %d locality slots, %d of %d KV heads CA",
+            max_total_num_tokens,
+            pool.locality_size,
+            profile.num_ca_heads,
+            profile.shape.num_layers * profile.shape.num_kv_heads,
+        )
+        return pool
+
+    def build_allocator(
+        self,
+        original: Callable[..., Any],
+        configurator: Any,
+        *,
+        token_to_kv_pool: Any,
+        token_to_kv_pool_allocator: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """AROUND _build_token_to_kv_pool_allocator: ours where the radix cache is kvtier's."""
+        _, radix = backends_are_ours()
+        if not radix or token_to_kv_pool_allocator is not None:
+            return original(
+                configurator,
+                token_to_kv_pool=token_to_kv_pool,
+                token_to_kv_pool_allocator=token_to_kv_pool_allocator,
+                **kwargs,
+            )
+        streaming = None
+        if self.settings.prefill == "streaming":
+            streaming = self.settings.sink_tokens + self.settings.recent_tokens + 1
+        return HeadSplitAllocator(token_to_kv_pool, streaming_tokens=streaming, need_sort=False)
+
+    # -- attention --
+
+    def attention_backend(self, runner: Any) -> KvtierAttnBackend:
+        """Behind `--attention-backend kvtier`. Raises StartupError over a pool that is not ours."""
+        settings, pool = self.settings, head_split_pool(runner)
+        if pool.mass is not None:
+            layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
+            rotary = find_rotary(runner.model, layers)
+            self.selection = TokenSelection(pool, compactor_of(settings), rotary)
+        self.backend = KvtierAttnBackend(
+            runner, settings, selection=self.selection, refresh=self._pass_refresh
+        )
+        if torch.device(runner.device).type == "cuda":
+            context = int(runner.model_config.context_len)
+            chunk = runner.server_args.chunked_prefill_size
+            streams = settings.prefill == "streaming"
+            warm_up(
+                self.backend.kernels,
+                pool,
+                dtype=runner.dtype,
+                chunk=chunk if chunk and chunk > 0 else context,
+                context=context,
+                window=(settings.sink_tokens, settings.recent_tokens) if streams else None,
+            )
+        return self.backend
+
+    def _pass_refresh(self) -> PassRefresh | None:
+        return None if self.cache is None else self.cache.refresh
+
+    def measure_prompt_nll(
+        self,
+        original: Callable[..., Any],
+        processor: Any,
+        input_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        lm_head: Any,
+        logits_metadata: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """AROUND LogitsProcessor.forward: measure the NLL of a prefill where it will be asked."""
+        rows = None if self.backend is None else self.backend.prefill_rows()
+        if self.backend is not None and rows is not None:
+
+            def logits_of(states: torch.Tensor) -> torch.Tensor:
+                found: torch.Tensor = processor._get_logits(
+                    states, lm_head, logits_metadata, use_logits_buffer=False
+                )
+                return found
+
+            stride, nll = self.settings.nll_stride, self.backend.pool.nll
+            observe_nll(logits_of, hidden_states, input_ids, rows, stride, nll)
+        return original(
+            processor, input_ids, hidden_states, lm_head, logits_metadata, *args, **kwargs
+        )
+
+    # -- cache --
+
+    def radix_cache(self, ctx: TreeCacheBuildContext) -> KvtierRadixCache:
+        """Behind `--radix-cache-backend kvtier`. Raises StartupError over another allocator."""
+        settings, allocator = self.settings, ctx.params.token_to_kv_pool_allocator
+        if not isinstance(allocator, HeadSplitAllocator):
+            raise StartupError(
+                f"radix cache kvtier: expected a HeadSplitAllocator, got "
+                f"{type(allocator).__name__}; serve with --attention-backend kvtier as well"
+            )
+        streaming = settings.prefill == "streaming"
+        compressor = self._compressor(ctx, allocator)
+        tier = make_refresh = None
+        if settings.tier is not None:
+            tier = self._tier(ctx, compressor, streaming)
+            make_refresh = make_turn_refresh(
+                refresh_rule(settings),
+                near_data=settings.refresh_by == "near-data",
+                trigger=_trigger_rule(settings),
+            )
+        self.cache = KvtierRadixCache(
+            ctx.params, compressor, streaming=streaming, tier=tier, make_refresh=make_refresh
+        )
+        return self.cache
+
+    def _compressor(self, ctx: TreeCacheBuildContext, allocator: HeadSplitAllocator) -> Compressor:
+        settings, rule, pool = self.settings, locality_rule(self.settings), allocator.pool
+        if not settings.compacts:
+            return Compressor(allocator, rule)
+        source, metrics = None, None
+        if ctx.server_args.enable_metrics:
+            name = ctx.server_args.served_model_name or ctx.server_args.model_path
+            metrics = RetentionMetrics(name, settings.quality)
+        if settings.quality is not None:
+            dtype = str(pool.dtype).removeprefix("torch.")
+            told = metrics.calibration_event if metrics is not None else None
+            path, compactor = ctx.server_args.model_path, compactor_of(settings)
+            source = curve_source(settings, path, pool.profile, rule, compactor, dtype, told)
+        choice = share_rule(settings, pool.slot_bytes.ca, source)
+        retention = Retention(choice, source, metrics)
+        return Compressor(allocator, rule, retention=retention, selection=self.selection)
+
+    def _tier(
+        self, ctx: TreeCacheBuildContext, compressor: Compressor, streaming: bool
+    ) -> TierConnector:
+        settings, pool, rule = self.settings, compressor.allocator.pool, compressor.rule
+        identity = ModelIdentity(ctx.tp_worker.model_runner, ctx.server_args)
+        return TierConnector(
+            tier_link(settings),
+            NamedModel(settings, ctx.server_args.model_path, identity, pool, rule),
+            SpanCodec(pool),
+            TurnRules(rule, compressor.share, streaming),
+            drain_s=settings.drain_s,
+        )
+
+
+def _trigger_rule(settings: Settings) -> TriggerRule | None:
+    every, moved = settings.refresh_every_tokens, settings.refresh_moved
+    return None if every is None and moved is None else TriggerRule(every, moved)
+
+
+def _graph_bytes(configurator: Any, classes: int) -> int:
+    """What recording decoding will take on top of what SGLang sets aside for graphs."""
+    from sglang.srt.runtime_context import get_exec
+
+    if not str(configurator.device).startswith("cuda"):
+        return 0
+    decode = get_exec().graph.cuda_graph_config.decode
+    if decode.backend == "disabled":
+        return 0
+    requests = max(decode.bs or [decode.max_bs or 0])
+    return room_bytes(requests, configurator.model_config.context_len, classes)
+
+
+__all__ = ["Runtime"]

@@ -1,0 +1,1 @@
+"""Exact KV on its way to the tier and back."""

@@ -1,0 +1,126 @@
+"""Between the pool's slots and the tier's payloads: every head's exact KV of whole spans.
+
+    pool     two head classes, each with its own slots        [slots, class heads, dim] per layer
+    payload  one span: [layers, 2, tokens, KV heads, dim] and, where the pool is scored,
+             mass per layer [CA heads, tokens] float32, then nll [tokens] float32
+
+Payloads are put together, and taken apart, where the pool is: one copy between device and host for
+each. Scheduler thread only, like the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from kvtier.tier.blob import SpanLayout
+from kvtier_sglang.pool.kv_pool import ClassBuffers, HeadSplitKVPool
+from kvtier_sglang.streams import HostPayload, SideCopies
+
+
+class SpanCodec:
+    """Encodes and decodes the slots of one pool."""
+
+    def __init__(self, pool: HeadSplitKVPool) -> None:
+        self.pool = pool
+        self._copies = SideCopies(torch.device(pool.device))
+
+    def layout(self, num_tokens: int) -> SpanLayout:
+        """How a payload of that many tokens is laid out."""
+        pool = self.pool
+        scores = 0
+        if pool.mass is not None:
+            scores = 4 * num_tokens * (1 + sum(mass.shape[0] for mass in pool.mass))
+        return SpanLayout(
+            dtype=str(pool.dtype).removeprefix("torch."),
+            num_layers=pool.layer_num,
+            num_tokens=num_tokens,
+            num_kv_heads=pool.head_num,
+            head_dim=pool.head_dim,
+            score_bytes=scores,
+        )
+
+    def exact_spans(self, ca_slots: torch.Tensor, num_spans: int) -> list[bool]:
+        """For equal spans that follow each other, whether every head still holds the own KV of
+        each of a span's tokens."""
+        pool, slots = self.pool, ca_slots.view(num_spans, -1)
+        exact = slots > 0
+        if pool.splits_heads:
+            images = pool.locality_of[slots]
+            exact &= (images > 0) & (pool.log_votes[images] == 0)
+        found: list[bool] = exact.all(1).tolist()
+        return found
+
+    def gather(self, ca_slots: torch.Tensor, num_spans: int) -> HostPayload:
+        """Payloads of equal spans that follow each other: uint8 `[spans, bytes]` on the host.
+
+        ca_slots: [spans * tokens] int64, all exact; they may be written to afterwards.
+        """
+        tokens = ca_slots.numel() // num_spans
+        layout = self.layout(tokens)
+        shape = (num_spans, layout.num_bytes)
+        payload = torch.empty(shape, dtype=torch.uint8, device=self.pool.device)
+        kv, mass, nll = self._views(payload, layout)
+        for index, buffers, slots in self._classes(ca_slots):
+            for side, source in enumerate((buffers.k, buffers.v)):
+                kv[:, index, side].index_copy_(
+                    2, buffers.head_ids, _spans(source[slots], num_spans)
+                )
+        if self.pool.mass is not None:
+            for target, drawn in zip(mass, self.pool.mass, strict=True):
+                found = _spans(drawn[:, ca_slots].T, num_spans)
+                target.copy_(found.transpose(1, 2))
+            nll.copy_(self.pool.nll[ca_slots].view(num_spans, tokens))
+        return self._copies.to_host(payload)
+
+    def scatter(
+        self, payload: torch.Tensor, num_tokens: int, begin: int, ca_slots: torch.Tensor
+    ) -> None:
+        """Write tokens [begin, begin + slots) of one span's payload into slots of both classes.
+
+        payload: uint8 `[bytes]`; num_tokens: of the span; ca_slots: int64, freshly allocated.
+        """
+        layout = self.layout(num_tokens)
+        kv, mass, nll = self._views(self._copies.to_device(payload).unsqueeze(0), layout)
+        rows = slice(begin, begin + ca_slots.numel())
+        for index, buffers, slots in self._classes(ca_slots):
+            for side, target in enumerate((buffers.k, buffers.v)):
+                target[slots] = kv[0, index, side, rows].index_select(1, buffers.head_ids)
+        if self.pool.mass is not None:
+            for source, drawn in zip(mass, self.pool.mass, strict=True):
+                drawn[:, ca_slots] = source[0, :, rows]
+            self.pool.nll[ca_slots] = nll[0, rows]
+
+    def _classes(self, ca_slots: torch.Tensor) -> Iterator[tuple[int, ClassBuffers, torch.Tensor]]:
+        """(layer, buffers, slots) of every class that has heads."""
+        images = self.pool.locality_of[ca_slots] if self.pool.splits_heads else ca_slots
+        for classes, slots in ((self.pool.ca, ca_slots), (self.pool.locality, images)):
+            for index, buffers in enumerate(classes):
+                if buffers.heads:
+                    yield index, buffers, slots
+
+    def _views(
+        self, payload: torch.Tensor, layout: SpanLayout
+    ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+        """KV, mass per layer and nll inside `payload` [spans, bytes], nothing copied."""
+        spans, tokens = payload.shape[0], layout.num_tokens
+        kv = payload[:, : layout.kv_bytes].view(self.pool.store_dtype)
+        kv = kv.view(spans, *layout.shape)
+        scores = payload[:, layout.kv_bytes :].view(torch.float32)
+        mass, position = [], 0
+        for drawn in self.pool.mass or ():
+            heads = drawn.shape[0]
+            part = scores[:, position : position + heads * tokens]
+            mass.append(part.as_strided((spans, heads, tokens), (scores.stride(0), tokens, 1)))
+            position += heads * tokens
+        nll = scores[:, position:] if self.pool.mass is not None else scores.view(spans, 0)
+        return kv, mass, nll
+
+
+def _spans(rows: torch.Tensor, num_spans: int) -> torch.Tensor:
+    """[spans * tokens, ...] -> [spans, tokens, ...]."""
+    return rows.reshape(num_spans, rows.shape[0] // num_spans, *rows.shape[1:])
+
+
+__all__ = ["SpanCodec"]

@@ -1,0 +1,257 @@
+"""The tier as the cache asks for it: what it has of a request's prompt, and where exact KV goes.
+
+    prefetch     a request arrived: the tier is asked for what the tree lacks
+    settled      it waits in the queue for the answer, never longer than computing what it asked
+                 for would take, and LONGEST_WAIT_S at the most
+    landed       what came, in host memory
+    take         it is admitted: what came is the cache's, to be restored
+    published    its own KV leaves (spiller.py)
+    ended        ... with the record of how its turn was compressed
+
+A tier that is slow, full, lying or dead is a miss: the request computes.
+
+Names in the tier say what computed the KV (identity.py). When the weights change they do, too; and
+while the cache may hold KV of the weights before, nothing is asked for, awaited or stored:
+
+    weights_change    an update begins (any of SGLang's calls that can change weights)
+    cache_flushed     the tier is used again, under new names
+
+The connector knows requests, never nodes or the tree. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from kvtier.tier.host import Layouts
+from kvtier.tier.keys import Scope
+from kvtier.tier.link import TierLink
+from kvtier.tier.lookup import Landed, Lookup
+from kvtier.tier.names import ContextNames
+from kvtier.tier.turn_rules import TurnRules
+from kvtier.tier.turns import NodeRecord
+from kvtier_sglang.tier.codec import SpanCodec
+from kvtier_sglang.tier.cost_model import CostModel
+from kvtier_sglang.tier.prefetch import PendingFetch, PendingFetches
+from kvtier_sglang.tier.scopes import separated
+from kvtier_sglang.tier.spiller import Spiller
+
+logger = logging.getLogger(__name__)
+
+# The longest that a request waits for the tier, however long computing would take.
+LONGEST_WAIT_S = 30.0
+
+
+class ServedModel(Protocol):
+    """What the connector asks about the model that computes the KV."""
+
+    def names(self) -> ContextNames:
+        """What its KV is called in the tier, as the model is loaded now."""
+
+    def adapter(self, lora_id: str) -> str | None:
+        """A digest of an adapter's contents; None where it is not loaded."""
+
+
+class TierConnector:
+    """See the module docstring.
+
+    link:    owned by the connector; model: whose KV this is.
+    rules:   what a stored turn may be here.
+    names:   of this server's KV, until its weights change.
+    drain_s: longest wait for what is on its way to the tier when the server ends.
+    """
+
+    def __init__(
+        self,
+        link: TierLink,
+        model: ServedModel,
+        codec: SpanCodec,
+        rules: TurnRules,
+        *,
+        cost_model: CostModel | None = None,
+        drain_s: float = 0.0,
+    ) -> None:
+        self.link, self.model, self.codec, self.rules = link, model, codec, rules
+        self.drain_s = drain_s
+        self.names = names = model.names()
+        # _renamed: the model's names have to be asked for again, as its weights may have changed.
+        # _outdated: the cache may hold KV that was computed by the weights before.
+        self._renamed = self._outdated = False
+        self.cost_model = cost_model or CostModel()
+        self.counters: Counter[str] = Counter()
+        self.fetches = PendingFetches(link)
+        self.spiller = Spiller(link, codec, names)
+        self.layouts = Layouts(codec.layout(names.span_tokens))
+        # When a request's chunk began: at its last match, or where its last chunk ended.
+        self._clock: dict[str, float] = {}
+
+    # -- whose KV this is --
+
+    def weights_change(self, *, cached: bool) -> None:
+        """The weights are about to change, or may: KV of the weights before must not be used for
+        what is computed after. cached: whether the cache holds any."""
+        self.counters["weight_changes"] += 1
+        self._renamed = True
+        self.fetches.clear()
+        self.spiller.clear()
+        if cached and not self._outdated:
+            self._outdated = True
+            logger.warning(
+                "the weights change while KV of the weights before is cached: the tier is neither "
+                "asked nor written until the cache is flushed (/flush_cache)"
+            )
+
+    def cache_flushed(self) -> None:
+        """The cache holds nothing any more, and no request waits."""
+        self.fetches.clear()
+        if self._outdated:
+            logger.info("the cache is flushed since the weights changed: the tier is used again")
+        self._outdated = False
+
+    @property
+    def _is_usable(self) -> bool:
+        """Whether KV here is of the model as it is loaded; names are its own after this."""
+        if self._outdated:
+            return False
+        if self._renamed:
+            self.names = self.spiller.names = self.model.names()
+            self._renamed = False
+        return True
+
+    def scope(self, extra_key: str | None, cache_salt: str | None) -> Scope | None:
+        """Where a request's KV is in the tier, by its `extra_key` (scopes.py); None where it has no
+        place there now: while the weights change, or for an adapter that is not loaded."""
+        if not self._is_usable:
+            return None
+        extra, lora_id = separated(extra_key)
+        adapter = "" if lora_id is None else self.model.adapter(lora_id)
+        return None if adapter is None else Scope(extra, cache_salt or "", adapter)
+
+    # -- prefetching --
+
+    def prefetch(self, rid: str, matched: Any, new: Any, scope: Scope) -> None:
+        """Ask for a request's `new` tokens, which follow those that the cache has."""
+        least = self.names.span_tokens
+        if len(new) < least or not self.cost_model.loading_pays(self.token_bytes):
+            return
+        lookup = Lookup(
+            names=self.names,
+            link=self.link,
+            rules=self.rules,
+            # Both are cut from one array; most requests never get here.
+            token_ids=matched + new if matched else new,
+            begin=len(matched),
+            scope=scope,
+            layouts=self.layouts,
+            least=least,
+        )
+        self.fetches.ask(rid, lookup, self.patience_s(len(new)))
+
+    def patience_s(self, tokens: int) -> float:
+        """How long a request waits for the exact KV of so many tokens."""
+        return min(self.cost_model.compute_s(tokens), LONGEST_WAIT_S)
+
+    @property
+    def token_bytes(self) -> int:
+        """What one token's exact KV and scores take in the tier."""
+        span = self.names.span_tokens
+        return self.codec.layout(span).num_bytes // span
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether any request waits for the tier."""
+        return bool(self.fetches)
+
+    def settled(self, rid: str) -> bool:
+        """Whether the request need not wait for the tier (any longer)."""
+        return self.fetches.settled(rid)
+
+    def landed(self, rid: str) -> Landed | None:
+        return self.fetches.landed(rid)
+
+    def take(self, rid: str) -> PendingFetch | None:
+        """What came is the caller's, who drops it."""
+        return self.fetches.take(rid)
+
+    def restored(self, pending: PendingFetch, tokens: int, seconds: float) -> None:
+        """So many tokens of what came were written into the pool, in so long."""
+        self.counters["restored_requests"] += 1
+        self.counters["restored_tokens"] += tokens
+        loading_s = pending.waited_s - pending.fetch.held_s + seconds
+        self.cost_model.loaded(loading_s, tokens * self.token_bytes)
+
+    def forget_prefetch(self, rid: str) -> None:
+        """Nothing is fetched for the request any more."""
+        self.fetches.forget(rid)
+
+    def forget(self, rid: str) -> None:
+        """The request ended, in whatever way."""
+        self.fetches.forget(rid)
+        self._clock.pop(rid, None)
+
+    # -- spilling --
+
+    def matched(self, rid: str) -> None:
+        """A request was matched and may compute from now on."""
+        self._clock[rid] = time.monotonic()
+
+    def published(self, req: Any, slots: torch.Tensor, *, exact: bool) -> None:
+        """A request has computed as many tokens as there are slots, the first ones before; slots:
+        any integers, its CA slots. exact: whether it computes with nothing dropped before it."""
+        rid, held, finished = req.rid, req.kv.cache_protected_len, req.finished()
+        self.fetches.forget(rid)
+        if not self.spiller.known(rid):
+            scope = self.scope(req.extra_key, req.cache_salt)
+            if scope is not None:
+                self.spiller.begin(rid, held, scope, exact=exact)
+        began = time.monotonic()
+        # How fast prompts are computed; the last checkpoint has decoding in it.
+        if rid in self._clock and not finished:
+            self.cost_model.computed(began - self._clock[rid], len(slots) - held)
+        self._clock[rid] = began
+        spill = self.spiller.ended if finished else self.spiller.published
+        spill(rid, req.full_untruncated_fill_ids[: len(slots)], slots)
+        self.cost_model.spilled(time.monotonic() - began)
+
+    def ended(self, rid: str, token_ids: Sequence[int], nodes: Sequence[NodeRecord]) -> None:
+        """The turn's nodes are what they will be."""
+        self.spiller.compressed(rid, token_ids, nodes)
+
+    def forget_spilling(self, rid: str) -> None:
+        """The request is gone, or will start again."""
+        self.spiller.forget(rid)
+
+    def close(self) -> None:
+        """The server ends: its requests are done, their newest turns may still be on their way."""
+        self.fetches.clear()
+        if not self.link.flush(self.drain_s):
+            logger.warning(
+                "the server ends with %d calls to the tier not done after %g s; what they carried "
+                "is computed again when it is asked for",
+                self.link.pending,
+                self.drain_s,
+            )
+
+    def report(self) -> dict[str, Any]:
+        """For the server's internal state."""
+        return {
+            "healthy": self.link.healthy,
+            "outdated": self._outdated,
+            "pending": self.link.pending,
+            "breaker_opened": self.link.breaker.opened,
+            **self.link.counters,
+            **self.spiller.counters,
+            **self.fetches.counters,
+            **self.counters,
+            **self.cost_model.report(),
+            "loading_pays": self.cost_model.loading_pays(self.token_bytes),
+        }
+
+
+__all__ = ["ServedModel", "TierConnector"]

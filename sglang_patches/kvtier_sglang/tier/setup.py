@@ -1,0 +1,111 @@
+"""A server's tier from its settings: the connection, and what its KV is called there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, replace
+
+from kvtier.config import Settings
+from kvtier.heads.model_config import model_name
+from kvtier.heads.profile import HeadProfile
+from kvtier.retention.locality import LocalityRule
+from kvtier.retention.rules import compactor_of
+from kvtier.tier.client import TierClient, TlsPaths
+from kvtier.tier.keys import KvIdentity
+from kvtier.tier.link import TierLink
+from kvtier.tier.names import ContextNames
+from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.tier.identity import ModelIdentity
+
+# Of what the stored bytes and records mean; counts up whenever old ones would be misread.
+SEMANTICS = 1
+
+
+def tier_link(settings: Settings) -> TierLink:
+    """The connection to `settings.tier`. The tier need not be there, now or ever."""
+    assert settings.tier is not None, "no tier in the settings"
+    tls: TlsPaths | None = None
+    if settings.tier_ca is not None:
+        assert settings.tier_certificate is not None
+        assert settings.tier_key is not None
+        tls = TlsPaths(settings.tier_ca, settings.tier_certificate, settings.tier_key)
+    client = TierClient(
+        settings.tier,
+        settings.tier_namespace,
+        timeout_s=settings.tier_timeout_s,
+        tls=tls,
+        shared=settings.tier_shared_memory,
+    )
+    return TierLink(client, buffer_bytes=settings.tier_buffer_bytes)
+
+
+class NamedModel:
+    """A model runner's model as the tree asks about it (tiered.ServedModel).
+
+    identity: of what computes its KV; the rest decides what is kept of it, and with what.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        model_path: str,
+        identity: ModelIdentity,
+        pool: HeadSplitKVPool,
+        rule: LocalityRule,
+    ) -> None:
+        self._identity = identity
+        self._span_tokens = settings.tier_span_tokens
+        shape = pool.profile.shape
+        self._known = KvIdentity(
+            model=model_name(model_path),
+            revision="",
+            dtype=str(pool.dtype).removeprefix("torch."),
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            policy=_policy(settings, pool.profile, rule),
+            scores=_scores(settings, pool.profile) if pool.mass is not None else "",
+        )
+
+    def names(self) -> ContextNames:
+        identity = replace(self._known, revision=self._identity.digest())
+        return ContextNames(identity, self._span_tokens)
+
+    def adapter(self, lora_id: str) -> str | None:
+        return self._identity.adapter(lora_id)
+
+
+def _policy(settings: Settings, profile: HeadProfile, rule: LocalityRule) -> str:
+    """A digest of everything that decides what a later turn sees of an earlier one."""
+    return _digest(
+        {
+            "ca_heads": profile.ca_heads,
+            "rule": asdict(rule),
+            "prefill": settings.prefill,
+            "retention": [
+                settings.quality,
+                settings.retention,
+                settings.budget_tokens,
+                settings.budget_bytes,
+            ],
+            "compactor": asdict(compactor_of(settings)),
+        }
+    )
+
+
+def _scores(settings: Settings, profile: HeadProfile) -> str:
+    """A digest of what is stored beside the KV: which heads are scored, and how."""
+    compactor = compactor_of(settings)
+    return _digest(
+        {
+            "ca_heads": profile.ca_heads,
+            "window_tokens": compactor.window_tokens,
+            "nll_stride": settings.nll_stride,
+        }
+    )
+
+
+def _digest(value: object) -> str:
+    text = json.dumps([SEMANTICS, value], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
