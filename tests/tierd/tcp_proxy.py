@@ -54,8 +54,11 @@ class TcpProxy:
     def _reset(self) -> None:
         for writer in self._writers:
             connection = writer.get_extra_info("socket")
-            with suppress(OSError):
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            # One that was just lost has no socket any more.
+            if connection is not None:
+                linger = struct.pack("ii", 1, 0)
+                with suppress(OSError):
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             writer.transport.abort()
 
     async def _stop(self) -> None:
