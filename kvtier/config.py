@@ -247,7 +247,7 @@ class Settings(BaseSettings):
             return None
         url: SecretStr | None = info.data.get("redis_url")
         if url is None or parse_address(url.get_secret_value()).scheme != "rediss":
-            # Whoever names an authority means to be encrypted.
+            # A user who names an authority means to be encrypted.
             raise PydanticCustomError("redis_ca", "a rediss:// redis_url beside it")
         if not ca.is_file():
             raise PydanticCustomError("redis_ca", "an existing PEM file")

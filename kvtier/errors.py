@@ -18,7 +18,7 @@
     │   └── StoreRefusedError               wrong password, no permission, read-only, out of memory
     ├── TierError (also RuntimeError)       the KV tier did not do what was asked
     │   ├── TierUnavailableError            down, unreachable, too slow, or given up on for now
-    │   ├── TierRefusedError                unknown or foreign namespace, somebody else's socket
+    │   ├── TierRefusedError                unknown or foreign namespace, another user's socket
     │   ├── TierExhaustedError              no room: quota, in-flight limit, memory or disk full
     │   ├── TierIntegrityError              bytes that are not what was stored under their name
     │   └── TierProtocolError               another protocol version, or nonsense
@@ -100,7 +100,7 @@ class StoreUnavailableError(StoreError):
 
 
 class StoreRefusedError(StoreError):
-    """The store answered and said no; somebody has to change something."""
+    """The store answered and said no; an operator has to change something."""
 
 
 class TierError(KvtierError, RuntimeError):
@@ -112,7 +112,7 @@ class TierUnavailableError(TierError):
 
 
 class TierRefusedError(TierError):
-    """The tier answered and said no; somebody has to change something."""
+    """The tier answered and said no; an operator has to change something."""
 
 
 class TierExhaustedError(TierError):

@@ -68,7 +68,7 @@ def test_settings_survive_the_trip_through_the_environment(monkeypatch, tmp_path
 SECRET_URL = "rediss://ada:s3cr3t@cache:6380/2"
 
 
-def test_a_redis_password_reaches_child_processes_and_nobody_else(monkeypatch, tmp_path, capsys):
+def test_a_redis_password_reaches_child_processes_and_nothing_else(monkeypatch, tmp_path, capsys):
     (tmp_path / "ca.pem").write_text("")
     sent = load_settings(redis_url=SECRET_URL, redis_ca=tmp_path / "ca.pem", redis_timeout_s=0.25)
     for name, value in sent.to_env().items():

@@ -107,7 +107,7 @@ class HeadClass:
 
     @property
     def num_bytes(self) -> int:
-        """Of one layer's entries."""
+        """The bytes of one layer's entries."""
         return self.entries * self.heads * DIM * DTYPE.itemsize * 2
 
     def planned_by(self, kernels: AttentionKernels) -> HeadClass:

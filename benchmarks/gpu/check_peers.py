@@ -62,7 +62,7 @@ def _held(classes: Sequence[HeadClass], layer: int) -> list[Held]:
 
 
 def _ours(kernels: TritonKernels, q: torch.Tensor, classes: Sequence[HeadClass]) -> torch.Tensor:
-    """Of the first layer."""
+    """Our output for the first layer."""
     kv, plans = [one.layers[0] for one in classes], [one.plan for one in classes]
     return decode_classes(kernels, q, kv, plans, SCALE)
 

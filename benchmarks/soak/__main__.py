@@ -12,14 +12,14 @@ started by another rule. Device pools and tier are small: KV is evicted and rest
 An answer is compared wherever it must come from exact KV, by its tokens and by their
 log-probabilities (soak/check.py):
 
-    everything kept      all answers of engine A, whoever stored what it restored
+    everything kept      all answers of engine A, whichever engine stored what it restored
     computed whole       of B: nothing cached reaches behind a dropped span
     short                of B: contexts that locality heads keep whole, from the cache
     prompt logprobs      of B: they are computed behind nothing that is dropped
     exact fork           of B: it leaves a compressed context early enough; its exact prefix comes
                          from the tier, or is computed
-    another rule's KV    of either: restored from the tier, where by this engine's rule nobody has
-                         stored anything of it
+    another rule's KV    of either: restored from the tier, where nothing of it was stored by this
+                         engine's rule
 
 What B says from compressed KV is not compared, but some of it is shown to the reference as well: it
 tells what the comparison sees. Exit code 1 where a bar is not met.

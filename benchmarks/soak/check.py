@@ -199,7 +199,7 @@ class Checker:
                 self._changed.notify_all()
 
     def _worth(self, version: str) -> tuple[int, bool]:
-        """Of having that version next: the one that is loaded until the other waits in numbers."""
+        """Orders versions by which is next: the loaded one until the other waits in numbers."""
         waiting = len(self._waiting[version])
         here = version == self.version
         return (waiting + (MOST_WAITING // 2 if here and waiting else 0), here)

@@ -147,7 +147,7 @@ class Server:
             return text
 
     async def abort(self, rid: str) -> None:
-        """End a request that somebody else waits for."""
+        """End a request that another task waits for."""
         await self.post("/abort_request", {"rid": rid})
 
     async def load_weights(self, path: str, version: str) -> None:

@@ -39,7 +39,7 @@ STAYING = 0.6
 
 
 class Gate:
-    """Who may ask an engine: everybody, or nobody, once those who did have their answers."""
+    """Lets all clients ask an engine, or none, once those that did have their answers."""
 
     def __init__(self) -> None:
         self._inside, self._closed = 0, False
@@ -63,7 +63,7 @@ class Gate:
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
-        """Nobody is inside."""
+        """No client is inside."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._closed)
             self._closed = True
@@ -273,7 +273,7 @@ class Client:
         engine = engine or self._engine()
         asked = self._request(prompt, scope, measured=measured)
         async with engine.gate.entered():
-            # Only in here nobody changes it.
+            # In here it does not change, only while the gate is closed.
             policy = engine.policy
             moved = bool(met) and policy not in (met or ())
             if met is not None:

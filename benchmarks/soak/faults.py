@@ -66,9 +66,9 @@ async def other_weights(
 ) -> None:
     """One engine gets the other weights.
 
-    Nobody asks it meanwhile. SGLang itself holds requests back during an update, but not until one
-    that was aborted has left the scheduler: then the weights change, the cache is not flushed, and
-    KV of the weights before is used with those after until somebody flushes it.
+    No client asks it meanwhile. SGLang itself holds requests back during an update, but not until
+    one that was aborted has left the scheduler: then the weights change, the cache is not flushed,
+    and KV of the weights before is used with those after until it is flushed.
     """
     engine = rng.choice(engines)
     async with engine.gate.closed():
@@ -97,7 +97,7 @@ async def looks(engine: Engine, damage: Damage) -> None:
 
 
 async def accounts(engine: Engine) -> list[str]:
-    """What is wrong with an engine that nobody uses: before its cache is emptied, and after."""
+    """What is wrong with an engine that no client uses: before its cache is emptied, and after."""
     state = await settled(engine)
     problems = [f"{engine.name}: {one}" for one in state["integrity"]]
     if state.get("tier", {}).get("pending"):

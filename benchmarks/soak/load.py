@@ -79,7 +79,7 @@ class Session:
         return len(self.turns) == len(self.text.turns)
 
     def prompt(self) -> tuple[int, ...]:
-        """Of the next turn."""
+        """The prompt of the next turn."""
         return (*self.ids, *self.text.turns[len(self.turns)])
 
     def answered(self, prompt: Sequence[int], said: Said) -> None:
@@ -127,7 +127,7 @@ class Load:
         self._made = TEXTS
 
     def scopes(self, name: str) -> list[dict[str, str]]:
-        """All kinds; `name` makes those that are nobody else's."""
+        """All kinds; `name` makes those that no other caller has."""
         return [
             {},
             {"cache_salt": name},
@@ -147,7 +147,7 @@ class Load:
         return Session(text, rng.choice(shared), home=rng.randrange(2))
 
     def own_text(self) -> Text:
-        """A long one that nobody had before."""
+        """A long one that no session had before."""
         self._made += 1
         return make_text(self.seed, self._made, short=False)
 
@@ -189,8 +189,8 @@ def why_exact(
         return None
     if short and said.cached and len(prompt) <= rule.sink_tokens + rule.recent_tokens + 1:
         return "short"
-    # A dropped span begins behind the sink, has two tokens or more, and is passed only by whoever
-    # shares `branch_recent_tokens` behind it.
+    # A dropped span begins behind the sink, has two tokens or more, and is passed only by a
+    # request that shares `branch_recent_tokens` behind it.
     if said.cached < rule.sink_tokens + 2 + min(rule.branch_recent_tokens, rule.recent_tokens):
         return "computed whole"
     return None

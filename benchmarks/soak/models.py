@@ -102,7 +102,7 @@ def store_calibration(model: Path, redis_url: str) -> None:
 def server_flags(
     model: Path, adapter: Path, *, device_tokens: int, requests: int, threads: int = 1
 ) -> list[str]:
-    """Of SGLang: what all servers of the soak have in common. requests: at a time."""
+    """SGLang's flags that all servers of the soak have in common. requests: at a time."""
     return [
         "--model-path", str(model), "--weight-version", FIRST, "--dtype", "float32",
         "--device", "cpu", "--skip-tokenizer-init", "--grammar-backend", "none",
@@ -116,7 +116,7 @@ def server_flags(
 
 
 def reference_flags() -> list[str]:
-    """Of stock SGLang without any cache: every answer is computed from nothing."""
+    """The flags of stock SGLang without any cache: every answer is computed from nothing."""
     return ["--attention-backend", "torch_native", "--disable-radix-cache"]
 
 

@@ -1,7 +1,7 @@
 """The soak's real processes: started, watched, killed on purpose, and all gone at its end.
 
-Every one has a process group of its own and a log. A process that ends although nobody ended it
-ends the soak, with the last lines of its log.
+Every one has a process group of its own and a log. A process that ends by itself ends the soak,
+with the last lines of its log.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Served:
         stop_group(process)
 
     def check(self) -> None:
-        """Raises SoakError where it ended although nobody ended it."""
+        """Raises SoakError where it ended by itself."""
         if self._wanted and self._process is not None and self._process.poll() is not None:
             code = self._process.returncode
             raise SoakError(f"{self.name} ended by itself (exit code {code}):\n{self.tail()}")
@@ -129,7 +129,7 @@ class Served:
 
 
 def _resident_pages(group: int) -> Iterator[int]:
-    """Of every process of a group."""
+    """The resident pages of every process of a group."""
     for folder in Path("/proc").glob("[0-9]*"):
         # One that has ended meanwhile has no files any more.
         with suppress(OSError):
@@ -151,7 +151,7 @@ def answers_http(url: str) -> Callable[[], bool]:
 
 
 def answers_socket(path: Path) -> Callable[[], bool]:
-    """Whether somebody accepts connections at a socket."""
+    """Whether a process accepts connections at a socket."""
 
     def ready() -> bool:
         with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:

@@ -27,8 +27,8 @@ COUNTERS = (
 
 
 def growth(samples: Sequence[Sample]) -> float | None:
-    """Of one process's memory: the median of the last quarter of its life over that of the second
-    quarter, less 1; None for too few samples."""
+    """The growth of one process's memory: the median of the last quarter of its life over that of
+    the second quarter, less 1; None for too few samples."""
     values = [sample.resident_bytes for sample in samples]
     quarter = len(values) // 4
     if quarter < 3:
@@ -92,7 +92,7 @@ def make_outcome(seen: Seen) -> dict[str, Any]:
 
 
 def engine_counters(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Of an engine at the end of one of its lives: what it did with its tree and its tier."""
+    """What an engine did with its tree and its tier, at the end of one of its lives."""
     tier = state["tier"]
     numbers = {name: value for name, value in tier.items() if not isinstance(value, dict)}
     tree = ("engine", "rule", "compressed_nodes", "dropped_tokens", "variants", "compacted_tokens")

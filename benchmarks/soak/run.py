@@ -142,7 +142,7 @@ class Soak:
     async def _under_load(self) -> Seen:
         timeout = aiohttp.ClientTimeout(total=None)
         # Servers close connections that idle for five seconds, and a request sent on one just then
-        # gets no answer, whoever serves: every request has a connection of its own.
+        # gets no answer, from any server: every request has a connection of its own.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             reference = Server(self.stock_url, session)
@@ -159,7 +159,7 @@ class Soak:
             try:
                 await until_first_failure(self._soak(engines, seen), watching)
             except Exception as error:
-                # Whoever talks to a process that ends notices first, but its last words say why.
+                # A client of a process that ends notices first, but the process's log says why.
                 await asyncio.sleep(WATCH_S)
                 for served in self.processes:
                     served.check()
@@ -283,7 +283,7 @@ def first_of(error: Exception) -> Exception:
 
 
 async def last_state(engine: Engine) -> dict[str, Any]:
-    """What an engine that nobody asks says of itself before it ends."""
+    """What an engine that no client asks says of itself before it ends."""
     return {"engine": engine.name, "rule": engine.policy, **await settled(engine)}
 
 

@@ -48,7 +48,7 @@ OUT = ROOT / "benchmarks" / "results" / "tier-crash.json"
 CAPACITY_BYTES = 24 << 20
 LONGEST_RUN_S = 0.25
 KILLED_WHILE_STARTING = 0.1
-KILLED_AGAIN = 0.2  # without anybody looking in between
+KILLED_AGAIN = 0.2  # without a look in between
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Outcome:
 
 
 class State(NamedTuple):
-    """Of a blob. version: None where it is deleted; begun: bytes put altogether before that."""
+    """A blob's state. version: None where it is deleted; begun: bytes put in all before that."""
 
     version: int | None
     begun: int

@@ -1,7 +1,7 @@
 """Sums over groups of entries, per head: what merging is made of.
 
-    target of 7 entries     0  1  0  NOBODY  2  1  0          count = 3
-    bin                     0  1  0     3    2  1  0          the last bin takes what goes to nobody
+    target of 7 entries     0  1  0  UNMERGED  2  1  0        count = 3
+    bin                     0  1  0     3      2  1  0        the last bin takes what is unmerged
 
 Heads first: `[heads, rows, tokens]` for numbers per entry (a row per query head, or one), and
 `[heads, tokens, dim]` for vectors. float32. On CUDA the entries of a bin are brought together first
@@ -14,20 +14,20 @@ import torch
 
 from kvtier_kernels.blocks import blocks
 
-NOBODY = -1
+UNMERGED = -1
 """The target of an entry that is like no kept one."""
 
 
 class Bins:
     """The bins of one assignment.
 
-    target: `[heads, tokens]` int64 in [0, count), or NOBODY.
+    target: `[heads, tokens]` int64 in [0, count), or UNMERGED.
     """
 
     def __init__(self, target: torch.Tensor, count: int) -> None:
         self.count = count
         heads = target.shape[0]
-        self._index = torch.where(target == NOBODY, count, target)
+        self._index = torch.where(target == UNMERGED, count, target)
         first = torch.arange(heads, device=target.device).unsqueeze(1) * (count + 1)
         self._flat = self._index + first
 
@@ -49,7 +49,7 @@ class Bins:
         return x - self.spread(log_total), peak + log_total
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """`[heads, rows, tokens]` -> `[heads, rows, count]`; what goes to nobody is left out."""
+        """`[heads, rows, tokens]` -> `[heads, rows, count]`; what is unmerged is left out."""
         out = x.new_zeros(*x.shape[:2], self.count + 1).scatter_add_(2, self._of(x), x)
         return out[..., : self.count]
 
@@ -73,4 +73,4 @@ class Bins:
         return self._index.unsqueeze(1).expand_as(x)
 
 
-__all__ = ["NOBODY", "Bins"]
+__all__ = ["UNMERGED", "Bins"]

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from kvtier_kernels.bins import NOBODY, Bins
+from kvtier_kernels.bins import UNMERGED, Bins
 from kvtier_kernels.blocks import blocks, long_product
 
 # A paper-form key longer or shorter than the mean of its bin by more than this factor is not used.
@@ -59,7 +59,7 @@ class Assignment(NamedTuple):
     """Where each entry goes.
 
     kept:   `[heads, count]` int64, distinct indices of entries
-    target: `[heads, tokens]` int64, a position in `kept` (a kept entry's own) or NOBODY
+    target: `[heads, tokens]` int64, a position in `kept` (a kept entry's own) or UNMERGED
     """
 
     kept: torch.Tensor
@@ -81,9 +81,9 @@ def assign(
 
     keys:      `[heads, tokens, dim]`, as attended to (rotated)
     kept:      `[heads, count]` int64, distinct, count >= 1
-    protected: bool `[tokens]` or `[heads, tokens]`: kept entries that take nobody in (sinks)
-    floor:     an entry goes to nobody unless more similar than this; 1 merges nothing
-    Keys that are not numbers are like nobody. Raises ValueError for bad shapes, and for protected
+    protected: bool `[tokens]` or `[heads, tokens]`: kept entries that take no other in (sinks)
+    floor:     an entry is unmerged unless more similar than this; 1 merges nothing
+    Keys that are not numbers are like no other. Raises ValueError for bad shapes, and for protected
     entries that are not kept; where finding out would mean to wait for a device, those count as
     not protected.
     """
@@ -106,7 +106,7 @@ def assign(
             raise ValueError("protected: expected kept entries only, some are not in kept")
         closed |= protected.gather(1, kept)
     order = torch.arange(count, device=keys.device).expand(heads, count)
-    target = torch.full((heads, tokens), NOBODY, device=keys.device).scatter_(1, kept, order)
+    target = torch.full((heads, tokens), UNMERGED, device=keys.device).scatter_(1, kept, order)
     send = _sender(keys.device)
     send(keys, _others(is_kept, tokens - count), homes, lengths, closed, floor, target)
     return Assignment(kept, target)
@@ -127,7 +127,7 @@ def merge_beta(
                the key as stored; without it logits are taken to be linear in the key, which those
                of one query are and predicted ones are not.
     Returns `[heads, count, dim]` in the entries' dtype, log-votes `[heads, group, count]`. An entry
-    that took in nobody stays bit for bit what it was. Raises ValueError for bad shapes.
+    that took in no other stays bit for bit what it was. Raises ValueError for bad shapes.
 
     What a group shares: an entry whose log-mass is off by ε and whose value by Δ moves the output
     of query head g by about A_g·(ε, Δ), where A_g is the attention that g pays to the bin. The sum
@@ -159,8 +159,8 @@ def merge_paper(
 
     entries: log-votes `[heads, 1, tokens]`; logits: `[heads, group, tokens]`, without votes
     Returns the entries, `[heads, count, dim]` in their dtype with log-votes `[heads, 1, count]`;
-    and int64 `[heads]`, how many merges used the fallback. An entry that took in nobody stays bit
-    for bit what it was. Raises ValueError for bad shapes.
+    and int64 `[heads]`, how many merges used the fallback. An entry that took in no other stays
+    bit for bit what it was. Raises ValueError for bad shapes.
 
     One key and one vote can suit one query only: in a group it is the mean of its heads' queries,
     whose logits are the mean logits.
@@ -200,13 +200,13 @@ def merge_paper(
 
 
 def compensate(entries: Entries, assignment: Assignment) -> Entries:
-    """Fold the entries that go to nobody into one, as RazorAttention folds what a head drops.
+    """Fold the unmerged entries into one, as RazorAttention folds what a head drops.
 
     Returns one entry per head, k and v the vote-weighted means in the entries' dtype, its votes the
     sum of theirs for every row of log-votes; zeros with -inf where there is none to fold. Query
     heads that vote apart share the mean of their weights.
     """
-    folded = (assignment.target == NOBODY).unsqueeze(1)
+    folded = (assignment.target == UNMERGED).unsqueeze(1)
     votes = entries.log_votes.float().masked_fill(~folded, float("-inf"))
     total = torch.logsumexp(votes, dim=-1, keepdim=True)
     weights = torch.exp(votes - total.nan_to_num(neginf=0.0)).mean(1, keepdim=True)
@@ -221,8 +221,8 @@ Send = Callable[
 """Writes the target of entries that are not kept.
 
 keys `[heads, tokens, dim]`; dropped `[heads, n]` int64, their indices; homes `[heads, count, dim]`,
-the kept keys; lengths `[heads, count]` float32, theirs; closed `[heads, count]` bool, homes of
-nobody; floor; target `[heads, tokens]` int64.
+the kept keys; lengths `[heads, count]` float32, theirs; closed `[heads, count]` bool, homes that
+take no entry in; floor; target `[heads, tokens]` int64.
 """
 
 
@@ -265,7 +265,7 @@ def _send(
             winner[:, part].masked_fill_(better, number)
     # Rounding must not lift equal keys above a floor of 1.
     merges = best.clamp(max=1) > floor
-    home = torch.full_like(dropped, NOBODY)
+    home = torch.full_like(dropped, UNMERGED)
     for number, (tile, shut) in enumerate(tiles):
         for head in range(heads):
             (mine,) = (merges[head] & (winner[head] == number)).nonzero(as_tuple=True)
@@ -304,7 +304,7 @@ def _others(is_kept: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _keep_singles(merged: Entries, entries: Entries, kept: torch.Tensor, bins: Bins) -> Entries:
-    """Undo the rounding of entries that took in nobody."""
+    """Undo the rounding of entries that took in no other."""
     single = (bins.sizes() == 1).unsqueeze(-1)
     rows = kept.unsqueeze(1).expand(-1, entries.log_votes.shape[1], -1)
     votes = entries.log_votes.gather(2, rows)
@@ -358,7 +358,7 @@ def _make_bins(target: torch.Tensor, count: int) -> Bins:
 
 
 __all__ = [
-    "NOBODY",
+    "UNMERGED",
     "Assignment",
     "Entries",
     "assign",

@@ -1,7 +1,7 @@
 """The engine as the bench sees it, and the real one behind it.
 
 `ChatEngine` is all the measuring loop knows. It is used from one thread, one request at a time;
-whoever opens it closes it.
+the caller that opens it closes it.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ ADMISSION_TOKENS = 64
 # Room beyond one session where no budget is set: nothing may be evicted while it is measured.
 SLACK_TOKENS = 1024
 MAX_RUNNING_REQUESTS = 8
-# What a dry run assumes for a model nobody has calibrated yet.
+# What a dry run assumes for a model that has not been calibrated yet.
 ASSUMED_CA_SHARE = 0.25
 # Of an NVIDIA driver; a container may show the second only.
 _NVIDIA_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl")

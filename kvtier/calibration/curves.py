@@ -29,7 +29,7 @@ from kvtier.errors import UsageError
 Floats = NDArray[np.float64]
 
 HALF_LIMITS = (0.01, 4.0)
-"""Limits of m in a fit. Below the first, less would be kept than anybody measures; the second is
+"""Limits of m in a fit. Below the first, less would be kept than is ever measured; the second is
 straight to two digits. A model that recalled everything would otherwise ask for m = 0."""
 
 POWER_LIMITS = (0.5, 24.0)
@@ -139,7 +139,7 @@ def fit_curve(
     """The curve with the least weighted squared error in quality.
 
     underestimate_weight: weight of an error that predicts too HIGH a quality; the others weigh 1.
-    Such an error makes r* too small: the answer is lost and nobody notices, while the opposite one
+    Such an error makes r* too small: the answer is lost unnoticed, while the opposite one
     costs a little memory. A weight w draws the curve through the 1/(1+w) expectile of the measured
     qualities, 2 through the 1/3 expectile; 1 gives ordinary least squares.
 
@@ -177,7 +177,7 @@ class Goodness:
 
 
 def goodness(curve: Curve, measurements: Sequence[Measurement]) -> Goodness:
-    """Of `curve` on `measurements`, whether it was fitted to them or not."""
+    """How well `curve` predicts `measurements`, whether it was fitted to them or not."""
     _, _, measured = _columns(measurements)
     squares = float(np.sum(_residuals(curve, measurements) ** 2))
     spread = float(np.sum((measured - measured.mean()) ** 2))

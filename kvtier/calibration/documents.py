@@ -1,8 +1,8 @@
 """What the calibration store holds: one JSON document per curve and per head profile.
 
 Documents are immutable, know the model they were measured on, and refuse to be built from numbers
-that would make no curve. Whoever reads one from outside calls `parse_document`, and `check_fits`
-before using it.
+that would make no curve. A caller that reads one from outside uses `parse_document`, and
+`check_fits` before using it.
 """
 
 from __future__ import annotations

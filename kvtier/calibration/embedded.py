@@ -12,7 +12,7 @@ whether it is the last one, and looks a server up by a process number in a file:
 start at once get two servers on one file, and a number that was given to another process in between
 hides a dead one. Locks are released by the kernel, however a process ends.
 
-The server's parent is `embedded_keeper`, which belongs to nobody and ends it after its last user.
+The server's parent is `embedded_keeper`, which is no user's child and ends it after its last user.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class EmbeddedStore(Closing):
         try:
             return operation(store)
         except StoreUnavailableError:
-            # Nobody stops a server that we use, so it crashed: start it again, or say it hangs.
+            # A server that we use is never stopped, so it crashed: start it again, or say it hangs.
             self._server.ensure_running(wait_s=self._timeout_s)
             return operation(store)
 
@@ -130,7 +130,7 @@ class EmbeddedServer:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             users = _open_lock(self.directory / USERS_LOCK)
             self._directory_fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-        # Also runs when nobody refers to this object any more.
+        # Also runs when this object is garbage-collected.
         self._leave = weakref.finalize(self, _close, users, self._directory_fd)
         try:
             _lock(users, fcntl.LOCK_SH, START_TIMEOUT_S)
@@ -204,7 +204,7 @@ class EmbeddedServer:
 
 
 def has_data(data_dir: Path) -> bool:
-    """Whether anybody ever stored something in the embedded server of a data directory."""
+    """Whether anything was ever stored in the embedded server of a data directory."""
     return (data_dir / "redis" / "appendonly.aof").exists()
 
 

@@ -1,8 +1,8 @@
-"""The parent of an embedded redis-server: takes it down when nobody uses it any more.
+"""The parent of an embedded redis-server: ends it when its last user is gone.
 
     python -I -S embedded_keeper.py REDIS_SERVER USERS_LOCK LOCK_FD [OPTION...]
 
-Whoever uses the server may be killed at any time; SGLang ends its own processes that way. So the
+A user of the server may be killed at any time; SGLang ends its own processes that way. So the
 end is not left to the users: they hold a shared lock on USERS_LOCK, which the kernel releases
 however they die, and this process stops the server once it can have the lock for itself alone.
 
@@ -27,7 +27,7 @@ def main(server: str, users_lock: str, lock_fd: int, options: list[str]) -> None
     """Detach, start the server, and stay until it ends or has no user."""
     if os.fork() != 0:
         os._exit(0)
-    # Nobody's child any more: ending whoever started the server does not end it for the others.
+    # No user's child any more: ending the user that started the server leaves it to the others.
     os.setsid()
     users = os.open(users_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     child = subprocess.Popen([server, *options], pass_fds=(lock_fd,))

@@ -22,7 +22,7 @@ from kvtier.calibration.curves import Curve, Measurement, goodness, weighted_rms
 
 MAX_POINTS = 512
 MAX_DEVIATION = 1e-4
-"""Of an error computed again from the one that was stored, in quality: other machines' rounding."""
+"""How far an error computed again may be from the stored one, in quality: machines round apart."""
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Quality = Annotated[float, Field(ge=0, le=1)]
@@ -68,7 +68,7 @@ class Evidence(BaseModel):
 def evidence_of(
     curve: Curve, measurements: Sequence[Measurement], underestimate_weight: float
 ) -> Evidence:
-    """Of a curve that was just fitted to the measurements."""
+    """The evidence of a curve that was just fitted to the measurements."""
     chosen = _chosen(measurements)
     return Evidence(
         underestimate_weight=underestimate_weight,

@@ -51,12 +51,12 @@ Key = CurveKey | ProfileKey
 
 
 def curve_key(model: str, revision: str | None, policy: str) -> CurveKey:
-    """Of the curve of `policy` on a model; weights without a revision are UNKNOWN."""
+    """The key of the curve of `policy` on a model; weights without a revision are UNKNOWN."""
     return CurveKey(model, revision or UNKNOWN, policy)
 
 
 def profile_key(model: str, revision: str | None) -> ProfileKey:
-    """Of the head profile of a model; weights without a revision are UNKNOWN."""
+    """The key of the head profile of a model; weights without a revision are UNKNOWN."""
     return ProfileKey(model, revision or UNKNOWN)
 
 

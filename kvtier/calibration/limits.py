@@ -1,4 +1,4 @@
-"""How large a calibration may be, and how deep, before anybody tries to understand it.
+"""How large a calibration may be, and how deep, for it to be parsed at all.
 
 Real documents have some ten kilobytes and are five levels deep. JSON that is deeper than a parser
 can follow ends it with an error that is not its own, so it is refused before it is parsed.

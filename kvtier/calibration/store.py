@@ -1,6 +1,6 @@
 """The store of calibration documents: one interface, and Redis behind it.
 
-Every key expires, so that models nobody serves any more leave by themselves; writing a document
+Every key expires, so that models no longer served leave by themselves; writing a document
 again starts its time anew. Every call has one deadline over everything it does, and reads only so
 much: a store that is down, slow or hostile costs seconds and never a request.
 """

@@ -48,7 +48,7 @@ OnEvent = Callable[[str], None]
 class Served:
     """What runs here; only documents measured on exactly this are used.
 
-    policy: as in the curve's key. shape: None leaves the head layout to whoever uses the profile.
+    policy: as in the curve's key. shape: None leaves the head layout to the profile's user.
     """
 
     model: str
@@ -86,8 +86,8 @@ class CalibrationWatcher:
 
     Owns the store and closes it. `current` and `counters` may be called from any thread.
     poll_s: between polls, give or take a tenth; while the store is down the pause doubles up to
-    MAX_BACKOFF_S. A document that the store no longer has is no longer used: somebody deleted it,
-    or it expired.
+    MAX_BACKOFF_S. A document that the store no longer has is no longer used: it was deleted, or
+    it expired.
     on_event: called with one of REASONS whenever it happens, from the watcher's thread.
     """
 
@@ -220,7 +220,7 @@ class CalibrationWatcher:
         try:
             self._on_event(reason)
         except Exception:
-            # Whoever listens must not end the thread; a listener that fails once is dropped.
+            # A listener must not end the thread; one that fails once is dropped.
             self._on_event = None
             logger.warning("the listener to calibration events failed", exc_info=True)
 

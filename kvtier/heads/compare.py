@@ -89,7 +89,7 @@ def _rule(profile: HeadProfile) -> str:
 
 
 def comparison_table(run: CalibrationRun, terminal_width: int | None = None) -> str:
-    """The comparison for people; `terminal_width` None where nobody's terminal is to be filled."""
+    """The comparison for people; `terminal_width` None where no terminal is to be filled."""
     from rich.console import Console
     from rich.table import Table
 

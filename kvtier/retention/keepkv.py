@@ -11,7 +11,7 @@
        compensation      | (e g)           |
 
 The tokens come exact from the tier, so their votes are 1 and nothing is merged twice. All heads
-keep the same number; what they keep differs. Without queries (nobody has asked yet) scores from
+keep the same number; what they keep differs. Without queries (nothing was asked yet) scores from
 elsewhere say what to keep, for instance Compactor's, and merged entries are plain means.
 
 Two things decide more than the form. Neighbours must share their score, because the queries that

@@ -1,7 +1,7 @@
 """The recall language: long sessions whose right answers are known exactly.
 
 A session is a context of filler text with facts hidden in it, then turns that ask for some of
-them.  Nobody who compresses the context can know which facts will be asked.
+them.  No method that compresses the context can know which facts will be asked.
 
     <bos> river along … amber fox k07 k61 … k12 . … stone      context: facts inside Markov filler
     <user> paper still … amber fox <assistant>                 prompt, 17 tokens by default

@@ -8,7 +8,7 @@ about those tokens (scores), if anything:
 
 The checksum is over the name as well, so that the right bytes under the wrong name do not verify:
 a tier that confuses two blobs is found out as surely as one that flips a bit. It guards against
-accidents, not against somebody who can write to the tier.
+accidents, not against an attacker who can write to the tier.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SpanLayout:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Of the KV: layers, k and v, tokens, KV heads, head dim."""
+        """The shape of the KV: layers, k and v, tokens, KV heads, head dim."""
         return self.num_layers, 2, self.num_tokens, self.num_kv_heads, self.head_dim
 
     @property
@@ -71,7 +71,7 @@ class SpanLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Of the payload."""
+        """The size of the payload."""
         return self.kv_bytes + self.score_bytes
 
     def encode(self) -> bytes:

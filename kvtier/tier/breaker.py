@@ -1,4 +1,4 @@
-"""A circuit breaker: after a few failures nobody asks any more, until a probe finds the tier well.
+"""A circuit breaker: after a few failures no call is made until a probe finds the tier well.
 
     closed ─── `failures` in a row ──> open ─── a probe succeeds ──> on probation
       ↑                                 ↑ ↺ a probe fails                 │
@@ -7,7 +7,7 @@
 
 Every way back to open waits longer for the next probe, at most `longest_s`.
 While it is open, calls are refused at once, so that a dead tier costs its users nothing; probes are
-somebody else's job (kvtier.tier.link), so that no user's request is the guinea pig. A tier that
+the job of a thread (kvtier.tier.link), so that no user's request has to try. A tier that
 answers probes and fails at everything else costs one failure per probation.
 """
 

@@ -1,5 +1,5 @@
 """The connection to a tier service: a dead one is noticed soon, a living one soon found again, and
-one behind somebody else's socket is left alone."""
+one behind another user's socket is left alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TlsFiles:
 
 @dataclass(frozen=True)
 class TlsPaths:
-    """Where they are (PEM); whoever renews a certificate replaces the files."""
+    """Where they are (PEM); an operator who renews a certificate replaces the files."""
 
     ca: Path
     certificate: Path
@@ -98,7 +98,7 @@ class RenewedTls:
 
 
 def check_owner(path: Path) -> None:
-    """Whoever may write to a directory can put a socket there and be taken for the tier.
+    """A user who may write to a directory can put a socket there and be taken for the tier.
 
     path: of a unix socket. Raises TierRefusedError where it is neither this user's nor root's.
     """

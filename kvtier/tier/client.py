@@ -3,8 +3,8 @@
 Every method has a deadline, for all that it asks of the service together, and raises a TierError;
 what to do about it (nothing, mostly) is decided above, in kvtier.tier.link. Thread-safe.
 
-Payloads never pass through memory that nobody asked for: `get` lands them in buffers that the
-caller names, and checks them there.
+Payloads never pass through memory that the caller did not choose: `get` lands them in buffers that
+it names, and checks them there.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class TierClient:
             self._get_streamed(range(len(keys)), keys, land, deadline, outcome)
         corrupt = [key for key, one in zip(keys, outcome, strict=True) if one is Landing.CORRUPT]
         if corrupt:
-            # Best effort: whoever reads the blob next will report it again.
+            # Best effort: the next reader of the blob will report it again.
             self._quietly(self._stub.Quarantine, pb.QuarantineRequest(keys=corrupt), deadline)
         return outcome
 
@@ -313,7 +313,7 @@ class TierClient:
     # -- below --
 
     def deadline(self, num_bytes: int = 0) -> Deadline:
-        """Of a method that moves this many bytes."""
+        """The deadline of a method that moves this many bytes."""
         return Deadline(self.timeout_s + num_bytes / self.slowest_bytes_per_s)
 
     def _header(self, blob: Blob) -> pb.BlobHeader:

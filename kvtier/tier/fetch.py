@@ -1,4 +1,4 @@
-"""Work in the background for somebody who may lose interest in it."""
+"""Work in the background for a caller that may lose interest in it."""
 
 from __future__ import annotations
 

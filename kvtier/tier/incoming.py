@@ -1,5 +1,5 @@
 """Fetches that wait for their turn: first in, first out, but for those whose context is still on
-its way to the tier. They are held aside, and hold nobody else up.
+its way to the tier. They are held aside, and hold no others up.
 
 append ──> [ waiting ... ] ── next ──> under way
                                 │ ↑
@@ -66,7 +66,7 @@ class Incoming:
         return max(0.0, min(held.until for held in self._held) - time.monotonic())
 
     def clear(self) -> Iterable[Fetch[Any]]:
-        """Nobody waits any more; returns who did."""
+        """Let none wait any more; returns those that did."""
         fetches = [*self._waiting, *(held.fetch for held in self._held)]
         self._waiting.clear()
         self._held.clear()

@@ -1,6 +1,6 @@
 """Names of exact KV: a span of tokens in its context, on one model, in one layout.
 
-A context is cut at multiples of `span_tokens` from its first token, whoever computes it. A span's
+A context is cut at multiples of `span_tokens` from its first token, on every server. A span's
 name digests every token up to its end, so equal names mean KV of equal tokens:
 
     tokens    [ span 0 ][ span 1 ][ span 2 ][ tail ]        the tail's name is for its own length
@@ -10,7 +10,7 @@ name digests every token up to its end, so equal names mean KV of equal tokens:
               what is stored beside the KV, and what the KV was computed under
     scope:    of the request: extra key, cache salt and adapter, which change KV or may not share it
 
-So two servers with different models on one tier never see each other's spans, and whoever knows a
+So two servers with different models on one tier never see each other's spans, and one that knows a
 context's tokens can ask for the longest run of its spans that the tier has.
 """
 

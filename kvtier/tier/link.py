@@ -61,7 +61,7 @@ _MISCONFIGURED = (TierRefusedError, TierProtocolError)
 
 
 class _GivenUpError(TierUnavailableError):
-    """Nobody was asked: the breaker is open."""
+    """The tier was not asked: the breaker is open."""
 
 
 class TierLink:
@@ -114,12 +114,12 @@ class TierLink:
 
     @property
     def held_bytes(self) -> int:
-        """Of the budget: puts on their way, and what was claimed."""
+        """What is used of the budget: puts on their way, and what was claimed."""
         return self._puts.held_bytes + self._claimed_bytes
 
     @property
     def room_bytes(self) -> int:
-        """Of the budget: what a put may use now."""
+        """What a put may use of the budget now."""
         if self._closed or self.breaker.open_s > HOLD_S:
             return 0
         return max(0, self._buffer_bytes - self.held_bytes)
@@ -286,7 +286,7 @@ class TierLink:
             try:
                 fetch.end(result)
             except Exception:
-                logger.exception("a result that nobody wanted could not be given back")
+                logger.exception("a result that was no longer wanted could not be given back")
                 self.count("get_bugs")
             self._ended_one()
 
@@ -310,12 +310,12 @@ class TierLink:
         return True
 
     def _settled(self, keys: AbstractSet[bytes]) -> bool:
-        """Whether none of these is on its way, or puts are not well and nobody should wait."""
+        """Whether none of these is on its way, or puts are not well and no get should wait."""
         well = self.healthy and not self._put_breaker.is_open
         return not (well and self._puts.has_any(keys))
 
     def _probing(self) -> None:
-        """Looks after an open breaker, so that nobody else has to try."""
+        """Looks after an open breaker, so that no request has to try."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self.breaker.is_open)

@@ -41,7 +41,7 @@ class ContextNames:
 
     @cached_property
     def _exact(self) -> KvIdentity:
-        """Of KV that was computed with nothing dropped."""
+        """The identity of KV that was computed with nothing dropped."""
         return replace(self.identity, policy="")
 
     def chains(self, scope: Scope, token_ids: Sequence[int] = ()) -> NamedChains:

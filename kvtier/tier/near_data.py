@@ -143,7 +143,7 @@ class NearData:
         except queue.Empty:
             raise self._late(f"tier {self.address}: no answer in time") from None
         if isinstance(answer, TierError):
-            # The last there will be, also for whoever asks again.
+            # The last there will be, also for a caller that asks again.
             self._answers.put(answer)
             raise answer
         return answer

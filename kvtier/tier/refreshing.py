@@ -120,7 +120,7 @@ class Entries:
 
     @property
     def num_bytes(self) -> int:
-        """Of the payload."""
+        """The size of the payload."""
         return sum(self._vote_bytes(n) + 2 * self._side_bytes(n) for n in self.num_entries)
 
     def _vote_bytes(self, entries: int) -> int:

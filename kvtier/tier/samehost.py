@@ -4,7 +4,7 @@
     other thread             copy ........      Release
     service        pins                         unpins
 
-Nobody waits for the Release: a call costs as much as copying some megabytes.
+The caller does not wait for the Release: a call costs as much as copying some megabytes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Call = Callable[[Any, Any, Deadline], Any]
 
 
 class SharedGets:
-    """Of one client; thread-safe. stub: of the connection in use; call: makes one of the stub's
-    calls, and raises TierErrors."""
+    """The gets of one client; thread-safe. stub: of the connection in use; call: makes one of the
+    stub's calls, and raises TierErrors."""
 
     def __init__(self, stub: Callable[[], Any], call: Call, address: str, namespace: str) -> None:
         self._stub, self._call = stub, call

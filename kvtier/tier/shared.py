@@ -23,7 +23,7 @@ BLOCK_BYTES = 2 << 20
 class SharedMemory:
     """The service's arena, mapped whole. token: what it begins with.
 
-    It is never closed: whoever copies holds on to it, and the last one to let go unmaps it.
+    It is never closed: a thread that copies holds on to it, and the last one to let go unmaps it.
     """
 
     def __init__(self, mapped: mmap.mmap, token: bytes) -> None:
@@ -72,7 +72,7 @@ def copy(
 
     digest: fed with what landed, block by block while the cache still has it. Both steps let go
             of Python's lock.
-    until:  time.monotonic() from which on the memory may be somebody else's.
+    until:  time.monotonic() from which on the memory may be another blob's.
 
     Raises TierUnavailableError where it takes longer than `until`.
     """

@@ -1,9 +1,9 @@
 """Tier errors and gRPC status codes, one table for both ends of the wire.
 
 What has no code of ours means that the tier is unavailable: a deadline, a lost connection, a
-service that dies. So does a TLS handshake that fails, whoever of the two is not content with the
+service that dies. So does a TLS handshake that fails, whichever of the two is not content with the
 other's certificate: a client cannot tell a server that hung up on its certificate from one that
-hung up, and either is over, without anybody's doing here, once certificates are renewed there.
+hung up, and either is over, with nothing done here, once certificates are renewed there.
 TierRefusedError is for a client that was let in and may not do what it asks.
 """
 

@@ -112,5 +112,5 @@ def decode_record(payload: bytes | bytearray | memoryview) -> TurnRecord:
 
 
 def tail_digest(tail_ids: Sequence[int]) -> str:
-    """Of the tokens behind the last whole span."""
+    """The digest of the tokens behind the last whole span."""
     return hashlib.sha256(np.asarray(tail_ids, dtype="<i8").tobytes()).hexdigest()[:32]

@@ -14,8 +14,8 @@ Status codes: RESOURCE_EXHAUSTED no room, quota or in-flight limit, or a blob or
 larger than allowed; PERMISSION_DENIED unknown or foreign namespace; INVALID_ARGUMENT malformed
 request; FAILED_PRECONDITION another protocol version, or a lease that is over; UNAVAILABLE the
 store's medium fails, the service is draining, the client has mapped another service's memory, or
-a stream stalled: a Put whose messages do not come, or a Get or Refresh whose answers nobody
-reads, for longer than the service waits; DATA_LOSS what was sent does not match its header. A
+a stream stalled: a Put whose messages do not come, or a Get or Refresh whose answers are not
+read, for longer than the service waits; DATA_LOSS what was sent does not match its header. A
 blob that is not held is no error.
 """
 
@@ -453,7 +453,7 @@ class ReserveRequest(_message.Message):
     SHARED_TOKEN_FIELD_NUMBER: _builtins.int
     lease_ms: _builtins.int
     shared_token: _builtins.bytes
-    """Of the memory that the client has mapped: nobody shall write where a service was before."""
+    """Of the memory that the client has mapped: it shall not write where a service was before."""
     @_builtins.property
     def headers(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlobHeader]: ...
     def __init__(

@@ -14,8 +14,8 @@ Status codes: RESOURCE_EXHAUSTED no room, quota or in-flight limit, or a blob or
 larger than allowed; PERMISSION_DENIED unknown or foreign namespace; INVALID_ARGUMENT malformed
 request; FAILED_PRECONDITION another protocol version, or a lease that is over; UNAVAILABLE the
 store's medium fails, the service is draining, the client has mapped another service's memory, or
-a stream stalled: a Put whose messages do not come, or a Get or Refresh whose answers nobody
-reads, for longer than the service waits; DATA_LOSS what was sent does not match its header. A
+a stream stalled: a Put whose messages do not come, or a Get or Refresh whose answers are not
+read, for longer than the service waits; DATA_LOSS what was sent does not match its header. A
 blob that is not held is no error.
 """
 

@@ -1,4 +1,4 @@
-"""Memory for payloads on their way through the service: a byte budget that everybody shares.
+"""Memory for payloads on their way through the service: a byte budget that all namespaces share.
 
     counted       what puts have sent and is not stored yet; what a store has read for its readers
     not counted   a store's own memory, and the chunk or two of each stream that gRPC has
@@ -13,7 +13,7 @@ from collections import Counter
 
 from kvtier.errors import TierExhaustedError
 
-# Of the budget, for one namespace: whoever hoards leaves the others something.
+# Of the budget, for one namespace: one that hoards leaves the others something.
 NAMESPACE_SHARE = 0.5
 
 
@@ -30,7 +30,7 @@ class Budget:
 
     def take(self, namespace: str, num_bytes: int) -> None:
         """Count bytes of a namespace. Raises TierExhaustedError, and counts none, beyond what the
-        namespace or everybody may have."""
+        namespace, or all of them together, may have."""
         most = int(NAMESPACE_SHARE * self.capacity_bytes)
         if self._held[namespace] + num_bytes > most:
             raise TierExhaustedError(

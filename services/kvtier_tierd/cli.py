@@ -73,7 +73,7 @@ async def serve(options: TierOptions) -> None:
 
 
 def _say(text: str) -> None:
-    """Print a line, if anybody still listens: whoever started us may read one and hang up."""
+    """Print a line, if it is still read: the parent process may read one and hang up."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -134,7 +134,7 @@ def _no_directory(given: str) -> Path | None:
 
 
 def _namespaces(given: Sequence[str], in_flight: int) -> dict[str, Limits]:
-    """Of NAME, NAME=QUOTA, NAME=QUOTA,RATE or NAME=,RATE each."""
+    """Limits by namespace; each given as NAME, NAME=QUOTA, NAME=QUOTA,RATE or NAME=,RATE."""
     limits: dict[str, Limits] = {}
     for text in given:
         name, _, bounds = text.partition("=")
@@ -196,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="plaintext for every user of this machine: loopback, or a socket others may open",
     )
-    add("--insecure", action="store_true", help="plaintext for whoever reaches --listen")
+    add("--insecure", action="store_true", help="plaintext for every client that reaches --listen")
     add("--max-blob", default="1g", metavar="BYTES", help="larger blobs are refused (%(default)s)")
     add("--refresh-workers", type=int, default=0, metavar="THREADS",
         help="that refresh contexts near their data, which takes torch (%(default)s)")  # fmt: skip

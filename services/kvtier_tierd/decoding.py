@@ -1,7 +1,7 @@
 """Requests that are no messages: INVALID_ARGUMENT, counted, and a line of log now and then.
 
 gRPC answers bytes that do not decode with UNKNOWN and logs a traceback for each, as for a bug of
-ours. They are the client's, and whoever may connect could fill the log with them.
+ours. They are the client's, and any client that may connect could fill the log with them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SeldomLog:
 
 class Undecodable:
     """Stands for a request that is no message, on its way from where it is decoded to where
-    somebody can answer."""
+    the call can be ended."""
 
 
 UNDECODABLE = Undecodable()

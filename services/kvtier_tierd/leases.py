@@ -2,7 +2,7 @@
 
 A client that dies, stops or forgets cannot pin memory: a lease that is not given back in time is
 over, its draft aborted or its blob unpinned. The client may then still be writing or reading
-there; whoever reads such bytes finds that they do not verify.
+there; the reader of such bytes finds that they do not verify.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvtier_tierd.stores.base import BlobStore, Draft, Handle
 
 MAX_LEASE_S = 60.0
 # Of the shared memory, for drafts that are not committed: of one namespace, and of all together.
-# Room that is reserved is taken from blobs that somebody may want.
+# Room that is reserved is taken from blobs that a client may want.
 NAMESPACE_SHARE, TOTAL_SHARE = 0.25, 0.5
 DEFAULT_LEASE_S = 10.0
 

@@ -43,7 +43,7 @@ class Gauges(NamedTuple):
 
 class TierMetrics:
     """Counters of one service, in a registry of their own. known: namespaces of --namespace, which
-    have labels of their own whoever came before them."""
+    have labels of their own, however many others came before them."""
 
     def __init__(self, known: Iterable[str] = ()) -> None:
         self.registry = CollectorRegistry()
@@ -62,7 +62,7 @@ class TierMetrics:
         return Counter(f"kvtier_tier_{name}", f"{_SEE}: {name}.", labels, registry=self.registry)
 
     def _label(self, namespace: str) -> str:
-        """Of a namespace: its own name, while there are not too many."""
+        """The label of a namespace: its own name, while there are not too many."""
         if namespace not in self._named:
             if len(self._named) >= self._most_named:
                 return OTHER
@@ -97,7 +97,7 @@ class TierMetrics:
         self._errors.labels(method, code).inc()
 
     def watch(self, gauges: Callable[[], Gauges]) -> None:
-        """Read what is held whenever somebody asks for metrics, in a thread of his."""
+        """Read what is held at every request for metrics, in the thread of that request."""
         self.registry.register(_Collector(gauges))
 
 

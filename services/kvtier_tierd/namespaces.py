@@ -1,8 +1,8 @@
 """Who may use the service, and how much of it at a time.
 
 Under mutual TLS the namespace is the common name of the client's certificate and nothing the
-client says changes it. Without, it is what the client says: whoever may connect is in every
-namespace, which by default is this user alone (sockets.py).
+client says changes it. Without, it is what the client says: a client that may connect is in every
+namespace, and by default only this user's may (sockets.py).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from kvtier.tier.protocol import DEFAULT_NAMESPACE, NAMESPACE_METADATA
 MAX_NAMESPACE_BYTES = 200
 IN_FLIGHT = 64
 PACED_CHUNK_BYTES = 64 << 10
-# How long whoever has too many transfers in flight waits to be told so.
+# How long a client with too many transfers in flight waits to be told so.
 REFUSAL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one namespace. quota_bytes: of stored payload, None as much as the store holds;
-    in_flight: transfers at a time; bytes_per_s: of its streams together, None as fast as it goes.
-    """
+    """The limits of one namespace. quota_bytes: of stored payload, None as much as the store
+    holds; in_flight: transfers at a time; bytes_per_s: of its streams together, None as fast as
+    it goes."""
 
     quota_bytes: int | None = None
     in_flight: int = IN_FLIGHT
@@ -60,7 +60,7 @@ class Namespaces:
         """One transfer of the namespace; raises TierExhaustedError beyond its in-flight limit."""
         limit = self.limits(namespace).in_flight
         if self._in_flight[namespace] >= limit:
-            # Later: whoever asks again at once would cost the others more than his transfers do.
+            # Later: a client that asks again at once would cost the others more than its transfers.
             await asyncio.sleep(REFUSAL_S)
             raise TierExhaustedError(
                 f"namespace {namespace!r} has {limit} transfers in flight, its limit"
@@ -74,8 +74,8 @@ class Namespaces:
                 del self._in_flight[namespace]
 
     def chunk_bytes(self, namespace: str, most: int) -> int:
-        """Of its streams: small where there is a rate to keep, so that nobody waits for a large
-        one."""
+        """The chunks of its streams: small where there is a rate to keep, so that no stream waits
+        for a large one."""
         paced = self.limits(namespace).bytes_per_s is not None
         return min(most, PACED_CHUNK_BYTES) if paced else most
 

@@ -27,7 +27,7 @@ class TierOptions:
     disk_path:         directory of the disk store.
     shared_directory:  where the file for clients on the same host is made; None: no sharing.
     mooncake:          of the mooncake store.
-    namespaces:        limits by name; empty: everybody is welcome.
+    namespaces:        limits by name; empty: every name is welcome.
     in_flight:         transfers at a time, of a namespace that is not in `namespaces`.
     certificate, key, client_ca: PEM files; all three mean mutual TLS.
     insecure_local:    plaintext for every user of this machine: on loopback addresses, and in
@@ -117,7 +117,9 @@ class TierOptions:
         if self.tls or self.insecure:
             return
         if not _is_loopback(host):
-            expected = "a unix socket, TLS, or --insecure: whoever reaches it may read and write"
+            expected = (
+                "a unix socket, TLS, or --insecure: every client that reaches it may read and write"
+            )
             raise UsageError("--listen", expected, self.listen)
         if not self.insecure_local:
             expected = (
@@ -135,7 +137,7 @@ class TierOptions:
 
     @property
     def socket_path(self) -> Path | None:
-        """Of the unix socket to listen on, if it is one."""
+        """The path of the unix socket to listen on, if it is one."""
         return socket_path(self.listen, "--listen")
 
     @property
@@ -155,7 +157,7 @@ class TierOptions:
 
 
 def _is_loopback(host: str) -> bool:
-    """By address, not by looks: 127.example.com is anybody's."""
+    """By address, not by looks: 127.example.com may be any host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,7 +1,7 @@
 """How long a stream may keep the service waiting.
 
 A stream that moves may take as long as it needs; one that stalls holds a transfer, and what it has
-pinned or sent, from everybody else. What a client makes us wait, altogether, may be `stall_s` and
+pinned or sent, from all others. What a client makes us wait, altogether, may be `stall_s` and
 the time that its bytes take at SLOWEST_BYTES_PER_S, so that a byte now and then is no progress.
 """
 
@@ -27,7 +27,7 @@ class StalledError(TierUnavailableError):
 
 
 class Progress:
-    """Of one stream. stall_s: how long it may stand still."""
+    """The progress of one stream. stall_s: how long it may stand still."""
 
     def __init__(self, stall_s: float) -> None:
         self._stall_s = stall_s

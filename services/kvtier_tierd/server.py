@@ -88,7 +88,7 @@ class TierServer:
             raise
 
     async def _start(self) -> None:
-        # First, because whoever asks shall hear that the store is still being recovered.
+        # First, because a probe shall hear that the store is still being recovered.
         self._serve_web()
         await self.refreshes.start()
         await self.store.start()
@@ -207,7 +207,7 @@ def _channel_options(options: TierOptions) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", longest),
         ("grpc.max_send_message_length", -1),
         ("grpc.so_reuseport", 0),
-        # Of one connection; more of them wait at their client, and cost nobody anything.
+        # Of one connection; more of them wait at their client, and cost the service nothing.
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         # A client that vanished without a word is noticed, and its streams end.
         ("grpc.keepalive_time_ms", 20_000),

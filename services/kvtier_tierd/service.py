@@ -47,7 +47,7 @@ from kvtier_tierd.verifying import is_intact
 # Of a call that looks keys up, and of one that does something for each of them.
 MAX_KEYS = 1 << 16
 MAX_HELD_KEYS = 1 << 12
-# After so many keys everybody else has a turn: looked up, and opened or leased.
+# After so many keys the other calls have a turn: looked up, and opened or leased.
 KEYS_A_TURN, HELD_KEYS_A_TURN = 1 << 11, 1 << 6
 DELETED_TOGETHER = 1 << 8
 
@@ -263,8 +263,8 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
 
     @asynccontextmanager
     async def _leasing(self, namespace: str) -> AsyncIterator[list[int]]:
-        """Numbers of leases that are granted in the block, for it to fill; where it fails, nobody
-        hears of them, and they are over."""
+        """Numbers of leases that are granted in the block, for it to fill; where it fails, the
+        client hears of none of them, and they are over."""
         numbers: list[int] = []
         try:
             yield numbers
@@ -399,7 +399,7 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
             raise
         await self.store.commit(draft)
 
-    # Writes instead of yielding: a generator that nobody asks any more closes its handle some time.
+    # Writes instead of yielding: a generator that gRPC has left closes its handle some time later.
     async def Get(  # type: ignore[override]
         self, request: pb.GetRequest, context: Any
     ) -> None:

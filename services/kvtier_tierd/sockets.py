@@ -1,7 +1,7 @@
 """Unix sockets that only this user opens.
 
 A socket is as private as its directory: gRPC makes the socket itself, with whatever the umask
-allows, and whoever may connect is taken at their word about the namespace.
+allows, and a client that may connect is taken at its word about the namespace.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def prepare_directory(directory: Path, *, for_all_users: bool) -> None:
 
 
 def _check_private(directory: Path) -> None:
-    # Not of what a link points at: whoever owns the link chooses that.
+    # Not of what a link points at: the link's owner chooses that.
     found = directory.lstat()
     private = stat.S_ISDIR(found.st_mode) and not found.st_mode & OTHERS
     if not private or found.st_uid != os.geteuid():
@@ -44,11 +44,11 @@ def _check_private(directory: Path) -> None:
 
 
 def check_free(path: Path) -> None:
-    """gRPC replaces a socket file, whoever is still listening there. Raises TierUnavailableError
-    where somebody is."""
+    """gRPC replaces a socket file even where a process still listens. Raises TierUnavailableError
+    where one does."""
     with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
         probe.connect(os.fspath(path))
-        raise TierUnavailableError(f"--listen unix:{path}: somebody is listening there")
+        raise TierUnavailableError(f"--listen unix:{path}: another process is listening there")
 
 
 __all__ = ["check_free", "prepare_directory"]

@@ -1,8 +1,8 @@
 """The payload of a put before it is stored: what has arrived, and nothing for what has not.
 
-Only a payload that is there as a whole takes room in a store, so a header evicts nobody, and a put
-that never ends holds no more than what its client has sent. Chunks are kept as gRPC handed them
-over; the one copy that a payload costs is the one into the store.
+Only a payload that is there as a whole takes room in a store, so a header alone evicts nothing, and
+a put that never ends holds no more than what its client has sent. Chunks are kept as gRPC handed
+them over; the one copy that a payload costs is the one into the store.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Work on pinned blobs in threads: whoever unpins waits for it."""
+"""Work on pinned blobs in threads: the caller that unpins waits for it."""
 
 from __future__ import annotations
 

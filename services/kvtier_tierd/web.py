@@ -4,7 +4,7 @@
     GET /livez     200 while the service's event loop answers, 503 when it stands still
     GET /readyz    200 from the end of the start to the beginning of the drain, 503 otherwise
 
-Anybody who reaches the port may ask, and learns how much is stored and the namespaces' names.
+Every client that reaches the port may ask, and learns how much is stored and the namespaces' names.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class WebServer:
         Thread(target=self._server.serve_forever, daemon=True, name="kvtier-web").start()
 
     def close(self) -> None:
-        """Blocks until nobody listens any more."""
+        """Blocks until the port is closed."""
         self._server.shutdown()
         self._server.server_close()
 

@@ -2,7 +2,7 @@
 
     scheduler's stream   gather ... what comes next, which may overwrite what was gathered
     a stream of ours             copy into pinned memory    copy ...
-    whoever reads it                                        ready()
+    the thread that reads it                                ready()
 
 On a CPU there is one order of things, and nothing to copy.
 """

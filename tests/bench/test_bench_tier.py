@@ -72,7 +72,7 @@ def test_a_local_tier_answers_while_the_run_lasts_and_is_gone_after_it(tmp_path:
     assert not path.parent.exists()
 
 
-def test_somebody_elses_tier_is_used_as_it_is(tmp_path: Path):
+def test_a_tier_of_the_users_own_is_used_as_it_is(tmp_path: Path):
     with local_tier({TIER_VARIABLE: "tier:7311"}, tmp_path / "log") as replaced:
         assert replaced == {}
 

@@ -94,7 +94,7 @@ def test_throughput_is_the_median_of_lots_over_both_engines_of_an_arm() -> None:
     assert (THROUGHPUT.ratio, THROUGHPUT.alike) == (1.0, 1.0)
     slow = THROUGHPUT.model_copy(update={"down_s": ((1.1, 1.1), (3.3, 3.3), (1, 1))})
     outcome = Outcome(
-        throughput=slow, kinds=(), integrity=("a slot is nobody's",), slowest_request_s=1.0
+        throughput=slow, kinds=(), integrity=("a slot has no owner",), slowest_request_s=1.0
     )
     assert [bar["met"] for bar in make_bars(outcome, faults=0)][-2:] == [False, False]
 

@@ -95,7 +95,7 @@ def test_pages_hold_each_heads_entries(peers: Path) -> None:
         for b, h in itertools.product(range(4), range(5))
         for page in paged.table[b, h, : -(-int(paged.lengths[b, h]) // PAGE_TOKENS)]
     }
-    assert len(used) * PAGE_TOKENS == len(paged.k), "a page is shared, or nobody's"
+    assert len(used) * PAGE_TOKENS == len(paged.k), "a page is shared, or no head's"
 
 
 def test_a_dense_cache_masks_what_its_heads_dropped(peers: Path) -> None:

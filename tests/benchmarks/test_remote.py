@@ -66,7 +66,7 @@ def test_a_worker_that_is_gone_before_it_is_told_is_the_same_error(
     (tmp_path / "told.py").write_text("import sys; sys.exit('gone at once')")
     log = tmp_path / "log"
 
-    def tell_nobody() -> None:
+    def tell_a_dead_worker() -> None:
         with running_module("told", [tmp_path], environment, log) as remote:
             deadline = time.monotonic() + 10
             while "gone" not in log.read_text() and time.monotonic() < deadline:
@@ -75,7 +75,7 @@ def test_a_worker_that_is_gone_before_it_is_told_is_the_same_error(
             remote.tell("sing")
 
     with pytest.raises(WorkerError, match="gone at once"):
-        tell_nobody()
+        tell_a_dead_worker()
 
 
 def test_a_module_that_fails_is_an_error_and_one_that_does_not_is_none(tmp_path: Path) -> None:

@@ -357,7 +357,7 @@ def test_memory_is_that_of_the_longest_lived_start() -> None:
     assert found["b"]["growth"] is None
 
 
-def test_a_closed_gate_has_nobody_inside_and_lets_nobody_in() -> None:
+def test_a_closed_gate_has_no_client_inside_and_lets_none_in() -> None:
     async def run() -> list[str]:
         gate, said_so = Gate(), []
 
@@ -507,8 +507,8 @@ def compared(**changes) -> dict:
         ({"faults": dict.fromkeys(FAULTS[1:], 1)}, ["faults, of each kind"]),
         ({"engines": [life(), life(engine="B", restored_requests=0)]}, [RESTORED]),
         ({"engines": [life()]}, [RESTORED]),
-        ({"engines": [life(), life(engine="B", integrity=["a slot is nobody's"])]}, ["accounts"]),
-        ({"problems": ["a slot is nobody's"]}, ["accounts"]),
+        ({"engines": [life(), life(engine="B", integrity=["a slot has no owner"])]}, ["accounts"]),
+        ({"problems": ["a slot has no owner"]}, ["accounts"]),
         ({"tier": TIER | {"used_bytes": 3}}, ["accounts"]),
         ({"memory": {"engine-a": {"growth": 0.0}}}, ["memory's growth"]),
         (

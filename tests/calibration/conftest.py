@@ -12,7 +12,7 @@ from kvtier.calibration.store import RedisStore
 
 @pytest.fixture(autouse=True)
 def _no_outside_settings(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """No test reads or writes the calibrations of whoever runs it."""
+    """No test reads or writes the calibrations of the user who runs it."""
     monkeypatch.chdir(tmp_path)
     for name in ("KVTIER_CONFIG", "KVTIER_REDIS_URL", "KVTIER_REDIS_CA"):
         monkeypatch.delenv(name, raising=False)

@@ -249,7 +249,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
     (tmp_path / "redis" / "appendonly.aof").write_text("not a log of commands\n" * 9)
     with opened(tmp_path) as store, pytest.raises(StoreUnavailableError, match=r"did not start: ."):
         store.list()
-    # Nobody is left behind: once the file is gone, it starts.
+    # No process is left behind: once the file is gone, it starts.
     (tmp_path / "redis" / "appendonly.aof").unlink()
     with opened(tmp_path) as store:
         assert store.list() == ()

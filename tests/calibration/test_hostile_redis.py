@@ -118,7 +118,7 @@ def test_a_server_that_reads_nothing_does_not_hold_a_writer_up():
         assert time.monotonic() - began < CALL_TIMEOUTS * TIMEOUT_S + SLACK_S
 
 
-def test_a_name_server_that_does_not_answer_holds_nobody_up(monkeypatch):
+def test_a_name_server_that_does_not_answer_holds_no_caller_up(monkeypatch):
     asked, answered = threading.Event(), threading.Event()
 
     def silent(*where, **how):

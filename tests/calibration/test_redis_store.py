@@ -121,7 +121,7 @@ def down():
 
 
 @contextmanager
-def nobody_listens():
+def nothing_listens():
     yield "redis://user:" + ENCODED + "@127.0.0.1:1/0"
 
 
@@ -182,7 +182,7 @@ def stopped():
 
 FAILURES = [
     (down, StoreUnavailableError, "ConnectionError"),
-    (nobody_listens, StoreUnavailableError, "refused"),
+    (nothing_listens, StoreUnavailableError, "refused"),
     (paused, StoreUnavailableError, "TimeoutError"),
     (stopped, StoreUnavailableError, "TimeoutError"),
     (wrong_password, StoreRefusedError, "AuthenticationError"),

@@ -88,7 +88,7 @@ def test_a_changed_curve_is_used_without_a_restart(bench):
     changed = curve_document(beta=0.0)
     bench.store.put(changed)
     eventually(lambda: watcher.current().curve == changed)
-    assert before.curve.beta == -0.1, "a snapshot in somebody's hands never changes"
+    assert before.curve.beta == -0.1, "a snapshot that a caller holds never changes"
     assert watcher.counters["changes"] == 2
 
 

@@ -106,7 +106,7 @@ def test_contexts_of_one_batch_keep_what_each_of_them_can_afford(tmp_path):
     requests = [{"input_ids": list(ids), "max_new_tokens": 2} for ids in contexts]
     report = run_engine(tmp_path, engine, [requests], env)["state"]["retention"]
     assert report["reasons"] == {"quality": len(contexts)}
-    # All begin with <bos>, and some share a word more: that prefix belongs to whoever came first.
+    # All begin with <bos>, and some share a word more: that prefix belongs to the first to come.
     kept = {round(turn["prompt_tokens"], -2): turn for turn in report["recent"]}
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     curve = load_curve(DEMO_MODEL / "curve.json")

@@ -1,4 +1,4 @@
-"""Records of turns that nobody wrote who serves as we do, stored with a valid checksum: whatever is
+"""Records of turns that no server of our kind wrote, stored with a valid checksum: whatever is
 in them, they are checked against this server's own rules, and the request that meets one computes.
 """
 

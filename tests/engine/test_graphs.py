@@ -224,7 +224,7 @@ class OnTheDeviceOnly(TorchDispatchMode):
 
 
 def launch_nothing(*args, **options):
-    """Kernels themselves wait for nobody; the interpreter would."""
+    """Kernels themselves wait for nothing; the interpreter would."""
 
 
 def test_what_is_recorded_asks_the_host_nothing(runner):

@@ -1,4 +1,4 @@
-"""Copies and background work are in order with the stream of whoever asked for them. On a GPU the
+"""Copies and background work are in order with the stream of the caller that asked. On a GPU the
 streams are kept busy, so that what does not wait reads what was there before; on a CPU there is one
 order of things."""
 

@@ -31,7 +31,7 @@ class WaitingClient(TierClient):
     def put(self, *args, **kwargs):
         deadline = time.monotonic() + 10
         while self.link is not None and not self.link.counters["gets_settled"]:
-            assert time.monotonic() < deadline, "nobody waits"
+            assert time.monotonic() < deadline, "no get waits"
             time.sleep(0.001)
         if self.link is not None:
             time.sleep(0.02)
@@ -72,7 +72,7 @@ def test_what_the_tree_has_lost_comes_back_while_it_is_still_spilled(connect, mo
 
 
 class AwayClient(TierClient):
-    """Nobody is there while a test says so."""
+    """The tier is away while a test says so."""
 
     away = True
 

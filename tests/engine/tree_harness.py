@@ -270,7 +270,7 @@ class MiniScheduler:
                 refresh.record(layer, q)
 
     def _queries(self, request: Request, tokens: int, layer: int) -> torch.Tensor:
-        """[tokens, KV heads, group, dim], the same for whoever is as far in the same turn."""
+        """[tokens, KV heads, group, dim], the same for all that are as far in the same turn."""
         generator = torch.Generator().manual_seed(request.filled + layer)
         group = SHAPE.num_attention_heads // SHAPE.num_kv_heads
         return torch.randn((tokens, SHAPE.num_kv_heads, group, SHAPE.head_dim), generator=generator)
@@ -331,7 +331,7 @@ class MiniScheduler:
         for pruned in pruned_ranges(node):
             part = slice(pruned.begin, pruned.end)
             kept = found_ca[part][row[part] > 0]
-            assert kept.numel() == pruned.kept, "entries that nobody chose"
+            assert kept.numel() == pruned.kept, "entries that were not chosen"
             assert torch.isin(kept, expected[part]).all(), "a CA entry of another context"
             assert kept.unique().numel() == kept.numel(), "one token kept twice"
         assert torch.equal(found_locality[plain], expected[plain]), "a locality entry misplaced"

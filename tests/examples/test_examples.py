@@ -60,7 +60,7 @@ def test_an_agent_opens_every_vault(agent: str, server_url: str):
 
 @pytest.mark.parametrize("agent", ["agent_frontend.py", "agent_openai.py"])
 def test_an_agent_whose_tool_call_fails_exits_with_1(agent: str, server_url: str, tmp_path: Path):
-    """Somebody has changed the locks."""
+    """The codes that open the vaults are not those of the manual."""
     script = tmp_path / "changed_locks.py"
     script.write_text(
         f"import runpy, sys\nsys.path.insert(0, {str(ROOT / 'examples')!r})\n"

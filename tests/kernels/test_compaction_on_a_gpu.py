@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier_kernels import merging
-from kvtier_kernels.bins import NOBODY, Bins
+from kvtier_kernels.bins import UNMERGED, Bins
 from kvtier_kernels.merging import Assignment, Entries, assign, compensate, merge_beta, merge_paper
 from kvtier_kernels.prediction import predicted_logits, window_lse
 from kvtier_kernels.triton_backend import bins as gpu_bins
@@ -64,7 +64,7 @@ def on_gpu(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def similarity(keys: torch.Tensor, kept: torch.Tensor, protected: torch.Tensor) -> torch.Tensor:
-    """`[heads, tokens, count]` in float64, -2 for homes of nobody."""
+    """`[heads, tokens, count]` in float64, -2 for closed homes."""
     unit = torch.nn.functional.normalize(keys.double(), dim=-1)
     homes = unit.gather(1, kept.unsqueeze(-1).expand(-1, -1, keys.shape[-1]))
     found = unit @ homes.transpose(1, 2)
@@ -122,27 +122,27 @@ def test_a_floor_of_one_merges_nothing_not_even_equal_keys() -> None:
     keys = normal(0, 2, 30, 7)
     keys[:, 20:] = keys[:, :10]
     target = on_gpu(assign, keys, torch.arange(12).expand(2, -1), floor=1.0).target
-    assert (target[:, 12:] == NOBODY).all()
+    assert (target[:, 12:] == UNMERGED).all()
 
 
-def test_protected_entries_take_nobody_in() -> None:
+def test_protected_entries_take_no_other_in() -> None:
     keys = normal(0, 1, 1, 8).expand(2, 20, 8).contiguous()
     kept = torch.tensor([[0, 1, 19], [0, 1, 19]])
     protected = torch.zeros(20, dtype=torch.bool)
     protected[[0, 19]] = True
     assert (on_gpu(assign, keys, kept, protected).target[:, 2:19] == 1).all()
     protected[1] = True
-    assert (on_gpu(assign, keys, kept, protected).target[:, 2:19] == NOBODY).all()
+    assert (on_gpu(assign, keys, kept, protected).target[:, 2:19] == UNMERGED).all()
 
 
 @pytest.mark.parametrize("floor", [-1.0, 0.0, 0.9])
-def test_keys_that_are_zero_or_not_numbers_are_like_nobody_on_either_side(floor: float) -> None:
+def test_keys_that_are_zero_or_not_numbers_are_like_no_other_on_either_side(floor: float) -> None:
     keys = normal(0, 2, 40, 8)
     keys[0, 3], keys[0, 5], keys[0, 30], keys[0, 31] = float("nan"), float("inf"), 0.0, float("nan")
     kept = torch.arange(10).expand(2, -1)
     target = on_gpu(assign, keys, kept, floor=floor).target
     assert torch.equal(target, assign(keys, kept, floor=floor).target)
-    assert target[0, 31] == NOBODY
+    assert target[0, 31] == UNMERGED
     assert not ((target[0, 10:] == 3) | (target[0, 10:] == 5)).any()
 
 
@@ -158,7 +158,7 @@ def make_target(seed: int, tokens: int, count: int, lost: float) -> torch.Tensor
     """Bins of very different sizes, the first the largest."""
     generator = torch.Generator().manual_seed(seed)
     target = (torch.rand(2, tokens, generator=generator) ** 3 * count).long()
-    return target.masked_fill_(torch.rand(2, tokens, generator=generator) < lost, NOBODY)
+    return target.masked_fill_(torch.rand(2, tokens, generator=generator) < lost, UNMERGED)
 
 
 @settings(max_examples=25)
@@ -202,7 +202,7 @@ def test_vectors_of_any_layout_and_dtype_are_mixed(dtype: torch.dtype) -> None:
 def make_problem(
     seed: int, group: int, vote_rows: int, dtype: torch.dtype
 ) -> tuple[Entries, torch.Tensor, Assignment]:
-    """Entries of two heads with votes, logits that tell them apart, and some that go to nobody."""
+    """Entries of two heads with votes, logits that tell them apart, and some that are unmerged."""
     generator = torch.Generator().manual_seed(seed)
     k, v = (tokens_first(normal(seed + i, 2, 120, 24).to(dtype)) for i in range(2))
     votes = torch.randint(1, 9, (2, vote_rows, 120), generator=generator).log()
@@ -248,9 +248,9 @@ def test_merging_twice_gives_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("form", [merge_beta, merge_paper])
-def test_entries_that_take_nobody_in_change_no_bit(form: Callable[..., Any]) -> None:
+def test_entries_that_take_no_other_in_change_no_bit(form: Callable[..., Any]) -> None:
     entries, logits, (kept, target) = make_problem(6, 3, 1, torch.bfloat16)
-    alone = torch.full_like(target, NOBODY).scatter_(1, kept, torch.arange(17).expand(2, -1))
+    alone = torch.full_like(target, UNMERGED).scatter_(1, kept, torch.arange(17).expand(2, -1))
     with kernels():
         merged = form(*(moved(x, DEVICE) for x in (entries, logits, Assignment(kept, alone))))
     merged = moved(merged if form is merge_beta else merged[0], "cpu")
@@ -309,6 +309,6 @@ def test_many_keys_are_summed_in_stretches() -> None:
     torch.testing.assert_close(got.cpu(), window_lse(q, keys, 0.3), rtol=1e-4, atol=1e-4)
 
 
-def test_what_goes_to_nobody_is_folded_alike() -> None:
+def test_what_is_unmerged_is_folded_alike() -> None:
     entries, _, assignment = make_problem(7, 2, 2, torch.bfloat16)
     assert_entries(on_gpu(compensate, entries, assignment), compensate(entries, assignment))

@@ -288,7 +288,7 @@ def test_one_request_of_128k_entries_spoils_nothing_for_short_and_empty_ones(nam
 
 
 @backends
-def test_a_class_in_which_nobody_has_entries_gives_empty_states(name):
+def test_a_class_in_which_no_request_has_entries_gives_empty_states(name):
     kernels = get_kernels(name)
     k, v = make_cache(2, 32, torch.float32)
     nothing = torch.empty(0, dtype=torch.int64)

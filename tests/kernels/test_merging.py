@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier_kernels.merging import (
-    NOBODY,
+    UNMERGED,
     Assignment,
     Entries,
     assign,
@@ -201,19 +201,19 @@ def test_votes_can_be_those_of_the_key_as_stored(dtype: torch.dtype, group: int)
 def test_the_paper_form_and_the_compensation_entry_conserve_votes(
     seed: int, tokens: int, count: int, lost: float
 ) -> None:
-    problem = with_nobodies(make_problem(seed, 2, 1, tokens, count), lost)
+    problem = with_unmerged(make_problem(seed, 2, 1, tokens, count), lost)
     rest = compensate(problem.entries, problem.assignment)
     after = joined(merge("paper", problem), rest)
     votes = problem.entries.log_votes.double().exp().sum(-1)
     torch.testing.assert_close(after.log_votes.double().exp().sum(-1), votes, rtol=1e-5, atol=0)
 
 
-def with_nobodies(problem: Problem, share: float) -> Problem:
-    """The same, with a share of what is not kept sent to nobody."""
+def with_unmerged(problem: Problem, share: float) -> Problem:
+    """The same, with a share of what is not kept left unmerged."""
     target = problem.assignment.target.clone()
     dropped = torch.ones_like(target, dtype=torch.bool).scatter_(1, problem.assignment.kept, False)
     lost = torch.rand(target.shape, generator=torch.Generator().manual_seed(0)) < share
-    target[dropped & lost] = NOBODY
+    target[dropped & lost] = UNMERGED
     return problem._replace(assignment=Assignment(problem.assignment.kept, target))
 
 
@@ -323,8 +323,8 @@ def test_merging_nothing_changes_no_bit(form: str, dtype: torch.dtype) -> None:
 @forms
 @settings(max_examples=30)
 @given(seed=seeds, lost=st.floats(0, 1))
-def test_entries_that_take_nobody_in_change_no_bit(form: str, seed: int, lost: float) -> None:
-    problem = with_nobodies(make_problem(seed, count=12), lost)
+def test_entries_that_take_no_other_in_change_no_bit(form: str, seed: int, lost: float) -> None:
+    problem = with_unmerged(make_problem(seed, count=12), lost)
     kept, target = problem.assignment
     merged = merge(form, problem)
     for head, row in enumerate(target):
@@ -342,7 +342,7 @@ def test_entries_that_take_nobody_in_change_no_bit(form: str, seed: int, lost: f
 @settings(max_examples=30)
 @given(seed=seeds, group=st.integers(1, 3))
 def test_the_order_of_the_entries_does_not_matter(form: str, seed: int, group: int) -> None:
-    problem = with_nobodies(make_problem(seed, 2, group), 0.3)
+    problem = with_unmerged(make_problem(seed, 2, group), 0.3)
     order = torch.randperm(24, generator=torch.Generator().manual_seed(seed))
     entries, (kept, target) = problem.entries, problem.assignment
     moved = problem._replace(
@@ -359,7 +359,7 @@ def test_the_order_of_the_entries_does_not_matter(form: str, seed: int, group: i
 
 @forms
 def test_heads_do_not_see_each_other(form: str) -> None:
-    problem = with_nobodies(make_problem(4, heads=3, group=2), 0.3)
+    problem = with_unmerged(make_problem(4, heads=3, group=2), 0.3)
     together = merge(form, problem)
     rest = compensate(problem.entries, problem.assignment)
     for head in range(3):
@@ -488,7 +488,7 @@ def test_every_entry_goes_to_the_most_similar_open_one_above_the_floor(
         for i, home in enumerate(target[head].tolist()):
             if is_kept[head, i]:
                 assert kept[head, home] == i
-            elif home == NOBODY:
+            elif home == UNMERGED:
                 assert similarity[i].max() <= floor + 1e-6
             else:
                 assert similarity[i, home] >= max(floor, float(similarity[i].max())) - 1e-6
@@ -500,14 +500,14 @@ def test_a_floor_of_one_merges_nothing_not_even_equal_keys() -> None:
     entries = exact_entries(keys, normal(1, 2, 30, 7))
     kept = torch.arange(12).expand(2, -1)
     assignment = assign(keys, kept, floor=1.0)
-    assert (assignment.target[:, 12:] == NOBODY).all()
+    assert (assignment.target[:, 12:] == UNMERGED).all()
     rest = compensate(entries, assignment)
     assert_same(rest.k, keys[:, 12:].mean(1, keepdim=True))
     assert_same(rest.v, entries.v[:, 12:].mean(1, keepdim=True))
     assert_same(rest.log_votes.exp(), torch.full((2, 1, 1), 18.0))
 
 
-def test_protected_entries_take_nobody_in() -> None:
+def test_protected_entries_take_no_other_in() -> None:
     keys = normal(0, 1, 1, 8).expand(2, 20, 8).contiguous()
     kept = torch.tensor([[0, 1, 19], [0, 1, 19]])
     protected = torch.zeros(20, dtype=torch.bool)
@@ -515,7 +515,7 @@ def test_protected_entries_take_nobody_in() -> None:
     target = assign(keys, kept, protected).target
     assert (target[:, 2:19] == 1).all()
     protected[1] = True
-    assert (assign(keys, kept, protected).target[:, 2:19] == NOBODY).all()
+    assert (assign(keys, kept, protected).target[:, 2:19] == UNMERGED).all()
 
 
 @dtypes
@@ -526,11 +526,11 @@ def test_assignment_takes_any_float_dtype(dtype: torch.dtype) -> None:
     assert assign(keys, kept).target[0, 20:].tolist() == list(range(20))
 
 
-def test_keys_that_are_zero_or_not_numbers_are_like_nobody() -> None:
+def test_keys_that_are_zero_or_not_numbers_are_like_no_other() -> None:
     keys = normal(0, 1, 6, 4)
     keys[0, 4], keys[0, 5] = 0.0, float("nan")
     target = assign(keys, torch.tensor([[0, 1]]), floor=0.0).target
-    assert target[0, 4:].tolist() == [NOBODY, NOBODY]
+    assert target[0, 4:].tolist() == [UNMERGED, UNMERGED]
 
 
 # -- compensation --
@@ -539,9 +539,9 @@ def test_keys_that_are_zero_or_not_numbers_are_like_nobody() -> None:
 @settings(max_examples=30)
 @given(seed=seeds, rows=st.sampled_from([1, 3]))
 def test_the_compensation_entry_is_the_vote_weighted_mean(seed: int, rows: int) -> None:
-    problem = with_nobodies(make_problem(seed, 2, rows, vote_rows=rows), 0.5)
+    problem = with_unmerged(make_problem(seed, 2, rows, vote_rows=rows), 0.5)
     rest = compensate(problem.entries, problem.assignment)
-    lost = (problem.assignment.target == NOBODY).double().unsqueeze(1)
+    lost = (problem.assignment.target == UNMERGED).double().unsqueeze(1)
     votes = problem.entries.log_votes.double().exp() * lost
     for head in range(2):
         if not lost[head].any():
@@ -554,7 +554,7 @@ def test_the_compensation_entry_is_the_vote_weighted_mean(seed: int, rows: int) 
         assert_same(rest.log_votes[head, :, 0].exp(), votes[head].sum(-1))
 
 
-def test_an_empty_compensation_entry_is_seen_by_nobody() -> None:
+def test_an_empty_compensation_entry_is_seen_by_no_query() -> None:
     problem = make_problem(0)
     merged, rest = merge("beta", problem), compensate(problem.entries, problem.assignment)
     without = attention_over(problem.q, merged, problem.scale)
@@ -597,8 +597,8 @@ def test_homes_of_many_tiles_are_found_as_one_product_would_find_them():
         alike = unit @ homes.transpose(1, 2)
         alike.masked_fill_(protected.gather(1, kept).unsqueeze(1), -2.0)
         best, home = alike.max(-1)
-        expected = torch.where(best > 0.7, home, NOBODY)
+        expected = torch.where(best > 0.7, home, UNMERGED)
         dropped = ~is_kept
         assert (target[dropped] == expected[dropped]).all()
         assert (target[dropped] >= 2000).any(), "no home of the last tile was chosen"
-        assert (target[dropped] == NOBODY).any()
+        assert (target[dropped] == UNMERGED).any()

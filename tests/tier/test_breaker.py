@@ -49,7 +49,7 @@ def test_it_opens_after_a_few_failures_in_a_row_and_three_are_enough(breaker):
     assert breaker.opened == 1
 
 
-def test_a_probe_is_due_after_a_while_and_not_for_everybody_at_once(clock):
+def test_a_probe_is_due_after_a_while_and_not_for_all_links_at_once(clock):
     waits = []
     for _ in range(50):
         breaker = Breaker(first_s=1.0, clock=clock)

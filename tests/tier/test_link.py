@@ -83,7 +83,7 @@ def test_flush_says_whether_it_got_there(link, client):
 
 @pytest.fixture
 def patient(monkeypatch):
-    """Nobody stops to wait for puts before a test does."""
+    """No get stops waiting for puts before a test does."""
     monkeypatch.setattr(link_module, "SETTLE_S", PATIENCE_S)
 
 
@@ -128,7 +128,7 @@ def test_what_belongs_together_keeps_its_order_when_it_goes_first(link, client):
 
 
 @pytest.mark.usefixtures("patient")
-def test_who_waits_for_puts_holds_nobody_else_up(link, client):
+def test_a_get_that_waits_for_puts_holds_no_other_up(link, client):
     """A link whose puts are never done still answers those who need none of them."""
     hold_the_put_thread(link, client)
     link.put([blob_of(number) for number in range(3)])
@@ -168,8 +168,8 @@ def test_who_waits_for_puts_and_loses_interest_never_begins(link, client):
 
 
 @pytest.mark.usefixtures("patient")
-def test_nobody_waits_for_puts_that_wait_for_the_tier(link, client):
-    """The breaker opens while somebody waits."""
+def test_no_get_waits_for_puts_that_wait_for_the_tier(link, client):
+    """The breaker opens while a get waits."""
     hold_the_put_thread(link, client)
     fetch = asking(link, 10_000)
     eventually(lambda: link.counters["gets_settled"] == 1)
@@ -181,7 +181,7 @@ def test_nobody_waits_for_puts_that_wait_for_the_tier(link, client):
 
 
 @pytest.mark.usefixtures("patient")
-def test_nobody_waits_for_puts_that_pause():
+def test_no_get_waits_for_puts_that_pause():
     with linked(breaker=Breaker(first_s=60.0)) as (link, client):
         client.fails, link._connected = TierUnavailableError("only puts"), True
         link.put([blob_of(1)])
@@ -236,7 +236,7 @@ def test_work_that_is_cancelled_before_it_began_never_begins(link, client):
 
 
 @pytest.mark.parametrize("when", ["under way", "done"])
-def test_a_result_that_nobody_wants_is_given_back_once(link, client, when):
+def test_a_result_that_is_no_longer_wanted_is_given_back_once(link, client, when):
     began, go_on, unwanted = threading.Event(), threading.Event(), []
 
     def work(_):

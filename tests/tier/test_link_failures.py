@@ -136,7 +136,7 @@ def test_three_failures_open_the_breaker_and_the_rest_is_refused_at_once():
         fetches = [link.submit(lambda c: c.put(blob_of(1))) for _ in range(20)]
         assert link.flush(PATIENCE_S)
         assert all(fetch.result is None for fetch in fetches)
-        assert client.connects == 3, "nobody else had to wait"
+        assert client.connects == 3, "no other call had to wait"
         assert not link.healthy
         assert link.counters == {"get_TierUnavailableError": 3, "refused_while_open": 17}
         began = time.monotonic()

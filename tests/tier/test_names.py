@@ -67,7 +67,7 @@ def test_another_policy_finds_exact_kv_and_nothing_else(tokens):
 
 
 @given(st.lists(st.booleans(), max_size=12), st.data())
-def test_a_run_stops_at_the_first_span_that_nobody_has(exact, data):
+def test_a_run_stops_at_the_first_span_that_is_missing(exact, data):
     policy = data.draw(st.lists(st.booleans(), min_size=len(exact), max_size=len(exact)))
     begin = data.draw(st.integers(0, SPAN * len(exact)))
     chains = NAMES.chains(Scope(), list(range(SPAN * len(exact))))

@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 
 def subject(common_name: str | None) -> x509.Name:
     if common_name is None:
-        return x509.Name([x509.NameAttribute(x509.NameOID.ORGANIZATION_NAME, "nobody")])
+        return x509.Name([x509.NameAttribute(x509.NameOID.ORGANIZATION_NAME, "unnamed")])
     return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common_name)])
 
 

@@ -31,14 +31,14 @@ def master(mooncake: None) -> Iterator[MooncakeMaster]:
 
 @pytest.fixture
 def memory_directory() -> Iterator[Path]:
-    """Where the service makes its shared file by default, but for nobody else."""
+    """Where the service makes its shared file by default, but for one test alone."""
     with tempfile.TemporaryDirectory(prefix="kvt", dir="/dev/shm") as directory:
         yield Path(directory)
 
 
 @pytest.fixture
 def tier(memory_directory: Path) -> Iterator[InProcessTier]:
-    """A service of 16 MiB that shares its memory; whole at the end, and nobody holds any of it."""
+    """A service of 16 MiB that shares its memory; whole at the end, and none of it held."""
     with in_process(shared_directory=memory_directory) as tier:
         yield tier
         assert tier.problems() == []

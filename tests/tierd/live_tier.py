@@ -206,7 +206,7 @@ class InProcessTier:
         return self.server.store
 
     def problems(self) -> list[str]:
-        """Of the store; and what is still held of it though nobody is there."""
+        """What is wrong with the store; and what is still held of it though no client is there."""
 
         def look() -> list[str]:
             found = self.store.check_integrity()

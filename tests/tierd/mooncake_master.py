@@ -51,7 +51,7 @@ def missing() -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Free now; nobody keeps them."""
+    """Free now, but not reserved."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [one.getsockname()[1] for one in sockets]
     for one in sockets:

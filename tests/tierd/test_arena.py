@@ -79,7 +79,7 @@ def test_a_file_that_cannot_be_filled_leaves_nothing_behind(memory_directory, mo
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_closing_while_others_look_at_the_memory_hurts_nobody(memory_directory):
+def test_closing_while_others_look_at_the_memory_hurts_none_of_them(memory_directory):
     arena = Arena(16 * PAGE, memory_directory)
     client = SharedMemory.open(str(arena.path), arena.size, arena.token)
     offset = arena.allocate(PAGE)
@@ -108,7 +108,7 @@ def test_the_file_of_a_killed_server_is_removed_and_that_of_a_living_one_is_not(
     (memory_directory / "other").write_text("not ours")
     with dead.open("rb") as file:
         remove_leftovers(memory_directory)
-        assert os.fstat(file.fileno()).st_blocks == 0, "though somebody has it open"
+        assert os.fstat(file.fileno()).st_blocks == 0, "though a process has it open"
     assert {path.name for path in memory_directory.iterdir()} == {living.path.name, "other"}
     living.close()
 

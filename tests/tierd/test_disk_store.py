@@ -292,7 +292,7 @@ def test_files_that_are_not_its_own_are_left_alone(directory):
 def foreign_index(index: Path) -> None:
     shutil.rmtree(index)
     with lmdb.open(str(index)) as environment, environment.begin(write=True) as transaction:
-        transaction.put(b"somebody", b"else")
+        transaction.put(b"another", b"program's")
 
 
 def newer_index(index: Path) -> None:
@@ -324,7 +324,7 @@ def test_an_index_that_is_not_ours_is_set_aside(directory, caplog, damage):
     play(directory, put_some)
     damage(directory / "index")
     assert play(directory, read_some) == []
-    assert payload_files(directory) == [], "nobody knows any more what they were"
+    assert payload_files(directory) == [], "what they were is not known any more"
     (aside,) = directory.glob("damaged-*")
     assert (aside / "data.mdb").exists()
     assert f"starting empty; the index is now {aside}" in caplog.text

@@ -130,7 +130,7 @@ def test_a_put_that_drips_is_over_soon_as_well():
         eventually(lambda: tier.problems() == [] and transfers(tier) == 0)
 
 
-def test_whoever_has_a_rate_is_not_cut_off_for_keeping_to_it():
+def test_a_namespace_with_a_rate_is_not_cut_off_for_keeping_to_it():
     limits = {"ada": Limits(bytes_per_s=1 << 19)}
     with (
         in_process(namespaces=limits, stall_s=0.2) as tier,
@@ -151,7 +151,7 @@ def test_many_small_chunks_cost_little_more_than_they_are():
             assert fetch(client, [key_of(1)])[1] == {0: payload}
 
 
-# ---- gets that nobody reads
+# ---- gets that are not read
 
 
 def test_a_get_that_is_not_read_is_over_soon_and_pins_nothing(caplog):

@@ -192,7 +192,7 @@ def test_a_reader_that_goes_away_while_a_blob_is_promoted_leaves_nothing_held(tm
     asyncio.run(play())
 
 
-def test_promoting_a_large_blob_keeps_nobody_waiting(tmp_path):
+def test_promoting_a_large_blob_keeps_no_other_call_waiting(tmp_path):
     async def play() -> None:
         store = LayeredStore(MemoryStore(64 << 20), MemoryStore(64 << 20))
         await store.start()
@@ -271,7 +271,7 @@ def test_whatever_happens_at_once_the_layers_serve_what_was_stored(seed):
 
 
 def test_many_readers_of_a_blob_on_disk_bring_one_copy_of_it_back(tmp_path):
-    """Otherwise each takes room for its own from blobs that somebody else wants."""
+    """Otherwise each takes room for its own from blobs that other clients want."""
 
     async def play() -> None:
         async with layered(tmp_path, memory_blobs=8) as store:
@@ -280,7 +280,7 @@ def test_many_readers_of_a_blob_on_disk_bring_one_copy_of_it_back(tmp_path):
                 await put(store.memory, blob_name(number), payload_of(number))
             handles = await asyncio.gather(*(store.open(blob_name(0)) for _ in range(24)))
             assert all(handle is not None for handle in handles)
-            assert await held(store.memory, *range(8)) == list(range(8)), "nobody had to go"
+            assert await held(store.memory, *range(8)) == list(range(8)), "no blob had to go"
             assert store.disk.budget.used_bytes == 0
             for handle in handles:
                 handle.close()

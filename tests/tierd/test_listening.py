@@ -53,7 +53,7 @@ def test_a_directory_that_is_open_to_others_is_refused_whatever_it_is_for(tmp_pa
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away")
-def test_a_directory_of_somebody_else_is_refused(tmp_path):
+def test_a_directory_of_another_user_is_refused(tmp_path):
     directory = tmp_path / "theirs"
     directory.mkdir(mode=0o700)
     os.chown(directory, 12345, 12345)
@@ -108,7 +108,7 @@ def test_asking_for_the_default_address_makes_no_directory(tmp_path, monkeypatch
 
 
 class Owner:
-    """Of a socket: `somebody` else or, to begin with and after `this_user`, who runs the tests."""
+    """A socket's: `another_user` or, to begin with and after `this_user`, who runs the tests."""
 
     def __init__(self, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self._patch = address.removeprefix("unix:"), monkeypatch
@@ -118,24 +118,24 @@ class Owner:
         if self._user == 0:
             os.chown(self.path, user, -1)
         else:
-            # Who may not give it away becomes somebody else himself.
+            # A user who may not give it away becomes another one instead.
             other = self._user if user == self._user else self._user + 1
             self._patch.setattr(os, "geteuid", lambda: other)
 
-    def somebody(self) -> None:
+    def another_user(self) -> None:
         self._becomes(12345)
 
     def this_user(self) -> None:
         self._becomes(self._user)
 
 
-def test_a_socket_of_somebody_else_is_not_spoken_to(tmp_path, monkeypatch):
+def test_a_socket_of_another_user_is_not_spoken_to(tmp_path, monkeypatch):
     listening = in_process(listen=f"unix:{tmp_path}/tier.sock")
     with listening as tier, TierClient(tier.address) as client:
         owner = Owner(tier.address, monkeypatch)
         client.connect()
         assert client.put(blob_of(1))
-        owner.somebody()
+        owner.another_user()
         refused = rf"^tier unix:{tmp_path}/tier.sock: expected a socket of this user's"
         for call in (
             client.connect,
@@ -152,7 +152,7 @@ def test_a_socket_of_somebody_else_is_not_spoken_to(tmp_path, monkeypatch):
 def test_for_an_engine_it_is_a_tier_that_is_down_and_is_said_once(tmp_path, monkeypatch, caplog):
     with in_process(listen=f"unix:{tmp_path}/tier.sock") as tier:
         owner = Owner(tier.address, monkeypatch)
-        owner.somebody()
+        owner.another_user()
         client = TierClient(tier.address)
         link = TierLink(client, buffer_bytes=1 << 20, breaker=Breaker(first_s=0.01, longest_s=0.05))
         try:

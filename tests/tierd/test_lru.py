@@ -1,4 +1,4 @@
-"""The accounting of bounded stores: limits that hold, and victims nobody could have spared."""
+"""The accounting of bounded stores: limits that hold, and no victim that could have been spared."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_limits_hold_and_bytes_add_up_whatever_happens(steps):
 
 
 def simple_plan(account: LruAccount, namespace: str, num_bytes: int) -> list[BlobName] | None:
-    """What `plan` names, by looking at everybody: first for the quota, then for the capacity."""
+    """What `plan` names, by looking at all entries: first for the quota, then for the capacity."""
     victims: list[BlobName] = []
     for own in (True, False):
         for name, entry in account.entries.items():
@@ -132,7 +132,7 @@ def simple_plan(account: LruAccount, namespace: str, num_bytes: int) -> list[Blo
     NAMESPACES,
     st.integers(1, 60),
 )
-def test_a_plan_is_that_of_looking_at_everybody(blobs, touched, namespace, num_bytes):
+def test_a_plan_is_that_of_looking_at_all_entries(blobs, touched, namespace, num_bytes):
     account = LruAccount(CAPACITY, QUOTAS)
     for name, size, pinned in blobs:
         with suppress(TierExhaustedError):
@@ -150,7 +150,7 @@ def test_a_plan_is_that_of_looking_at_everybody(blobs, touched, namespace, num_b
 
 
 class Counted(OrderedDict):
-    """Counts whom somebody has looked at."""
+    """Counts how often an entry is looked at."""
 
     looks = 0
 
@@ -166,7 +166,7 @@ class Counted(OrderedDict):
 @pytest.mark.parametrize(("namespace", "num_bytes", "evicted"), [
     ("a", 1, 1), ("a", 7, 7), ("b", 1, 1), ("b", 90, 90), ("c", 1, 1),
 ])  # fmt: skip
-def test_a_plan_looks_at_those_whom_it_evicts_and_at_nobody_else(namespace, num_bytes, evicted):
+def test_a_plan_looks_at_what_it_evicts_and_at_nothing_else(namespace, num_bytes, evicted):
     account = LruAccount(20_010, {"a": 10, "b": 20_000})
     for number in range(10_000):
         account.add(BlobName("b", number.to_bytes(32, "big")), 1)
@@ -216,7 +216,7 @@ def test_victims_are_the_least_recently_used_and_never_pinned(steps, namespace, 
 
 
 @given(STEPS, st.integers(1, 120))
-def test_a_quota_alone_costs_nobody_else_anything(steps, num_bytes):
+def test_a_quota_alone_costs_no_other_namespace_anything(steps, num_bytes):
     account = played(steps).account
     if account.used_bytes + account.reserved.total() + num_bytes > CAPACITY:
         return

@@ -167,7 +167,7 @@ def test_an_answer_for_other_keys_or_that_contradicts_itself_is_no_answer(liar, 
         ([header(), chunk(PAYLOAD), header(), chunk(PAYLOAD)], "was not asked for"),
     ],
 )
-def test_a_stream_of_what_nobody_asked_for_is_an_error(liar, client, answer, what):
+def test_a_stream_of_what_was_not_asked_for_is_an_error(liar, client, answer, what):
     liar.answers["Get"] = answer
     with pytest.raises(TierProtocolError, match=what):
         fetch(client, [key_of(1)])
@@ -213,7 +213,7 @@ def test_the_right_bytes_land_and_what_the_stream_leaves_out_is_missing(liar, cl
         [extent(offset=0)],
     ],
 )
-def test_extents_of_what_nobody_asked_for_or_elsewhere_are_an_error(liar, client, shared, answer):
+def test_extents_of_what_was_not_asked_for_or_elsewhere_are_an_error(liar, client, shared, answer):
     liar.answers["Acquire"] = pb.AcquireResponse(extents=answer)
     with pytest.raises(TierProtocolError):
         fetch(client, [key_of(1)])

@@ -83,7 +83,7 @@ def test_what_a_killed_process_held_costs_its_readers_next_to_nothing_and_is_sto
                 assert peer.ask("put", number)
             await put(store, blob_name(20), payload_of(20, MIB))
             peer.signal(signal.SIGKILL)
-            assert len(await held(store, *range(10))) == 10, "nobody knows yet"
+            assert len(await held(store, *range(10))) == 10, "no service knows yet"
             with within(0.5):
                 for number in range(10):
                     assert await get(store, blob_name(number)) is None
@@ -108,7 +108,7 @@ def test_a_segment_that_could_not_be_read_is_asked_again_after_a_while(master, m
             await store._silent.note(store._key(blob_name(1)))
             assert await held(store, 1, 2) == [1, 2], "its process is there"
             monkeypatch.setattr(mooncake_segments, "SILENT_S", 0.5)
-            monkeypatch.setattr(mooncake_segments, "listens", nobody)
+            monkeypatch.setattr(mooncake_segments, "listens", never)
             await store._silent.note(store._key(blob_name(1)))
             assert await held(store, 1, 2) == []
             assert await store.open(blob_name(2)) is None
@@ -118,7 +118,7 @@ def test_a_segment_that_could_not_be_read_is_asked_again_after_a_while(master, m
     play(options, scenario)
 
 
-async def nobody(address: str) -> bool:
+async def never(address: str) -> bool:
     return False
 
 
@@ -228,7 +228,7 @@ def test_a_metadata_server_that_is_not_there_is_named_at_the_start(master):
     asyncio.run(run())
 
 
-def test_whoever_else_listens_there_is_no_master():
+def test_another_process_that_listens_there_is_no_master():
     async def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as other:
             port = other.getsockname()[1]

@@ -127,7 +127,7 @@ def test_a_service_that_is_killed_costs_what_it_held_and_comes_back(master, tmp_
         assert outcomes == [Landing.MISSING] * 8 + [Landing.LANDED] * 8
         assert landed == {8 + i: payload_of(number, MIB) for i, number in enumerate(kept)}
         assert held(other, (*lost, *kept)) == [*kept]
-        assert other.put(blob_of(lost[0], MIB)), "nobody has it any more, so it is stored"
+        assert other.put(blob_of(lost[0], MIB)), "no service has it any more, so it is stored"
         for number in fresh[:4]:
             assert other.put(blob_of(number, MIB))
         assert all(get(other, number) for number in (lost[0], *fresh[:4]))
@@ -208,7 +208,7 @@ class Traffic:
                 return
 
 
-def test_kills_under_traffic_are_errors_to_nobody_else(master, tmp_path, numbers):
+def test_kills_under_traffic_are_errors_to_no_other_client(master, tmp_path, numbers):
     shared = range(numbers, numbers + 6)
     with services(master, tmp_path) as ((first, one), (_, other)):
         with (

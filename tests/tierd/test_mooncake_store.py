@@ -61,7 +61,7 @@ class TestMooncakeStoreContract(StoreContract):
         )
         return MooncakeStore(options, quotas, link=self.link)
 
-    # Pins are of a copy and bind nobody's room: see test_an_open_blob_is_a_copy_... below.
+    # Pins are of a copy and bind no blob's room: see test_an_open_blob_is_a_copy_... below.
     test_an_open_blob_is_not_evicted = None
     test_a_blob_opened_twice_is_pinned_until_both_are_closed = None
     test_a_hidden_blob_takes_room_until_its_last_reader_is_gone = None

@@ -239,11 +239,11 @@ def test_transfers_beyond_the_in_flight_limit_are_refused_and_others_are_not():
         asked_at = time.monotonic()
         with failing(grpc.StatusCode.RESOURCE_EXHAUSTED):
             list(stub.Get(pb.GetRequest(keys=[key_of(1)])))
-        # Refusals are slow, so that asking again and again is of no use to anybody.
+        # Refusals are slow, so that asking again and again is of no use to a client.
         assert time.monotonic() - asked_at >= REFUSAL_S
         with failing(grpc.StatusCode.RESOURCE_EXHAUSTED):
             stub.Put(iter([pb.PutRequest(header=header_of(blob_of(3)))]))
-        with TierClient(tier.address, "somebody else") as other:
+        with TierClient(tier.address, "another") as other:
             assert other.put(blob_of(4))
         waiting.set()
         assert all(call.result().stored for call in calls)
@@ -298,7 +298,7 @@ def test_a_draining_service_ends_what_runs_and_takes_no_more():
         waiting.set()
         assert running.result().stored
         stopping.join(20)
-        assert time.monotonic() - began < 5.0, "nobody waits for who watches"
+        assert time.monotonic() - began < 5.0, "the end does not wait for a watcher"
 
 
 @contextmanager

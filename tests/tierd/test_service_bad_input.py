@@ -1,4 +1,4 @@
-"""What nobody should send: a typed error or a miss, and the service is as it was."""
+"""What no client should send: a typed error or a miss, and the service is as it was."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_a_lease_lasts_as_long_as_asked_for_and_never_longer_than_a_minute(tier)
 
 
 def test_a_writer_that_was_asleep_until_its_lease_was_over_writes_nothing(tier, monkeypatch):
-    """Its room may be somebody else's by then."""
+    """Its room may be another blob's by then."""
     client = TierClient(tier.address, timeout_s=0.2)
     real_copy, late = client_module.copy, []
 
@@ -424,7 +424,7 @@ def _stuck(waiting):
     waiting.wait(20)
 
 
-def test_reconnecting_while_others_copy_disturbs_nobody(tier):
+def test_reconnecting_while_others_copy_disturbs_none_of_them(tier):
     """The mapping is replaced under the hands of threads that use it."""
     with TierClient(tier.address, timeout_s=10.0) as client:
         client.connect()

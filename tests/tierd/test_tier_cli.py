@@ -143,12 +143,12 @@ def test_flags_that_do_not_go_together_are_refused_naming_one(tmp_path, capsys):
         assert named in refusal(*flags), flags
 
 
-def test_namespaces_have_their_quota_and_everybody_the_in_flight_limit():
+def test_namespaces_have_their_quota_and_all_have_the_in_flight_limit():
     shared = "--shared-memory=off"
     options = parse([shared, "--namespace=ada=2g", "--namespace=bob", "--in-flight=3"])
     assert options.quotas() == {"ada": 2 << 30}
     assert [options.served().limits(name).in_flight for name in ("ada", "bob")] == [3, 3]
-    assert parse([shared, "--in-flight=3"]).served().limits("anybody").in_flight == 3
+    assert parse([shared, "--in-flight=3"]).served().limits("carol").in_flight == 3
 
 
 def test_a_namespace_may_have_a_rate_with_a_quota_and_without():
@@ -175,7 +175,7 @@ def test_a_port_in_use_is_said_clearly(tmp_path):
         assert "--listen" in refusal("--listen", tier.address, *SMALL), "nor shared by two tiers"
 
 
-def test_a_socket_that_somebody_listens_on_is_not_taken_from_them(tmp_path):
+def test_a_socket_that_a_tier_listens_on_is_not_taken_from_it(tmp_path):
     listen = f"unix:{tmp_path}/t"
     with live_tier(tmp_path, *SMALL, listen=listen) as tier:
         assert "--listen" in refusal("--listen", listen, *SMALL)
@@ -248,7 +248,7 @@ def test_a_signal_drains_and_ends_it_well(tmp_path, number):
     assert list(directory.iterdir()) == []
 
 
-def test_whoever_started_it_may_stop_listening(tmp_path):
+def test_the_process_that_started_it_may_stop_listening(tmp_path):
     with live_tier(tmp_path, *SMALL) as tier:
         tier.process.stdout.close()
         assert tier.terminate() == 0

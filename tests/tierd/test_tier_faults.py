@@ -1,4 +1,4 @@
-"""Faults under load: nothing raises, no wrong byte lands, and everybody is back by himself.
+"""Faults under load: nothing raises, no wrong byte lands, and every link recovers by itself.
 
 Several links, each as an engine has one, put and get all the time while something is wrong. What is
 counted as hit by a fault is one operation (a put or a get) that asked the tier and failed for it,
@@ -179,7 +179,7 @@ def fleet(
 @contextmanager
 def alarm_clock() -> Iterator[Callable[[], float]]:
     """How late, in seconds and at worst, a thread of this process ran that had only to wake up:
-    what a busy machine or a garbage collection adds to everybody's waiting."""
+    what a busy machine or a garbage collection adds to every wait."""
     ended, worst = threading.Event(), 0.0
 
     def tick() -> None:
@@ -230,7 +230,7 @@ def test_kill_minus_nine(tmp_path, memory_directory):
 
 
 def test_a_stopped_service(tmp_path, memory_directory):
-    """SIGSTOP: connections stay and nobody answers. No call waits longer than its deadline."""
+    """SIGSTOP: connections stay and no answer comes. No call waits longer than its deadline."""
     flags = ("--memory", "4m", "--shared-memory", str(memory_directory))
     with (
         live_tier(tmp_path, *flags) as tier,
@@ -244,7 +244,7 @@ def test_a_stopped_service(tmp_path, memory_directory):
             engines.load_until_failed(before + LINKS)
             while not engines.all_open() and time.monotonic() - began < 5:
                 engines.load(0.02)
-            assert engines.all_open(), "after three failures nobody asks any more"
+            assert engines.all_open(), "after three failures no link asks any more"
             eventually(lambda: not any(engine.waits() for engine in engines.engines))
             tier.resume()
             engines.settle()

@@ -147,12 +147,12 @@ def test_a_certificate_without_a_name_is_refused(tls):
 # ---- who is not let in (kvtier.tier.status says why these are unavailable)
 
 
-@pytest.mark.parametrize("who", ["foreign", "expired", "nobody", "plaintext"])
+@pytest.mark.parametrize("who", ["foreign", "expired", "none", "plaintext"])
 def test_a_client_without_a_good_certificate_finds_the_tier_unavailable(tls, who):
     with tls.serving() as tier:
         if who == "plaintext":
             client = TierClient(tier.address, "ada", timeout_s=5.0)
-        elif who == "nobody":
+        elif who == "none":
             client = TierClient(
                 tier.address, "ada", timeout_s=5.0, tls=TlsFiles(tls.authority.pem, None, None)
             )
@@ -247,7 +247,7 @@ def test_files_that_make_no_sense_are_refused_at_the_start(tls, what):
         pass
 
 
-def test_a_call_without_tls_is_nobodys(tls):
+def test_a_call_without_tls_is_not_answered(tls):
     """The port does not speak anything else."""
     with (
         tls.serving() as tier,

@@ -187,7 +187,7 @@ class LoadedEngine:
                 return await self.look()
             case {"do": "stop"}:
                 return await self.stop()
-        raise ValueError(f"nobody told me how to {said}")
+        raise ValueError(f"an unknown command: {said}")
 
 
 async def serve(loaded: LoadedEngine, reads: Any, writes: Any) -> None:

@@ -212,7 +212,7 @@ class Flip(Meddled):
 
 
 class DiskFull(Kind):
-    """Somebody else has all of a small tmpfs but what an index needs, and leaves it again.
+    """Another program fills all of a small tmpfs but what an index needs, and leaves it again.
 
     A store that has something on a disk that fills up gives up its oldest blobs for new ones and
     refuses none; so each time a store begins anew on the full disk, where it has nothing to give.

@@ -7,7 +7,7 @@ history is gone when its next turn comes and is restored from the tier, or compu
     visit a   [ context Q1 ] A1 ───────────── [ … Q2 ] A2 ───────────── [ … Q3 ] A3
     visit b                 [ context Q1 ] A1 ─────────── [ … Q2 ] A2
 
-A visit has a cache salt of its own, so its KV is nobody else's and all of it is put, while its
+A visit has a cache salt of its own, so its KV is no other visit's and all of it is put, while its
 tokens are those of every other visit of the session: what they have to be is known beforehand.
 """
 

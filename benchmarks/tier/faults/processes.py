@@ -118,7 +118,7 @@ def new_dials() -> Any:
 
 
 def free_address() -> str:
-    """Where nobody listens, for one service after the other, and for none.
+    """An address where nothing listens, for one service after the other, and for none.
 
     Below the ports that connections of this host are given: one of those would have it when a
     service that was killed starts again.

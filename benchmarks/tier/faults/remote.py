@@ -58,7 +58,7 @@ def running_engine(
 
 
 def engine_args(model: Path) -> dict[str, Any]:
-    """Of sglang.Engine."""
+    """The arguments of sglang.Engine."""
     return {
         "model_path": str(model.resolve()),
         "device": "cpu",

@@ -9,7 +9,7 @@ other; a ratio is the median over rounds of (baseline's seconds / ours).
     shared    through shared memory; get includes the checksum, put computes it
     stream    over gRPC in chunks, likewise
     echo      the stream's chunks as plain protobuf messages, dropped on arrival
-    raw       the same bytes, prepared before and parsed by nobody: all that gRPC has to give
+    raw       the same bytes, prepared before and never parsed: all that gRPC has to give
     tls       the stream under mutual TLS
 
 Latency is counted from when a call was due, at arrivals that do not wait for answers.

@@ -37,8 +37,8 @@ def poisson_arrivals(per_s: float, seconds: float, seed: int) -> list[float]:
 def open_loop(call: Callable[[], Any], arrivals: Sequence[float], workers: int) -> list[float]:
     """Make a call for every arrival; returns seconds from when it was due until it was done.
 
-    A call that finds all workers busy is late, and its lateness counts: whoever measures from
-    when a call could begin forgets the wait that he causes.
+    A call that finds all workers busy is late, and its lateness counts: measured from when a call
+    could begin, the wait for a worker would be left out.
     """
     due = iter(arrivals)
     lock, latencies = threading.Lock(), []

@@ -118,7 +118,7 @@ def in_rounds(paths: dict[str, Path], rounds: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in paths}
     names = list(paths)
     for number in range(-1, rounds):
-        # Another one first every time, so that a machine that gets slower favours nobody; in the
+        # Another one first every time, so that a machine that gets slower favours none; in the
         # order given, so that what was put is there.
         first = max(number, 0) % len(names)
         for name in names[first:] + names[:first]:

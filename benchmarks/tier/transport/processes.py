@@ -95,7 +95,7 @@ def make_certificates(folder: Path, namespace: str) -> tuple[list[str], TlsFiles
 
 
 def _certificate(name: str, signer: Any | None) -> tuple[bytes, Any]:
-    """A certificate and its key; of an authority where nobody else signs it."""
+    """A certificate and its key; of an authority where no other signs it."""
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
     attribute = x509.NameOID.COMMON_NAME
     subject = x509.Name([x509.NameAttribute(attribute, name)])

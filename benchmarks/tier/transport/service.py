@@ -64,7 +64,7 @@ def getting(data: Bytes, client: TierClient) -> Any:
 
 
 def measure_latency(data: Bytes, options: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
-    """Of getting one blob, at shares of what the path can do."""
+    """The latency of getting one blob, at shares of what the path can do."""
     found: dict[str, Any] = {}
     for path in ("stream", "shared"):
         with ExitStack() as stack:

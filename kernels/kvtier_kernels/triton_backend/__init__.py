@@ -10,5 +10,5 @@
     entries.py     tiles of keys, values and votes, and softmax.py what is computed of them
     ahead.py       compiles all of it for a GPU that is not there
 
-Whoever changes a kernel runs `ahead`, which says whether its loops still keep to the registers.
+Run `ahead` after changing a kernel: it says whether its loops still keep to the registers.
 """

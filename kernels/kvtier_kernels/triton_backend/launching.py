@@ -39,7 +39,7 @@ def is_interpreted() -> bool:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of the device."""
+    """How many the device has."""
     if device.type != "cuda":
         return INTERPRETED_SMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,4 +1,4 @@
-"""How decoding is spread over the device: equal stretches of entries, whoever they belong to.
+"""How decoding is spread over the device: equal stretches of entries, of whichever request.
 
     request 0   |------------------------------------|        units 0 1 2 3
     request 1   |--|                                          unit  4

@@ -2,7 +2,7 @@
 
     order    3 0 | 5 | 4 1 2 | 6          bounds  0 2 3 6 7
 
-A program has one bin of one head, so nobody else adds to its sums and their order is fixed.
+A program has one bin of one head, so no other program adds to its sums and their order is fixed.
 """
 
 from __future__ import annotations

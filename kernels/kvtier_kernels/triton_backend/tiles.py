@@ -26,7 +26,7 @@ INTERPRETED_TILE = 64
 
 
 def num_splits(programs: int, bounds: Sequence[int], device: torch.device) -> int:
-    """Of the prefix: as many as keep the device busy, where that is long enough to be worth it."""
+    """Splits of the prefix: enough to keep the device busy, where it is long enough for that."""
     longest = max((end - begin for begin, end in pairwise(bounds)), default=0)
     wanted = triton.cdiv(2 * multiprocessors(device), max(1, programs))
     useful = max(1, longest // (4 * LEAST_STRETCH))

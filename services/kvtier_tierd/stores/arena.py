@@ -4,8 +4,8 @@
               [ token ][ blob ][ blob ][   free   ][ blob ][    free    ]
 
 Extents begin and end at page boundaries; freed neighbours join. The memory may be a file that
-clients on the same host map: then whoever may open the file (this user) may read and write every
-namespace's bytes, which is why payloads carry checksums.
+clients on the same host map: then every process that may open it (this user's) may read and write
+every namespace's bytes, which is why payloads carry checksums.
 
 The file's pages are all there from the start: touching one that the file system has no room for
 is a SIGBUS, and it would be the engine that dies of it. When the service ends, or the next one
@@ -163,7 +163,7 @@ class Arena:
             self._map.close()
 
     def check_integrity(self) -> list[str]:
-        """Violations: extents that overlap, gaps nobody accounts for, neighbours not joined."""
+        """Violations: extents that overlap, bytes of no extent, neighbours not joined."""
         problems = []
         position = PAGE
         last_free = False
@@ -194,7 +194,7 @@ def _locked_file(directory: Path, token: bytes) -> tuple[Path, int]:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete the memory files of servers that were killed: those nobody has locked."""
+    """Delete the memory files of servers that were killed: those that no process has locked."""
     for path in directory.glob(SHARED_FILE_PREFIX + "*"):
         try:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -1,6 +1,6 @@
 """The interface of a store: named, immutable blobs under a byte budget.
 
-A blob comes and goes in two steps each, so that its bytes are moved once and by whoever is able to
+A blob comes and goes in two steps each, so that its bytes are moved once and by the side that can
 (a gRPC stream, or a client that shares the memory):
 
     put    reserve(name, info) -> Draft    fill Draft.buffer    commit(draft) | abort(draft)
@@ -174,7 +174,7 @@ class BlobStore(ABC):
 
 
 async def fill(draft: Draft, pieces: Iterable[Buffer]) -> None:
-    """Copy in steps: a large blob must not keep the event loop from everybody else."""
+    """Copy in steps: a large blob must not keep the event loop from the other calls."""
     position = 0
     for piece in pieces:
         for begin in range(0, len(piece), COPY_BYTES):

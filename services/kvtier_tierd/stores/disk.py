@@ -163,7 +163,7 @@ class DiskStore(BlobStore):
 
     def check(self, name: BlobName, info: BlobInfo) -> None:
         """As in the interface. Raises UsageError for what does not fit the index."""
-        # Here, because in a group one row that cannot be written would be everybody's.
+        # Here, because one row that cannot be written would fail the whole group it is in.
         check_row(name, info)
         self.account.check(name.namespace, cost(info))
 
@@ -241,7 +241,7 @@ class DiskStore(BlobStore):
         )
 
     def check_integrity(self) -> list[str]:
-        """As in the interface; blocks, and not while somebody waits for a write."""
+        """As in the interface; blocks, and means nothing while a caller waits for a write."""
         problems = self.account.check_integrity()
         counted = {name: (blob.cost, blob.pins) for name, blob in self._blobs.items()}
         entries = self.account.entries.items()
@@ -262,13 +262,13 @@ class DiskStore(BlobStore):
         return blob.reading
 
     def _let_go(self, blob: Blob) -> None:
-        """Nobody reads the payload any more; a thread may still be at it."""
+        """The payload's last reader is gone; a thread may still be reading the file."""
         reading, blob.reading = blob.reading, None
-        assert reading is not None, "whoever has pinned it reads it"
+        assert reading is not None, "the reader that pinned it reads it"
         namespace, num_bytes = blob.name.namespace, blob.row.info.num_bytes
 
         def over(done: asyncio.Future[Buffer | None]) -> None:
-            # Looked at, because of an error that nobody has waited for asyncio would complain.
+            # Looked at, because asyncio would complain of an error that no task has waited for.
             if not done.cancelled():
                 done.exception()
             self.budget.give_back(namespace, num_bytes)

@@ -4,9 +4,9 @@
     namespace | key   ID of the payload's file, payload bytes, last use, checksum, layout
 
 It is read once, at the start, and written from then on; what is served is looked up in memory. So
-nothing is served from pages that nobody has checked: before LMDB maps the file, `lmdb.verify` walks
-through it with ordinary reads. An index that fails this, or belongs to somebody else, is set aside
-and a new one begun: this is a cache.
+nothing is served from unchecked pages: before LMDB maps the file, `lmdb.verify` walks through it
+with ordinary reads. An index that fails this, or is another program's, is set aside and a new one
+begun: this is a cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_NAMESPACE_BYTES = 200  # LMDB's keys have at most 511
 FIRST_MAP_BYTES = 64 << 20
 # A transaction writes a few pages; a disk with less room than that is full.
 LITTLE_BYTES = 64 << 10
-# A file that cannot be read is damaged; one that we may not read is somebody's mistake.
+# A file that cannot be read is damaged; one that we may not read is an operator's mistake.
 UNREADABLE = {errno.EIO, errno.ESTALE, errno.EBADMSG, errno.EUCLEAN}
 
 _ROW = struct.Struct(f"<16sQQ{CHECKSUM_BYTES}s")
@@ -94,7 +94,7 @@ class DiskIndex:
     def write(self, rows: Mapping[BlobName, Row | None]) -> None:
         """Set rows, or remove those that are None, in one transaction: all of it or nothing.
 
-        After an error nobody knows which of both; writing the same again is always right.
+        After an error it may be either; writing the same again is always right.
         """
         while rows:
             environment = self._opened()

@@ -4,9 +4,9 @@
         lock              flock: exclusive, held by the service that uses the directory
         index/data.mdb    LMDB, a row per blob: disk_index.py
         payload/ID.kv     a blob's payload; written once, never changed, no ID is used twice
-        damaged-TIME/     an index that made no sense, for whoever wants to know why; the latest
+        damaged-TIME/     an index that made no sense, for an operator to find out why; the latest
 
-A write goes in this order, so that nobody finds half a blob, wherever the process is killed:
+A write goes in this order, so that no reader finds half a blob, wherever the process is killed:
 
     1  unlink what was evicted or deleted     killed here: rows without a file, dropped at start
     2  write new payload files, sync them     killed here: files without a row, unlinked at start
@@ -118,7 +118,7 @@ class DiskMedium:
         """Bring a batch to disk; returns, by file, which payloads failed and why.
 
         Raises TierError where no payload was kept, and the rows have to be written again because
-        nobody knows what the index says of them.
+        the index may say anything of them.
         """
         with self._errors():
             if self._lock is None:
@@ -174,7 +174,7 @@ class DiskMedium:
         problems = [f"the index is wrong about {name}" for name in {*found, *wanted} - unknown
                     if found.get(name) != wanted.get(name)]  # fmt: skip
         sizes = self._sizes()
-        problems += [f"payload {file} is nobody's" for file in sizes.keys() - files]
+        problems += [f"payload {file} is no blob's" for file in sizes.keys() - files]
         problems += [f"payload {row.file} is incomplete" for row in rows.values()
                      if sizes.get(row.file) != row.info.num_bytes]  # fmt: skip
         return problems
@@ -239,7 +239,7 @@ class DiskMedium:
                 self._path(file).unlink()
 
     def _sizes(self) -> dict[str, int]:
-        """Bytes of every payload file. Other files in the directory are nobody's business."""
+        """Bytes of every payload file. Other files in the directory are left alone."""
         with os.scandir(self._payloads) as entries:
             named = [(PAYLOAD_FILE.fullmatch(entry.name), entry) for entry in entries]
             return {match[1]: entry.stat().st_size for match, entry in named if match}

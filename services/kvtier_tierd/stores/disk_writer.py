@@ -1,4 +1,4 @@
-"""Group commit: one write at a time, and whoever asks while it runs is part of the next.
+"""Group commit: one write at a time, and a caller that asks while it runs is part of the next.
 
 Collects what is not on disk yet, so that a write brings all of it: new payloads, names whose rows
 changed, files to unlink, and uses, which are the first to wait when there is much to do.
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class Waiter:
-    """Somebody who wants the next write done. payload: to be part of it."""
+    """A caller that wants the next write done. payload: to be part of it."""
 
     done: asyncio.Future[None]
     payload: Payload | None

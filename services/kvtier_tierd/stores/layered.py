@@ -30,7 +30,7 @@ from kvtier_tierd.stores.memory import MemoryStore
 
 logger = logging.getLogger(__name__)
 
-# Blobs that wait for the disk are pinned; were they most of the memory, nobody could write.
+# Blobs that wait for the disk are pinned; were they most of the memory, no put would find room.
 BEHIND_SHARE = 0.25
 
 
@@ -111,7 +111,7 @@ class LayeredStore(BlobStore):
                 self._lost("a blob stays in memory only", error)
                 self.shed += 1
             except Exception:
-                # Whoever waits for the queue must not wait forever because of a bug.
+                # A caller that waits for the queue must not wait forever because of a bug.
                 logger.exception("writing to disk failed unexpectedly")
                 self.shed += 1
             finally:
@@ -177,7 +177,7 @@ class LayeredStore(BlobStore):
         except BaseException:
             await self.memory.abort(draft)
             raise
-        # While it was copied it may have been replaced, deleted, or promoted by somebody else.
+        # While it was copied it may have been replaced, deleted, or promoted by another call.
         if (await self.memory.exists([name]))[0] or not (await self.disk.exists([name]))[0]:
             await self.memory.abort(draft)
         else:

@@ -37,7 +37,7 @@ class LruAccount:
         self.capacity_bytes = capacity_bytes
         self.quotas = dict(quotas or {})
         self.entries: OrderedDict[BlobName, Entry] = OrderedDict()
-        # The same by namespace, so that a quota's victims need not be looked for among everybody's.
+        # The same by namespace, so that a quota's victims need not be looked for among all blobs.
         self._orders: dict[str, OrderedDict[BlobName, None]] = {}
         self.used: Counter[str] = Counter()
         self.reserved: Counter[str] = Counter()
@@ -45,7 +45,7 @@ class LruAccount:
 
     @property
     def used_bytes(self) -> int:
-        """Of committed blobs."""
+        """The bytes of committed blobs."""
         return self.used.total()
 
     def quota(self, namespace: str) -> int:

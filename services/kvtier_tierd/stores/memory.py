@@ -1,6 +1,6 @@
 """The store `memory`: blobs in one arena, the least recently used one goes first.
 
-A blob that is deleted, replaced or evicted while somebody reads it is hidden at once; its bytes
+A blob that is deleted, replaced or evicted while it is being read is hidden at once; its bytes
 stay set aside until the last handle closes.
 """
 

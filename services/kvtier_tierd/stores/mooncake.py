@@ -16,9 +16,9 @@ Promised:
     sharing   What is committed on one service is found on all. What `open` returns is what was
               committed, or does not verify.
     a peer    A blob lives in one segment (or `replicas`), the writer's own where that has room.
-    dies      When the process that has it dies it is a miss. That somebody could not read it is how
-              a service finds out; until then, or until the master drops the segment (its
-              client_ttl, 10 s), `exists` says otherwise. Other blobs are not concerned.
+    dies      When the process that has it dies it is a miss. A service finds out by a read of its
+              own that fails; until then, or until the master drops the segment (its client_ttl,
+              10 s), `exists` says otherwise. Other blobs are not concerned.
     time      A call ends within about `timeout_s`; a commit within TRIES times that, where it has
               to be placed anew. While the master is away, at once: reads miss, writes raise
               TierUnavailableError. It comes back by itself.
@@ -37,7 +37,7 @@ Not promised:
               effect while the master waits for it (its put_start_discard_timeout_sec, 30 s).
     restarts  Nothing survives the master: a new one knows the services' segments, but no blobs.
 
-Peers are trusted: whoever reaches the master or a segment's port reads and writes everything,
+Peers are trusted: a host that reaches the master or a segment's port reads and writes everything,
 without TLS. What the C++ client is like is in mooncake_link.py.
 """
 
@@ -191,7 +191,7 @@ class MooncakeStore(BlobStore):
 
     async def _put(self, key: str, extent: Extent) -> None:
         """Put, not upsert: that would cut off another service that is putting the same blob, and
-        the master keeps such memory from everybody for ten minutes. Whoever puts first does."""
+        the master keeps such memory from all of them for ten minutes. The first put is kept."""
         if await self._link.call("is_exist", key) == 1:
             await self._link.call("remove", key, True)
         arguments = (key, self._base + extent.offset, extent.num_bytes, self._link.placement)
@@ -271,7 +271,7 @@ class MooncakeStore(BlobStore):
         self._condemned.discard(name)
 
     def stats(self) -> StoreStats:
-        """Of what this service has put."""
+        """The figures of what this service has put."""
         return StoreStats(
             kind=self.kind,
             capacity_bytes=self.account.capacity_bytes,
@@ -304,7 +304,7 @@ def trailer(info: BlobInfo) -> bytes:
 
 
 def parse_trailer(content: memoryview) -> BlobInfo | None:
-    """Of a whole object; None for what is none of ours."""
+    """What the trailer of a whole object says; None for what is none of ours."""
     if len(content) < FOOTER.size:
         return None
     checksum, num_bytes, layout_bytes, magic = FOOTER.unpack(content[-FOOTER.size :])

@@ -218,7 +218,7 @@ class MooncakeLink:
 
     @property
     def closed(self) -> bool:
-        """Whether no thread uses anybody's memory any more."""
+        """Whether no thread uses our memory any more."""
         return not self._calls
 
     def check(self) -> None:
@@ -230,7 +230,7 @@ class MooncakeLink:
         """What the client's method answers: a code, or codes; negative ones are errors.
 
         extent: memory that the method uses, possibly after this has raised.
-        Raises TierUnavailableError when the master does not answer, or nobody in time.
+        Raises TierUnavailableError when the master does not answer, or the client not in time.
         """
         self.check()
         call = self._submit(getattr(self._client, method), *arguments)
@@ -256,7 +256,7 @@ class MooncakeLink:
         return call
 
     def _suspect(self, why: str) -> TierUnavailableError:
-        """Ask nobody any more until the master has answered."""
+        """Fail all calls until the master has answered."""
         if self._away is None:
             logger.warning("mooncake master %s: %s; reads miss", self.options.master, why)
             self._away = why
@@ -273,7 +273,7 @@ class MooncakeLink:
             except TierUnavailableError:
                 pass
             except Exception:
-                # Or nobody would ever ask again.
+                # Or this loop would end, and the master never be asked again.
                 logger.exception("mooncake's client answers strangely")
             await asyncio.sleep(PROBE_S)
         self._away = None
@@ -314,7 +314,7 @@ def configure_environment(timeout_s: float) -> None:
 
 
 def _answer(function: Any, arguments: tuple[Any, ...]) -> Any:
-    """In a thread; what it raises is an answer too, so that nobody has to wait for it."""
+    """In a thread; what it raises is an answer too, so that no caller has to wait for it."""
     try:
         return function(*arguments)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Segments that somebody could not be read from, by the addresses of their processes.
+"""Segments that could not be read from, by the addresses of their processes.
 
 Before it connects again the client waits for a second, with every object. A process that was
 killed comes back at another address, so what only the old one has is as good as gone, though
@@ -44,7 +44,7 @@ class SilentSegments:
         return {key for key, own in addresses.items() if own and own <= self._until.keys()}
 
     async def _addresses(self, keys: Sequence[str]) -> dict[str, set[str]]:
-        """Of the segments that have the objects; none for what may also be on a disk."""
+        """Addresses of the segments that have the objects; none for what may also be on a disk."""
         replicas = await self._link.call("batch_get_replica_desc", list(keys))
         return {
             key: {one.get_memory_descriptor().buffer_descriptor.transport_endpoint for one in all_}
@@ -55,7 +55,7 @@ class SilentSegments:
 
 
 async def listens(address: str) -> bool:
-    """Whether anybody does at this host:port."""
+    """Whether a process listens at this host:port."""
     host, _, port = address.rpartition(":")
     try:
         connecting = asyncio.open_connection(host.strip("[]"), int(port))

@@ -1,6 +1,6 @@
 """Refresh: the CA entries of a compacted context are chosen again, with the turn's own questions.
 
-What a context kept when its turn ended was chosen before anybody knew what would be asked. When a
+What a context kept when its turn ended was chosen without knowing what would be asked next. When a
 new turn begins, its exact KV comes back from the tier while the request waits, and inside the pass
 that ends the new prompt every layer derives its entries anew, from the exact KV and the queries it
 has just computed, right before it attends:
@@ -32,7 +32,7 @@ from kvtier_sglang.pool.allocator import HeadSplitAllocator
 from kvtier_sglang.refresh.sources import RefreshSource
 
 # The longest that a pass waits for the tier to choose entries, for all of its requests and layers:
-# so long everybody waits.
+# so long all requests of the engine wait.
 LONGEST_PASS_S = 2.0
 
 

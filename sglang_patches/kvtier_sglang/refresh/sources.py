@@ -33,7 +33,7 @@ class RefreshSource(Protocol):
     ) -> list[Chosen] | None:
         """What a layer's CA heads keep of each range; None where the tier fails, now and later.
 
-        deadline: how long the tier is waited for, by whoever cannot go on without an answer.
+        deadline: how long the tier is waited for, by a caller that cannot go on without an answer.
         """
 
     def release(self) -> None:

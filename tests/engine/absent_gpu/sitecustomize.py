@@ -3,7 +3,7 @@
 Tensors that are put on "cuda" are put on the CPU, streams and events do nothing, collectives are
 gloo's. So SGLang takes its CUDA branches, and attention and plans are Triton's, interpreted: what
 they call, in which order, with which arguments. A CUDA graph is what was captured, called again.
-Whoever asks a tensor for its device takes a CPU's branch, and what a device does is not shown.
+Code that asks a tensor for its device takes a CPU's branch, and what a device does is not shown.
 """
 
 import importlib.abc
@@ -136,7 +136,7 @@ def call_again(graphs):
 
 
 class After(importlib.abc.MetaPathFinder):
-    """Finds a module as everybody does, and has it patched once it is there."""
+    """Finds a module as the other finders do, and has it patched once it is there."""
 
     def __init__(self, wanted, patch):
         self.wanted, self.patch = wanted, patch
