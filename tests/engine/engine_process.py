@@ -9,9 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from engine_zygote import TIMEOUT_S, Zygote
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO_MODEL = REPOSITORY / "models" / "kvtier-demo"
 RUNNER = Path(__file__).with_name("engine_runner.py")
+
+_zygote = Zygote()
 
 
 def run_script(
@@ -26,15 +30,18 @@ def run_script(
         for k, v in os.environ.items()
         if not k.startswith("KVTIER_") and k != "TRITON_INTERPRET"
     }
-    process = subprocess.run(
-        [sys.executable, str(script), str(plan_path), str(out_path)],
-        env={**clean, "KVTIER_DATA_DIR": str(folder), **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
+    environment = {**clean, "KVTIER_DATA_DIR": str(folder), **(env or {})}
+    log = folder / "script.log"
+    if _zygote.serves(environment):
+        code = _zygote.run(script, [str(plan_path), str(out_path)], environment, log)
+    else:
+        command = [sys.executable, str(script), str(plan_path), str(out_path)]
+        with log.open("wb") as stream:
+            code = subprocess.run(
+                command, env=environment, stdout=stream, stderr=stream, timeout=TIMEOUT_S,
+                check=False,
+            ).returncode  # fmt: skip
+    assert code == 0, log.read_text(errors="replace")[-4000:]
     return json.loads(out_path.read_text())
 
 
