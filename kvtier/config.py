@@ -96,14 +96,17 @@ class Settings(BaseSettings):
     nll_stride: int = Field(
         4, ge=1, description="Every how many prompt tokens the model's surprise is measured."
     )
+    scorer: str = Field(
+        "compactor", description="Which tokens CA heads keep: compactor, keydiff, streaming-llm, …"
+    )
     leverage_weight: float = Field(
-        1.0, ge=0, description="Weight of key leverage beside attention (Compactor's lambda)."
+        1.0, ge=0, description="Weight of key leverage beside attention (compactor)."
     )
     score_window_tokens: int = Field(
-        256, ge=2, description="Tokens that attend to each other when a context is scored."
+        256, ge=2, description="Tokens that attend to each other when scored (compactor)."
     )
     score_pool_width: int = Field(
-        5, ge=1, description="Neighbouring tokens that share their score; odd."
+        5, ge=1, description="Neighbouring tokens that share their score; odd (compactor)."
     )
     session_tokens: int = Field(
         32768, ge=1, description="Expected context length of a session; sizes the two pools."

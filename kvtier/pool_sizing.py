@@ -75,9 +75,10 @@ class PoolPlan:
     sessions: float
 
 
-def score_bytes(profile: HeadProfile) -> int:
-    """Bytes per CA slot of what compaction remembers of a token: a float per CA head, and one."""
-    return 4 * (profile.num_ca_heads + 1)
+def score_bytes(profile: HeadProfile, state_width: int) -> int:
+    """Bytes per CA slot of what selection remembers of a token: `state_width` floats per CA head,
+    and one."""
+    return 4 * (profile.num_ca_heads * state_width + 1)
 
 
 def vote_bytes(profile: HeadProfile) -> int:
@@ -87,14 +88,18 @@ def vote_bytes(profile: HeadProfile) -> int:
 
 
 def slot_bytes(
-    profile: HeadProfile, dtype_bytes: int, *, scored: bool = False, merges: bool = False
+    profile: HeadProfile,
+    dtype_bytes: int,
+    *,
+    state_width: int | None = None,
+    merges: bool = False,
 ) -> SlotBytes:
-    """Bytes per slot of each class for a profile's model shape; `scored` where CA heads compact,
-    `merges` where they merge."""
+    """Bytes per slot of each class for a profile's model shape. state_width: of the token scorer,
+    where CA heads keep a part; `merges` where they merge."""
     head_bytes = 2 * profile.shape.head_dim * dtype_bytes
     total = profile.shape.num_layers * profile.shape.num_kv_heads
     ca = profile.num_ca_heads * head_bytes
-    beside = score_bytes(profile) if scored else 0
+    beside = 0 if state_width is None else score_bytes(profile, state_width)
     beside += vote_bytes(profile) if merges else 0
     return SlotBytes(ca=ca + beside, locality=total * head_bytes - ca)
 

@@ -1,4 +1,4 @@
-"""kvtier's Compactor against NVIDIA kvpress: recall at equal kept KV bytes.
+"""kvtier's token scorers against NVIDIA kvpress: recall at equal kept KV bytes.
 
     python -m benchmarks.accuracy.compactor --peer-python benchmarks/peers/.venv/bin/python
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy.compactor_contexts import KINDS, RecallContext, make_contexts
-from benchmarks.accuracy.compactor_engine import METHODS, Heads, run_engine
+from benchmarks.accuracy.compactor_engine import DEFAULT_SCORER, METHODS, Heads, run_engine
 from benchmarks.accuracy.compactor_records import (
     Record,
     Row,
@@ -33,6 +33,7 @@ from benchmarks.common.command import ROOT, run_command
 from benchmarks.common.recall_engine import DEMO_MODEL
 from kvtier.config import load_settings
 from kvtier.environment import describe_environment
+from kvtier.retention.scorers import SCORERS
 from kvtier.sizes import parse_size
 
 SCHEMA_VERSION = 1
@@ -62,6 +63,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of context")
     add("--sides", nargs="+", choices=("kvpress", *METHODS), default=["kvpress", *METHODS],
         help="kvpress, kvtier on all heads, kvtier with the head profile")  # fmt: skip
+    add("--scorers", nargs="+", choices=list(SCORERS), default=list(SCORERS), metavar="NAME",
+        help="token scorers on all heads; with the profile the default one")  # fmt: skip
+    add("--shares", nargs="+", type=float, default=list(KEPT_SHARES), help="of the KV bytes")
     return parser.parse_args(argv)
 
 
@@ -79,7 +83,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             records += [Record.model_validate(record) for record in peer.pop("records")]
         for heads in METHODS:
             if heads in options.sides:
-                records += run_ours(contexts, heads, options.model_path)
+                records += run_ours(contexts, heads, options)
     scored = answered_by_full_cache(records)
     rows = make_rows(records, scored)
     print_tables(rows, scored, METHODS["all"], PEER_METHOD)
@@ -103,7 +107,7 @@ def settings(options: argparse.Namespace, tokens: int) -> dict[str, Any]:
         "questions_per_context": options.questions,
         "seed": options.seed,
         "draws": options.draws,
-        "kept_shares": KEPT_SHARES,
+        "kept_shares": options.shares,
         "kvtier": load_settings().model_dump(mode="json"),
     }
 
@@ -122,16 +126,24 @@ def run_peer(contexts: Sequence[RecallContext], options: argparse.Namespace) -> 
     return run_kvpress(
         contexts,
         options.model_path,
-        KEPT_SHARES,
+        options.shares,
         python=options.peer_python,
         draws=options.draws,
     )
 
 
-def run_ours(contexts: Sequence[RecallContext], heads: Heads, model: Path) -> list[Record]:
-    """kvtier at every share; on all heads also uncompressed, which proves the engine can answer."""
-    shares = (1.0, *KEPT_SHARES) if heads == "all" else KEPT_SHARES
-    return run_engine(contexts, shares, heads, model)
+def run_ours(
+    contexts: Sequence[RecallContext], heads: Heads, options: argparse.Namespace
+) -> list[Record]:
+    """kvtier at every share with every scorer; on all heads also uncompressed, which proves the
+    engine can answer."""
+    model, records = options.model_path, []
+    if heads == "all":
+        records += run_engine(contexts, (1.0,), heads, model)
+    scorers = options.scorers if heads == "all" else [DEFAULT_SCORER]
+    for scorer in scorers:
+        records += run_engine(contexts, options.shares, heads, model, scorer)
+    return records
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""kvtier's side of the Compactor comparison: the real engine, one process per setting.
+"""kvtier's side of the comparison of token scorers: the real engine, one process per setting.
 
 heads "all":     every KV head is context-anchored, so retention is the share kept: like for like
                  with a press, which compresses every head and protects 8 + 4 tokens
@@ -15,13 +15,15 @@ from typing import Literal
 from benchmarks.accuracy.compactor_contexts import RecallContext
 from benchmarks.accuracy.compactor_records import Record
 from benchmarks.common.recall_engine import DEMO_MODEL, PROFILE_FILE, ask_engine
-from kvtier.config import load_settings
+from kvtier.config import Settings, load_settings
 from kvtier.heads.model_config import model_shape, read_config
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile
 from kvtier.pool_sizing import slot_bytes
+from kvtier.retention.scorers import SCORERS
 
 Heads = Literal["all", "profile"]
 METHODS: dict[Heads, str] = {"all": "kvtier", "profile": "kvtier + head profile"}
+DEFAULT_SCORER = Settings().scorer
 # The first and last tokens kept unseen: those of kvpress's CompactorPress, where heads are alike.
 # kvtier's own windows (128 + 256) would be most of what a tenth of 4k may keep.
 WINDOWS: dict[Heads, dict[str, str]] = {
@@ -36,16 +38,18 @@ def run_engine(
     kept_shares: Sequence[float],
     heads: Heads,
     model: Path = DEMO_MODEL,
+    scorer: str = DEFAULT_SCORER,
 ) -> list[Record]:
     """Recall and measured bytes of every context at every share. Raises WorkerError."""
     profile = head_profile(model, heads)
     records = []
     for share in kept_shares:
-        retention = retention_for(share, profile, len(contexts[0].context_ids))
-        settings = {**WINDOWS[heads], "RETENTION": f"{retention:.9f}"}
+        tokens = len(contexts[0].context_ids)
+        retention = retention_for(share, profile, tokens, scorer=scorer)
+        settings = {**WINDOWS[heads], "RETENTION": f"{retention:.9f}", "SCORER": scorer}
         records += [
             Record(
-                method=METHODS[heads],
+                method=method_name(heads, scorer),
                 kind=asked.kind,
                 context=asked.context,
                 kept_share=share,
@@ -57,6 +61,11 @@ def run_engine(
     return records
 
 
+def method_name(heads: Heads, scorer: str) -> str:
+    """How a table calls it: the default scorer is what users get, and has no name of its own."""
+    return METHODS[heads] if scorer == DEFAULT_SCORER else f"{METHODS[heads]}, {scorer}"
+
+
 def head_profile(model: Path, heads: Heads) -> HeadProfile:
     """Every head context-anchored, or the profile stored with the model."""
     if heads == "profile":
@@ -65,7 +74,12 @@ def head_profile(model: Path, heads: Heads) -> HeadProfile:
 
 
 def retention_for(
-    share: float, profile: HeadProfile, context_tokens: int, *, merges: bool = False
+    share: float,
+    profile: HeadProfile,
+    context_tokens: int,
+    *,
+    merges: bool = False,
+    scorer: str = DEFAULT_SCORER,
 ) -> float:
     """Retention of the CA heads at which the cache takes `share` of the bytes of an exact one.
 
@@ -78,6 +92,7 @@ def retention_for(
     settings = load_settings()
     held = min(settings.sink_tokens + settings.recent_tokens + 1, context_tokens)
     exact = slot_bytes(profile, DTYPE_BYTES).full
-    ours = slot_bytes(profile, DTYPE_BYTES, scored=True, merges=merges)
+    width = SCORERS[scorer].state_width
+    ours = slot_bytes(profile, DTYPE_BYTES, state_width=width, merges=merges)
     left = share * exact - ours.locality * held / context_tokens
     return min(1.0, max(1 / context_tokens, left / ours.ca))

@@ -51,8 +51,8 @@ from benchmarks.cost.choosing_context import (
 from kvtier.bench.table import make_console
 from kvtier.environment import describe_environment
 from kvtier.errors import UsageError
-from kvtier.retention.compactor import Compactor
 from kvtier.retention.keepkv import KeepKV
+from kvtier.retention.scorers.compactor import Compactor
 from kvtier.sizes import format_size, parse_size
 
 SCHEMA_VERSION = 1

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
-from kvtier.retention.compactor import Compactor
+from kvtier.retention import scorers
 from kvtier.retention.keepkv import KeepKV, QueryWindow
+from kvtier.retention.scorers import Chunk, Span, TokenScorer
+from kvtier.retention.scorers.compactor import Compactor
 from kvtier_kernels.merging import assign, exact_entries, merge_beta
 from kvtier_kernels.scores import Rotation, leverage_scores, window_mass
 
@@ -71,13 +73,11 @@ def make_context(
     )
 
 
-def select(context: Context, rule: Compactor) -> torch.Tensor:
-    """As a server does it: mass while prefilling, the rest when the turn ends."""
-    bounds, width = [0, context.tokens], rule.window_tokens
-    mass = window_mass(context.q, context.k, bounds, [0], SCALE, width)
-    mass = mass * torch.linalg.vector_norm(context.v, dim=-1, dtype=torch.float32).T
-    scores = rule.scores(context.k.transpose(0, 1), mass, context.rotation)
-    return rule.select(scores, context.count)
+def select(context: Context, scorer: TokenScorer) -> torch.Tensor:
+    """As a server does it: what is observed while prefilling, the rest when the turn ends."""
+    chunk = Chunk(context.q, context.k, context.v, [0, context.tokens], [0], SCALE)
+    span = Span(context.k.transpose(0, 1), scorer.observe(chunk), 0, context.rotation)
+    return scorers.select(scorer.score(span), context.count)
 
 
 def merge(context: Context, rule: KeepKV) -> torch.Tensor:

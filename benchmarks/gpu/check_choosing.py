@@ -27,8 +27,8 @@ from benchmarks.cost.choosing_context import (
     select,
 )
 from benchmarks.gpu.check_measures import DTYPE, seconds
-from kvtier.retention.compactor import Compactor
 from kvtier.retention.keepkv import KeepKV
+from kvtier.retention.scorers.compactor import Compactor
 from kvtier_kernels import RaggedKV
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 

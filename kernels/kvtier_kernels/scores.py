@@ -1,11 +1,13 @@
-"""What an entry of a context is worth, from its keys and queries alone: Compactor's two scores.
+"""What an entry of a context is worth, from its keys and queries alone.
 
     leverage        how far a key sticks out of the others:  diag(X (XᵀX)⁻¹ Xᵀ), X centred keys
+    difference      how far a key's direction is from the mean direction (KeyDiff)
     window mass     how much attention a key draws when the causal mask is dropped:
                     column sums of softmax(Q Kᵀ / √d) inside windows of neighbouring tokens
 
 Higher = keep. Both are batched matrix products where the tensors are (on CUDA, window mass is a
-Triton kernel); nothing is ever context × context. Source: Compactor, §3.2-3.4. Stateless.
+Triton kernel); nothing is ever context × context. Sources: Compactor, §3.2-3.4; Park et al.,
+"KeyDiff", 2025. Stateless.
 
 Layout: heads first, `[heads, tokens, dim]`, because every score is per head over tokens.
 """
@@ -16,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import normalize
 
 from kvtier_kernels.blocks import blocks, long_product
 
@@ -69,6 +72,26 @@ def leverage_scores(keys: torch.Tensor, rotation: Rotation | None = None) -> tor
         if part is not parts[-1]:
             x = _before_rotation(keys, part, rotation) - around
         scores[:, part] = ((x - mean.float()) @ whiten).square_().sum(-1)
+    return scores
+
+
+def key_difference(keys: torch.Tensor, rotation: Rotation | None = None) -> torch.Tensor:
+    """−cos(k, mean of the normalised keys) of each head's keys, in [-1, 1] but for rounding.
+
+    keys:     `[heads, tokens, dim]`; any float dtype
+    rotation: how keys were rotated, to compare them as they were before; None: as they are
+    Returns float32 `[heads, tokens]`. Works in blocks, like `leverage_scores`.
+    """
+    heads, tokens, dim = keys.shape
+    parts = list(blocks(tokens, heads * dim))
+    total = torch.zeros(heads, 1, dim, device=keys.device)
+    for part in parts:
+        total += normalize(_before_rotation(keys, part, rotation), dim=-1).sum(1, keepdim=True)
+    mean = normalize(total, dim=-1)
+    scores = torch.empty(heads, tokens, device=keys.device)
+    for part in parts:
+        directions = normalize(_before_rotation(keys, part, rotation), dim=-1)
+        scores[:, part] = -(directions * mean).sum(-1)
     return scores
 
 
@@ -187,4 +210,4 @@ def unrotate(
     return torch.cat((back, rest), dim=-1)
 
 
-__all__ = ["Rotation", "leverage_scores", "unrotate", "window_mass"]
+__all__ = ["Rotation", "key_difference", "leverage_scores", "unrotate", "window_mass"]

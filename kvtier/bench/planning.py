@@ -187,8 +187,13 @@ def _plan(
     options: Options, model: Model, policy: Policy, given: HeadProfile | None, note: str
 ) -> PolicyPlan:
     profile = policy.profile(model.shape, given)
-    scored = policy.compacts and options.settings.compacts
-    slots = slot_bytes(profile, model.dtype_bytes, scored=scored)
+    width = None
+    if policy.compacts and options.settings.compacts:
+        # Scorers need torch, which other plans do without.
+        from kvtier.retention.rules import state_width
+
+        width = state_width(options.settings)
+    slots = slot_bytes(profile, model.dtype_bytes, state_width=width)
     session = session_shape(options, policy)
     pools = pool_sizes(options.budget, policy, slots, session)
     plan = Plan(
@@ -286,7 +291,8 @@ def engine_args(options: Options, model: Model, policy: Policy, pools: PoolSizes
         "random_seed": options.workload.seed,
         "grammar_backend": "none",
         "skip_server_warmup": True,
-        "log_level": "warning",
+        # Says of every chunk of a prefill that it is computed (prefill_log.py).
+        "log_level": "info",
     }
     if model.device == "cpu":
         args |= {"disable_cuda_graph": True, "attention_backend": "torch_native"}

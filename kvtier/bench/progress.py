@@ -1,8 +1,10 @@
-"""What the user sees while it runs, on stderr: one line per policy and turn, or a live status."""
+"""What the user sees while it runs, on stderr: a line per policy and turn, and how far a long
+prefill is, every half minute or in a live status."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,13 +14,28 @@ from rich.status import Status
 from kvtier.bench.schema import Plan
 from kvtier.sizes import format_size
 
+# Without a live status, a prefill says how far it is this often.
+NOTE_EVERY_S = 30.0
+
+
+@dataclass
+class Reading:
+    """A turn whose prompt is being computed. tokens: computed so far; noted: when that was last
+    said without a live status. Times are time.monotonic()."""
+
+    what: str
+    began: float
+    noted: float
+    tokens: int = 0
+
 
 class Progress:
-    """Shows events of the running worker; silent when `quiet`. Use as a context manager."""
+    """Shows what the running worker does; silent when `quiet`. Use as a context manager."""
 
     def __init__(self, quiet: bool) -> None:
         self._console = Console(stderr=True, quiet=quiet, highlight=False)
         self._status: Status | None = None
+        self._reading: Reading | None = None
 
     def __enter__(self) -> Self:
         if self._console.is_terminal and not self._console.quiet:
@@ -48,11 +65,29 @@ class Progress:
                 what = f"turn {event['turn']}/{work.turns}"
                 if work.sessions > 1:
                     what += f" of session {event['session'] + 1}/{work.sessions}"
-                if event["turn"] == 1:
-                    what += f", reading {format_size(work.context_tokens)} tokens"
-                self._doing(f"{name} {what} (since {time.strftime('%H:%M:%S')})")
+                now = time.monotonic()
+                self._reading = Reading(what, now, now)
+                self._doing(f"{name} {what}")
             case "request" if event["question"] == 0:
+                self._reading = None
                 self.note(f"{name} {_line(event, work.sessions)}")
+
+    def prefilled(self, plan: Plan, tokens: int) -> None:
+        """A chunk of so many tokens of the turn under way is computed; from any thread."""
+        reading, now = self._reading, time.monotonic()
+        if reading is None:
+            return
+        reading.tokens += tokens
+        done, context = reading.tokens, plan.workload.context_tokens
+        text = (
+            f"[bold]{plan.policy:7}[/bold] {reading.what}, {format_size(done)} tokens read "
+            f"({min(done / context, 1):.0%} of a context) in {now - reading.began:.0f} s"
+        )
+        if self._status is not None:
+            self._doing(text)
+        elif now - reading.noted >= NOTE_EVERY_S:
+            reading.noted = now
+            self.note(text)
 
     def note(self, text: str) -> None:
         """Show a remark."""

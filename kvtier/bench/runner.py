@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from kvtier.bench.prefill_log import ROUTINE, following
 from kvtier.bench.progress import Progress
 from kvtier.bench.schema import Plan, RunFailure, RunResult
 from kvtier.config import ENV_PREFIX
@@ -45,7 +46,10 @@ def _run_worker(
     read_end, write_end = os.pipe()
     with files.log.open("wb") as log, os.fdopen(read_end) as events:
         command = [*WORKER_COMMAND, str(files.plan), str(files.result), str(write_end)]
-        with _process(command, environment, log.fileno(), write_end) as process:
+        with (
+            _process(command, environment, log.fileno(), write_end) as process,
+            following(files.log, lambda tokens: progress.prefilled(plan, tokens)),
+        ):
             for line in events:
                 progress.event(plan, json.loads(line))
             exit_code = process.wait()
@@ -160,8 +164,9 @@ def stop_group(process: subprocess.Popen[Any]) -> None:
 
 
 def _tail(log: Path) -> tuple[str, ...]:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return tuple(lines[-LOG_TAIL_LINES:])
+    lines = log.read_text(errors="replace").splitlines()
+    telling = [line for line in lines if line.strip() and not ROUTINE.search(line)]
+    return tuple(telling[-LOG_TAIL_LINES:])
 
 
 @contextmanager

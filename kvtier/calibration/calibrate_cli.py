@@ -53,6 +53,7 @@ def _add_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
     add("--contexts", type=int, default=DEFAULT_CONTEXTS,
         help="contexts per length the curve is fitted on (default: %(default)s)")  # fmt: skip
     add("--samples-file", type=Path, metavar="FILE.jsonl", help="your own samples instead")
+    add("--scorer", metavar="NAME", help="which tokens CA heads keep (default: the settings')")
     add("--dtype", help="of the KV cache that will serve (default: what the model runs in here)")
     add("--seed", type=int, default=0)
     add("--no-store", action="store_true", help="write the files only")
@@ -97,12 +98,15 @@ def run_calibrate_curve(options: argparse.Namespace) -> int:
 
 def _checked(options: argparse.Namespace) -> tuple[Settings, list[int]]:
     """Settings and lengths; whatever can fail early fails here, the store included."""
-    settings = load_settings()
+    settings = load_settings(scorer=options.scorer)
     if options.contexts < 2:
         raise UsageError("--contexts", "at least 2", options.contexts)
     if options.seed < 0:
         raise UsageError("--seed", "at least 0", options.seed)
     lengths = [parse_size(text, "--len") for text in options.len.split(",")]
+    from kvtier.retention.rules import scorer_of
+
+    scorer_of(settings)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -26,7 +26,7 @@ from kvtier.heads.policy import Block
 from kvtier.heads.probe import HeadProbe, Kept, LayerParts, ProbeBatch, middle_of
 from kvtier.heads.profile import HeadProfile, full_profile
 from kvtier.heads.questions import CalibrationSample
-from kvtier.retention.compactor import Compactor
+from kvtier.retention.scorers import TokenScorer
 
 RETENTIONS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)
 ANSWER_FLOOR_NATS = 0.1
@@ -84,7 +84,7 @@ class ScoredProbe(HeadProbe):
         self,
         sample: CalibrationSample,
         profile: HeadProfile,
-        compactor: Compactor,
+        scorer: TokenScorer,
         nll_stride: int,
     ) -> ScoredContext:
         """Prefill and rank a sample's context. Raises SizeError when it has no middle."""
@@ -94,7 +94,7 @@ class ScoredProbe(HeadProbe):
             full_profile(self.shape),
             self.rule,
             self.chunk_tokens,
-            compactor,
+            scorer,
             nll_stride,
         )
         session.turn(sample.context_ids, 0)
@@ -114,7 +114,7 @@ def measure_curve(
     probe: ScoredProbe,
     profile: HeadProfile,
     samples: Sequence[CalibrationSample],
-    compactor: Compactor,
+    scorer: TokenScorer,
     *,
     retentions: Sequence[float] = RETENTIONS,
     floor_nats: float = ANSWER_FLOOR_NATS,
@@ -133,7 +133,7 @@ def measure_curve(
     found = []
     for index, sample in enumerate(samples):
         progress("measuring kept shares", index, len(samples))
-        context = probe.score(sample, profile, compactor, nll_stride)
+        context = probe.score(sample, profile, scorer, nll_stride)
         found += _measure(context, profile, kept, retentions, floor_nats, index)
     progress("measuring kept shares", len(samples), len(samples))
     return found

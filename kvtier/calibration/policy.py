@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvtier.heads.profile import HeadProfile
 from kvtier.retention.locality import LocalityRule
 
 if TYPE_CHECKING:
-    from kvtier.retention.compactor import Compactor
+    from kvtier.retention.scorers.base import TokenScorer
 
 DIGEST_CHARACTERS = 16
 # Of what scores and shares mean; counts up whenever an old curve would be misread.
 SEMANTICS = 2
 
 
-def policy_digest(profile: HeadProfile, rule: LocalityRule, compactor: Compactor) -> str:
+def policy_digest(profile: HeadProfile, rule: LocalityRule, scorer: TokenScorer) -> str:
     """Equal for policies that keep the same entries of every context; 16 hexadecimal digits.
 
     The branching window is left out: it decides who may share a context, not what is kept.
@@ -29,7 +28,7 @@ def policy_digest(profile: HeadProfile, rule: LocalityRule, compactor: Compactor
         "sink_tokens": rule.sink_tokens,
         "recent_tokens": rule.recent_tokens,
         "compensation": rule.compensation,
-        "compactor": asdict(compactor),
+        scorer.name: scorer.parameters(),
     }
     text = json.dumps(policy, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_CHARACTERS]

@@ -24,7 +24,7 @@ from kvtier.heads.loading import load_model
 from kvtier.heads.model_config import model_name, model_shape, read_config, weights_revision
 from kvtier.heads.plan import check_lengths, users_plan
 from kvtier.heads.profile import HeadProfile
-from kvtier.retention.rules import compactor_of, locality_rule
+from kvtier.retention.rules import locality_rule, scorer_of
 
 DEFAULT_CONTEXTS = 16
 
@@ -59,7 +59,7 @@ def calibrate_curve(
     Raises UsageError, naming the argument, before anything heavy starts, and
     HeadProfileMismatchError when the profile is another model's.
     """
-    rule, compactor = locality_rule(settings), compactor_of(settings)
+    rule, scorer = locality_rule(settings), scorer_of(settings)
     revision = weights_revision(model_path)
     profile.check_fits(model_shape(read_config(model_path)), revision)
     if samples_file is not None:
@@ -74,7 +74,7 @@ def calibrate_curve(
         ScoredProbe(model, rule),
         profile,
         samples,
-        compactor,
+        scorer,
         retentions=retentions,
         floor_nats=floor_nats,
         nll_stride=settings.nll_stride,
@@ -84,7 +84,7 @@ def calibrate_curve(
         measurements,
         model=model_name(model_path),
         revision=revision,
-        policy=policy_digest(profile, rule, compactor),
+        policy=policy_digest(profile, rule, scorer),
         dtype=dtype or str(model.dtype).removeprefix("torch."),
         answer_floor_nats=floor_nats,
         parameters={"lengths": list(lengths), "contexts_per_length": contexts, "seed": seed},

@@ -1,9 +1,8 @@
 """The retention policy with compaction, on a plain transformers model.
 
-What `kvtier.heads.policy` is for the head split, this is for Compactor: a prefill that remembers
-what the scores need, and a session whose CA heads keep a share of every finished turn. Curves are
-calibrated with it, and the engine's tokens are compared with it. The scores themselves are
-`kvtier_kernels.scores`, which tests hold to dense definitions.
+What `kvtier.heads.policy` is for the head split, this is for token scorers: a prefill that
+remembers what the scorer wants to see, and a session whose CA heads keep a share of every finished
+turn. Curves are calibrated with it, and the engine's tokens are compared with it.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ from torch import Tensor
 from kvtier.errors import UnsupportedModelError
 from kvtier.heads.policy import CHUNK_TOKENS, DEFAULT_RULE, Block, PolicySession
 from kvtier.heads.profile import HeadProfile
-from kvtier.retention.compactor import Compactor
 from kvtier.retention.locality import LocalityRule
-from kvtier_kernels.scores import unrotate, window_mass
+from kvtier.retention.scorers import Chunk, Span, TokenScorer, select
+from kvtier.retention.scorers.compactor import Compactor
+from kvtier_kernels.scores import Rotation
 
 NLL_STRIDE = 4
 
@@ -28,9 +28,9 @@ KeepCount = Callable[[int, int], int]
 
 
 class ScoredSession(PolicySession):
-    """A policy session that remembers, of the turn under way, what compaction asks for.
+    """A policy session that remembers, of the turn under way, what its scorer asks for.
 
-    mass: per layer, chunks of float32 `[kv_heads, tokens]`: window mass times the value's norm
+    state: per layer, chunks of float32 `[kv_heads, state_width, tokens]`; see TokenScorer
     nll:  of every `nll_stride`-th prompt token's successor, nats
     """
 
@@ -40,23 +40,24 @@ class ScoredSession(PolicySession):
         profile: HeadProfile,
         rule: LocalityRule = DEFAULT_RULE,
         chunk_tokens: int = CHUNK_TOKENS,
-        compactor: Compactor | None = None,
+        scorer: TokenScorer | None = None,
         nll_stride: int = NLL_STRIDE,
     ) -> None:
         super().__init__(model, profile, rule, chunk_tokens)
-        self.compactor = compactor or Compactor()
+        self.scorer = scorer or Compactor()
         self.nll_stride = nll_stride
-        self.mass: list[list[Tensor]] = [[] for _ in range(profile.shape.num_layers)]
+        self.state: list[list[Tensor]] = [[] for _ in range(profile.shape.num_layers)]
         self.nll: list[Tensor] = []
+        self.turn_start = 0
 
     def _attend_layer(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         tokens = q.shape[2]
         grouped = q[0].unflatten(0, (k.shape[1], -1)).permute(2, 0, 1, 3)
         start = self.num_tokens - tokens
-        drawn = window_mass(
-            grouped, k[0].transpose(0, 1), [0, tokens], [start], scale, self.compactor.window_tokens
-        )
-        self.mass[layer].append(drawn * v[0].float().norm(dim=-1))
+        if self.scorer.state_width:
+            keys, values = k[0].transpose(0, 1), v[0].transpose(0, 1)
+            chunk = Chunk(grouped, keys, values, [0, tokens], [start], scale)
+            self.state[layer].append(self.scorer.observe(chunk))
         return super()._attend_layer(layer, q, k, v, scale)
 
     def _forward(self, token_ids: list[int]) -> Tensor:
@@ -80,20 +81,26 @@ class ScoredSession(PolicySession):
         return float(torch.cat(self.nll).double().mean()) if self.nll else float("nan")
 
     def scores(self, layer: int, heads: Sequence[int], keys: Tensor, first: int) -> Tensor:
-        """Compactor's scores `[heads, tokens]` of some of the turn's tokens, higher = keep.
+        """Scores `[heads, tokens]` of some of the turn's tokens, higher = keep.
 
         keys:  rotated `[heads, tokens, dim]` of those heads and tokens
         first: offset of the first token in the turn
         """
-        start = self.num_tokens - sum(part.shape[1] for part in self.mass[layer])
-        mass = torch.cat(self.mass[layer], dim=1)[list(heads), first : first + keys.shape[1]]
-        positions = torch.arange(start + first, start + first + keys.shape[1], device=keys.device)
-        return self.compactor.scores(unrotated(self.model, keys, positions), mass)
+        tokens = keys.shape[1]
+        if self.scorer.state_width:
+            state = torch.cat(self.state[layer], dim=2)[list(heads), :, first : first + tokens]
+        else:
+            state = keys.new_empty(keys.shape[0], 0, tokens, dtype=torch.float32)
+        position = self.turn_start + first
+        positions = torch.arange(position, position + tokens, device=keys.device)
+        span = Span(keys, state, position, rotation_of(self.model, keys, positions))
+        return self.scorer.score(span)
 
     def forget(self) -> None:
         """Start a new turn."""
-        self.mass = [[] for _ in self.mass]
+        self.state = [[] for _ in self.state]
         self.nll = []
+        self.turn_start = self.num_tokens
 
 
 class CompactingSession(ScoredSession):
@@ -111,7 +118,7 @@ class CompactingSession(ScoredSession):
                     v = torch.cat([block.v for block in cache.fresh], dim=1)
                     middle = k[:, span.begin : span.end]
                     scores = self.scores(layer, cache.heads, middle, span.begin)
-                    chosen = self.compactor.select(scores, keep) + span.begin
+                    chosen = select(scores, keep) + span.begin
                     cache.fresh = [_with_chosen(k, v, span.begin, span.end, chosen)]
         super()._settle(start, prompt_stop)
         self.forget()
@@ -128,8 +135,9 @@ def gather_tokens(x: Tensor, chosen: Tensor) -> Tensor:
     return x.gather(1, chosen.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
-def unrotated(model: Any, keys: Tensor, positions: Tensor) -> Tensor:
-    """Keys `[heads, tokens, dim]` before rotation. Raises UnsupportedModelError without RoPE."""
+def rotation_of(model: Any, keys: Tensor, positions: Tensor) -> Rotation:
+    """How keys `[heads, tokens, dim]` at these positions were rotated. Raises UnsupportedModelError
+    without RoPE."""
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     if rotary is None:
         raise UnsupportedModelError(
@@ -137,4 +145,4 @@ def unrotated(model: Any, keys: Tensor, positions: Tensor) -> Tensor:
         )
     cos, sin = rotary(keys.unsqueeze(0), positions.unsqueeze(0))
     half = cos.shape[-1] // 2
-    return unrotate(keys, cos[0, :, :half], sin[0, :, :half])
+    return Rotation(cos[0, :, :half], sin[0, :, :half])

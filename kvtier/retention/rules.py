@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from kvtier.config import Settings
-from kvtier.retention.compactor import Compactor
+from kvtier.errors import UsageError
 from kvtier.retention.keepkv import Form, KeepKV
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import RefreshRule
+from kvtier.retention.scorers import SCORERS, TokenScorer
 
 
 def locality_rule(settings: Settings) -> LocalityRule:
@@ -28,10 +29,16 @@ def refresh_rule(settings: Settings) -> RefreshRule | None:
     return RefreshRule(policy, merges=settings.merge != "off")
 
 
-def compactor_of(settings: Settings) -> Compactor:
-    """The scoring rule that a server with these settings serves by."""
-    return Compactor(
-        leverage_weight=settings.leverage_weight,
-        window_tokens=settings.score_window_tokens,
-        pool_width=settings.score_pool_width,
-    )
+def scorer_of(settings: Settings) -> TokenScorer:
+    """What says which tokens CA heads keep in a server with these settings. Raises UsageError for a
+    scorer that there is none of."""
+    scorer = SCORERS.get(settings.scorer)
+    if scorer is None:
+        raise UsageError("scorer", f"one of {', '.join(SCORERS)}", settings.scorer)
+    return scorer.from_settings(settings)
+
+
+def state_width(settings: Settings) -> int | None:
+    """How many numbers a server keeps for a token and CA head beside its KV; None where CA heads
+    keep everything."""
+    return scorer_of(settings).state_width if settings.compacts else None

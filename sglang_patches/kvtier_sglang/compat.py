@@ -20,6 +20,7 @@ from kvtier.heads.model_config import (
     weights_revision,
 )
 from kvtier.heads.profile import load_profile
+from kvtier.retention.rules import scorer_of
 from kvtier_kernels import AttentionKernels, KernelUnavailableError, get_kernels
 
 NAME = "kvtier"
@@ -87,6 +88,7 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
             "--enable-mixed-chunk", "no mixed chunks together with --prefill streaming", True
         )
     kernels_of(settings, server_args)
+    scorer_of(settings)
     if server_args.radix_cache_backend == NAME and server_args.attention_backend != NAME:
         raise IncompatibleFlagError(
             "--attention-backend",

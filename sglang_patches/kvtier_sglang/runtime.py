@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 from kvtier.config import Settings, load_settings
 from kvtier.errors import StartupError
 from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_profile
-from kvtier.retention.rules import compactor_of, locality_rule, refresh_rule
+from kvtier.retention.rules import locality_rule, refresh_rule, scorer_of, state_width
 from kvtier.tier.turn_rules import TurnRules
 from kvtier_sglang.attention.backend import KvtierAttnBackend, PassRefresh, head_split_pool
 from kvtier_sglang.attention.cuda_graphs import room_bytes
@@ -119,7 +119,7 @@ class Runtime:
             dtype=configurator.kv_cache_dtype,
             device=configurator.device,
             start_layer=configurator.layer_info.start_layer,
-            scored=radix and self.settings.compacts,
+            state_width=state_width(self.settings) if radix else None,
             merges=radix and self.settings.merge != "off",
         )
         logger.info(
@@ -159,10 +159,10 @@ class Runtime:
     def attention_backend(self, runner: Any) -> KvtierAttnBackend:
         """Behind `--attention-backend kvtier`. Raises StartupError over a pool that is not ours."""
         settings, pool = self.settings, head_split_pool(runner)
-        if pool.mass is not None:
+        if pool.state is not None:
             layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
             rotary = find_rotary(runner.model, layers)
-            self.selection = TokenSelection(pool, compactor_of(settings), rotary)
+            self.selection = TokenSelection(pool, scorer_of(settings), rotary)
         self.backend = KvtierAttnBackend(
             runner, settings, selection=self.selection, refresh=self._pass_refresh
         )
@@ -246,8 +246,8 @@ class Runtime:
         if settings.quality is not None:
             dtype = str(pool.dtype).removeprefix("torch.")
             told = metrics.calibration_event if metrics is not None else None
-            path, compactor = ctx.server_args.model_path, compactor_of(settings)
-            source = curve_source(settings, path, pool.profile, rule, compactor, dtype, told)
+            path, scorer = ctx.server_args.model_path, scorer_of(settings)
+            source = curve_source(settings, path, pool.profile, rule, scorer, dtype, told)
         choice = share_rule(settings, pool.slot_bytes.ca, source)
         retention = Retention(choice, source, metrics)
         return Compressor(allocator, rule, retention=retention, selection=self.selection)

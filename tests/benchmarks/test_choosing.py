@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.cost import choosing
 from benchmarks.cost.choosing_context import attend, make_context, merge, select
-from kvtier.retention.compactor import Compactor
 from kvtier.retention.keepkv import KeepKV
+from kvtier.retention.scorers.compactor import Compactor
 from kvtier_kernels import RaggedKV
 from kvtier_kernels.merging import assign
 from kvtier_kernels.reference import ReferenceKernels

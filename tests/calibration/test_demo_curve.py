@@ -15,7 +15,7 @@ from kvtier.calibration.samples import curve_samples
 from kvtier.config import Settings
 from kvtier.heads.model_config import model_name, weights_revision
 from kvtier.heads.profile import load_profile
-from kvtier.retention.rules import compactor_of, locality_rule
+from kvtier.retention.rules import locality_rule, scorer_of
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "kvtier-demo"
 
@@ -23,7 +23,7 @@ MODEL = Path(__file__).resolve().parents[2] / "models" / "kvtier-demo"
 def test_the_stored_curve_is_the_one_that_a_server_with_default_settings_asks_for(monkeypatch):
     monkeypatch.chdir(MODEL)  # where no kvtier.toml is
     settings, profile = Settings(), load_profile(MODEL / "head_profile.json")
-    policy = policy_digest(profile, locality_rule(settings), compactor_of(settings))
+    policy = policy_digest(profile, locality_rule(settings), scorer_of(settings))
     revision = weights_revision(str(MODEL))
     load_curve(MODEL / "curve.json").check_fits(model_name(str(MODEL)), revision, policy, "float32")
 
@@ -48,7 +48,7 @@ def test_the_curve_predicts_contexts_of_another_seed_and_another_length(length, 
         ScoredProbe(load_model(str(MODEL)), locality_rule(settings)),
         profile,
         curve_samples(str(MODEL), [length], contexts, seed=1),
-        compactor_of(settings),
+        scorer_of(settings),
     )
     # Few contexts: what 24 and 10 of them give is in the model card, at most 0.052.
     assert goodness(load_curve(MODEL / "curve.json").curve, measured).rmse < 0.08

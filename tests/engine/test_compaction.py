@@ -16,6 +16,7 @@ from kvtier.calibration.documents import load_curve
 from kvtier.calibration.samples import dense_sample
 from kvtier.heads.compacted import ScoredSession
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile
+from kvtier.retention.scorers import SCORERS
 from kvtier.retention.share import FixedShare, Turn
 
 pytestmark = pytest.mark.engine
@@ -24,7 +25,7 @@ FUZZER = Path(__file__).with_name("fuzz_runner.py")
 SHARE = 0.35
 
 
-def compacting_rounds(profile: HeadProfile, model, sessions: int, turns: int):
+def compacting_rounds(profile: HeadProfile, model, scorer: str, sessions: int, turns: int):
     """Sessions with long contexts for the engine, and the compacting reference's answers.
 
     One request at a time: prompts that share a prefill chunk cut each other's windows, and then
@@ -39,7 +40,8 @@ def compacting_rounds(profile: HeadProfile, model, sessions: int, turns: int):
     rounds: list[list[dict]] = []
     expected: list[list[list[int]]] = []
     for _ in range(sessions):
-        session = CompactingSession(model, profile, RULE, chunk_tokens=512)
+        chosen = SCORERS[scorer]()
+        session = CompactingSession(model, profile, RULE, chunk_tokens=512, scorer=chosen)
         rule = Retention(FixedShare(SHARE))
         session.keep_count = lambda prompt, span, rule=rule: rule.keep(Turn(prompt, span))
         for turn in range(turns):
@@ -53,8 +55,16 @@ def compacting_rounds(profile: HeadProfile, model, sessions: int, turns: int):
     return rounds, expected
 
 
-@pytest.mark.parametrize("which", ["stored", "uneven", "all"])
-def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, which):
+@pytest.mark.parametrize(
+    ("which", "scorer"),
+    [
+        ("stored", "compactor"),
+        ("uneven", "compactor"),
+        ("uneven", "distinct-keys"),
+        ("all", "keydiff"),
+    ],
+)
+def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, which, scorer):
     from transformers import AutoModelForCausalLM
 
     stored = load_profile(DEMO_MODEL / "head_profile.json")
@@ -62,7 +72,7 @@ def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, which):
     profile = profiles[which]
     profile.save(tmp_path / "profile.json")
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
-    rounds, expected = compacting_rounds(profile, model, sessions=8, turns=4)
+    rounds, expected = compacting_rounds(profile, model, scorer, sessions=8, turns=4)
     engine = {
         "model_path": str(DEMO_MODEL),
         "max_total_tokens": 30_000,
@@ -73,6 +83,7 @@ def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, which):
         **RULE_ENV,
         "KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json"),
         "KVTIER_RETENTION": str(SHARE),
+        "KVTIER_SCORER": scorer,
     }
     out = run_engine(tmp_path, engine, rounds, env)
     got = [[request["output_ids"] for request in requests] for requests in out["rounds"]]

@@ -42,7 +42,7 @@ def make_pool(*, merges: bool, scored: bool = False) -> HeadSplitKVPool:
         dtype=torch.float32,
         device=DEVICE,
         start_layer=0,
-        scored=scored,
+        state_width=1 if scored else None,
         merges=merges,
     )
 

@@ -19,9 +19,15 @@ DTYPES = [
 ]
 
 
-def make_pool(dtype: torch.dtype, *, scored: bool) -> HeadSplitKVPool:
+def make_pool(dtype: torch.dtype, *, state_width: int | None) -> HeadSplitKVPool:
     return HeadSplitKVPool(
-        SLOTS, SLOTS, profile=PROFILE, dtype=dtype, device="cpu", start_layer=0, scored=scored
+        SLOTS,
+        SLOTS,
+        profile=PROFILE,
+        dtype=dtype,
+        device="cpu",
+        start_layer=0,
+        state_width=state_width,
     )
 
 
@@ -32,8 +38,8 @@ def bits(pool: HeadSplitKVPool, ca_slots: torch.Tensor) -> list[torch.Tensor]:
     for classes, slots in ((pool.ca, ca_slots), (pool.locality, images)):
         for buffers in classes:
             found += [side[slots].contiguous().view(torch.uint8) for side in (buffers.k, buffers.v)]
-    for drawn in pool.mass or ():
-        found.append(drawn[:, ca_slots].contiguous().view(torch.uint8))
+    for seen in pool.state or ():
+        found.append(seen[:, ca_slots].contiguous().view(torch.uint8))
     return found
 
 
@@ -43,19 +49,19 @@ def tier(tmp_path_factory):
         yield live
 
 
-@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("state_width", [None, 0, 2])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-def test_a_round_trip_is_bit_exact(tier, dtype, shared, scored):
+def test_a_round_trip_is_bit_exact(tier, dtype, shared, state_width):
     generator = torch.Generator().manual_seed(DTYPES.index(dtype))
-    left, right = (make_pool(dtype, scored=scored) for _ in range(2))
+    left, right = (make_pool(dtype, state_width=state_width) for _ in range(2))
     # Any bits at all: infinities, denormals and several kinds of NaN among them.
     for buffers in (*left.ca, *left.locality):
         for side in (buffers.k, buffers.v):
             noise = torch.randint(256, (*side.shape, side.element_size()), generator=generator)
             side.copy_(noise.to(torch.uint8).view(side.dtype).squeeze(-1))
-    for drawn in left.mass or ():
-        drawn.copy_(torch.randn(drawn.shape, generator=generator))
+    for seen in left.state or ():
+        seen.copy_(torch.randn(seen.shape, generator=generator))
     there, here = (torch.randperm(SLOTS, generator=generator)[:TOKENS] + 1 for _ in range(2))
     for pool, slots in ((left, there), (right, here)):
         pool.locality_of[slots] = torch.randperm(SLOTS, generator=generator)[:TOKENS] + 1
@@ -66,7 +72,7 @@ def test_a_round_trip_is_bit_exact(tier, dtype, shared, scored):
     (payload,) = gathered.rows
     layout = codec.layout(TOKENS)
     landed = bytearray(layout.num_bytes)
-    with TierClient(tier.address, f"{dtype}-{shared}-{scored}", shared=shared) as client:
+    with TierClient(tier.address, f"{dtype}-{shared}-{state_width}", shared=shared) as client:
         client.connect()
         assert client.shares_memory is shared
         client.put(Blob(key_of(1), layout.encode(), [memoryview(payload.numpy())]))

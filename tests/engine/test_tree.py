@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParam
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from tree_harness import MiniScheduler, Request, context, digest, random_tokens, run_turn
 
+from kvtier.retention.scorers import Span
 from kvtier.retention.share import FixedShare, QualityTarget, TokenBudget
 from kvtier_sglang.radix.cache import KvtierRadixCache
 from kvtier_sglang.radix.prompt_logprobs import recomputed_tokens
@@ -265,9 +266,8 @@ def test_the_best_tokens_of_a_span_are_those_that_stay():
     node = next(s.tree.nodes())
     tokens, span = context(60), node.dropped
     values = torch.tensor([digest(tokens[: p + 1]) for p in range(span.begin, span.end)])
-    scores = s.tree.compressor.selection.compactor.scores(
-        values[None, :, None].expand(1, -1, 2), (values % 97)[None]
-    )
+    kv = Span(values[None, :, None].expand(1, -1, 2), (values % 97)[None, None])
+    scores = s.tree.compressor.selection.scorer.score(kv)
     best = scores[0].topk(14).indices.sort().values
     kept = node.value[span.begin : span.begin + 14]
     assert torch.equal(s.pool.ca[1].k[kept, 0, 0], values[best])

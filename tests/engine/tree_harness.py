@@ -26,9 +26,9 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvtier.heads.profile import HeadProfile, ModelShape
-from kvtier.retention.compactor import Compactor
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import RefreshRule
+from kvtier.retention.scorers.compactor import Compactor
 from kvtier.retention.share import ShareRule
 from kvtier.tier.keys import KvIdentity
 from kvtier.tier.link import TierLink
@@ -133,7 +133,7 @@ class MiniScheduler:
             dtype=torch.float32,
             device="cpu",
             start_layer=0,
-            scored=share is not None,
+            state_width=None if share is None else Compactor.state_width,
         )
         self.allocator = HeadSplitAllocator(
             self.pool, streaming_tokens=sink + recent if streaming else None, need_sort=False
@@ -245,8 +245,8 @@ class MiniScheduler:
         at, kernels = KVWriteLoc(slots, images), get_kernels("reference")
         for layer in range(SHAPE.num_layers):
             self.pool.store(kernels, layer, at, block, block)
-        if self.pool.mass is not None:
-            self.pool.mass[1][:, slots] = values % 97
+        if self.pool.state is not None:
+            self.pool.state[1][:, slots] = values % 97
             self.pool.nll[slots] = values % 5
         request.filled = request.kv.kv_allocated_len = end
         self._refresh(request, tokens, decoding)

@@ -1,4 +1,4 @@
-"""Compactor's scores equal their definitions, computed densely in float64."""
+"""Scores equal their definitions, computed densely in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_kernels.scores import Rotation, _whitening, leverage_scores, unrotate, window_mass
+from kvtier_kernels.scores import (
+    Rotation,
+    _whitening,
+    key_difference,
+    leverage_scores,
+    unrotate,
+    window_mass,
+)
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -229,3 +236,17 @@ def test_unrotate_undoes_a_rotation(interleaved: bool, factor: float) -> None:
     back = unrotate(turned, cos, sin, interleaved=interleaved)
     torch.testing.assert_close(back, keys, rtol=1e-5, atol=1e-5)
     assert not math.isclose(float((turned - keys).abs().max()), 0)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 500])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_key_difference_is_its_definition_block_by_block(tokens, rotated, monkeypatch):
+    monkeypatch.setattr("kvtier_kernels.blocks._BLOCK_FLOATS", 20_000)
+    keys, angles = normal(3, 2, tokens, 64), normal(4, tokens, 32)
+    rotation = Rotation(angles.cos(), angles.sin()) if rotated else None
+    scores = key_difference(keys, rotation)
+    plain = keys if rotation is None else unrotate(keys, rotation.cos, rotation.sin)
+    directions = torch.nn.functional.normalize(plain.double(), dim=-1)
+    mean = directions.mean(1, keepdim=True)
+    dense = -torch.nn.functional.cosine_similarity(directions, mean.expand_as(directions), dim=-1)
+    torch.testing.assert_close(scores.double(), dense, rtol=1e-4, atol=2e-4)

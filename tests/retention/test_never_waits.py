@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from kvtier.retention.compactor import Compactor
 from kvtier.retention.keepkv import Form, KeepKV, QueryWindow
 from kvtier.retention.refreshing import RefreshRule
+from kvtier.retention.scorers import Span, select
+from kvtier.retention.scorers.compactor import Compactor
 from kvtier_kernels.scores import Rotation
 from kvtier_kernels.triton_backend.segments import segment_sum
 
@@ -45,9 +46,9 @@ def test_a_question_for_a_value_would_raise() -> None:
 
 def test_compactor_selects() -> None:
     rotation = Rotation(*(cuda(TOKENS, DIM // 2, dtype=torch.float32) for _ in range(2)))
-    rule = Compactor()
-    mass = cuda(HEADS, TOKENS, dtype=torch.float32)
-    chosen = rule.select(rule.scores(cuda(HEADS, TOKENS, DIM), mass, rotation), 1000)
+    mass = cuda(HEADS, 1, TOKENS, dtype=torch.float32)
+    span = Span(cuda(HEADS, TOKENS, DIM), mass, 0, rotation)
+    chosen = select(Compactor().score(span), 1000)
     assert chosen.shape == (HEADS, 1000)
 
 

@@ -66,7 +66,7 @@ class Planner:
         q_indptr = indptr(forward_batch.extend_seq_lens_cpu)
         written = forward_batch.out_cache_loc
         prefill = None
-        if self.pool.mass is not None:
+        if self.pool.state is not None:
             prefill = PrefillRows(q_indptr, tuple(lengths), written)
         rows = self._rows(forward_batch.req_pool_indices.tolist(), lengths)
         return BatchPlan(
@@ -119,7 +119,7 @@ class Planner:
 
     def _ca(self, rows: list[torch.Tensor]) -> ClassPlan:
         """CA entries: every token's, less those that compression took (slot 0)."""
-        if self.pool.mass is not None:
+        if self.pool.state is not None:
             rows = [row[row > 0] for row in rows]
         slots, bounds = _ragged(rows)
         votes = self.pool.ca_voted if self.pool.ca_votes is not None else None

@@ -27,8 +27,8 @@ from kvtier.config import Settings
 from kvtier.errors import CalibrationDocumentError, CalibrationMismatchError, StoreError
 from kvtier.heads.model_config import model_name, weights_revision
 from kvtier.heads.profile import HeadProfile, ModelShape
-from kvtier.retention.compactor import Compactor
 from kvtier.retention.locality import LocalityRule
+from kvtier.retention.scorers import TokenScorer
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def curve_source(
     model_path: str,
     profile: HeadProfile,
     rule: LocalityRule,
-    compactor: Compactor,
+    scorer: TokenScorer,
     dtype: str,
     on_event: OnEvent | None = None,
 ) -> WatchedCurve | FixedCurve:
@@ -79,7 +79,7 @@ def curve_source(
     served = Served(
         model=model_name(model_path),
         revision=weights_revision(model_path),
-        policy=policy_digest(profile, rule, compactor),
+        policy=policy_digest(profile, rule, scorer),
         dtype=dtype,
         shape=profile.shape,
     )

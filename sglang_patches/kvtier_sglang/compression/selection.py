@@ -1,8 +1,7 @@
 """Selection in a finished turn: every CA head keeps its own best tokens of the span.
 
-The scores were prepared while the turn was prefilled, by slot, so they survive chunking,
-batching, sharing and splits: what a token drew from its window (`HeadSplitKVPool.mass`) and how
-surprising it was (`HeadSplitKVPool.nll`). Here they are combined with the keys' leverage, and the
+What the token scorer wants to see was noted while the turn was prefilled, by slot, so it survives
+chunking, batching, sharing and splits (`HeadSplitKVPool.state`). Here the scorer is asked, and the
 selected entries move to the first slots of the span:
 
     span of node   | a b c d e f g h i j |     head 0 keeps b d i, head 1 keeps a e j
@@ -24,8 +23,8 @@ from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 
 from kvtier.errors import StartupError
-from kvtier.retention.compactor import Compactor
-from kvtier_kernels.scores import Rotation, window_mass
+from kvtier.retention.scorers import Chunk, Span, TokenScorer, select
+from kvtier_kernels.scores import Rotation
 from kvtier_sglang.pool.kv_pool import ClassBuffers, HeadSplitKVPool
 
 Rotary: TypeAlias = RotaryEmbedding | None
@@ -39,10 +38,10 @@ class TokenSelection:
     """
 
     def __init__(
-        self, pool: HeadSplitKVPool, compactor: Compactor, rotary: Sequence[Rotary]
+        self, pool: HeadSplitKVPool, scorer: TokenScorer, rotary: Sequence[Rotary]
     ) -> None:
         self.pool = pool
-        self.compactor = compactor
+        self.scorer = scorer
         self.rotary = rotary
 
     def observe(
@@ -54,23 +53,16 @@ class TokenSelection:
         rows: PrefillRows,
         scale: float,
     ) -> None:
-        """Remember the window mass of a prefill's tokens in the pool's `index`-th layer.
+        """Remember what the scorer sees of a prefill's tokens in the pool's `index`-th layer.
 
         q `[tokens, KV heads, group, dim]`, k and v `[tokens, KV heads, dim]`, all heads.
         """
-        buffers, mass = self.pool.ca[index], self.pool.mass
-        if mass is None or not buffers.heads:
+        buffers, state = self.pool.ca[index], self.pool.state
+        if state is None or not buffers.heads or not self.scorer.state_width:
             return
-        drawn = window_mass(
-            buffers.select(q),
-            buffers.select(k),
-            rows.indptr,
-            rows.start,
-            scale,
-            self.compactor.window_tokens,
-        )
-        norm = torch.linalg.vector_norm(buffers.select(v), dim=-1, dtype=torch.float32).T
-        mass[index][:, rows.slots] = drawn * norm
+        heads = buffers.select
+        chunk = Chunk(heads(q), heads(k), heads(v), rows.indptr, rows.start, scale)
+        state[index][:, rows.slots] = self.scorer.observe(chunk).flatten(0, 1)
 
     def compact(self, slots: torch.Tensor, first_position: int, keep: int) -> None:
         """Move each CA head's best `keep` entries of a span into its first `keep` slots.
@@ -87,15 +79,16 @@ class TokenSelection:
         self, index: int, buffers: ClassBuffers, slots: torch.Tensor, first: int, keep: int
     ) -> torch.Tensor:
         """The offsets each head keeps: int64 `[heads, keep]`."""
-        assert self.pool.mass is not None, "a selection without window mass"
-        mass = self.pool.mass[index][:, slots]
+        assert self.pool.state is not None, "a selection over a pool that keeps everything"
+        state = self.pool.state[index][:, slots]
+        state = state.view(len(buffers.heads), self.scorer.state_width, slots.numel())
         keys = buffers.k.transpose(0, 1).index_select(1, slots)
         rotary, rotation = self.rotary[index], None
         if rotary is not None:
             table = rotary.cos_sin_cache[first : first + slots.numel()]
             cos, sin = table.to(keys.device).chunk(2, dim=-1)
             rotation = Rotation(cos, sin, interleaved=not rotary.is_neox_style)
-        return self.compactor.select(self.compactor.scores(keys, mass, rotation), keep)
+        return select(self.scorer.score(Span(keys, state, first, rotation)), keep)
 
 
 class PrefillRows(NamedTuple):

@@ -62,10 +62,10 @@ class HeadSplitKVPool(KVCache):
     settled:     [ca_size + 1] bool, whether the CA slot's turn has ended and was compressed.
     log_votes:   [locality_size + 1] float32, 0 for a token, ln N for a compensation entry.
 
-    What selection will want to know of a CA slot, written during prefill where `scored`:
+    What selection will want to know of a CA slot, written during prefill (with a `state_width`):
 
-    mass:        per layer [CA heads, ca_size + 1] float32, what the token drew from its window
-                 times its value's norm; 0 for a generated token. None where not scored.
+    state:       per layer [CA heads * state_width, ca_size + 1] float32, what the token scorer
+                 observed of the token; 0 for a generated token. None where all tokens are kept.
     nll:         [ca_size + 1] float32, how surprising the token after it was, nats; NaN where it
                  was not asked.
 
@@ -85,7 +85,7 @@ class HeadSplitKVPool(KVCache):
         device: str,
         start_layer: int,
         page_size: int = 1,
-        scored: bool = False,
+        state_width: int | None = None,
         merges: bool = False,
     ) -> None:
         shape = profile.shape
@@ -112,13 +112,14 @@ class HeadSplitKVPool(KVCache):
         self.locality_of = torch.zeros(ca_size + 1, dtype=torch.int64, device=device)
         self.settled = torch.zeros(ca_size + 1, dtype=torch.bool, device=device)
         self.log_votes = torch.zeros(locality_size + 1, dtype=torch.float32, device=device)
-        self.mass: list[torch.Tensor] | None = None
+        self.state: list[torch.Tensor] | None = None
+        self.state_width = state_width
         self.nll = torch.empty(0)
-        if scored:
-            heads = [len(layer) for layer in profile.ca_heads]
+        if state_width is not None:
+            rows = [len(layer) * state_width for layer in profile.ca_heads]
             # In one piece, so that forgetting is one operation.
-            self._every_mass = torch.zeros((sum(heads), ca_size + 1), device=device)
-            self.mass = list(torch.split(self._every_mass, heads))
+            self._every_state = torch.zeros((sum(rows), ca_size + 1), device=device)
+            self.state = list(torch.split(self._every_state, rows))
             self.nll = torch.full((ca_size + 1,), torch.nan, device=device)
         self.group = shape.num_attention_heads // shape.num_kv_heads
         self.ca_votes: list[torch.Tensor] | None = None
@@ -157,7 +158,8 @@ class HeadSplitKVPool(KVCache):
     @property
     def slot_bytes(self) -> SlotBytes:
         """Bytes one slot of each class occupies over all layers, from the real buffers."""
-        scores = 0 if self.mass is None else score_bytes(self.profile)
+        width = self.state_width
+        scores = 0 if width is None else score_bytes(self.profile, width)
         if self.ca_votes is not None:
             scores += vote_bytes(self.profile)
         return SlotBytes(
@@ -208,9 +210,9 @@ class HeadSplitKVPool(KVCache):
 
     def forget_scores(self, ca_slots: torch.Tensor) -> None:
         """Slots handed out anew know nothing of the tokens they will hold."""
-        if self.mass is not None:
+        if self.state is not None:
             self.nll.index_fill_(0, ca_slots, torch.nan)
-            self._every_mass.index_fill_(1, ca_slots, 0.0)
+            self._every_state.index_fill_(1, ca_slots, 0.0)
 
     def set_votes(self, index: int, ca_slots: torch.Tensor, log_votes: torch.Tensor) -> None:
         """Votes of entries in the pool's `index`-th layer: `[slots, CA heads, group]`."""

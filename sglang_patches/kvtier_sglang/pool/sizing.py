@@ -8,6 +8,7 @@ from typing import Any
 from kvtier.config import Settings
 from kvtier.heads.profile import HeadProfile
 from kvtier.pool_sizing import SessionShape, locality_slots_for, plan_pools, slot_bytes, with_tables
+from kvtier.retention.rules import state_width
 
 
 def size_pools(
@@ -26,7 +27,7 @@ def size_pools(
     """
     itemsize = configurator.kv_cache_dtype.itemsize
     merges = settings.merge != "off"
-    per_slot = slot_bytes(profile, itemsize, scored=settings.compacts, merges=merges)
+    per_slot = slot_bytes(profile, itemsize, state_width=state_width(settings), merges=merges)
     longest = configurator.model_config.context_len
     plan = plan_pools(budget_bytes, with_tables(per_slot), session_shape(settings, longest))
     config = original(configurator, plan.ca_slots * per_slot.full, **kwargs)

@@ -2,7 +2,7 @@
 
     pool     two head classes, each with its own slots        [slots, class heads, dim] per layer
     payload  one span: [layers, 2, tokens, KV heads, dim] and, where the pool is scored,
-             mass per layer [CA heads, tokens] float32, then nll [tokens] float32
+             state per layer [CA heads, tokens] float32, then nll [tokens] float32
 
 Payloads are put together, and taken apart, where the pool is: one copy between device and host for
 each. Scheduler thread only, like the pool.
@@ -30,8 +30,8 @@ class SpanCodec:
         """How a payload of that many tokens is laid out."""
         pool = self.pool
         scores = 0
-        if pool.mass is not None:
-            scores = 4 * num_tokens * (1 + sum(mass.shape[0] for mass in pool.mass))
+        if pool.state is not None:
+            scores = 4 * num_tokens * (1 + sum(state.shape[0] for state in pool.state))
         return SpanLayout(
             dtype=str(pool.dtype).removeprefix("torch."),
             num_layers=pool.layer_num,
@@ -61,15 +61,15 @@ class SpanCodec:
         layout = self.layout(tokens)
         shape = (num_spans, layout.num_bytes)
         payload = torch.empty(shape, dtype=torch.uint8, device=self.pool.device)
-        kv, mass, nll = self._views(payload, layout)
+        kv, state, nll = self._views(payload, layout)
         for index, buffers, slots in self._classes(ca_slots):
             for side, source in enumerate((buffers.k, buffers.v)):
                 kv[:, index, side].index_copy_(
                     2, buffers.head_ids, _spans(source[slots], num_spans)
                 )
-        if self.pool.mass is not None:
-            for target, drawn in zip(mass, self.pool.mass, strict=True):
-                found = _spans(drawn[:, ca_slots].T, num_spans)
+        if self.pool.state is not None:
+            for target, held in zip(state, self.pool.state, strict=True):
+                found = _spans(held[:, ca_slots].T, num_spans)
                 target.copy_(found.transpose(1, 2))
             nll.copy_(self.pool.nll[ca_slots].view(num_spans, tokens))
         return self._copies.to_host(payload)
@@ -82,14 +82,14 @@ class SpanCodec:
         payload: uint8 `[bytes]`; num_tokens: of the span; ca_slots: int64, freshly allocated.
         """
         layout = self.layout(num_tokens)
-        kv, mass, nll = self._views(self._copies.to_device(payload).unsqueeze(0), layout)
+        kv, state, nll = self._views(self._copies.to_device(payload).unsqueeze(0), layout)
         rows = slice(begin, begin + ca_slots.numel())
         for index, buffers, slots in self._classes(ca_slots):
             for side, target in enumerate((buffers.k, buffers.v)):
                 target[slots] = kv[0, index, side, rows].index_select(1, buffers.head_ids)
-        if self.pool.mass is not None:
-            for source, drawn in zip(mass, self.pool.mass, strict=True):
-                drawn[:, ca_slots] = source[0, :, rows]
+        if self.pool.state is not None:
+            for source, held in zip(state, self.pool.state, strict=True):
+                held[:, ca_slots] = source[0, :, rows]
             self.pool.nll[ca_slots] = nll[0, rows]
 
     def _classes(self, ca_slots: torch.Tensor) -> Iterator[tuple[int, ClassBuffers, torch.Tensor]]:
@@ -103,19 +103,19 @@ class SpanCodec:
     def _views(
         self, payload: torch.Tensor, layout: SpanLayout
     ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-        """KV, mass per layer and nll inside `payload` [spans, bytes], nothing copied."""
+        """KV, state per layer and nll inside `payload` [spans, bytes], nothing copied."""
         spans, tokens = payload.shape[0], layout.num_tokens
         kv = payload[:, : layout.kv_bytes].view(self.pool.store_dtype)
         kv = kv.view(spans, *layout.shape)
         scores = payload[:, layout.kv_bytes :].view(torch.float32)
-        mass, position = [], 0
-        for drawn in self.pool.mass or ():
-            heads = drawn.shape[0]
+        state, position = [], 0
+        for held in self.pool.state or ():
+            heads = held.shape[0]
             part = scores[:, position : position + heads * tokens]
-            mass.append(part.as_strided((spans, heads, tokens), (scores.stride(0), tokens, 1)))
+            state.append(part.as_strided((spans, heads, tokens), (scores.stride(0), tokens, 1)))
             position += heads * tokens
-        nll = scores[:, position:] if self.pool.mass is not None else scores.view(spans, 0)
-        return kv, mass, nll
+        nll = scores[:, position:] if self.pool.state is not None else scores.view(spans, 0)
+        return kv, state, nll
 
 
 def _spans(rows: torch.Tensor, num_spans: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from kvtier.config import Settings
 from kvtier.heads.model_config import model_name
 from kvtier.heads.profile import HeadProfile
 from kvtier.retention.locality import LocalityRule
-from kvtier.retention.rules import compactor_of
+from kvtier.retention.rules import scorer_of
 from kvtier.tier.client import TierClient, TlsPaths
 from kvtier.tier.keys import KvIdentity
 from kvtier.tier.link import TierLink
@@ -65,7 +65,7 @@ class NamedModel:
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             policy=_policy(settings, pool.profile, rule),
-            scores=_scores(settings, pool.profile) if pool.mass is not None else "",
+            scores=_scores(settings, pool.profile) if pool.state is not None else "",
         )
 
     def names(self) -> ContextNames:
@@ -78,6 +78,7 @@ class NamedModel:
 
 def _policy(settings: Settings, profile: HeadProfile, rule: LocalityRule) -> str:
     """A digest of everything that decides what a later turn sees of an earlier one."""
+    scorer = scorer_of(settings)
     return _digest(
         {
             "ca_heads": profile.ca_heads,
@@ -89,20 +90,17 @@ def _policy(settings: Settings, profile: HeadProfile, rule: LocalityRule) -> str
                 settings.budget_tokens,
                 settings.budget_bytes,
             ],
-            "compactor": asdict(compactor_of(settings)),
+            scorer.name: scorer.parameters(),
         }
     )
 
 
 def _scores(settings: Settings, profile: HeadProfile) -> str:
     """A digest of what is stored beside the KV: which heads are scored, and how."""
-    compactor = compactor_of(settings)
+    scorer = scorer_of(settings)
+    state = [scorer.name, scorer.state_parameters()] if scorer.state_width else None
     return _digest(
-        {
-            "ca_heads": profile.ca_heads,
-            "window_tokens": compactor.window_tokens,
-            "nll_stride": settings.nll_stride,
-        }
+        {"ca_heads": profile.ca_heads, "state": state, "nll_stride": settings.nll_stride}
     )
 
 

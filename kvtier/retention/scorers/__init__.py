@@ -1,0 +1,26 @@
+"""Which tokens of a context CA heads keep: one file each, and the registry that names them.
+
+`kvtier serve --scorer NAME` (with `--quality`, `--retention` or a budget) chooses one.
+"""
+
+from __future__ import annotations
+
+from kvtier.retention.scorers.base import Chunk, Span, TokenScorer, select
+from kvtier.retention.scorers.compactor import Compactor
+from kvtier.retention.scorers.distinct_keys import DistinctKeys
+from kvtier.retention.scorers.keydiff import KeyDiff
+from kvtier.retention.scorers.random_tokens import RandomTokens
+from kvtier.retention.scorers.streaming_llm import StreamingLLM
+
+SCORERS: dict[str, type[TokenScorer]] = {
+    scorer.name: scorer
+    for scorer in (
+        Compactor,
+        DistinctKeys,
+        KeyDiff,
+        StreamingLLM,
+        RandomTokens,
+    )
+}
+
+__all__ = ["SCORERS", "Chunk", "Span", "TokenScorer", "select"]

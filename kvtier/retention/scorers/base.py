@@ -1,0 +1,136 @@
+"""What a token scorer is: it says which tokens of a context CA heads keep, before anyone has asked.
+
+    prefill     observe(q, k, v)  →  state       what a token was seen to be, kept per head
+    turn ends   score(span)       →  scores      the best tokens of each head stay
+
+A scorer is a frozen dataclass whose fields are its parameters. The engine, calibration and the
+benchmarks use it alike; its parameters enter the digests that calibration curves and names in the
+tier are bound to. docs/extending.md writes one, from its file to the running server.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from kvtier_kernels.scores import Rotation, unrotate
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from kvtier.config import Settings
+
+# Deviation of a row, as a share of its mean, below which it says nothing.
+_CONSTANT = 1e-3
+
+
+class Chunk(NamedTuple):
+    """Some heads of a layer in a prefill pass, of one request or several.
+
+    q, k, v:  q `[tokens, heads, group, dim]`, k and v `[tokens, heads, dim]`; q and k rotated
+    q_indptr: request i owns the rows q_indptr[i]:q_indptr[i + 1]
+    start:    position of each request's first row in its context
+    scale:    multiplies q.k
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_indptr: Sequence[int]
+    start: Sequence[int]
+    scale: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive tokens of a context, of some heads of a layer.
+
+    keys:     `[heads, tokens, dim]`, rotated, any float dtype
+    state:    float32 `[heads, state_width, tokens]`, what `observe` returned for them
+    first:    position of the first token
+    rotation: how the keys were rotated; None for a model that does not rotate
+    """
+
+    keys: torch.Tensor
+    state: torch.Tensor
+    first: int = 0
+    rotation: Rotation | None = None
+
+    def unrotated(self) -> torch.Tensor:
+        """The keys before rotation: float32 `[heads, tokens, dim]`."""
+        if self.rotation is None:
+            return self.keys.float()
+        cos, sin, interleaved = self.rotation
+        return unrotate(self.keys, cos, sin, interleaved=interleaved)
+
+
+@dataclass(frozen=True)
+class TokenScorer(ABC):
+    """See the module docstring.
+
+    name:        what users choose it by.
+    state_width: how many float32 numbers a token and head keep from the prefill; 0 for none.
+    """
+
+    name: ClassVar[str]
+    state_width: ClassVar[int] = 0
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self:
+        """As a server with these settings uses it."""
+        return cls()
+
+    def parameters(self) -> dict[str, Any]:
+        """All that decides the scores."""
+        return asdict(self)
+
+    def state_parameters(self) -> dict[str, Any]:
+        """Those of the parameters that decide the state."""
+        return {}
+
+    def observe(self, chunk: Chunk) -> torch.Tensor:
+        """The state of new tokens: float32 `[heads, state_width, tokens]`. A prefill that is cut
+        into chunks should give what it gives in one."""
+        raise NotImplementedError(f"{self.name} keeps {self.state_width} numbers, and sees nothing")
+
+    @abstractmethod
+    def score(self, span: Span) -> torch.Tensor:
+        """Float32 `[heads, tokens]`, higher = keep. Only the order within a head matters."""
+
+
+def select(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` best tokens of every head in order of position: int64 `[heads, count]`.
+
+    scores: `[heads, tokens]`
+    """
+    best = torch.topk(scores, count, dim=-1, sorted=False).indices
+    return best.sort(dim=-1).values
+
+
+def z_score(x: torch.Tensor) -> torch.Tensor:
+    """Each row of `[heads, tokens]` with mean 0 and deviation 1.
+
+    A row that is constant but for rounding becomes (nearly) 0, not noise of deviation 1: so is the
+    leverage of fewer tokens than a key has dimensions.
+    """
+    mean = x.mean(-1, keepdim=True)
+    centred = x - mean
+    deviation = centred.square().mean(-1, keepdim=True).sqrt()
+    return centred / torch.maximum(deviation, _CONSTANT * mean.abs()).clamp_min(1e-12)
+
+
+def pooled(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Mean over `width` neighbours in `[heads, tokens]`; at the ends over those that exist."""
+    if width == 1:
+        return x
+    return functional.avg_pool1d(
+        x.unsqueeze(0), width, stride=1, padding=width // 2, count_include_pad=False
+    ).squeeze(0)
+
+
+__all__ = ["Chunk", "Span", "TokenScorer", "pooled", "select", "z_score"]
