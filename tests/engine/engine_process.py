@@ -15,7 +15,17 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO_MODEL = REPOSITORY / "models" / "kvtier-demo"
 RUNNER = Path(__file__).with_name("engine_runner.py")
 
-_zygote = Zygote()
+
+def clean_environment() -> dict[str, str]:
+    """An engine runs as a user would start it, whatever the tests' own processes want."""
+    return {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith("KVTIER_") and k != "TRITON_INTERPRET"
+    }
+
+
+_zygote = Zygote(clean_environment())
 
 
 def run_script(
@@ -24,13 +34,7 @@ def run_script(
     """Run `script plan.json out.json` in a fresh process and return what it wrote."""
     plan_path, out_path = folder / "plan.json", folder / "out.json"
     plan_path.write_text(json.dumps(plan))
-    # An engine runs as a user would start it, whatever the tests' own processes want.
-    clean = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith("KVTIER_") and k != "TRITON_INTERPRET"
-    }
-    environment = {**clean, "KVTIER_DATA_DIR": str(folder), **(env or {})}
+    environment = {**clean_environment(), "KVTIER_DATA_DIR": str(folder), **(env or {})}
     log = folder / "script.log"
     if _zygote.serves(environment):
         code = _zygote.run(script, [str(plan_path), str(out_path)], environment, log)

@@ -35,16 +35,15 @@ PLATFORM = "KVTIER_FORCE_CPU"
 
 
 class Zygote:
-    """The zygote of this process, started when it is first needed."""
+    """The zygote of this process, started when it is first needed. environment: what it imports
+    under."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: dict[str, str]) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self._environment: dict[str, str] = {}
+        self._environment = environment
 
     def serves(self, environment: dict[str, str]) -> bool:
         """Whether a script with this environment can be forked."""
-        if self._process is None:
-            return True
         return _imports_by(environment) == _imports_by(self._environment)
 
     def run(
@@ -52,13 +51,12 @@ class Zygote:
     ) -> int:
         """Run a script as a process of its own; its output goes to `log`. Returns the exit code."""
         if self._process is None:
-            self._environment = environment
             self._process = subprocess.Popen(
                 [sys.executable, __file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env=environment,
+                env=self._environment,
             )
             atexit.register(self.close)
         job = {
