@@ -136,16 +136,16 @@ class KvtierAttnBackend(AttentionBackend):
         )
 
     def _begin_extend(self, forward_batch: Any) -> BatchPlan:
+        requests = forward_batch.req_pool_indices.tolist()
         refresh = self.refresh()
         if refresh is not None:
             new = forward_batch.extend_seq_lens_cpu
             held = forward_batch.extend_prefix_lens_cpu
             stops = [int(a) + int(b) for a, b in zip(held, new, strict=True)]
-            requests = forward_batch.req_pool_indices.tolist()
             refresh.begin_prefill(
                 forward_batch.rids, requests, stops, indptr(new), self.req_to_token
             )
-        return self.planner.extend(forward_batch)
+        return self.planner.extend(forward_batch, requests)
 
     def _begin_decode(self, forward_batch: Any) -> BatchPlan:
         watching = self._watching

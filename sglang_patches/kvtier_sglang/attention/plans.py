@@ -61,14 +61,15 @@ class Planner:
         self.req_to_token = req_to_token
         self.settings = settings
 
-    def extend(self, forward_batch: Any) -> BatchPlan:
+    def extend(self, forward_batch: Any, requests: list[int]) -> BatchPlan:
+        """requests: their rows, which the caller has asked the device for."""
         lengths = [int(n) for n in forward_batch.extend_prefix_lens_cpu]
         q_indptr = indptr(forward_batch.extend_seq_lens_cpu)
         written = forward_batch.out_cache_loc
         prefill = None
         if self.pool.state is not None:
             prefill = PrefillRows(q_indptr, tuple(lengths), written)
-        rows = self._rows(forward_batch.req_pool_indices.tolist(), lengths)
+        rows = self._rows(requests, lengths)
         return BatchPlan(
             ca=self._ca(rows),
             locality=self._locality(rows, streaming=self.settings.prefill == "streaming"),

@@ -106,7 +106,7 @@ def _watched(settings: Settings, served: Served, on_event: OnEvent | None) -> Wa
 def stored_profile(settings: Settings, model_path: str, shape: ModelShape) -> HeadProfile | None:
     """The stored head profile of a model, or None: then every head keeps the whole context.
 
-    Asked once per process, so that whoever builds pools from it sees the same one.
+    Asked once per process, so that all that is built from it sees the same one.
     """
     if settings.redis_url is None and not has_data(settings.data_dir):
         return None

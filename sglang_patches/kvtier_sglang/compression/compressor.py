@@ -14,7 +14,7 @@ Scheduler thread only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -27,7 +27,7 @@ from kvtier_sglang.compression.selection import TokenSelection
 from kvtier_sglang.pool.allocator import HeadSplitAllocator
 
 
-class Context(Protocol):
+class Compressible(Protocol):
     """The part of a context that one node of the tree holds; see KvNode."""
 
     start: int
@@ -76,18 +76,29 @@ class Compressor:
         """The rule that is in force for CA heads."""
         return Everything() if self.selection is None else self.retention.rule
 
-    def end_turn(self, node: Context, held_before: Iterable[int]) -> Freed:
+    def end_turn(self, node: Compressible, held_before: Iterable[int]) -> Freed:
         """Compress a node that no request has locked. held_before: CA slots that the nodes before
         it hold, each."""
+        span = self.rule.dropped(node.start, node.stop, node.prompt_stop)
+        return self._compress(node, span, lambda: self._wanted(node, span, held_before))
+
+    def as_recorded(self, node: Compressible, record: NodeRecord) -> Freed:
+        """Compress a restored node as it had been, whatever today's rules would choose."""
+        return self._compress(node, DroppedSpan(*record.dropped), lambda: record.kept)
+
+    def _compress(self, node: Compressible, span: DroppedSpan, kept: Callable[[], int]) -> Freed:
+        """kept: how many entries of the span CA heads keep, where they do not keep all."""
         node.compressed = True
         self.allocator.settle(node.value)
-        span = self.rule.dropped(node.start, node.stop, node.prompt_stop)
         if not span.num_tokens:
             return Freed()
         self.counters["compressed_nodes"] += 1
         locality = self.drop(node, span).locality
-        if self.selection is None:
-            return Freed(0, locality)
+        ca = 0 if self.selection is None else self._keep(node, self.selection, kept())
+        return Freed(ca, locality)
+
+    def _wanted(self, node: Compressible, span: DroppedSpan, held_before: Iterable[int]) -> int:
+        """How many entries of the dropped span the share rule keeps."""
         prompt_stop = min(node.prompt_stop, node.stop)
         asked = self.allocator.pool.nll[node.value[: prompt_stop - node.start]]
         turn = Turn(
@@ -96,28 +107,15 @@ class Compressor:
             held_tokens=sum(held_before),
             nll=mean_nll(asked) if self.retention.rule.needs_nll else None,
         )
-        return Freed(self._keep(node, self.selection, self.retention.keep(turn)), locality)
+        return self.retention.keep(turn)
 
-    def as_recorded(self, node: Context, record: NodeRecord) -> Freed:
-        """Compress a restored node as it had been, whatever today's rules would choose."""
-        node.compressed = True
-        self.allocator.settle(node.value)
-        span = DroppedSpan(*record.dropped)
-        if not span.num_tokens:
-            return Freed()
-        self.counters["compressed_nodes"] += 1
-        locality = self.drop(node, span).locality
-        if self.selection is None:
-            return Freed(0, locality)
-        return Freed(self._keep(node, self.selection, record.kept), locality)
-
-    def slide_window(self, node: Context) -> Freed:
+    def slide_window(self, node: Compressible) -> Freed:
         """Streaming prefill: drop what has left the recent window by the node's end."""
         stop = node.stop
         span = self.rule.dropped(node.start, stop, min(stop, node.prompt_stop))
         return self.drop(node, span) if span.num_tokens else Freed()
 
-    def drop(self, node: Context, span: DroppedSpan) -> Freed:
+    def drop(self, node: Compressible, span: DroppedSpan) -> Freed:
         """Let locality heads keep one entry of a span, or none."""
         freed = self.allocator.drop(
             node.value[span.begin : span.end], compensation=self.rule.compensation
@@ -126,7 +124,7 @@ class Compressor:
         self.counters["dropped_tokens"] += freed
         return Freed(0, freed)
 
-    def _keep(self, node: Context, selection: TokenSelection, keep: int) -> int:
+    def _keep(self, node: Compressible, selection: TokenSelection, keep: int) -> int:
         """Let CA heads keep their best `keep` entries of the dropped span; returns how many slots
         the others gave back."""
         span = node.dropped
@@ -139,4 +137,4 @@ class Compressor:
         return max(freed, 0)
 
 
-__all__ = ["Compressor", "Context", "Freed"]
+__all__ = ["Compressible", "Compressor", "Freed"]

@@ -23,6 +23,7 @@ here and call nothing here, but for `refresh.Contexts`. Scheduler thread only.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -47,6 +48,8 @@ from kvtier_sglang.radix.tree import VariantRadixTree
 from kvtier_sglang.radix.turn_end import compress_path, slide_window
 from kvtier_sglang.refresh.turn_refresh import MakeRefresh, TurnRefresh
 from kvtier_sglang.tier.connector import TierConnector
+
+logger = logging.getLogger(__name__)
 
 
 class KvtierRadixCache(VariantRadixTree):
@@ -245,16 +248,24 @@ class KvtierRadixCache(VariantRadixTree):
     def _refreshes_restored(
         self, tier: TierConnector, req: Any, node: KvNode, landed: Landed
     ) -> bool:
-        """Whether a restored context will be refreshed from what it was restored from."""
+        """Whether a restored context will be refreshed from what it was restored from. What came
+        from elsewhere must not end the scheduler here, either."""
         filled = len(req.full_untruncated_fill_ids)
         self._matched[req.rid] = (node, filled)
-        scope = tier.scope(req.extra_key, req.cache_salt)
-        if self.refresh is None or scope is None:
+        if self.refresh is None:
             return False
-        context = compacted_context(node, req.full_untruncated_fill_ids[: node.stop], scope)
-        if context is None or context.ranges[0].begin < landed.begin:
+        try:
+            scope = tier.scope(req.extra_key, req.cache_salt)
+            ids = req.full_untruncated_fill_ids[: node.stop]
+            context = None if scope is None else compacted_context(node, ids, scope)
+            if context is None or context.ranges[0].begin < landed.begin:
+                return False
+            self.refresh.offer_restored(req.rid, context, landed.host, filled)
+        except Exception:
+            logger.exception("a restored context cannot be refreshed; it is used as it was")
+            tier.counters["refresh_restored_failed"] += 1
             return False
-        return self.refresh.offer_restored(req.rid, context, landed.host, filled)
+        return True
 
     # -- what a refresh asks of its contexts (refresh.Contexts) --
 

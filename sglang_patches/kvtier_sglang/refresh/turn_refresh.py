@@ -9,7 +9,6 @@ Scheduler thread only (the forward pass runs in it).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -22,8 +21,6 @@ from kvtier_sglang.refresh.refresher import Contexts, Refresher, Refreshing
 from kvtier_sglang.refresh.sources import FetchedSource, RefreshSource
 from kvtier_sglang.refresh.trigger import RefreshTrigger, TriggerRule
 from kvtier_sglang.tier.connector import TierConnector
-
-logger = logging.getLogger(__name__)
 
 
 class TurnRefresh:
@@ -61,19 +58,11 @@ class TurnRefresh:
 
     def offer_restored(
         self, rid: str, context: CompactedContext, host: HostSpans, prompt_tokens: int
-    ) -> bool:
-        """A context was restored from `host`. Whether it will be refreshed from it, too; then the
-        refresh owns it from now on."""
+    ) -> None:
+        """A context was restored from `host`, which the refresh owns from now on."""
         prefetch = self.prefetch
-        try:
-            source = FetchedSource(host, context.ranges, prefetch.rule, prefetch.layouts)
-            self._offer(rid, context, source, prompt_tokens)
-        except Exception:
-            # What came from elsewhere must not end the scheduler.
-            logger.exception("a restored context cannot be refreshed; it is used as it was")
-            self.refresher.counters["refresh_restored_failed"] += 1
-            return False
-        return True
+        source = FetchedSource(host, context.ranges, prefetch.rule, prefetch.layouts)
+        self._offer(rid, context, source, prompt_tokens)
 
     def _offer(
         self,
