@@ -3,7 +3,7 @@
     python -m benchmarks.accuracy.compactor --peer-python benchmarks/peers/.venv/bin/python
 
 Both get the same model, the same contexts and the same questions, asked one by one after the
-context was compressed by somebody who did not know them. kvpress runs on transformers in an
+context was compressed without knowing them. kvpress runs on transformers in an
 environment of its own (benchmarks/peers/README.md), kvtier inside the real SGLang engine.
 """
 

@@ -86,11 +86,14 @@ def key_difference(keys: torch.Tensor, rotation: Rotation | None = None) -> torc
     parts = list(blocks(tokens, heads * dim))
     total = torch.zeros(heads, 1, dim, device=keys.device)
     for part in parts:
-        total += normalize(_before_rotation(keys, part, rotation), dim=-1).sum(1, keepdim=True)
+        directions = normalize(_before_rotation(keys, part, rotation), dim=-1)
+        total += directions.sum(1, keepdim=True)
     mean = normalize(total, dim=-1)
     scores = torch.empty(heads, tokens, device=keys.device)
-    for part in parts:
-        directions = normalize(_before_rotation(keys, part, rotation), dim=-1)
+    for part in reversed(parts):
+        # The last block is still at hand, as in `leverage_scores`.
+        if part is not parts[-1]:
+            directions = normalize(_before_rotation(keys, part, rotation), dim=-1)
         scores[:, part] = -(directions * mean).sum(-1)
     return scores
 

@@ -1,4 +1,4 @@
-"""The retention rules that settings ask for, the same for whoever serves and whoever calibrates."""
+"""The retention rules that settings ask for, the same for serving and for calibrating."""
 
 from __future__ import annotations
 

@@ -134,6 +134,16 @@ def test_a_scorer_that_there_is_none_of_is_named():
         scorer_of(load_settings(scorer="best"))
 
 
+def test_the_bench_and_calibration_take_the_scorer_by_flag(tmp_path, capsys):
+    from kvtier.bench.options import parse_options
+    from kvtier.cli import main
+
+    assert parse_options(["--scorer", "keydiff"]).settings.scorer == "keydiff"
+    flags = ["--model-path", str(tmp_path), "--no-store", "--out", str(tmp_path)]
+    assert main(["calibrate", *flags, "--scorer", "best"]) == 2
+    assert "scorer: expected one of compactor" in capsys.readouterr().err
+
+
 # ---- selection
 
 

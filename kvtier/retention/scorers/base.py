@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch.nn import functional
 
-from kvtier_kernels.scores import Rotation, unrotate
+from kvtier_kernels.scores import Rotation
 
 if TYPE_CHECKING:
     from typing import Self
@@ -61,13 +61,6 @@ class Span:
     first: int = 0
     rotation: Rotation | None = None
 
-    def unrotated(self) -> torch.Tensor:
-        """The keys before rotation: float32 `[heads, tokens, dim]`."""
-        if self.rotation is None:
-            return self.keys.float()
-        cos, sin, interleaved = self.rotation
-        return unrotate(self.keys, cos, sin, interleaved=interleaved)
-
 
 @dataclass(frozen=True)
 class TokenScorer(ABC):
@@ -96,7 +89,7 @@ class TokenScorer(ABC):
     def observe(self, chunk: Chunk) -> torch.Tensor:
         """The state of new tokens: float32 `[heads, state_width, tokens]`. A prefill that is cut
         into chunks should give what it gives in one."""
-        raise NotImplementedError(f"{self.name} keeps {self.state_width} numbers, and sees nothing")
+        raise NotImplementedError(f"{self.name}: observe is only for a state_width above 0")
 
     @abstractmethod
     def score(self, span: Span) -> torch.Tensor:
