@@ -69,7 +69,9 @@ class Zygote:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(job), file=self._process.stdin, flush=True)
-        return int(self._process.stdout.readline())
+        answer = self._process.stdout.readline()
+        assert answer, "the zygote itself has ended; its output is above"
+        return int(answer)
 
     def close(self) -> None:
         """End the zygote; what it runs has ended by then."""
@@ -110,10 +112,10 @@ def preload() -> None:
 def wait(child: int, timeout_s: float) -> int:
     """The exit code of a child, whose group is gone then; one that takes too long is killed."""
     deadline = time.monotonic() + timeout_s
-    pid, status = 0, 0
+    pid, status = os.waitpid(child, os.WNOHANG)
     while not pid and time.monotonic() < deadline:
+        time.sleep(0.05)
         pid, status = os.waitpid(child, os.WNOHANG)
-        time.sleep(0.0 if pid else 0.05)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     if not pid:
