@@ -12,11 +12,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("pydantic")
 
 from kvtier.calibration.samples import curve_samples
-from kvtier.heads.compacted import ScoredSession, unrotated
+from kvtier.heads.compacted import ScoredSession, rotation_of
 from kvtier.heads.loading import load_model
 from kvtier.heads.model_config import model_shape, read_config
 from kvtier.heads.profile import full_profile
-from kvtier_kernels.scores import leverage_scores
+from kvtier_kernels.scores import leverage_scores, unrotate
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "kvtier-demo")
 
@@ -31,7 +31,7 @@ def test_leverage_ranks_the_demo_models_tokens_as_the_svd_does(dtype: torch.dtyp
     for layer in range(shape.num_layers):
         rotated = session.exact_kv(layer)[0]
         positions = torch.arange(rotated.shape[1], device=rotated.device)
-        keys = unrotated(model, rotated, positions)
-        got = leverage_scores(keys.to(dtype))
-        for mine, true in zip(got, exact_leverage(keys), strict=True):
-            assert rank_correlation(mine, true) > 0.99
+        rotation = rotation_of(model, rotated, positions)
+        true = exact_leverage(unrotate(rotated, rotation.cos, rotation.sin))
+        for got, wanted in zip(leverage_scores(rotated.to(dtype), rotation), true, strict=True):
+            assert rank_correlation(got, wanted) > 0.99
