@@ -16,16 +16,12 @@ DEMO_MODEL = REPOSITORY / "models" / "kvtier-demo"
 RUNNER = Path(__file__).with_name("engine_runner.py")
 
 
-def clean_environment() -> dict[str, str]:
-    """An engine runs as a user would start it, whatever the tests' own processes want."""
-    return {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith("KVTIER_") and k != "TRITON_INTERPRET"
-    }
-
-
-_zygote = Zygote(clean_environment())
+# An engine runs as a user would start it, whatever the tests' own processes want; and whatever tests
+# or libraries leave in the environment later reaches no engine of another test.
+CLEAN_ENVIRONMENT = {
+    k: v for k, v in os.environ.items() if not k.startswith("KVTIER_") and k != "TRITON_INTERPRET"
+}
+_zygote = Zygote(CLEAN_ENVIRONMENT)
 
 
 def run_script(
@@ -34,7 +30,7 @@ def run_script(
     """Run `script plan.json out.json` in a fresh process and return what it wrote."""
     plan_path, out_path = folder / "plan.json", folder / "out.json"
     plan_path.write_text(json.dumps(plan))
-    environment = {**clean_environment(), "KVTIER_DATA_DIR": str(folder), **(env or {})}
+    environment = {**CLEAN_ENVIRONMENT, "KVTIER_DATA_DIR": str(folder), **(env or {})}
     log = folder / "script.log"
     if _zygote.serves(environment):
         code = _zygote.run(script, [str(plan_path), str(out_path)], environment, log)

@@ -6,7 +6,7 @@ import os
 import time
 
 import pytest
-from engine_process import _zygote, run_script
+from engine_process import CLEAN_ENVIRONMENT, _zygote, run_script
 
 pytestmark = pytest.mark.engine
 
@@ -19,7 +19,8 @@ if plan.get("fails"):
     raise RuntimeError("on purpose")
 left = subprocess.Popen(["sleep", "600"]).pid
 assert "sglang.srt.managers.scheduler" in sys.modules
-here = {"pid": os.getpid(), "left": left, "setting": os.environ.get("KVTIER_MARK")}
+here = {"pid": os.getpid(), "left": left, "setting": os.environ.get("KVTIER_MARK"),
+        "left_behind": "LEFT_BEHIND" in os.environ}
 json.dump(here, open(out, "w"))
 """
 
@@ -48,8 +49,13 @@ def test_a_script_that_fails_says_why(script, tmp_path):
         run_script(script, tmp_path, {"fails": True})
 
 
+def test_what_a_test_leaves_in_its_environment_reaches_no_engine(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("LEFT_BEHIND", "1")
+    assert not run_script(script, tmp_path, {})["left_behind"]
+
+
 def test_what_decides_imports_is_started_afresh():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment = dict(CLEAN_ENVIRONMENT)
     assert _zygote.serves(environment | {"KVTIER_MARK": "x", "PYTEST_CURRENT_TEST": "y"})
     assert not _zygote.serves(environment | {"TRITON_INTERPRET": "0"})
     assert not _zygote.serves(environment | {"PYTHONPATH": "/elsewhere"})
