@@ -1,11 +1,18 @@
 """What every test and every process it starts finds in its environment."""
 
 import os
+from pathlib import Path
 
 # Tests run side by side, and CPU kernels with more threads than cores are far slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Nothing in the tests may reach out for models.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Processes that tests start: see tests/forking.
+FORKING = str(Path(__file__).parent / "forking")
+if FORKING not in os.environ.get("PYTHONPATH", ""):
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [FORKING, os.environ.get("PYTHONPATH")])
+    )
 
 import hypothesis
 import torch

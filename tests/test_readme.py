@@ -119,6 +119,8 @@ def test_calibrating_and_serving_work_as_written(tmp_path, monkeypatch):
 @pytest.mark.engine
 def test_serving_with_a_tier_works_as_written(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
+    # Exactly as users start it: see tests/forking.
+    monkeypatch.setenv("TESTS_SPAWN", "1")
     (tmp_path / "models").symlink_to(REPOSITORY / "models")
     (tier,), (_, serve) = commands("kvtier tier --store memory+disk"), commands("kvtier serve")
     # Short, because a socket's path may not be long.

@@ -3,8 +3,8 @@
     pytest ── zygote (imports once) ─┬─ fork: a script ── fork: scheduler, detokenizer
                                      └─ fork: the next script ── …
 
-Importing SGLang takes ten seconds of CPU, three times per engine, which is most of what an engine
-costs a test. SGLang spawns its processes; here they are forked, and all else is as it is for users.
+Importing SGLang takes ten seconds of CPU, which is most of what an engine costs a test. Engines' own
+processes are forked, too (tests/forking), and all else is as it is for users.
 Scripts whose environment decides what is imported (Triton, PYTHONPATH, SGLang's own variables) are
 started afresh, and so is whatever tests start as a command.
 
@@ -134,7 +134,6 @@ def run_script(job: dict[str, Any]) -> None:
         os.environ.clear()
         os.environ.update(job["environment"])
         random.seed()
-        fork_instead_of_spawning()
         sys.argv = [job["script"], *job["arguments"]]
         sys.path.insert(0, str(Path(job["script"]).parent))
         runpy.run_path(job["script"], run_name="__main__")
@@ -149,13 +148,6 @@ def run_script(job: dict[str, Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def fork_instead_of_spawning() -> None:
-    import multiprocessing
-
-    set_method = multiprocessing.set_start_method
-    multiprocessing.set_start_method = lambda method, force=False: set_method("fork", force=force)
 
 
 if __name__ == "__main__":

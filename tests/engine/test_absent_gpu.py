@@ -20,6 +20,7 @@ from tierd.live_tier import live_tier
 from benchmarks.gpu.pack import add_stub
 
 HERE = Path(__file__).parent / "absent_gpu"
+FORKING = str(Path(__file__).parents[1] / "forking")
 # As in a pack's environment.sh.
 WITHOUT_ITS_KERNELS = {
     "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
@@ -80,7 +81,7 @@ def absent_gpu(folder: Path, replays: Path) -> dict[str, str]:
     graphs."""
     add_stub(folder)
     return WITHOUT_ITS_KERNELS | {
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(folder)]),
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(folder), FORKING]),
         "TRITON_INTERPRET": "1",
         "ABSENT_GPU_REPLAYS": str(replays),
     }

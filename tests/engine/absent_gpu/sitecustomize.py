@@ -160,5 +160,7 @@ sys.meta_path[:0] = [
     After("torch", believe),
     After("sglang.srt.model_executor.runner_backend.full_cuda_graph_backend", call_again),
 ]
+import fork_instead_of_spawn  # noqa: E402, F401
+
 # It asks the driver as soon as it is imported.
 sys.modules["deep_gemm"] = None
