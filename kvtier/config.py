@@ -117,7 +117,7 @@ class Settings(BaseSettings):
     locality_slots: int | None = Field(
         None, ge=1, description="Slots of the locality pool. None: derived from the KV budget."
     )
-    kernels: Literal["auto", "reference", "triton", "flashinfer"] = Field(
+    kernels: str = Field(
         "auto",
         description="Attention kernels: reference, triton, flashinfer, or auto (triton on a GPU).",
     )

@@ -1,4 +1,5 @@
-"""docs/extending.md, followed to the letter: what it says to write is a scorer like any other."""
+"""docs/extending.md, followed to the letter: what it says to write is a scorer or a kernel backend
+like any other."""
 
 import os
 import re
@@ -41,9 +42,38 @@ def tree(tmp_path):
     return tmp_path
 
 
+BACKEND = """
+from kvtier_kernels.reference_backend.kernels import ReferenceKernels
+
+class Mine(ReferenceKernels):
+    name = "mine"
+
+def make_kernels():
+    return Mine()
+"""
+
+
+@pytest.fixture
+def kernels_tree(tmp_path):
+    """A copy of the kernels with a backend in one file, and the page's line in the registry."""
+    package = tmp_path / "kernels" / "kvtier_kernels"
+    shutil.copytree(
+        ROOT / "kernels" / "kvtier_kernels", package, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    line = re.search(r'```python\n( +"mine": "kvtier_kernels\.(\w+):.*\n)```', PAGE.read_text())
+    assert line is not None, "the page has no line for the registry"
+    (package / f"{line[2]}.py").write_text(BACKEND)
+    registry = package / "registry.py"
+    begin = "BACKENDS: dict[str, str] = {\n"
+    text = registry.read_text()
+    assert begin in text
+    registry.write_text(text.replace(begin, begin + line[1]))
+    return tmp_path
+
+
 def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    others = os.pathsep.join(str(ROOT / name) for name in ("kernels", "services"))
-    environment = os.environ | {"PYTHONPATH": f"{tree}{os.pathsep}{others}"}
+    others = [tree, tree / "kernels", *(ROOT / name for name in ("kernels", "services"))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, others))}
     return subprocess.run(
         [sys.executable, *command], cwd=tree, env=environment, capture_output=True, text=True,
         check=False,
@@ -73,3 +103,12 @@ print(hooks.scorers_table())
     assert done.returncode == 0, done.stderr
     assert "KeyNorm(pool_width=1)" in done.stdout
     assert "| `key-norm` | Key norm: tokens whose keys are short stay" in done.stdout
+
+
+def test_a_kernel_backend_is_one_file_and_its_line(kernels_tree):
+    tests = ROOT / "tests" / "kernels" / "test_registry.py"
+    done = run(
+        kernels_tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "mine", str(tests)
+    )
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout

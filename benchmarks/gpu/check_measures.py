@@ -26,7 +26,7 @@ from kvtier_kernels import (
 from kvtier_kernels.side_by_side import SideBySide
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 from kvtier_kernels.triton_backend.launching import launch
-from kvtier_kernels.triton_backend.plans import schedule_for
+from kvtier_kernels.triton_backend.planning.plans import schedule_for
 
 DTYPE = torch.bfloat16
 SHORTEST, LONGEST = 8 << 10, 128 << 10

@@ -2,7 +2,8 @@
 
     PYTHONPATH=.:kernels python -m benchmarks.gpu.sweep --out out/gpu-sweep.json
 
-The defaults are in `kvtier_kernels/triton_backend/`: the tile in kernels.py, the cut in plans.py.
+The defaults are in `kvtier_kernels/triton_backend/`: the tile in attention/tiles.py and
+attention/by_slots.py, the cut in planning/plans.py.
 Each row is the median time of one layer's decode of `benchmarks.gpu.check`'s shapes, replayed as a
 CUDA graph, as a share of what this GPU's read bandwidth allows (higher = better). Tiles come
 first, under the default cut; then cuts, with the best tile by the geometric mean over shapes.
@@ -36,10 +37,10 @@ from benchmarks.gpu.check_measures import (
     make_class,
     read_bandwidth,
 )
-from kvtier_kernels.triton_backend import plans
-from kvtier_kernels.triton_backend.decode import decode_units
+from kvtier_kernels.triton_backend.attention.decode import decode_units
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 from kvtier_kernels.triton_backend.launching import launch
+from kvtier_kernels.triton_backend.planning import plans
 
 SWEPT = tuple(Shape(batch, heads) for batch, heads in ((1, 2), (4, 2), (16, 2), (64, 2), (16, 4)))
 ENTRIES, WARPS, STAGES = (16, 32, 64, 128), (1, 2, 4, 8), (2, 3, 4)

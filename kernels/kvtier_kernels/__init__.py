@@ -1,8 +1,10 @@
-"""Attention over ragged KV with votes: one contract, interchangeable backends.
+"""Attention over ragged KV with votes, and what selects and merges its entries: one contract,
+interchangeable backends.
 
-This package knows tensors only: no engine, no cache policy, no I/O. Start with
-`base.py`, which states the contract; `reference.py` is the implementation every other
-backend is held to.
+This package knows tensors only: no engine, no cache policy, no I/O. Start with `base.py` and
+`selection.py`, which state the contract. `registry.py` says which backend runs, and
+`reference_backend` is the one that every other is held to. `scores`, `prediction` and `merging` are
+what callers select and merge with.
 """
 
 from kvtier_kernels.base import (
@@ -13,7 +15,8 @@ from kvtier_kernels.base import (
     RaggedKV,
     Window,
 )
-from kvtier_kernels.registry import AUTO, available_kernels, get_kernels
+from kvtier_kernels.registry import AUTO, available_kernels, get_kernels, selection_kernels
+from kvtier_kernels.selection import SelectionKernels
 from kvtier_kernels.states import empty_state, merge_states
 
 __all__ = [
@@ -23,9 +26,11 @@ __all__ = [
     "HeadMap",
     "KernelUnavailableError",
     "RaggedKV",
+    "SelectionKernels",
     "Window",
     "available_kernels",
     "empty_state",
     "get_kernels",
     "merge_states",
+    "selection_kernels",
 ]

@@ -1,4 +1,5 @@
-"""The kernel contract: ragged attention over slot tables, with votes.
+"""The kernel contract, first half: ragged attention over slot tables, with votes. The second half,
+selection and merging, is in `selection.py`.
 
 One call serves one *head class* of one layer for a batch of requests. Requests may hold
 different numbers of entries; all heads of a class hold the same number.
@@ -25,6 +26,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+
+from kvtier_kernels.selection import SelectionKernels
 
 
 class KernelUnavailableError(RuntimeError):
@@ -106,10 +109,15 @@ class Window:
 
 
 class AttentionKernels(ABC):
-    """One backend of the contract in this module's docstring."""
+    """One backend of the contract in this module's docstring.
+
+    name:            what users choose it by.
+    selection:       how it selects and merges; unlike the rest, for any thread and stream.
+    plans_on_device: whether `plan_on_device` and `empty_plan` are there.
+    """
 
     name: str
-    # Whether `plan_on_device` and `empty_plan` are there.
+    selection: SelectionKernels
     plans_on_device = False
 
     @abstractmethod

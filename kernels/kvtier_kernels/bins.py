@@ -4,8 +4,9 @@
     bin                     0  1  0     3      2  1  0        the last bin takes what is unmerged
 
 Heads first: `[heads, rows, tokens]` for numbers per entry (a row per query head, or one), and
-`[heads, tokens, dim]` for vectors. float32. On CUDA the entries of a bin are brought together first
-(`triton_backend.bins`), so that sums need no atomics and come out the same each time.
+`[heads, tokens, dim]` for vectors. float32. `Bins` is the reference of what kernel backends give.
+Those of `triton_backend.merging.bins` bring the entries of a bin together first, so that sums need
+no atomics and come out the same each time.
 """
 
 from __future__ import annotations

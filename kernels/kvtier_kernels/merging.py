@@ -26,19 +26,18 @@ ever context × context. Stateless, and on CUDA nothing waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
 from kvtier_kernels.bins import UNMERGED, Bins
 from kvtier_kernels.blocks import blocks, long_product
+from kvtier_kernels.registry import selection_kernels
+from kvtier_kernels.selection import answers_at_once
 
 # A paper-form key longer or shorter than the mean of its bin by more than this factor is not used.
 _MAX_SCALE = 1.5
-# Of a tile of similarities that stays in a CPU's cache (4 MiB), and its homes.
-_TILE_FLOATS, _TILE_HOMES = 1 << 20, 1024
 
 
 class Entries(NamedTuple):
@@ -96,19 +95,19 @@ def assign(
     count = kept.shape[1]
     is_kept = torch.zeros(heads, tokens, dtype=torch.bool, device=keys.device)
     is_kept.scatter_(1, kept, True)
-    homes = _gather(keys, kept)
+    homes = _at(keys, kept)
     # Not finite where a key is not of numbers: no home.
     lengths = torch.linalg.vector_norm(homes, dim=-1, dtype=torch.float32)
     closed = ~lengths.isfinite()
     if protected is not None:
         protected = protected.expand(heads, tokens)
-        if not keys.is_cuda and bool((protected & ~is_kept).any()):
+        if answers_at_once(keys) and bool((protected & ~is_kept).any()):
             raise ValueError("protected: expected kept entries only, some are not in kept")
         closed |= protected.gather(1, kept)
     order = torch.arange(count, device=keys.device).expand(heads, count)
     target = torch.full((heads, tokens), UNMERGED, device=keys.device).scatter_(1, kept, order)
-    send = _sender(keys.device)
-    send(keys, _others(is_kept, tokens - count), homes, lengths, closed, floor, target)
+    dropped = _others(is_kept, tokens - count)
+    selection_kernels(keys.device).find_homes(keys, dropped, homes, lengths, closed, floor, target)
     return Assignment(kept, target)
 
 
@@ -136,7 +135,7 @@ def merge_beta(
     (benchmarks/accuracy/merging_error.py).
     """
     _check(entries, logits, assignment)
-    bins = _make_bins(assignment.target, assignment.kept.shape[1])
+    bins = _bins(assignment)
     votes = entries.log_votes.float()
     log_shares, mass = bins.log_softmax(votes + logits.float())
     log_attention = mass - torch.logsumexp(mass, dim=-1, keepdim=True)
@@ -179,7 +178,7 @@ def merge_paper(
             "entries.log_votes: expected one row per KV head for whole votes, got "
             f"{entries.log_votes.shape[1]}"
         )
-    bins = _make_bins(assignment.target, assignment.kept.shape[1])
+    bins = _bins(assignment)
     votes, mean = entries.log_votes.float(), logits.float().mean(1, keepdim=True)
     log_pi, total = bins.log_softmax(votes)
     log_lambda, _ = bins.log_softmax(votes + mean)
@@ -214,85 +213,6 @@ def compensate(entries: Entries, assignment: Assignment) -> Entries:
     return Entries(k, v, total)
 
 
-Send = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, torch.Tensor],
-    None,
-]
-"""Writes the target of entries that are not kept.
-
-keys `[heads, tokens, dim]`; dropped `[heads, n]` int64, their indices; homes `[heads, count, dim]`,
-the kept keys; lengths `[heads, count]` float32, theirs; closed `[heads, count]` bool, homes that
-take no entry in; floor; target `[heads, tokens]` int64.
-"""
-
-
-def _sender(device: torch.device) -> Send:
-    if device.type == "cuda":
-        # Elsewhere there may be no Triton.
-        from kvtier_kernels.triton_backend import merging
-
-        return merging.send
-    return _send
-
-
-def _send(
-    keys: torch.Tensor,
-    dropped: torch.Tensor,
-    homes: torch.Tensor,
-    lengths: torch.Tensor,
-    closed: torch.Tensor,
-    floor: float,
-    target: torch.Tensor,
-) -> None:
-    """`Send` by matrix products, a tile of entries and homes at a time.
-
-    Only the largest of a tile is looked for; which home that was is computed again for the tile
-    that won, because a maximum with its place takes twice as long as the product.
-    """
-    heads, count, _ = homes.shape
-    directions = _unit(homes).transpose(1, 2)
-    tiles = list(_tiles(count, closed))
-    best = torch.full(dropped.shape, float("-inf"), device=keys.device)
-    winner = torch.zeros_like(dropped)
-    step = max(1, _TILE_FLOATS // (heads * min(count, _TILE_HOMES)))
-    for start in range(0, dropped.shape[1], step):
-        part = slice(start, start + step)
-        own = _unit(_gather(keys, dropped[:, part]))
-        for number, (tile, shut) in enumerate(tiles):
-            top = _similarity(own, directions[..., tile], shut).amax(-1)
-            better = top > best[:, part]
-            best[:, part] = torch.where(better, top, best[:, part])
-            winner[:, part].masked_fill_(better, number)
-    # Rounding must not lift equal keys above a floor of 1.
-    merges = best.clamp(max=1) > floor
-    home = torch.full_like(dropped, UNMERGED)
-    for number, (tile, shut) in enumerate(tiles):
-        for head in range(heads):
-            (mine,) = (merges[head] & (winner[head] == number)).nonzero(as_tuple=True)
-            closed_here = None if shut is None else shut[head]
-            for some in torch.split(mine, _TILE_FLOATS // _TILE_HOMES):
-                own = _unit(keys[head, dropped[head, some]])
-                alike = _similarity(own, directions[head, :, tile], closed_here)
-                home[head, some] = alike.argmax(-1) + tile.start
-    target.scatter_(1, dropped, home)
-
-
-def _tiles(count: int, closed: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor | None]]:
-    """Stretches of homes, and which of them are closed where any are."""
-    for start in range(0, count, _TILE_HOMES):
-        tile = slice(start, min(start + _TILE_HOMES, count))
-        shut = closed[:, tile]
-        yield tile, shut if bool(shut.any()) else None
-
-
-def _similarity(
-    own: torch.Tensor, directions: torch.Tensor, closed: torch.Tensor | None
-) -> torch.Tensor:
-    """Cosines `[..., entries, homes]`, -inf at closed homes `[..., homes]`."""
-    alike = own @ directions
-    return alike if closed is None else alike.masked_fill_(closed.unsqueeze(-2), float("-inf"))
-
-
 def _others(is_kept: torch.Tensor, count: int) -> torch.Tensor:
     """Which `count` entries of every head are not kept, in order: int64 `[heads, count]`."""
     heads, tokens = is_kept.shape
@@ -309,19 +229,20 @@ def _keep_singles(merged: Entries, entries: Entries, kept: torch.Tensor, bins: B
     rows = kept.unsqueeze(1).expand(-1, entries.log_votes.shape[1], -1)
     votes = entries.log_votes.gather(2, rows)
     return Entries(
-        torch.where(single, _gather(entries.k, kept), merged.k),
-        torch.where(single, _gather(entries.v, kept), merged.v),
+        torch.where(single, _at(entries.k, kept), merged.k),
+        torch.where(single, _at(entries.v, kept), merged.v),
         torch.where(single.transpose(1, 2), votes, merged.log_votes),
     )
 
 
-def _unit(x: torch.Tensor) -> torch.Tensor:
-    return functional.normalize(x.float(), dim=-1)
-
-
-def _gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _at(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """x `[heads, tokens, dim]` at index `[heads, n]`."""
-    return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+    return torch.take_along_dim(x, index.unsqueeze(-1), 1)
+
+
+def _bins(assignment: Assignment) -> Bins:
+    kernels = selection_kernels(assignment.target.device)
+    return kernels.bins(assignment.target, assignment.kept.shape[1])
 
 
 def _weighted_mean(weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -345,16 +266,6 @@ def _check(entries: Entries, logits: torch.Tensor, assignment: Assignment) -> No
             raise ValueError(f"{name}: expected shape {expected}, got {tuple(shape)}")
     if rows not in (1, group):
         raise ValueError(f"entries.log_votes: expected 1 or {group} rows per head, got {rows}")
-
-
-def _make_bins(target: torch.Tensor, count: int) -> Bins:
-    """The bins of one assignment, for the device that it is on."""
-    if target.is_cuda:
-        # Elsewhere there may be no Triton.
-        from kvtier_kernels.triton_backend.bins import SortedBins
-
-        return SortedBins(target, count)
-    return Bins(target, count)
 
 
 __all__ = [

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from kvtier_kernels.blocks import blocks
+from kvtier_kernels.registry import selection_kernels
 
 
 def window_weights(window: int, alpha: float, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -55,16 +55,8 @@ def predicted_logits(
     offset = log_weights.expand(heads, group, window)
     if lse is not None:
         offset = offset - lse.float().permute(1, 2, 0)
-    if _on_gpu(keys):
-        # Elsewhere there may be no Triton.
-        from kvtier_kernels.triton_backend import prediction
-
-        return prediction.predicted_logits(q_window, keys, scale, offset)
-    out = torch.empty(heads, group, keys.shape[1], dtype=torch.float32, device=keys.device)
-    for part in blocks(keys.shape[1], heads * group * window):
-        logits = _logits(q_window, keys[:, part], scale)
-        out[..., part] = torch.logsumexp(logits + offset.unsqueeze(-1), dim=2)
-    return out
+    kernels = selection_kernels(keys.device)
+    return kernels.predicted_logits(q_window, keys, scale, offset)
 
 
 def window_lse(
@@ -80,30 +72,7 @@ def window_lse(
     Returns float32 `[w, heads, group]`, natural log. Raises ValueError for bad shapes.
     """
     _check(q_window, keys)
-    window, heads, group, _ = q_window.shape
-    if _on_gpu(keys):
-        from kvtier_kernels.triton_backend import prediction
-
-        return prediction.window_lse(q_window, keys, scale, log_votes)
-    total = torch.full((heads, group, window), float("-inf"), device=keys.device)
-    for part in blocks(keys.shape[1], heads * group * window):
-        logits = _logits(q_window, keys[:, part], scale)
-        if log_votes is not None:
-            logits += log_votes[..., part].float().unsqueeze(2)
-        total = torch.logaddexp(total, torch.logsumexp(logits, dim=-1))
-    return total.permute(2, 0, 1)
-
-
-def _on_gpu(keys: torch.Tensor) -> bool:
-    return keys.is_cuda
-
-
-def _logits(q_window: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """`[heads, group, w, tokens]` in float32."""
-    window, heads, group, dim = q_window.shape
-    rows = (q_window.float() * scale).permute(1, 2, 0, 3).reshape(heads, group * window, dim)
-    logits = torch.bmm(rows, keys.float().transpose(1, 2))
-    return logits.view(heads, group, window, -1)
+    return selection_kernels(keys.device).window_lse(q_window, keys, scale, log_votes)
 
 
 def _check(q_window: torch.Tensor, keys: torch.Tensor) -> None:

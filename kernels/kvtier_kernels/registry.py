@@ -1,49 +1,35 @@
-"""Name -> kernel backend, imported lazily so that a missing dependency hurts only its user."""
+"""Which kernel backend runs: by name for attention, by device for selection and merging.
+
+Backends are imported when they are asked for, so that a missing dependency hurts only its user.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from importlib import import_module
 
 import torch
 
 from kvtier_kernels.base import AttentionKernels, KernelUnavailableError
+from kvtier_kernels.selection import SelectionKernels
 
 AUTO = "auto"
 
-
-def _reference() -> AttentionKernels:
-    from kvtier_kernels.reference import ReferenceKernels
-
-    return ReferenceKernels()
-
-
-def _triton() -> AttentionKernels:
-    from kvtier_kernels.triton_backend.kernels import TritonKernels
-    from kvtier_kernels.triton_backend.launching import check_device
-
-    check_device()
-    return TritonKernels()
-
-
-def _flashinfer() -> AttentionKernels:
-    from kvtier_kernels.flashinfer_backend.machine import check_machine
-
-    check_machine()
-    from kvtier_kernels.flashinfer_backend.kernels import FlashInferKernels
-
-    return FlashInferKernels()
-
-
-_FACTORIES: dict[str, Callable[[], AttentionKernels]] = {
-    "reference": _reference,
-    "triton": _triton,
-    "flashinfer": _flashinfer,
+# Each backend's factory, which raises KernelUnavailableError or ImportError for what this machine
+# lacks.
+BACKENDS: dict[str, str] = {
+    "flashinfer": "kvtier_kernels.flashinfer_backend:make_kernels",
+    "reference": "kvtier_kernels.reference_backend:make_kernels",
+    "triton": "kvtier_kernels.triton_backend:make_kernels",
 }
+# What `auto` is by type of device; the reference on any other.
+AUTOMATIC: dict[str, str] = {"cuda": "triton"}
 
 
 def available_kernels() -> list[str]:
     """The names `get_kernels` knows, whether or not this machine can run them."""
-    return sorted(_FACTORIES)
+    return sorted(BACKENDS)
 
 
 def get_kernels(name: str = AUTO, device: torch.device | str | None = None) -> AttentionKernels:
@@ -54,15 +40,38 @@ def get_kernels(name: str = AUTO, device: torch.device | str | None = None) -> A
     Raises KernelUnavailableError for an unknown name, and for what this machine lacks.
     """
     if name == AUTO:
-        cuda = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
-        name = "triton" if cuda else "reference"
-    factory = _FACTORIES.get(name)
+        name = _automatic(device)
+    factory = BACKENDS.get(name)
     if factory is None:
         known = [AUTO, *available_kernels()]
         raise KernelUnavailableError(f"kernels: expected one of {known}, got {name!r}")
+    module, _, attribute = factory.partition(":")
     try:
-        return factory()
+        make: Callable[[], AttentionKernels] = getattr(import_module(module), attribute)
+        return make()
     except ImportError as error:
         raise KernelUnavailableError(
             f"kernels: {name!r} needs a missing package: {error}"
         ) from error
+
+
+def selection_kernels(device: torch.device) -> SelectionKernels:
+    """What selects and merges tensors of that device: the selection of its automatic backend.
+
+    Raises KernelUnavailableError for what this machine lacks.
+    """
+    return _selection_of(_automatic(device))
+
+
+@functools.cache
+def _selection_of(name: str) -> SelectionKernels:
+    return get_kernels(name).selection
+
+
+def _automatic(device: torch.device | str | None) -> str:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return AUTOMATIC.get(torch.device(device).type, "reference")
+
+
+__all__ = ["AUTO", "AUTOMATIC", "BACKENDS", "available_kernels", "get_kernels", "selection_kernels"]

@@ -5,9 +5,9 @@
     window mass     how much attention a key draws when the causal mask is dropped:
                     column sums of softmax(Q Kᵀ / √d) inside windows of neighbouring tokens
 
-Higher = keep. Both are batched matrix products where the tensors are (on CUDA, window mass is a
-Triton kernel); nothing is ever context × context. Sources: Compactor, §3.2-3.4; Park et al.,
-"KeyDiff", 2025. Stateless.
+Higher = keep. Window mass and the choice of the best are a kernel backend's, the others batched
+matrix products where the tensors are; nothing is ever context × context. Sources: Compactor,
+§3.2-3.4; Park et al., "KeyDiff", 2025. Stateless.
 
 Layout: heads first, `[heads, tokens, dim]`, because every score is per head over tokens.
 """
@@ -21,6 +21,8 @@ import torch
 from torch.nn.functional import normalize
 
 from kvtier_kernels.blocks import blocks, long_product
+from kvtier_kernels.registry import selection_kernels
+from kvtier_kernels.selection import Stretch
 
 # Added to the diagonal of a Gram matrix, as shares of its mean: the first that makes it definite.
 # float32 products know its smallest eigenvalues no better.
@@ -140,24 +142,21 @@ def window_mass(
               in the context, so a prefill cut at such multiples scores as if it were not cut.
     Returns float32 `[heads, tokens]`: a column sum, 1 on average within a window.
     """
-    equal = list(_equal(q_indptr, q_start, window_tokens))
-    if q.is_cuda:
-        # Elsewhere there may be no Triton.
-        from kvtier_kernels.triton_backend import scores
-
-        windows = [(b, b + width) for begin, end, width in equal for b in range(begin, end, width)]
-        return scores.window_mass(q, k, windows, scale)
-    mass = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-    for begin, end, width in equal:
-        rows = slice(begin, end)
-        mass[:, rows] = _equal_windows(q[rows], k[rows], scale, width)
-    return mass
+    stretches = list(_stretches(q_indptr, q_start, window_tokens))
+    return selection_kernels(q.device).window_mass(q, k, stretches, scale)
 
 
-def _equal(
+def select(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` best tokens of every head in order of position: int64 `[heads, count]`.
+
+    scores: `[heads, tokens]`
+    """
+    return selection_kernels(scores.device).select(scores, count)
+
+
+def _stretches(
     q_indptr: Sequence[int], q_start: Sequence[int], window_tokens: int
-) -> Iterator[tuple[int, int, int]]:
-    """Stretches of windows of one width: first row, the row behind the last, the width."""
+) -> Iterator[Stretch]:
     for index, position in enumerate(q_start):
         begin, end = q_indptr[index], q_indptr[index + 1]
         first = min(begin + -position % window_tokens, end)
@@ -168,24 +167,7 @@ def _equal(
             (first + whole, end, end - first - whole),
         ):
             if stop > start:
-                yield start, stop, width
-
-
-def _equal_windows(q: torch.Tensor, k: torch.Tensor, scale: float, width: int) -> torch.Tensor:
-    """`window_mass` of tokens that fill their windows of `width` exactly."""
-    tokens, heads, group, dim = q.shape
-    windows = tokens // width
-    out = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
-    for part in blocks(windows, heads * group * width * width):
-        count = part.stop - part.start
-        rows = slice(part.start * width, part.stop * width)
-        keys = k[rows].view(count, width, heads, dim).permute(0, 2, 3, 1)
-        queries = q[rows].view(count, width, heads, group, dim).permute(0, 2, 3, 1, 4)
-        logits = queries.reshape(count, heads, group * width, dim) @ keys
-        weights = torch.softmax(logits.float() * scale, dim=-1)
-        # [windows, heads, width] -> [heads, windows * width]
-        out[:, rows] = (weights.sum(-2) / group).transpose(0, 1).reshape(heads, -1)
-    return out
+                yield Stretch(start, stop, width)
 
 
 def unrotate(
@@ -213,4 +195,4 @@ def unrotate(
     return torch.cat((back, rest), dim=-1)
 
 
-__all__ = ["Rotation", "key_difference", "leverage_scores", "unrotate", "window_mass"]
+__all__ = ["Rotation", "key_difference", "leverage_scores", "select", "unrotate", "window_mass"]

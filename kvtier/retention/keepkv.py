@@ -40,6 +40,8 @@ from kvtier_kernels.merging import (
     merge_paper,
 )
 from kvtier_kernels.prediction import predicted_logits, window_lse
+from kvtier_kernels.scores import select
+from kvtier_kernels.selection import answers_at_once
 
 Form = Literal["beta", "paper"]
 """How a merged entry is made, see `kvtier_kernels.merging`."""
@@ -197,7 +199,7 @@ def best(scores: torch.Tensor, count: int, protected: torch.Tensor | None = None
     scores = scores.float().nan_to_num(nan=float("-inf"), posinf=torch.finfo(torch.float32).max)
     if protected is not None:
         scores = scores.masked_fill(protected, float("inf"))
-    return torch.topk(scores, count, dim=-1, sorted=False).indices.sort(dim=-1).values
+    return select(scores, count)
 
 
 def check_span(
@@ -226,7 +228,7 @@ def check_span(
     if protected is not None:
         if tuple(protected.shape) not in ((tokens,), (heads, tokens)):
             raise UsageError("protected", f"[tokens] or {(heads, tokens)}", tuple(protected.shape))
-        if not protected.is_cuda:
+        if answers_at_once(protected):
             # What is on a device is taken as it is: asking would wait for it.
             least = max(1, int(protected.sum(-1).max()))
     if not least <= count <= tokens:

@@ -21,7 +21,13 @@ from kvtier.heads.model_config import (
 )
 from kvtier.heads.profile import load_profile
 from kvtier.retention.rules import scorer_of
-from kvtier_kernels import AttentionKernels, KernelUnavailableError, get_kernels
+from kvtier_kernels import (
+    AUTO,
+    AttentionKernels,
+    KernelUnavailableError,
+    available_kernels,
+    get_kernels,
+)
 
 NAME = "kvtier"
 logger = logging.getLogger(__name__)
@@ -152,7 +158,11 @@ def _graphs_asked_for(server_args: Any, phase: str) -> tuple[str, str | None]:
 
 
 def kernels_of(settings: Settings, server_args: Any) -> AttentionKernels:
-    """The backend that will serve. Raises ConfigurationError where this machine cannot run it."""
+    """The backend that will serve. Raises ConfigurationError for a name that there is none of, and
+    where this machine cannot run it."""
+    names = (AUTO, *available_kernels())
+    if settings.kernels not in names:
+        raise ConfigurationError("kernels", f"one of {', '.join(names)}", settings.kernels)
     try:
         return get_kernels(settings.kernels, getattr(server_args, "device", None))
     except KernelUnavailableError as error:

@@ -14,7 +14,7 @@ from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.scorers.compactor import Compactor
 from kvtier_kernels import RaggedKV
 from kvtier_kernels.merging import assign
-from kvtier_kernels.reference import ReferenceKernels
+from kvtier_kernels.reference_backend.kernels import ReferenceKernels
 
 
 def small_context():

@@ -68,8 +68,9 @@ def test_mixed_chunks_are_refused_with_streaming_only():
 
 
 def test_unknown_kernels_are_refused_before_any_model_loads():
-    with pytest.raises(ConfigurationError, match="kernels"):
-        load_settings(kernels="magic")
+    listed = "^kernels: expected one of auto, flashinfer, reference, triton, got 'magic'"
+    with pytest.raises(ConfigurationError, match=listed):
+        compat.check_server_args(server_args(), load_settings(kernels="magic"))
 
 
 def test_kernels_that_cannot_run_here_are_refused_with_what_they_need(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_graphs import make_pool
 
-from kvtier_kernels.triton_backend.dense import DensePrefixes
+from kvtier_kernels.triton_backend.attention.dense import DensePrefixes
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 from kvtier_kernels.triton_backend.launching import launch
 from kvtier_sglang.attention.warm_up import warm_up

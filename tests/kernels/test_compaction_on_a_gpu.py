@@ -15,15 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_kernels import merging
 from kvtier_kernels.bins import UNMERGED, Bins
 from kvtier_kernels.merging import Assignment, Entries, assign, compensate, merge_beta, merge_paper
 from kvtier_kernels.prediction import predicted_logits, window_lse
-from kvtier_kernels.triton_backend import bins as gpu_bins
-from kvtier_kernels.triton_backend import merging as gpu_merging
-from kvtier_kernels.triton_backend import prediction as gpu_prediction
+from kvtier_kernels.registry import AUTOMATIC
+from kvtier_kernels.triton_backend.kernels import TritonSelection
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TRITON = TritonSelection()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 seeds = st.integers(0, 10_000)
 
@@ -39,10 +38,9 @@ def tokens_first(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def kernels() -> Iterator[None]:
-    """Merging by Triton kernels, whatever the device."""
+    """Selection and merging by Triton kernels, whatever the device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merging, "_sender", lambda device: gpu_merging.send)
-        patch.setattr(merging, "_make_bins", gpu_bins.SortedBins)
+        patch.setitem(AUTOMATIC, "cpu", "triton")
         yield
 
 
@@ -174,7 +172,7 @@ def test_sorted_bins_hold_what_bins_hold(
     seed: int, tokens: int, count: int, rows: int, lost: float, dim: int
 ) -> None:
     target = make_target(seed, tokens, count, lost)
-    plain, quick = Bins(target, count), gpu_bins.SortedBins(target.to(DEVICE), count)
+    plain, quick = Bins(target, count), TRITON.bins(target.to(DEVICE), count)
     x, vectors = 60 * normal(seed, 2, rows, tokens), normal(seed + 1, 2, tokens, dim)
     weights = normal(seed + 2, 2, tokens)
     shares, mass = (part.cpu() for part in quick.log_softmax(x.to(DEVICE)))
@@ -192,7 +190,7 @@ def test_vectors_of_any_layout_and_dtype_are_mixed(dtype: torch.dtype) -> None:
     target = make_target(1, 90, 7, 0.2)
     vectors = normal(2, 90, 2, 12).to(dtype).transpose(0, 1)
     weights = normal(3, 90, 2).T
-    got = gpu_bins.SortedBins(target.to(DEVICE), 7).mix(weights.to(DEVICE), vectors.to(DEVICE))
+    got = TRITON.bins(target.to(DEVICE), 7).mix(weights.to(DEVICE), vectors.to(DEVICE))
     torch.testing.assert_close(got.cpu(), Bins(target, 7).mix(weights, vectors))
 
 
@@ -285,14 +283,13 @@ def test_the_newest_queries_predict_alike(
     keys = tokens_first(normal(seed + 1, 2, tokens, 20).to(dtype))
     votes = normal(seed + 2, 2, (1, group)[rows - 1], tokens) if rows else None
     lse = window_lse(q, keys, 0.7, votes)
-    got = gpu_prediction.window_lse(
+    got = TRITON.window_lse(
         q.to(DEVICE), keys.to(DEVICE), 0.7, None if votes is None else votes.to(DEVICE)
     )
     torch.testing.assert_close(got.cpu(), lse, rtol=1e-4, atol=1e-4)
     for normaliser in (None, lse):
         expected = predicted_logits(q, keys, 0.7, alpha, normaliser)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvtier_kernels.prediction._on_gpu", lambda keys: True)
+        with kernels():
             got = predicted_logits(
                 q.to(DEVICE),
                 keys.to(DEVICE),
@@ -305,7 +302,7 @@ def test_the_newest_queries_predict_alike(
 
 def test_many_keys_are_summed_in_stretches() -> None:
     q, keys = normal(0, 3, 1, 2, 16), normal(1, 1, 2500, 16)
-    got = gpu_prediction.window_lse(q.to(DEVICE), keys.to(DEVICE), 0.3, None)
+    got = TRITON.window_lse(q.to(DEVICE), keys.to(DEVICE), 0.3, None)
     torch.testing.assert_close(got.cpu(), window_lse(q, keys, 0.3), rtol=1e-4, atol=1e-4)
 
 

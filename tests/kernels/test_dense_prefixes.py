@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier_kernels import HeadMap, RaggedKV, Window, get_kernels
-from kvtier_kernels.triton_backend.dense import (
+from kvtier_kernels.triton_backend.attention.dense import (
     DensePrefixes,
     cudnn_attention,
     has_cudnn_attention,

@@ -18,7 +18,7 @@ from kvtier_kernels import (
     get_kernels,
     merge_states,
 )
-from kvtier_kernels.slots import plan_request
+from kvtier_kernels.reference_backend.slots import plan_request
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -353,7 +353,7 @@ def test_a_plan_covers_every_slot_once_and_leaves_votes_out_of_runs(slots, min_r
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_without_a_tiled_operator_is_the_same_in_blocks(monkeypatch, causal):
-    from kvtier_kernels import reference
+    from kvtier_kernels.reference_backend import kernels as reference
 
     q, k, v = torch.randn(3, 1, 2, 70, 16)
     mask = None if causal else torch.randn(1, 1, 70, 70)

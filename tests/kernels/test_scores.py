@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier_kernels.registry import AUTOMATIC
 from kvtier_kernels.scores import (
     Rotation,
     _whitening,
@@ -18,6 +19,8 @@ from kvtier_kernels.scores import (
     unrotate,
     window_mass,
 )
+from kvtier_kernels.selection import Stretch
+from kvtier_kernels.triton_backend.kernels import TritonSelection
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -48,20 +51,29 @@ def dense_mass(
     adjacent=st.booleans(),
 )
 def test_window_mass_on_a_gpu_is_that_of_a_cpu(seed, lengths, group, adjacent):
-    from kvtier_kernels.triton_backend import scores
-
     bounds = [0, *itertools.accumulate(lengths)]
     q, k = normal(seed, bounds[-1], 2, group, 48), normal(seed + 1, bounds[-1], 2, 48)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    windows = list(itertools.pairwise(bounds))
+    windows = [Stretch(begin, end, end - begin) for begin, end in itertools.pairwise(bounds)]
     if not adjacent:
         # The same numbers, dimensions apart.
         q, k = q.mT.contiguous().mT, k.mT.contiguous().mT
-    got = scores.window_mass(q.to(device), k.to(device), windows, 0.2)
-    for begin, end in windows:
+    got = TritonSelection().window_mass(q.to(device), k.to(device), windows, 0.2)
+    for begin, end, width in windows:
         rows = slice(begin, end)
-        expected = window_mass(q[rows], k[rows], [0, end - begin], [0], 0.2, end - begin)
+        expected = window_mass(q[rows], k[rows], [0, width], [0], 0.2, width)
         torch.testing.assert_close(got[:, rows].cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_windows_side_by_side_on_a_gpu_are_those_of_a_cpu(monkeypatch):
+    q, k = normal(1, 90, 2, 2, 16), normal(2, 90, 2, 16)
+    # Cut at multiples of 20 in the context: 10, 20, 20 and 5 rows, then 35 that begin a context.
+    cut = ([0, 55, 90], [10, 0], 0.3, 20)
+    expected = window_mass(q, k, *cut)
+    monkeypatch.setitem(AUTOMATIC, "cpu", "triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    got = window_mass(q.to(device), k.to(device), *cut).cpu()
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 @settings(max_examples=30)

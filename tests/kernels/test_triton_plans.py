@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier_kernels import RaggedKV, get_kernels
-from kvtier_kernels.triton_backend import launching, plans
+from kvtier_kernels.triton_backend import launching
+from kvtier_kernels.triton_backend.planning import plans
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvtier_kernels import RaggedKV, get_kernels
-from kvtier_kernels.triton_backend import tiles
+from kvtier_kernels.triton_backend.attention import tiles
 from kvtier_kernels.triton_backend.launching import is_interpreted
 
 SCALE = 0.2

@@ -17,7 +17,7 @@ from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.scorers import Span, select
 from kvtier.retention.scorers.compactor import Compactor
 from kvtier_kernels.scores import Rotation
-from kvtier_kernels.triton_backend.segments import segment_sum
+from kvtier_kernels.triton_backend.merging.segments import segment_sum
 
 HEADS, TOKENS, DIM = 2, 5000, 64
 

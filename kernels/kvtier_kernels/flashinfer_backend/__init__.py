@@ -10,3 +10,20 @@
 
 Scales and logarithms meet in variant.py and tables.py only.
 """
+
+from __future__ import annotations
+
+from kvtier_kernels.base import AttentionKernels
+
+
+def make_kernels() -> AttentionKernels:
+    """The backend. Raises KernelUnavailableError, or ImportError, for what this machine lacks."""
+    from kvtier_kernels.flashinfer_backend.machine import check_machine
+
+    check_machine()
+    from kvtier_kernels.flashinfer_backend.kernels import FlashInferKernels
+
+    return FlashInferKernels()
+
+
+__all__ = ["make_kernels"]

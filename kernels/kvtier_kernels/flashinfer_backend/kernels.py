@@ -10,8 +10,9 @@ share that (`FlashInferPlan`). It cannot be recorded by CUDA graphs, so `plan_on
 there; what runs after planning can.
 
 The Triton kernels serve what FlashInfer does not: streaming windows, head dimensions other than 64,
-128 and 256, float32 queries, K and V in layouts that differ (`limits.fits`), and merging, whose
-FlashInfer kernel has no room for many heads of dimension 256.
+128 and 256, float32 queries, K and V in layouts that differ (`limits.fits`), selection, of which
+FlashInfer has nothing, and merging of states, for which its kernel has no room with many heads of
+dimension 256.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from kvtier_kernels.flashinfer_backend.wrappers import (
 from kvtier_kernels.states import empty_state
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 from kvtier_kernels.triton_backend.launching import to_device
-from kvtier_kernels.triton_backend.plans import TritonPlan
+from kvtier_kernels.triton_backend.planning.plans import TritonPlan
 
 
 @dataclass(eq=False)
@@ -72,6 +73,7 @@ class FlashInferKernels(AttentionKernels):
 
     def __init__(self, make: Make = make_wrapper) -> None:
         self._triton = TritonKernels()
+        self.selection = self._triton.selection
         self._wrappers = Wrappers(make)
 
     def plan(

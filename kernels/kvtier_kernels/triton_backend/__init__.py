@@ -1,14 +1,29 @@
 """The backend `triton`. Launchers check and prepare in Python, the kernels are compiled:
 
     launching.py   how any kernel is started, and what this device is
-    kernels.py     attention, the contract's face; its plans in plans.py
-                   -> decode.py, extend.py, merge.py, and for plans schedule.py, tables.py
-    scores.py      window mass                        -> mass.py
-    merging.py     where dropped entries go           -> nearest.py
-    bins.py        sums over the entries of a bin     -> segments.py
-    prediction.py  logits that later queries may have -> newest.py
-    entries.py     tiles of keys, values and votes, and softmax.py what is computed of them
+    kernels.py     the contract's face, attention and selection
+    planning/      plans.py, on_device.py             -> schedule.py, tables.py
+    attention/     by_slots.py, dense.py, output.py   -> decode.py, extend.py, merge.py, store.py
+    selection/     window_mass.py, prediction.py      -> mass.py, newest.py
+    merging/       homes.py, bins.py                  -> nearest.py, segments.py
+    softmax.py     what kernels compute of a tile; attention/entries.py loads its entries
     ahead.py       compiles all of it for a GPU that is not there
 
 Run `ahead` after changing a kernel: it says whether its loops still keep to the registers.
 """
+
+from __future__ import annotations
+
+from kvtier_kernels.base import AttentionKernels
+
+
+def make_kernels() -> AttentionKernels:
+    """The backend. Raises KernelUnavailableError, or ImportError, for what this machine lacks."""
+    from kvtier_kernels.triton_backend.kernels import TritonKernels
+    from kvtier_kernels.triton_backend.launching import check_device
+
+    check_device()
+    return TritonKernels()
+
+
+__all__ = ["make_kernels"]

@@ -23,13 +23,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kvtier_kernels.base import AttentionState, HeadMap, RaggedKV, Window
-from kvtier_kernels.triton_backend.bins import SortedBins
+from kvtier_kernels.selection import SelectionKernels, Stretch
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 from kvtier_kernels.triton_backend.launching import Launch, is_interpreted
-from kvtier_kernels.triton_backend.merging import send
-from kvtier_kernels.triton_backend.plans import schedule_for
-from kvtier_kernels.triton_backend.prediction import predicted_logits, window_lse
-from kvtier_kernels.triton_backend.scores import window_mass
+from kvtier_kernels.triton_backend.planning.plans import schedule_for
 
 HOPPER = 90
 # Ada: before it, Triton has no such numbers.
@@ -165,25 +162,25 @@ def _use(
         many = kernels.plan(torch.arange(entries), range(MANY_REQUESTS + 1))
         schedule_for(launch, many, heads)
         q, own = q[:, :heads], own[:, :heads]
-        window_mass(q, own, [(0, new)], 0.1, launch)
-        _use_merging(launch, own.transpose(0, 1), q)
+        kernels.selection.window_mass(q, own, [Stretch(0, new, new)], 0.1)
+        _use_merging(kernels.selection, own.transpose(0, 1), q)
 
 
-def _use_merging(launch: Launch, keys: torch.Tensor, q: torch.Tensor) -> None:
+def _use_merging(kernels: SelectionKernels, keys: torch.Tensor, q: torch.Tensor) -> None:
     """keys `[heads, tokens, dim]`, q `[w, heads, group, dim]`."""
     heads, tokens, _ = keys.shape
     group, count = q.shape[2], 16
     homes, lengths = keys[:, :count], torch.ones(heads, count)
     dropped = torch.arange(count, tokens).expand(heads, -1)
     target = torch.arange(tokens).remainder(count).expand(heads, -1).contiguous()
-    send(keys, dropped, homes, lengths, lengths < 0, 0.5, target, launch)
-    bins = SortedBins(target, count, launch)
+    kernels.find_homes(keys, dropped, homes, lengths, lengths < 0, 0.5, target)
+    bins = kernels.bins(target, count)
     logits = torch.zeros(heads, group, tokens)
     bins.log_softmax(logits)
     bins.sum(logits)
     bins.mix(logits[:, 0], keys)
-    predicted_logits(q, keys, 0.1, torch.zeros(heads, group, len(q)), launch)
-    window_lse(q, keys, 0.1, None, launch)
+    kernels.predicted_logits(q, keys, 0.1, torch.zeros(heads, group, len(q)))
+    kernels.window_lse(q, keys, 0.1, None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

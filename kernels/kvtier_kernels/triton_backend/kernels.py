@@ -1,8 +1,6 @@
-"""The backend `triton`: plan-free ragged attention on a GPU, replayable by CUDA graphs.
+"""The backend `triton`: ragged attention on a GPU, replayable by CUDA graphs, and selection.
 
-Decoding is split KV in two stages over equal stretches of entries (`schedule`, `decode`, `merge`);
-extending is one pass over prefix and causal tail (`extend`), cut in splits where there are few new
-tokens. On a CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1): for tests.
+On a CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1): for tests.
 """
 
 from __future__ import annotations
@@ -13,37 +11,65 @@ import torch
 import triton
 
 from kvtier_kernels.base import AttentionKernels, AttentionState, HeadMap, RaggedKV, Window
-from kvtier_kernels.triton_backend.decode import decode_units
-from kvtier_kernels.triton_backend.dense import CUDNN, DensePrefixes, has_cudnn_attention
-from kvtier_kernels.triton_backend.extend import extend_blocks
-from kvtier_kernels.triton_backend.launching import (
-    Launch,
-    dim_contiguous,
-    has_wide_products,
-    is_ieee,
-    launch,
-    to_device,
-)
-from kvtier_kernels.triton_backend.merge import merge_two
-from kvtier_kernels.triton_backend.output import Output, merged, state_buffers
-from kvtier_kernels.triton_backend.plans import (
-    TritonPlan,
-    fill_schedule,
-    row_blocks,
-    schedule_for,
-    table_of,
-)
-from kvtier_kernels.triton_backend.store import store_entries
-from kvtier_kernels.triton_backend.tables import count_kept, write_kept
-from kvtier_kernels.triton_backend.tiles import decode_entries, extend_tile, num_splits
+from kvtier_kernels.bins import Bins
+from kvtier_kernels.selection import SelectionKernels, Stretch
+from kvtier_kernels.triton_backend.attention import by_slots
+from kvtier_kernels.triton_backend.attention.dense import CUDNN, DensePrefixes, has_cudnn_attention
+from kvtier_kernels.triton_backend.attention.merge import merge_two
+from kvtier_kernels.triton_backend.attention.output import Output
+from kvtier_kernels.triton_backend.attention.store import store_entries
+from kvtier_kernels.triton_backend.launching import Launch, dim_contiguous, launch, to_device
+from kvtier_kernels.triton_backend.merging.bins import SortedBins
+from kvtier_kernels.triton_backend.merging.homes import find_homes
+from kvtier_kernels.triton_backend.planning.on_device import fill_plan
+from kvtier_kernels.triton_backend.planning.plans import TritonPlan
+from kvtier_kernels.triton_backend.selection.prediction import predicted_logits, window_lse
+from kvtier_kernels.triton_backend.selection.window_mass import window_mass
 
-# Columns of a slot table per program.
-TABLE_BLOCK = 1024
-# Of a thread. Told nothing, ptxas spills to fit two programs where shared memory has room for one.
-ALL_REGISTERS = 255
 MERGE_ROWS = 8
 # Tokens of a program that stores new ones.
 STORE_TOKENS = 16
+
+
+class TritonSelection(SelectionKernels):
+    """Scores, homes and bins on a GPU: no logits and no similarities in memory."""
+
+    def __init__(self, launch: Launch = launch) -> None:
+        self._launch = launch
+
+    def window_mass(
+        self, q: torch.Tensor, k: torch.Tensor, stretches: Sequence[Stretch], scale: float
+    ) -> torch.Tensor:
+        return window_mass(self._launch, q, k, stretches, scale)
+
+    def predicted_logits(
+        self, q_window: torch.Tensor, keys: torch.Tensor, scale: float, offset: torch.Tensor
+    ) -> torch.Tensor:
+        return predicted_logits(self._launch, q_window, keys, scale, offset)
+
+    def window_lse(
+        self,
+        q_window: torch.Tensor,
+        keys: torch.Tensor,
+        scale: float,
+        log_votes: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return window_lse(self._launch, q_window, keys, scale, log_votes)
+
+    def find_homes(
+        self,
+        keys: torch.Tensor,
+        dropped: torch.Tensor,
+        homes: torch.Tensor,
+        lengths: torch.Tensor,
+        closed: torch.Tensor,
+        floor: float,
+        target: torch.Tensor,
+    ) -> None:
+        find_homes(self._launch, keys, dropped, homes, lengths, closed, floor, target)
+
+    def bins(self, target: torch.Tensor, count: int) -> Bins:
+        return SortedBins(target, count, self._launch)
 
 
 class TritonKernels(AttentionKernels):
@@ -54,6 +80,7 @@ class TritonKernels(AttentionKernels):
 
     def __init__(self, launch: Launch = launch, dense: DensePrefixes | None = None) -> None:
         """dense: computes long prefixes on any device. None: cuDNN does, where it can."""
+        self.selection = TritonSelection(launch)
         self._launch = launch
         self._dense = dense
 
@@ -78,7 +105,7 @@ class TritonKernels(AttentionKernels):
         voted: bool = False,
         into: TritonPlan | None = None,
     ) -> TritonPlan:
-        requests, device = rows.numel(), table.device
+        requests = rows.numel()
         if into is not None and (
             into.requests != requests or into.slots.numel() < requests * max_length
         ):
@@ -86,20 +113,10 @@ class TritonKernels(AttentionKernels):
                 f"into: expected a plan of {requests} requests with room for "
                 f"{requests * max_length} entries, got {into.requests} and {into.slots.numel()}"
             )
-        blocks = triton.cdiv(max_length, TABLE_BLOCK)
         if into is None:
-            slots = torch.empty(requests * max_length, dtype=torch.int32, device=device)
+            slots = torch.empty(requests * max_length, dtype=torch.int32, device=table.device)
             into = self.empty_plan(slots, requests, voted=voted)
-        counts = torch.empty(requests, blocks, dtype=torch.int32, device=device)
-        arguments = (table, table if image is None else image, rows, lengths, counts)
-        options = {"BLOCK": TABLE_BLOCK, "IMAGE": image is not None}
-        grid = (requests, blocks)
-        self._launch(count_kept, grid, *arguments, table.stride(0), blocks, **options)
-        ends = counts.view(-1).cumsum(0)
-        outcome = (ends, into.slots, into.indptr)
-        self._launch(write_kept, grid, *arguments, *outcome, table.stride(0), blocks, **options)
-        for schedule in into.schedules.values():
-            fill_schedule(self._launch, schedule, into)
+        fill_plan(self._launch, into, table, rows, lengths, max_length, image)
         return into
 
     def empty_plan(self, slots: torch.Tensor, requests: int, *, voted: bool) -> TritonPlan:
@@ -133,7 +150,7 @@ class TritonKernels(AttentionKernels):
     def decode(
         self, q: torch.Tensor, kv: RaggedKV, plan: TritonPlan, scale: float
     ) -> AttentionState:
-        return self._decode(q, kv, plan, scale, Output(q))
+        return by_slots.decode(self._launch, q, kv, plan, scale, Output(q))
 
     def decode_heads(
         self,
@@ -144,7 +161,7 @@ class TritonKernels(AttentionKernels):
         heads: HeadMap,
         out: torch.Tensor,
     ) -> None:
-        self._decode(q, kv, plan, scale, Output(q, heads, out))
+        by_slots.decode(self._launch, q, kv, plan, scale, Output(q, heads, out))
 
     def extend(
         self,
@@ -181,167 +198,6 @@ class TritonKernels(AttentionKernels):
         output = Output(q, heads, out)
         self._extend(q, k_new, v_new, q_indptr, kv, plan, scale, output, window)
 
-    def _decode(
-        self, q: torch.Tensor, kv: RaggedKV, plan: TritonPlan, scale: float, output: Output
-    ) -> AttentionState:
-        requests, _, group, dim = q.shape
-        heads = output.num_heads
-        q = dim_contiguous(q)
-        k, v = dim_contiguous(kv.k), dim_contiguous(kv.v)
-        schedule = schedule_for(self._launch, plan, heads)
-        part_o, part_lse = state_buffers((schedule.max_units, heads, group, dim), q.device)
-        mode, votes, strides = _votes(kv, plan)
-        ieee = is_ieee(q)
-        self._launch(
-            decode_units,
-            (schedule.max_units, heads),
-            q,
-            k,
-            v,
-            votes,
-            plan.slots,
-            plan.indptr,
-            schedule.units_indptr,
-            schedule.unit_request,
-            schedule.stretch,
-            output.head_ids,
-            part_o,
-            part_lse,
-            scale,
-            requests,
-            *q.stride()[:3],
-            *k.stride()[:2],
-            *v.stride()[:2],
-            *strides,
-            GROUP=group,
-            DIM=dim,
-            BLOCK_G=max(16, triton.next_power_of_2(group)),
-            BLOCK_D=max(16, triton.next_power_of_2(dim)),
-            BLOCK_N=decode_entries(ieee),
-            VOTES=mode,
-            IEEE=ieee,
-            MAPPED=output.mapped,
-            num_warps=4,
-            num_stages=3,
-        )
-        return merged(self._launch, part_o, part_lse, schedule.units_indptr, output)
-
-    def _extend(
-        self,
-        q: torch.Tensor,
-        k_new: torch.Tensor,
-        v_new: torch.Tensor,
-        q_indptr: Sequence[int],
-        kv: RaggedKV,
-        plan: TritonPlan,
-        scale: float,
-        output: Output,
-        window: Window | None,
-    ) -> AttentionState:
-        # A library knows neither windows nor votes.
-        plain = window is None and not plan.voted
-        dense = self._dense_for(q) if plain else None
-        division = None if dense is None else dense.divide(plan, q_indptr)
-        if dense is None or division is None:
-            return self._extend_by_slots(q, k_new, v_new, q_indptr, kv, plan, scale, output, window)
-        parts, rest = division
-        heads = output.heads_of_q
-        if rest is None:
-            state = AttentionState(*output.buffers())
-            dense.new_tokens(parts, q, k_new, v_new, scale, heads, state)
-        else:
-            state = self._extend_by_slots(q, k_new, v_new, q_indptr, kv, rest, scale, output, None)
-        dense.add(parts, q, kv, scale, heads, state)
-        return state
-
-    def _dense_for(self, q: torch.Tensor) -> DensePrefixes | None:
-        if self._dense is None and has_cudnn_attention(q):
-            return CUDNN
-        return self._dense
-
-    def _extend_by_slots(
-        self,
-        q: torch.Tensor,
-        k_new: torch.Tensor,
-        v_new: torch.Tensor,
-        q_indptr: Sequence[int],
-        kv: RaggedKV,
-        plan: TritonPlan,
-        scale: float,
-        output: Output,
-        window: Window | None,
-    ) -> AttentionState:
-        assert plan.bounds is not None, "a plan for graphs is for decoding"
-        tokens, _, group, dim = q.shape
-        heads = output.num_heads
-        q, k_new, v_new = (dim_contiguous(x) for x in (q, k_new, v_new))
-        k, v = dim_contiguous(kv.k), dim_contiguous(kv.v)
-        ieee = is_ieee(q)
-        mode, votes, strides = _votes(kv, plan)
-        tile = extend_tile(dim, ieee, laden=ieee or window is not None or mode == 2)
-        block_rows, block_entries = tile.rows, tile.entries
-        blocks = row_blocks(plan, q_indptr, group, block_rows)
-        num_blocks = blocks.shape[1]
-        splits = num_splits(num_blocks * heads, plan.bounds, q.device)
-        if splits == 1:
-            o, lse = output.buffers()
-        else:
-            o, lse = state_buffers((tokens * splits, heads, group, dim), q.device)
-        rows = table_of(plan, tuple(q_indptr))
-        positions, settled, starts = plan.slots, plan.slots, plan.indptr
-        sink, recent = 0, 0
-        if window is not None:
-            positions, settled = window.positions, window.settled.view(torch.uint8)
-            starts = table_of(plan, tuple(window.q_start))
-            sink, recent = window.sink_tokens, window.recent_tokens
-        self._launch(
-            extend_blocks,
-            (num_blocks, heads, splits),
-            q,
-            k_new,
-            v_new,
-            k,
-            v,
-            votes,
-            plan.slots,
-            plan.indptr,
-            rows,
-            blocks[0],
-            blocks[1],
-            positions,
-            settled,
-            starts,
-            output.head_ids,
-            o,
-            lse,
-            scale,
-            o.shape[1],
-            sink,
-            recent,
-            *q.stride()[:3],
-            *k_new.stride()[:2],
-            *v_new.stride()[:2],
-            *k.stride()[:2],
-            *v.stride()[:2],
-            *strides,
-            GROUP=group,
-            DIM=dim,
-            BLOCK_M=block_rows,
-            BLOCK_D=max(16, triton.next_power_of_2(dim)),
-            BLOCK_N=block_entries,
-            VOTES=mode,
-            WINDOW=window is not None,
-            IEEE=ieee,
-            MAPPED=output.mapped,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            maxnreg=None if dim <= 128 or has_wide_products() else ALL_REGISTERS,
-        )
-        if splits == 1:
-            return AttentionState(o, lse)
-        parts = torch.arange(0, tokens * splits + 1, splits, dtype=torch.int32, device=q.device)
-        return merged(self._launch, o, lse, parts, output)
-
     def merge_states(self, a: AttentionState, b: AttentionState) -> AttentionState:
         dim = a.o.shape[-1]
         rows = a.lse.numel()
@@ -363,15 +219,42 @@ class TritonKernels(AttentionKernels):
         )
         return AttentionState(o, lse)
 
+    def _extend(
+        self,
+        q: torch.Tensor,
+        k_new: torch.Tensor,
+        v_new: torch.Tensor,
+        q_indptr: Sequence[int],
+        kv: RaggedKV,
+        plan: TritonPlan,
+        scale: float,
+        output: Output,
+        window: Window | None,
+    ) -> AttentionState:
+        # A library knows neither windows nor votes.
+        plain = window is None and not plan.voted
+        dense = self._dense_for(q) if plain else None
+        division = None if dense is None else dense.divide(plan, q_indptr)
+        if dense is None or division is None:
+            return by_slots.extend(
+                self._launch, q, k_new, v_new, q_indptr, kv, plan, scale, output, window
+            )
+        parts, rest = division
+        heads = output.heads_of_q
+        if rest is None:
+            state = AttentionState(*output.buffers())
+            dense.new_tokens(parts, q, k_new, v_new, scale, heads, state)
+        else:
+            state = by_slots.extend(
+                self._launch, q, k_new, v_new, q_indptr, kv, rest, scale, output, None
+            )
+        dense.add(parts, q, kv, scale, heads, state)
+        return state
 
-def _votes(kv: RaggedKV, plan: TritonPlan) -> tuple[int, torch.Tensor, tuple[int, int, int]]:
-    """How votes come, themselves (or any tensor, not read), and their strides."""
-    votes = kv.log_votes
-    if votes is None or not plan.voted:
-        return 0, kv.k, (0, 0, 0)
-    if votes.ndim == 1:
-        return 1, votes, (votes.stride(0), 0, 0)
-    return 2, votes, (votes.stride(0), votes.stride(1), votes.stride(2))
+    def _dense_for(self, q: torch.Tensor) -> DensePrefixes | None:
+        if self._dense is None and has_cudnn_attention(q):
+            return CUDNN
+        return self._dense
 
 
-__all__ = ["TritonKernels"]
+__all__ = ["TritonKernels", "TritonSelection"]

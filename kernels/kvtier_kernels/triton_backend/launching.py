@@ -10,7 +10,7 @@ import torch
 import triton
 
 from kvtier_kernels.base import KernelUnavailableError
-from kvtier_kernels.triton_backend.decode import decode_units
+from kvtier_kernels.triton_backend.softmax import log_of
 
 # Without a GPU: as many as the smallest current one has.
 INTERPRETED_SMS = 16
@@ -34,7 +34,7 @@ def check_device() -> None:
 
 def is_interpreted() -> bool:
     """Whether Triton was told, before it was imported, to run its kernels in Python."""
-    return not isinstance(decode_units, triton.JITFunction)
+    return not isinstance(log_of, triton.JITFunction)
 
 
 @functools.cache

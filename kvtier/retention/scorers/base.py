@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch.nn import functional
 
-from kvtier_kernels.scores import Rotation
+from kvtier_kernels.scores import Rotation, select
 
 if TYPE_CHECKING:
     from typing import Self
@@ -94,15 +94,6 @@ class TokenScorer(ABC):
     @abstractmethod
     def score(self, span: Span) -> torch.Tensor:
         """Float32 `[heads, tokens]`, higher = keep. Only the order within a head matters."""
-
-
-def select(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` best tokens of every head in order of position: int64 `[heads, count]`.
-
-    scores: `[heads, tokens]`
-    """
-    best = torch.topk(scores, count, dim=-1, sorted=False).indices
-    return best.sort(dim=-1).values
 
 
 def z_score(x: torch.Tensor) -> torch.Tensor:

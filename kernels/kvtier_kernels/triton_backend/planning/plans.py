@@ -11,7 +11,7 @@ import torch
 import triton
 
 from kvtier_kernels.triton_backend.launching import Launch, multiprocessors, to_device
-from kvtier_kernels.triton_backend.schedule import schedule_units
+from kvtier_kernels.triton_backend.planning.schedule import schedule_units
 
 # Entries of a unit are a multiple of this: fewer cost more in merging than they gain in balance.
 LEAST_STRETCH = 256

@@ -1,4 +1,4 @@
-"""`kvtier_kernels.prediction` on a GPU: two kernels, and what they have in common."""
+"""The newest queries over all keys: two kernels, and what they have in common."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import triton
 
-from kvtier_kernels.triton_backend.launching import Launch, dim_contiguous, is_ieee, launch
-from kvtier_kernels.triton_backend.newest import mean_of_queries, sum_over_keys
+from kvtier_kernels.triton_backend.launching import Launch, dim_contiguous, is_ieee
+from kvtier_kernels.triton_backend.selection.newest import mean_of_queries, sum_over_keys
 
 _BLOCK_QUERIES = 32
 _BLOCK_ROWS = 64
@@ -20,19 +20,18 @@ _STRETCH = 1024
 
 
 def predicted_logits(
+    launch: Launch,
     q_window: torch.Tensor,
     keys: torch.Tensor,
     scale: float,
     offset: torch.Tensor,
-    run: Launch = launch,
 ) -> torch.Tensor:
-    """`[heads, group, tokens]`: log-sum-exp over the window of its logits and `offset`
-    `[heads, group, w]`."""
+    """See `SelectionKernels.predicted_logits`."""
     window, heads, group, _ = q_window.shape
     tokens = keys.shape[1]
     q_window, keys, options = _prepared(q_window, keys)
     out = torch.empty(heads, group, tokens, device=keys.device)
-    run(
+    launch(
         mean_of_queries,
         (triton.cdiv(tokens, options["BLOCK_N"]), heads),
         q_window,
@@ -51,14 +50,13 @@ def predicted_logits(
 
 
 def window_lse(
+    launch: Launch,
     q_window: torch.Tensor,
     keys: torch.Tensor,
     scale: float,
     log_votes: torch.Tensor | None,
-    run: Launch = launch,
 ) -> torch.Tensor:
-    """`[w, heads, group]`: log-sum-exp of each query over all keys, with votes `[heads, group or 1,
-    tokens]`."""
+    """See `SelectionKernels.window_lse`."""
     window, heads, group, _ = q_window.shape
     tokens = keys.shape[1]
     stretches = triton.cdiv(tokens, _STRETCH)
@@ -68,7 +66,7 @@ def window_lse(
     if log_votes is not None:
         votes = log_votes.float().contiguous()
         strides = (votes.stride(0), votes.stride(1) if votes.shape[1] == group else 0)
-    run(
+    launch(
         sum_over_keys,
         (stretches, heads, triton.cdiv(window * group, _BLOCK_ROWS)),
         q_window,

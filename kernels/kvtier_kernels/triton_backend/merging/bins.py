@@ -6,8 +6,8 @@ import torch
 import triton
 
 from kvtier_kernels.bins import Bins
-from kvtier_kernels.triton_backend.launching import Launch, launch
-from kvtier_kernels.triton_backend.segments import segment_softmax, segment_sum
+from kvtier_kernels.triton_backend.launching import Launch
+from kvtier_kernels.triton_backend.merging.segments import segment_softmax, segment_sum
 
 # Numbers of a program's tile: bins hold a handful of entries, few of them hundreds.
 _TILE = 2048
@@ -17,14 +17,14 @@ _SOFTMAX_ENTRIES = 32
 class SortedBins(Bins):
     """The bins of one assignment, their entries together and in order."""
 
-    def __init__(self, target: torch.Tensor, count: int, run: Launch = launch) -> None:
+    def __init__(self, target: torch.Tensor, count: int, launch: Launch) -> None:
         super().__init__(target, count)
         heads, tokens = target.shape
         device = target.device
         bins, order = self._flat.flatten().int().sort(stable=True)
         first = tokens * torch.arange(heads, device=device)
         edges = torch.arange(heads * (count + 1) + 1, dtype=torch.int32, device=device)
-        self._run = run
+        self._launch = launch
         self._order = (order.view(heads, tokens) - first.unsqueeze(1)).int()
         self._bounds = torch.searchsorted(bins, edges, out_int32=True)
 
@@ -37,7 +37,7 @@ class SortedBins(Bins):
         shares = x - lost
         mass = x.new_empty(heads, rows, self.count + 1)
         mass[..., self.count :] = lost
-        self._run(
+        self._launch(
             segment_softmax,
             (self.count, heads),
             x,
@@ -71,7 +71,7 @@ class SortedBins(Bins):
         columns = triton.next_power_of_2(dim)
         if weights is not None and weights.stride(1) != 1:
             weights = weights.contiguous()
-        self._run(
+        self._launch(
             segment_sum,
             (self.count, heads),
             x,

@@ -9,8 +9,8 @@ import torch
 import triton
 
 from kvtier_kernels.base import AttentionState, HeadMap
+from kvtier_kernels.triton_backend.attention.merge import merge_parts
 from kvtier_kernels.triton_backend.launching import Launch
-from kvtier_kernels.triton_backend.merge import merge_parts
 
 MERGE_PARTS = 32
 

@@ -1,4 +1,4 @@
-"""The reference backend: plain PyTorch, any device, no padding, no copy of long runs.
+"""The backend `reference`: plain PyTorch, any device, no padding, no copy of long runs.
 
 Its speed on a CPU matters (it serves the engine there), its clarity matters more: the other
 backends are tested against it.
@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from kvtier_kernels.base import AttentionKernels, AttentionState, RaggedKV, Window
-from kvtier_kernels.slots import RequestSlots, plan_batch, plan_request
+from kvtier_kernels.reference_backend.selection import ReferenceSelection
+from kvtier_kernels.reference_backend.slots import RequestSlots, plan_batch, plan_request
 from kvtier_kernels.states import empty_state, merge_states
 
 # Queries per block of the banded attention of streaming prefill.
@@ -26,6 +27,7 @@ Plan = tuple[RequestSlots, ...]
 
 class ReferenceKernels(AttentionKernels):
     name = "reference"
+    selection = ReferenceSelection()
 
     def plan(
         self,

@@ -14,7 +14,7 @@ from kvtier_kernels.triton_backend.launching import (
     is_interpreted,
     multiprocessors,
 )
-from kvtier_kernels.triton_backend.plans import LEAST_STRETCH
+from kvtier_kernels.triton_backend.planning.plans import LEAST_STRETCH
 
 MAX_SPLITS = 16
 # Entries of a decode program's tile: few, so that it loads one while it computes with another, and

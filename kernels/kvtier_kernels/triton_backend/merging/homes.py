@@ -1,4 +1,4 @@
-"""`kvtier_kernels.merging.Send` on a GPU."""
+"""Where dropped entries go, by one kernel."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvtier_kernels.triton_backend.launching import (
     dim_contiguous,
     has_wide_products,
     is_ieee,
-    launch,
 )
-from kvtier_kernels.triton_backend.nearest import nearest_home
+from kvtier_kernels.triton_backend.merging.nearest import nearest_home
 
 _MULTIPLIED = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def send(
+def find_homes(
+    launch: Launch,
     keys: torch.Tensor,
     dropped: torch.Tensor,
     homes: torch.Tensor,
@@ -25,9 +25,8 @@ def send(
     closed: torch.Tensor,
     floor: float,
     target: torch.Tensor,
-    run: Launch = launch,
 ) -> None:
-    """See `kvtier_kernels.merging.Send`. float16 and bfloat16 keys are multiplied as they are, by
+    """See `SelectionKernels.find_homes`. float16 and bfloat16 keys are multiplied as they are, by
     tensor cores that sum in float32; others in float32."""
     if keys.dtype not in _MULTIPLIED:
         keys, homes = keys.float(), homes.float()
@@ -37,7 +36,7 @@ def send(
     inverse = lengths.clamp_min(1e-12).reciprocal().masked_fill_(closed, torch.nan)
     ieee = is_ieee(keys)
     rows, columns = _tile(dim, ieee)
-    run(
+    launch(
         nearest_home,
         (triton.cdiv(rest, rows), heads),
         keys,
@@ -70,4 +69,4 @@ def _tile(dim: int, ieee: bool) -> tuple[int, int]:
     return (128, 32) if dim <= 128 else (64, 64)
 
 
-__all__ = ["send"]
+__all__ = ["find_homes"]

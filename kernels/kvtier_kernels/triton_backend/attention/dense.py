@@ -20,7 +20,7 @@ from torch.backends import cuda as sdpa
 
 from kvtier_kernels.base import AttentionState, RaggedKV
 from kvtier_kernels.triton_backend.launching import has_wide_products, is_interpreted, to_device
-from kvtier_kernels.triton_backend.plans import TritonPlan
+from kvtier_kernels.triton_backend.planning.plans import TritonPlan
 
 
 class DenseAttention(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtier_kernels.triton_backend.entries import load_entries, load_keys, with_votes
+from kvtier_kernels.triton_backend.attention.entries import load_entries, load_keys, with_votes
 from kvtier_kernels.triton_backend.softmax import absorb, normalise, tile_logits
 
 

@@ -1,4 +1,4 @@
-"""`kvtier_kernels.scores.window_mass` on a GPU."""
+"""Window mass: rows first, then columns."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from collections.abc import Sequence
 import torch
 import triton
 
-from kvtier_kernels.triton_backend.launching import (
-    Launch,
-    dim_contiguous,
-    is_ieee,
-    launch,
-    to_device,
-)
-from kvtier_kernels.triton_backend.mass import window_columns, window_rows
+from kvtier_kernels.selection import Stretch
+from kvtier_kernels.triton_backend.launching import Launch, dim_contiguous, is_ieee, to_device
+from kvtier_kernels.triton_backend.selection.mass import window_columns, window_rows
 
 BLOCK_ROWS = 64
 BLOCK_COLUMNS = 64
@@ -23,25 +18,22 @@ BLOCK_COLUMNS_IEEE = 32
 
 
 def window_mass(
+    launch: Launch,
     q: torch.Tensor,
     k: torch.Tensor,
-    windows: Sequence[tuple[int, int]],
+    stretches: Sequence[Stretch],
     scale: float,
-    run: Launch = launch,
 ) -> torch.Tensor:
-    """The mass of every token in its window.
-
-    q: `[tokens, heads, group, dim]`; k: `[tokens, heads, dim]`; windows: (begin, end) rows, which
-    cover every token once. Returns float32 `[heads, tokens]`.
-    """
+    """See `SelectionKernels.window_mass`."""
     tokens, heads, group, dim = q.shape
     q, k = dim_contiguous(q), dim_contiguous(k)
     logs = torch.empty(tokens, heads, group, dtype=torch.float32, device=q.device)
     mass = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
-    if not windows:
+    if not stretches:
         return mass
+    windows = [(b, b + width) for begin, end, width in stretches for b in range(begin, end, width)]
     begins, ends = to_device(list(zip(*windows, strict=True)), q.device)
-    longest = max(end - begin for begin, end in windows)
+    longest = max(stretch.width for stretch in stretches)
     strides = (*q.stride()[:3], *k.stride()[:2])
     ieee = is_ieee(q)
     columns = BLOCK_COLUMNS_IEEE if ieee else BLOCK_COLUMNS
@@ -56,9 +48,9 @@ def window_mass(
         "num_stages": 2,
     }
     grid = (len(windows), heads, triton.cdiv(longest * group, BLOCK_ROWS))
-    run(window_rows, grid, q, k, begins, ends, logs, scale, *strides, **options)
+    launch(window_rows, grid, q, k, begins, ends, logs, scale, *strides, **options)
     grid = (len(windows), heads, triton.cdiv(longest, columns))
-    run(window_columns, grid, q, k, begins, ends, logs, mass, scale, tokens, *strides, **options)
+    launch(window_columns, grid, q, k, begins, ends, logs, mass, scale, tokens, *strides, **options)
     return mass
 
 

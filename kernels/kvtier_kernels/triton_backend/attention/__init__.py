@@ -1,0 +1,1 @@
+"""Attention over entries by slot, and over long prefixes by a library."""

@@ -1,0 +1,1 @@
+"""Where dropped entries go, and sums over those that share a home."""

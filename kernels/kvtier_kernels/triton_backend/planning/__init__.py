@@ -1,0 +1,1 @@
+"""Slot tables on the device, and how decoding over them is cut."""

@@ -1,0 +1,1 @@
+"""Scores of tokens: window mass, and what the newest queries look for."""
