@@ -1,7 +1,7 @@
 """A blocking client of one tier service.
 
 Every method has a deadline, for all that it asks of the service together, and raises a TierError;
-what to do about it (nothing, mostly) is decided above, in kvtier.tier.link. Thread-safe.
+what to do about it (nothing, mostly) is decided above, in kvtier.tier.link.link. Thread-safe.
 
 Payloads never pass through memory that the caller did not choose: `get` lands them in buffers that
 it names, and checks them there.
@@ -26,12 +26,14 @@ from kvtier.errors import (
     TierUnavailableError,
     UsageError,
 )
-from kvtier.tier.blob import Bytes, checksum
-from kvtier.tier.channel import RenewedTls, TlsFiles, TlsPaths, check_owner, open_channel
-from kvtier.tier.deadline import Deadline
-from kvtier.tier.framing import frame_chunk, frame_stub
-from kvtier.tier.landing import Arriving, Land, Landing, Offer
-from kvtier.tier.protocol import (
+from kvtier.tier.blobs.payload import Bytes, checksum
+from kvtier.tier.transport.channel import RenewedTls, TlsFiles, TlsPaths, check_owner, open_channel
+from kvtier.tier.transport.deadline import Deadline
+from kvtier.tier.transport.landing import Arriving, Land, Landing, Offer
+from kvtier.tier.transport.shared_gets import SharedGets
+from kvtier.tier.transport.shared_memory import SharedMemory, copy
+from kvtier.tier.wire.framing import frame_chunk, frame_stub
+from kvtier.tier.wire.protocol import (
     DEFAULT_NAMESPACE,
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
@@ -39,9 +41,7 @@ from kvtier.tier.protocol import (
     PROTOCOL_VERSION,
     check_version,
 )
-from kvtier.tier.samehost import SharedGets
-from kvtier.tier.shared import SharedMemory, copy
-from kvtier.tier.status import error_of
+from kvtier.tier.wire.status import error_of
 from kvtier.v1 import tier_pb2 as pb
 from kvtier.v1 import tier_pb2_grpc
 

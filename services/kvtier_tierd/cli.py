@@ -14,11 +14,11 @@ from pathlib import Path
 
 from kvtier.errors import KvtierError, UsageError
 from kvtier.sizes import parse_size
-from kvtier_tierd.namespaces import Limits
+from kvtier_tierd.limits.namespaces import Limits
 from kvtier_tierd.options import TierOptions
 from kvtier_tierd.server import TierServer
 from kvtier_tierd.store_registry import STORES
-from kvtier_tierd.stores.mooncake_link import MooncakeOptions
+from kvtier_tierd.stores.mooncake.link import MooncakeOptions
 
 # Of malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

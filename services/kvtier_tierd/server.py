@@ -16,22 +16,22 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvtier.errors import TierUnavailableError
-from kvtier.tier.framing import SERVICE_NAME, framed_handlers
-from kvtier.tier.protocol import MAX_QUERIES_BYTES, MESSAGE_OVERHEAD_BYTES
+from kvtier.tier.wire.framing import SERVICE_NAME, framed_handlers
+from kvtier.tier.wire.protocol import MAX_QUERIES_BYTES, MESSAGE_OVERHEAD_BYTES
 from kvtier.v1 import tier_pb2_grpc
-from kvtier_tierd.budget import Budget
-from kvtier_tierd.decoding import DecodingGuard
-from kvtier_tierd.metrics import Gauges, TierMetrics
-from kvtier_tierd.near_data import Refreshes
+from kvtier_tierd.limits.budget import Budget
+from kvtier_tierd.monitoring.metrics import Gauges, TierMetrics
+from kvtier_tierd.monitoring.web import WebServer
+from kvtier_tierd.network.decoding import DecodingGuard
+from kvtier_tierd.network.sockets import check_free, prepare_directory
+from kvtier_tierd.network.tls import RotatingCredentials
 from kvtier_tierd.options import TierOptions
-from kvtier_tierd.service import Shared, TierService
-from kvtier_tierd.sockets import check_free, prepare_directory
+from kvtier_tierd.service.near_data import Refreshes
+from kvtier_tierd.service.service import Shared, TierService
 from kvtier_tierd.store_registry import make_store
 from kvtier_tierd.stores.arena import Arena
 from kvtier_tierd.stores.base import BlobStore
 from kvtier_tierd.stores.layered import LayeredStore
-from kvtier_tierd.tls import RotatingCredentials
-from kvtier_tierd.web import WebServer
 
 logger = logging.getLogger(__name__)
 
@@ -214,6 +214,6 @@ def _channel_options(options: TierOptions) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         # Without this gRPC allows an idle client a ping in five minutes, and ends the connections
-        # of those that look more often, as ours do (kvtier.tier.channel).
+        # of those that look more often, as ours do (kvtier.tier.transport.channel).
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
     ]

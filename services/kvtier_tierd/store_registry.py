@@ -9,7 +9,7 @@ mooncake       Mooncake Store: the memory of several services as one
 from __future__ import annotations
 
 from kvtier.errors import UsageError
-from kvtier_tierd.budget import Budget
+from kvtier_tierd.limits.budget import Budget
 from kvtier_tierd.options import TierOptions
 from kvtier_tierd.stores.base import BlobStore
 from kvtier_tierd.stores.memory import MemoryStore
@@ -27,7 +27,7 @@ def make_store(options: TierOptions, budget: Budget) -> BlobStore:
     if options.store == "memory":
         return _memory(options)
     if options.store == "mooncake":
-        from kvtier_tierd.stores.mooncake import MooncakeStore
+        from kvtier_tierd.stores.mooncake.store import MooncakeStore
 
         return MooncakeStore(options.mooncake, options.quotas())
     # Before the memory is taken, which is slow and has to be undone.
@@ -44,7 +44,7 @@ def _memory(options: TierOptions) -> MemoryStore:
 
 
 def _disk(options: TierOptions, budget: Budget) -> BlobStore:
-    from kvtier_tierd.stores.disk import DiskStore
+    from kvtier_tierd.stores.disk.store import DiskStore
 
     if options.disk_path is None:
         raise UsageError("--disk-path", f"a directory for --store {options.store}", None)

@@ -7,9 +7,9 @@ import warnings
 import pytest
 from tierd.live_tier import in_process
 
-from kvtier.tier.breaker import Breaker
 from kvtier.tier.client import TierClient
-from kvtier.tier.link import TierLink
+from kvtier.tier.link.breaker import Breaker
+from kvtier.tier.link.link import TierLink
 
 # Importing the engine warns about hardware it does not find; that is not what we test.
 with warnings.catch_warnings():

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from link_harness import BUDGET, PATIENCE_S, blob_of, eventually, hold_the_put_thread, linked
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
-from kvtier.tier import link as link_module
-from kvtier.tier.breaker import Breaker
-from kvtier.tier.fetch import Fetch
+from kvtier.tier.link import link as link_module
+from kvtier.tier.link.breaker import Breaker
+from kvtier.tier.link.fetch import Fetch
 
 # ---- what it is for
 

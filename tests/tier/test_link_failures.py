@@ -27,10 +27,10 @@ from kvtier.errors import (
     TierRefusedError,
     TierUnavailableError,
 )
-from kvtier.tier import link as link_module
-from kvtier.tier.breaker import Breaker
 from kvtier.tier.client import Blob
-from kvtier.tier.link import TierLink
+from kvtier.tier.link import link as link_module
+from kvtier.tier.link.breaker import Breaker
+from kvtier.tier.link.link import TierLink
 
 # ---- failures
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import grpc
 import pytest
 
-from kvtier.tier.blob import checksum, record_layout
+from kvtier.tier.blobs.payload import checksum, record_layout
 from kvtier.tier.client import Blob, Landing, Offer, TierClient
 from kvtier.v1 import tier_pb2, tier_pb2_grpc
 from kvtier_tierd.options import TierOptions

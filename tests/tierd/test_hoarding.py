@@ -26,9 +26,9 @@ from live_tier import (
 from kvtier.errors import TierExhaustedError, UsageError
 from kvtier.tier.client import Landing, TierClient
 from kvtier.v1 import tier_pb2 as pb
-from kvtier_tierd.namespaces import Limits
+from kvtier_tierd.limits.namespaces import Limits
 from kvtier_tierd.options import TierOptions
-from kvtier_tierd.service import MAX_HELD_KEYS, MAX_KEYS
+from kvtier_tierd.service.service import MAX_HELD_KEYS, MAX_KEYS
 
 MIB = 1 << 20
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -8,10 +8,10 @@ import pytest
 from store_contract import SIZE, info_of, payload_of
 
 from kvtier.errors import UsageError
-from kvtier_tierd.stores import mooncake
 from kvtier_tierd.stores.base import BlobInfo, BlobName
-from kvtier_tierd.stores.mooncake import MooncakeStore
-from kvtier_tierd.stores.mooncake_link import MooncakeOptions
+from kvtier_tierd.stores.mooncake import store as mooncake
+from kvtier_tierd.stores.mooncake.link import MooncakeOptions
+from kvtier_tierd.stores.mooncake.store import MooncakeStore
 
 
 def test_a_package_that_is_not_installed_is_said_with_the_command(monkeypatch):

@@ -33,8 +33,8 @@ from store_contract import (
 )
 
 from kvtier.errors import TierExhaustedError
-from kvtier_tierd.stores.mooncake import MooncakeStore, trailer
-from kvtier_tierd.stores.mooncake_link import MooncakeLink, MooncakeOptions
+from kvtier_tierd.stores.mooncake.link import MooncakeLink, MooncakeOptions
+from kvtier_tierd.stores.mooncake.store import MooncakeStore, trailer
 
 pytestmark = pytest.mark.usefixtures("mooncake")
 

@@ -27,9 +27,9 @@ from live_tier import (
 
 from kvtier.errors import TierProtocolError, TierUnavailableError, UsageError
 from kvtier.tier import client as client_module
-from kvtier.tier import shared as shared_module
 from kvtier.tier.client import Blob, Landing, TierClient
-from kvtier.tier.shared import SharedMemory, copy
+from kvtier.tier.transport import shared_memory as shared_module
+from kvtier.tier.transport.shared_memory import SharedMemory, copy
 from kvtier.v1 import tier_pb2 as pb
 
 MIB = 1 << 20

@@ -23,11 +23,11 @@ import pytest
 from live_tier import LAYOUT, eventually, in_process, key_of, live_tier, payload_of
 from tcp_proxy import tcp_proxy
 
-from kvtier.tier.breaker import Breaker
 from kvtier.tier.client import Blob, Landing, Offer, TierClient
-from kvtier.tier.fetch import Fetch
-from kvtier.tier.link import TierLink
-from kvtier_tierd.stores import disk_medium
+from kvtier.tier.link.breaker import Breaker
+from kvtier.tier.link.fetch import Fetch
+from kvtier.tier.link.link import TierLink
+from kvtier_tierd.stores.disk import medium as disk_medium
 
 HITS = 200
 LINKS = 8

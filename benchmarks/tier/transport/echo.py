@@ -4,9 +4,9 @@
 
 It is started, configured and connected to like the service. `/kvtier.bench.Echo` is any gRPC
 program: Get answers with the same chunk again and again, Put drops what comes, as protobuf makes
-and parses the messages. The service frames its chunks itself (kvtier.tier.framing), so it may be
-faster. `/kvtier.bench.Raw` moves messages that were serialized before and are never parsed: the
-most that gRPC has to give.
+and parses the messages. The service frames its chunks itself (kvtier.tier.wire.framing), so it
+may be faster. `/kvtier.bench.Raw` moves messages that were serialized before and are never parsed:
+the most that gRPC has to give.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd import cli
 from kvtier_tierd.options import TierOptions
 from kvtier_tierd.server import TierServer
-from kvtier_tierd.service import TierService
+from kvtier_tierd.service.service import TierService
 
 ECHO, RAW = "kvtier.bench.Echo", "kvtier.bench.Raw"
 

@@ -34,7 +34,7 @@ class BlobName(NamedTuple):
     """What a blob is called.
 
     namespace: whose it is; namespaces never see each other's blobs.
-    key:       32 bytes, unique in its namespace (kvtier.tier.keys).
+    key:       32 bytes, unique in its namespace (kvtier.tier.blobs.keys).
     """
 
     namespace: str
@@ -47,7 +47,7 @@ class BlobInfo:
 
     num_bytes: of the payload, at least 1.
     layout:    what the bytes mean: a serialized kvtier.v1.Layout, at most 4096 bytes.
-    checksum:  16 bytes, kvtier.tier.blob.checksum.
+    checksum:  16 bytes, kvtier.tier.blobs.payload.checksum.
     """
 
     num_bytes: int
