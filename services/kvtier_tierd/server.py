@@ -27,11 +27,9 @@ from kvtier_tierd.network.sockets import check_free, prepare_directory
 from kvtier_tierd.network.tls import RotatingCredentials
 from kvtier_tierd.options import TierOptions
 from kvtier_tierd.service.near_data import Refreshes
-from kvtier_tierd.service.service import Shared, TierService
+from kvtier_tierd.service.service import TierService
 from kvtier_tierd.store_registry import make_store
-from kvtier_tierd.stores.arena import Arena
 from kvtier_tierd.stores.base import BlobStore
-from kvtier_tierd.stores.layered import LayeredStore
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +66,7 @@ class TierServer:
             max_blob_bytes=options.max_blob_bytes,
             budget=self.budget,
             stall_s=options.stall_s,
-            shared=shared_memory(self.store),
+            shared=self.store.shared,
         )
         self.address = options.listen
         self.web: WebServer | None = None
@@ -174,12 +172,12 @@ class TierServer:
 
     async def stop(self) -> None:
         """Drain and close. Clients see UNAVAILABLE and go on without the tier."""
-        self.service.draining, self._serving = True, False
+        self.service.calls.draining, self._serving = True, False
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         # Only our own calls are waited for: who watches the health would do so for ever.
-        await self.service.idle(self.options.drain_s)
+        await self.service.calls.idle(self.options.drain_s)
         await self._server.stop(0)
-        await self.service.idle(LAST_S)
+        await self.service.calls.idle(LAST_S)
         if self._background is not None:
             self._background.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -189,15 +187,6 @@ class TierServer:
         await self.refreshes.close()
         await self.service.leases.close()
         await self.store.close()
-
-
-def shared_memory(store: BlobStore) -> Shared | None:
-    """The file that clients on this host may map, if there is one."""
-    memory = store.memory if isinstance(store, LayeredStore) else store
-    arena: Arena | None = getattr(memory, "arena", None)
-    if arena is None or arena.path is None:
-        return None
-    return Shared(str(arena.path), arena.size, arena.token)
 
 
 def _channel_options(options: TierOptions) -> list[tuple[str, int]]:

@@ -28,7 +28,7 @@ from kvtier.tier.client import Landing, TierClient
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.limits.namespaces import Limits
 from kvtier_tierd.options import TierOptions
-from kvtier_tierd.service.service import MAX_HELD_KEYS, MAX_KEYS
+from kvtier_tierd.service.requests import MAX_HELD_KEYS, MAX_KEYS
 
 MIB = 1 << 20
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -169,9 +169,9 @@ def test_a_get_that_is_not_read_is_over_soon_and_pins_nothing(caplog):
             next(gone)
             eventually(lambda: transfers(tier) == 1)
             eventually(lambda: tier.problems() == [] and transfers(tier) == 0)
-            assert len(tier.server.service._running) == 1, "until it reads, or goes"
+            assert len(tier.server.service.calls.running) == 1, "until it reads, or goes"
             gone.cancel()
-            eventually(lambda: not tier.server.service._running)
+            eventually(lambda: not tier.server.service.calls.running)
     assert caplog.records == [], "it is no bug of ours"
     assert ("Get", UNAVAILABLE.name) in tier.server.metrics._errors._metrics
 

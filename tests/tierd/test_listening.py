@@ -162,7 +162,7 @@ def test_for_an_engine_it_is_a_tier_that_is_down_and_is_said_once(tmp_path, monk
                 assert asked.result is None
             eventually(lambda: link.counters["probe_TierRefusedError"] > 5)
             assert not link.healthy
-            (said,) = [one for one in caplog.records if one.name == "kvtier.tier.link.link"]
+            (said,) = [one for one in caplog.records if one.name == "kvtier.tier.link.calls"]
             assert said.levelname == "ERROR"
             assert f"{tmp_path}/tier.sock" in said.getMessage()
             owner.this_user()

@@ -30,7 +30,7 @@ from kvtier.tier.wire.protocol import MAX_QUERIES_BYTES, PROTOCOL_VERSION
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.network.decoding import SeldomLog
 from kvtier_tierd.service import verifying
-from kvtier_tierd.service.service import MAX_KEYS
+from kvtier_tierd.service.requests import MAX_KEYS
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -112,7 +112,7 @@ class EchoClient(TierClient):
     """Moves the messages that a TierClient moves, and looks at none of them."""
 
     def echo_get(self, num_bytes: int, count: int) -> None:
-        get = self._channel.unary_stream(
+        get = self._connection.channel.unary_stream(
             f"/{ECHO}/Get", pb.GetRequest.SerializeToString, pb.GetResponse.FromString
         )
         for _ in get(pb.GetRequest(keys=[size_key(num_bytes)] * count)):
@@ -127,19 +127,19 @@ class EchoClient(TierClient):
             for begin in range(0, num_bytes, len(chunk)):
                 yield pb.PutRequest(chunk=chunk[: num_bytes - begin])
 
-        put = self._channel.stream_unary(
+        put = self._connection.channel.stream_unary(
             f"/{ECHO}/Put", pb.PutRequest.SerializeToString, pb.PutResponse.FromString
         )
         put(requests())
 
     def raw_get(self, num_bytes: int, count: int) -> None:
         request = pb.GetRequest(keys=[size_key(num_bytes)] * count).SerializeToString()
-        for _ in self._channel.unary_stream(f"/{RAW}/Get")(request):
+        for _ in self._connection.channel.unary_stream(f"/{RAW}/Get")(request):
             pass
 
     def raw_put(self, num_bytes: int) -> None:
         messages = raw_messages(pb.PutRequest, num_bytes, self._chunk_bytes)
-        self._channel.stream_unary(f"/{RAW}/Put")(iter(messages))
+        self._connection.channel.stream_unary(f"/{RAW}/Put")(iter(messages))
 
 
 def main() -> int:

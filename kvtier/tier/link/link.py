@@ -5,14 +5,15 @@
               <── Fetch.done, Fetch.result: what came, or None
 
 Blobs on their way share one budget of host memory. When it is short, puts that still wait are shed
-first, newest first, then gets are refused: losing a put costs a later turn some time, losing a get
-costs this one; and of a context's spans the first ones are worth the most, because a run that
-begins with a gap is of no use.
+first, newest first, then gets are refused: a later turn can do without a put, the current one waits
+for its get. Of a context's spans the first ones are worth the most, because a run that begins with
+a gap is of no use.
 
 Puts outlast a tier that is restarted: what it could not take waits, inside that budget, until it is
 back. After HOLD_S without it nothing more is taken, or a dead tier would cost copies for nothing.
 Gets do not wait: what is not there is computed. But a turn may ask for what the one before it still
-has on its way: that goes first then, and only those who asked for it wait for it, SETTLE_S at most.
+has on its way: those puts go first then, and only the gets that ask for them wait, SETTLE_S at
+most.
 
 Nothing here raises because of the tier: a call that fails is counted and is a miss.
 """
@@ -29,14 +30,12 @@ from typing import Any
 
 from kvtier.errors import (
     TierError,
-    TierExhaustedError,
     TierIntegrityError,
-    TierProtocolError,
-    TierRefusedError,
     TierUnavailableError,
 )
 from kvtier.tier.client import Blob, TierClient
 from kvtier.tier.link.breaker import Breaker
+from kvtier.tier.link.calls import Calls, GivenUpError
 from kvtier.tier.link.fetch import Fetch, Result
 from kvtier.tier.link.incoming import Incoming
 from kvtier.tier.link.outgoing import Outgoing, Put
@@ -53,15 +52,8 @@ SETTLE_S = 0.5
 HOLD_S = 15.0
 # Of one put, before it is given up.
 PUT_ATTEMPTS = 5
-# What says nothing about the tier's health: it answered, and the next call may go well.
-_HARMLESS = (TierExhaustedError, TierIntegrityError)
 # A put that failed so may go well another time.
 _PASSING = (TierUnavailableError, TierIntegrityError)
-_MISCONFIGURED = (TierRefusedError, TierProtocolError)
-
-
-class _GivenUpError(TierUnavailableError):
-    """The tier was not asked: the breaker is open."""
 
 
 class TierLink:
@@ -81,21 +73,23 @@ class TierLink:
     ) -> None:
         self.client = client
         self.breaker = breaker or Breaker()
-        # A put that failed is tried again after a while; gets need not wait for that.
-        self._put_breaker = self.breaker.alike(failures=1)
-        self.counters: Counter[str] = Counter()
+        self._changed = threading.Condition()
+        self._calls = Calls(client, self.breaker, self._changed)
+        self.counters = self._calls.counters
         self._buffer_bytes = buffer_bytes
         self._waiting_fetches = waiting_fetches
         self._claimed_bytes = 0
         self._puts = Outgoing()
         self._fetches = Incoming()
-        self._changed = threading.Condition()
         self._busy = 0
-        self._closed = False
-        self._connected = False
+        targets = {
+            "putting": self._putting,
+            "getting": self._getting,
+            "probing": self._calls.probe_until_closed,
+        }
         self._threads = [
-            threading.Thread(target=target, name=f"kvtier-{target.__name__}", daemon=True)
-            for target in (self._putting, self._getting, self._probing)
+            threading.Thread(target=target, name=f"kvtier-{name}", daemon=True)
+            for name, target in targets.items()
         ]
         for thread in self._threads:
             thread.start()
@@ -105,7 +99,7 @@ class TierLink:
     @property
     def healthy(self) -> bool:
         """Whether asking makes sense now."""
-        return not self.breaker.is_open and not self._closed
+        return self._calls.healthy
 
     @property
     def pending(self) -> int:
@@ -120,7 +114,7 @@ class TierLink:
     @property
     def room_bytes(self) -> int:
         """What a put may use of the budget now."""
-        if self._closed or self.breaker.open_s > HOLD_S:
+        if self._calls.closed or self.breaker.open_s > HOLD_S:
             return 0
         return max(0, self._buffer_bytes - self.held_bytes)
 
@@ -191,10 +185,11 @@ class TierLink:
 
     def failed_elsewhere(self, what: str, error: TierError) -> None:
         """A call that was not made here failed, of a client that this link connected."""
-        if isinstance(error, _HARMLESS):
-            self.count(f"{what}_{type(error).__name__}")
-        else:
-            self._failed(what, error)
+        self._calls.failed_elsewhere(what, error)
+
+    def count(self, name: str, number: int = 1) -> None:
+        """For `counters`, which many threads change."""
+        self._calls.count(name, number)
 
     def release(self, num_bytes: int) -> None:
         """Give back what `claim` got."""
@@ -212,7 +207,7 @@ class TierLink:
     def close(self) -> None:
         """Stop; what waits or is under way is lost. Waits CLOSE_S at the longest."""
         with self._changed:
-            self._closed = True
+            self._calls.closed = True
             fetches = self._fetches.clear()
             while self._puts:
                 self._puts.shed()
@@ -232,15 +227,15 @@ class TierLink:
         while (job := self._next_put()) is not None:
             try:
                 counted = self._store(job)
-            except _GivenUpError:
+            except GivenUpError:
                 self._put_back(job)
             except _PASSING:
-                self._put_breaker.failed()
+                self._calls.put_breaker.failed()
                 self._put_back(job._replace(failures=job.failures + 1))
             except TierError:
                 self._put_ended(job, Counter())
             else:
-                self._put_breaker.succeeded()
+                self._calls.put_breaker.succeeded()
                 self._put_ended(job, counted)
 
     def _store(self, job: Put) -> Counter[str]:
@@ -251,7 +246,7 @@ class TierLink:
                 job.ready()
             return client.put(job.blob, replace=job.replace)
 
-        stored = self._called("put", put, repeated=job.failures > 0)
+        stored = self._calls.run("put", put, repeated=job.failures > 0)
         if stored is None:
             return Counter()
         return Counter(put=1, put_bytes=job.num_bytes) if stored else Counter(put_known=1)
@@ -259,9 +254,9 @@ class TierLink:
     def _put_back(self, job: Put) -> None:
         """To the head of the queue, unless that was its last attempt."""
         with self._changed:
-            if self._closed or job.failures >= PUT_ATTEMPTS:
+            if self._calls.closed or job.failures >= PUT_ATTEMPTS:
                 # The next one may do better, at once.
-                self._put_breaker.succeeded()
+                self._calls.put_breaker.succeeded()
                 self._put_ended(job, Counter(puts_given_up=1))
                 return
             self._puts.put_back(job)
@@ -282,7 +277,7 @@ class TierLink:
         while (fetch := self._next_fetch()) is not None:
             if self._held(fetch):
                 continue
-            result = None if fetch.cancelled else self._guarded("get", fetch.work)
+            result = None if fetch.cancelled else self._calls.run_or_miss("get", fetch.work)
             try:
                 fetch.end(result)
             except Exception:
@@ -311,27 +306,13 @@ class TierLink:
 
     def _settled(self, keys: AbstractSet[bytes]) -> bool:
         """Whether none of these is on its way, or puts are not well and no get should wait."""
-        well = self.healthy and not self._put_breaker.is_open
+        well = self.healthy and not self._calls.put_breaker.is_open
         return not (well and self._puts.has_any(keys))
-
-    def _probing(self) -> None:
-        """Looks after an open breaker, so that no request has to try."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self.breaker.is_open)
-                if self._closed:
-                    return
-                due = self.breaker.seconds_to_probe() or 0.0
-                self._changed.wait_for(lambda: self._closed, due)
-            if self._closed:
-                return
-            self._connected = False
-            self._guarded("probe", lambda client: True)
 
     def _next_put(self) -> Put | None:
         with self._changed:
-            while not self._closed:
-                pause = self._put_breaker.seconds_to_probe() or 0.0
+            while not self._calls.closed:
+                pause = self._calls.put_breaker.seconds_to_probe() or 0.0
                 if self._puts and not self.breaker.is_open and not pause:
                     self._busy += 1
                     return self._puts.next()
@@ -340,80 +321,13 @@ class TierLink:
 
     def _next_fetch(self) -> Fetch[Any] | None:
         with self._changed:
-            while not self._closed:
+            while not self._calls.closed:
                 fetch = self._fetches.next(self._settled)
                 if fetch is not None:
                     self._busy += 1
                     return fetch
                 self._changed.wait(self._fetches.pause_s)
         return None
-
-    def count(self, name: str, number: int = 1) -> None:
-        """For `counters`, which many threads change."""
-        with self._changed:
-            self.counters[name] += number
-
-    def _guarded(self, what: str, work: Callable[[TierClient], Result]) -> Result | None:
-        """Run one call; None where it fails."""
-        try:
-            return self._called(what, work)
-        except TierError:
-            return None
-
-    def _called(
-        self, what: str, work: Callable[[TierClient], Result], *, repeated: bool = False
-    ) -> Result | None:
-        """Run one call; its failure is counted and told to the breaker. None where that is a bug of
-        ours. Raises TierError.
-
-        repeated: it failed before, which the breaker knows; only a tier that is not there is news.
-        """
-        if what != "probe" and self.breaker.is_open:
-            self.count("refused_while_open")
-            raise _GivenUpError(f"tier {self.client.address}: given up on for now")
-        is_there = False
-        try:
-            if not self._connected:
-                self.client.connect()
-                self._connected = True
-            is_there = True
-            result = work(self.client)
-        except _HARMLESS as error:
-            self.count(f"{what}_{type(error).__name__}")
-            self.breaker.succeeded()
-            raise
-        except TierError as error:
-            self._failed(what, error, news=not (repeated and is_there))
-            raise
-        except BaseException:
-            # A bug of ours in the background must not end the threads that others wait for.
-            logger.exception("a tier %s failed unexpectedly", what)
-            self.count(f"{what}_bugs")
-            if what == "probe":
-                self.breaker.failed()
-            return None
-        if what == "probe":
-            self.breaker.probed()
-            self._put_breaker.succeeded()
-            logger.info("tier %s is back", self.client.address)
-            with self._changed:
-                self._changed.notify_all()
-        else:
-            self.breaker.succeeded()
-        return result
-
-    def _failed(self, what: str, error: TierError, *, news: bool = True) -> None:
-        if self._closed:
-            # Of course: closing cuts off what is under way.
-            return
-        self.count(f"{what}_{type(error).__name__}")
-        self._connected = False
-        logger.debug("tier %s: %s", what, error)
-        if news and self.breaker.failed():
-            level = logging.ERROR if isinstance(error, _MISCONFIGURED) else logging.WARNING
-            logger.log(level, "%s; serving goes on without the tier until it is back", error)
-            with self._changed:
-                self._changed.notify_all()
 
 
 __all__ = ["TierLink"]

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from kvtier.errors import TierError, TierProtocolError
+from kvtier.errors import TierProtocolError
+from kvtier.tier.transport.connection import Connection
 from kvtier.tier.transport.deadline import Deadline
 from kvtier.tier.transport.landing import Arriving, Land, Landing
 from kvtier.tier.transport.lanes import Job, Lanes
@@ -25,16 +25,12 @@ RELEASE_S = 1.0
 # How long `close` waits for leases to be given back; the service ends them by itself otherwise.
 CLOSE_S = 0.2
 
-Call = Callable[[Any, Any, Deadline], Any]
-
 
 class SharedGets:
-    """The gets of one client; thread-safe. stub: of the connection in use; call: makes one of the
-    stub's calls, and raises TierErrors."""
+    """The gets of one client; thread-safe."""
 
-    def __init__(self, stub: Callable[[], Any], call: Call, address: str, namespace: str) -> None:
-        self._stub, self._call = stub, call
-        self._address, self._namespace = address, namespace
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._lanes = Lanes()
 
     def get(
@@ -69,7 +65,8 @@ class SharedGets:
         request = pb.AcquireRequest(
             keys=keys, lease_ms=deadline.left_ms(), shared_token=shared.token
         )
-        response: pb.AcquireResponse = self._call(self._stub().Acquire, request, deadline)
+        acquire = self._connection.stub.Acquire
+        response: pb.AcquireResponse = self._connection.call(acquire, request, deadline)
         return response
 
     def _land(
@@ -81,19 +78,20 @@ class SharedGets:
         deadline: Deadline,
         outcome: list[Landing],
     ) -> list[int]:
+        address, namespace = self._connection.address, self._connection.namespace
         elsewhere: list[int] = []
         copies: list[Job] = []
         positions = iter(range(len(keys)))
         for extent in response.extents:
             position = next((i for i in positions if keys[i] == extent.key), None)
             if position is None:
-                raise TierProtocolError(f"tier {self._address}: a blob that was not asked for")
+                raise TierProtocolError(f"tier {address}: a blob that was not asked for")
             if not extent.lease:
                 elsewhere.append(position)
                 continue
             if extent.header.key != extent.key:
-                raise TierProtocolError(f"tier {self._address}: the header of another blob")
-            arriving = Arriving(position, extent.header, self._namespace, land)
+                raise TierProtocolError(f"tier {address}: the header of another blob")
+            arriving = Arriving(position, extent.header, namespace, land)
             source = shared.view(extent.offset, extent.header.num_bytes)
             copies.append(functools.partial(_copy, source, arriving, deadline, outcome))
         self._lanes.run(copies)
@@ -102,10 +100,10 @@ class SharedGets:
     def _release(self, response: pb.AcquireResponse) -> None:
         """Best effort: a lease that is not given back ends by itself."""
         leases = [extent.lease for extent in response.extents if extent.lease]
-        with contextlib.suppress(TierError):
-            if leases:
-                request = pb.ReleaseRequest(leases=leases)
-                self._call(self._stub().Release, request, Deadline(RELEASE_S))
+        if leases:
+            request = pb.ReleaseRequest(leases=leases)
+            release = self._connection.stub.Release
+            self._connection.call_quietly(release, request, Deadline(RELEASE_S))
 
 
 def _copy(

@@ -14,10 +14,10 @@ import asyncio
 import functools
 import importlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from kvtier.tier.blobs.payload import checksum, decode_span_layout
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.limits.namespaces import Namespaces
 from kvtier_tierd.monitoring.metrics import TierMetrics
+from kvtier_tierd.service.calls import Write
 from kvtier_tierd.service.verifying import is_intact, undisturbed
 from kvtier_tierd.stores.base import BlobName, BlobStore, Handle
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 LONGEST_SESSION_S = 50.0
 MAX_SESSIONS = 32
 PINNED_SHARE = 0.25
-Write = Callable[[Any], Awaitable[None]]
 
 
 class Refreshes:

@@ -84,6 +84,14 @@ class Handle(ABC):
         """Unpin the blob. Calling it again does nothing."""
 
 
+class SharedFile(NamedTuple):
+    """Memory of a store that clients on the same host may map. token: what it begins with."""
+
+    path: str
+    num_bytes: int
+    token: bytes
+
+
 @dataclass(frozen=True)
 class StoreStats:
     """What a store holds. Bytes count payloads as the store's budget does.
@@ -110,6 +118,12 @@ class BlobStore(ABC):
     """
 
     kind: str
+
+    @property
+    def shared(self) -> SharedFile | None:
+        """The memory that `Draft.offset` and `Handle.offset` are in; None where clients may map
+        none."""
+        return None
 
     @abstractmethod
     async def start(self) -> None:
@@ -184,4 +198,13 @@ async def fill(draft: Draft, pieces: Iterable[Buffer]) -> None:
             await asyncio.sleep(0)
 
 
-__all__ = ["BlobInfo", "BlobName", "BlobStore", "Draft", "Handle", "StoreStats", "fill"]
+__all__ = [
+    "BlobInfo",
+    "BlobName",
+    "BlobStore",
+    "Draft",
+    "Handle",
+    "SharedFile",
+    "StoreStats",
+    "fill",
+]

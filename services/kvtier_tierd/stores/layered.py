@@ -23,6 +23,7 @@ from kvtier_tierd.stores.base import (
     BlobStore,
     Draft,
     Handle,
+    SharedFile,
     StoreStats,
     fill,
 )
@@ -54,6 +55,10 @@ class LayeredStore(BlobStore):
         self._writer: asyncio.Task[None] | None = None
         # Of blobs that are being brought back from disk; a lock goes with the last who holds it.
         self._returning: WeakValueDictionary[BlobName, asyncio.Lock] = WeakValueDictionary()
+
+    @property
+    def shared(self) -> SharedFile | None:
+        return self.memory.shared
 
     async def start(self) -> None:
         await self.memory.start()

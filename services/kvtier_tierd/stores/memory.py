@@ -18,6 +18,7 @@ from kvtier_tierd.stores.base import (
     BlobStore,
     Draft,
     Handle,
+    SharedFile,
     StoreStats,
 )
 from kvtier_tierd.stores.lru import LruAccount
@@ -82,6 +83,10 @@ class MemoryStore(BlobStore):
         self.quarantined = 0
         self._blobs: dict[BlobName, Blob] = {}
         self._at: dict[int, BlobName] = {}
+
+    @property
+    def shared(self) -> SharedFile | None:
+        return self.arena.shared
 
     async def start(self) -> None:
         """Nothing outlives a memory store, so there is nothing to recover."""

@@ -53,7 +53,15 @@ import numpy as np
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError, UsageError
 from kvtier_tierd.stores.arena import Arena
-from kvtier_tierd.stores.base import BlobInfo, BlobName, BlobStore, Draft, Handle, StoreStats
+from kvtier_tierd.stores.base import (
+    BlobInfo,
+    BlobName,
+    BlobStore,
+    Draft,
+    Handle,
+    SharedFile,
+    StoreStats,
+)
 from kvtier_tierd.stores.lru import LruAccount
 from kvtier_tierd.stores.mooncake.link import (
     GONE,
@@ -118,6 +126,10 @@ class MooncakeStore(BlobStore):
         self._condemned: set[BlobName] = set()
         self.arena = Arena(options.buffer_bytes, directory)
         self._base = int(np.frombuffer(self.arena.memory, np.uint8).ctypes.data)
+
+    @property
+    def shared(self) -> SharedFile | None:
+        return self.arena.shared
 
     async def start(self) -> None:
         if self._owns_link:
