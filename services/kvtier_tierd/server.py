@@ -28,8 +28,8 @@ from kvtier_tierd.network.tls import RotatingCredentials
 from kvtier_tierd.options import TierOptions
 from kvtier_tierd.service.near_data import Refreshes
 from kvtier_tierd.service.service import TierService
-from kvtier_tierd.store_registry import make_store
-from kvtier_tierd.stores.base import BlobStore
+from kvtier_tierd.stores.base import BlobStore, StoreResources
+from kvtier_tierd.stores.registry import make_store
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,8 @@ class TierServer:
     def __init__(self, options: TierOptions) -> None:
         self.options = options
         self.budget = Budget(options.transfer_bytes)
-        self.store: BlobStore = make_store(options, self.budget)
+        resources = StoreResources(options.quotas(), options.shared_directory, self.budget)
+        self.store: BlobStore = make_store(options.store, resources)
         namespaces = options.served()
         self.metrics = TierMetrics(namespaces.known)
         self.refreshes = Refreshes(

@@ -29,6 +29,7 @@ from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.limits.namespaces import Limits
 from kvtier_tierd.options import TierOptions
 from kvtier_tierd.service.requests import MAX_HELD_KEYS, MAX_KEYS
+from kvtier_tierd.stores.disk.options import DiskOptions
 
 MIB = 1 << 20
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -233,9 +234,9 @@ def test_what_puts_have_sent_is_within_the_budget_and_beyond_it_refused():
 
 
 def test_readers_of_a_blob_on_disk_share_one_copy_of_it(tmp_path, monkeypatch):
-    options = {"transfer_bytes": 32 * MIB, "max_blob_bytes": 16 * MIB, "store": "disk"}
+    options = {"transfer_bytes": 32 * MIB, "max_blob_bytes": 16 * MIB}
     with (
-        in_process(disk_path=tmp_path, **options) as tier,
+        in_process(store=DiskOptions(tmp_path), **options) as tier,
         raw_stub(tier.address) as stub,
         TierClient(tier.address, timeout_s=10.0) as client,
     ):

@@ -40,7 +40,7 @@ from store_contract import (
 
 from kvtier.errors import TierUnavailableError
 from kvtier_tierd.stores.mooncake import segments as mooncake_segments
-from kvtier_tierd.stores.mooncake.link import MooncakeOptions
+from kvtier_tierd.stores.mooncake.options import MooncakeOptions
 from kvtier_tierd.stores.mooncake.store import MooncakeStore
 
 pytestmark = pytest.mark.usefixtures("mooncake")

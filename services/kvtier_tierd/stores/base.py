@@ -22,9 +22,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from kvtier_tierd.limits.budget import Budget
+from kvtier_tierd.stores.options import StoreOptions
 
 Buffer = memoryview
 COPY_BYTES = 1 << 20
@@ -109,15 +113,40 @@ class StoreStats:
     namespaces: dict[str, int] = field(default_factory=dict)
 
 
+class StoreResources(NamedTuple):
+    """What a service has for its store, whichever that is.
+
+    quotas:           bytes by namespace.
+    shared_directory: where memory that clients on the same host map is a file; None: nowhere.
+    budget:           of what the store reads into memory that is not its own.
+    """
+
+    quotas: Mapping[str, int]
+    shared_directory: Path | None
+    budget: Budget
+
+
 class BlobStore(ABC):
-    """See the module docstring. Errors are those of kvtier.errors:
+    """See the module docstring. options_type: what the store is told; it has the store's name.
+
+    Errors are those of kvtier.errors:
 
     TierExhaustedError    the blob can not be made room for: larger than the store or than its
                           namespace's quota, everything else pinned, disk full
     TierUnavailableError  the medium fails: read-only or broken disk, network down
     """
 
-    kind: str
+    options_type: ClassVar[type[StoreOptions]]
+
+    @classmethod
+    @abstractmethod
+    def make(cls, options: Any, resources: StoreResources) -> BlobStore:
+        """A store for a service, not started. options: of `options_type`."""
+
+    @property
+    def kind(self) -> str:
+        """What --store calls it."""
+        return self.options_type.kind
 
     @property
     def shared(self) -> SharedFile | None:
@@ -205,6 +234,7 @@ __all__ = [
     "Draft",
     "Handle",
     "SharedFile",
+    "StoreResources",
     "StoreStats",
     "fill",
 ]

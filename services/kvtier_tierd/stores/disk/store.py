@@ -33,7 +33,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.errors import TierError, TierExhaustedError
+from kvtier.errors import TierError, TierExhaustedError, UsageError
 from kvtier_tierd.limits.budget import Budget
 from kvtier_tierd.stores.base import (
     BlobInfo,
@@ -42,10 +42,12 @@ from kvtier_tierd.stores.base import (
     Buffer,
     Draft,
     Handle,
+    StoreResources,
     StoreStats,
 )
 from kvtier_tierd.stores.disk.index import Row, check_row
 from kvtier_tierd.stores.disk.medium import DiskMedium, Payload, cost, new_file
+from kvtier_tierd.stores.disk.options import DiskOptions
 from kvtier_tierd.stores.disk.writer import GroupWriter
 from kvtier_tierd.stores.lru import LruAccount
 
@@ -102,7 +104,7 @@ class DiskStore(BlobStore):
     budget:         of what is read; where it is used up `open` raises TierExhaustedError.
     """
 
-    kind = "disk"
+    options_type = DiskOptions
 
     def __init__(
         self,
@@ -124,9 +126,17 @@ class DiskStore(BlobStore):
         self._tries: Counter[str] = Counter()
         self._clock = 0
 
+    @classmethod
+    def make(cls, options: DiskOptions, resources: StoreResources) -> DiskStore:
+        """Raises UsageError without a directory."""
+        if options.disk_path is None:
+            raise UsageError("--disk-path", f"a directory for --store {options.kind}", None)
+        return cls(options.disk_path, options.disk_bytes, resources.quotas, budget=resources.budget)
+
     async def start(self) -> None:
         rows = await self._writer.run(self._medium.open)
-        fitting = self._fitting(rows)
+        # Capacity and quotas may be smaller than before.
+        fitting = self.account.fitting({name: cost(row.info) for name, row in rows.items()})
         for name, row in rows.items():
             self._clock = row.used
             if name in fitting:
@@ -137,18 +147,6 @@ class DiskStore(BlobStore):
                 self._writer.doomed.append(row.file)
         if self._writer.changed:
             await self._writer.write()
-
-    def _fitting(self, rows: Mapping[BlobName, Row]) -> set[BlobName]:
-        """The most recently used ones that fit: capacity and quotas may be smaller than before."""
-        room, fitting = self.account.capacity_bytes, set()
-        held: Counter[str] = Counter()
-        for name in reversed(list(rows)):
-            size = cost(rows[name].info)
-            if size <= min(room, self.account.quota(name.namespace) - held[name.namespace]):
-                room -= size
-                held[name.namespace] += size
-                fitting.add(name)
-        return fitting
 
     async def close(self) -> None:
         try:

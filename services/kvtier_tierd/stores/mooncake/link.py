@@ -1,8 +1,7 @@
-"""The way to Mooncake's C++ client: what it is told, the memory it uses, its threads.
+"""The way to Mooncake's C++ client: the memory it uses, its threads.
 
-    MooncakeOptions   what a service says of its master, its segment and its room
-    Extent            a stretch of staging memory that a thread of the client may be using
-    MooncakeLink      the client, called with deadlines; knows whether the master is there
+    Extent          a stretch of staging memory that a thread of the client may be using
+    MooncakeLink    the client, called with deadlines; knows whether the master is there
 
 The C++ client runs in this process, and was found to be like this (0.3.13): it writes to stderr;
 calling it closed or not set up is a segmentation fault; its setup and close keep the GIL,
@@ -21,16 +20,13 @@ import ipaddress
 import logging
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError, UsageError
 from kvtier_tierd.stores.arena import Arena
+from kvtier_tierd.stores.mooncake.options import MooncakeOptions
 
-GIB = 1 << 30
-MIN_SEGMENT_BYTES = 16 << 20  # the client's
-P2P = "P2PHANDSHAKE"
 INSTALL = (
     "an installed Mooncake: pip install mooncake-transfer-engine-non-cuda, "
     "and apt-get install libcurl4 libibverbs1 libnuma1"
@@ -45,60 +41,6 @@ NO_ROOM, NOT_READY, NOT_FOUND, GONE = -200, -703, -704, -712
 TRANSFER_FAILED, RPC_FAILED, RPC_TIMED_OUT = -800, -900, -901
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class MooncakeOptions:
-    """master:         host:port of the mooncake_master.
-    metadata:       P2PHANDSHAKE, or the URL of its HTTP metadata server.
-    local_hostname: under which the other services reach this one; None: the address from which
-                    it reaches the master.
-    segment_bytes:  of memory that this service contributes; 0: it only uses the others'.
-    buffer_bytes:   of staging memory: everything being written or read at a time, and therefore
-                    the largest blob.
-    capacity_bytes: of what this service puts; None: as much as it contributes.
-    replicas:       segments that hold each blob.
-    prefix:         of the object names; services with the same one share blobs.
-    timeout_s:      of one call. The first store of a process sets it for the C++ client.
-    """
-
-    master: str = "127.0.0.1:50051"
-    metadata: str = P2P
-    local_hostname: str | None = None
-    segment_bytes: int = 4 * GIB
-    buffer_bytes: int = 2 * GIB
-    capacity_bytes: int | None = None
-    replicas: int = 1
-    prefix: str = "kvtier"
-    timeout_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        host, port = self.master_address
-        if not host or not 1 <= port < 1 << 16:
-            raise UsageError("--mooncake-master", "host:port", self.master)
-        if self.metadata != P2P and not self.metadata.startswith(("http://", "https://")):
-            raise UsageError("--mooncake-metadata", f"{P2P} or an http URL", self.metadata)
-        if self.segment_bytes and self.segment_bytes < MIN_SEGMENT_BYTES:
-            expected = f"0, or at least {MIN_SEGMENT_BYTES}"
-            raise UsageError("--mooncake-segment", expected, self.segment_bytes)
-        if self.put_bytes < 1:
-            raise UsageError("--mooncake-capacity", "at least 1 (no segment, no default)", None)
-        for name in ("buffer_bytes", "replicas"):
-            if getattr(self, name) < 1:
-                flag = f"--mooncake-{name.removesuffix('_bytes')}"
-                raise UsageError(flag, "at least 1", getattr(self, name))
-        if not 0.1 <= self.timeout_s <= 60:
-            raise UsageError("timeout_s", "0.1 … 60 seconds", self.timeout_s)
-
-    @property
-    def master_address(self) -> tuple[str, int]:
-        """Port 0 where there is none."""
-        host, _, port = self.master.rpartition(":")
-        return host, int(port) if port.isascii() and port.isdigit() else 0
-
-    @property
-    def put_bytes(self) -> int:
-        return self.segment_bytes if self.capacity_bytes is None else self.capacity_bytes
 
 
 class Extent:
@@ -321,4 +263,4 @@ def _answer(function: Any, arguments: tuple[Any, ...]) -> Any:
         return error
 
 
-__all__ = ["Extent", "MooncakeLink", "MooncakeOptions"]
+__all__ = ["Extent", "MooncakeLink"]

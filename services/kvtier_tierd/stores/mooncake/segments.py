@@ -11,7 +11,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from kvtier_tierd.stores.mooncake.link import P2P, PROBE_S, MooncakeLink
+from kvtier_tierd.stores.mooncake.link import PROBE_S, MooncakeLink
+from kvtier_tierd.stores.mooncake.options import P2P
 
 SILENT_S = 10.0  # the master's client_ttl
 

@@ -5,12 +5,6 @@
     tier service C ─┘                                  └─────────────────┘
           └── bytes, straight between the segments that the services contribute
 
-    object  0           num_bytes
-            [ payload ][ layout ][ checksum 16 | num_bytes 8 | layout's bytes 4 | magic 8 ]
-
-A blob is one object, so it is there whole or not at all; the parts that describe it follow the
-payload, which so begins at a page of the staging memory.
-
 Promised:
 
     sharing   What is committed on one service is found on all. What `open` returns is what was
@@ -45,13 +39,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from kvtier.errors import TierExhaustedError, TierUnavailableError, UsageError
+from kvtier.errors import TierExhaustedError, TierUnavailableError
 from kvtier_tierd.stores.arena import Arena
 from kvtier_tierd.stores.base import (
     BlobInfo,
@@ -60,6 +53,7 @@ from kvtier_tierd.stores.base import (
     Draft,
     Handle,
     SharedFile,
+    StoreResources,
     StoreStats,
 )
 from kvtier_tierd.stores.lru import LruAccount
@@ -71,15 +65,18 @@ from kvtier_tierd.stores.mooncake.link import (
     TRANSFER_FAILED,
     Extent,
     MooncakeLink,
-    MooncakeOptions,
 )
+from kvtier_tierd.stores.mooncake.objects import (
+    check_object,
+    object_bytes,
+    parse_trailer,
+    trailer,
+)
+from kvtier_tierd.stores.mooncake.options import MooncakeOptions
 from kvtier_tierd.stores.mooncake.segments import SilentSegments
 
 TRIES = 4  # of a put that found no room or a dead segment; the master places each anew
 RETRY_S = 0.05  # for the master to evict
-
-FOOTER = struct.Struct("<16sQI8s")
-MAGIC = b"kvtier/1"
 
 
 class MooncakeDraft(Draft):
@@ -108,7 +105,7 @@ class MooncakeStore(BlobStore):
     link:      a started one of several stores in this process, which `close` leaves alone.
     """
 
-    kind = "mooncake"
+    options_type = MooncakeOptions
 
     def __init__(
         self,
@@ -126,6 +123,10 @@ class MooncakeStore(BlobStore):
         self._condemned: set[BlobName] = set()
         self.arena = Arena(options.buffer_bytes, directory)
         self._base = int(np.frombuffer(self.arena.memory, np.uint8).ctypes.data)
+
+    @classmethod
+    def make(cls, options: MooncakeOptions, resources: StoreResources) -> MooncakeStore:
+        return cls(options, resources.quotas)
 
     @property
     def shared(self) -> SharedFile | None:
@@ -303,42 +304,6 @@ class MooncakeStore(BlobStore):
 
     def _key(self, name: BlobName) -> str:
         return f"{self.options.prefix}/{name.namespace}/{name.key.hex()}"
-
-
-def object_bytes(info: BlobInfo) -> int:
-    """What a blob costs."""
-    return info.num_bytes + len(info.layout) + FOOTER.size
-
-
-def trailer(info: BlobInfo) -> bytes:
-    """What follows the payload."""
-    return info.layout + FOOTER.pack(info.checksum, info.num_bytes, len(info.layout), MAGIC)
-
-
-def parse_trailer(content: memoryview) -> BlobInfo | None:
-    """What the trailer of a whole object says; None for what is none of ours."""
-    if len(content) < FOOTER.size:
-        return None
-    checksum, num_bytes, layout_bytes, magic = FOOTER.unpack(content[-FOOTER.size :])
-    if magic != MAGIC or num_bytes + layout_bytes + FOOTER.size != len(content) or not num_bytes:
-        return None
-    return BlobInfo(num_bytes, bytes(content[num_bytes : num_bytes + layout_bytes]), checksum)
-
-
-def check_object(name: BlobName, info: BlobInfo) -> None:
-    """Raises UsageError for what other services could not find again or read."""
-    try:
-        long = len(name.namespace.encode()) > 200
-    except UnicodeEncodeError:
-        long = True
-    if long:
-        raise UsageError("namespace", "at most 200 bytes of UTF-8", name.namespace)
-    if len(name.key) != 32:
-        raise UsageError("key", "32 bytes", len(name.key))
-    if len(info.layout) > 4096:
-        raise UsageError("layout", "at most 4096 bytes", len(info.layout))
-    if len(info.checksum) != 16:
-        raise UsageError("checksum", "16 bytes", len(info.checksum))
 
 
 __all__ = ["MooncakeStore"]
