@@ -1,7 +1,7 @@
 """A blocking client of one tier service.
 
 Every method has a deadline, for all that it asks of the service together, and raises a TierError;
-what to do about it (nothing, mostly) is decided above, in kvtier.tier.link. Thread-safe.
+kvtier.tier.link decides what to do about it (nothing, mostly). Thread-safe.
 
 Payloads never pass through memory that the caller did not choose: `get` lands them in buffers that
 it names, and checks them there.
@@ -57,7 +57,7 @@ class Presence(NamedTuple):
 
 
 class TierClient:
-    """See the module docstring.
+    """One client of one service.
 
     address:   host:port or unix:/path; every call raises TierRefusedError while the socket there is
                neither this user's nor root's.

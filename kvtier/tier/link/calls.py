@@ -35,11 +35,11 @@ class GivenUpError(TierUnavailableError):
 
 
 class Calls:
-    """See the module docstring. Thread-safe.
+    """The calls of one client. Thread-safe.
 
     changed:     notified when the breaker opens and when the tier is back; its lock guards the
                  counters.
-    put_breaker: of puts alone, which are tried again after a while; gets need not wait for that.
+    put_breaker: opens where puts fail; a put is retried after a while, and gets do not wait for it.
     connected:   whether the client has asked who is there since the last failure.
     closed:      failures are no news any more: closing cuts off what is under way.
     """
@@ -120,7 +120,7 @@ class Calls:
 
     def _failed(self, what: str, error: TierError, *, news: bool = True) -> None:
         if self.closed:
-            # Of course: closing cuts off what is under way.
+            # Closing cuts off the calls that are under way: their failures say nothing.
             return
         self.count(f"{what}_{type(error).__name__}")
         self.connected = False

@@ -29,7 +29,7 @@ class Held(NamedTuple):
 
 
 class Incoming:
-    """See above. Not thread-safe."""
+    """The queue of fetches, and those that are held aside. Not thread-safe."""
 
     def __init__(self) -> None:
         self._waiting: deque[Fetch[Any]] = deque()

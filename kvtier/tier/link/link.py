@@ -57,7 +57,7 @@ _PASSING = (TierUnavailableError, TierIntegrityError)
 
 
 class TierLink:
-    """See the module docstring. Thread-safe; owns the client.
+    """Two queues of work for one client, which the link owns. Thread-safe.
 
     buffer_bytes:    host memory for blobs on their way, both directions together.
     waiting_fetches: more of them are refused.

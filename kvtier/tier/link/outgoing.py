@@ -31,9 +31,9 @@ class Put(NamedTuple):
 
 
 class Outgoing:
-    """See above. Not thread-safe.
+    """The queue of puts. Not thread-safe.
 
-    held_bytes: of all that is on its way; waiting_bytes: of those that wait.
+    held_bytes: of all puts on their way; waiting_bytes: of those that wait.
     """
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ EARLY_S = 15.0
 
 
 class NearData:
-    """See the module docstring. Open it in one thread, use it in another, close it in any.
+    """One session. Open it in one thread, use it in another, close it in any.
 
     moved_bytes: of queries and entries, so far.
     Methods raise TierError; a session that raised is of no use any more. What was not answered
@@ -143,7 +143,7 @@ class NearData:
         except queue.Empty:
             raise self._late(f"tier {self.address}: no answer in time") from None
         if isinstance(answer, TierError):
-            # The last there will be, also for a caller that asks again.
+            # No other answer follows: a caller that asks again gets this one again.
             self._answers.put(answer)
             raise answer
         return answer

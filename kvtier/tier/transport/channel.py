@@ -89,7 +89,7 @@ class RenewedTls:
                 return False
             self.files = self._paths.read()
         except (OSError, ValueError) as error:
-            # Perhaps in the middle of being replaced; the next connection looks again.
+            # The operator may be replacing them just now; the next connection looks again.
             logger.warning("new certificates are not used: %s", error)
             return False
         self._seen = state

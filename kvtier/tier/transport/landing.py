@@ -16,7 +16,7 @@ from kvtier.tier.blobs.payload import Digest
 from kvtier.tier.transport.shared_memory import copy
 from kvtier.v1 import tier_pb2 as pb
 
-# Of a chunk: small enough that the checksum finds it in the core's own cache.
+# A chunk is copied in blocks so small that the checksum finds them in the core's own cache.
 BLOCK_BYTES = 256 << 10
 
 

@@ -61,7 +61,7 @@ class RotatingCredentials:
                 return None
             configuration = self._read()
         except (OSError, ValueError) as error:
-            # Perhaps in the middle of being replaced; the next connection looks again.
+            # The operator may be replacing them just now; the next connection looks again.
             logger.warning("new certificates are not used: %s", error)
             return None
         self._seen = state

@@ -12,7 +12,7 @@ from kvtier_tierd.stores.base import BlobName, BlobStore
 
 
 class GetStreams:
-    """See the module docstring. chunk_bytes: at most, of a chunk."""
+    """The Gets of a service. chunk_bytes: the longest chunk that is sent."""
 
     def __init__(
         self, store: BlobStore, namespaces: Namespaces, metrics: TierMetrics, chunk_bytes: int

@@ -1,4 +1,4 @@
-"""Calls about blobs that move no payload: which are held, forget some, look at some again."""
+"""RPCs that move no payload: Exists, Delete, Quarantine and Stats."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvtier_tierd.service.requests import MAX_KEYS, check_count, names_of
 from kvtier_tierd.service.verifying import is_intact
 from kvtier_tierd.stores.base import BlobStore
 
-# After so many keys that are looked up the other calls have a turn.
+# Other calls have a turn after so many keys were looked up.
 KEYS_A_TURN = 1 << 11
 DELETED_TOGETHER = 1 << 8
 
 
 class Lookups:
-    """See the module docstring. Methods raise KvtierError for what a request may not ask."""
+    """Each method answers one RPC, and raises KvtierError for what a request may not ask."""
 
     def __init__(self, store: BlobStore, namespaces: Namespaces, metrics: TierMetrics) -> None:
         self._store, self._namespaces, self._metrics = store, namespaces, metrics

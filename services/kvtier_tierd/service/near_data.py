@@ -42,7 +42,8 @@ PINNED_SHARE = 0.25
 
 
 class Refreshes:
-    """See the module docstring. workers: threads that choose; 0: this service does not refresh."""
+    """The Refresh calls of a service. workers: threads that choose; 0: this service does not
+    refresh."""
 
     def __init__(
         self,

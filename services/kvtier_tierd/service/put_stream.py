@@ -18,10 +18,10 @@ PutRequests = AsyncIterator[pb.PutRequest | memoryview]
 
 
 class PutStreams:
-    """See the module docstring.
+    """The Puts of a service.
 
     max_blob_bytes: larger blobs are refused.
-    budget:         of what has been sent and is not stored yet.
+    budget:         counts what clients have sent and the store does not have yet.
     stall_s:        how long a stream may stand still.
     """
 

@@ -11,10 +11,10 @@ from kvtier.tier.blobs.payload import CHECKSUM_BYTES, MAX_LAYOUT_BYTES
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.stores.base import BlobInfo, BlobName
 
-# Of a call that looks keys up, and of one that does something for each of them.
+# What one call may name: keys to look up, and keys of blobs to open, lease or delete.
 MAX_KEYS = 1 << 16
 MAX_HELD_KEYS = 1 << 12
-# After so many keys that are opened or leased the other calls have a turn.
+# Other calls have a turn after so many keys were opened or leased.
 HELD_KEYS_A_TURN = 1 << 6
 
 

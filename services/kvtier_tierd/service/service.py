@@ -34,7 +34,7 @@ Response = TypeVar("Response")
 def rpc(
     handler: Callable[[TierService, str, Request], Awaitable[Response]],
 ) -> Callable[[TierService, Request, Any], Awaitable[Response]]:
-    """What gRPC calls, made of what does the work for a namespace."""
+    """A method that gRPC calls, made of one that works for a namespace."""
 
     @functools.wraps(handler)
     async def call(self: TierService, request: Request, context: Any) -> Response:
@@ -45,12 +45,12 @@ def rpc(
 
 
 class TierService(tier_pb2_grpc.TierServiceServicer):
-    """See the module docstring.
+    """What gRPC calls.
 
     refreshes:      what answers Refresh.
     chunk_bytes:    of a Get stream's chunks.
     max_blob_bytes: larger blobs are refused.
-    budget:         of what puts have sent and is not stored yet.
+    budget:         counts what puts have sent and the store does not have yet.
     stall_s:        how long a stream may stand still.
     shared:         the memory that same-host clients may map, or None.
     """

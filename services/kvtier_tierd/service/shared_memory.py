@@ -24,7 +24,7 @@ from kvtier_tierd.stores.base import BlobInfo, BlobName, BlobStore, Draft, Share
 
 
 class SharedMemoryCalls:
-    """See the module docstring.
+    """Each method answers one RPC.
 
     shared:         the file that clients map; None: every Reserve and Acquire is refused.
     max_blob_bytes: larger blobs are refused.

@@ -127,7 +127,7 @@ class StoreResources(NamedTuple):
 
 
 class BlobStore(ABC):
-    """See the module docstring. options_type: what the store is told; it has the store's name.
+    """A place for blobs. options_type: what the store is told; it has the store's name.
 
     Errors are those of kvtier.errors:
 

@@ -48,7 +48,7 @@ class LayeredOptions(MemoryOptions, DiskOptions):
 
 
 class LayeredStore(BlobStore):
-    """See the module docstring. Owns both stores.
+    """Memory in front of a disk; owns both stores.
 
     behind_share: of the memory that blobs may take which wait for the disk.
     shed:         blobs that never got to disk; failed: times that the disk did not do its part.

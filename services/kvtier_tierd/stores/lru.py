@@ -27,7 +27,7 @@ class Entry:
 
 
 class LruAccount:
-    """See the module docstring.
+    """The bytes of one store's blobs, and the order of their uses.
 
     capacity_bytes: of everything together.
     quotas:         bytes by namespace; a namespace without one may use all of the capacity.

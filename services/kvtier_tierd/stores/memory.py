@@ -74,7 +74,7 @@ class MemoryOptions(StoreOptions):
 
 
 class MemoryStore(BlobStore):
-    """See the module docstring.
+    """Blobs in one arena.
 
     capacity_bytes: of the arena. Every blob costs whole pages of 4096 bytes.
     quotas:         bytes by namespace.

@@ -67,7 +67,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """See the module docstring. kind: the store's name, for --store.
+    """The options of one kind of store. kind: its name, for --store.
 
     Raises UsageError, naming the flag, for values that no store of this kind can have.
     """
@@ -82,7 +82,7 @@ class StoreOptions:
 
     @classmethod
     def flags(cls) -> dict[str, Flag]:
-        """By the fields' names."""
+        """The flags, by the fields' names."""
         flags = {}
         hints = get_type_hints(cls, include_extras=True)
         for one in fields(cls):

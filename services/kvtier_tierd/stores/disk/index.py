@@ -56,7 +56,7 @@ class DamagedIndexError(Exception):
 
 
 class DiskIndex:
-    """See the module docstring. One thread at a time; raises OSError and lmdb.Error.
+    """The rows of one store. One thread at a time; raises OSError and lmdb.Error.
 
     directory: of the index alone; its parent takes what is set aside.
     sync:      whether a write waits for the disk.

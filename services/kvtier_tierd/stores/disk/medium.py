@@ -78,7 +78,7 @@ def new_file() -> str:
 
 
 class DiskMedium:
-    """See the module docstring. Every method blocks.
+    """The directory of one store. Every method blocks.
 
     `read` may be called from any thread, the others by one at a time. What the operating system or
     LMDB raises comes out as TierExhaustedError where the disk is full and as TierUnavailableError

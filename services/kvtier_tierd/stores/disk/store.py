@@ -93,7 +93,7 @@ class DiskHandle(Handle):
 
 
 class DiskStore(BlobStore):
-    """See the module docstring.
+    """Blobs in files of one directory.
 
     directory:      created where it is missing; of one service at a time.
     capacity_bytes: of the payloads in whole blocks of 4096 bytes and, for each blob, 4096 bytes (or

@@ -32,7 +32,7 @@ class Waiter:
 
 
 class GroupWriter:
-    """See the module docstring. Of one event loop; only `run` enters its thread.
+    """Writes for one event loop, in a thread that only `run` enters.
 
     row_of: what the index shall say of a name when it is written; None: nothing.
     settle: called once per written payload, or with the error that kept it from being written;

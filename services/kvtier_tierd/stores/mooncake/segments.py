@@ -18,7 +18,7 @@ SILENT_S = 10.0  # the master's client_ttl
 
 
 class SilentSegments:
-    """See the module docstring."""
+    """The segments that one service could not read from."""
 
     def __init__(self, link: MooncakeLink) -> None:
         self._link = link

@@ -98,7 +98,7 @@ class MooncakeHandle(Handle):
 
 
 class MooncakeStore(BlobStore):
-    """See the module docstring.
+    """Blobs in the memory of several services.
 
     quotas:    bytes by namespace, of what this service puts.
     directory: for the file of the staging memory that clients on the same host map, or None.
