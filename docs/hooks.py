@@ -2,6 +2,7 @@
 
 <!-- settings -->    every setting, with its default and what it is for
 <!-- scorers -->     every token scorer of the registry, with its paper
+<!-- stores -->      every store of the tier, with its flags
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from typing import Any
 
 from kvtier.config import Settings
 from kvtier.retention.scorers import SCORERS
+from kvtier_tierd.stores.registry import STORES
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """mkdocs calls this for every page."""
-    for name, table in (("settings", settings_table), ("scorers", scorers_table)):
+    tables = (("settings", settings_table), ("scorers", scorers_table), ("stores", stores_table))
+    for name, table in tables:
         mark = f"<!-- {name} -->"
         if mark in markdown:
             markdown = markdown.replace(mark, table())
@@ -36,10 +39,24 @@ def settings_table() -> str:
 def scorers_table() -> str:
     lines = ["| `--scorer` | what stays | numbers kept per token and head |", "|---|---|---|"]
     for name, scorer in SCORERS.items():
-        module = importlib.import_module(scorer.__module__)
-        paragraph = (module.__doc__ or "").split("\n\n", maxsplit=1)[0].replace("\n", " ")
-        lines.append(f"| `{name}` | {_cell(paragraph)} | {scorer.state_width} |")
+        text = _first_paragraph(scorer.__module__)
+        lines.append(f"| `{name}` | {_cell(text)} | {scorer.state_width} |")
     return "\n".join(lines)
+
+
+def stores_table() -> str:
+    lines = ["| `--store` | what it is | its flags |", "|---|---|---|"]
+    for name, store in STORES.items():
+        # Behind "The store `name`: ".
+        text = _first_paragraph(store.__module__).partition(": ")[2]
+        flags = ", ".join(f"`{flag.name}`" for flag in store.options_type.flags().values())
+        lines.append(f"| `{name}` | {_cell(text)} | {flags} |")
+    return "\n".join(lines)
+
+
+def _first_paragraph(module: str) -> str:
+    text = importlib.import_module(module).__doc__ or ""
+    return text.split("\n\n", maxsplit=1)[0].replace("\n", " ")
 
 
 def _cell(text: str) -> str:

@@ -7,13 +7,6 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Nothing in the tests may reach out for models.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Processes that tests start: see tests/forking.
-FORKING = str(Path(__file__).parent / "forking")
-if FORKING not in os.environ.get("PYTHONPATH", ""):
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [FORKING, os.environ.get("PYTHONPATH")])
-    )
-
 import hypothesis
 import torch
 
@@ -25,3 +18,10 @@ hypothesis.settings.load_profile("kvtier")
 if not torch.cuda.is_available():
     # Triton decides when it is imported. Without a GPU its kernels are tested in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Processes that tests start: see tests/forking.
+FORKING = str(Path(__file__).parent / "forking")
+if FORKING not in os.environ.get("PYTHONPATH", ""):
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [FORKING, os.environ.get("PYTHONPATH")])
+    )

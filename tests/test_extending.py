@@ -14,32 +14,41 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "extending.md"
 
 
-def example() -> tuple[str, str]:
-    """The file that the page tells its reader to write, and what is in it."""
-    text = PAGE.read_text()
-    path = re.search(r"Write `([^`]+)`:", text)
+def example(section: str) -> tuple[str, str]:
+    """The file that a section of the page tells its reader to write, and what is in it."""
+    text = PAGE.read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
+    path = re.search(r"Write\s`([^`]+)`:", text)
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert path is not None, "the page names no file"
-    assert code is not None, "the page has no example"
+    assert path is not None, "the section names no file"
+    assert code is not None, "the section has no example"
     return path[1], code[1]
 
 
-@pytest.fixture
-def tree(tmp_path):
-    """A copy of the core with the example and its line in the registry."""
+def follow(section: str, tree: Path, registry: str, table: str) -> None:
+    """Write a section's example into a copy of our packages, and its line into the registry.
+
+    registry: the file; table: the dictionary in it, made of a tuple of classes.
+    """
+    path, code = example(section)
+    (tree / path).write_text(code)
+    name = re.findall(r"^class (\w+)", code, re.MULTILINE)[-1]
+    module = path.removesuffix(".py").removeprefix("services/").replace("/", ".")
+    before, after = (tree / registry).read_text().split(f"\n{table}", maxsplit=1)
+    after = after.replace(" in (\n", f" in (\n        {name},\n", 1)
+    imported = f"from {module} import {name}\n"
+    (tree / registry).write_text(f"{before}{imported}\n{table}{after}")
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the core and of the tier's service with the examples and their registry lines."""
+    tree = tmp_path_factory.mktemp("tree")
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "kvtier", tmp_path / "kvtier", ignore=ignored)
-    path, code = example()
-    (tmp_path / path).write_text(code)
-    registry = tmp_path / path
-    registry = registry.with_name("__init__.py")
-    name = re.search(r"^class (\w+)", code, re.MULTILINE)[1]
-    text = registry.read_text()
-    text = text.replace("    for scorer in (\n", f"    for scorer in (\n        {name},\n")
-    module = Path(path).stem
-    line = f"from kvtier.retention.scorers.{module} import {name}\n"
-    registry.write_text(text.replace("\nSCORERS", f"{line}\nSCORERS", 1))
-    return tmp_path
+    for folder in ("kvtier", "services"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
+    follow("A token scorer", tree, "kvtier/retention/scorers/__init__.py", "SCORERS")
+    follow("A store", tree, "services/kvtier_tierd/stores/registry.py", "STORES")
+    return tree
 
 
 BACKEND = """
@@ -72,24 +81,29 @@ def kernels_tree(tmp_path):
 
 
 def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    others = [tree, tree / "kernels", *(ROOT / name for name in ("kernels", "services"))]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, others))}
+    ours = [root / name for name in ("kernels", "services") for root in (tree, ROOT)]
+    path = os.pathsep.join(map(str, (tree, *ours, ROOT)))
     return subprocess.run(
-        [sys.executable, *command], cwd=tree, env=environment, capture_output=True, text=True,
-        check=False,
+        [sys.executable, *command], cwd=tree, env=os.environ | {"PYTHONPATH": path},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 
-def test_the_example_does_what_every_scorer_must(tree):
-    tests = ROOT / "tests" / "retention" / "test_scorers.py"
-    done = run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "key-norm", str(tests))
+def passed(tree: Path, tests: str, pattern: str) -> int:
+    """How many of a file's tests that match the pattern passed; none failed."""
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", pattern)
+    done = run(tree, *command, str(ROOT / tests))
     assert done.returncode == 0, done.stdout
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None, done.stdout
-    assert int(passed[1]) >= 10
+    found = re.search(r"(\d+) passed", done.stdout)
+    assert found is not None, done.stdout
+    return int(found[1])
 
 
-def test_settings_and_the_table_know_the_example(tree):
+def test_the_example_does_what_every_scorer_must(tree):
+    assert passed(tree, "tests/retention/test_scorers.py", "key-norm") >= 10
+
+
+def test_settings_and_the_table_know_the_scorer(tree):
     code = """
 import sys
 sys.path.insert(0, "DOCS")
@@ -106,9 +120,26 @@ print(hooks.scorers_table())
 
 
 def test_a_kernel_backend_is_one_file_and_its_line(kernels_tree):
-    tests = ROOT / "tests" / "kernels" / "test_registry.py"
-    done = run(
-        kernels_tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "mine", str(tests)
-    )
-    assert done.returncode == 0, done.stdout
-    assert "1 passed" in done.stdout
+    assert passed(kernels_tree, "tests/kernels/test_registry.py", "mine") == 1
+
+
+def test_the_example_does_what_every_store_must(tree):
+    assert passed(tree, "tests/tierd/test_store_registry.py", "heap") >= 25
+
+
+def test_the_command_line_and_the_table_know_the_store(tree):
+    code = """
+import sys
+sys.path.insert(0, "DOCS")
+import hooks
+from kvtier_tierd.cli import parse
+print(parse(["--store", "heap", "--heap", "1g"]).store)
+print(hooks.stores_table())
+parse(["--help"])
+"""
+    done = run(tree, "-c", code.replace("DOCS", str(PAGE.parent)))
+    assert done.returncode == 0, done.stderr
+    assert "HeapOptions(heap_bytes=1073741824)" in done.stdout
+    assert "| `heap` | each blob in memory of its own; the least recently used" in done.stdout
+    assert "--heap BYTES" in done.stdout
+    assert "of the heap store (4g)" in done.stdout

@@ -40,8 +40,8 @@ from kvtier.bench.table import make_console
 from kvtier.environment import describe_environment
 from kvtier.errors import KvtierError, UsageError
 from kvtier_tierd.stores.base import BlobInfo
-from kvtier_tierd.stores.disk import DiskStore
-from kvtier_tierd.stores.disk_medium import cost
+from kvtier_tierd.stores.disk.medium import cost
+from kvtier_tierd.stores.disk.store import DiskStore
 
 SCHEMA_VERSION = 1
 OUT = ROOT / "benchmarks" / "results" / "tier-crash.json"

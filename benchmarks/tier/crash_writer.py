@@ -26,7 +26,7 @@ from pathlib import Path
 import xxhash
 
 from kvtier_tierd.stores.base import BlobInfo, BlobName
-from kvtier_tierd.stores.disk import DiskStore
+from kvtier_tierd.stores.disk.store import DiskStore
 
 WRITERS = 4
 BLOBS_PER_WRITER = 40

@@ -1,7 +1,7 @@
 """One layer's refresh: from exact KV and a turn's own queries to the entries that CA heads keep.
 
-Pure and the same wherever it runs (kvtier.tier.exact_kv): in the engine over KV that came back
-(`fetch`), or in the tier over KV that never left it (`near-data`).
+Pure and the same wherever it runs (kvtier.tier.near_data.exact_kv): in the engine over KV that
+came back (`fetch`), or in the tier over KV that never left it (`near-data`).
 
     exact KV       [ span ][ span ][ span ][ span ]        every token, every KV head
     pruned ranges      |~~~~~~~~|    |~~~~~|               tokens of which `kept` shall stay

@@ -1,12 +1,16 @@
 """Exact KV outside of the engine: what it is called, how it gets there and back, how it is checked.
 
-Reading order:
+    prefetch, near_data      what the engine asks for: a prompt's KV, or a refresh's choice of it
+            ↓
+          link               calls in the background that never fail and never wait long
+            ↓
+         client              calls to one service, each with a deadline
+            ↓
+        transport            the connection, streams, shared memory, and where payloads land
+            ↓
+      wire, blobs            what both ends agree on: messages and their framing; names, payloads
+                             and records of turns
 
-    keys, names      what a span of a context is called, and which names a context's KV has
-    blob, turns      the bytes under a name, and their checksum; how turns were compressed
-    turn_rules       whether a server with our settings compresses turns like that
-    client           calls to one service; address, channel, protocol, status, landing, shared are
-                     its parts
-    breaker, link    what an engine holds of its tier: calls that never fail and never wait long
-    host, lookup     what the tier has of a prompt, fetched into host memory
+Each imports what is below it; the service (kvtier_tierd) imports `wire`, `blobs` and the messages
+of `near_data`.
 """

@@ -1,7 +1,7 @@
 """A blocking client of one tier service.
 
 Every method has a deadline, for all that it asks of the service together, and raises a TierError;
-what to do about it (nothing, mostly) is decided above, in kvtier.tier.link. Thread-safe.
+kvtier.tier.link decides what to do about it (nothing, mostly). Thread-safe.
 
 Payloads never pass through memory that the caller did not choose: `get` lands them in buffers that
 it names, and checks them there.
@@ -9,39 +9,28 @@ it names, and checks them there.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
-import grpc
-
-from kvtier.addresses.tier import socket_path
-from kvtier.errors import (
-    TierError,
-    TierProtocolError,
-    TierRefusedError,
-    TierUnavailableError,
-    UsageError,
-)
-from kvtier.tier.blob import Bytes, checksum
-from kvtier.tier.channel import RenewedTls, TlsFiles, TlsPaths, check_owner, open_channel
-from kvtier.tier.deadline import Deadline
-from kvtier.tier.framing import frame_chunk, frame_stub
-from kvtier.tier.landing import Arriving, Land, Landing, Offer
-from kvtier.tier.protocol import (
+from kvtier.errors import TierProtocolError, TierRefusedError
+from kvtier.tier.blobs.payload import Bytes, checksum
+from kvtier.tier.transport.channel import TlsFiles, TlsPaths
+from kvtier.tier.transport.connection import Connection
+from kvtier.tier.transport.deadline import Deadline
+from kvtier.tier.transport.landing import Land, Landing, Offer
+from kvtier.tier.transport.shared_gets import SharedGets
+from kvtier.tier.transport.shared_memory import SharedMemory
+from kvtier.tier.transport.shared_puts import shared_put
+from kvtier.tier.transport.streams import stream_get, stream_put
+from kvtier.tier.wire.protocol import (
     DEFAULT_NAMESPACE,
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
-    NAMESPACE_METADATA,
     PROTOCOL_VERSION,
     check_version,
 )
-from kvtier.tier.samehost import SharedGets
-from kvtier.tier.shared import SharedMemory, copy
-from kvtier.tier.status import error_of
 from kvtier.v1 import tier_pb2 as pb
 from kvtier.v1 import tier_pb2_grpc
 
@@ -68,7 +57,7 @@ class Presence(NamedTuple):
 
 
 class TierClient:
-    """See the module docstring.
+    """One client of one service.
 
     address:   host:port or unix:/path; every call raises TierRefusedError while the socket there is
                neither this user's nor root's.
@@ -90,30 +79,15 @@ class TierClient:
         shared: bool = True,
     ) -> None:
         self.address, self.namespace = address, namespace
-        self._socket = socket_path(address)
         self.timeout_s, self.slowest_bytes_per_s = timeout_s, slowest_bytes_per_s
-        self._metadata: tuple[tuple[str, str], ...] = ()
-        if tls is None:
-            if not (namespace and namespace.isascii() and namespace.isprintable()):
-                raise UsageError("namespace", "printable ASCII", namespace)
-            self._metadata = ((NAMESPACE_METADATA, namespace),)
-        self._renewed: RenewedTls | None = None
-        if isinstance(tls, TlsPaths):
-            self._renewed = RenewedTls(tls)
-            tls = self._renewed.files
-        self._open(tls)
+        self._connection = Connection(address, namespace, tls)
         self._wants_shared = shared
         self._shared: SharedMemory | None = None
         self._mapping = threading.Lock()
         self._chunk_bytes = CHUNK_BYTES
         # Whether the service refreshes near its data, as of the last `connect`.
         self.refreshes = False
-        self._shared_gets = SharedGets(lambda: self._stub, self._call, address, namespace)
-
-    def _open(self, tls: TlsFiles | None) -> None:
-        self._channel = open_channel(self.address, tls)
-        self._stub = tier_pb2_grpc.TierServiceStub(self._channel)
-        frame_stub(self._stub, self._channel)
+        self._shared_gets = SharedGets(self._connection)
 
     def __enter__(self) -> TierClient:
         return self
@@ -132,7 +106,7 @@ class TierClient:
         What was read is given back before, if that is a matter of a moment.
         """
         self._shared_gets.close()
-        self._channel.close()
+        self._connection.close()
         self._shared = None
 
     @property
@@ -148,9 +122,7 @@ class TierClient:
         Raises TierProtocolError where the service speaks another version, and TierRefusedError
         where it takes this client for another namespace.
         """
-        if self._renewed is not None and self._renewed.changed():
-            # Calls that are under way end on the connection that they began on.
-            self._open(self._renewed.files)
+        self._connection.renew()
         request = pb.GetServerInfoRequest(protocol_versions=[PROTOCOL_VERSION])
         info: pb.GetServerInfoResponse = self._call(self._stub.GetServerInfo, request)
         check_version(info.protocol_version, self.address)
@@ -189,42 +161,12 @@ class TierClient:
         """Store one blob; False where it is held already. `replace` stores it even then."""
         header = self._header(blob)
         deadline = self.deadline(header.num_bytes)
-        shared = self._shared
+        shared, payload = self._shared, blob.payload
         if shared is not None and not replace:
-            return self._put_shared(shared, blob, header, deadline)
-
-        def requests() -> Iterator[pb.PutRequest | bytes]:
-            yield pb.PutRequest(header=header, replace=replace)
-            for piece in blob.payload:
-                view = memoryview(piece).cast("B")
-                for begin in range(0, len(view), self._chunk_bytes):
-                    yield frame_chunk(view[begin : begin + self._chunk_bytes])
-
-        response: pb.PutResponse = self._call(self._stub.Put, requests(), deadline)
-        return response.stored
-
-    def _put_shared(
-        self, shared: SharedMemory, blob: Blob, header: pb.BlobHeader, deadline: Deadline
-    ) -> bool:
-        request = pb.ReserveRequest(
-            headers=[header], lease_ms=deadline.left_ms(), shared_token=shared.token
+            return shared_put(self._connection, shared, header, payload, deadline)
+        return stream_put(
+            self._connection, header, payload, self._chunk_bytes, deadline, replace=replace
         )
-        asked_at = time.monotonic()
-        response: pb.ReserveResponse = self._call(self._stub.Reserve, request, deadline)
-        if not response.extents:
-            return False
-        leases = [extent.lease for extent in response.extents]
-        try:
-            if len(leases) > 1:
-                raise TierProtocolError(f"tier {self.address}: more room than asked for")
-            into = shared.view(response.extents[0].offset, header.num_bytes)
-            lease_over = asked_at + response.expires_ms / 1000
-            copy(blob.payload, into, until=min(deadline.at, lease_over))
-        except BaseException:
-            self._release(leases, deadline)
-            raise
-        self._call(self._stub.Commit, pb.CommitRequest(leases=leases), deadline)
-        return True
 
     def get(self, keys: Sequence[bytes], land: Land, num_bytes: int) -> list[Landing]:
         """Read blobs into the buffers that `land` names, and verify them there.
@@ -234,67 +176,17 @@ class TierClient:
         error the buffers hold anything; blobs that landed before it are not said to have.
         """
         deadline = self.deadline(num_bytes)
-        shared = self._shared
+        outcome = [Landing.MISSING] * len(keys)
+        shared, streamed = self._shared, list(range(len(keys)))
         if shared is not None:
-            outcome = self._get_shared(shared, keys, land, deadline)
-        else:
-            outcome = [Landing.MISSING] * len(keys)
-            self._get_streamed(range(len(keys)), keys, land, deadline, outcome)
+            streamed = self._shared_gets.get(shared, keys, land, deadline, outcome)
+        if streamed or shared is None:
+            stream_get(self._connection, streamed, keys, land, deadline, outcome)
         corrupt = [key for key, one in zip(keys, outcome, strict=True) if one is Landing.CORRUPT]
         if corrupt:
             # Best effort: the next reader of the blob will report it again.
-            self._quietly(self._stub.Quarantine, pb.QuarantineRequest(keys=corrupt), deadline)
-        return outcome
-
-    def _get_streamed(
-        self,
-        wanted: Sequence[int],
-        keys: Sequence[bytes],
-        land: Land,
-        deadline: Deadline,
-        outcome: list[Landing],
-    ) -> None:
-        """Get the blobs at the `wanted` positions of `keys`, and set their outcomes."""
-        request = pb.GetRequest(keys=[keys[position] for position in wanted])
-        positions = iter(wanted)
-        arriving: Arriving | None = None
-        for response in self._responses(request, deadline):
-            if isinstance(response, memoryview):
-                if arriving is None:
-                    raise TierProtocolError(f"tier {self.address}: a chunk of nothing")
-                arriving.add(response)
-                continue
-            part = response.WhichOneof("part")
-            if arriving is not None:
-                outcome[arriving.position] = arriving.finish()
-                arriving = None
-            position = next(positions, None)
-            key = response.missing if part == "missing" else response.header.key
-            if position is None or key != keys[position]:
-                raise TierProtocolError(f"tier {self.address}: a blob that was not asked for")
-            if part == "header":
-                arriving = Arriving(position, response.header, self.namespace, land)
-        if arriving is not None:
-            outcome[arriving.position] = arriving.finish()
-
-    def _responses(
-        self, request: pb.GetRequest, deadline: Deadline
-    ) -> Iterator[pb.GetResponse | memoryview]:
-        call = self._call(self._stub.Get, request, deadline)
-        try:
-            yield from call
-        except grpc.RpcError as error:
-            raise error_of(error, self.address) from error
-        finally:
-            call.cancel()
-
-    def _get_shared(
-        self, shared: SharedMemory, keys: Sequence[bytes], land: Land, deadline: Deadline
-    ) -> list[Landing]:
-        outcome = [Landing.MISSING] * len(keys)
-        elsewhere = self._shared_gets.get(shared, keys, land, deadline, outcome)
-        if elsewhere:
-            self._get_streamed(elsewhere, keys, land, deadline, outcome)
+            request = pb.QuarantineRequest(keys=corrupt)
+            self._connection.call_quietly(self._connection.stub.Quarantine, request, deadline)
         return outcome
 
     def delete(self, keys: Sequence[bytes]) -> int:
@@ -324,27 +216,12 @@ class TierClient:
             checksum=checksum(blob.key, self.namespace, blob.layout, blob.payload),
         )
 
+    @property
+    def _stub(self) -> tier_pb2_grpc.TierServiceStub:
+        return self._connection.stub
+
     def _call(self, method: Any, request: Any, deadline: Deadline | None = None) -> Any:
-        timeout = (deadline or self.deadline()).left()
-        if self._socket is not None:
-            # Every time: gRPC connects again by itself, to whatever is there by then.
-            check_owner(self._socket)
-        try:
-            return method(request, timeout=timeout, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise error_of(error, self.address) from error
-        except ValueError as error:
-            # How gRPC says that the channel is closed.
-            raise TierUnavailableError(f"tier {self.address}: {error}") from error
-
-    def _release(self, leases: list[int], deadline: Deadline) -> None:
-        """Best effort: a lease that is not given back ends by itself."""
-        if leases:
-            self._quietly(self._stub.Release, pb.ReleaseRequest(leases=leases), deadline)
-
-    def _quietly(self, method: Any, request: Any, deadline: Deadline) -> None:
-        with contextlib.suppress(TierError):
-            self._call(method, request, deadline)
+        return self._connection.call(method, request, deadline or self.deadline())
 
 
 __all__ = [

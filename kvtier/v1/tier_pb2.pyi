@@ -4,8 +4,9 @@ isort:skip_file
 The KV tier: exact KV of many contexts, kept outside of the GPU.
 
 A blob is immutable bytes under a 32-byte key in a namespace. Clients choose keys so that equal
-keys mean equal content (kvtier.tier.keys), and check every payload against its checksum after it
-has landed where it is used (kvtier.tier.blob): the service moves bytes, it is not trusted.
+keys mean equal content (kvtier.tier.blobs.keys), and check every payload against its checksum
+after it has landed where it is used (kvtier.tier.blobs.payload): the service moves bytes, it is
+not trusted.
 
 The namespace is that of the client certificate under mutual TLS; without it, the metadata entry
 `kvtier-namespace`, or "default".
@@ -179,7 +180,7 @@ class BlobHeader(_message.Message):
     layout: _builtins.bytes
     """A serialized Layout: the checksum is over these bytes as they were sent."""
     checksum: _builtins.bytes
-    """xxh3-128, big-endian, over key, namespace, layout and payload; see kvtier.tier.blob."""
+    """xxh3-128, big-endian, over key, namespace, layout and payload; see kvtier.tier.blobs.payload."""
     def __init__(
         self,
         *,

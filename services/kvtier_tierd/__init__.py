@@ -1,9 +1,10 @@
 """The tier service: exact KV of many contexts, kept outside of the GPU and served over gRPC.
 
-Reading order:
-
-    stores/base.py   what a store is: the interface of memory, disk and mooncake
-    stores/lru.py    who holds how many bytes, and who goes first
-    service.py       the RPCs of proto/kvtier/v1/tier.proto over a store
-    server.py        listeners, TLS, health, metrics, draining
+cli, options    the command `kvtier tier`, and what it is told
+server          one service from its start to its orderly end
+service         the RPCs of proto/kvtier/v1/tier.proto over a store
+network         sockets, TLS, and requests that do not decode
+monitoring      metrics, and the HTTP server that answers probes
+stores          where blobs are kept: memory, disk, both, Mooncake
+limits          how much a client may ask of the service at a time
 """

@@ -14,11 +14,10 @@ from pathlib import Path
 
 from kvtier.errors import KvtierError, UsageError
 from kvtier.sizes import parse_size
-from kvtier_tierd.namespaces import Limits
+from kvtier_tierd.limits.namespaces import Limits
 from kvtier_tierd.options import TierOptions
 from kvtier_tierd.server import TierServer
-from kvtier_tierd.store_registry import STORES
-from kvtier_tierd.stores.mooncake_link import MooncakeOptions
+from kvtier_tierd.stores.registry import STORES, parse_store, store_flags
 
 # Of malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -88,12 +87,8 @@ def parse(argv: Sequence[str] | None) -> TierOptions:
         shared = _no_directory(given.shared_memory)
     return TierOptions(
         listen=given.listen,
-        store=given.store,
-        memory_bytes=parse_size(given.memory, "--memory"),
-        disk_path=given.disk_path,
-        disk_bytes=parse_size(given.disk, "--disk"),
+        store=parse_store(given.store, {name: vars(given)[_key(name)] for name in store_flags()}),
         shared_directory=shared,
-        mooncake=_mooncake(given),
         namespaces=_namespaces(given.namespace, given.in_flight),
         in_flight=given.in_flight,
         certificate=given.certificate,
@@ -111,19 +106,9 @@ def parse(argv: Sequence[str] | None) -> TierOptions:
     )
 
 
-def _mooncake(given: argparse.Namespace) -> MooncakeOptions:
-    segment = given.mooncake_segment
-    return MooncakeOptions(
-        master=given.mooncake_master,
-        metadata=given.mooncake_metadata,
-        local_hostname=given.mooncake_local_hostname,
-        segment_bytes=0 if segment == "0" else parse_size(segment, "--mooncake-segment"),
-        buffer_bytes=parse_size(given.mooncake_buffer, "--mooncake-buffer"),
-        capacity_bytes=None
-        if given.mooncake_capacity is None
-        else parse_size(given.mooncake_capacity, "--mooncake-capacity"),
-        replicas=given.mooncake_replicas,
-    )
+def _key(flag: str) -> str:
+    """What argparse calls a flag's value."""
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def _no_directory(given: str) -> Path | None:
@@ -156,23 +141,9 @@ def _parser() -> argparse.ArgumentParser:
     defaults = TierOptions()
     add = parser.add_argument
     add("--listen", default=defaults.listen, help="host:port or unix:/path (%(default)s)")
-    add("--store", default="memory", help=f"one of {', '.join(STORES)} (%(default)s)")
-    add(
-        "--memory",
-        default="4g",
-        metavar="BYTES",
-        help="of the memory store, taken at the start (%(default)s)",
-    )
-    add("--disk-path", type=Path, metavar="DIRECTORY", help="of the disk store")
-    add("--disk", default="64g", metavar="BYTES", help="of the disk store (%(default)s)")
-    mooncake = defaults.mooncake
-    add("--mooncake-master", default=mooncake.master, help="host:port (%(default)s)")
-    add("--mooncake-metadata", default=mooncake.metadata, help="or an http URL (%(default)s)")
-    add("--mooncake-local-hostname", help="for the other services (as the master sees it)")
-    add("--mooncake-segment", default="4g", metavar="BYTES", help="contributed, or 0 (%(default)s)")
-    add("--mooncake-buffer", default="2g", metavar="BYTES", help="for transfers (%(default)s)")
-    add("--mooncake-capacity", metavar="BYTES", help="of what this service puts (its segment)")
-    add("--mooncake-replicas", type=int, default=1, help="segments per blob (%(default)s)")
+    add("--store", default=defaults.store.kind, help=f"one of {', '.join(STORES)} (%(default)s)")
+    for name, flag in store_flags().items():
+        add(name, default=flag.default, metavar=flag.type.metavar, help=flag.help)
     add(
         "--shared-memory",
         default=str(DEFAULT_SHARED_DIRECTORY),

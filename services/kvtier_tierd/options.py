@@ -9,10 +9,11 @@ from pathlib import Path
 
 from kvtier.addresses.tier import default_address, socket_path
 from kvtier.errors import TierRefusedError, UsageError
-from kvtier.tier.protocol import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
-from kvtier_tierd.budget import NAMESPACE_SHARE
-from kvtier_tierd.namespaces import IN_FLIGHT, Limits, Namespaces, check_namespace
-from kvtier_tierd.stores.mooncake_link import MooncakeOptions
+from kvtier.tier.wire.protocol import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from kvtier_tierd.limits.budget import NAMESPACE_SHARE
+from kvtier_tierd.limits.namespaces import IN_FLIGHT, Limits, Namespaces, check_namespace
+from kvtier_tierd.stores.memory import MemoryOptions
+from kvtier_tierd.stores.options import StoreOptions
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -22,11 +23,8 @@ METRICS_HOST = "127.0.0.1"
 @dataclass(frozen=True)
 class TierOptions:
     """listen:            host:port or unix:/path; port 0 picks a free one.
-    store:             see kvtier_tierd.store_registry.
-    memory_bytes:      of the memory store. disk_bytes: of the disk store.
-    disk_path:         directory of the disk store.
+    store:             which store, and what it is told; see kvtier_tierd.stores.registry.
     shared_directory:  where the file for clients on the same host is made; None: no sharing.
-    mooncake:          of the mooncake store.
     namespaces:        limits by name; empty: every name is welcome.
     in_flight:         transfers at a time, of a namespace that is not in `namespaces`.
     certificate, key, client_ca: PEM files; all three mean mutual TLS.
@@ -37,18 +35,14 @@ class TierOptions:
     refresh_workers:   threads that refresh contexts near their data; 0: none does.
     metrics_port:      of Prometheus metrics, /livez and /readyz; None: none, 0: a free one.
     metrics_host:      the name or address that they are served on.
-    transfer_bytes:    for payloads on their way, at least twice max_blob_bytes; see budget.py.
+    transfer_bytes:    for payloads on their way, at least twice max_blob_bytes (limits/budget.py).
     stall_s:           how long a stream may stand still.
     drain_s:           how long running calls may take to end at SIGTERM.
     """
 
     listen: str = field(default_factory=default_address)
-    store: str = "memory"
-    memory_bytes: int = 4 * GIB
-    disk_path: Path | None = None
-    disk_bytes: int = 64 * GIB
+    store: StoreOptions = field(default_factory=MemoryOptions)
     shared_directory: Path | None = None
-    mooncake: MooncakeOptions = field(default_factory=MooncakeOptions)
     namespaces: Mapping[str, Limits] = field(default_factory=dict)
     in_flight: int = IN_FLIGHT
     certificate: Path | None = None
@@ -68,7 +62,7 @@ class TierOptions:
     def __post_init__(self) -> None:
         self._check_tls()
         self._check_listen()
-        for name in ("memory_bytes", "disk_bytes", "max_blob_bytes", "in_flight"):
+        for name in ("max_blob_bytes", "in_flight"):
             if getattr(self, name) < 1:
                 flag = "--" + name.removesuffix("_bytes").replace("_", "-")
                 raise UsageError(flag, "at least 1", getattr(self, name))

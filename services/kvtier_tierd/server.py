@@ -16,22 +16,20 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvtier.errors import TierUnavailableError
-from kvtier.tier.framing import SERVICE_NAME, framed_handlers
-from kvtier.tier.protocol import MAX_QUERIES_BYTES, MESSAGE_OVERHEAD_BYTES
+from kvtier.tier.wire.framing import SERVICE_NAME, framed_handlers
+from kvtier.tier.wire.protocol import MAX_QUERIES_BYTES, MESSAGE_OVERHEAD_BYTES
 from kvtier.v1 import tier_pb2_grpc
-from kvtier_tierd.budget import Budget
-from kvtier_tierd.decoding import DecodingGuard
-from kvtier_tierd.metrics import Gauges, TierMetrics
-from kvtier_tierd.near_data import Refreshes
+from kvtier_tierd.limits.budget import Budget
+from kvtier_tierd.monitoring.metrics import Gauges, TierMetrics
+from kvtier_tierd.monitoring.web import WebServer
+from kvtier_tierd.network.decoding import DecodingGuard
+from kvtier_tierd.network.sockets import check_free, prepare_directory
+from kvtier_tierd.network.tls import RotatingCredentials
 from kvtier_tierd.options import TierOptions
-from kvtier_tierd.service import Shared, TierService
-from kvtier_tierd.sockets import check_free, prepare_directory
-from kvtier_tierd.store_registry import make_store
-from kvtier_tierd.stores.arena import Arena
-from kvtier_tierd.stores.base import BlobStore
-from kvtier_tierd.stores.layered import LayeredStore
-from kvtier_tierd.tls import RotatingCredentials
-from kvtier_tierd.web import WebServer
+from kvtier_tierd.service.near_data import Refreshes
+from kvtier_tierd.service.service import TierService
+from kvtier_tierd.stores.base import BlobStore, StoreResources
+from kvtier_tierd.stores.registry import make_store
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +47,8 @@ class TierServer:
     def __init__(self, options: TierOptions) -> None:
         self.options = options
         self.budget = Budget(options.transfer_bytes)
-        self.store: BlobStore = make_store(options, self.budget)
+        resources = StoreResources(options.quotas(), options.shared_directory, self.budget)
+        self.store: BlobStore = make_store(options.store, resources)
         namespaces = options.served()
         self.metrics = TierMetrics(namespaces.known)
         self.refreshes = Refreshes(
@@ -68,7 +67,7 @@ class TierServer:
             max_blob_bytes=options.max_blob_bytes,
             budget=self.budget,
             stall_s=options.stall_s,
-            shared=shared_memory(self.store),
+            shared=self.store.shared,
         )
         self.address = options.listen
         self.web: WebServer | None = None
@@ -174,12 +173,12 @@ class TierServer:
 
     async def stop(self) -> None:
         """Drain and close. Clients see UNAVAILABLE and go on without the tier."""
-        self.service.draining, self._serving = True, False
+        self.service.calls.draining, self._serving = True, False
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         # Only our own calls are waited for: who watches the health would do so for ever.
-        await self.service.idle(self.options.drain_s)
+        await self.service.calls.idle(self.options.drain_s)
         await self._server.stop(0)
-        await self.service.idle(LAST_S)
+        await self.service.calls.idle(LAST_S)
         if self._background is not None:
             self._background.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -189,15 +188,6 @@ class TierServer:
         await self.refreshes.close()
         await self.service.leases.close()
         await self.store.close()
-
-
-def shared_memory(store: BlobStore) -> Shared | None:
-    """The file that clients on this host may map, if there is one."""
-    memory = store.memory if isinstance(store, LayeredStore) else store
-    arena: Arena | None = getattr(memory, "arena", None)
-    if arena is None or arena.path is None:
-        return None
-    return Shared(str(arena.path), arena.size, arena.token)
 
 
 def _channel_options(options: TierOptions) -> list[tuple[str, int]]:
@@ -214,6 +204,6 @@ def _channel_options(options: TierOptions) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         # Without this gRPC allows an idle client a ping in five minutes, and ends the connections
-        # of those that look more often, as ours do (kvtier.tier.channel).
+        # of those that look more often, as ours do (kvtier.tier.transport.channel).
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
     ]

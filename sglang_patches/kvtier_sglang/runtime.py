@@ -23,7 +23,7 @@ from kvtier.config import Settings, load_settings
 from kvtier.errors import StartupError
 from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_profile
 from kvtier.retention.rules import locality_rule, refresh_rule, scorer_of, state_width
-from kvtier.tier.turn_rules import TurnRules
+from kvtier.tier.blobs.turn_rules import TurnRules
 from kvtier_sglang.attention.backend import KvtierAttnBackend, PassRefresh, head_split_pool
 from kvtier_sglang.attention.cuda_graphs import room_bytes
 from kvtier_sglang.attention.warm_up import warm_up

@@ -15,7 +15,7 @@ from benchmarks.tier.transport import __main__ as tier_transport
 from benchmarks.tier.transport.load import open_loop, poisson_arrivals, quantile, quantiles
 from benchmarks.tier.transport.paths import digest_seconds, in_rounds, paired
 from benchmarks.tier.transport.rows import neighbour_rows
-from kvtier.tier.blob import Digest
+from kvtier.tier.blobs.payload import Digest
 
 ON_LINUX = pytest.mark.skipif(
     not (sys.platform == "linux" and Path("/dev/shm").is_dir()), reason="reads /proc, /dev/shm"

@@ -7,9 +7,10 @@ import warnings
 import pytest
 from tierd.live_tier import in_process
 
-from kvtier.tier.breaker import Breaker
 from kvtier.tier.client import TierClient
-from kvtier.tier.link import TierLink
+from kvtier.tier.link.breaker import Breaker
+from kvtier.tier.link.link import TierLink
+from kvtier_tierd.stores.memory import MemoryOptions
 
 # Importing the engine warns about hardware it does not find; that is not what we test.
 with warnings.catch_warnings():
@@ -20,7 +21,7 @@ with warnings.catch_warnings():
 
 @pytest.fixture(scope="module")
 def tier():
-    with in_process(memory_bytes=1 << 24, refresh_workers=1) as live:
+    with in_process(store=MemoryOptions(1 << 24), refresh_workers=1) as live:
         yield live
 
 

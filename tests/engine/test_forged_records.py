@@ -17,13 +17,13 @@ from tree_harness import MiniScheduler, context
 
 from kvtier.errors import TierProtocolError
 from kvtier.retention.share import FixedShare
-from kvtier.tier import lookup
+from kvtier.tier.blobs.keys import Scope
+from kvtier.tier.blobs.names import ContextNames
+from kvtier.tier.blobs.turn_rules import TurnRules
+from kvtier.tier.blobs.turns import LAYOUT, NodeRecord, TurnRecord, decode_record, tail_digest
 from kvtier.tier.client import Blob
-from kvtier.tier.keys import Scope
-from kvtier.tier.link import TierLink
-from kvtier.tier.names import ContextNames
-from kvtier.tier.turn_rules import TurnRules
-from kvtier.tier.turns import LAYOUT, NodeRecord, TurnRecord, decode_record, tail_digest
+from kvtier.tier.link.link import TierLink
+from kvtier.tier.prefetch import lookup
 from kvtier_sglang.radix import accounts
 
 SHARE = FixedShare(0.5)

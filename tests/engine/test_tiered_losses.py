@@ -15,11 +15,11 @@ from tree_harness import MiniScheduler, context
 
 from kvtier.errors import TierUnavailableError
 from kvtier.retention.share import FixedShare
-from kvtier.tier import link as link_module
+from kvtier.tier.blobs.keys import Scope
 from kvtier.tier.client import Presence, TierClient
-from kvtier.tier.keys import Scope
-from kvtier.tier.landing import Landing
-from kvtier.tier.link import TierLink
+from kvtier.tier.link import link as link_module
+from kvtier.tier.link.link import TierLink
+from kvtier.tier.transport.landing import Landing
 from kvtier_sglang import hooks
 
 

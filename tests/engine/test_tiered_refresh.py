@@ -11,7 +11,7 @@ from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.share import FixedShare
 from kvtier.tier.client import TierClient
-from kvtier.tier.landing import Landing
+from kvtier.tier.transport.landing import Landing
 from kvtier_sglang.refresh.trigger import TriggerRule
 
 

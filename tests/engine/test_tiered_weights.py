@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from tiered_tree_harness import turn
 from tree_harness import MiniScheduler, Request, Unchanging, context
 
-from kvtier.tier.names import ContextNames
+from kvtier.tier.blobs.names import ContextNames
 from kvtier_sglang.tier.scopes import joined
 
 

@@ -8,7 +8,7 @@ import pytest
 from tree_harness import MiniScheduler, random_tokens
 
 from kvtier.retention.share import FixedShare, QualityTarget, TokenBudget
-from kvtier.tier.turns import TurnRecord
+from kvtier.tier.blobs.turns import TurnRecord
 
 
 class Curve:

@@ -30,10 +30,10 @@ from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.scorers.compactor import Compactor
 from kvtier.retention.share import ShareRule
-from kvtier.tier.keys import KvIdentity
-from kvtier.tier.link import TierLink
-from kvtier.tier.names import ContextNames
-from kvtier.tier.turn_rules import TurnRules
+from kvtier.tier.blobs.keys import KvIdentity
+from kvtier.tier.blobs.names import ContextNames
+from kvtier.tier.blobs.turn_rules import TurnRules
+from kvtier.tier.link.link import TierLink
 from kvtier_kernels import get_kernels
 from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.compression.retention import Retention

@@ -1,7 +1,7 @@
 """SGLang's scheduler and detokenizer are forked where SGLang asks for them to be spawned.
 
-A spawned process imports SGLang again, ten seconds of CPU each, which is most of what a server costs
-a test. SGLang spawns because of CUDA; tests on a GPU are better off with what it asks for.
+A spawned process imports SGLang again, which takes ten seconds of CPU and is most of what a server
+costs a test. SGLang spawns because of CUDA; where there is a GPU, tests leave that as it is.
 """
 
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Python imports this first in every process that tests start (tests/conftest.py sets PYTHONPATH)."""
+"""Python imports this first in all processes that tests start: tests/conftest.py sets PYTHONPATH."""
 
 import os
 

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvtier.errors import TierUnavailableError
-from kvtier.tier.blob import record_layout
-from kvtier.tier.breaker import Breaker
+from kvtier.tier.blobs.payload import record_layout
 from kvtier.tier.client import Blob
-from kvtier.tier.link import TierLink
+from kvtier.tier.link.breaker import Breaker
+from kvtier.tier.link.link import TierLink
 
 PATIENCE_S = 10.0
 LAYOUT = record_layout("test")

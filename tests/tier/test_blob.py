@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import TierProtocolError, UsageError
-from kvtier.tier.blob import (
+from kvtier.tier.blobs.payload import (
     CHECKSUM_BYTES,
     DTYPE_BYTES,
     SpanLayout,

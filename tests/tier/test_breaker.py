@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tier.breaker import FAILURES, Breaker
+from kvtier.tier.link.breaker import FAILURES, Breaker
 
 
 class Clock:

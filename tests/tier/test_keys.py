@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import UsageError
-from kvtier.tier.keys import KEY_BYTES, SPAN_TOKENS, KvIdentity, Scope, SpanChain
+from kvtier.tier.blobs.keys import KEY_BYTES, SPAN_TOKENS, KvIdentity, Scope, SpanChain
 
 IDENTITY = KvIdentity("llama", "abc", "bfloat16", num_layers=4, num_kv_heads=2, head_dim=64)
 TOKENS = st.lists(st.integers(0, 200_000), max_size=40)

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("grpc")
 
-from kvtier.tier.lanes import Lanes
+from kvtier.tier.transport.lanes import Lanes
 
 PATIENCE_S = 10.0
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from link_harness import BUDGET, PATIENCE_S, blob_of, eventually, hold_the_put_thread, linked
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
-from kvtier.tier import link as link_module
-from kvtier.tier.breaker import Breaker
-from kvtier.tier.fetch import Fetch
+from kvtier.tier.link import link as link_module
+from kvtier.tier.link.breaker import Breaker
+from kvtier.tier.link.fetch import Fetch
 
 # ---- what it is for
 
@@ -49,7 +49,7 @@ def test_a_payload_is_waited_for_in_the_background_before_it_is_read(link, clien
     complete.set()
     assert link.flush(PATIENCE_S)
     assert client.stored == [blob_of(number) for number in range(3)]
-    assert where == ["kvtier-_putting"] * 2
+    assert where == ["kvtier-putting"] * 2
 
 
 def test_work_runs_in_the_background_and_its_result_is_there_when_it_is_done(link, client):
@@ -183,9 +183,9 @@ def test_no_get_waits_for_puts_that_wait_for_the_tier(link, client):
 @pytest.mark.usefixtures("patient")
 def test_no_get_waits_for_puts_that_pause():
     with linked(breaker=Breaker(first_s=60.0)) as (link, client):
-        client.fails, link._connected = TierUnavailableError("only puts"), True
+        client.fails, link._calls.connected = TierUnavailableError("only puts"), True
         link.put([blob_of(1)])
-        eventually(lambda: link._put_breaker.is_open)
+        eventually(lambda: link._calls.put_breaker.is_open)
         assert link.healthy
         client.fails = None
         fetch = asking(link, 1)
@@ -370,7 +370,7 @@ def test_more_fetches_than_may_wait_are_refused_at_once():
 
 def test_counters_are_exact_however_many_threads_count():
     with linked(breaker=Breaker(failures=1 << 30)) as (link, client):
-        client.fails, link._connected = TierExhaustedError("full"), True
+        client.fails, link._calls.connected = TierExhaustedError("full"), True
 
         def scheduler(first: int) -> None:
             for number in range(first, first + 200):

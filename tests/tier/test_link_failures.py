@@ -27,10 +27,10 @@ from kvtier.errors import (
     TierRefusedError,
     TierUnavailableError,
 )
-from kvtier.tier import link as link_module
-from kvtier.tier.breaker import Breaker
 from kvtier.tier.client import Blob
-from kvtier.tier.link import TierLink
+from kvtier.tier.link import link as link_module
+from kvtier.tier.link.breaker import Breaker
+from kvtier.tier.link.link import TierLink
 
 # ---- failures
 
@@ -99,7 +99,7 @@ def test_what_was_damaged_on_its_way_is_sent_again(link, client):
 
 
 def test_a_put_that_nothing_helps_is_paced_and_does_not_stand_for_the_tier(link, client):
-    client.fails, link._connected = TierUnavailableError("whenever this comes"), True
+    client.fails, link._calls.connected = TierUnavailableError("whenever this comes"), True
     client.connect = lambda: None
     began = time.monotonic()
     assert link.put([blob_of(1)]) == 1
@@ -181,7 +181,7 @@ def test_a_tier_that_says_no_is_told_to_the_operator_as_an_error(both, caplog, e
 def test_a_tier_that_is_full_or_lost_something_is_still_asked(link, client, error, attempts):
     client.fails = error("full")
     client.connect_fails = None
-    link._connected = True
+    link._calls.connected = True
     for number in range(10):
         link.put([blob_of(number)])
     assert link.flush(PATIENCE_S)
@@ -236,7 +236,7 @@ def test_a_bug_in_work_ends_neither_the_thread_nor_the_trust_in_the_tier(link, c
 
 
 def test_a_bug_in_a_put_loses_that_blob_only(link, client):
-    client.fails, link._connected = ZeroDivisionError("a bug"), True
+    client.fails, link._calls.connected = ZeroDivisionError("a bug"), True
     link.put([blob_of(1)])
     assert link.flush(PATIENCE_S)
     client.fails = None

@@ -10,9 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvtier.errors import TierProtocolError
-from kvtier.tier.keys import KvIdentity, Scope
-from kvtier.tier.names import ContextNames, spans_by_presence, spans_of_record
-from kvtier.tier.turns import NodeRecord, TurnRecord, decode_record, places, tail_digest
+from kvtier.tier.blobs.keys import KvIdentity, Scope
+from kvtier.tier.blobs.names import ContextNames, spans_by_presence, spans_of_record
+from kvtier.tier.blobs.turns import NodeRecord, TurnRecord, decode_record, places, tail_digest
 
 IDENTITY = KvIdentity("llama", "abc", "bfloat16", 4, 2, 64, policy="quarter")
 SPAN = 4

@@ -48,7 +48,7 @@ def test_the_protocol_is_clean(command):
 
 def test_every_call_of_the_protocol_is_served():
     from kvtier.v1 import tier_pb2, tier_pb2_grpc
-    from kvtier_tierd.service import TierService
+    from kvtier_tierd.service.service import TierService
 
     calls = tier_pb2.DESCRIPTOR.services_by_name["TierService"].methods_by_name
     assert {name for name in calls if name in vars(TierService)} == set(calls)

@@ -18,11 +18,12 @@ from typing import Any, TypeVar
 import grpc
 import pytest
 
-from kvtier.tier.blob import checksum, record_layout
+from kvtier.tier.blobs.payload import checksum, record_layout
 from kvtier.tier.client import Blob, Landing, Offer, TierClient
 from kvtier.v1 import tier_pb2, tier_pb2_grpc
 from kvtier_tierd.options import TierOptions
 from kvtier_tierd.server import TierServer
+from kvtier_tierd.stores.memory import MemoryOptions
 
 PATIENCE_S = 20.0
 LAYOUT = record_layout("test")
@@ -242,7 +243,7 @@ class InProcessTier:
 @contextmanager
 def in_process(**options: Any) -> Iterator[InProcessTier]:
     """A service of 16 MiB on a free port; nothing may be left held at its end."""
-    right = {"listen": "127.0.0.1:0", "memory_bytes": 16 << 20, "drain_s": 1.0}
+    right = {"listen": "127.0.0.1:0", "store": MemoryOptions(16 << 20), "drain_s": 1.0}
     options = right | {"insecure_local": True} | options
     tier = InProcessTier(TierOptions(**options))
     try:

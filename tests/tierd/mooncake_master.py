@@ -28,8 +28,8 @@ from typing import Any
 from store_contract import blob_name, get, payload_of, put
 
 from kvtier.errors import TierError
-from kvtier_tierd.stores.mooncake import MooncakeStore
-from kvtier_tierd.stores.mooncake_link import MooncakeOptions
+from kvtier_tierd.stores.mooncake.options import MooncakeOptions
+from kvtier_tierd.stores.mooncake.store import MooncakeStore
 
 MIB = 1 << 20
 UP_S = 20.0

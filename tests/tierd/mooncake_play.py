@@ -13,8 +13,8 @@ from mooncake_master import MIB, MooncakeMaster
 from store_contract import blob_name, payload_of, put
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
-from kvtier_tierd.stores.mooncake import MooncakeStore
-from kvtier_tierd.stores.mooncake_link import MooncakeOptions
+from kvtier_tierd.stores.mooncake.options import MooncakeOptions
+from kvtier_tierd.stores.mooncake.store import MooncakeStore
 
 TIMEOUT_S = 2.0
 SEGMENT = 16 * MIB

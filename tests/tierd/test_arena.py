@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
-from kvtier.tier.shared import SharedMemory
+from kvtier.tier.transport.shared_memory import SharedMemory
 from kvtier_tierd.stores.arena import PAGE, Arena, pages, remove_leftovers
 
 

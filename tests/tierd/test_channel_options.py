@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from live_tier import in_process
 
-from kvtier.tier import channel as channel_module
+from kvtier.tier.transport import channel as channel_module
 from kvtier_tierd import server as server_module
 from kvtier_tierd.options import TierOptions
 

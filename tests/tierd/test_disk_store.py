@@ -37,11 +37,11 @@ from store_contract import (
 
 from benchmarks.tier import crash as tier_crash
 from kvtier.errors import TierExhaustedError, TierUnavailableError, UsageError
-from kvtier_tierd.budget import Budget
-from kvtier_tierd.stores import disk_index
+from kvtier_tierd.limits.budget import Budget
 from kvtier_tierd.stores.base import BlobInfo, BlobName
-from kvtier_tierd.stores.disk import DiskStore
-from kvtier_tierd.stores.disk_medium import DiskMedium, cost
+from kvtier_tierd.stores.disk import index as disk_index
+from kvtier_tierd.stores.disk.medium import DiskMedium, cost
+from kvtier_tierd.stores.disk.store import DiskStore
 
 COST = cost(info_of(payload_of(0)))
 ROOM = 100 * COST

@@ -26,9 +26,10 @@ from live_tier import (
 from kvtier.errors import TierExhaustedError, UsageError
 from kvtier.tier.client import Landing, TierClient
 from kvtier.v1 import tier_pb2 as pb
-from kvtier_tierd.namespaces import Limits
+from kvtier_tierd.limits.namespaces import Limits
 from kvtier_tierd.options import TierOptions
-from kvtier_tierd.service import MAX_HELD_KEYS, MAX_KEYS
+from kvtier_tierd.service.requests import MAX_HELD_KEYS, MAX_KEYS
+from kvtier_tierd.stores.disk.options import DiskOptions
 
 MIB = 1 << 20
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -169,9 +170,9 @@ def test_a_get_that_is_not_read_is_over_soon_and_pins_nothing(caplog):
             next(gone)
             eventually(lambda: transfers(tier) == 1)
             eventually(lambda: tier.problems() == [] and transfers(tier) == 0)
-            assert len(tier.server.service._running) == 1, "until it reads, or goes"
+            assert len(tier.server.service.calls.running) == 1, "until it reads, or goes"
             gone.cancel()
-            eventually(lambda: not tier.server.service._running)
+            eventually(lambda: not tier.server.service.calls.running)
     assert caplog.records == [], "it is no bug of ours"
     assert ("Get", UNAVAILABLE.name) in tier.server.metrics._errors._metrics
 
@@ -233,9 +234,9 @@ def test_what_puts_have_sent_is_within_the_budget_and_beyond_it_refused():
 
 
 def test_readers_of_a_blob_on_disk_share_one_copy_of_it(tmp_path, monkeypatch):
-    options = {"transfer_bytes": 32 * MIB, "max_blob_bytes": 16 * MIB, "store": "disk"}
+    options = {"transfer_bytes": 32 * MIB, "max_blob_bytes": 16 * MIB}
     with (
-        in_process(disk_path=tmp_path, **options) as tier,
+        in_process(store=DiskOptions(tmp_path), **options) as tier,
         raw_stub(tier.address) as stub,
         TierClient(tier.address, timeout_s=10.0) as client,
     ):

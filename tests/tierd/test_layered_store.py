@@ -16,8 +16,8 @@ from store_contract import SIZE, blob_name, content, get, held, info_of, payload
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
 from kvtier_tierd.stores.arena import pages
-from kvtier_tierd.stores.disk import DiskStore
-from kvtier_tierd.stores.disk_medium import cost
+from kvtier_tierd.stores.disk.medium import cost
+from kvtier_tierd.stores.disk.store import DiskStore
 from kvtier_tierd.stores.layered import LayeredStore
 from kvtier_tierd.stores.memory import MemoryStore
 

@@ -11,9 +11,9 @@ import pytest
 from live_tier import blob_of, eventually, fetch, in_process, key_of, payload_of
 
 from kvtier.errors import TierRefusedError, UsageError
-from kvtier.tier.breaker import Breaker
 from kvtier.tier.client import TierClient
-from kvtier.tier.link import TierLink
+from kvtier.tier.link.breaker import Breaker
+from kvtier.tier.link.link import TierLink
 from kvtier_tierd.options import TierOptions
 
 
@@ -162,7 +162,7 @@ def test_for_an_engine_it_is_a_tier_that_is_down_and_is_said_once(tmp_path, monk
                 assert asked.result is None
             eventually(lambda: link.counters["probe_TierRefusedError"] > 5)
             assert not link.healthy
-            (said,) = [record for record in caplog.records if record.name == "kvtier.tier.link"]
+            (said,) = [one for one in caplog.records if one.name == "kvtier.tier.link.calls"]
             assert said.levelname == "ERROR"
             assert f"{tmp_path}/tier.sock" in said.getMessage()
             owner.this_user()

@@ -8,10 +8,10 @@ import pytest
 from store_contract import SIZE, info_of, payload_of
 
 from kvtier.errors import UsageError
-from kvtier_tierd.stores import mooncake
 from kvtier_tierd.stores.base import BlobInfo, BlobName
-from kvtier_tierd.stores.mooncake import MooncakeStore
-from kvtier_tierd.stores.mooncake_link import MooncakeOptions
+from kvtier_tierd.stores.mooncake import objects
+from kvtier_tierd.stores.mooncake.options import MooncakeOptions
+from kvtier_tierd.stores.mooncake.store import MooncakeStore
 
 
 def test_a_package_that_is_not_installed_is_said_with_the_command(monkeypatch):
@@ -46,14 +46,14 @@ def test_options_that_cannot_be_are_refused_by_flag(given, flag):
 ])  # fmt: skip
 def test_what_no_object_can_hold_is_refused_by_name(name, info, argument):
     with pytest.raises(UsageError, match=f"^{argument}: expected"):
-        mooncake.check_object(name, info)
+        objects.check_object(name, info)
 
 
 def test_a_trailer_says_what_it_was_made_of():
     payload = payload_of(1, SIZE)
     info = info_of(payload, b"layout")
-    whole = payload + mooncake.trailer(info)
-    assert len(whole) == mooncake.object_bytes(info)
-    assert mooncake.parse_trailer(memoryview(whole)) == info
+    whole = payload + objects.trailer(info)
+    assert len(whole) == objects.object_bytes(info)
+    assert objects.parse_trailer(memoryview(whole)) == info
     for cut in (whole[:-1], whole[1:], b"", b"x" * 36):
-        assert mooncake.parse_trailer(memoryview(cut)) is None
+        assert objects.parse_trailer(memoryview(cut)) is None

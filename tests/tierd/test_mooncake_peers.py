@@ -39,9 +39,9 @@ from store_contract import (
 )
 
 from kvtier.errors import TierUnavailableError
-from kvtier_tierd.stores import mooncake_segments
-from kvtier_tierd.stores.mooncake import MooncakeStore
-from kvtier_tierd.stores.mooncake_link import MooncakeOptions
+from kvtier_tierd.stores.mooncake import segments as mooncake_segments
+from kvtier_tierd.stores.mooncake.options import MooncakeOptions
+from kvtier_tierd.stores.mooncake.store import MooncakeStore
 
 pytestmark = pytest.mark.usefixtures("mooncake")
 

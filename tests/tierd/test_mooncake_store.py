@@ -33,8 +33,10 @@ from store_contract import (
 )
 
 from kvtier.errors import TierExhaustedError
-from kvtier_tierd.stores.mooncake import MooncakeStore, trailer
-from kvtier_tierd.stores.mooncake_link import MooncakeLink, MooncakeOptions
+from kvtier_tierd.stores.mooncake.link import MooncakeLink
+from kvtier_tierd.stores.mooncake.objects import trailer
+from kvtier_tierd.stores.mooncake.options import MooncakeOptions
+from kvtier_tierd.stores.mooncake.store import MooncakeStore
 
 pytestmark = pytest.mark.usefixtures("mooncake")
 

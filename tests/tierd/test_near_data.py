@@ -24,15 +24,15 @@ from kvtier.errors import (
 )
 from kvtier.retention.keepkv import KeepKV, QueryWindow
 from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
-from kvtier.tier.blob import SpanLayout
+from kvtier.tier.blobs.names import SpanName
+from kvtier.tier.blobs.payload import SpanLayout
 from kvtier.tier.client import Blob, TierClient
-from kvtier.tier.deadline import Deadline
-from kvtier.tier.exact_kv import ExactSpan, exact_kv
-from kvtier.tier.names import SpanName
-from kvtier.tier.near_data import NearData
-from kvtier.tier.refreshing import Context, Entries
+from kvtier.tier.near_data.exact_kv import ExactSpan, exact_kv
+from kvtier.tier.near_data.messages import Context, Entries
+from kvtier.tier.near_data.session import NearData
+from kvtier.tier.transport.deadline import Deadline
 from kvtier.v1 import tier_pb2 as pb
-from kvtier_tierd import near_data
+from kvtier_tierd.service import near_data
 from kvtier_tierd.stores.base import BlobName
 
 LAYERS, HEADS, GROUP, DIM, SPAN = 2, 3, 2, 16, 32

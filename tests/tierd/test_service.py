@@ -28,10 +28,10 @@ from live_tier import (
 )
 
 from kvtier.errors import TierExhaustedError, TierRefusedError, TierUnavailableError
-from kvtier.tier.blob import DTYPE_BYTES, SpanLayout
+from kvtier.tier.blobs.payload import DTYPE_BYTES, SpanLayout
 from kvtier.tier.client import Blob, Landing, TierClient
 from kvtier.v1 import tier_pb2 as pb
-from kvtier_tierd.namespaces import PACED_CHUNK_BYTES, REFUSAL_S, Limits
+from kvtier_tierd.limits.namespaces import PACED_CHUNK_BYTES, REFUSAL_S, Limits
 from kvtier_tierd.server import SERVICE_NAME
 
 CHUNK = 64 << 10

@@ -24,13 +24,13 @@ from live_tier import (
 )
 
 from kvtier.errors import TierExhaustedError, TierProtocolError, UsageError
-from kvtier.tier.blob import CHECKSUM_BYTES, MAX_LAYOUT_BYTES
+from kvtier.tier.blobs.payload import CHECKSUM_BYTES, MAX_LAYOUT_BYTES
 from kvtier.tier.client import Blob, Landing, TierClient
-from kvtier.tier.protocol import MAX_QUERIES_BYTES, PROTOCOL_VERSION
+from kvtier.tier.wire.protocol import MAX_QUERIES_BYTES, PROTOCOL_VERSION
 from kvtier.v1 import tier_pb2 as pb
-from kvtier_tierd import verifying
-from kvtier_tierd.decoding import SeldomLog
-from kvtier_tierd.service import MAX_KEYS
+from kvtier_tierd.network.decoding import SeldomLog
+from kvtier_tierd.service import verifying
+from kvtier_tierd.service.requests import MAX_KEYS
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -26,10 +26,10 @@ from live_tier import (
 )
 
 from kvtier.errors import TierProtocolError, TierUnavailableError, UsageError
-from kvtier.tier import client as client_module
-from kvtier.tier import shared as shared_module
 from kvtier.tier.client import Blob, Landing, TierClient
-from kvtier.tier.shared import SharedMemory, copy
+from kvtier.tier.transport import shared_memory as shared_module
+from kvtier.tier.transport import shared_puts
+from kvtier.tier.transport.shared_memory import SharedMemory, copy
 from kvtier.v1 import tier_pb2 as pb
 
 MIB = 1 << 20
@@ -137,7 +137,7 @@ def test_a_lease_lasts_as_long_as_asked_for_and_never_longer_than_a_minute(tier)
 def test_a_writer_that_was_asleep_until_its_lease_was_over_writes_nothing(tier, monkeypatch):
     """Its room may be another blob's by then."""
     client = TierClient(tier.address, timeout_s=0.2)
-    real_copy, late = client_module.copy, []
+    real_copy, late = shared_puts.copy, []
 
     def copy_late(pieces, into, **options):
         eventually(lambda: tier.server.service.leases.expired == 1)
@@ -149,7 +149,7 @@ def test_a_writer_that_was_asleep_until_its_lease_was_over_writes_nothing(tier, 
 
     with client:
         client.connect()
-        monkeypatch.setattr(client_module, "copy", copy_late)
+        monkeypatch.setattr(shared_puts, "copy", copy_late)
         with pytest.raises(TierUnavailableError, match="lease"):
             client.put(blob_of(1))
         assert late
@@ -162,7 +162,7 @@ def test_room_that_could_not_be_filled_is_given_back_at_once(tier, client, monke
     def fail(*_, **__):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(client_module, "copy", fail)
+    monkeypatch.setattr(shared_puts, "copy", fail)
     with pytest.raises(ZeroDivisionError):
         client.put(blob_of(1))
     assert tier.problems() == []

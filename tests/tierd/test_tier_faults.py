@@ -23,11 +23,12 @@ import pytest
 from live_tier import LAYOUT, eventually, in_process, key_of, live_tier, payload_of
 from tcp_proxy import tcp_proxy
 
-from kvtier.tier.breaker import Breaker
 from kvtier.tier.client import Blob, Landing, Offer, TierClient
-from kvtier.tier.fetch import Fetch
-from kvtier.tier.link import TierLink
-from kvtier_tierd.stores import disk_medium
+from kvtier.tier.link.breaker import Breaker
+from kvtier.tier.link.fetch import Fetch
+from kvtier.tier.link.link import TierLink
+from kvtier_tierd.stores.disk import medium as disk_medium
+from kvtier_tierd.stores.disk.options import DiskOptions
 
 HITS = 200
 LINKS = 8
@@ -351,7 +352,7 @@ def test_a_network_that_is_slower_than_any_deadline(tmp_path):
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_is_full_or_broken(tmp_path: Path, monkeypatch, fault):
     """What is there is still got; a full disk is no reason to give up on the tier, either."""
-    options = {"store": "disk", "disk_path": tmp_path / "disk", "disk_bytes": 64 << 20}
+    options = {"store": DiskOptions(tmp_path / "disk", 64 << 20)}
     write_all = disk_medium._write_all
 
     def fail(*_: object) -> None:

@@ -21,7 +21,7 @@ out: its breaker closes, puts are stored, and sessions are restored, without a r
 Throughput with a tier that is down all the time is compared with that of engines that have none,
 two of each, on the same requests. They take turns every second or so, so that whatever else the
 machine does meets all of them. Not in it: the first seconds of an outage, in which turns are still
-copied for a tier that may be back soon (HOLD_S in kvtier/tier/link.py).
+copied for a tier that may be back soon (HOLD_S in kvtier/tier/link/link.py).
 """
 
 from __future__ import annotations

@@ -40,6 +40,9 @@ from benchmarks.tier.faults.proxies import (
     Resetting,
 )
 from kvtier_tierd.options import TierOptions
+from kvtier_tierd.stores.disk.options import DiskOptions
+from kvtier_tierd.stores.layered import LayeredOptions
+from kvtier_tierd.stores.memory import MemoryOptions
 
 SHARED_MEMORY = Path("/dev/shm")
 # Each with room for all the visits under way: what is evicted cannot be restored.
@@ -96,7 +99,8 @@ class Kind(ABC):
             yield
 
     def options(self, **more: Any) -> TierOptions:
-        right = {"listen": self.where.address, "memory_bytes": MEMORY_BYTES, "insecure": True}
+        store = MemoryOptions(MEMORY_BYTES)
+        right = {"listen": self.where.address, "store": store, "insecure": True}
         return TierOptions(**right | more)
 
     def wait_for(self, count: Callable[[], int], wanted: int) -> bool:
@@ -121,9 +125,13 @@ class Kill(Kind):
     def serving(self, stack: ExitStack) -> None:
         self.details = {"with_the_engine_connected": 0}
         self._options = self.options(
-            store="memory+disk", disk_path=self.where.folder / "disk", disk_bytes=DISK_BYTES,
-            memory_bytes=MEMORY_BYTES // 8, shared_directory=SHARED_MEMORY,
-        )  # fmt: skip
+            store=LayeredOptions(
+                disk_path=self.where.folder / "disk",
+                disk_bytes=DISK_BYTES,
+                memory_bytes=MEMORY_BYTES // 8,
+            ),
+            shared_directory=SHARED_MEMORY,
+        )
         self._service = Process(tier_service, self._options)
         stack.callback(lambda: self._service.kill())
 
@@ -231,7 +239,7 @@ class DiskFull(Kind):
 
     def _started(self, name: str) -> Process:
         path = self._disk / f"store-{name}"
-        options = self.options(store="disk", disk_path=path, disk_bytes=SMALL_DISK_BYTES * 3 // 4)
+        options = self.options(store=DiskOptions(path, SMALL_DISK_BYTES * 3 // 4))
         return Process(tier_service, options)
 
     def inject(self, wanted: int) -> None:

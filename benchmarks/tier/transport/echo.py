@@ -4,9 +4,9 @@
 
 It is started, configured and connected to like the service. `/kvtier.bench.Echo` is any gRPC
 program: Get answers with the same chunk again and again, Put drops what comes, as protobuf makes
-and parses the messages. The service frames its chunks itself (kvtier.tier.framing), so it may be
-faster. `/kvtier.bench.Raw` moves messages that were serialized before and are never parsed: the
-most that gRPC has to give.
+and parses the messages. The service frames its chunks itself (kvtier.tier.wire.framing), so it
+may be faster. `/kvtier.bench.Raw` moves messages that were serialized before and are never parsed:
+the most that gRPC has to give.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd import cli
 from kvtier_tierd.options import TierOptions
 from kvtier_tierd.server import TierServer
-from kvtier_tierd.service import TierService
+from kvtier_tierd.service.service import TierService
 
 ECHO, RAW = "kvtier.bench.Echo", "kvtier.bench.Raw"
 
@@ -112,7 +112,7 @@ class EchoClient(TierClient):
     """Moves the messages that a TierClient moves, and looks at none of them."""
 
     def echo_get(self, num_bytes: int, count: int) -> None:
-        get = self._channel.unary_stream(
+        get = self._connection.channel.unary_stream(
             f"/{ECHO}/Get", pb.GetRequest.SerializeToString, pb.GetResponse.FromString
         )
         for _ in get(pb.GetRequest(keys=[size_key(num_bytes)] * count)):
@@ -127,19 +127,19 @@ class EchoClient(TierClient):
             for begin in range(0, num_bytes, len(chunk)):
                 yield pb.PutRequest(chunk=chunk[: num_bytes - begin])
 
-        put = self._channel.stream_unary(
+        put = self._connection.channel.stream_unary(
             f"/{ECHO}/Put", pb.PutRequest.SerializeToString, pb.PutResponse.FromString
         )
         put(requests())
 
     def raw_get(self, num_bytes: int, count: int) -> None:
         request = pb.GetRequest(keys=[size_key(num_bytes)] * count).SerializeToString()
-        for _ in self._channel.unary_stream(f"/{RAW}/Get")(request):
+        for _ in self._connection.channel.unary_stream(f"/{RAW}/Get")(request):
             pass
 
     def raw_put(self, num_bytes: int) -> None:
         messages = raw_messages(pb.PutRequest, num_bytes, self._chunk_bytes)
-        self._channel.stream_unary(f"/{RAW}/Put")(iter(messages))
+        self._connection.channel.stream_unary(f"/{RAW}/Put")(iter(messages))
 
 
 def main() -> int:

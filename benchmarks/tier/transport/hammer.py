@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 
 from kvtier.errors import TierError
-from kvtier.tier.blob import record_layout
+from kvtier.tier.blobs.payload import record_layout
 from kvtier.tier.client import Blob, TierClient
 
 IN_FLIGHT = 2

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.tier.transport.echo import EchoClient
 from kvtier.errors import TierIntegrityError
-from kvtier.tier.blob import Digest, record_layout
+from kvtier.tier.blobs.payload import Digest, record_layout
 from kvtier.tier.client import Blob, Landing, Offer, TierClient
 
 LAYOUT = record_layout("bench")

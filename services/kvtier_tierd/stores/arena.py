@@ -26,7 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
-from kvtier.tier.protocol import SHARED_FILE_PREFIX, SHARED_TOKEN_BYTES
+from kvtier.tier.wire.protocol import SHARED_FILE_PREFIX, SHARED_TOKEN_BYTES
+from kvtier_tierd.stores.base import SharedFile
 
 PAGE = 4096
 
@@ -59,6 +60,11 @@ class Arena:
         self.memory = memoryview(self._map)
         self._free: list[tuple[int, int]] = [(PAGE, self.capacity_bytes)]
         self._held: dict[int, int] = {}
+
+    @property
+    def shared(self) -> SharedFile | None:
+        """The file that clients map; None where the memory is private."""
+        return None if self.path is None else SharedFile(str(self.path), self.size, self.token)
 
     def _private(self) -> mmap.mmap:
         try:

@@ -22,9 +22,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from kvtier_tierd.limits.budget import Budget
+from kvtier_tierd.stores.options import StoreOptions
 
 Buffer = memoryview
 COPY_BYTES = 1 << 20
@@ -34,7 +38,7 @@ class BlobName(NamedTuple):
     """What a blob is called.
 
     namespace: whose it is; namespaces never see each other's blobs.
-    key:       32 bytes, unique in its namespace (kvtier.tier.keys).
+    key:       32 bytes, unique in its namespace (kvtier.tier.blobs.keys).
     """
 
     namespace: str
@@ -47,7 +51,7 @@ class BlobInfo:
 
     num_bytes: of the payload, at least 1.
     layout:    what the bytes mean: a serialized kvtier.v1.Layout, at most 4096 bytes.
-    checksum:  16 bytes, kvtier.tier.blob.checksum.
+    checksum:  16 bytes, kvtier.tier.blobs.payload.checksum.
     """
 
     num_bytes: int
@@ -84,6 +88,14 @@ class Handle(ABC):
         """Unpin the blob. Calling it again does nothing."""
 
 
+class SharedFile(NamedTuple):
+    """Memory of a store that clients on the same host may map. token: what it begins with."""
+
+    path: str
+    num_bytes: int
+    token: bytes
+
+
 @dataclass(frozen=True)
 class StoreStats:
     """What a store holds. Bytes count payloads as the store's budget does.
@@ -101,15 +113,46 @@ class StoreStats:
     namespaces: dict[str, int] = field(default_factory=dict)
 
 
+class StoreResources(NamedTuple):
+    """What a service has for its store, whichever that is.
+
+    quotas:           bytes by namespace.
+    shared_directory: where memory that clients on the same host map is a file; None: nowhere.
+    budget:           of what the store reads into memory that is not its own.
+    """
+
+    quotas: Mapping[str, int]
+    shared_directory: Path | None
+    budget: Budget
+
+
 class BlobStore(ABC):
-    """See the module docstring. Errors are those of kvtier.errors:
+    """A place for blobs. options_type: what the store is told; it has the store's name.
+
+    Errors are those of kvtier.errors:
 
     TierExhaustedError    the blob can not be made room for: larger than the store or than its
                           namespace's quota, everything else pinned, disk full
     TierUnavailableError  the medium fails: read-only or broken disk, network down
     """
 
-    kind: str
+    options_type: ClassVar[type[StoreOptions]]
+
+    @classmethod
+    @abstractmethod
+    def make(cls, options: Any, resources: StoreResources) -> BlobStore:
+        """A store for a service, not started. options: of `options_type`."""
+
+    @property
+    def kind(self) -> str:
+        """What --store calls it."""
+        return self.options_type.kind
+
+    @property
+    def shared(self) -> SharedFile | None:
+        """The memory that `Draft.offset` and `Handle.offset` are in; None where clients may map
+        none."""
+        return None
 
     @abstractmethod
     async def start(self) -> None:
@@ -184,4 +227,14 @@ async def fill(draft: Draft, pieces: Iterable[Buffer]) -> None:
             await asyncio.sleep(0)
 
 
-__all__ = ["BlobInfo", "BlobName", "BlobStore", "Draft", "Handle", "StoreStats", "fill"]
+__all__ = [
+    "BlobInfo",
+    "BlobName",
+    "BlobStore",
+    "Draft",
+    "Handle",
+    "SharedFile",
+    "StoreResources",
+    "StoreStats",
+    "fill",
+]

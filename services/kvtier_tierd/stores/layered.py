@@ -14,6 +14,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 from weakref import WeakValueDictionary
 
 from kvtier.errors import TierError, TierExhaustedError
@@ -23,10 +25,14 @@ from kvtier_tierd.stores.base import (
     BlobStore,
     Draft,
     Handle,
+    SharedFile,
+    StoreResources,
     StoreStats,
     fill,
 )
-from kvtier_tierd.stores.memory import MemoryStore
+from kvtier_tierd.stores.disk.options import DiskOptions
+from kvtier_tierd.stores.disk.store import DiskStore
+from kvtier_tierd.stores.memory import MemoryOptions, MemoryStore
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +40,21 @@ logger = logging.getLogger(__name__)
 BEHIND_SHARE = 0.25
 
 
+@dataclass(frozen=True)
+class LayeredOptions(MemoryOptions, DiskOptions):
+    """Both stores' options."""
+
+    kind: ClassVar[str] = "memory+disk"
+
+
 class LayeredStore(BlobStore):
-    """See the module docstring. Owns both stores.
+    """Memory in front of a disk; owns both stores.
 
     behind_share: of the memory that blobs may take which wait for the disk.
     shed:         blobs that never got to disk; failed: times that the disk did not do its part.
     """
 
-    kind = "memory+disk"
+    options_type = LayeredOptions
 
     def __init__(
         self, memory: MemoryStore, disk: BlobStore, behind_share: float = BEHIND_SHARE
@@ -54,6 +67,16 @@ class LayeredStore(BlobStore):
         self._writer: asyncio.Task[None] | None = None
         # Of blobs that are being brought back from disk; a lock goes with the last who holds it.
         self._returning: WeakValueDictionary[BlobName, asyncio.Lock] = WeakValueDictionary()
+
+    @classmethod
+    def make(cls, options: LayeredOptions, resources: StoreResources) -> LayeredStore:
+        # Before the memory is taken, which is slow and has to be undone.
+        disk = DiskStore.make(options, resources)
+        return cls(MemoryStore.make(options, resources), disk)
+
+    @property
+    def shared(self) -> SharedFile | None:
+        return self.memory.shared
 
     async def start(self) -> None:
         await self.memory.start()

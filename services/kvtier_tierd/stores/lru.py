@@ -27,7 +27,7 @@ class Entry:
 
 
 class LruAccount:
-    """See the module docstring.
+    """The bytes of one store's blobs, and the order of their uses.
 
     capacity_bytes: of everything together.
     quotas:         bytes by namespace; a namespace without one may use all of the capacity.
@@ -58,6 +58,18 @@ class LruAccount:
                 f"a blob of {num_bytes} bytes is larger than what namespace {namespace!r} may hold "
                 f"({self.quota(namespace)} bytes)"
             )
+
+    def fitting(self, costs: Mapping[BlobName, int]) -> set[BlobName]:
+        """Which of these blobs, the most recently used one last, an empty account would hold: the
+        most recently used ones that fit."""
+        room, fitting = self.capacity_bytes, set()
+        held: Counter[str] = Counter()
+        for name in reversed(list(costs)):
+            if costs[name] <= min(room, self.quota(name.namespace) - held[name.namespace]):
+                room -= costs[name]
+                held[name.namespace] += costs[name]
+                fitting.add(name)
+        return fitting
 
     def plan(self, namespace: str, num_bytes: int) -> list[BlobName]:
         """Whom to evict, in order, before `num_bytes` more may be reserved for a namespace.

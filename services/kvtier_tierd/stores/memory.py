@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, ClassVar
 
 from kvtier.errors import TierExhaustedError
 from kvtier_tierd.stores.arena import Arena, pages
@@ -18,9 +19,12 @@ from kvtier_tierd.stores.base import (
     BlobStore,
     Draft,
     Handle,
+    SharedFile,
+    StoreResources,
     StoreStats,
 )
 from kvtier_tierd.stores.lru import LruAccount
+from kvtier_tierd.stores.options import SIZE, Flag, StoreOptions
 
 HIGH_WATERMARK = 0.95
 LOW_WATERMARK = 0.90
@@ -57,8 +61,20 @@ class MemoryHandle(Handle):
             self._store.unpin(self._blob)
 
 
+@dataclass(frozen=True)
+class MemoryOptions(StoreOptions):
+    """memory_bytes: of the arena."""
+
+    kind: ClassVar[str] = "memory"
+
+    memory_bytes: Annotated[
+        int,
+        Flag("--memory", "of the memory store, taken at the start (%(default)s)", SIZE, least=1),
+    ] = 4 << 30
+
+
 class MemoryStore(BlobStore):
-    """See the module docstring.
+    """Blobs in one arena.
 
     capacity_bytes: of the arena. Every blob costs whole pages of 4096 bytes.
     quotas:         bytes by namespace.
@@ -67,7 +83,7 @@ class MemoryStore(BlobStore):
                     blobs go until it is the first share, so that writers find room in one piece.
     """
 
-    kind = "memory"
+    options_type = MemoryOptions
 
     def __init__(
         self,
@@ -82,6 +98,14 @@ class MemoryStore(BlobStore):
         self.quarantined = 0
         self._blobs: dict[BlobName, Blob] = {}
         self._at: dict[int, BlobName] = {}
+
+    @classmethod
+    def make(cls, options: MemoryOptions, resources: StoreResources) -> MemoryStore:
+        return cls(options.memory_bytes, resources.quotas, resources.shared_directory)
+
+    @property
+    def shared(self) -> SharedFile | None:
+        return self.arena.shared
 
     async def start(self) -> None:
         """Nothing outlives a memory store, so there is nothing to recover."""

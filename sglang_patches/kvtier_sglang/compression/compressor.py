@@ -21,7 +21,7 @@ import torch
 
 from kvtier.retention.locality import DroppedSpan, LocalityRule
 from kvtier.retention.share import Everything, ShareRule, Turn
-from kvtier.tier.turns import NodeRecord
+from kvtier.tier.blobs.turns import NodeRecord
 from kvtier_sglang.compression.retention import Retention, mean_nll
 from kvtier_sglang.compression.selection import TokenSelection
 from kvtier_sglang.pool.allocator import HeadSplitAllocator

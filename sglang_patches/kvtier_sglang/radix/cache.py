@@ -37,7 +37,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvtier.retention.refreshing import PrunedRange
-from kvtier.tier.lookup import Landed
+from kvtier.tier.prefetch.lookup import Landed
 from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.radix.contexts import compacted_context, outgrows, pruned_ranges
 from kvtier_sglang.radix.matching import cached_length

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.retention.refreshing import PrunedRange
-from kvtier.tier.keys import Scope
+from kvtier.tier.blobs.keys import Scope
 from kvtier_sglang.pool.allocator import HeadSplitAllocator
 from kvtier_sglang.radix.node import KvNode
 from kvtier_sglang.refresh.prefetch import CompactedContext

@@ -9,7 +9,7 @@ import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from kvtier.retention.locality import DroppedSpan
-from kvtier.tier.turns import NodeRecord
+from kvtier.tier.blobs.turns import NodeRecord
 
 NOTHING_DROPPED = DroppedSpan(0, 0)
 

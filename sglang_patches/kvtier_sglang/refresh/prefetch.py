@@ -23,15 +23,15 @@ from functools import cache
 
 from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
+from kvtier.tier.blobs.keys import Scope
+from kvtier.tier.blobs.names import ContextNames, SpanName, spans_of_ranges
 from kvtier.tier.client import TierClient
-from kvtier.tier.deadline import Deadline
-from kvtier.tier.fetch import Fetch
-from kvtier.tier.host import Layouts, fetch_spans
-from kvtier.tier.keys import Scope
-from kvtier.tier.link import TierLink
-from kvtier.tier.names import ContextNames, SpanName, spans_of_ranges
-from kvtier.tier.near_data import NearData
-from kvtier.tier.refreshing import Context
+from kvtier.tier.link.fetch import Fetch
+from kvtier.tier.link.link import TierLink
+from kvtier.tier.near_data.messages import Context
+from kvtier.tier.near_data.session import NearData
+from kvtier.tier.prefetch.host import Layouts, fetch_spans
+from kvtier.tier.transport.deadline import Deadline
 from kvtier_sglang.refresh.sources import FetchedSource, NearSource, RefreshSource
 from kvtier_sglang.streams import Background
 

@@ -27,7 +27,7 @@ import torch
 
 from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
-from kvtier.tier.deadline import Deadline
+from kvtier.tier.transport.deadline import Deadline
 from kvtier_sglang.pool.allocator import HeadSplitAllocator
 from kvtier_sglang.refresh.sources import RefreshSource
 

@@ -14,11 +14,11 @@ from typing import Protocol
 from kvtier.errors import TierError
 from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
-from kvtier.tier.deadline import Deadline
-from kvtier.tier.exact_kv import ExactSpan, choose_ranges
-from kvtier.tier.host import HostSpans, Layouts
-from kvtier.tier.link import TierLink
-from kvtier.tier.near_data import NearData
+from kvtier.tier.link.link import TierLink
+from kvtier.tier.near_data.exact_kv import ExactSpan, choose_ranges
+from kvtier.tier.near_data.session import NearData
+from kvtier.tier.prefetch.host import HostSpans, Layouts
+from kvtier.tier.transport.deadline import Deadline
 
 
 class RefreshSource(Protocol):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kvtier.tier.blob import SpanLayout
+from kvtier.tier.blobs.payload import SpanLayout
 from kvtier_sglang.pool.kv_pool import ClassBuffers, HeadSplitKVPool
 from kvtier_sglang.streams import HostPayload, SideCopies
 

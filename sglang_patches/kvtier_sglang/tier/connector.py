@@ -29,13 +29,13 @@ from typing import Any, Protocol
 
 import torch
 
-from kvtier.tier.host import Layouts
-from kvtier.tier.keys import Scope
-from kvtier.tier.link import TierLink
-from kvtier.tier.lookup import Landed, Lookup
-from kvtier.tier.names import ContextNames
-from kvtier.tier.turn_rules import TurnRules
-from kvtier.tier.turns import NodeRecord
+from kvtier.tier.blobs.keys import Scope
+from kvtier.tier.blobs.names import ContextNames
+from kvtier.tier.blobs.turn_rules import TurnRules
+from kvtier.tier.blobs.turns import NodeRecord
+from kvtier.tier.link.link import TierLink
+from kvtier.tier.prefetch.host import Layouts
+from kvtier.tier.prefetch.lookup import Landed, Lookup
 from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.cost_model import CostModel
 from kvtier_sglang.tier.prefetch import PendingFetch, PendingFetches

@@ -15,9 +15,9 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from kvtier.tier.fetch import Fetch
-from kvtier.tier.link import TierLink
-from kvtier.tier.lookup import Landed, Lookup
+from kvtier.tier.link.fetch import Fetch
+from kvtier.tier.link.link import TierLink
+from kvtier.tier.prefetch.lookup import Landed, Lookup
 
 
 @dataclass

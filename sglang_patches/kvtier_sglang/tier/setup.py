@@ -11,10 +11,10 @@ from kvtier.heads.model_config import model_name
 from kvtier.heads.profile import HeadProfile
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.rules import scorer_of
+from kvtier.tier.blobs.keys import KvIdentity
+from kvtier.tier.blobs.names import ContextNames
 from kvtier.tier.client import TierClient, TlsPaths
-from kvtier.tier.keys import KvIdentity
-from kvtier.tier.link import TierLink
-from kvtier.tier.names import ContextNames
+from kvtier.tier.link.link import TierLink
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
 from kvtier_sglang.tier.identity import ModelIdentity
 

@@ -2,7 +2,7 @@
 
 A prompt's KV is exact until its turn ends, so it leaves in the meantime: whenever a chunk is
 published, the spans that are whole by then are copied to host memory, and the rest happens in the
-background (kvtier.tier.link). When the turn ends only its last, partial span is left, and the
+background (kvtier.tier.link.link). When the turn ends only its last, partial span is left, and the
 record of how the turn was compressed. What the link has no room for stays due until then.
 
     chunk published    [ span ][ span ][ ...      copied out; checksummed and sent later
@@ -21,11 +21,11 @@ from itertools import groupby
 
 import torch
 
+from kvtier.tier.blobs.keys import Scope, SpanChain
+from kvtier.tier.blobs.names import ContextNames, NamedChains
+from kvtier.tier.blobs.turns import LAYOUT, MAX_NODES, NodeRecord, TurnRecord, tail_digest
 from kvtier.tier.client import Blob
-from kvtier.tier.keys import Scope, SpanChain
-from kvtier.tier.link import TierLink
-from kvtier.tier.names import ContextNames, NamedChains
-from kvtier.tier.turns import LAYOUT, MAX_NODES, NodeRecord, TurnRecord, tail_digest
+from kvtier.tier.link.link import TierLink
 from kvtier_sglang.tier.codec import SpanCodec
 
 # Copied out into one piece of host memory, which is held until the last of them is sent: so much

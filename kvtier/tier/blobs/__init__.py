@@ -1,0 +1,7 @@
+"""What is stored.
+
+keys, names     what a span of a context is called, and which names a context's KV has
+payload         the bytes under a name, and their checksum
+turns           how a context's turns were compressed: a record that is stored beside its KV
+turn_rules      whether a server with our settings compresses turns like that
+"""

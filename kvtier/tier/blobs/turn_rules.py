@@ -1,0 +1,111 @@
+"""Whether a server could have written a record of turns: what comes from the tier may be another
+version's, damaged before it was checksummed, or made up, and a restored context must be one that
+this server compresses just so.
+
+Checked is what a server's own rules decide. What they leave open is open here, too: where nodes
+end, and within what a retention rule allows, how many entries were kept (share.ShareRule.bounds).
+
+A node is compressed once, by the rule for what it is then, and may be cut afterwards:
+
+    as compressed    [ sink |   dropped   | recent | generated ]
+    cut before       [ si ][ nk | dropped | recent | generated ]       both parts as the rule says
+    cut behind       [ sink |   dropped   | rec ][ ent | generated ]   the first part has fewer
+                                                                       recent tokens than the rule
+                                                                       leaves
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier.errors import TierProtocolError
+from kvtier.retention.locality import DroppedSpan, LocalityRule
+from kvtier.retention.share import ShareRule, Turn
+from kvtier.tier.blobs.turns import Place, TurnRecord, places
+
+
+@dataclass(frozen=True)
+class TurnRules:
+    """What a server compresses by. share: how much CA heads keep; streaming: locality heads drop
+    during prefill, so nothing is exact and what is not compressed may have something dropped.
+
+    May be asked from any thread.
+    """
+
+    locality: LocalityRule
+    share: ShareRule
+    streaming: bool = False
+
+    def check(self, record: TurnRecord) -> None:
+        """Raises TierProtocolError naming the first node that these rules do not make."""
+        begun = []
+        held = 0
+        for place in places(record):
+            begun.append(_Begun(place.start, held))
+            problem = self._problem(place, begun)
+            if problem is not None:
+                raise TierProtocolError(
+                    f"a record of turns that this server does not make: tokens "
+                    f"[{place.start}, {place.node.stop}) {problem}"
+                )
+            begin, end = place.node.dropped
+            held += place.node.stop - place.start - (end - begin - place.node.kept)
+
+    def _problem(self, place: Place, begun: list[_Begun]) -> str | None:
+        """begun: where the nodes up to this one begin."""
+        node, span = place.node, DroppedSpan(*place.node.dropped)
+        if self.streaming and node.exact:
+            return "are exact though prefill is streaming"
+        if not (self.streaming or place.start or node.exact):
+            return "are not exact though nothing is before them"
+        if not node.compressed and span == DroppedSpan(0, 0):
+            return None
+        if not (node.compressed or self.streaming):
+            return "have something dropped though they are not compressed"
+        if not self._drops(place, span):
+            return f"have dropped {span.begin} to {span.end}"
+        if span.num_tokens and not self._keeps(place, span, begun):
+            return f"have kept {node.kept} entries of {span.num_tokens}"
+        return None
+
+    def _drops(self, place: Place, span: DroppedSpan) -> bool:
+        """Whether the node's dropped span is the rule's, for the node as it is or before a cut."""
+        rule, start, node = self.locality, place.start, place.node
+        if span == rule.dropped(start, node.stop, node.prompt_stop):
+            return True
+        if span.begin != max(rule.sink_tokens - start, 0) or span.num_tokens < 2:
+            return False
+        behind = node.stop - start - span.end >= rule.branch_recent_tokens
+        # Only of a prompt that was longer than the part the rule cannot tell any more.
+        return behind and node.stop <= self._prompt_stop(place, span) <= node.prompt_stop
+
+    def _prompt_stop(self, place: Place, span: DroppedSpan) -> int:
+        """Where the node's prompt ended when its span was dropped."""
+        return place.start + span.end + self.locality.recent_tokens
+
+    def _keeps(self, place: Place, span: DroppedSpan, begun: list[_Begun]) -> bool:
+        """Whether CA heads may have kept so many of a dropped span."""
+        kept = place.node.kept
+        if not place.node.compressed:
+            return kept == span.num_tokens
+        # A node that begins inside the sink may have been cut from one that began before it.
+        possible = begun if place.start <= self.locality.sink_tokens else begun[-1:]
+        for begin in possible:
+            prompt_tokens = self._prompt_stop(place, span) - begin.start
+            turn = Turn(prompt_tokens, span.num_tokens, begin.held)
+            # What is before it may have been compressed later.
+            least, most = self.share.bounds(turn, most_held=begin.start)
+            if least <= kept <= most:
+                return True
+        return False
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """Where a node begins. held: CA entries of what is before it."""
+
+    start: int
+    held: int
+
+
+__all__ = ["TurnRules"]

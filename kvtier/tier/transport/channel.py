@@ -1,0 +1,122 @@
+"""The connection to a tier service: a dead one is noticed soon, a living one soon found again, and
+one behind another user's socket is left alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from kvtier.errors import TierRefusedError, UsageError
+from kvtier.tier.wire.protocol import MAX_CHUNK_BYTES, MESSAGE_OVERHEAD_BYTES
+
+logger = logging.getLogger(__name__)
+
+OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_CHUNK_BYTES + MESSAGE_OVERHEAD_BYTES),
+    ("grpc.max_send_message_length", -1),
+    # A service that is back is found within seconds, whichever way it went: a host that vanished
+    # answers no connection attempt, and one that was cut off no packet.
+    ("grpc.initial_reconnect_backoff_ms", 250),
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Each client its own connection: a stalled one must not stall another.
+    ("grpc.use_local_subchannel_pool", 1),
+    # A proxy for the way out to the web is none for KV.
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM contents for mutual TLS: the certificate authority, and the client's own pair."""
+
+    ca: bytes
+    certificate: bytes
+    key: bytes
+
+
+@dataclass(frozen=True)
+class TlsPaths:
+    """Where they are (PEM); an operator who renews a certificate replaces the files."""
+
+    ca: Path
+    certificate: Path
+    key: Path
+
+    def state(self) -> list[tuple[int, int]]:
+        """Differs once a file was replaced. Raises OSError."""
+        stats = [path.stat() for path in (self.ca, self.certificate, self.key)]
+        return [(one.st_mtime_ns, one.st_ino) for one in stats]
+
+    def read(self) -> TlsFiles:
+        """Raises OSError or ValueError for files that cannot be read or do not belong together;
+        ssl.SSLError is the one, PEM garbage may be the other."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        # Without a password, a key that wants one would be asked for on the terminal.
+        context.load_cert_chain(self.certificate, self.key, password="")
+        context.load_verify_locations(self.ca)
+        return TlsFiles(self.ca.read_bytes(), self.certificate.read_bytes(), self.key.read_bytes())
+
+
+class RenewedTls:
+    """What a client is to present, looked at anew for every connection, as the service does.
+
+    Raises UsageError where the files cannot be used to begin with.
+    """
+
+    def __init__(self, paths: TlsPaths) -> None:
+        self._paths = paths
+        try:
+            self._seen = paths.state()
+            self.files = paths.read()
+        except (OSError, ValueError) as error:
+            expected = "a PEM certificate with its tier_key and a tier_ca"
+            raise UsageError("tier_certificate", expected, str(error)) from error
+
+    def changed(self) -> bool:
+        """Whether `files` are others than when this was last asked."""
+        try:
+            state = self._paths.state()
+            if state == self._seen:
+                return False
+            self.files = self._paths.read()
+        except (OSError, ValueError) as error:
+            # The operator may be replacing them just now; the next connection looks again.
+            logger.warning("new certificates are not used: %s", error)
+            return False
+        self._seen = state
+        logger.info("certificates reloaded")
+        return True
+
+
+def check_owner(path: Path) -> None:
+    """A user who may write to a directory can put a socket there and be taken for the tier.
+
+    path: of a unix socket. Raises TierRefusedError where it is neither this user's nor root's.
+    """
+    try:
+        owner = path.stat().st_uid
+    except OSError:
+        # There is none, or none that could be opened: gRPC says so.
+        return
+    if owner not in (os.geteuid(), 0):
+        raise TierRefusedError(
+            f"tier unix:{path}: expected a socket of this user's ({os.geteuid()}) or of root's, "
+            f"got one of user {owner}'s"
+        )
+
+
+def open_channel(address: str, tls: TlsFiles | None) -> grpc.Channel:
+    """A channel of its own; it connects when it is first used, and again whenever it has to."""
+    if tls is None:
+        return grpc.insecure_channel(address, OPTIONS)
+    credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.certificate)
+    return grpc.secure_channel(address, credentials, OPTIONS)

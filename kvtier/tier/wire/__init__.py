@@ -1,0 +1,6 @@
+"""What both ends of a connection agree on besides the messages of proto/kvtier/v1/tier.proto.
+
+protocol    the version, limits of messages, and how memory is shared
+framing     chunks of payload without a message around them
+status      errors and the gRPC status codes that stand for them
+"""

@@ -1,0 +1,1 @@
+"""What operators ask of a service: metrics, and whether it is alive and ready."""

@@ -1,0 +1,121 @@
+"""Prometheus metrics of the service, on `--metrics-port` (web.py).
+
+kvtier_tier_bytes_total{direction, namespace, path}    moved; path: stream or shared
+kvtier_tier_blobs_moved_total{direction, namespace, path}  likewise
+kvtier_tier_misses_total{namespace}                    blobs asked for and not held
+kvtier_tier_lookups_total{namespace, held}             keys asked for with Exists
+kvtier_tier_refreshed_layers_total{namespace}          of contexts, refreshed near their data
+kvtier_tier_refreshed_bytes_total{namespace}           of entries that were sent for them
+kvtier_tier_quarantined_total{namespace}               blobs whose stored copy did not verify
+kvtier_tier_errors_total{method, code}                 calls that failed, by gRPC status
+kvtier_tier_used_bytes, _capacity_bytes, _blobs        of the store
+kvtier_tier_evictions_total                            of the store
+kvtier_tier_leases, kvtier_tier_leases_expired_total   of the shared memory
+
+Without --namespace a client may call itself whatever it likes, and every label is a series that
+stays. So only those of --namespace, and the first MAX_NAMESPACES others, have series of their own;
+the rest share the label "other", and so does a namespace of that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from kvtier_tierd.stores.base import StoreStats
+
+MAX_NAMESPACES = 64
+OTHER = "other"
+_SEE = "See kvtier_tierd.monitoring.metrics"
+
+
+class Gauges(NamedTuple):
+    """What is held now, and what has been over since the start."""
+
+    store: StoreStats
+    leases: int
+    leases_expired: int
+
+
+class TierMetrics:
+    """Counters of one service, in a registry of their own. known: namespaces of --namespace, which
+    have labels of their own, however many others came before them."""
+
+    def __init__(self, known: Iterable[str] = ()) -> None:
+        self.registry = CollectorRegistry()
+        self._named = set(known)
+        self._most_named = len(self._named) + MAX_NAMESPACES
+        self._bytes = self._counter("bytes", "direction", "namespace", "path")
+        self._blobs = self._counter("blobs_moved", "direction", "namespace", "path")
+        self._misses = self._counter("misses", "namespace")
+        self._lookups = self._counter("lookups", "namespace", "held")
+        self._refreshed_layers = self._counter("refreshed_layers", "namespace")
+        self._refreshed_bytes = self._counter("refreshed_bytes", "namespace")
+        self._quarantined = self._counter("quarantined", "namespace")
+        self._errors = self._counter("errors", "method", "code")
+
+    def _counter(self, name: str, *labels: str) -> Counter:
+        return Counter(f"kvtier_tier_{name}", f"{_SEE}: {name}.", labels, registry=self.registry)
+
+    def _label(self, namespace: str) -> str:
+        """The label of a namespace: its own name, while there are not too many."""
+        if namespace not in self._named:
+            if len(self._named) >= self._most_named:
+                return OTHER
+            self._named.add(namespace)
+        return namespace
+
+    def moved(
+        self, direction: str, namespace: str, num_bytes: int, *, shared: bool, blobs: int = 1
+    ) -> None:
+        """Blobs were put or got, of so many bytes together."""
+        labels = (direction, self._label(namespace), "shared" if shared else "stream")
+        self._bytes.labels(*labels).inc(num_bytes)
+        self._blobs.labels(*labels).inc(blobs)
+
+    def missed(self, namespace: str) -> None:
+        self._misses.labels(self._label(namespace)).inc()
+
+    def looked_up(self, namespace: str, held: int, asked: int) -> None:
+        label = self._label(namespace)
+        self._lookups.labels(label, "yes").inc(held)
+        self._lookups.labels(label, "no").inc(asked - held)
+
+    def refreshed(self, namespace: str, num_bytes: int) -> None:
+        """A layer of a context was refreshed with so many bytes of entries."""
+        self._refreshed_layers.labels(self._label(namespace)).inc()
+        self._refreshed_bytes.labels(self._label(namespace)).inc(num_bytes)
+
+    def quarantined(self, namespace: str) -> None:
+        self._quarantined.labels(self._label(namespace)).inc()
+
+    def failed(self, method: str, code: str) -> None:
+        self._errors.labels(method, code).inc()
+
+    def watch(self, gauges: Callable[[], Gauges]) -> None:
+        """Read what is held at every request for metrics, in the thread of that request."""
+        self.registry.register(_Collector(gauges))
+
+
+class _Collector:
+    def __init__(self, gauges: Callable[[], Gauges]) -> None:
+        self._gauges = gauges
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._gauges()
+        for name, value in (
+            ("used_bytes", now.store.used_bytes),
+            ("capacity_bytes", now.store.capacity_bytes),
+            ("blobs", now.store.blobs),
+            ("leases", now.leases),
+        ):
+            yield GaugeMetricFamily(f"kvtier_tier_{name}", f"{_SEE}: {name}.", value)
+        for name, value in (
+            ("evictions", now.store.evictions),
+            ("leases_expired", now.leases_expired),
+        ):
+            yield CounterMetricFamily(f"kvtier_tier_{name}", f"{_SEE}: {name}.", value)

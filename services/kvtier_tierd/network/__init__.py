@@ -1,0 +1,6 @@
+"""How clients reach the service.
+
+sockets     unix sockets that only this user opens
+tls         certificates that can be renewed while the service runs
+decoding    requests that are no messages
+"""

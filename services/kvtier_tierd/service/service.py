@@ -1,0 +1,171 @@
+"""The RPCs of `proto/kvtier/v1/tier.proto` over one store; each is done by one of the parts.
+
+Runs in one event loop. A client that goes away cancels its call wherever that waits, so whatever a
+call holds of the store is given back on the way out: a draft by its abort, a pin by its handle's
+close, and what a client holds between calls by its lease.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from kvtier import __version__
+from kvtier.tier.wire.protocol import negotiate
+from kvtier.v1 import tier_pb2 as pb
+from kvtier.v1 import tier_pb2_grpc
+from kvtier_tierd.limits.budget import Budget
+from kvtier_tierd.limits.namespaces import Namespaces
+from kvtier_tierd.monitoring.metrics import TierMetrics
+from kvtier_tierd.service.calls import Calls, writer
+from kvtier_tierd.service.get_stream import GetStreams
+from kvtier_tierd.service.leases import Leases
+from kvtier_tierd.service.lookups import Lookups
+from kvtier_tierd.service.near_data import Refreshes
+from kvtier_tierd.service.put_stream import PutRequests, PutStreams
+from kvtier_tierd.service.shared_memory import SharedMemoryCalls
+from kvtier_tierd.stores.base import BlobStore, SharedFile
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+
+def rpc(
+    handler: Callable[[TierService, str, Request], Awaitable[Response]],
+) -> Callable[[TierService, Request, Any], Awaitable[Response]]:
+    """A method that gRPC calls, made of one that works for a namespace."""
+
+    @functools.wraps(handler)
+    async def call(self: TierService, request: Request, context: Any) -> Response:
+        async with self.calls.calling(handler.__name__, context) as namespace:
+            return await handler(self, namespace, request)
+
+    return call
+
+
+class TierService(tier_pb2_grpc.TierServiceServicer):
+    """What gRPC calls.
+
+    refreshes:      what answers Refresh.
+    chunk_bytes:    of a Get stream's chunks.
+    max_blob_bytes: larger blobs are refused.
+    budget:         counts what puts have sent and the store does not have yet.
+    stall_s:        how long a stream may stand still.
+    shared:         the memory that same-host clients may map, or None.
+    """
+
+    def __init__(
+        self,
+        store: BlobStore,
+        namespaces: Namespaces,
+        metrics: TierMetrics,
+        refreshes: Refreshes,
+        *,
+        chunk_bytes: int,
+        max_blob_bytes: int,
+        budget: Budget,
+        stall_s: float,
+        shared: SharedFile | None = None,
+    ) -> None:
+        self.store = store
+        self.namespaces = namespaces
+        self.metrics = metrics
+        self.refreshes = refreshes
+        self.chunk_bytes = chunk_bytes
+        self.max_blob_bytes = max_blob_bytes
+        self.budget = budget
+        self.stall_s = stall_s
+        self.shared = shared
+        self.leases = Leases(store)
+        self.calls = Calls(namespaces, metrics)
+        self._lookups = Lookups(store, namespaces, metrics)
+        self._puts = PutStreams(
+            store,
+            namespaces,
+            metrics,
+            max_blob_bytes=max_blob_bytes,
+            budget=budget,
+            stall_s=stall_s,
+        )
+        self._gets = GetStreams(store, namespaces, metrics, chunk_bytes)
+        self._same_host = SharedMemoryCalls(store, metrics, self.leases, shared, max_blob_bytes)
+
+    # -- about blobs --
+
+    @rpc
+    async def GetServerInfo(
+        self, namespace: str, request: pb.GetServerInfoRequest
+    ) -> pb.GetServerInfoResponse:
+        shared = self.shared or SharedFile("", 0, b"")
+        return pb.GetServerInfoResponse(
+            protocol_version=negotiate(request.protocol_versions),
+            server_version=__version__,
+            store=self.store.kind,
+            namespace=namespace,
+            capacity_bytes=self.store.stats().capacity_bytes,
+            max_blob_bytes=self.max_blob_bytes,
+            chunk_bytes=self.namespaces.chunk_bytes(namespace, self.chunk_bytes),
+            shared_path=shared.path,
+            shared_bytes=shared.num_bytes,
+            shared_token=shared.token,
+            refreshes=self.refreshes.enabled,
+        )
+
+    @rpc
+    async def Exists(self, namespace: str, request: pb.ExistsRequest) -> pb.ExistsResponse:
+        return await self._lookups.exists(namespace, request)
+
+    @rpc
+    async def Delete(self, namespace: str, request: pb.DeleteRequest) -> pb.DeleteResponse:
+        return await self._lookups.delete(namespace, request)
+
+    @rpc
+    async def Quarantine(
+        self, namespace: str, request: pb.QuarantineRequest
+    ) -> pb.QuarantineResponse:
+        return await self._lookups.quarantine(namespace, request)
+
+    @rpc
+    async def Stats(self, namespace: str, request: pb.StatsRequest) -> pb.StatsResponse:
+        return self._lookups.stats(namespace)
+
+    # -- same host --
+
+    @rpc
+    async def Reserve(self, namespace: str, request: pb.ReserveRequest) -> pb.ReserveResponse:
+        return await self._same_host.reserve(namespace, request)
+
+    @rpc
+    async def Commit(self, namespace: str, request: pb.CommitRequest) -> pb.CommitResponse:
+        return await self._same_host.commit(namespace, request)
+
+    @rpc
+    async def Acquire(self, namespace: str, request: pb.AcquireRequest) -> pb.AcquireResponse:
+        return await self._same_host.acquire(namespace, request)
+
+    @rpc
+    async def Release(self, namespace: str, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
+        return await self._same_host.release(namespace, request)
+
+    # -- streams --
+
+    @rpc
+    async def Put(self, namespace: str, requests: PutRequests) -> pb.PutResponse:
+        return await self._puts.put(namespace, requests)
+
+    # Writes instead of yielding: a generator that gRPC has left closes its handle some time later.
+    async def Get(  # type: ignore[override]
+        self, request: pb.GetRequest, context: Any
+    ) -> None:
+        async with self.calls.calling("Get", context) as namespace:
+            await self._gets.get(namespace, request, writer(context, self.stall_s))
+
+    async def Refresh(  # type: ignore[override]
+        self, requests: AsyncIterator[pb.RefreshRequest], context: Any
+    ) -> None:
+        async with self.calls.calling("Refresh", context) as namespace:
+            await self.refreshes.serve(namespace, requests, writer(context, self.stall_s))
+
+
+__all__ = ["TierService"]

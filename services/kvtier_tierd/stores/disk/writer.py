@@ -1,0 +1,140 @@
+"""Group commit: one write at a time, and a caller that asks while it runs is part of the next.
+
+Collects what is not on disk yet, so that a write brings all of it: new payloads, names whose rows
+changed, files to unlink, and uses, which are the first to wait when there is much to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from kvtier_tierd.stores.base import BlobName
+from kvtier_tierd.stores.disk.index import Row
+from kvtier_tierd.stores.disk.medium import Batch, DiskMedium, Payload
+
+GROUP = 64  # payloads written together; bounds how long the first of them waits
+USES_PER_WRITE = 256
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+@dataclass
+class Waiter:
+    """A caller that wants the next write done. payload: to be part of it."""
+
+    done: asyncio.Future[None]
+    payload: Payload | None
+
+
+class GroupWriter:
+    """Writes for one event loop, in a thread that only `run` enters.
+
+    row_of: what the index shall say of a name when it is written; None: nothing.
+    settle: called once per written payload, or with the error that kept it from being written;
+            returns whether to try again. It is called even if the one who waited was cancelled.
+
+    changed: names whose rows on disk may not be `row_of`; doomed: files to unlink.
+    """
+
+    def __init__(
+        self,
+        medium: DiskMedium,
+        row_of: Callable[[BlobName], Row | None],
+        settle: Callable[[Payload, Exception | None], bool],
+    ) -> None:
+        self.changed: dict[BlobName, None] = {}
+        self.doomed: list[str] = []
+        self._used: dict[BlobName, None] = {}
+        self._medium, self._row_of, self._settle = medium, row_of, settle
+        self._waiters: list[Waiter] = []
+        self._task: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "disk-store-writer")
+
+    def use(self, name: BlobName) -> None:
+        """Note a use, now the latest."""
+        self._used.pop(name, None)
+        self._used[name] = None
+
+    async def write(self, payload: Payload | None = None) -> None:
+        """Wait until everything up to now is on disk, and `payload` with it.
+
+        Raises what kept it from getting there. A caller that is cancelled changes nothing.
+        """
+        waiter = Waiter(asyncio.get_running_loop().create_future(), payload)
+        self._waiters.append(waiter)
+        if self._task is None:
+            self._task = asyncio.create_task(self._write_groups())
+        await waiter.done
+
+    async def finish(self) -> None:
+        """Wait for all writes, then write what is left. The writer cannot be used afterwards."""
+        while self._task is not None:
+            await asyncio.wait([self._task])
+        try:
+            await self.run(self._medium.write, self._batch([], uses=len(self._used)))
+        finally:
+            await self.run(self._medium.close)
+            self._thread.shutdown()
+
+    async def run(
+        self, call: Callable[Arguments, Result],
+        *args: Arguments.args, **kwargs: Arguments.kwargs,
+    ) -> Result:  # fmt: skip
+        """Make a call in the writing thread."""
+        return await asyncio.wrap_future(self._thread.submit(call, *args, **kwargs))
+
+    def check(self, rows: Mapping[BlobName, Row], files: set[str]) -> list[str]:
+        """How the disk differs from what it should hold besides what is not there yet; blocks."""
+        known = {name: row for name, row in rows.items() if name not in self.changed}
+        check = self._medium.check
+        files = files | set(self.doomed)
+        return self._thread.submit(check, known, files, set(self.changed)).result()
+
+    async def _write_groups(self) -> None:
+        try:
+            while self._waiters:
+                group, self._waiters = self._waiters[:GROUP], self._waiters[GROUP:]
+                await self._write_group(group)
+        finally:
+            self._task = None
+
+    async def _write_group(self, group: Sequence[Waiter]) -> None:
+        batch = self._batch([one.payload for one in group if one.payload is not None])
+        failed: Mapping[str, Exception] = {}
+        everything: Exception | None = None
+        try:
+            failed = await self.run(self._medium.write, batch)
+        except Exception as error:
+            # Even of a bug those who wait have to hear.
+            everything = error
+            unknown = [*batch.rows, *(payload.name for payload in batch.payloads)]
+            self.changed.update(dict.fromkeys(unknown))
+            self.doomed += batch.doomed
+        for waiter in group:
+            payload = waiter.payload
+            why = everything or (failed.get(payload.row.file) if payload is not None else None)
+            if payload is not None and self._settle(payload, why):
+                self._waiters.append(waiter)
+            else:
+                _resolve(waiter.done, why)
+
+    def _batch(self, payloads: Sequence[Payload], uses: int = USES_PER_WRITE) -> Batch:
+        for _ in range(min(uses, len(self._used))):
+            self.changed[self._used.popitem()[0]] = None
+        batch = Batch(payloads, {name: self._row_of(name) for name in self.changed}, self.doomed)
+        self.changed, self.doomed = {}, []
+        return batch
+
+
+def _resolve(done: asyncio.Future[None], error: Exception | None) -> None:
+    if done.done():  # cancelled
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)
