@@ -21,7 +21,7 @@ from kvtier.bench.policies import Policy
 from kvtier.bench.schema import Plan, PoolSizes
 from kvtier.config import Settings
 from kvtier.errors import BudgetError, HeadProfileError, SizeError, UsageError
-from kvtier.heads.model_config import (
+from kvtier.heads.model.config import (
     check_splittable,
     context_length,
     model_shape,

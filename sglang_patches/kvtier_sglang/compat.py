@@ -12,7 +12,7 @@ import torch
 from kvtier.calibration.documents import load_curve
 from kvtier.config import Settings
 from kvtier.errors import ConfigurationError, IncompatibleFlagError
-from kvtier.heads.model_config import (
+from kvtier.heads.model.config import (
     check_splittable,
     model_name,
     model_shape,

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, replace
 
 from kvtier.config import Settings
-from kvtier.heads.model_config import model_name
+from kvtier.heads.model.config import model_name
 from kvtier.heads.profile import HeadProfile
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.rules import scorer_of
