@@ -21,6 +21,7 @@ from kvtier.heads.model.config import (
 )
 from kvtier.heads.profile import load_profile
 from kvtier.retention.rules import scorer_of
+from kvtier.retention.shares import asked_share
 from kvtier_kernels import AttentionKernels, KernelUnavailableError, get_kernels
 
 NAME = "kvtier"
@@ -89,6 +90,7 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
         )
     kernels_of(settings, server_args)
     scorer_of(settings)
+    asked_share(settings)
     if server_args.radix_cache_backend == NAME and server_args.attention_backend != NAME:
         raise IncompatibleFlagError(
             "--attention-backend",

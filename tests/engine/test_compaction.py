@@ -17,7 +17,7 @@ from kvtier.calibration.measuring.samples import dense_sample
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile
 from kvtier.heads.reference.compaction import ScoredSession
 from kvtier.retention.scorers import SCORERS
-from kvtier.retention.share import FixedShare, Turn
+from kvtier.retention.shares import FixedShare, Turn
 
 pytestmark = pytest.mark.engine
 

@@ -16,7 +16,7 @@ from tiered_tree_harness import shape, turn, two_turns
 from tree_harness import MiniScheduler, context
 
 from kvtier.errors import TierProtocolError
-from kvtier.retention.share import FixedShare
+from kvtier.retention.shares import FixedShare
 from kvtier.tier import lookup
 from kvtier.tier.client import Blob
 from kvtier.tier.keys import Scope

@@ -1,4 +1,4 @@
-"""The probe: equal to plain transformers, and with heads dropped to the reference implementation."""
+"""The probe: equal to plain transformers; with heads dropped, to the reference implementation."""
 
 from __future__ import annotations
 
