@@ -1,7 +1,9 @@
 """What mkdocs fills into the pages from the program itself, so that it is never out of date.
 
-<!-- settings -->    every setting, with its default and what it is for
-<!-- scorers -->     every token scorer of the registry, with its paper
+<!-- settings -->      every setting, with its default and what it is for
+<!-- scorers -->       every token scorer of the registry, with its paper
+<!-- share rules -->   every share rule of the registry, with the number that it takes
+<!-- head methods -->  every head method of the registry, with its paper
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ import importlib
 from typing import Any
 
 from kvtier.config import Settings
+from kvtier.heads.methods import METHODS
 from kvtier.retention.scorers import SCORERS
+from kvtier.retention.shares import SHARE_RULES
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """mkdocs calls this for every page."""
-    for name, table in (("settings", settings_table), ("scorers", scorers_table)):
+    for name, table in _TABLES.items():
         mark = f"<!-- {name} -->"
         if mark in markdown:
             markdown = markdown.replace(mark, table())
@@ -36,10 +40,37 @@ def settings_table() -> str:
 def scorers_table() -> str:
     lines = ["| `--scorer` | what stays | numbers kept per token and head |", "|---|---|---|"]
     for name, scorer in SCORERS.items():
-        module = importlib.import_module(scorer.__module__)
-        paragraph = (module.__doc__ or "").split("\n\n", maxsplit=1)[0].replace("\n", " ")
-        lines.append(f"| `{name}` | {_cell(paragraph)} | {scorer.state_width} |")
+        lines.append(f"| `{name}` | {_about(scorer)} | {scorer.state_width} |")
     return "\n".join(lines)
+
+
+def share_rules_table() -> str:
+    lines = ["| `--share-rule` | how much stays | its number |", "|---|---|---|"]
+    for name, rule in SHARE_RULES.items():
+        lines.append(f"| `{name}` | {_about(rule)} | {rule.takes.value} |")
+    return "\n".join(lines)
+
+
+def head_methods_table() -> str:
+    lines = ["| `--method` | which heads | needs samples |", "|---|---|---|"]
+    for name, method in METHODS.items():
+        needs = "for a budget" if method.data_free else "yes"
+        lines.append(f"| `{name}` | {_about(method)} | {needs} |")
+    return "\n".join(lines)
+
+
+_TABLES = {
+    "settings": settings_table,
+    "scorers": scorers_table,
+    "share rules": share_rules_table,
+    "head methods": head_methods_table,
+}
+
+
+def _about(kind: type) -> str:
+    """The first paragraph of the module that a class is from."""
+    module = importlib.import_module(kind.__module__)
+    return _cell((module.__doc__ or "").split("\n\n", maxsplit=1)[0].replace("\n", " "))
 
 
 def _cell(text: str) -> str:
