@@ -1,4 +1,4 @@
-"""The digest of what drops tokens: a curve holds for exactly one such policy."""
+"""The digest of a retention policy, as far as it decides which tokens go: a curve holds for one."""
 
 from __future__ import annotations
 

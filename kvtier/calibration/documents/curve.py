@@ -39,7 +39,7 @@ _ROUNDING = 1e-6  # m comes back from α·n + β with the last digits changed
 class CurveDocument(Stored):
     """A fitted calibration curve and how well it explains what was measured.
 
-    policy:             what drops the tokens, with its parameters, as the curve's key names it
+    policy:             digest of what drops the tokens, with its parameters, as the curve's key
     rmse, r2:           on the fitted measurements; in quality, and the share of variance explained
     held_out_rmse:      on contexts left out of the fit; None when there was but one
     answer_floor_nats:  added to both NLLs of every ratio

@@ -22,7 +22,7 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True)
 class CurveKey:
-    """Name of the calibration curve of one policy."""
+    """Name of the calibration curve of one retention policy; `policy` is its digest."""
 
     kind: ClassVar[str] = "curve"
 
