@@ -1,8 +1,10 @@
 """What mkdocs fills into the pages from the program itself, so that it is never out of date.
 
-<!-- settings -->    every setting, with its default and what it is for
-<!-- scorers -->     every token scorer of the registry, with its paper
-<!-- stores -->      every store of the tier, with its flags
+<!-- settings -->      every setting, with its default and what it is for
+<!-- scorers -->       every token scorer of the registry, with its paper
+<!-- share rules -->   every share rule of the registry, with the number that it takes
+<!-- head methods -->  every head method of the registry, with its paper
+<!-- stores -->        every store of the tier, with its flags
 """
 
 from __future__ import annotations
@@ -11,14 +13,15 @@ import importlib
 from typing import Any
 
 from kvtier.config import Settings
+from kvtier.heads.methods import METHODS
 from kvtier.retention.scorers import SCORERS
+from kvtier.retention.shares import SHARE_RULES
 from kvtier_tierd.stores.registry import STORES
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """mkdocs calls this for every page."""
-    tables = (("settings", settings_table), ("scorers", scorers_table), ("stores", stores_table))
-    for name, table in tables:
+    for name, table in _TABLES.items():
         mark = f"<!-- {name} -->"
         if mark in markdown:
             markdown = markdown.replace(mark, table())
@@ -39,8 +42,22 @@ def settings_table() -> str:
 def scorers_table() -> str:
     lines = ["| `--scorer` | what stays | numbers kept per token and head |", "|---|---|---|"]
     for name, scorer in SCORERS.items():
-        text = _first_paragraph(scorer.__module__)
-        lines.append(f"| `{name}` | {_cell(text)} | {scorer.state_width} |")
+        lines.append(f"| `{name}` | {_about(scorer)} | {scorer.state_width} |")
+    return "\n".join(lines)
+
+
+def share_rules_table() -> str:
+    lines = ["| `--share-rule` | how much stays | its number |", "|---|---|---|"]
+    for name, rule in SHARE_RULES.items():
+        lines.append(f"| `{name}` | {_about(rule)} | {rule.takes.value} |")
+    return "\n".join(lines)
+
+
+def head_methods_table() -> str:
+    lines = ["| `--method` | which heads | needs samples |", "|---|---|---|"]
+    for name, method in METHODS.items():
+        needs = "for a budget" if method.data_free else "yes"
+        lines.append(f"| `{name}` | {_about(method)} | {needs} |")
     return "\n".join(lines)
 
 
@@ -48,15 +65,25 @@ def stores_table() -> str:
     lines = ["| `--store` | what it is | its flags |", "|---|---|---|"]
     for name, store in STORES.items():
         # Behind "The store `name`: ".
-        text = _first_paragraph(store.__module__).partition(": ")[2]
+        about = _about(store).partition(": ")[2]
         flags = ", ".join(f"`{flag.name}`" for flag in store.options_type.flags().values())
-        lines.append(f"| `{name}` | {_cell(text)} | {flags} |")
+        lines.append(f"| `{name}` | {about} | {flags} |")
     return "\n".join(lines)
 
 
-def _first_paragraph(module: str) -> str:
-    text = importlib.import_module(module).__doc__ or ""
-    return text.split("\n\n", maxsplit=1)[0].replace("\n", " ")
+_TABLES = {
+    "settings": settings_table,
+    "scorers": scorers_table,
+    "share rules": share_rules_table,
+    "head methods": head_methods_table,
+    "stores": stores_table,
+}
+
+
+def _about(kind: type) -> str:
+    """The first paragraph of the module that a class is from."""
+    module = importlib.import_module(kind.__module__)
+    return _cell((module.__doc__ or "").split("\n\n", maxsplit=1)[0].replace("\n", " "))
 
 
 def _cell(text: str) -> str:

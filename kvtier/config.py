@@ -87,6 +87,10 @@ class Settings(BaseSettings):
     budget_bytes: int | None = Field(
         None, ge=1, description="The same in bytes of one session's CA entries, instead."
     )
+    share_rule: str | None = Field(
+        None,
+        description="Any share rule by its name, as NAME=NUMBER: how much CA heads keep, instead.",
+    )
     session_retention: float | None = Field(
         None,
         gt=0,
@@ -272,7 +276,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _one_retention_rule(self) -> Settings:
-        rules = ("quality", "retention", "budget_tokens", "budget_bytes")
+        rules = ("quality", "retention", "budget_tokens", "budget_bytes", "share_rule")
         given = [name for name in rules if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"only one of {', '.join(given)}")
@@ -310,13 +314,13 @@ class Settings(BaseSettings):
     @property
     def compacts(self) -> bool:
         """Whether CA heads may keep less than the whole context."""
-        rules = (self.quality, self.retention, self.budget_tokens, self.budget_bytes)
-        return any(rule is not None for rule in rules)
+        numbers = (self.quality, self.retention, self.budget_tokens, self.budget_bytes)
+        return self.share_rule is not None or any(number is not None for number in numbers)
 
     def keeping_everything(self) -> Settings:
         """The same settings without any share of the context asked for, and so without a tier to
         choose it from."""
-        names = ("quality", "curve", "retention", "budget_tokens", "budget_bytes")
+        names = ("quality", "curve", "retention", "budget_tokens", "budget_bytes", "share_rule")
         nothing = dict.fromkeys((*names, "session_retention", "tier"))
         off = {"refresh": "off", "merge": "off", "refresh_moved": None}
         return self.model_copy(update=nothing | off)

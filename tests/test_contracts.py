@@ -43,7 +43,7 @@ def test_contracts_hold(tree):
     ("path", "planted"),
     [
         # Between packages, between files, and one that only types know.
-        ("kvtier/retention/share.py", "from kvtier.heads import profile"),
+        ("kvtier/retention/shares/base.py", "from kvtier.heads import profile"),
         ("kvtier_sglang/pool/kv_pool.py", "from kvtier_sglang.pool import allocator"),
         ("kvtier_tierd/stores/base.py", "if False:\n    from kvtier_tierd.service import service"),
     ],

@@ -1,11 +1,13 @@
-"""docs/extending.md, followed to the letter: what it says to write is a scorer or a kernel backend
-like any other."""
+"""docs/extending.md, followed to the letter: what it says to write is like what is there."""
+
+from __future__ import annotations
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,29 +16,50 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "extending.md"
 
 
-def example(section: str) -> tuple[str, str]:
-    """The file that a section of the page tells its reader to write, and what is in it."""
-    text = PAGE.read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
-    path = re.search(r"Write\s`([^`]+)`:", text)
-    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert path is not None, "the section names no file"
-    assert code is not None, "the section has no example"
-    return path[1], code[1]
+@dataclass(frozen=True)
+class Example:
+    """What a section of the page says to write, and what holds it to its contract.
 
-
-def follow(section: str, tree: Path, registry: str, table: str) -> None:
-    """Write a section's example into a copy of our packages, and its line into the registry.
-
-    registry: the file; table: the dictionary in it, made of a tuple of classes.
+    heading:  of the section
+    name:     what users choose the example by
+    tests:    file of the contract, relative to the repository
     """
-    path, code = example(section)
-    (tree / path).write_text(code)
-    name = re.findall(r"^class (\w+)", code, re.MULTILINE)[-1]
-    module = path.removesuffix(".py").removeprefix("services/").replace("/", ".")
-    before, after = (tree / registry).read_text().split(f"\n{table}", maxsplit=1)
-    after = after.replace(" in (\n", f" in (\n        {name},\n", 1)
-    imported = f"from {module} import {name}\n"
-    (tree / registry).write_text(f"{before}{imported}\n{table}{after}")
+
+    heading: str
+    name: str
+    tests: str
+
+    def text(self) -> str:
+        return PAGE.read_text().split(f"## {self.heading}\n")[1].split("\n## ")[0]
+
+    def written(self) -> tuple[Path, str]:
+        """The file that the section tells its reader to write, and what is in it."""
+        path = re.search(r"Write\s`([^`]+)`:", self.text())
+        code = re.search(r"```python\n(.*?)```", self.text(), re.DOTALL)
+        assert path is not None, f"{self.heading}: the section names no file"
+        assert code is not None, f"{self.heading}: the section has no example"
+        return Path(path[1]), code[1]
+
+    def write(self, tree: Path) -> None:
+        """The file and its line in the registry."""
+        path, code = self.written()
+        (tree / path).write_text(code)
+        added = re.search(r"add `(\w+)` to the tuple in `([^`]+)`", self.text())
+        assert added is not None, f"{self.heading}: the section names no registry"
+        name, registry = added[1], tree / added[2]
+        module = ".".join(path.with_suffix("").parts).removeprefix("services.")
+        content = registry.read_text().replace(
+            "\nfrom kvtier", f"\nfrom {module} import {name}\nfrom kvtier", 1
+        )
+        registry.write_text(content.replace(" in (\n", f" in (\n        {name},\n", 1))
+
+
+EXAMPLES = [
+    Example("A token scorer", "key-norm", "tests/retention/test_scorers.py"),
+    Example("A share rule", "square-root", "tests/retention/test_shares.py"),
+    Example("A head method", "attention-mass", "tests/heads/test_head_methods.py"),
+    Example("A store", "heap", "tests/tierd/test_store_registry.py"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +69,8 @@ def tree(tmp_path_factory):
     ignored = shutil.ignore_patterns("__pycache__")
     for folder in ("kvtier", "services"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
-    follow("A token scorer", tree, "kvtier/retention/scorers/__init__.py", "SCORERS")
-    follow("A store", tree, "services/kvtier_tierd/stores/registry.py", "STORES")
+    for example in EXAMPLES:
+        example.write(tree)
     return tree
 
 
@@ -99,47 +122,43 @@ def passed(tree: Path, tests: str, pattern: str) -> int:
     return int(found[1])
 
 
-def test_the_example_does_what_every_scorer_must(tree):
-    assert passed(tree, "tests/retention/test_scorers.py", "key-norm") >= 10
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_an_example_does_what_all_of_its_kind_must(tree, example):
+    assert passed(tree, example.tests, example.name) >= 10
 
 
-def test_settings_and_the_table_know_the_scorer(tree):
+def test_settings_commands_and_tables_know_the_examples(tree):
     code = """
 import sys
 sys.path.insert(0, "DOCS")
 import hooks
 from kvtier.config import load_settings
 from kvtier.retention.rules import scorer_of
-print(scorer_of(load_settings(scorer="key-norm")))
-print(hooks.scorers_table())
-"""
-    done = run(tree, "-c", code.replace("DOCS", str(PAGE.parent)))
-    assert done.returncode == 0, done.stderr
-    assert "KeyNorm(pool_width=1)" in done.stdout
-    assert "| `key-norm` | Key norm: tokens whose keys are short stay" in done.stdout
-
-
-def test_a_kernel_backend_is_one_file_and_its_line(kernels_tree):
-    assert passed(kernels_tree, "tests/kernels/test_registry.py", "mine") == 1
-
-
-def test_the_example_does_what_every_store_must(tree):
-    assert passed(tree, "tests/tierd/test_store_registry.py", "heap") >= 25
-
-
-def test_the_command_line_and_the_table_know_the_store(tree):
-    code = """
-import sys
-sys.path.insert(0, "DOCS")
-import hooks
+from kvtier.retention.shares import asked_share
 from kvtier_tierd.cli import parse
+print(scorer_of(load_settings(scorer="key-norm")))
+print(asked_share(load_settings(share_rule="square-root=64")))
 print(parse(["--store", "heap", "--heap", "1g"]).store)
-print(hooks.stores_table())
+for table in (hooks.scorers_table, hooks.share_rules_table, hooks.head_methods_table,
+              hooks.stores_table):
+    print(table())
 parse(["--help"])
 """
     done = run(tree, "-c", code.replace("DOCS", str(PAGE.parent)))
     assert done.returncode == 0, done.stderr
+    assert "KeyNorm(pool_width=1)" in done.stdout
+    assert "SquareRoot'>, number=64.0)" in done.stdout
     assert "HeapOptions(heap_bytes=1073741824)" in done.stdout
+    assert "| `key-norm` | Key norm: tokens whose keys are short stay" in done.stdout
+    assert "| `square-root` | Square root: a prompt of n tokens keeps" in done.stdout
+    assert "| `attention-mass` | Attention mass: the heads that attend most" in done.stdout
     assert "| `heap` | each blob in memory of its own; the least recently used" in done.stdout
     assert "--heap BYTES" in done.stdout
     assert "of the heap store (4g)" in done.stdout
+    helped = run(tree, "-m", "kvtier", "calibrate", "heads", "--help").stdout
+    assert "--answer-tokens N" in helped
+    assert "attention-mass" in helped
+
+
+def test_a_kernel_backend_is_one_file_and_its_line(kernels_tree):
+    assert passed(kernels_tree, "tests/kernels/test_registry.py", "mine") == 1

@@ -16,7 +16,7 @@ from benchmarks.accuracy.compactor_contexts import RecallContext
 from benchmarks.accuracy.compactor_records import Record
 from benchmarks.common.recall_engine import DEMO_MODEL, PROFILE_FILE, ask_engine
 from kvtier.config import Settings, load_settings
-from kvtier.heads.model_config import model_shape, read_config
+from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile
 from kvtier.pool_sizing import slot_bytes
 from kvtier.retention.scorers import SCORERS

@@ -30,7 +30,7 @@ from kvtier.bench.schema import RetainedTurn
 from kvtier.bench.table import make_console
 from kvtier.environment import describe_environment
 from kvtier.errors import UsageError
-from kvtier.heads.model_config import model_shape, read_config
+from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.profile import full_profile, load_profile
 from kvtier.sizes import parse_size
 from kvtier.synthetic.recall import make_session

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.command import ROOT
-from kvtier.heads.model_config import model_shape
+from kvtier.heads.model.config import model_shape
 from kvtier.heads.profile import HeadProfile
 
 LLAMA_8B = {

@@ -11,9 +11,9 @@ from pathlib import Path
 from uuid import NAMESPACE_URL, uuid5
 
 from kvtier.calibration.documents import ProfileDocument, load_curve
-from kvtier.calibration.opening import open_store
+from kvtier.calibration.store.opening import open_store
 from kvtier.config import load_settings
-from kvtier.heads.model_config import model_shape, read_config
+from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.profile import full_profile, load_profile
 
 # Names of the weights, as the servers are told them.

@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.common.command import ROOT
 from benchmarks.tier.faults.processes import free_address
 from kvtier.bench.runner import stop_group
-from kvtier.calibration.embedded import executable
+from kvtier.calibration.store.embedded import executable
 from kvtier.config import ENV_PREFIX
 from kvtier.errors import KvtierError
 

@@ -21,7 +21,7 @@ from kvtier.bench.policies import Policy
 from kvtier.bench.schema import Plan, PoolSizes
 from kvtier.config import Settings
 from kvtier.errors import BudgetError, HeadProfileError, SizeError, UsageError
-from kvtier.heads.model_config import (
+from kvtier.heads.model.config import (
     check_splittable,
     context_length,
     model_shape,
@@ -37,6 +37,7 @@ from kvtier.pool_sizing import (
     session_bytes,
     slot_bytes,
 )
+from kvtier.retention.shares import asked_share
 from kvtier.sizes import format_size
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE, PROMPT_TOKENS
 
@@ -325,7 +326,8 @@ def worker_environment(
 
 def find_curve(settings: Settings, model: Model) -> Path | None:
     """The curve file for a quality target: the user's, or the model's; None leaves the store's."""
-    if settings.quality is None or settings.curve is not None:
+    share = asked_share(settings)
+    if share is None or not share.rule.needs_curve or settings.curve is not None:
         return settings.curve
     path = model.path / CURVE_FILE
     return path.resolve() if path.is_file() else None

@@ -73,7 +73,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Curve:
-    """f and its inverse for one model and one policy.
+    """f and its inverse for one model and one retention policy.
 
     nll_min, nll_max: range of the contexts that were measured. An NLL outside of it is taken as the
     nearer end, so an unusual context is never extrapolated.

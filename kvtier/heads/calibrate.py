@@ -15,21 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import UsageError
-from kvtier.heads.base import Progress, Selection, Target, no_progress
 from kvtier.heads.entries import Entry, Parameters, make_entry
-from kvtier.heads.loading import load_model
-from kvtier.heads.model_config import (
+from kvtier.heads.methods import Selection, Target
+from kvtier.heads.model.config import (
     check_splittable,
     model_name,
     model_shape,
     read_config,
     weights_revision,
 )
-from kvtier.heads.plan import SamplePlan, synthetic_plan, users_plan
-from kvtier.heads.policy import DEFAULT_RULE
-from kvtier.heads.probe import HeadProbe, ProbeBatch
+from kvtier.heads.model.loading import load_model
+from kvtier.heads.probes.context import HeadProbe, ProbeBatch
 from kvtier.heads.profile import HeadProfile
-from kvtier.heads.questions import CalibrationSample
+from kvtier.heads.progress import Progress, no_progress
+from kvtier.heads.reference.session import DEFAULT_RULE
+from kvtier.heads.samples.plan import SamplePlan, synthetic_plan, users_plan
+from kvtier.heads.samples.questions import CalibrationSample
 from kvtier.heads.verify import Verification, verify_all
 from kvtier.retention.locality import LocalityRule
 
@@ -82,7 +83,7 @@ def calibrate_heads(
 
     lengths:       context lengths in tokens, `samples` contexts each; the cost is measured at each
     rule:          what a locality head keeps; the costs hold for this rule only
-    samples_file:  the user's own samples (`kvtier.heads.user_samples`) instead of lengths, samples
+    samples_file:  the user's own samples (`kvtier.heads.samples.users`) instead of lengths, samples
     parameters:    keyword arguments of methods, by name
 
     Raises UsageError, naming the argument, before anything heavy starts.

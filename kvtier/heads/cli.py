@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import UsageError
-from kvtier.heads.base import METHODS, Target
+from kvtier.heads.methods import METHODS, Target
 from kvtier.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -19,12 +19,6 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DEFAULT_LENGTHS, DEFAULT_SAMPLES = "4k", 4
-METHOD_OPTIONS = {
-    "candidate_share": "contextkeeper",
-    "sample_consensus": "contextkeeper",
-    "task_consensus": "contextkeeper",
-    "pattern": "import",
-}
 
 
 def add_heads_parser(kinds: Subparsers) -> None:
@@ -70,21 +64,16 @@ def _add_sample_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_method_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--candidate-share", type=float, metavar="P",
-        help="contextkeeper: share of each layer's heads that are a sample's candidates "
-        "(default: 0.825 for MHA models, 0.65 for GQA)",
-    )  # fmt: skip
-    for name in ("sample", "task"):
-        group.add_argument(
-            f"--{name}-consensus", type=float, metavar=name[0].upper(),
-            help=f"contextkeeper: share of {name}s that must agree (default: 0.85)",
-        )  # fmt: skip
-    group.add_argument(
-        "--pattern", type=Path, metavar="FILE",
-        help="import: DuoAttention's gates, a TSV or the directory of one; by --share, or gates "
-        "of at least 0.5",
-    )  # fmt: skip
+    for name, method in METHODS.items():
+        for option in method.options:
+            group.add_argument(
+                _flag(option.name), type=option.kind, metavar=option.metavar,
+                help=f"{name}: {option.help}",
+            )  # fmt: skip
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def run_calibrate_heads(options: argparse.Namespace) -> int:
@@ -100,10 +89,9 @@ def run_calibrate_heads(options: argparse.Namespace) -> int:
 
     from contextlib import nullcontext
 
-    from kvtier.heads.base import no_progress
     from kvtier.heads.calibrate import run_methods
     from kvtier.heads.entries import make_entries
-    from kvtier.heads.report import rich_progress
+    from kvtier.heads.progress import no_progress, rich_progress
 
     entries = make_entries(options.method, target, parameters)
     with nullcontext(no_progress) if options.quiet else rich_progress() as progress:
@@ -138,15 +126,14 @@ def _sample_arguments(options: argparse.Namespace) -> dict[str, Any]:
 def _method_parameters(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Keyword arguments of methods, by name. Raises UsageError for a method that does not run."""
     asked = {label.strip().partition("@")[0] for label in options.method.split(",")}
-    parameters: dict[str, dict[str, Any]] = {"razor": {"seed": options.seed}}
-    for option, method in METHOD_OPTIONS.items():
-        value = getattr(options, option)
-        if value is None:
-            continue
-        if method not in asked:
-            flag = f"--{option.replace('_', '-')}"
-            raise UsageError(flag, f"{method} among the methods", options.method)
-        parameters.setdefault(method, {})[option] = value
+    parameters: dict[str, dict[str, Any]] = {}
+    for name, method in METHODS.items():
+        given = {option.name: getattr(options, option.name) for option in method.options}
+        given = {option: value for option, value in given.items() if value is not None}
+        if given and name not in asked:
+            raise UsageError(_flag(next(iter(given))), f"{name} among the methods", options.method)
+        seed = {"seed": options.seed} if method.takes_seed else {}
+        parameters[name] = given | seed
     return parameters
 
 

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtier.environment import describe_environment
-from kvtier.heads.probe import Quality
-from kvtier.heads.profile import HeadProfile
-from kvtier.heads.questions import Head
+from kvtier.heads.probes.quality import Quality
+from kvtier.heads.profile import Head, HeadProfile
 from kvtier.sizes import format_size
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def _heads(profile: HeadProfile) -> set[Head]:
 
 
 def comparison_document(run: CalibrationRun) -> dict[str, Any]:
-    """Everything a comparison found, as JSON; qualities as in `kvtier.heads.probe.Quality`."""
+    """Everything a comparison found, as JSON; qualities as in `Quality`."""
     first = run.results[0].profile
     return {
         "schema_version": SCHEMA_VERSION,

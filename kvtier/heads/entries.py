@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.errors import UsageError
-from kvtier.heads.base import HeadMethod, Target, make_method
+from kvtier.heads.methods import HeadMethod, Target, make_method
 
 Parameters = Mapping[str, Mapping[str, Any]]
 """Method name -> keyword arguments of its class."""

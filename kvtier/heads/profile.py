@@ -18,6 +18,13 @@ from kvtier.errors import HeadProfileError, HeadProfileMismatchError
 SCHEMA_VERSION: Literal[1] = 1
 
 
+Head = tuple[int, int]
+"""(layer, KV head)."""
+
+Matrix = tuple[tuple[float, ...], ...]
+"""[layers][kv_heads]."""
+
+
 class ModelShape(BaseModel):
     """The part of a model's configuration that decides whether a profile fits it."""
 

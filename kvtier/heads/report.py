@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvtier.heads.base import Progress
 from kvtier.sizes import format_size
 
 if TYPE_CHECKING:
@@ -36,20 +33,3 @@ def summary(result: Calibrated) -> list[str]:
                 "calibrate with more --samples"
             )
     return lines
-
-
-@contextmanager
-def rich_progress() -> Iterator[Progress]:
-    """One live bar on standard error, named by what is being done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Bars(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("calibration")
-
-        def report(stage: str, done: int, total: int) -> None:
-            bars.update(task, description=stage, completed=done, total=total)
-
-        yield report

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.errors import UsageError
-from kvtier.heads.base import Progress, no_progress
-from kvtier.heads.probe import Kept, ProbeBatch, Quality, measure
+from kvtier.heads.probes.context import ProbeBatch
+from kvtier.heads.probes.quality import Kept, Quality, measure
 from kvtier.heads.profile import HeadProfile, MeasuredCost, random_profile, window_profile
+from kvtier.heads.progress import Progress, no_progress
 
 RANDOM_DRAWS = 5
 

@@ -75,7 +75,7 @@ class Retained(NamedTuple):
 
 @dataclass(frozen=True)
 class KeepKV:
-    """The rule. All of it enters the policy digest a calibration curve is bound to.
+    """How a span is ranked and merged.
 
     form:           "beta" (real votes per query head) or "paper" (whole votes per KV head)
     floor:          cosine similarity of keys up to which entries are not merged, in [-1, 1]

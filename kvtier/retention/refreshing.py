@@ -53,10 +53,13 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class RefreshRule:
-    """How a refresh chooses. merges: whether tokens that are not kept are merged into those that
-    are, in the policy's form, or dropped."""
+    """How a refresh chooses.
 
-    policy: KeepKV
+    keepkv: ranks the tokens, and merges them.
+    merges: whether tokens that are not kept are merged into those that are, or dropped.
+    """
+
+    keepkv: KeepKV
     merges: bool
 
     def entries(self, pruned: PrunedRange) -> int:
@@ -67,10 +70,10 @@ class RefreshRule:
         """Keep `count` of k, v `[heads, tokens, dim]`; the others are in the compensation entry,
         the last one, as far as they are like none of the kept. Raises UsageError."""
         if not self.merges:
-            kept = self.policy.select(k, v, count, window).unsqueeze(-1)
+            kept = self.keepkv.select(k, v, count, window).unsqueeze(-1)
             own = kept.expand(-1, -1, k.shape[-1])
             return Chosen(k.gather(1, own), v.gather(1, own), None)
-        retained = self.policy.retain(k, v, count, window=window)
+        retained = self.keepkv.retain(k, v, count, window=window)
         group = window.q.shape[2]
         parts = (retained.entries, retained.compensation)
         return Chosen(
@@ -78,7 +81,7 @@ class RefreshRule:
             torch.cat([part.v for part in parts], dim=1).to(v.dtype),
             torch.cat([part.log_votes.float().expand(-1, group, -1) for part in parts], dim=2),
             # The β-form has none, and on CUDA asking would wait for the device.
-            int(retained.fallbacks.sum()) if self.policy.form == "paper" else 0,
+            int(retained.fallbacks.sum()) if self.keepkv.form == "paper" else 0,
         )
 
 

@@ -25,8 +25,8 @@ def refresh_rule(settings: Settings) -> RefreshRule | None:
     if settings.refresh == "off":
         return None
     form: Form = "paper" if settings.merge == "paper" else "beta"
-    policy = KeepKV(form, floor=settings.merge_floor, window_queries=settings.refresh_queries)
-    return RefreshRule(policy, merges=settings.merge != "off")
+    keepkv = KeepKV(form, floor=settings.merge_floor, window_queries=settings.refresh_queries)
+    return RefreshRule(keepkv, merges=settings.merge != "off")
 
 
 def scorer_of(settings: Settings) -> TokenScorer:

@@ -12,7 +12,7 @@ import torch
 from kvtier.calibration.documents import load_curve
 from kvtier.config import Settings
 from kvtier.errors import ConfigurationError, IncompatibleFlagError
-from kvtier.heads.model_config import (
+from kvtier.heads.model.config import (
     check_splittable,
     model_name,
     model_shape,
@@ -21,6 +21,7 @@ from kvtier.heads.model_config import (
 )
 from kvtier.heads.profile import load_profile
 from kvtier.retention.rules import scorer_of
+from kvtier.retention.shares import asked_share
 from kvtier_kernels import (
     AUTO,
     AttentionKernels,
@@ -95,6 +96,7 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
         )
     kernels_of(settings, server_args)
     scorer_of(settings)
+    asked_share(settings)
     if server_args.radix_cache_backend == NAME and server_args.attention_backend != NAME:
         raise IncompatibleFlagError(
             "--attention-backend",

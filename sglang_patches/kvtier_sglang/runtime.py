@@ -23,6 +23,7 @@ from kvtier.config import Settings, load_settings
 from kvtier.errors import StartupError
 from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_profile
 from kvtier.retention.rules import locality_rule, refresh_rule, scorer_of, state_width
+from kvtier.retention.shares import QualityTarget, Serving, asked_share
 from kvtier.tier.blobs.turn_rules import TurnRules
 from kvtier_sglang.attention.backend import KvtierAttnBackend, PassRefresh, head_split_pool
 from kvtier_sglang.attention.cuda_graphs import room_bytes
@@ -32,7 +33,7 @@ from kvtier_sglang.compression.calibration import curve_source, stored_profile
 from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.compression.metrics import RetentionMetrics
 from kvtier_sglang.compression.prompt_nll import observe_nll
-from kvtier_sglang.compression.retention import Retention, share_rule
+from kvtier_sglang.compression.retention import Retention
 from kvtier_sglang.compression.selection import TokenSelection, find_rotary
 from kvtier_sglang.pool.allocator import HeadSplitAllocator
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
@@ -237,19 +238,21 @@ class Runtime:
 
     def _compressor(self, ctx: TreeCacheBuildContext, allocator: HeadSplitAllocator) -> Compressor:
         settings, rule, pool = self.settings, locality_rule(self.settings), allocator.pool
-        if not settings.compacts:
+        share = asked_share(settings)
+        if share is None:
             return Compressor(allocator, rule)
         source, metrics = None, None
         if ctx.server_args.enable_metrics:
             name = ctx.server_args.served_model_name or ctx.server_args.model_path
-            metrics = RetentionMetrics(name, settings.quality)
-        if settings.quality is not None:
+            target = share.number if share.rule is QualityTarget else None
+            metrics = RetentionMetrics(name, target)
+        if share.rule.needs_curve:
             dtype = str(pool.dtype).removeprefix("torch.")
             told = metrics.calibration_event if metrics is not None else None
             path, scorer = ctx.server_args.model_path, scorer_of(settings)
             source = curve_source(settings, path, pool.profile, rule, scorer, dtype, told)
-        choice = share_rule(settings, pool.slot_bytes.ca, source)
-        retention = Retention(choice, source, metrics)
+        serving = Serving(pool.slot_bytes.ca, source)
+        retention = Retention(share.rule.of(share.number, serving), source, metrics)
         return Compressor(allocator, rule, retention=retention, selection=self.selection)
 
     def _tier(

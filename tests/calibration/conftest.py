@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from redis_server import RedisServer, redis_server
 
-from kvtier.calibration.store import RedisStore
+from kvtier.calibration.store.redis import RedisStore
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import redis
 
-from kvtier.calibration.embedded import executable
+from kvtier.calibration.store.embedded import executable
 
 START_TIMEOUT_S = 10.0
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from calibration_samples import curve_document, profile_document
 
-from kvtier.calibration.cli import format_seconds
+from kvtier.calibration.cli.store import format_seconds
 from kvtier.cli import main
 
 

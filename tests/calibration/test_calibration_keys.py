@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.calibration.keys import UNKNOWN, CurveKey, curve_key, parse_key, profile_key
+from kvtier.calibration.documents.keys import UNKNOWN, CurveKey, curve_key, parse_key, profile_key
 from kvtier.errors import UsageError
 
 names = st.text(min_size=1, max_size=20)

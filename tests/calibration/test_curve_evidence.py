@@ -12,10 +12,16 @@ from calibration_samples import DTYPE, MODEL, POLICY, REVISION, curve_document, 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvtier.calibration import documents, evidence
 from kvtier.calibration.curves import HALF_LIMITS, MIN_MEASUREMENTS, Measurement
-from kvtier.calibration.documents import CurveDocument, document_of_fit, load_curve, parse_document
-from kvtier.calibration.limits import MAX_DOCUMENT_BYTES
+from kvtier.calibration.documents import (
+    CurveDocument,
+    curve,
+    document_of_fit,
+    evidence,
+    load_curve,
+    parse_document,
+)
+from kvtier.calibration.documents.limits import MAX_DOCUMENT_BYTES
 from kvtier.errors import CalibrationDocumentError
 
 DEMO_CURVE = Path(__file__).resolve().parents[2] / "models" / "kvtier-demo" / "curve.json"
@@ -150,7 +156,7 @@ def test_evidence_that_is_none_is_named(changes, field):
 def test_more_measurements_than_are_stored_can_still_be_checked(monkeypatch):
     """Texts of different lengths, so that no two shares are equal. Limits that are quick to fit."""
     monkeypatch.setattr(evidence, "MAX_POINTS", 32)
-    monkeypatch.setattr(documents, "MAX_RETENTIONS", 16)
+    monkeypatch.setattr(curve, "MAX_RETENTIONS", 16)
     measured = [
         Measurement(m.nll, m.retention - index * 1e-7, m.ratio, m.context)
         for index, m in enumerate(synthetic(0.1, 0.1, 0.05, power=2.0, contexts=20))

@@ -10,10 +10,10 @@ import pytest
 
 from kvtier.calibration.curves import goodness
 from kvtier.calibration.documents import load_curve
-from kvtier.calibration.policy import policy_digest
-from kvtier.calibration.samples import curve_samples
+from kvtier.calibration.measuring.samples import curve_samples
+from kvtier.calibration.policy_digest import policy_digest
 from kvtier.config import Settings
-from kvtier.heads.model_config import model_name, weights_revision
+from kvtier.heads.model.config import model_name, weights_revision
 from kvtier.heads.profile import load_profile
 from kvtier.retention.rules import locality_rule, scorer_of
 
@@ -40,8 +40,8 @@ def test_dense_contexts_keep_clearly_more_than_filler():
 @pytest.mark.parametrize(("length", "contexts"), [(4096, 8), (8192, 4)])
 def test_the_curve_predicts_contexts_of_another_seed_and_another_length(length, contexts):
     pytest.importorskip("transformers")
-    from kvtier.calibration.measure import ScoredProbe, measure_curve
-    from kvtier.heads.loading import load_model
+    from kvtier.calibration.measuring.kept_shares import ScoredProbe, measure_curve
+    from kvtier.heads.model.loading import load_model
 
     settings, profile = Settings(), load_profile(MODEL / "head_profile.json")
     measured = measure_curve(

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.calibration.documents import load_curve, parse_document
-from kvtier.calibration.limits import (
+from kvtier.calibration.documents.limits import (
     MAX_DOCUMENT_BYTES,
     MAX_EXPORT_BYTES,
     MAX_NESTING,
     check_json_limits,
 )
-from kvtier.calibration.local_copy import LocalCopy
-from kvtier.calibration.transfer import read_export
+from kvtier.calibration.store.local_copy import LocalCopy
+from kvtier.calibration.store.transfer import read_export
 from kvtier.errors import CalibrationDocumentError
 
 DEPTHS = (MAX_NESTING, 190, 1000, 100_000)

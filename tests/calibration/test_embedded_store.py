@@ -16,9 +16,9 @@ import psutil
 import pytest
 from calibration_samples import curve_document
 
-from kvtier.calibration import embedded
-from kvtier.calibration.embedded import EmbeddedStore
-from kvtier.calibration.opening import open_store
+from kvtier.calibration.store import embedded
+from kvtier.calibration.store.embedded import EmbeddedStore
+from kvtier.calibration.store.opening import open_store
 from kvtier.config import load_settings
 from kvtier.errors import StoreUnavailableError
 
@@ -26,7 +26,7 @@ USER = textwrap.dedent("""
     import sys
     from pathlib import Path
     from calibration_samples import curve_document
-    from kvtier.calibration.embedded import EmbeddedStore
+    from kvtier.calibration.store.embedded import EmbeddedStore
 
     store = EmbeddedStore(Path(sys.argv[1]), timeout_s=2.0, ttl_s=1000)
     store.list()
@@ -209,7 +209,7 @@ def test_a_forked_child_does_not_leave_for_its_parent(data_dir):
     script = textwrap.dedent("""
         import os, sys
         from pathlib import Path
-        from kvtier.calibration.embedded import EmbeddedStore
+        from kvtier.calibration.store.embedded import EmbeddedStore
 
         store = EmbeddedStore(Path(sys.argv[1]), timeout_s=2.0, ttl_s=1000)
         store.list()

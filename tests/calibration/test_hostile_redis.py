@@ -23,10 +23,10 @@ from hostile_server import (
 )
 from test_redis_tls import write_certificates
 
-from kvtier.calibration.keys import curve_key
-from kvtier.calibration.local_copy import LocalCopy
-from kvtier.calibration.store import CALL_TIMEOUTS, LIST_TIMEOUTS, RedisStore
-from kvtier.calibration.watcher import CalibrationWatcher, Served, Snapshot
+from kvtier.calibration.documents.keys import curve_key
+from kvtier.calibration.store.local_copy import LocalCopy
+from kvtier.calibration.store.redis import CALL_TIMEOUTS, LIST_TIMEOUTS, RedisStore
+from kvtier.calibration.store.watcher import CalibrationWatcher, Served, Snapshot
 from kvtier.errors import CalibrationDocumentError, StoreUnavailableError
 
 KEY = curve_key(MODEL, REVISION, POLICY)

@@ -12,9 +12,9 @@ from calibration_samples import curve_document, profile_document
 from redis_server import RedisServer, redis_server
 
 from kvtier.addresses.redis import parse_address
-from kvtier.calibration.keys import profile_key
-from kvtier.calibration.opening import open_store
-from kvtier.calibration.store import RedisStore
+from kvtier.calibration.documents.keys import profile_key
+from kvtier.calibration.store.opening import open_store
+from kvtier.calibration.store.redis import RedisStore
 from kvtier.config import load_settings
 from kvtier.errors import (
     CalibrationDocumentError,

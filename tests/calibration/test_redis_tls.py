@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from live_server import free_port
 from redis_server import redis_server
 
-from kvtier.calibration.opening import open_store
-from kvtier.calibration.store import RedisStore
+from kvtier.calibration.store.opening import open_store
+from kvtier.calibration.store.redis import RedisStore
 from kvtier.config import load_settings
 from kvtier.errors import StoreRefusedError, StoreUnavailableError
 

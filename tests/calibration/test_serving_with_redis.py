@@ -22,8 +22,8 @@ from redis_server import RedisServer, redis_server
 from test_redis_tls import PASSWORD, tls_binary, write_certificates
 
 from kvtier.calibration.documents import CurveDocument
-from kvtier.calibration.opening import open_store
-from kvtier.calibration.store import RedisStore
+from kvtier.calibration.store.opening import open_store
+from kvtier.calibration.store.redis import RedisStore
 from kvtier.config import load_settings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,9 +20,9 @@ from calibration_samples import (
 )
 from redis_server import RedisServer, redis_server
 
-from kvtier.calibration.local_copy import LocalCopy
-from kvtier.calibration.store import RedisStore
-from kvtier.calibration.watcher import REASONS, CalibrationWatcher, Served, Snapshot, watch
+from kvtier.calibration.store.local_copy import LocalCopy
+from kvtier.calibration.store.redis import RedisStore
+from kvtier.calibration.store.watcher import REASONS, CalibrationWatcher, Served, Snapshot, watch
 from kvtier.config import load_settings
 
 SERVED = Served(MODEL, REVISION, POLICY, DTYPE, SHAPE)

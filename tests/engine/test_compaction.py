@@ -13,11 +13,11 @@ from engine_process import DEMO_MODEL, run_engine, run_script
 from test_exactness import POLICIES, RULE, RULE_ENV, uneven_profile
 
 from kvtier.calibration.documents import load_curve
-from kvtier.calibration.samples import dense_sample
-from kvtier.heads.compacted import ScoredSession
+from kvtier.calibration.measuring.samples import dense_sample
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile
+from kvtier.heads.reference.compaction import ScoredSession
 from kvtier.retention.scorers import SCORERS
-from kvtier.retention.share import FixedShare, Turn
+from kvtier.retention.shares import FixedShare, Turn
 
 pytestmark = pytest.mark.engine
 
@@ -33,7 +33,7 @@ def compacting_rounds(profile: HeadProfile, model, scorer: str, sessions: int, t
     """
     import random
 
-    from kvtier.heads.compacted import CompactingSession
+    from kvtier.heads.reference.compaction import CompactingSession
     from kvtier_sglang.compression.retention import Retention
 
     rng = random.Random(11)

@@ -9,7 +9,7 @@ import random
 import pytest
 from engine_process import DEMO_MODEL, run_engine
 
-from kvtier.heads.model_config import model_shape, read_config
+from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.profile import HeadProfile, load_profile
 from kvtier.retention.locality import LocalityRule
 
@@ -111,13 +111,13 @@ RULE_ENV = {
 
 def policy_session_rounds(profile: HeadProfile, model, sessions: int, turns: int):
     """Sessions with long contexts for the engine, and the oracle's answers to the same prompts."""
-    from kvtier.heads.policy import PolicySession
+    from kvtier.heads.reference.session import ReferenceSession
 
     rng = random.Random(5)
     rounds: list[list[dict]] = [[] for _ in range(turns)]
     expected: list[list[list[int]]] = [[] for _ in range(turns)]
     for index in range(sessions):
-        session = PolicySession(model, profile, RULE)
+        session = ReferenceSession(model, profile, RULE)
         for turn in range(turns):
             length = rng.randrange(300, 1500) if turn == 0 else rng.randrange(1, 150)
             prompt = [rng.randrange(6, 384) for _ in range(length)]

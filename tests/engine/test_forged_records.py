@@ -16,7 +16,7 @@ from tiered_tree_harness import shape, turn, two_turns
 from tree_harness import MiniScheduler, context
 
 from kvtier.errors import TierProtocolError
-from kvtier.retention.share import FixedShare
+from kvtier.retention.shares import FixedShare
 from kvtier.tier.blobs.keys import Scope
 from kvtier.tier.blobs.names import ContextNames
 from kvtier.tier.blobs.turn_rules import TurnRules

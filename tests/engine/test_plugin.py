@@ -221,7 +221,7 @@ def test_a_profile_of_another_shape_is_refused(tmp_path):
 
 
 def test_a_profile_of_other_weights_is_refused(tmp_path):
-    from kvtier.heads.model_config import model_shape, read_config
+    from kvtier.heads.model.config import model_shape, read_config
 
     profile = full_profile(model_shape(read_config(str(DEMO_MODEL))))
     profile.model_copy(update={"revision": "0" * 16}).save(tmp_path / "p.json")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.retention.share import Choice, FixedShare, Turn
+from kvtier.retention.shares import Choice, FixedShare, Turn
 from kvtier_sglang.compression.retention import Retention
 
 

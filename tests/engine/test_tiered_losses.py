@@ -14,7 +14,7 @@ from tiered_tree_harness import REFRESH, SHARES, turn, two_turns
 from tree_harness import MiniScheduler, context
 
 from kvtier.errors import TierUnavailableError
-from kvtier.retention.share import FixedShare
+from kvtier.retention.shares import FixedShare
 from kvtier.tier.blobs.keys import Scope
 from kvtier.tier.client import Presence, TierClient
 from kvtier.tier.link import link as link_module

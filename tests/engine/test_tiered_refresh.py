@@ -9,7 +9,7 @@ from tree_harness import MiniScheduler, context
 
 from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.refreshing import RefreshRule
-from kvtier.retention.share import FixedShare
+from kvtier.retention.shares import FixedShare
 from kvtier.tier.client import TierClient
 from kvtier.tier.transport.landing import Landing
 from kvtier_sglang.refresh.trigger import TriggerRule

@@ -11,7 +11,7 @@ from tiered_tree_harness import REFRESH, SHARES, entries, shape, turn, two_turns
 from tree_harness import MiniScheduler, context, random_tokens
 
 from kvtier.errors import TierUnavailableError
-from kvtier.retention.share import FixedShare
+from kvtier.retention.shares import FixedShare
 from kvtier.tier.client import TierClient
 from kvtier_sglang.refresh.trigger import TriggerRule
 

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from tree_harness import MiniScheduler, Request, context, digest, random_tokens, run_turn
 
 from kvtier.retention.scorers import Span
-from kvtier.retention.share import FixedShare, QualityTarget, TokenBudget
+from kvtier.retention.shares import FixedShare, QualityTarget, TokenBudget
 from kvtier_sglang.radix.cache import KvtierRadixCache
 from kvtier_sglang.radix.prompt_logprobs import recomputed_tokens
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_process import DEMO_MODEL, run_engine
 
-from kvtier.heads.model_config import model_shape, read_config
+from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.profile import HeadProfile
 
 pytestmark = pytest.mark.engine

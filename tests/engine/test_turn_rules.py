@@ -7,7 +7,7 @@ import random
 import pytest
 from tree_harness import MiniScheduler, random_tokens
 
-from kvtier.retention.share import FixedShare, QualityTarget, TokenBudget
+from kvtier.retention.shares import FixedShare, QualityTarget, TokenBudget
 from kvtier.tier.blobs.turns import TurnRecord
 
 

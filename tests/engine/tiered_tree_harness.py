@@ -10,7 +10,7 @@ from tree_harness import MiniScheduler, context, run_turn
 
 from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.refreshing import RefreshRule
-from kvtier.retention.share import FixedShare
+from kvtier.retention.shares import FixedShare
 
 REFRESH = RefreshRule(KeepKV(pool_width=1), merges=False)
 SHARES = [None, FixedShare(0.5)]

@@ -29,7 +29,7 @@ from kvtier.heads.profile import HeadProfile, ModelShape
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.scorers.compactor import Compactor
-from kvtier.retention.share import ShareRule
+from kvtier.retention.shares import ShareRule
 from kvtier.tier.blobs.keys import KvIdentity
 from kvtier.tier.blobs.names import ContextNames
 from kvtier.tier.blobs.turn_rules import TurnRules

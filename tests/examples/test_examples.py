@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from live_server import free_port, serving
 
-from kvtier.heads.model_config import model_shape, read_config
+from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.profile import full_profile
 
 ROOT = Path(__file__).resolve().parents[2]

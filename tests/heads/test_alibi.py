@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import UnsupportedModelError, UsageError
-from kvtier.heads.alibi import alibi_scopes
 from kvtier.heads.calibrate import check_model
+from kvtier.heads.probes.alibi import alibi_scopes
 
 HIDDEN, DIM = 16, 4
 

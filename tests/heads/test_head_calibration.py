@@ -13,19 +13,21 @@ import pytest
 import torch
 from tiny_llama import RULE, make_ids, profile_of
 
-from kvtier.calibration.calibrate_cli import add_calibrate_parser
+from kvtier.calibration.cli.calibrate import add_calibrate_parser
 from kvtier.errors import SizeError, UnsupportedModelError, UsageError
-from kvtier.heads.base import Target
 from kvtier.heads.calibrate import Calibrated, calibrate_heads
-from kvtier.heads.loading import load_model
-from kvtier.heads.model_config import weights_revision
+from kvtier.heads.methods import Target
+from kvtier.heads.model.config import weights_revision
+from kvtier.heads.model.loading import load_model
 from kvtier.heads.picture import draw_profile, score_grid, title_lines
-from kvtier.heads.policy import PolicySession
-from kvtier.heads.probe import HeadProbe, Quality
+from kvtier.heads.probes.context import HeadProbe
+from kvtier.heads.probes.quality import Quality
 from kvtier.heads.profile import HeadProfile, load_profile, random_profile
-from kvtier.heads.questions import CalibrationSample, Question
-from kvtier.heads.report import rich_progress, summary
-from kvtier.heads.samples import make_samples, maker_for
+from kvtier.heads.progress import rich_progress
+from kvtier.heads.reference.session import ReferenceSession
+from kvtier.heads.report import summary
+from kvtier.heads.samples.questions import CalibrationSample, Question
+from kvtier.heads.samples.synthetic import make_samples, maker_for
 from kvtier.heads.verify import Verification, verify
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 
@@ -228,7 +230,7 @@ def test_greedy_sessions_recall_what_the_probe_measures(demo_result: Any) -> Non
     (sample,) = make_samples(maker, tasks, 1, [2048], seed=9)
     profile: HeadProfile = demo_result.profile
     measured = probe.prepare(sample).quality(probe.mask(profile))
-    session = PolicySession(probe.model, profile)
+    session = ReferenceSession(probe.model, profile)
     session.turn(sample.context_ids, 0)
     right = [
         tuple(session.fork().turn(q.prompt_ids, len(q.answer_ids)).token_ids) == q.answer_ids

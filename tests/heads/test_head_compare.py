@@ -10,13 +10,13 @@ import pytest
 from test_head_calibration import DEMO, run_cli
 
 from kvtier.errors import HeadProfileMismatchError, SamplesFileError, SizeError, UsageError
-from kvtier.heads.base import Target
 from kvtier.heads.calibrate import calibrate_heads, run_methods
 from kvtier.heads.compare import comparison_document, comparison_table, jaccard
 from kvtier.heads.entries import make_entries
-from kvtier.heads.probe import HeadProbe
+from kvtier.heads.methods import Target
+from kvtier.heads.probes.context import HeadProbe
 from kvtier.heads.profile import load_profile
-from kvtier.heads.samples import make_samples, maker_for
+from kvtier.heads.samples.synthetic import make_samples, maker_for
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 
 METHODS = "sensitivity@0.75,contextkeeper,razor@0.25,import@0.25"

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import HeadProfileError, HeadProfileMismatchError, UsageError
-from kvtier.heads.base import Target
-from kvtier.heads.duoattention import ImportedPattern, read_pattern
+from kvtier.heads.methods import Target
+from kvtier.heads.methods.duoattention import ImportedPattern, read_pattern
 from kvtier.heads.profile import ModelShape
 
 SHAPE = ModelShape(num_layers=3, num_kv_heads=4, num_attention_heads=8, head_dim=32)

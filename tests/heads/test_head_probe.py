@@ -1,4 +1,4 @@
-"""The probe: equal to plain transformers with nothing dropped, to the policy with heads dropped."""
+"""The probe: equal to plain transformers; with heads dropped, to the reference implementation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from tiny_llama import LAYERS, RULE, SHAPE, brute_force_logits, make_ids, profile_of
 
 from kvtier.errors import HeadProfileMismatchError, SizeError
-from kvtier.heads.policy import PolicySession
-from kvtier.heads.probe import HeadProbe, ProbeBatch, kept_heads, measure, middle_mass
+from kvtier.heads.probes.context import HeadProbe, ProbeBatch
+from kvtier.heads.probes.quality import kept_heads, measure
 from kvtier.heads.profile import ModelShape, full_profile
-from kvtier.heads.questions import CalibrationSample, Question
+from kvtier.heads.reference.session import ReferenceSession
+from kvtier.heads.samples.questions import CalibrationSample, Question
 from kvtier.retention.locality import LocalityRule
 
 CONTEXT = tuple(make_ids(60))
@@ -59,7 +60,7 @@ def test_with_heads_dropped_it_is_masked_attention(model: Any, compensation: boo
 
 def test_it_answers_as_a_session_would(model: Any) -> None:
     """Answers taken from greedy sessions are recalled, and any other answer is not."""
-    session = PolicySession(model, MIXED, RULE)
+    session = ReferenceSession(model, MIXED, RULE)
     session.turn(CONTEXT, 0)
     greedy = [session.fork().turn(q.prompt_ids, 4).token_ids for q in QUESTIONS]
     right = tuple(
@@ -91,7 +92,7 @@ def test_remembered_states_change_nothing(model: Any, batch: ProbeBatch) -> None
 
 
 def test_the_memo_is_bounded(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.heads.probe.MEMO_BYTES", 20_000)
+    monkeypatch.setattr("kvtier.heads.probes.context.MEMO_BYTES", 20_000)
     small = HeadProbe(model, RULE).prepare(SAMPLE)
     for mask in (small.probe.full(), small.probe.mask(MIXED)):
         small.quality(mask)
@@ -118,7 +119,7 @@ def test_mass_is_that_of_eager_attention(model: Any, batch: ProbeBatch) -> None:
     finally:
         model.config._attn_implementation = before
     expected = (total / rows_seen).tolist()
-    for got, wanted in zip(middle_mass(batch, rows_m, steps), expected, strict=True):
+    for got, wanted in zip(batch.middle_mass(rows_m, steps), expected, strict=True):
         assert got == pytest.approx(wanted, abs=1e-5)
 
 

@@ -15,12 +15,13 @@ from tiny_llama import HEADS, LAYERS, RULE, SHAPE, VOCAB, make_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtier.errors import UsageError
-from kvtier.heads import contextkeeper
-from kvtier.heads.base import Target, best_heads
-from kvtier.heads.probe import HeadProbe, Quality
-from kvtier.heads.questions import CalibrationSample, Question
-from kvtier.heads.razor import Razor, RazorScores
-from kvtier.heads.repeats import RepeatMasses, plain_tokens, repeat_masses
+from kvtier.heads.methods import Target, ranking
+from kvtier.heads.methods.ranking import best_heads
+from kvtier.heads.methods.razor import Razor, RazorScores
+from kvtier.heads.probes.context import HeadProbe
+from kvtier.heads.probes.copies import RepeatMasses, plain_tokens, repeat_masses
+from kvtier.heads.probes.quality import Quality
+from kvtier.heads.samples.questions import CalibrationSample, Question
 
 PERIOD, REPEATS = 12, 4
 BASE = list(range(10, 10 + PERIOD))
@@ -76,8 +77,8 @@ class LargestTensor(TorchDispatchMode):
 def test_no_tensor_is_ever_tokens_by_tokens(
     model: Any, tiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.heads.policy._has_tiled_kernel", lambda _: tiled)
-    monkeypatch.setattr("kvtier.heads.policy.KEY_BLOCK", 32)
+    monkeypatch.setattr("kvtier.heads.reference.attention._has_tiled_kernel", lambda _: tiled)
+    monkeypatch.setattr("kvtier.heads.reference.attention.KEY_BLOCK", 32)
     with LargestTensor() as largest:
         repeat_masses(model, list(range(90)), REPEATS, chunk_tokens=32)
     assert 0 < largest.numel < (90 * REPEATS) ** 2 / 4
@@ -167,7 +168,7 @@ def test_a_budget_takes_as_few_heads_as_it_allows(monkeypatch: pytest.MonkeyPatc
         lost = sum(0.1 * (1 + head) for head, keeps in enumerate(kept[0]) if not keeps)
         return Quality(1 - lost, 1 - lost, lost)
 
-    monkeypatch.setattr(contextkeeper, "measure", measure)
+    monkeypatch.setattr(ranking, "measure", measure)
     scores, batches = scored(
         Razor(), 1, RepeatMasses(((0.0, 0.1, 0.2, 0.3),), ((0.1, 0.2, 0.3, 0.4),))
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvtier.errors import SizeError, UsageError
-from kvtier.heads.samples import (
+from kvtier.heads.samples.synthetic import (
     HELD_OUT,
     RECALL_TASKS,
     TEXT_TASKS,

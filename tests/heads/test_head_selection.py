@@ -10,26 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import UsageError
-from kvtier.heads import contextkeeper, sensitivity
-from kvtier.heads.base import (
+from kvtier.heads.methods import (
     METHODS,
     HeadMethod,
     HeadScores,
     Target,
-    best_heads,
-    heads_by_layer,
     make_method,
+    ranking,
+    sensitivity,
 )
-from kvtier.heads.contextkeeper import (
-    ContextKeeper,
-    candidates,
-    default_candidate_share,
-    mean_matrix,
-)
-from kvtier.heads.probe import Quality
+from kvtier.heads.methods.contextkeeper import ContextKeeper, candidates, default_candidate_share
+from kvtier.heads.methods.ranking import best_heads, heads_by_layer, mean_matrix
+from kvtier.heads.methods.sensitivity import Sensitivity, all_heads
+from kvtier.heads.probes.quality import Quality
 from kvtier.heads.profile import ModelShape
-from kvtier.heads.questions import CalibrationSample, Question
-from kvtier.heads.sensitivity import Sensitivity, all_heads
+from kvtier.heads.samples.questions import CalibrationSample, Question
 
 Weights = dict[tuple[int, int], float]
 
@@ -208,7 +203,7 @@ def test_a_share_goes_by_consensus_and_mass_decides_ties() -> None:
 
 def test_a_budget_takes_as_few_heads_as_it_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {(0, 0): 0.1, (0, 1): 0.5, (0, 2): 0.0, (0, 3): 0.3}
-    monkeypatch.setattr(contextkeeper, "measure", additive(weights))
+    monkeypatch.setattr(ranking, "measure", additive(weights))
     scores = keeper_scores(("a", (0.3, 0.9, 0.1, 0.6)))
     keeper = ContextKeeper(candidate_share=0.5)
     assert keeper.select(scores, FOUR, Target(budget=0.2)).ca_heads == ((1, 3),)

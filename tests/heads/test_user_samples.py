@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier.errors import SamplesFileError
-from kvtier.heads.user_samples import read_user_samples
+from kvtier.heads.samples.users import read_user_samples
 from kvtier.retention.locality import LocalityRule
 
 RULE = LocalityRule(sink_tokens=4, recent_tokens=6, branch_recent_tokens=2)

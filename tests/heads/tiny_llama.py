@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtier.heads.policy import attending
 from kvtier.heads.profile import HeadProfile, ModelShape
+from kvtier.heads.reference.attention import attending
 from kvtier.retention.locality import LocalityRule
 
 LAYERS, KV_HEADS, HEADS, VOCAB = 3, 2, 4, 97

@@ -11,11 +11,11 @@ from test_scores import exact_leverage, rank_correlation
 pytest.importorskip("transformers")
 pytest.importorskip("pydantic")
 
-from kvtier.calibration.samples import curve_samples
-from kvtier.heads.compacted import ScoredSession, rotation_of
-from kvtier.heads.loading import load_model
-from kvtier.heads.model_config import model_shape, read_config
+from kvtier.calibration.measuring.samples import curve_samples
+from kvtier.heads.model.config import model_shape, read_config
+from kvtier.heads.model.loading import load_model
 from kvtier.heads.profile import full_profile
+from kvtier.heads.reference.compaction import ScoredSession, rotation_of
 from kvtier_kernels.scores import leverage_scores, unrotate
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "kvtier-demo")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.calibration.policy import policy_digest
+from kvtier.calibration.policy_digest import policy_digest
 from kvtier.config import load_settings
 from kvtier.errors import UsageError
 from kvtier.heads.profile import ModelShape, full_profile

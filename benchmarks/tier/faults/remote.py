@@ -12,7 +12,7 @@ from benchmarks.common.remote import Remote, running_module
 from benchmarks.tier.faults.engine import EngineJob
 from benchmarks.tier.faults.load import LoadSession
 from kvtier.config import ENV_PREFIX
-from kvtier.heads.model_config import model_shape, read_config
+from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.profile import full_profile
 
 CLIENTS = 4

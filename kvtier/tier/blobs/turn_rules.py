@@ -3,7 +3,7 @@ version's, damaged before it was checksummed, or made up, and a restored context
 this server compresses just so.
 
 Checked is what a server's own rules decide. What they leave open is open here, too: where nodes
-end, and within what a retention rule allows, how many entries were kept (share.ShareRule.bounds).
+end, and within what a retention rule allows, how many entries were kept (ShareRule.bounds).
 
 A node is compressed once, by the rule for what it is then, and may be cut afterwards:
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from kvtier.errors import TierProtocolError
 from kvtier.retention.locality import DroppedSpan, LocalityRule
-from kvtier.retention.share import ShareRule, Turn
+from kvtier.retention.shares import ShareRule, Turn
 from kvtier.tier.blobs.turns import Place, TurnRecord, places
 
 

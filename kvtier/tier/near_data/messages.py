@@ -35,16 +35,16 @@ class Context(NamedTuple):
     rule: RefreshRule
 
     def encode(self) -> pb.RefreshContext:
-        policy = self.rule.policy
+        keepkv = self.rule.keepkv
         return pb.RefreshContext(
             spans=[pb.ContextSpan(key=s.key, begin=s.begin, stop=s.stop) for s in self.spans],
             ranges=[pb.PrunedRange(begin=h.begin, end=h.end, kept=h.kept) for h in self.ranges],
             rule=pb.RefreshRule(
-                form=policy.form,
-                floor=policy.floor,
-                window_queries=policy.window_queries,
-                alpha=policy.alpha,
-                pool_width=policy.pool_width,
+                form=keepkv.form,
+                floor=keepkv.floor,
+                window_queries=keepkv.window_queries,
+                alpha=keepkv.alpha,
+                pool_width=keepkv.pool_width,
                 merges=self.rule.merges,
             ),
         )
@@ -59,21 +59,21 @@ def decode_context(message: pb.RefreshContext) -> Context:
         if not span.begin < span.stop:
             raise UsageError("span", "begin < stop", (span.begin, span.stop))
     rule = message.rule
-    policy = KeepKV(
+    keepkv = KeepKV(
         rule.form,  # type: ignore[arg-type]  # checked there
         floor=rule.floor,
         window_queries=rule.window_queries,
         alpha=rule.alpha,
         pool_width=rule.pool_width,
     )
-    if policy.pool_width > MAX_POOL_WIDTH:
-        raise UsageError("pool_width", f"at most {MAX_POOL_WIDTH}", policy.pool_width)
+    if keepkv.pool_width > MAX_POOL_WIDTH:
+        raise UsageError("pool_width", f"at most {MAX_POOL_WIDTH}", keepkv.pool_width)
     ranges = [PrunedRange(one.begin, one.end, one.kept) for one in message.ranges]
     for one, next_one in pairwise(ranges):
         # Or a small message could ask for the work of many contexts.
         if next_one.begin < one.end:
             raise UsageError("ranges", "in order and disjoint", (one.end, next_one.begin))
-    return Context(spans, ranges, RefreshRule(policy, rule.merges))
+    return Context(spans, ranges, RefreshRule(keepkv, rule.merges))
 
 
 def encode_queries(

@@ -94,7 +94,7 @@ class NearData:
         window: their newest queries, see QueryWindow; dtype: of the exact KV, without `torch.`
         """
         rule = self.context.rule
-        q = window.q[-rule.policy.window_queries :]
+        q = window.q[-rule.keepkv.window_queries :]
         entries = Entries(
             dtype=dtype,
             num_entries=tuple(rule.entries(pruned) for pruned in self.context.ranges),

@@ -11,12 +11,12 @@ import logging
 from functools import lru_cache
 
 from kvtier.calibration.documents import CurveDocument, ProfileDocument, load_curve
-from kvtier.calibration.embedded import has_data
-from kvtier.calibration.keys import profile_key
-from kvtier.calibration.local_copy import LocalCopy
-from kvtier.calibration.opening import open_store
-from kvtier.calibration.policy import policy_digest
-from kvtier.calibration.watcher import (
+from kvtier.calibration.documents.keys import profile_key
+from kvtier.calibration.policy_digest import policy_digest
+from kvtier.calibration.store.embedded import has_data
+from kvtier.calibration.store.local_copy import LocalCopy
+from kvtier.calibration.store.opening import open_store
+from kvtier.calibration.store.watcher import (
     LOCAL_DIRECTORY,
     CalibrationWatcher,
     OnEvent,
@@ -25,7 +25,7 @@ from kvtier.calibration.watcher import (
 )
 from kvtier.config import Settings
 from kvtier.errors import CalibrationDocumentError, CalibrationMismatchError, StoreError
-from kvtier.heads.model_config import model_name, weights_revision
+from kvtier.heads.model.config import model_name, weights_revision
 from kvtier.heads.profile import HeadProfile, ModelShape
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.scorers import TokenScorer

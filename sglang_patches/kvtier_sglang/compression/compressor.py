@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from kvtier.retention.locality import DroppedSpan, LocalityRule
-from kvtier.retention.share import Everything, ShareRule, Turn
+from kvtier.retention.shares import Everything, ShareRule, Turn
 from kvtier.tier.blobs.turns import NodeRecord
 from kvtier_sglang.compression.retention import Retention, mean_nll
 from kvtier_sglang.compression.selection import TokenSelection

@@ -17,7 +17,7 @@ with a quality target, a share or a budget.
 
 from __future__ import annotations
 
-from kvtier.retention.share import Choice, Turn
+from kvtier.retention.shares import Choice, Turn
 
 SHARE_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 # Between the targets people ask for, which is where predictions are.

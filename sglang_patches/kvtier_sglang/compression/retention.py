@@ -9,17 +9,7 @@ from typing import Any
 
 import torch
 
-from kvtier.config import Settings
-from kvtier.retention.share import (
-    Choice,
-    CurveSource,
-    Everything,
-    FixedShare,
-    QualityTarget,
-    ShareRule,
-    TokenBudget,
-    Turn,
-)
+from kvtier.retention.shares import Choice, ShareRule, Turn
 from kvtier_sglang.compression.metrics import RetentionMetrics
 
 logger = logging.getLogger(__name__)
@@ -87,23 +77,6 @@ class Retention:
         if self.source is not None:
             report["calibration"] = dict(self.source.counters)
         return report
-
-
-def share_rule(settings: Settings, entry_bytes: int, source: CurveSource | None) -> ShareRule:
-    """The rule that the settings ask for; they name at most one.
-
-    entry_bytes: device bytes of one CA entry over all layers, for a budget in bytes.
-    """
-    if settings.retention is not None:
-        return FixedShare(settings.retention)
-    if settings.budget_tokens is not None:
-        return TokenBudget(settings.budget_tokens)
-    if settings.budget_bytes is not None:
-        return TokenBudget(max(1, settings.budget_bytes // max(1, entry_bytes)))
-    if settings.quality is not None:
-        assert source is not None, "a quality target needs a source of curves"
-        return QualityTarget(settings.quality, source)
-    return Everything()
 
 
 def mean_nll(nll: torch.Tensor) -> float | None:

@@ -227,7 +227,7 @@ class Refresher:
             return []
         windows = []
         began = time.monotonic()
-        newest = self.rule.policy.window_queries
+        newest = self.rule.keepkv.window_queries
         for active in self._active:
             window = QueryWindow(buffers.select(q[active.rows][-newest:]), scale)
             refreshing = active.refreshing

@@ -112,7 +112,7 @@ class RefreshTrigger:
                 self._remember(watched, index, buffers.select(q[place : place + 1]))
 
     def _remember(self, watched: Watched, index: int, q: torch.Tensor) -> None:
-        newest = self.refresher.rule.policy.window_queries
+        newest = self.refresher.rule.keepkv.window_queries
         kept = watched.windows.setdefault(index, deque(maxlen=newest))
         kept.extend(torch.split(q.clone(), 1))
 

@@ -7,10 +7,11 @@ import json
 from dataclasses import asdict, replace
 
 from kvtier.config import Settings
-from kvtier.heads.model_config import model_name
+from kvtier.heads.model.config import model_name
 from kvtier.heads.profile import HeadProfile
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.rules import scorer_of
+from kvtier.retention.shares import asked_share
 from kvtier.tier.blobs.keys import KvIdentity
 from kvtier.tier.blobs.names import ContextNames
 from kvtier.tier.client import TierClient, TlsPaths
@@ -78,18 +79,13 @@ class NamedModel:
 
 def _policy(settings: Settings, profile: HeadProfile, rule: LocalityRule) -> str:
     """A digest of everything that decides what a later turn sees of an earlier one."""
-    scorer = scorer_of(settings)
+    scorer, share = scorer_of(settings), asked_share(settings)
     return _digest(
         {
             "ca_heads": profile.ca_heads,
             "rule": asdict(rule),
             "prefill": settings.prefill,
-            "retention": [
-                settings.quality,
-                settings.retention,
-                settings.budget_tokens,
-                settings.budget_bytes,
-            ],
+            "share": None if share is None else [share.rule.name, share.number],
             scorer.name: scorer.parameters(),
         }
     )

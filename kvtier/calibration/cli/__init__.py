@@ -1,0 +1,1 @@
+"""The commands `kvtier calibrate` and `kvtier calibration`."""

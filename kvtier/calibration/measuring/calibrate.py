@@ -1,0 +1,108 @@
+"""Calibrating a model: its head profile, its curve, both in the store.
+
+    samples ──> heads (kvtier.heads.calibrate) ──> profile ──┐
+            ──> measure kept shares under that profile ──────┴─> fit ──> curve ──> store
+
+Every server of the model picks both up; a curve without a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.calibration.curves import Measurement
+from kvtier.calibration.documents import CurveDocument, Document, ProfileDocument, document_of_fit
+from kvtier.calibration.measuring.kept_shares import (
+    ANSWER_FLOOR_NATS,
+    RETENTIONS,
+    ScoredProbe,
+    measure_curve,
+)
+from kvtier.calibration.measuring.samples import curve_samples
+from kvtier.calibration.policy_digest import policy_digest
+from kvtier.calibration.store.base import CalibrationStore
+from kvtier.config import Settings
+from kvtier.heads.model.config import model_name, model_shape, read_config, weights_revision
+from kvtier.heads.model.loading import load_model
+from kvtier.heads.profile import HeadProfile
+from kvtier.heads.progress import Progress, no_progress
+from kvtier.heads.samples.plan import check_lengths, users_plan
+from kvtier.retention.rules import locality_rule, scorer_of
+
+DEFAULT_CONTEXTS = 16
+
+
+@dataclass(frozen=True)
+class CalibratedCurve:
+    """A fitted curve and the measurements behind it."""
+
+    document: CurveDocument
+    measurements: tuple[Measurement, ...]
+
+
+def calibrate_curve(
+    model_path: str,
+    profile: HeadProfile,
+    settings: Settings,
+    *,
+    lengths: Sequence[int],
+    contexts: int = DEFAULT_CONTEXTS,
+    seed: int = 0,
+    samples_file: Path | None = None,
+    retentions: Sequence[float] = RETENTIONS,
+    floor_nats: float = ANSWER_FLOOR_NATS,
+    dtype: str | None = None,
+    progress: Progress = no_progress,
+) -> CalibratedCurve:
+    """Measure and fit the curve of a local model under a head profile.
+
+    contexts:      per length; ignored with samples_file, the user's own
+    dtype:         of the KV cache that will serve; None: the dtype the model runs in here
+
+    Raises UsageError, naming the argument, before anything heavy starts, and
+    HeadProfileMismatchError when the profile is another model's.
+    """
+    rule, scorer = locality_rule(settings), scorer_of(settings)
+    revision = weights_revision(model_path)
+    profile.check_fits(model_shape(read_config(model_path)), revision)
+    if samples_file is not None:
+        samples = list(users_plan(model_path, samples_file, rule).calibration)
+    else:
+        check_lengths(model_path, lengths, rule)
+        samples = curve_samples(model_path, lengths, contexts, seed)
+    progress("loading the model", 0, 1)
+    model = load_model(model_path)
+    progress("loading the model", 1, 1)
+    measurements = measure_curve(
+        ScoredProbe(model, rule),
+        profile,
+        samples,
+        scorer,
+        retentions=retentions,
+        floor_nats=floor_nats,
+        nll_stride=settings.nll_stride,
+        progress=progress,
+    )
+    document = document_of_fit(
+        measurements,
+        model=model_name(model_path),
+        revision=revision,
+        policy=policy_digest(profile, rule, scorer),
+        dtype=dtype or str(model.dtype).removeprefix("torch."),
+        answer_floor_nats=floor_nats,
+        parameters={"lengths": list(lengths), "contexts_per_length": contexts, "seed": seed},
+    )
+    return CalibratedCurve(document, tuple(measurements))
+
+
+def publish(
+    store: CalibrationStore, profile: HeadProfile | None, curve: CurveDocument | None
+) -> list[str]:
+    """Store what was calibrated; the keys written. Raises StoreError."""
+    documents: list[Document] = [
+        *([ProfileDocument.of(profile)] if profile is not None else []),
+        *([curve] if curve is not None else []),
+    ]
+    return [str(store.put(document)) for document in documents]

@@ -1,0 +1,1 @@
+"""Where calibration documents are kept: Redis, an embedded server, copies on disk."""

@@ -1,0 +1,79 @@
+"""The interface of a store of calibration documents.
+
+Every key expires, so that models no longer served leave by themselves; writing a document again
+starts its time anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from kvtier.calibration.documents import Document
+from kvtier.calibration.documents.keys import Key
+
+
+@dataclass(frozen=True)
+class StoredKey:
+    """A key and the seconds it still has; None when it never expires (kvtier sets no such key)."""
+
+    key: Key
+    ttl_s: float | None
+
+
+class CalibrationStore(Protocol):
+    """Documents by key. Safe for use from several threads; the opener closes it.
+
+    Every method raises StoreUnavailableError or StoreRefusedError.
+    """
+
+    def get(self, key: Key) -> Document | None:
+        """The document, None when there is none. Raises CalibrationDocumentError for a bad one."""
+        ...
+
+    def put(self, document: Document) -> Key:
+        """Write under the document's own key, for the whole TTL.
+
+        Raises CalibrationDocumentError for one that is too large to be read back.
+        """
+        ...
+
+    def delete(self, key: Key) -> bool:
+        """Whether there was something to delete."""
+        ...
+
+    def list(self) -> tuple[StoredKey, ...]:
+        """All keys, sorted, whatever their documents hold."""
+        ...
+
+    def close(self) -> None:
+        """Give connections back. May be called twice."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class Closing:
+    """`with` for whatever has a `close`."""
+
+    def close(self) -> None:
+        """Overridden."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,165 @@
+"""Calibration documents in a Redis server.
+
+Every call has one deadline over everything it does, and reads only so much: a server that is down,
+slow or hostile costs seconds and never a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvtier.addresses.redis import RedisAddress, parse_address
+from kvtier.calibration.documents import Document, parse_document
+from kvtier.calibration.documents.keys import PREFIX, Key, parse_key
+from kvtier.calibration.documents.limits import MAX_DOCUMENT_BYTES, check_json_limits
+from kvtier.calibration.store.base import Closing, StoredKey
+from kvtier.errors import CalibrationDocumentError, UsageError
+
+CLIENT_NAME = "kvtier"
+RETRIES = 2
+CALL_TIMEOUTS = 4
+"""Longest that a call takes, in time-outs of a single answer: name look-up, connecting, TLS, login
+and retries are all within."""
+LIST_TIMEOUTS = 20
+"""The same for a list, which asks once per SCAN_COUNT keys of the whole server."""
+MAX_REPLY_BYTES = MAX_DOCUMENT_BYTES + (64 << 10)  # of a document, and a login before it
+MAX_LIST_BYTES = 16 << 20
+RETRY_BASE_S, RETRY_CAP_S = 0.02, 0.2
+SCAN_COUNT = 200
+
+
+class RedisStore(Closing):
+    """A Redis server at `url`. Nothing connects before the first call.
+
+    ca_certs:   file of the authorities to trust for rediss://; None: those of the system
+    timeout_s:  to connect, and for each answer; CALL_TIMEOUTS of it for a whole call, LIST_TIMEOUTS
+                for a list, however slowly the server answers
+    ttl_s:      seconds a document lives after it was written
+
+    Least ACL of its user: `~kvtier:v1:* +client|setname +get +set +del +scan +pttl`.
+    """
+
+    def __init__(
+        self, url: str, *, ca_certs: Path | None = None, timeout_s: float, ttl_s: int
+    ) -> None:
+        try:
+            self._address = parse_address(url)
+        except ValueError as error:
+            raise UsageError("redis_url", str(error), "another URL") from None
+        self._timeout_s, self._ttl_s = timeout_s, ttl_s
+        self._client = connect(self._address, ca_certs=ca_certs, timeout_s=timeout_s)
+
+    def __repr__(self) -> str:
+        return f"RedisStore({str(self._address)!r})"
+
+    def get(self, key: Key) -> Document | None:
+        from kvtier.calibration.store.redis_connections import ReplyTooLargeError
+
+        with self._call():
+            try:
+                text = _bytes_or_none(self._client.get(str(key)))
+            except ReplyTooLargeError:
+                # Only this one: the store may well hold others that can be read.
+                too_large = f"{key}: document: larger than {MAX_DOCUMENT_BYTES} bytes"
+                raise CalibrationDocumentError(too_large) from None
+        return None if text is None else parse_document(key, text)
+
+    def put(self, document: Document) -> Key:
+        key, text = document.key, document.to_json()
+        try:
+            check_json_limits(text)
+        except CalibrationDocumentError as error:
+            raise CalibrationDocumentError(f"{key}: {error}") from None
+        with self._call():
+            self._client.set(str(key), text, ex=self._ttl_s)
+        return key
+
+    def delete(self, key: Key) -> bool:
+        with self._call():
+            return bool(self._client.delete(str(key)))
+
+    def list(self) -> tuple[StoredKey, ...]:
+        with self._call(LIST_TIMEOUTS, MAX_LIST_BYTES):
+            names = [*self._client.scan_iter(match=f"{PREFIX}*", count=SCAN_COUNT)]
+            found = sorted({key for name in names if (key := _key_of(name))}, key=str)
+            ttls = self._ttls_s(found)
+        return tuple(StoredKey(key, ttl) for key, ttl in zip(found, ttls, strict=True))
+
+    def close(self) -> None:
+        self._client.close()
+
+    @contextmanager
+    def _call(
+        self, timeouts: float = CALL_TIMEOUTS, max_bytes: int = MAX_REPLY_BYTES
+    ) -> Iterator[None]:
+        """One call to the server: bounded, and whatever goes wrong is a StoreError."""
+        from kvtier.calibration.store.redis_connections import limits
+        from kvtier.calibration.store.redis_errors import redis_errors
+
+        with redis_errors(self._address), limits(timeouts * self._timeout_s, max_bytes):
+            yield
+
+    def _ttls_s(self, keys: Sequence[Key]) -> Sequence[float | None]:
+        with self._client.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                pipeline.pttl(str(key))
+            return [None if ttl < 0 else ttl / 1000 for ttl in pipeline.execute()]
+
+
+def _bytes_or_none(answer: Any) -> bytes | None:
+    """What GET may answer. Raises TypeError for what no Redis answers."""
+    if answer is None or isinstance(answer, bytes):
+        return answer
+    raise TypeError(f"GET answered {type(answer).__name__}")
+
+
+def _key_of(name: bytes) -> Key | None:
+    try:
+        return parse_key(name.decode())
+    except (UsageError, UnicodeDecodeError):
+        return None  # under our prefix, and not ours
+
+
+def connect(
+    address: RedisAddress,
+    *,
+    ca_certs: Path | None = None,
+    timeout_s: float,
+    retries: int = RETRIES,
+) -> Any:
+    """A redis-py client. Answers are bytes; RESP2, which every Redis and its forks speak."""
+    import redis
+    from redis.backoff import ExponentialWithJitterBackoff
+    from redis.retry import Retry
+
+    from kvtier.calibration.store import redis_connections as bounded
+
+    where: dict[str, Any] = {"host": address.host, "port": address.port}
+    connection_class: Any = bounded.TcpConnection
+    if address.scheme == "unix":
+        where = {"path": address.path}
+        connection_class = bounded.UnixConnection
+    elif address.scheme == "rediss":
+        connection_class = bounded.TlsConnection
+        where |= {
+            "ssl_ca_certs": None if ca_certs is None else str(ca_certs),
+            "ssl_cert_reqs": "required",
+            "ssl_check_hostname": True,
+        }
+    pool = redis.ConnectionPool(
+        connection_class=connection_class,
+        parser_class=bounded.PARSER,
+        **where,
+        db=address.db,
+        username=address.username,
+        password=address.password,
+        client_name=CLIENT_NAME,
+        protocol=2,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=Retry(ExponentialWithJitterBackoff(base=RETRY_BASE_S, cap=RETRY_CAP_S), retries),
+    )
+    return redis.Redis.from_pool(pool)

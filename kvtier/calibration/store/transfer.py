@@ -1,0 +1,91 @@
+"""Documents of a store in one JSON file, to carry them to another store or keep them.
+
+{"schema_version": 1, "exported_at": "...", "documents": {KEY: DOCUMENT, ...}}
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kvtier.calibration.documents import Document, parse_document
+from kvtier.calibration.documents.keys import Key, parse_key
+from kvtier.calibration.documents.limits import MAX_EXPORT_BYTES, check_json_limits, read_limited
+from kvtier.calibration.store.base import CalibrationStore
+from kvtier.errors import CalibrationDocumentError, UsageError
+
+SCHEMA_VERSION = 1
+
+
+def must_get(store: CalibrationStore, key: Key) -> Document:
+    """The document under `key`. Raises UsageError where there is none."""
+    document = store.get(key)
+    if document is None:
+        raise UsageError("KEY", "a stored key (see `kvtier calibration list`)", str(key))
+    return document
+
+
+def export_documents(store: CalibrationStore, path: Path, key: Key | None) -> list[Key]:
+    """Write all documents, or the one under `key`, to `path`; returns what was written."""
+    if not path.parent.is_dir():
+        raise UsageError("FILE", "a file in an existing directory", str(path))
+    keys = [stored.key for stored in store.list()] if key is None else [key]
+    documents = {str(one): must_get(store, one).model_dump(mode="json") for one in keys}
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "exported_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "documents": documents,
+    }
+    staging = path.with_name(path.name + ".tmp")
+    staging.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    staging.replace(path)
+    return keys
+
+
+def read_export(path: Path) -> list[Document]:
+    """The documents of an export, all of them valid.
+
+    Raises UsageError for a file that is no export, CalibrationDocumentError for a bad document.
+    """
+    try:
+        raw = read_limited(path, MAX_EXPORT_BYTES)
+        check_json_limits(raw, MAX_EXPORT_BYTES)
+        content: Any = json.loads(raw)
+        version, documents = content["schema_version"], dict(content["documents"])
+    except CalibrationDocumentError as error:
+        raise type(error)(f"{path}: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError("FILE", "a file of `kvtier calibration export`", str(path)) from error
+    if version != SCHEMA_VERSION:
+        raise UsageError("FILE", f"schema_version {SCHEMA_VERSION}", version)
+    found = []
+    for name, document in documents.items():
+        try:
+            found.append(parse_document(parse_key(name, "FILE"), json.dumps(document)))
+        except CalibrationDocumentError as error:
+            raise type(error)(f"{path}: {error}") from error
+    return found
+
+
+def import_documents(store: CalibrationStore, documents: list[Document]) -> list[tuple[Key, str]]:
+    """Write validated documents; returns for each what that did: new, replaced or unchanged.
+
+    An unchanged document is written too, which starts its time to live anew.
+    """
+    outcome = []
+    for document in documents:
+        change = _change(store, document)
+        outcome.append((store.put(document), change))
+    return outcome
+
+
+def _change(store: CalibrationStore, document: Document) -> str:
+    try:
+        before = store.get(document.key)
+    except CalibrationDocumentError:
+        return "replaced"
+    if before is None:
+        return "new"
+    return "unchanged" if before == document else "replaced"

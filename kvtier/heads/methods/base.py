@@ -1,0 +1,154 @@
+"""What a head method is: it says which KV heads need the whole context.
+
+    samples ──> ProbeBatch (context KV, computed once) ──> score ──> HeadScores
+                                                                         │ ranking
+                                          target: share, budget ──> select ──> Selection
+
+A method is a file of its own and a line in `kvtier.heads.methods`. It scores the heads; ranking
+them and taking as many as a share or a budget asks for is the same for all. Nothing here imports
+torch, nor does a method's file before it scores: every command line of kvtier reads the registry.
+docs/extending.md writes one, from its file to the profile.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from kvtier.errors import UsageError
+from kvtier.heads.methods.ranking import best_heads, fewest_within, heads_by_layer
+from kvtier.heads.profile import Head, Matrix, ModelShape
+from kvtier.heads.progress import Progress, no_progress
+
+if TYPE_CHECKING:
+    from kvtier.heads.probes.context import ProbeBatch
+
+
+@dataclass(frozen=True)
+class Target:
+    """How many heads to keep.
+
+    share:   of all KV heads, in (0, 1]; rounded to whole heads, at least one
+    budget:  largest fall of recall (whole answers) below full retention, in [0, 1)
+    Neither: the method's own rule. Both: as few heads as the share allows within the budget.
+    """
+
+    share: float | None = None
+    budget: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.share is not None and not 0 < self.share <= 1:
+            raise UsageError("--share", "a number in (0, 1]", self.share)
+        if self.budget is not None and not 0 <= self.budget < 1:
+            raise UsageError("--budget", "a number in [0, 1)", self.budget)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the method's own rule says how many heads it keeps."""
+        return self.share is None and self.budget is None
+
+    def num_heads(self, shape: ModelShape) -> int:
+        """Heads to keep at least: those of the share, or one."""
+        total = shape.num_layers * shape.num_kv_heads
+        return max(1, round(total * self.share)) if self.share is not None else 1
+
+
+@dataclass(frozen=True)
+class HeadScores:
+    """Scores of a method, higher = keep the context.
+
+    mean:        over all samples
+    per_sample:  one matrix per sample; empty when the method has none
+    tasks:       task of each of those
+    """
+
+    mean: Matrix
+    per_sample: tuple[Matrix, ...] = ()
+    tasks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Chosen CA heads, the scores they were chosen by, and how."""
+
+    ca_heads: tuple[tuple[int, ...], ...]
+    scores: Matrix
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
+class MethodOption(NamedTuple):
+    """A flag of `kvtier calibrate heads` that is for one method.
+
+    name: of the keyword argument that it sets; the flag has dashes for its underscores
+    kind: makes the argument of the flag's text
+    """
+
+    name: str
+    kind: Callable[[str], Any]
+    metavar: str
+    help: str
+
+
+class HeadMethod(ABC):
+    """A way to find the heads that need the context. Stateless between calls.
+
+    name:          what users choose it by
+    data_free:     scores come from the model alone: one batch is enough, unless a budget is
+                   measured
+    has_own_rule:  it can say itself how many heads it keeps; see `own_choice`
+    takes_seed:    it draws random numbers, and takes `seed` as a keyword argument
+    options:       flags of the command line that set its keyword arguments
+    """
+
+    name: ClassVar[str]
+    data_free: ClassVar[bool] = False
+    has_own_rule: ClassVar[bool] = False
+    takes_seed: ClassVar[bool] = False
+    options: ClassVar[tuple[MethodOption, ...]] = ()
+
+    def check_target(self, target: Target) -> None:
+        """Raise UsageError when the method cannot serve `target`; called before any model loads."""
+        if target.is_open and not self.has_own_rule:
+            raise UsageError("--share or --budget", f"one of them for {self.name}", None)
+
+    def check_shape(self, shape: ModelShape) -> None:  # noqa: B027  (most methods take any)
+        """Raise HeadProfileError when it cannot serve such a model; called before it loads."""
+
+    @abstractmethod
+    def score(self, batches: Sequence[ProbeBatch], progress: Progress = no_progress) -> HeadScores:
+        """Scores `[layers][kv_heads]`, higher = keep the context."""
+
+    def ranking(self, scores: HeadScores, shape: ModelShape) -> list[Head]:
+        """All heads, best first."""
+        return best_heads(scores.mean, shape.num_layers * shape.num_kv_heads)
+
+    def own_choice(self, scores: HeadScores, shape: ModelShape) -> list[Head]:
+        """The heads that the method's own rule keeps, in any order."""
+        raise NotImplementedError(f"{self.name}: own_choice is only for has_own_rule")
+
+    def found_by(self, scores: HeadScores, shape: ModelShape) -> dict[str, Any]:
+        """What a profile says of how its heads were found, as JSON."""
+        return {}
+
+    def select(
+        self,
+        scores: HeadScores,
+        batches: Sequence[ProbeBatch],
+        target: Target,
+        progress: Progress = no_progress,
+    ) -> Selection:
+        """The CA heads for `target`, which `check_target` has accepted: with a share or a budget
+        the first of the ranking, else the method's own choice."""
+        shape = batches[0].shape
+        if target.is_open:
+            chosen = self.own_choice(scores, shape)
+        else:
+            order = self.ranking(scores, shape)
+            count = target.num_heads(shape)
+            if target.budget is not None:
+                count = fewest_within(order, batches, count, target.budget, progress)
+            chosen = order[:count]
+        by_layer = heads_by_layer(chosen, shape.num_layers)
+        return Selection(by_layer, scores.mean, self.found_by(scores, shape))

@@ -1,0 +1,54 @@
+"""How well questions about a context are answered when only some heads see its middle.
+
+Nothing here imports torch: a head method asks for qualities and never touches a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from kvtier.heads.profile import ModelShape
+from kvtier.heads.samples.questions import CalibrationSample
+
+Kept = tuple[tuple[bool, ...], ...]
+"""[layers][kv_heads]: True where the head keeps the context."""
+
+
+class Quality(NamedTuple):
+    """recall: share of answers right in every token, which is what greedy decoding gets right
+    tokens: share of scored answer tokens that are the argmax, the tokens before them given
+    loss:   mean negative log-likelihood of scored answer tokens, nats (lower = better)
+    """
+
+    recall: float
+    tokens: float
+    loss: float
+
+
+def kept_heads(ca_heads: Sequence[Sequence[int]], shape: ModelShape) -> Kept:
+    """The mask of a profile's CA heads."""
+    heads = range(shape.num_kv_heads)
+    return tuple(tuple(head in chosen for head in heads) for chosen in ca_heads)
+
+
+class Probed(Protocol):
+    """A sample whose questions can be asked; see `kvtier.heads.probes.context.ProbeBatch`."""
+
+    @property
+    def sample(self) -> CalibrationSample: ...
+
+    def quality(self, kept: Kept) -> Quality:
+        """How well the questions are answered when only the `kept` heads see the middle."""
+        ...
+
+
+def measure(batches: Sequence[Probed], kept: Kept) -> Quality:
+    """Mean quality over samples, each counted by its questions."""
+    results = [batch.quality(kept) for batch in batches]
+    weights = [len(batch.sample.questions) for batch in batches]
+    total = sum(weights)
+    columns = zip(*results, strict=True)
+    return Quality(
+        *(sum(w * x for w, x in zip(weights, column, strict=True)) / total for column in columns)
+    )

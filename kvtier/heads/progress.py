@@ -1,0 +1,30 @@
+"""How far a calibration is: what long-running steps report to, and a live bar for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Progress = Callable[[str, int, int], None]
+"""Called as (what is being done, steps done, steps in all)."""
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """Reports nothing."""
+
+
+@contextmanager
+def rich_progress() -> Iterator[Progress]:
+    """One live bar on standard error, named by what is being done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Bars(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("calibration")
+
+        def report(stage: str, done: int, total: int) -> None:
+            bars.update(task, description=stage, completed=done, total=total)
+
+        yield report

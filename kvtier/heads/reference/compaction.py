@@ -1,0 +1,149 @@
+"""The reference implementation of compaction: CA heads that keep their best tokens of every turn.
+
+What `kvtier.heads.reference.session` is for the head split, this is for token scorers: a prefill
+that remembers what the scorer wants to see, and a session whose CA heads keep a share of every
+finished turn. Curves are calibrated with it, and the engine's tokens are compared with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtier.errors import UnsupportedModelError
+from kvtier.heads.profile import HeadProfile
+from kvtier.heads.reference.attention import Block
+from kvtier.heads.reference.session import CHUNK_TOKENS, DEFAULT_RULE, ReferenceSession
+from kvtier.retention.locality import LocalityRule
+from kvtier.retention.scorers import Chunk, Span, TokenScorer, select
+from kvtier.retention.scorers.compactor import Compactor
+from kvtier_kernels.scores import Rotation
+
+NLL_STRIDE = 4
+
+KeepCount = Callable[[int, int], int]
+"""(prompt tokens of the turn, droppable ones among them) -> how many of those to keep."""
+
+
+class ScoredSession(ReferenceSession):
+    """A reference session that remembers, of the turn under way, what its scorer asks for.
+
+    state: per layer, chunks of float32 `[kv_heads, state_width, tokens]`; see TokenScorer
+    nll:  of every `nll_stride`-th prompt token's successor, nats
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        profile: HeadProfile,
+        rule: LocalityRule = DEFAULT_RULE,
+        chunk_tokens: int = CHUNK_TOKENS,
+        scorer: TokenScorer | None = None,
+        nll_stride: int = NLL_STRIDE,
+    ) -> None:
+        super().__init__(model, profile, rule, chunk_tokens)
+        self.scorer = scorer or Compactor()
+        self.nll_stride = nll_stride
+        self.state: list[list[Tensor]] = [[] for _ in range(profile.shape.num_layers)]
+        self.nll: list[Tensor] = []
+        self.turn_start = 0
+
+    def _attend_layer(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        tokens = q.shape[2]
+        grouped = q[0].unflatten(0, (k.shape[1], -1)).permute(2, 0, 1, 3)
+        start = self.num_tokens - tokens
+        if self.scorer.state_width:
+            keys, values = k[0].transpose(0, 1), v[0].transpose(0, 1)
+            chunk = Chunk(grouped, keys, values, [0, tokens], [start], scale)
+            self.state[layer].append(self.scorer.observe(chunk))
+        return super()._attend_layer(layer, q, k, v, scale)
+
+    def _forward(self, token_ids: list[int]) -> Tensor:
+        """As the base's, asking sampled positions for their successor on the way."""
+        first, self.num_tokens = self.num_tokens, self.num_tokens + len(token_ids)
+        last = len(token_ids) - 1
+        asked = torch.arange(min(-first % self.nll_stride, last), last, self.nll_stride)
+        rows = torch.cat([asked, torch.tensor([last])]).to(self.model.device)
+        ids = torch.tensor([token_ids], device=self.model.device)
+        positions = torch.arange(first, self.num_tokens, device=self.model.device)[None]
+        output = self.model(ids, position_ids=positions, use_cache=False, logits_to_keep=rows)
+        logits = output.logits[0].float()
+        if asked.numel():
+            successors = ids[0, rows[:-1] + 1]
+            losses = torch.nn.functional.cross_entropy(logits[:-1], successors, reduction="none")
+            self.nll.append(losses)
+        return logits[-1]
+
+    def mean_nll(self) -> float:
+        """Of the turn under way, nats per token; NaN when nothing was asked."""
+        return float(torch.cat(self.nll).double().mean()) if self.nll else float("nan")
+
+    def scores(self, layer: int, heads: Sequence[int], keys: Tensor, first: int) -> Tensor:
+        """Scores `[heads, tokens]` of some of the turn's tokens, higher = keep.
+
+        keys:  rotated `[heads, tokens, dim]` of those heads and tokens
+        first: offset of the first token in the turn
+        """
+        tokens = keys.shape[1]
+        if self.scorer.state_width:
+            state = torch.cat(self.state[layer], dim=2)[list(heads), :, first : first + tokens]
+        else:
+            state = keys.new_empty(keys.shape[0], 0, tokens, dtype=torch.float32)
+        position = self.turn_start + first
+        positions = torch.arange(position, position + tokens, device=keys.device)
+        span = Span(keys, state, position, rotation_of(self.model, keys, positions))
+        return self.scorer.score(span)
+
+    def forget(self) -> None:
+        """Start a new turn."""
+        self.state = [[] for _ in self.state]
+        self.nll = []
+        self.turn_start = self.num_tokens
+
+
+class CompactingSession(ScoredSession):
+    """A session whose CA heads keep `keep_count` entries of what locality heads drop."""
+
+    keep_count: KeepCount
+
+    def _settle(self, start: int, prompt_stop: int) -> None:
+        span = self.rule.dropped(start, self.num_tokens, prompt_stop)
+        if span.num_tokens:
+            keep = self.keep_count(prompt_stop - start, span.num_tokens)
+            for layer, cache in enumerate(self._anchored):
+                if cache.heads and keep < span.num_tokens:
+                    k = torch.cat([block.k for block in cache.fresh], dim=1)
+                    v = torch.cat([block.v for block in cache.fresh], dim=1)
+                    middle = k[:, span.begin : span.end]
+                    scores = self.scores(layer, cache.heads, middle, span.begin)
+                    chosen = select(scores, keep) + span.begin
+                    cache.fresh = [_with_chosen(k, v, span.begin, span.end, chosen)]
+        super()._settle(start, prompt_stop)
+        self.forget()
+
+
+def _with_chosen(k: Tensor, v: Tensor, begin: int, end: int, chosen: Tensor) -> Block:
+    """The turn's KV with only `chosen` `[heads, keep]` of [begin, end) left."""
+    parts = [torch.cat([t[:, :begin], gather_tokens(t, chosen), t[:, end:]], dim=1) for t in (k, v)]
+    return Block(parts[0], parts[1])
+
+
+def gather_tokens(x: Tensor, chosen: Tensor) -> Tensor:
+    """Each head's own tokens: x `[heads, tokens, dim]`, chosen `[heads, keep]`."""
+    return x.gather(1, chosen.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+
+def rotation_of(model: Any, keys: Tensor, positions: Tensor) -> Rotation:
+    """How keys `[heads, tokens, dim]` at these positions were rotated. Raises UnsupportedModelError
+    without RoPE."""
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    if rotary is None:
+        raise UnsupportedModelError(
+            "--model-path", "a model with one rotary embedding", type(model).__name__
+        )
+    cos, sin = rotary(keys.unsqueeze(0), positions.unsqueeze(0))
+    half = cos.shape[-1] // 2
+    return Rotation(cos[0, :, :half], sin[0, :, :half])

@@ -1,0 +1,202 @@
+"""The reference implementation: what kvtier's engine does, said simply, on a transformers model.
+
+A session is turns.  A turn attends exactly to its own tokens and to what earlier turns left; when
+it ends, its node is compressed:
+
+    node          start                                        prompt_stop        stop
+    CA head         | k k k k k k k k k k k k k k k k k k k k k k k | k k k k k k k |
+    locality head   | sink |       one entry, N votes      | recent | k k k k k k k |
+
+The one entry is `(mean k, mean v)` of the N dropped rotated keys and values with `ln N` added to
+its logit (RazorAttention's compensation token).  Positions stay logical: keys are stored rotated.
+
+Calibration measures with it, and the engine's tokens are compared with its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvtier.errors import UsageError
+from kvtier.heads.model.config import shape_of
+from kvtier.heads.profile import HeadProfile
+from kvtier.heads.reference.attention import (
+    AttentionState,
+    Block,
+    attend,
+    attend_own,
+    attending,
+    mean_entry,
+)
+from kvtier.retention.locality import LocalityRule
+
+DEFAULT_RULE = LocalityRule(sink_tokens=128, recent_tokens=256, branch_recent_tokens=128)
+CHUNK_TOKENS = 2048
+COALESCE_TOKENS = 4096
+
+
+@dataclass
+class ClassCache:
+    """KV of one head class in one layer: `settled` from earlier turns, `fresh` from this one.
+
+    heads: ascending KV head indices. Blocks are never changed in place, so forks share them.
+    """
+
+    heads: tuple[int, ...]
+    settled: list[Block] = field(default_factory=list)
+    fresh: list[Block] = field(default_factory=list)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """New tokens over everything held and themselves (shapes as in `attend_own`), then hold
+        them too."""
+        return self.attend_state(q, k, v, scale).out.reshape(q.shape)
+
+    def attend_state(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:
+        """As `attend`, with the log-sum-exp; rows as in `attend_own`."""
+        state = attend_own(q, k, v, scale)
+        rows = q.flatten(1, 2)
+        for block in (*self.settled, *self.fresh):
+            state = state.merge(attend(rows, block, scale))
+        _push(self.fresh, Block(k, v))
+        return state
+
+    def settle(self, begin: int, end: int, compensation: bool) -> None:
+        """End the turn; entries [begin, end) of the fresh ones are dropped."""
+        k = torch.cat([block.k for block in self.fresh], dim=1)
+        v = torch.cat([block.v for block in self.fresh], dim=1)
+        self.fresh = []
+        if end > begin:
+            if compensation:
+                self.settled.append(mean_entry(k[:, begin:end], v[:, begin:end]))
+            k, v = (torch.cat([t[:, :begin], t[:, end:]], dim=1) for t in (k, v))
+        _push(self.settled, Block(k, v))
+
+    @property
+    def num_entries(self) -> int:
+        """Entries held per head, compensation entries included."""
+        return sum(block.k.shape[1] for block in (*self.settled, *self.fresh))
+
+
+def _push(blocks: list[Block], block: Block) -> None:
+    """Append, growing a short last block instead of making many."""
+    last = blocks[-1] if blocks else None
+    if last is None or last.log_votes or last.k.shape[1] >= COALESCE_TOKENS:
+        blocks.append(block)
+    else:
+        k, v = torch.cat([last.k, block.k], 1), torch.cat([last.v, block.v], 1)
+        blocks[-1] = Block(k, v)
+
+
+class TurnResult(NamedTuple):
+    """Greedy tokens of a turn and the log-probability the model gave each."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class ReferenceSession:
+    """One session under a head profile, run with a transformers causal LM; batch size 1.
+
+    The session owns its KV and borrows the model. `fork` is cheap: KV is shared until it differs.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        profile: HeadProfile,
+        rule: LocalityRule = DEFAULT_RULE,
+        chunk_tokens: int = CHUNK_TOKENS,
+    ) -> None:
+        """Raises HeadProfileMismatchError when the profile is for another shape of model."""
+        profile.check_fits(shape_of(model))
+        self.model = model
+        self.rule = rule
+        self.chunk_tokens = chunk_tokens
+        self.num_tokens = 0
+        self._pending: list[int] = []
+        self._anchored = [ClassCache(heads) for heads in profile.ca_heads]
+        layers = range(profile.shape.num_layers)
+        self._local = [ClassCache(profile.locality_heads(layer)) for layer in layers]
+
+    def fork(self) -> ReferenceSession:
+        """An independent session with the same past."""
+        other = copy.copy(self)
+        other._pending = list(self._pending)
+        for name in ("_anchored", "_local"):
+            caches = [ClassCache(c.heads, list(c.settled)) for c in getattr(self, name)]
+            setattr(other, name, caches)
+        return other
+
+    def retained(self, layer: int) -> dict[int, int]:
+        """KV entries that each KV head of `layer` holds."""
+        caches = (self._anchored[layer], self._local[layer])
+        return {head: cache.num_entries for cache in caches for head in cache.heads}
+
+    def exact_kv(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The CA heads' rotated keys and values, `[ca_heads, num_tokens, dim]` each."""
+        blocks = self._anchored[layer].settled
+        return torch.cat([b.k for b in blocks], dim=1), torch.cat([b.v for b in blocks], dim=1)
+
+    @torch.inference_mode()
+    def turn(
+        self, prompt_ids: Sequence[int], max_new_tokens: int, eos: int | None = None
+    ) -> TurnResult:
+        """Prefill `prompt_ids`, decode greedily up to and including `eos`, compress the node.
+
+        The last sampled token has no KV yet; it becomes the first token of the next turn's prompt.
+        With `max_new_tokens=0` the prompt alone is the turn. Raises UsageError without a prompt.
+        """
+        if not prompt_ids:
+            raise UsageError("prompt_ids", "at least one token", [])
+        start, prompt = self.num_tokens, [*self._pending, *map(int, prompt_ids)]
+        result = TurnResult([], [])
+        with attending(self.model, self._attend_layer):
+            logits = self._prefill(prompt)
+            while len(result.token_ids) < max_new_tokens:
+                token = int(logits.argmax())
+                result.token_ids.append(token)
+                result.logprobs.append(float(torch.log_softmax(logits, -1)[token]))
+                if token == eos or len(result.token_ids) == max_new_tokens:
+                    break
+                logits = self._forward([token])
+        self._pending = result.token_ids[-1:]
+        self._settle(start, start + len(prompt))
+        return result
+
+    def _prefill(self, prompt: list[int]) -> Tensor:
+        step = self.chunk_tokens
+        for begin in range(0, len(prompt), step):
+            logits = self._forward(prompt[begin : begin + step])
+        return logits
+
+    def _forward(self, token_ids: list[int]) -> Tensor:
+        """Logits `[vocab]` float32 after the last of `token_ids`."""
+        device = self.model.device
+        ids = torch.tensor([token_ids], device=device)
+        first, self.num_tokens = self.num_tokens, self.num_tokens + len(token_ids)
+        positions = torch.arange(first, self.num_tokens, device=device)[None]
+        output = self.model(ids, position_ids=positions, use_cache=False, logits_to_keep=1)
+        return output.logits[0, -1].float()
+
+    def _attend_layer(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        grouped = q[0].unflatten(0, (k.shape[1], -1))
+        out = torch.empty_like(grouped)
+        for cache in (self._anchored[layer], self._local[layer]):
+            if cache.heads:
+                heads = list(cache.heads)
+                out[heads] = cache.attend(grouped[heads], k[0, heads], v[0, heads], scale)
+        return out.view(q.shape)
+
+    def _settle(self, start: int, prompt_stop: int) -> None:
+        span = self.rule.dropped(start, self.num_tokens, prompt_stop)
+        for anchored, local in zip(self._anchored, self._local, strict=True):
+            if anchored.heads:
+                anchored.settle(0, 0, compensation=False)
+            if local.heads:
+                local.settle(span.begin, span.end, self.rule.compensation)

@@ -1,0 +1,1 @@
+"""Calibration samples: contexts, and questions about them whose answers are known."""

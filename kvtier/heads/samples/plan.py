@@ -1,0 +1,81 @@
+"""Which samples choose the heads and which measure the choice; made before the model loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import SizeError
+from kvtier.heads.model.config import context_length, read_config
+from kvtier.heads.samples.questions import CalibrationSample, middle_of
+from kvtier.heads.samples.synthetic import HELD_OUT, encoder_for, make_samples, maker_for
+from kvtier.heads.samples.users import read_user_samples
+from kvtier.retention.locality import LocalityRule
+from kvtier.sizes import format_size
+
+Samples = tuple[CalibrationSample, ...]
+
+
+@dataclass(frozen=True)
+class SamplePlan:
+    """What a calibration runs on.
+
+    calibration:  samples that heads are chosen on
+    held_out:     samples that the choice is measured on, in groups that are reported apart
+    description:  where they come from, as a profile's parameters carry it
+    """
+
+    calibration: Samples
+    held_out: tuple[Samples, ...]
+    description: dict[str, Any] = field(default_factory=dict)
+
+
+def synthetic_plan(
+    model_path: str, lengths: Sequence[int], samples: int, seed: int, rule: LocalityRule
+) -> SamplePlan:
+    """`samples` contexts per length and purpose, the tasks in turn, one held-out group per length.
+
+    Raises SizeError for lengths that the model or the rule cannot take, UsageError for `samples`.
+    """
+    check_lengths(model_path, lengths, rule)
+    maker, tasks = maker_for(model_path)
+    calibration = make_samples(maker, tasks, samples, lengths, seed)
+    groups = [make_samples(maker, tasks, samples, [n], seed, HELD_OUT) for n in lengths]
+    return SamplePlan(
+        tuple(calibration),
+        tuple(map(tuple, groups)),
+        {"lengths": list(lengths), "contexts_per_length": samples, "tasks": list(tasks)},
+    )
+
+
+def users_plan(model_path: str, file: Path, rule: LocalityRule) -> SamplePlan:
+    """A user's own samples, one held-out group. Raises SamplesFileError naming line and field."""
+    encode, first = encoder_for(model_path)
+    longest = context_length(read_config(model_path))
+    split = read_user_samples(file, encode, first, rule, longest)
+    samples = (*split.calibration, *split.held_out)
+    return SamplePlan(
+        tuple(split.calibration),
+        (tuple(split.held_out),),
+        {
+            "samples_file": file.name,
+            "contexts": [len(split.calibration), len(split.held_out)],
+            "lengths": sorted({len(sample.context_ids) for sample in samples}),
+            "tasks": sorted({sample.task for sample in samples}),
+        },
+    )
+
+
+def check_lengths(model_path: str, lengths: Sequence[int], rule: LocalityRule) -> None:
+    """Raise SizeError for context lengths that cannot be calibrated."""
+    longest = context_length(read_config(model_path))
+    if not lengths or len(set(lengths)) != len(lengths):
+        raise SizeError("--len", "different context lengths", list(lengths))
+    for length in lengths:
+        middle_of(length, rule)
+    if longest and max(lengths) > longest:
+        raise SizeError(
+            "--len", f"at most {format_size(longest)} tokens", format_size(max(lengths))
+        )

@@ -1,0 +1,64 @@
+"""What calibration asks of a model: contexts, and questions about them with known answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier.errors import SizeError, UsageError
+from kvtier.retention.locality import DroppedSpan, LocalityRule
+
+
+@dataclass(frozen=True)
+class Question:
+    """What follows the context in one independent branch.
+
+    prompt_ids:  the question, up to where the answer starts
+    answer_ids:  the right answer
+    unscored:    leading answer tokens that the question itself gives away; not counted
+    """
+
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+    unscored: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise UsageError("prompt_ids", "at least one token", self.prompt_ids)
+        if not 0 <= self.unscored < len(self.answer_ids):
+            raise UsageError("unscored", "fewer than the answer's tokens", self.unscored)
+
+
+@dataclass(frozen=True)
+class CalibrationSample:
+    """One context and questions about it that were unknown when it was compressed.
+
+    token layout of a branch:   | context_ids | prompt_ids | answer_ids |
+    task:  kind of the sample, for consensus between kinds
+    """
+
+    context_ids: tuple[int, ...]
+    questions: tuple[Question, ...]
+    task: str = "recall"
+
+    def __post_init__(self) -> None:
+        if not self.context_ids or not self.questions:
+            raise UsageError("samples", "a context and at least one question", self.task)
+
+    @property
+    def context_span(self) -> range:
+        """Positions of the context."""
+        return range(len(self.context_ids))
+
+    def question_span(self, index: int) -> range:
+        """Positions of question `index`, which directly follows the context in its branch."""
+        start = len(self.context_ids)
+        return range(start, start + len(self.questions[index].prompt_ids))
+
+
+def middle_of(context_tokens: int, rule: LocalityRule) -> DroppedSpan:
+    """What a locality head drops of a context. Raises SizeError when there is nothing to drop."""
+    span = rule.dropped(0, context_tokens, context_tokens)
+    if span.num_tokens == 0:
+        least = rule.sink_tokens + rule.recent_tokens + 2
+        raise SizeError("--len", f"contexts of at least {least} tokens", context_tokens)
+    return span

@@ -1,0 +1,149 @@
+"""A user's own calibration samples, one JSON object per line:
+
+    {"context": str, "questions": [{"question": str, "answer": str}, …], "task": str (optional)}
+
+The three texts are tokenised one by one and joined as they are, behind the tokenizer's BOS where
+there is one: chat markup, line breaks and the space in front of an answer belong into the file.
+
+Within each task the 1st, 3rd, 5th … sample of the file calibrates; the 2nd, 4th … is held out and
+measures.  So at least one task needs two samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvtier.errors import SamplesFileError
+from kvtier.heads.samples.english import Encode
+from kvtier.heads.samples.questions import CalibrationSample, Question
+from kvtier.retention.locality import LocalityRule
+
+DEFAULT_TASK = "own"
+_SHOWN_CHARACTERS = 60
+
+
+class UserQuestion(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    question: str = Field(min_length=1)
+    answer: str = Field(min_length=1)
+
+
+class UserSample(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    context: str = Field(min_length=1)
+    questions: list[UserQuestion] = Field(min_length=1)
+    task: str = Field(DEFAULT_TASK, min_length=1)
+
+
+class Split(NamedTuple):
+    """Samples to choose heads on, and samples to measure the choice on."""
+
+    calibration: list[CalibrationSample]
+    held_out: list[CalibrationSample]
+
+
+def read_user_samples(
+    path: Path, encode: Encode, first: Sequence[int], rule: LocalityRule, longest: int = 0
+) -> Split:
+    """Read and split a file of samples.
+
+    first:    ids that start every context (often BOS)
+    rule:     every context must be long enough to drop something
+    longest:  tokens of context, question and answer that the model can take; 0 if unknown
+
+    Raises SamplesFileError naming the file and, where there is one, line and field.
+    """
+    split, seen = Split([], []), dict[str, int]()
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    sample = _Line(path, number).sample(line, encode, first, rule, longest)
+                    seen[sample.task] = seen.get(sample.task, 0) + 1
+                    split[(seen[sample.task] + 1) % 2].append(sample)
+    except (OSError, UnicodeDecodeError) as error:
+        raise SamplesFileError("--samples-file", "a readable file", f"{path}: {error}") from error
+    if not split.held_out:
+        raise SamplesFileError(
+            f"--samples-file: {path}", "two samples of one task or more", dict(seen)
+        )
+    return split
+
+
+class _Line(NamedTuple):
+    """Where a sample stands."""
+
+    path: Path
+    number: int
+
+    def sample(
+        self, text: str, encode: Encode, first: Sequence[int], rule: LocalityRule, longest: int
+    ) -> CalibrationSample:
+        """One line as a sample in tokens."""
+        try:
+            given = UserSample.model_validate_json(text)
+        except ValidationError as error:
+            raise self._invalid(error) from error
+        context = encode(given.context)
+        if list(context[: len(first)]) != list(first):
+            context = [*first, *context]
+        if rule.dropped(0, len(context), len(context)).num_tokens == 0:
+            least = rule.sink_tokens + rule.recent_tokens + 2
+            raise self.error("context", f"at least {least} tokens", len(context))
+        questions = []
+        for index, pair in enumerate(given.questions):
+            question = self._ids(f"questions[{index}].question", pair.question, encode)
+            answer = self._ids(f"questions[{index}].answer", pair.answer, encode)
+            tokens = len(context) + len(question) + len(answer)
+            if longest and tokens > longest:
+                raise self.error(
+                    f"questions[{index}]",
+                    f"at most {longest} tokens of context, question and answer",
+                    tokens,
+                )
+            questions.append(Question(question, answer))
+        return CalibrationSample(tuple(context), tuple(questions), given.task)
+
+    def error(self, field: str, expected: str, got: object) -> SamplesFileError:
+        """What is wrong here; `field` "" for the whole line."""
+        where = f"--samples-file: {self.path}: line {self.number}"
+        return SamplesFileError(f"{where}: {field}" if field else where, expected, got)
+
+    def _ids(self, field: str, text: str, encode: Encode) -> tuple[int, ...]:
+        ids = encode(text)
+        if not ids:
+            raise self.error(field, "text that the tokenizer knows", text)
+        return tuple(ids)
+
+    def _invalid(self, error: ValidationError) -> SamplesFileError:
+        found = error.errors(include_url=False)[0]
+        field = ""
+        for part in found["loc"]:
+            field += f"[{part}]" if isinstance(part, int) else f".{part}"
+        if found["type"] == "missing":
+            return self.error(field.lstrip("."), "this field", None)
+        expected = _EXPECTED.get(found["type"], found["msg"])
+        return self.error(field.lstrip("."), expected, _short(found["input"]))
+
+
+_EXPECTED = {
+    "json_invalid": "a JSON object",
+    "model_type": "a JSON object",
+    "model_attributes_type": "a JSON object",
+    "string_type": "a string",
+    "string_too_short": "text",
+    "list_type": "a list",
+    "too_short": "at least one",
+    "extra_forbidden": "no such field",
+}
+
+
+def _short(value: Any) -> object:
+    text = repr(value)
+    return value if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"

@@ -1,0 +1,84 @@
+"""Share rules: how much of a context CA heads keep. One file each, and the registry.
+
+`kvtier serve --quality`, `--retention`, `--budget-tokens` and `--budget-bytes` are the settings of
+four of them; `--share-rule NAME=NUMBER` chooses any. A server has one rule; without one, CA heads
+keep everything.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvtier.errors import UsageError
+from kvtier.retention.shares.base import Choice, CurveSource, Number, Serving, ShareRule, Turn
+from kvtier.retention.shares.byte_budget import ByteBudget
+from kvtier.retention.shares.everything import Everything
+from kvtier.retention.shares.fixed_share import FixedShare
+from kvtier.retention.shares.quality_target import QualityTarget
+from kvtier.retention.shares.token_budget import TokenBudget
+
+if TYPE_CHECKING:
+    from kvtier.config import Settings
+
+SHARE_RULES: dict[str, type[ShareRule]] = {
+    rule.name: rule
+    for rule in (
+        QualityTarget,
+        FixedShare,
+        TokenBudget,
+        ByteBudget,
+    )
+}
+
+
+class AskedShare(NamedTuple):
+    """A share rule that settings ask for, and the number that it is made from."""
+
+    rule: type[ShareRule]
+    number: float
+
+
+def asked_share(settings: Settings) -> AskedShare | None:
+    """How much of a context CA heads keep in a server with these settings; None: everything.
+
+    Raises UsageError for a rule that there is none of, or for a number that it does not take.
+    """
+    if settings.share_rule is not None:
+        return _named_share(settings.share_rule)
+    for rule in SHARE_RULES.values():
+        number = rule.own_setting(settings)
+        if number is not None:
+            return AskedShare(rule, number)
+    return None
+
+
+def _named_share(text: str) -> AskedShare:
+    name, _, written = text.partition("=")
+    rule = SHARE_RULES.get(name.strip())
+    if rule is None:
+        raise UsageError("share_rule", f"NAME=NUMBER with one of {', '.join(SHARE_RULES)}", text)
+    try:
+        number = float(written)
+    except ValueError:
+        number = float("nan")
+    if not rule.takes.allows(number):
+        raise UsageError("share_rule", f"{rule.name}={rule.takes.value}", text)
+    return AskedShare(rule, number)
+
+
+__all__ = [
+    "SHARE_RULES",
+    "AskedShare",
+    "ByteBudget",
+    "Choice",
+    "CurveSource",
+    "Everything",
+    "FixedShare",
+    "Number",
+    "QualityTarget",
+    "Serving",
+    "ShareRule",
+    "TokenBudget",
+    "Turn",
+    "asked_share",
+]

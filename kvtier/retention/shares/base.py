@@ -1,0 +1,142 @@
+"""What a share rule is: it says how much of a finished turn CA heads keep.
+
+    turn's prompt   [ sink | droppable ………………………… | recent ]
+    shares, budgets   count the whole prompt: what is protected anyway is paid from them first
+    curves            count the droppable tokens alone, so that one curve fits every length
+
+A rule is a frozen dataclass, made from one number that users choose. The engine, the check of what
+comes back from the tier, the bench and the tests use it alike. docs/extending.md writes one, from
+its file to the running server.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
+
+if TYPE_CHECKING:
+    from kvtier.config import Settings
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is known of a finished turn when its share is decided.
+
+    prompt_tokens:    of this turn alone
+    droppable_tokens: of them, those that no rule protects; at least 1
+    held_tokens:      CA entries that the turns before it keep
+    nll:              token-mean negative log-likelihood of the prompt in nats, None if not measured
+    """
+
+    prompt_tokens: int
+    droppable_tokens: int
+    held_tokens: int = 0
+    nll: float | None = None
+
+    @property
+    def protected_tokens(self) -> int:
+        return self.prompt_tokens - self.droppable_tokens
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How many tokens of a turn stay, and why.
+
+    kept_tokens: of the droppable ones, 1 … all
+    reason:      what metrics count the turn under, in a few words with dashes
+    quality:     what the curve predicts for them
+    """
+
+    kept_tokens: int
+    reason: str
+    nll: float | None = None
+    quality: float | None = None
+
+
+class CurveLike(Protocol):
+    """The two directions of a calibration curve; see kvtier.calibration.curves.Curve."""
+
+    def quality(self, retention: float, nll: float) -> float: ...
+
+    def retention(self, quality: float, nll: float) -> float: ...
+
+
+class CurveSource(Protocol):
+    """Where the curve in force comes from; it may change between two calls."""
+
+    def curve(self) -> CurveLike | None: ...
+
+
+class Serving(NamedTuple):
+    """What a rule may need to know of the server.
+
+    entry_bytes: device bytes of one CA entry over all layers
+    source:      of calibration curves; there for rules with `needs_curve`
+    """
+
+    entry_bytes: int
+    source: CurveSource | None = None
+
+
+class Number(Enum):
+    """What kind of number a rule is made from."""
+
+    SHARE = "a number in (0, 1]"
+    COUNT = "a whole number of at least 1"
+
+    def allows(self, number: float) -> bool:
+        if self is Number.SHARE:
+            return 0 < number <= 1
+        return number >= 1 and float(number).is_integer()
+
+
+@dataclass(frozen=True)
+class ShareRule(ABC):
+    """Decides the share of one finished turn. Called on the scheduler thread: never blocks.
+
+    name:        what users choose it by
+    takes:       what kind of number it is made from
+    needs_curve: whether it reads a calibration curve
+    needs_nll:   whether `Turn.nll` is read at all
+    """
+
+    name: ClassVar[str]
+    takes: ClassVar[Number]
+    needs_curve: ClassVar[bool] = False
+    needs_nll: ClassVar[bool] = False
+
+    @classmethod
+    def own_setting(cls, settings: Settings) -> float | None:
+        """The number in the rule's own setting, None where it asks for nothing. A rule without one
+        is asked for as `share_rule = NAME=NUMBER`."""
+        return None
+
+    @classmethod
+    @abstractmethod
+    def of(cls, number: float, serving: Serving) -> Self:
+        """The rule with a number of the kind that it takes."""
+
+    @abstractmethod
+    def choose(self, turn: Turn) -> Choice:
+        """How many of this turn's droppable tokens CA heads keep."""
+
+    def bounds(self, turn: Turn, most_held: int) -> tuple[int, int]:
+        """The fewest and the most entries that this rule may have kept of an earlier turn, of which
+        neither the NLL is known any more nor exactly what was held before it: from
+        `turn.held_tokens` to `most_held` entries. As given here, for a rule that keeps no more the
+        more is held, and does not look at the NLL."""
+        most = self.choose(turn).kept_tokens
+        return self.choose(replace(turn, held_tokens=most_held)).kept_tokens, most
+
+
+def within(turn: Turn, kept_tokens: int) -> int:
+    """The nearest that may be kept of a turn's droppable tokens: 1 … all."""
+    return min(max(kept_tokens, 1), turn.droppable_tokens)
+
+
+def share_of(share: float, tokens: int) -> int:
+    """A share of some tokens in whole ones, never undercut by rounding."""
+    return math.ceil(share * tokens - 1e-9)
