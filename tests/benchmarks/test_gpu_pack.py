@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.common.command import ROOT
+from benchmarks.common.benchmark import ROOT
 from benchmarks.gpu import pack as gpu_pack
 
 USES_THE_STUB = """
