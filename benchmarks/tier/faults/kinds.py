@@ -96,8 +96,8 @@ class Kind(ABC):
             yield
 
     def options(self, **more: Any) -> TierOptions:
-        right = {"listen": self.where.address, "memory_bytes": MEMORY_BYTES, "insecure": True}
-        return TierOptions(**right | more)
+        right: dict[str, Any] = {"listen": self.where.address, "memory_bytes": MEMORY_BYTES}
+        return TierOptions(**right | {"insecure": True} | more)
 
     def wait_for(self, count: Callable[[], int], wanted: int) -> bool:
         """Follow a count until it is high enough; False where it stands still before."""
