@@ -6,11 +6,10 @@ import os
 import platform
 import shutil
 import subprocess
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
-
-from pydantic import BaseModel, ConfigDict
+from typing import Any, ClassVar
 
 import kvtier
 
@@ -18,10 +17,15 @@ _PACKAGES = ("sglang", "torch", "transformers", "triton", "flashinfer-python", "
 _COMMAND_TIMEOUT_S = 10
 
 
-class Environment(BaseModel):
-    """Where the numbers come from. commit is None outside a git checkout."""
+@dataclass(frozen=True)
+class Environment:
+    """Where the numbers come from. commit is None outside a git checkout.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    No model of pydantic, which need not be installed where only kernels are measured; inside one it
+    is validated as those are.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     commit: str | None
     versions: dict[str, str]

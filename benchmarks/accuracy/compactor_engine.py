@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.accuracy.compactor_contexts import RecallContext
 from benchmarks.accuracy.compactor_records import Record
-from benchmarks.common.recall_engine import DEMO_MODEL, PROFILE_FILE, ask_engine
+from benchmarks.common.recall_arguments import DEMO_MODEL
+from benchmarks.common.recall_contexts import RecallContext
+from benchmarks.common.recall_engine import PROFILE_FILE, ask_engine
 from kvtier.config import Settings, load_settings
 from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.accuracy.compactor_records import Margin, Row, Scored, margins
+from benchmarks.common.table import new_table
 from kvtier.bench.table import NOTHING, make_console
 from kvtier.sizes import format_bytes
 
@@ -31,10 +32,8 @@ def print_tables(
 def make_table(kind: str, rows: Sequence[Row]) -> Table:
     """Mean recall ± standard error over contexts, and under each share its bytes."""
     shares = sorted({row.kept_share for row in rows}, reverse=True)
-    table = Table(title=f"{kind}: recall at kept share of the KV bytes", title_justify="left")
-    table.add_column("method")
-    for share in shares:
-        table.add_column(f"{share:.0%}", justify="right")
+    columns = ("method", *(f"{share:.0%}" for share in shares))
+    table = new_table(f"{kind}: recall at kept share of the KV bytes", columns)
     for method in dict.fromkeys(row.method for row in rows):
         table.add_row(method, *(cell(rows, method, share) for share in shares))
     return table

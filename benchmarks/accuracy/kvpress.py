@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy.compactor_contexts import RecallContext, save_contexts
-from benchmarks.common.command import ROOT
+from benchmarks.common.benchmark import ROOT
+from benchmarks.common.recall_contexts import RecallContext, save_contexts
 from kvtier.errors import UsageError
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 

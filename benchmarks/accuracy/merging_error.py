@@ -17,28 +17,20 @@ heads and contexts. The baseline is eviction: what is not kept is gone.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from rich.table import Table
 
-from benchmarks.common.command import ROOT
-from kvtier.bench.table import make_console
-from kvtier.environment import describe_environment
-from kvtier.errors import UsageError
+from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
+from benchmarks.common.table import new_table, show
 from kvtier.retention.keepkv import KeepKV, QueryWindow, Retained, expected_output
 from kvtier_kernels.merging import Entries, assign, compensate, exact_entries, merge_beta
 
-SCHEMA_VERSION = 1
-OUT = ROOT / "benchmarks" / "results" / "merging-error.json"
 BASELINE = "eviction"
 # What the voices of a group's query heads weigh in the key and value they share: their attention to
 # the entry, to this power.
@@ -47,6 +39,10 @@ METHODS = (BASELINE, "one entry", "plain mean", "paper form", *VOICES)
 HEADS, DIM, CLUSTER_TOKENS, WINDOW, NEW_QUERIES = 4, 64, 8, 32, 32
 SCALE = DIM**-0.5
 Keys = Literal["clustered", "random"]
+Queries = Literal["drifting", "fresh"]
+KEYS: tuple[Keys, ...] = ("clustered", "random")
+QUERIES: tuple[Queries, ...] = ("drifting", "fresh")
+GROUPS = (1, 4)
 FLOOR: dict[Keys, float] = {"clustered": 0.8, "random": -1.0}
 
 
@@ -57,15 +53,17 @@ class Case:
     keys: Keys
     group: int
     logit_std: float
-    queries: Literal["drifting", "fresh"]
+    queries: Queries
     kept: float
 
 
 CASES = tuple(
-    Case(*values)
-    for values in itertools.product(
-        ("clustered", "random"), (1, 4), (1.0, 4.0), ("drifting", "fresh"), (0.5, 0.25, 0.1)
-    )
+    Case(keys, group, logit_std, queries, kept)
+    for keys in KEYS
+    for group in GROUPS
+    for logit_std in (1.0, 4.0)
+    for queries in QUERIES
+    for kept in (0.5, 0.25, 0.1)
 )
 
 
@@ -79,57 +77,32 @@ class Context:
     new: torch.Tensor
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0 when everything ran, 2 for bad input."""
-    options = parse_arguments(argv)
-    try:
-        document = run(options)
-    except UsageError as error:
-        print(f"benchmarks.accuracy.merging_error: error: {error}", file=sys.stderr)
-        return 2
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+def declare(arguments: Arguments) -> None:
+    arguments.whole("--tokens", 1024, "context tokens", least=64)
+    arguments.whole("--contexts", 4, "contexts per case")
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.accuracy.merging_error", description=__doc__.split("\n")[0]
-    )
-    add = parser.add_argument
-    add("--out", type=Path, default=OUT, metavar="FILE", help="JSON of the outcome (%(default)s)")
-    add("--tokens", type=int, default=1024, help="context tokens (%(default)s)")
-    add("--contexts", type=int, default=4, help="contexts per case (%(default)s)")
-    add("--seed", type=int, default=0, help="of the contexts (%(default)s)")
-    return parser.parse_args(argv)
-
-
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure every case and return the outcome."""
-    for name, least in (("tokens", 64), ("contexts", 1), ("seed", 0)):
-        if getattr(options, name) < least:
-            raise UsageError(f"--{name}", f"at least {least}", getattr(options, name))
-    started = datetime.now(UTC).isoformat(timespec="seconds")
+def run(options: Options) -> Measured:
+    """Measure every case."""
     seeds = range(options.seed, options.seed + options.contexts)
     measured = [(case, mean_errors(case, options.tokens, seeds)) for case in CASES]
-    console = make_console()
-    for keys, group in itertools.product(FLOOR, (1, 4)):
+    for keys, group in itertools.product(KEYS, GROUPS):
         rows = [(c, e) for c, e in measured if (c.keys, c.group) == (keys, group)]
-        console.print(make_table(f"{keys} keys, group of {group}", rows))
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "started_at": started,
-        "environment": describe_environment(options.seed).model_dump(),
-        "settings": {
-            "context_tokens": options.tokens,
-            "contexts": options.contexts,
-            "heads": HEADS,
-            "dim": DIM,
-            "window_queries": WINDOW,
-            "new_queries": NEW_QUERIES,
-            "floor": FLOOR,
-        },
-        "cases": [{**asdict(case), "error": errors} for case, errors in measured],
-    }
+        show(make_table(f"{keys} keys, group of {group}", rows))
+    return Measured(
+        {
+            "settings": {
+                "context_tokens": options.tokens,
+                "contexts": options.contexts,
+                "heads": HEADS,
+                "dim": DIM,
+                "window_queries": WINDOW,
+                "new_queries": NEW_QUERIES,
+                "floor": FLOOR,
+            },
+            "cases": [{**asdict(case), "error": errors} for case, errors in measured],
+        }
+    )
 
 
 def mean_errors(case: Case, tokens: int, seeds: Sequence[int]) -> dict[str, float]:
@@ -218,15 +191,14 @@ def queries(case: Case, generator: torch.Generator) -> torch.Tensor:
     if case.queries == "drifting":
         for now in range(1, len(noise)):
             noise[now] = 0.98 * noise[now - 1] + (1 - 0.98**2) ** 0.5 * noise[now]
-    return 0.5 * mean + 0.75**0.5 * noise
+    drawn: torch.Tensor = 0.5 * mean + 0.75**0.5 * noise
+    return drawn
 
 
 def make_table(title: str, rows: Sequence[tuple[Case, dict[str, float]]]) -> Table:
     """A line per case, a column per method; the least error of a line is bold."""
-    table = Table(title=f"Relative output error at new queries: {title}", title_justify="left")
-    table.add_column("logit std, queries, kept", no_wrap=True)
-    for method in METHODS:
-        table.add_column(method, justify="right")
+    columns = ("logit std, queries, kept", *METHODS)
+    table = new_table(f"Relative output error at new queries: {title}", columns)
     for case, errors in rows:
         least = min(errors.values())
         table.add_row(
@@ -235,6 +207,16 @@ def make_table(title: str, rows: Sequence[tuple[Case, dict[str, float]]]) -> Tab
         )
     return table
 
+
+BENCHMARK = Benchmark(
+    "accuracy.merging_error",
+    __doc__,
+    declare,
+    run,
+    out=RESULTS / "merging-error.json",
+    seeded="of the contexts",
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,35 +10,28 @@ the curve was fitted on.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from benchmarks.accuracy.compactor_contexts import KINDS, Question, RecallContext, make_contexts
-from benchmarks.common.command import ROOT, run_command
-from benchmarks.common.recall_engine import DEMO_MODEL, PROFILE_FILE, Asked, ask_engine
-from kvtier.bench.schema import RetainedTurn
-from kvtier.bench.table import make_console
-from kvtier.environment import describe_environment
+from benchmarks.common.bars import Bar, at_least
+from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
+from benchmarks.common.recall_arguments import add_contexts, add_model, context_settings
+from benchmarks.common.recall_contexts import KINDS, Question, RecallContext, make_contexts
+from benchmarks.common.recall_engine import PROFILE_FILE, Asked, ask_engine
+from benchmarks.common.table import new_table, show
 from kvtier.errors import UsageError
 from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.profile import full_profile, load_profile
-from kvtier.sizes import parse_size
 from kvtier.synthetic.recall import make_session
 
-SCHEMA_VERSION = 1
 # Facts per thousand tokens; the recall language has no room for much more than 60.
 DENSITIES = {"a third facts": 30, "mostly facts": 55}
-OUT = ROOT / "benchmarks" / "results" / "quality-targets.json"
 
 
 class Row(BaseModel):
@@ -62,45 +55,21 @@ class Row(BaseModel):
     kv_ratio: float
 
     @property
-    def holds(self) -> bool:
-        """Whether recall kept the target's share of what the whole cache recalls."""
-        return self.recall >= self.target * self.full_recall
+    def of_full(self) -> float:
+        """Recall as a share of what the whole cache recalls."""
+        return self.recall / self.full_recall
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0 when everything ran, 1 when the engine failed, 2 for bad input."""
-    return run_command("quality", parse_arguments(argv), run)
+def declare(arguments: Arguments) -> None:
+    arguments.shares("--targets", [0.8, 0.95], "quality targets")
+    add_model(arguments, "head_profile.json and curve.json")
+    add_contexts(arguments)
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.accuracy.quality", description=__doc__.split("\n")[0]
-    )
-    add = parser.add_argument
-    add("--targets", type=float, nargs="+", default=[0.8, 0.95], help="quality targets (0.8 0.95)")
-    add("--out", type=Path, default=OUT, metavar="FILE", help="JSON of the outcome (%(default)s)")
-    add("--model-path", type=Path, default=DEMO_MODEL, help="a model of the recall language with "
-        "head_profile.json and curve.json beside its weights")  # fmt: skip
-    add("--len", default="4k", help="context tokens (%(default)s)")
-    add("--contexts", type=int, default=8, help="contexts per kind (%(default)s)")
-    add("--questions", type=int, default=16, help="questions per context (%(default)s)")
-    add("--seed", type=int, default=2, help="of the contexts (%(default)s); the curve's is 0")
-    return parser.parse_args(argv)
-
-
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Serve every kind under every target and return the outcome."""
-    for target in options.targets:
-        if not 0 < target <= 1:
-            raise UsageError("--targets", "numbers in (0, 1]", target)
-    for name, least in (("contexts", 1), ("questions", 1), ("seed", 0)):
-        if getattr(options, name) < least:
-            raise UsageError(f"--{name}", f"at least {least}", getattr(options, name))
-    environment = describe_environment(options.seed).model_dump()
-    started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
-    tokens = parse_size(options.len, "--len")
+def run(options: Options) -> Measured:
+    """Serve every kind of context under every target."""
     model = options.model_path
-    contexts = all_contexts(options.seed, options.contexts, tokens, options.questions)
+    contexts = all_contexts(options.seed, options.contexts, options.len, options.questions)
     whole = full_profile(model_shape(read_config(str(model))), model.name)
     full = ask_engine(contexts, model, whole, {})
     rows: list[Row] = []
@@ -108,25 +77,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         settings = {"QUALITY": str(target), "CURVE": str(model / "curve.json")}
         served = ask_engine(contexts, model, load_profile(model / PROFILE_FILE), settings)
         rows += make_rows(target, full, served)
-    make_console().print(make_table(rows))
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "started_at": started,
-        "wall_s": round(time.perf_counter() - began, 1),
-        "environment": environment,
-        "settings": {
-            "model": model.name,
-            "context_tokens": tokens,
-            "contexts_per_kind": options.contexts,
-            "questions_per_context": options.questions,
-            "seed": options.seed,
-        },
+    show(make_table(rows))
+    figures = {
+        "settings": context_settings(options),
         "rows": [row.model_dump() for row in rows],
         "mean_kept_share": {
             str(target): statistics.fmean(row.kept_share for row in rows if row.target == target)
             for target in options.targets
         },
     }
+    return Measured(figures, make_bars(rows))
 
 
 def all_contexts(seed: int, count: int, tokens: int, questions: int) -> list[RecallContext]:
@@ -164,9 +124,9 @@ def make_rows(target: float, full: Sequence[Asked], served: Sequence[Asked]) -> 
             Row(
                 target=target,
                 kind=kind,
-                nll=statistics.fmean(turn.nll for turn in retained),
-                kept_share=statistics.fmean(turn.retention for turn in retained),
-                predicted=statistics.fmean(turn.quality for turn in retained),
+                nll=statistics.fmean(one.nll for one in retained),
+                kept_share=statistics.fmean(one.share for one in retained),
+                predicted=statistics.fmean(one.quality for one in retained),
                 recall=statistics.fmean(r for _, kept in pairs for r in kept.recalls),
                 full_recall=statistics.fmean(r for exact, _ in pairs for r in exact.recalls),
                 kv_ratio=sum(e.kv_bytes for e, _ in pairs) / sum(k.kv_bytes for _, k in pairs),
@@ -175,28 +135,57 @@ def make_rows(target: float, full: Sequence[Asked], served: Sequence[Asked]) -> 
     return rows
 
 
-def chosen_by_quality(asked: Asked) -> RetainedTurn:
+class Chosen(NamedTuple):
+    """What the curve gave a context: its NLL in nats, the share kept, and the quality promised."""
+
+    nll: float
+    share: float
+    quality: float
+
+
+def chosen_by_quality(asked: Asked) -> Chosen:
     """What a context kept. Raises UsageError when no curve had a say in it."""
     turn = asked.retained
     if turn is None or turn.reason != "quality":
         got = "too short to drop anything" if turn is None else turn.reason
         raise UsageError("--len", f"contexts that a quality target is for ({asked.kind})", got)
-    return turn
+    assert turn.nll is not None
+    assert turn.quality is not None
+    return Chosen(turn.nll, turn.retention, turn.quality)
+
+
+def make_bars(rows: Sequence[Row]) -> list[Bar]:
+    """Every kind recalls the target's share of what the whole cache recalls."""
+    return [
+        at_least(f"{row.kind} at {row.target:g}: recall / full KV's", row.of_full, row.target)
+        for row in rows
+    ]
 
 
 def make_table(rows: Sequence[Row]) -> Table:
     """A line per target and kind."""
-    table = Table(title="Quality targets: what contexts keep, and what they recall")
-    for column in ("target", "context", "NLL", "kept", "recall", "of full", "KV less", "holds"):
-        table.add_column(column, justify="left" if column == "context" else "right")
+    columns = ("target", "context", "NLL", "kept", "recall", "of full", "KV less")
+    table = new_table(
+        "Quality targets: what contexts keep, and what they recall", columns, left=["context"]
+    )
     for row in rows:
         table.add_row(
             f"{row.target:.2f}", row.kind, f"{row.nll:.2f}", f"{row.kept_share:.0%}",
-            f"{row.recall:.3f}", f"{row.recall / row.full_recall:.3f}", f"{row.kv_ratio:.2f}x",
-            "yes" if row.holds else "no",
+            f"{row.recall:.3f}", f"{row.of_full:.3f}", f"{row.kv_ratio:.2f}x",
         )  # fmt: skip
     return table
 
+
+BENCHMARK = Benchmark(
+    "accuracy.quality",
+    __doc__,
+    declare,
+    run,
+    out=RESULTS / "quality-targets.json",
+    seed=2,
+    seeded="of the contexts; the curve's is 0",
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,38 +14,31 @@ merging; benchmarks/peers/README.md has the rules.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from benchmarks.accuracy.compactor_contexts import KINDS, RecallContext, make_contexts
 from benchmarks.accuracy.compactor_engine import Heads, head_profile, retention_for
 from benchmarks.accuracy.compactor_records import Record
 from benchmarks.accuracy.kvpress import run_kvpress
-from benchmarks.common.command import ROOT, run_command
-from benchmarks.common.recall_engine import DEMO_MODEL, Asked, ask_engine
+from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
+from benchmarks.common.recall_arguments import add_contexts, add_model, context_settings
+from benchmarks.common.recall_contexts import KINDS, RecallContext, make_contexts
+from benchmarks.common.recall_engine import Asked, ask_engine
+from benchmarks.common.table import new_table, show
 from kvtier.bench.runner import LOCAL_TIER, TIER_VARIABLE, local_tier
 from kvtier.bench.schema import TierReading
-from kvtier.bench.table import make_console
 from kvtier.config import ENV_PREFIX
-from kvtier.environment import describe_environment
 from kvtier.errors import UsageError
-from kvtier.sizes import parse_size
 
-SCHEMA_VERSION = 1
-OUT = ROOT / "benchmarks" / "results" / "refresh.json"
 NO_REFRESH = "chosen beforehand"
-ARMS = {
+ARMS: Mapping[str, dict[str, str]] = {
     NO_REFRESH: {},
     "chosen again": {"REFRESH": "turn"},
     "chosen by the tier": {"REFRESH": "turn", "REFRESH_BY": "near-data"},
@@ -83,49 +76,31 @@ class Row(BaseModel):
     moved_bytes: float = 0.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0 when everything ran, 1 when the engine failed, 2 for bad input."""
-    return run_command("refresh", parse_arguments(argv), run)
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.accuracy.refresh", description=__doc__.split("\n")[0]
+def declare(arguments: Arguments) -> None:
+    arguments.shares("--shares", [0.25, 0.1], "CA heads keep")
+    add_model(arguments, "head_profile.json")
+    add_contexts(arguments)
+    arguments.add("--heads", choices=list(WINDOWS), default="all", help="see above (%(default)s)")
+    arguments.add(
+        "--peer-python", type=Path, metavar="FILE", help="compare with its kvpress; heads all only"
     )
-    add = parser.add_argument
-    add("--shares", type=float, nargs="+", default=[0.25, 0.1], help="CA heads keep (0.25 0.1)")
-    add("--out", type=Path, default=OUT, metavar="FILE", help="JSON of the outcome (%(default)s)")
-    add("--model-path", type=Path, default=DEMO_MODEL, help="a model of the recall language with "
-        "head_profile.json beside its weights")  # fmt: skip
-    add("--len", default="4k", help="context tokens (%(default)s)")
-    add("--contexts", type=int, default=8, help="contexts per kind (%(default)s)")
-    add("--questions", type=int, default=16, help="questions per context (%(default)s)")
-    add("--heads", choices=list(WINDOWS), default="all", help="see above (%(default)s)")
-    add("--peer-python", type=Path, metavar="FILE", help="compare with its kvpress; heads all only")
-    add("--seed", type=int, default=5, help="of the contexts (%(default)s)")
-    return parser.parse_args(argv)
+    arguments.check(peers_compress_every_head)
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Serve every context in every way and return the outcome."""
-    for share in options.shares:
-        if not 0 < share <= 1:
-            raise UsageError("--shares", "numbers in (0, 1]", share)
-    for name, least in (("contexts", 1), ("questions", 1), ("seed", 0)):
-        if getattr(options, name) < least:
-            raise UsageError(f"--{name}", f"at least {least}", getattr(options, name))
-    environment = describe_environment(options.seed).model_dump()
-    started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
-    tokens = parse_size(options.len, "--len")
+def peers_compress_every_head(options: Options) -> None:
+    if options.peer_python is not None and options.heads != "all":
+        raise UsageError("--peer-python", "--heads all: kvpress compresses every head", "profile")
+
+
+def run(options: Options) -> Measured:
+    """Serve every context in every way."""
     contexts = [
         context
         for kind in KINDS
         for context in make_contexts(
-            kind, options.seed, options.contexts, tokens, options.questions
+            kind, options.seed, options.contexts, options.len, options.questions
         )
     ]
-    if options.peer_python is not None and options.heads != "all":
-        raise UsageError("--peer-python", "--heads all: kvpress compresses every head", "profile")
     model, heads = options.model_path, options.heads
     full = serve(contexts, model, heads, {})
     rows: list[Row] = []
@@ -134,27 +109,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             retention = share
             if heads == "all":
                 profile, merges = head_profile(model, heads), "MERGE" in settings
-                retention = retention_for(share, profile, tokens, merges=merges)
+                retention = retention_for(share, profile, options.len, merges=merges)
             kept = {"RETENTION": f"{retention:.9f}", **settings}
             rows += make_rows(share, arm, full, serve(contexts, model, heads, kept))
     if options.peer_python is not None:
         rows += peer_rows(contexts, options, full)
-    make_console().print(make_table(rows))
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "started_at": started,
-        "wall_s": round(time.perf_counter() - began, 1),
-        "environment": environment,
-        "settings": {
-            "model": options.model_path.name,
-            "heads": heads,
-            "context_tokens": tokens,
-            "contexts_per_kind": options.contexts,
-            "questions_per_context": options.questions,
-            "seed": options.seed,
-        },
-        "rows": [row.model_dump() for row in rows],
-    }
+    show(make_table(rows))
+    return Measured(
+        {
+            "settings": {"heads": heads, **context_settings(options)},
+            "rows": [row.model_dump() for row in rows],
+        }
+    )
 
 
 def serve(
@@ -174,7 +140,7 @@ def serve(
 
 
 def peer_rows(
-    contexts: Sequence[RecallContext], options: argparse.Namespace, full: Sequence[Asked]
+    contexts: Sequence[RecallContext], options: Options, full: Sequence[Asked]
 ) -> list[Row]:
     """kvpress on the same contexts, a row per share, method and kind; its draws averaged."""
     found = run_kvpress(
@@ -237,14 +203,12 @@ def make_rows(share: float, arm: str, full: Sequence[Asked], served: Sequence[As
 
 def make_table(rows: Sequence[Row]) -> Table:
     """A line per share, arm and kind."""
-    table = Table(title="A share chosen before and after the question is known")
     columns = (
         *("kept", "context", "entries", "recall", "of full", "KV MiB"),
         *("refreshed", "each", "moved MiB"),
     )
-    for column in columns:
-        left = column in ("context", "entries")
-        table.add_column(column, justify="left" if left else "right")
+    title = "A share chosen before and after the question is known"
+    table = new_table(title, columns, left=["context", "entries"])
     for row in rows:
         table.add_row(
             f"{row.share:.0%}", row.kind, row.arm, f"{row.recall:.3f}",
@@ -255,6 +219,17 @@ def make_table(rows: Sequence[Row]) -> Table:
         )  # fmt: skip
     return table
 
+
+BENCHMARK = Benchmark(
+    "accuracy.refresh",
+    __doc__,
+    declare,
+    run,
+    out=RESULTS / "refresh.json",
+    seed=5,
+    seeded="of the contexts",
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

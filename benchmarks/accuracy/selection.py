@@ -11,60 +11,34 @@ turn's time ends when its entries are chosen and their slots are free again.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
-from benchmarks.accuracy.compactor_contexts import STANDING_OUT, make_contexts
-from benchmarks.common.command import ROOT, run_command
-from benchmarks.common.recall_engine import DEMO_MODEL, PROFILE_FILE, Asked, recall_engine
-from kvtier.bench.table import make_console
-from kvtier.environment import describe_environment
-from kvtier.errors import UsageError
+from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
+from benchmarks.common.recall_arguments import add_model
+from benchmarks.common.recall_contexts import STANDING_OUT, make_contexts
+from benchmarks.common.recall_engine import PROFILE_FILE, Asked, recall_engine
+from benchmarks.common.table import new_table, show
 from kvtier.heads.profile import load_profile
-from kvtier.sizes import parse_size
 
-SCHEMA_VERSION = 2
 BASELINE, AGAIN = "everything kept", "everything kept, again"
-OUT = ROOT / "benchmarks" / "results" / "selection-overhead.json"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0 when everything ran, 1 when the engine failed, 2 for bad input."""
-    return run_command("selection", parse_arguments(argv), run)
+def declare(arguments: Arguments) -> None:
+    add_model(arguments, "head_profile.json and curve.json")
+    arguments.size("--len", "32k", "context tokens")
+    arguments.whole("--contexts", 16, "that count, and one to warm up")
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.accuracy.selection", description=__doc__.split("\n")[0]
-    )
-    add = parser.add_argument
-    add("--out", type=Path, default=OUT, metavar="FILE", help="JSON of the outcome (%(default)s)")
-    add("--model-path", type=Path, default=DEMO_MODEL, help="with profile and curve beside it")
-    add("--len", default="32k", help="context tokens (%(default)s)")
-    add("--contexts", type=int, default=16, help="that count (%(default)s), and one to warm up")
-    add("--seed", type=int, default=0, help="of the contexts (%(default)s)")
-    return parser.parse_args(argv)
-
-
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Time every setting and return the outcome."""
-    for name, least in (("contexts", 1), ("seed", 0)):
-        if getattr(options, name) < least:
-            raise UsageError(f"--{name}", f"at least {least}", getattr(options, name))
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    environment = describe_environment(options.seed).model_dump()
-    model, tokens = options.model_path, parse_size(options.len, "--len")
-    count = options.contexts + 1
-    contexts = make_contexts(STANDING_OUT, options.seed, count, tokens, questions=1)
+def run(options: Options) -> Measured:
+    """Time the turns of every setting."""
+    model, count = options.model_path, options.contexts + 1
+    contexts = make_contexts(STANDING_OUT, options.seed, count, options.len, questions=1)
     profile = load_profile(model / PROFILE_FILE)
     settings: dict[str, dict[str, str]] = {
         BASELINE: {},
@@ -79,19 +53,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         }
         seconds = in_turns(ask, count, options.seed)
     overhead = overheads(seconds)
-    make_console().print(make_table(seconds, overhead))
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "started_at": started,
-        "environment": environment,
-        "settings": {
-            "model": model.name,
-            "context_tokens": tokens,
-            "contexts": options.contexts,
-        },
-        "turn_s": seconds,
-        "overhead": overhead,
-    }
+    show(make_table(seconds, overhead))
+    return Measured(
+        {
+            "settings": {
+                "model": model.name,
+                "context_tokens": options.len,
+                "contexts": options.contexts,
+            },
+            "turn_s": seconds,
+            "overhead": overhead,
+        }
+    )
 
 
 def in_turns(
@@ -125,10 +98,8 @@ def overheads(seconds: dict[str, list[float]]) -> dict[str, float]:
 
 def make_table(seconds: dict[str, list[float]], overhead: dict[str, float]) -> Table:
     """A line per setting."""
-    table = Table(title="Time of a turn: prefill, scores, selection")
-    table.add_column("setting")
-    for column in ("median turn", "range", "overhead"):
-        table.add_column(column, justify="right")
+    title = "Time of a turn: prefill, scores, selection"
+    table = new_table(title, ("setting", "median turn", "range", "overhead"))
     for name, turns in seconds.items():
         table.add_row(
             name,
@@ -138,6 +109,17 @@ def make_table(seconds: dict[str, list[float]], overhead: dict[str, float]) -> T
         )
     return table
 
+
+BENCHMARK = Benchmark(
+    "accuracy.selection",
+    __doc__,
+    declare,
+    run,
+    out=RESULTS / "selection-overhead.json",
+    schema_version=2,
+    seeded="of the contexts",
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,7 +16,6 @@ the whole context from its cache, or it would be an answer from exact KV.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -26,9 +25,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from benchmarks.accuracy.compactor_contexts import RecallContext, load_contexts, save_contexts
-from benchmarks.common.command import ROOT
-from benchmarks.common.remote import parents_lines, running_module
+from benchmarks.common.recall_contexts import RecallContext, load_contexts, save_contexts
+from benchmarks.common.remote import clean_environment, parents_lines, running_module
 from kvtier.bench.engine import ChatEngine, EngineError, SglangEngine
 from kvtier.bench.measure import settled
 from kvtier.bench.options import parse_options
@@ -39,7 +37,6 @@ from kvtier.config import ENV_PREFIX
 from kvtier.heads.profile import HeadProfile
 from kvtier.synthetic.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE, score_answer
 
-DEMO_MODEL = ROOT / "models" / "kvtier-demo"
 PROFILE_FILE = "head_profile.json"
 
 
@@ -112,6 +109,11 @@ def make_plan(model: Path, contexts: Sequence[RecallContext], profile: Path) -> 
         "--model-path": str(model),
         "--head-profile": str(profile),
     }
+    return bench_plan(flags)
+
+
+def bench_plan(flags: Mapping[str, str]) -> Plan:
+    """What the bench would start by these flags of `python -m kvtier.bench`, of one policy."""
     _, plans = make_plans(parse_options([part for flag in flags.items() for part in flag]))
     return plans[0].plan
 
@@ -120,9 +122,8 @@ def worker_environment(folder: Path, plan: Plan, settings: Mapping[str, str]) ->
     """This process's, with the plan's and the caller's settings and no other KVTIER_* variable."""
     config = folder / "kvtier.toml"
     config.touch()  # empty, so that no file of the working directory has a say
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
     return {
-        **environment,
+        **clean_environment(),
         **plan.environment,
         ENV_PREFIX + "CONFIG": str(config),
         ENV_PREFIX + "HEAD_PROFILE": str(folder / PROFILE_FILE),

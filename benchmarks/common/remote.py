@@ -19,8 +19,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.common.command import ROOT
+from benchmarks.common.benchmark import ROOT
 from kvtier.bench.runner import stop_group
+from kvtier.config import ENV_PREFIX
 from kvtier.errors import KvtierError
 
 LOG_TAIL_LINES = 20
@@ -97,6 +98,11 @@ def run_module(
         raise WorkerError(log)
 
 
+def clean_environment() -> dict[str, str]:
+    """This process's environment without KVTIER_* variables: what a worker starts from."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+
+
 def _start(
     module: str,
     arguments: Sequence[Path | int],
@@ -131,6 +137,7 @@ def parents_lines(descriptors: Sequence[str]) -> Iterator[tuple[IO[str], IO[str]
 __all__ = [
     "Remote",
     "WorkerError",
+    "clean_environment",
     "parents_lines",
     "run_module",
     "running_module",

@@ -22,23 +22,21 @@ On a GPU `make gpu-check` measures the same against the fastest kernel there.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from benchmarks.common.command import ROOT, run_command
+from benchmarks.common.bars import Bar, at_most
+from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
+from benchmarks.common.llama import DIM, GROUP
+from benchmarks.common.table import new_table, show
+from benchmarks.common.timing import seconds
 from benchmarks.cost.choosing_context import (
-    DIM,
-    GROUP,
     KEPT,
     MOST_CHOOSING,
     Context,
@@ -48,68 +46,39 @@ from benchmarks.cost.choosing_context import (
     merge,
     select,
 )
-from kvtier.bench.table import make_console
-from kvtier.environment import describe_environment
 from kvtier.errors import UsageError
 from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.scorers.compactor import Compactor
-from kvtier.sizes import format_size, parse_size
-
-SCHEMA_VERSION = 1
-OUT = ROOT / "benchmarks" / "results" / "choosing.json"
+from kvtier.sizes import format_size
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0 when the bar is met, 1 when it is not, 2 for bad input."""
-    return run_command("choosing", parse_arguments(argv), run)
+def declare(arguments: Arguments) -> None:
+    arguments.size("--len", "128k", "context tokens")
+    arguments.whole("--kv-heads", 1, "to measure")
+    arguments.whole("--chunks", 4, "of the prefill")
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.cost.choosing", description=__doc__.split("\n")[0]
-    )
-    add = parser.add_argument
-    add("--out", type=Path, default=OUT, metavar="FILE", help="JSON of the outcome (%(default)s)")
-    add("--len", default="128k", help="context tokens (%(default)s)")
-    add("--kv-heads", type=int, default=1, help="to measure (%(default)s)")
-    add("--chunks", type=int, default=4, help="of the prefill (%(default)s)")
-    add("--seed", type=int, default=0, help="of the context (%(default)s)")
-    return parser.parse_args(argv)
-
-
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure, and return the outcome."""
-    tokens = parse_size(options.len, "--len")
-    if not 1 <= options.chunks <= tokens:
-        raise UsageError("--chunks", f"1 to {tokens}", options.chunks)
-    for name, least in (("kv-heads", 1), ("seed", 0)):
-        if (value := getattr(options, name.replace("-", "_"))) < least:
-            raise UsageError(f"--{name}", f"at least {least}", value)
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    environment = describe_environment(options.seed).model_dump()
+def run(options: Options) -> Measured:
+    """Measure one head's prefill attention, selection and merge."""
+    tokens = options.len
+    if options.chunks > tokens:
+        raise UsageError("--chunks", f"at most {tokens}", options.chunks)
     # Code is loaded and memory is asked for once before it counts.
     shape = (torch.float32, "cpu", options.kv_heads)
     measure(make_context(options.seed, 1024, *shape), 1)
     measured = measure(make_context(options.seed, tokens, *shape), options.chunks)
-    bars = make_bars(measured)
-    make_console().print(make_table(measured, bars, tokens))
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "started_at": started,
-        "environment": environment,
-        "settings": {
-            "context_tokens": tokens,
-            "chunks": options.chunks,
-            "kept": KEPT,
-            "kv_heads": options.kv_heads,
-            "query_heads_per_kv_head": GROUP,
-            "head_dim": DIM,
-            "dtype": "float32",
-            "threads": torch.get_num_threads(),
-        },
-        "measured": measured,
-        "bars": bars,
+    show(make_table(measured, tokens))
+    settings = {
+        "context_tokens": tokens,
+        "chunks": options.chunks,
+        "kept": KEPT,
+        "kv_heads": options.kv_heads,
+        "query_heads_per_kv_head": GROUP,
+        "head_dim": DIM,
+        "dtype": "float32",
+        "threads": torch.get_num_threads(),
     }
+    return Measured({"settings": settings, "measured": measured}, make_bars(measured))
 
 
 def measure(context: Context, chunks: int) -> dict[str, Any]:
@@ -118,7 +87,7 @@ def measure(context: Context, chunks: int) -> dict[str, Any]:
     prefill, selection, merging = [], [], []
     bounds = [round(context.tokens * at / chunks) for at in range(chunks + 1)]
     for begin, end in pairwise(bounds):
-        prefill.append(seconds(lambda rows=slice(begin, end): attend_chunk(context, rows)))
+        prefill.append(seconds(partial(attend_chunk, context, slice(begin, end))))
         selection.append(seconds(lambda: select(context, compactor)))
         merging.append(seconds(lambda: merge(context, keepkv)))
         print(f"chunk of {end} tokens: {prefill[-1]:.1f} s", file=sys.stderr, flush=True)
@@ -140,41 +109,43 @@ def attend_chunk(context: Context, rows: slice) -> None:
         attend(context.q[rows], context.k[: rows.start], context.v[: rows.start], causal=False)
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+def choosing_seconds(measured: dict[str, Any]) -> dict[str, float]:
+    """Medians of choosing once, and their sum."""
+    taken = {name: statistics.median(measured[f"{name}_s"]) for name in ("selection", "merge")}
+    return taken | {"selection + merge": sum(taken.values())}
 
 
-def make_bars(measured: dict[str, Any]) -> list[dict[str, Any]]:
+def make_bars(measured: dict[str, Any]) -> list[Bar]:
     """Shares of the attention's time: medians of choosing over the sum of all chunks."""
     prefill = sum(measured["prefill_chunks_s"])
-    taken = {name: statistics.median(measured[f"{name}_s"]) for name in ("selection", "merge")}
-    taken["selection + merge"] = sum(taken.values())
     return [
-        {
-            "bar": f"{name} / prefill attention",
-            "value": round(value / prefill, 4),
-            "met": value <= MOST_CHOOSING * prefill,
-        }
-        for name, value in taken.items()
+        at_most(f"{name} / prefill attention", value / prefill, MOST_CHOOSING)
+        for name, value in choosing_seconds(measured).items()
     ]
 
 
-def make_table(measured: dict[str, Any], bars: list[dict[str, Any]], tokens: int) -> Table:
+def make_table(measured: dict[str, Any], tokens: int) -> Table:
     """Everything that was measured, a line each."""
     prefill = sum(measured["prefill_chunks_s"])
-    table = Table(title=f"{format_size(tokens)} tokens, on {torch.get_num_threads()} threads")
-    for column in ("what", "seconds", "of attention"):
-        table.add_column(column, justify="left" if column == "what" else "right")
+    title = f"{format_size(tokens)} tokens, on {torch.get_num_threads()} threads"
+    table = new_table(title, ("what", "seconds", "of attention"))
     table.add_row("prefill attention", f"{prefill:.1f}", "")
     for name, taken in measured["parts_s"].items():
         table.add_row(f"  {name}", f"{taken:.2f}", f"{taken / prefill:.2%}")
-    for bar in bars:
-        met = "met" if bar["met"] else "NOT MET"
-        table.add_row(bar["bar"], f"{bar['value'] * prefill:.2f}", f"{bar['value']:.2%}, {met}")
+    for name, taken in choosing_seconds(measured).items():
+        table.add_row(name, f"{taken:.2f}", f"{taken / prefill:.2%}")
     return table
 
+
+BENCHMARK = Benchmark(
+    "cost.choosing",
+    __doc__,
+    declare,
+    run,
+    out=RESULTS / "choosing.json",
+    seeded="of the context",
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.llama import DIM, GROUP, KV_HEADS, SCALE
 from kvtier.retention import scorers
 from kvtier.retention.keepkv import KeepKV, QueryWindow
 from kvtier.retention.scorers import Chunk, Span, TokenScorer
@@ -20,11 +21,6 @@ from kvtier.retention.scorers.compactor import Compactor
 from kvtier_kernels.merging import assign, exact_entries, merge_beta
 from kvtier_kernels.scores import Rotation, leverage_scores, window_mass
 
-KV_HEADS, GROUP, DIM, LAYERS = 8, 4, 128, 32
-SCALE = DIM**-0.5
-# Of a locality head: sink, recent tokens and the compensation entry.
-SINK_TOKENS = 4
-LOCALITY_ENTRIES = SINK_TOKENS + 1024 + 1
 KEPT = 0.25
 # Keys that are alike: what merging is about. Their cosine is 0.92, above the floor of 0.9.
 ALIKE, NOISE = 8, 0.3
@@ -118,15 +114,8 @@ def make_parts(context: Context) -> dict[str, Callable[[], Any]]:
 
 
 __all__ = [
-    "DIM",
-    "GROUP",
     "KEPT",
-    "KV_HEADS",
-    "LAYERS",
-    "LOCALITY_ENTRIES",
     "MOST_CHOOSING",
-    "SCALE",
-    "SINK_TOKENS",
     "Context",
     "attend",
     "make_context",

@@ -16,12 +16,9 @@ They take turns. Masked attention and kvtier's have to agree; full attention see
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -29,9 +26,10 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from benchmarks.common.command import ROOT, run_command
-from benchmarks.cost.choosing_context import DIM, GROUP, KV_HEADS, LOCALITY_ENTRIES, SCALE
-from benchmarks.gpu.peer_kernels import (
+from benchmarks.common.bars import at_most
+from benchmarks.common.benchmark import RESULTS, ROOT, Arguments, Benchmark, Measured, Options
+from benchmarks.common.llama import DIM, GROUP, KV_HEADS, LOCALITY_ENTRIES, SCALE
+from benchmarks.common.peer_kernels import (
     KVPRESS_FILE,
     Held,
     Kvpress,
@@ -39,66 +37,41 @@ from benchmarks.gpu.peer_kernels import (
     load_peer,
     to_masked,
 )
-from kvtier.bench.table import make_console
-from kvtier.environment import describe_environment
+from benchmarks.common.table import new_table, show
+from benchmarks.common.timing import seconds
 from kvtier.errors import UsageError
-from kvtier.sizes import format_size, parse_size
+from kvtier.sizes import format_size
 from kvtier_kernels import RaggedKV, get_kernels
 
-SCHEMA_VERSION = 1
-OUT = ROOT / "benchmarks" / "results" / "masked.json"
 PEERS = ROOT / "benchmarks" / "peers" / "kernels"
 MOST_DIFFERENCE = 1e-4
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0 when outputs agree, 1 when they do not, 2 for bad input."""
-    return run_command("masked", parse_arguments(argv), run)
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.cost.masked", description=__doc__.split("\n")[0]
+def declare(arguments: Arguments) -> None:
+    arguments.add(
+        "--peers", type=Path, default=PEERS, metavar="DIR", help="with kvpress (%(default)s)"
     )
-    add = parser.add_argument
-    add("--out", type=Path, default=OUT, metavar="FILE", help="JSON of the outcome (%(default)s)")
-    add("--peers", type=Path, default=PEERS, metavar="DIR", help="with kvpress (%(default)s)")
-    add("--len", default="128k", help="context tokens (%(default)s)")
-    add("--ca-heads", type=int, default=KV_HEADS // 4, help=f"of {KV_HEADS} (%(default)s)")
-    add("--rounds", type=int, default=9, help="that count (%(default)s), and one to warm up")
-    add("--seed", type=int, default=0, help="of the context (%(default)s)")
-    return parser.parse_args(argv)
+    arguments.size("--len", "128k", "context tokens", least=LOCALITY_ENTRIES)
+    arguments.whole("--ca-heads", KV_HEADS // 4, f"of {KV_HEADS}", most=KV_HEADS - 1)
+    arguments.whole("--rounds", 9, "that count, and one to warm up")
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure, and return the outcome."""
-    tokens = parse_size(options.len, "--len")
-    if tokens < LOCALITY_ENTRIES:
-        raise UsageError("--len", f"at least {LOCALITY_ENTRIES} tokens", options.len)
-    if not 1 <= options.ca_heads < KV_HEADS:
-        raise UsageError("--ca-heads", f"1 to {KV_HEADS - 1}", options.ca_heads)
-    for name, least in (("rounds", 1), ("seed", 0)):
-        if (value := getattr(options, name)) < least:
-            raise UsageError(f"--{name}", f"at least {least}", value)
+def run(options: Options) -> Measured:
+    """Take one step by each kind of attention, in turns."""
     try:
         peer = Kvpress(load_peer(options.peers, KVPRESS_FILE))
     except FileNotFoundError as error:
         expected = f"a folder with {KVPRESS_FILE}; benchmarks/peers/README.md says how to make one"
         raise UsageError("--peers", expected, str(options.peers)) from error
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    environment = describe_environment(options.seed).model_dump()
-    calls = make_calls(peer, tokens, options.ca_heads, options.seed)
+    calls = make_calls(peer, options.len, options.ca_heads, options.seed)
     difference = float((calls["masked"]() - calls["kvtier"]()).abs().max())
     taken = in_turns(calls, options.rounds)
     medians = {name: statistics.median(rounds) for name, rounds in taken.items()}
-    make_console().print(make_table(taken, tokens, options.ca_heads))
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "started_at": started,
-        "environment": environment,
+    show(make_table(taken, options.len, options.ca_heads))
+    figures = {
         "peer": kvpress_version(options.peers),
         "settings": {
-            "context_tokens": tokens,
+            "context_tokens": options.len,
             "kv_heads": KV_HEADS,
             "ca_heads": options.ca_heads,
             "locality_entries": LOCALITY_ENTRIES,
@@ -109,14 +82,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         },
         "step_s": taken,
         "ratios": {name: medians[name] / medians["kvtier"] for name in medians if name != "kvtier"},
-        "bars": [
-            {
-                "bar": "masked to kvtier, largest difference",
-                "value": difference,
-                "met": difference <= MOST_DIFFERENCE,
-            }
-        ],
     }
+    bar = at_most("masked to kvtier, largest difference", difference, MOST_DIFFERENCE)
+    return Measured(figures, [bar])
 
 
 def make_calls(
@@ -155,10 +123,9 @@ def in_turns(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, l
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
         for name, call in calls.items():
-            began = time.perf_counter()
-            call()
+            one = seconds(call)
             if turn > 0:
-                taken[name].append(time.perf_counter() - began)
+                taken[name].append(one)
     return taken
 
 
@@ -169,9 +136,8 @@ def kvpress_version(peers: Path) -> str | None:
 
 def make_table(taken: Mapping[str, list[float]], tokens: int, ca_heads: int) -> Table:
     """A line each."""
-    table = Table(title=f"A step over {format_size(tokens)} tokens, {ca_heads} of {KV_HEADS} heads")
-    for column in ("attention", "median", "range", "over kvtier's"):
-        table.add_column(column, justify="left" if column == "attention" else "right")
+    title = f"A step over {format_size(tokens)} tokens, {ca_heads} of {KV_HEADS} heads"
+    table = new_table(title, ("attention", "median", "range", "over kvtier's"))
     ours = statistics.median(taken["kvtier"])
     for name, rounds in taken.items():
         median = statistics.median(rounds)
@@ -179,6 +145,11 @@ def make_table(taken: Mapping[str, list[float]], tokens: int, ca_heads: int) -> 
         table.add_row(name, f"{median * 1e3:.1f} ms", spread, f"{median / ours:.2f}x")
     return table
 
+
+BENCHMARK = Benchmark(
+    "cost.masked", __doc__, declare, run, out=RESULTS / "masked.json", seeded="of the context"
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

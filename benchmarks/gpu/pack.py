@@ -14,7 +14,6 @@ installed, do that instead: `pip install kvtier[sglang,tier]`.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.common.command import ROOT
+from benchmarks.common.benchmark import ROOT, Arguments
 
 OUT = ROOT / "out" / "gpu-pack.tar.gz"
 STUB = ROOT / "benchmarks" / "gpu" / "pack_stub.py"
@@ -47,10 +46,10 @@ python3 -W ignore -m compileall -q -j 0 "$here/site" || true
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu.pack", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="(%(default)s)")
-    parser.add_argument("--python", default="3.12", help="of that machine (%(default)s)")
-    options = parser.parse_args(argv)
+    arguments = Arguments("gpu.pack", __doc__)
+    arguments.add("--out", type=Path, default=OUT, metavar="FILE", help="(%(default)s)")
+    arguments.add("--python", default="3.12", help="of that machine (%(default)s)")
+    options = arguments.parse(argv)
     with tempfile.TemporaryDirectory(prefix="kvtier-pack-") as name:
         pack = Path(name) / "gpu-pack"
         site = pack / "site"

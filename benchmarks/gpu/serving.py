@@ -17,24 +17,23 @@ the medians of time to first token and time per output token of the later turns.
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import json
-import os
 import random
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.command import ROOT
+from benchmarks.common.bars import Bar
+from benchmarks.common.benchmark import Arguments, Benchmark, Measured, Options
+from benchmarks.common.remote import WorkerError, clean_environment, run_module
+from benchmarks.gpu.serving_worker import Load, Plan
+from kvtier.config import ENV_PREFIX
 from kvtier.heads.model.config import model_shape
 from kvtier.heads.profile import HeadProfile
 
+VOCAB_SIZE = 128256
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -44,7 +43,7 @@ LLAMA_8B = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
-    "vocab_size": 128256,
+    "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": 131072 + 4096,
     "rope_theta": 500000.0,
     "rms_norm_eps": 1e-5,
@@ -58,9 +57,85 @@ POLICIES = ("stock", "full", "kvtier")
 # In every layer as many, anywhere.
 CA_HEADS = 2
 SLACK_TOKENS = 4096
+LOG_TAIL_CHARACTERS = 6000
 
 
-def engine_arguments(options: argparse.Namespace, policy: str, model: Path) -> dict[str, Any]:
+def declare(arguments: Arguments) -> None:
+    add, whole = arguments.add, arguments.whole
+    whole("--sessions", 4, "that are held at a time")
+    whole("--context", 64 << 10, "tokens of each")
+    whole("--turns", 4, "of each, the one with its context included", least=2)
+    whole("--turn-tokens", 128, "that a later turn asks")
+    whole("--answer-tokens", 64, "of every answer")
+    whole("--chunk", 8192, "tokens prefilled at a time")
+    add("--prefill", choices=("exact", "streaming"), default="exact", help="(%(default)s)")
+    add("--policies", nargs="+", choices=POLICIES, default=POLICIES, help="(all)")
+    add("--stock-attention", default="triton", metavar="NAME", help="(%(default)s)")
+
+
+def run(options: Options) -> Iterator[Measured]:
+    """One policy after the other; what was measured so far comes after each of them."""
+    import torch
+
+    policies: dict[str, dict[str, Any]] = {}
+    figures = {
+        "device": torch.cuda.get_device_name(),
+        "options": {key: value for key, value in vars(options).items() if key != "out"},
+        "policies": policies,
+    }
+    with tempfile.TemporaryDirectory(prefix="kvtier-serving-") as folder:
+        write_model(Path(folder))
+        for policy in options.policies:
+            policies[policy] = serve(options, policy, Path(folder))
+            print(policy, json.dumps(policies[policy])[-1500:], flush=True)
+            yield Measured(figures, make_bars(policies))
+
+
+def serve(options: Options, policy: str, folder: Path) -> dict[str, Any]:
+    """One policy in an engine of its own; `failed` has the log's end where it could not. folder:
+    with the model, and for the engine's files."""
+    plan, out, log = (folder / f"{policy}-{name}" for name in ("plan.json", "out.json", "log"))
+    plan.write_text(make_plan(options, policy, folder).model_dump_json())
+    try:
+        run_module(
+            "benchmarks.gpu.serving_worker", [plan, out], environment(options, policy, folder), log
+        )
+    except WorkerError:
+        return {"failed": log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:]}
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def make_plan(options: Options, policy: str, model: Path) -> Plan:
+    """What a policy's engine is started with, and the load, which is the same for all."""
+    load = Load(
+        sessions=options.sessions,
+        context=options.context,
+        turns=options.turns,
+        turn_tokens=options.turn_tokens,
+        answer_tokens=options.answer_tokens,
+        chunk=options.chunk,
+        vocab_size=VOCAB_SIZE,
+        seed=options.seed,
+    )
+    return Plan(engine=engine_arguments(options, policy, model), load=load)
+
+
+def environment(options: Options, policy: str, model: Path) -> dict[str, str]:
+    """Of a policy's engine: no KVTIER_* variable but what the policy needs."""
+    settings = {"DATA_DIR": str(model)}
+    if policy == "kvtier":
+        turn = options.turn_tokens + options.answer_tokens
+        settings |= {
+            "HEAD_PROFILE": str(model / "head_profile.json"),
+            "SESSION_TOKENS": str(options.context),
+            "TURN_TOKENS": str(options.turns * turn),
+            "PREFILL": options.prefill,
+        }
+    return clean_environment() | {ENV_PREFIX + name: value for name, value in settings.items()}
+
+
+def engine_arguments(options: Options, policy: str, model: Path) -> dict[str, Any]:
     """Keyword arguments of sglang.Engine."""
     turn = options.turn_tokens + options.answer_tokens
     session = options.context + options.turns * turn
@@ -100,161 +175,22 @@ def write_model(folder: Path) -> None:
     )
 
 
-async def ask(engine: Any, prompt: Sequence[int], new_tokens: int) -> dict[str, Any]:
-    """One streamed request: its answer, and when its tokens came."""
-    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    began, first = time.perf_counter(), 0.0
-    answer: dict[str, Any] = {}
-    stream = await engine.async_generate(
-        input_ids=list(prompt), sampling_params=sampling, stream=True
-    )
-    async for chunk in stream:
-        answer, first = chunk, first or time.perf_counter()
-    ended = time.perf_counter()
-    return {
-        "output_ids": list(answer["output_ids"]),
-        "cached_tokens": answer["meta_info"]["cached_tokens"],
-        "ttft_s": first - began,
-        "tpot_s": (ended - first) / max(1, new_tokens - 1),
-    }
-
-
-async def hold(engine: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """All sessions from their first turn to their last."""
-    chance = random.Random(options.seed)
-
-    def tokens(count: int) -> list[int]:
-        return [chance.randrange(1000, LLAMA_8B["vocab_size"] - 1000) for _ in range(count)]
-
-    # Compiles what is compiled on first use.
-    await ask(engine, tokens(2 * options.chunk), 4)
-    await engine.tokenizer_manager.flush_cache()
-    histories, first = [], []
-    for _ in range(options.sessions):
-        prompt = tokens(options.context)
-        answer = await ask(engine, prompt, options.answer_tokens)
-        first.append(answer)
-        histories.append([*prompt, *answer["output_ids"]])
-    later = []
-    for _ in range(options.turns - 1):
-        for history in histories:
-            history += tokens(options.turn_tokens)
-        answers = await asyncio.gather(
-            *(ask(engine, history, options.answer_tokens) for history in histories)
+def make_bars(policies: Mapping[str, Mapping[str, Any]]) -> list[Bar]:
+    """Every policy served, and no engine found a fault with its own accounts."""
+    bars = []
+    for policy, found in policies.items():
+        bars.append(
+            Bar(f"{policy}: the engine served", "failed" not in found, "failed" not in found)
         )
-        for history, answer in zip(histories, answers, strict=True):
-            history += answer["output_ids"]
-        later += answers
-    return {
-        "first_turn_ttft_s": statistics.median(one["ttft_s"] for one in first),
-        "first_turn_tpot_s": statistics.median(one["tpot_s"] for one in first),
-        "ttft_s": statistics.median(one["ttft_s"] for one in later),
-        "tpot_s": statistics.median(one["tpot_s"] for one in later),
-        "cached_tokens": min(one["cached_tokens"] for one in later),
-    }
+        problems = found.get("integrity", [])
+        bars.append(Bar(f"{policy}: the engine's accounts", problems or "sound", not problems))
+    return bars
 
 
-def work(plan_path: str, out_path: str) -> None:
-    """In a process of its own: one policy."""
-    import sglang
-
-    plan = json.loads(Path(plan_path).read_text())
-    options = argparse.Namespace(**plan["options"])
-    began = time.perf_counter()
-    engine = sglang.Engine(**plan["engine"])
-    load_s = time.perf_counter() - began
-    try:
-        found = engine.loop.run_until_complete(_held(engine, options))
-    finally:
-        engine.shutdown()
-    Path(out_path).write_text(json.dumps({"load_s": load_s, **found}))
-
-
-async def _held(engine: Any, options: argparse.Namespace) -> dict[str, Any]:
-    found = await hold(engine, options)
-    (state,) = await _internal_states(engine)
-    kvtier = state.get("kvtier", {})
-    return found | {
-        key: kvtier[key] for key in ("kv_used_bytes", "kv_peak_bytes", "integrity") if key in kvtier
-    }
-
-
-async def _internal_states(engine: Any) -> list[dict[str, Any]]:
-    states: list[dict[str, Any]] = await engine.tokenizer_manager.get_internal_state()
-    return states
-
-
-def run(options: argparse.Namespace, policy: str, model: Path) -> dict[str, Any]:
-    """One policy's worker."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("KVTIER_")}
-    environment["KVTIER_DATA_DIR"] = str(model)
-    turn = options.turn_tokens + options.answer_tokens
-    if policy == "kvtier":
-        environment |= {
-            "KVTIER_HEAD_PROFILE": str(model / "head_profile.json"),
-            "KVTIER_SESSION_TOKENS": str(options.context),
-            "KVTIER_TURN_TOKENS": str(options.turns * turn),
-            "KVTIER_PREFILL": options.prefill,
-        }
-    plan, out, log = (model / f"{policy}-{name}" for name in ("plan.json", "out.json", "log"))
-    plan.write_text(
-        json.dumps(
-            {
-                "engine": engine_arguments(options, policy, model),
-                "options": {k: v for k, v in vars(options).items() if k != "out"},
-            }
-        )
-    )
-    command = [sys.executable, "-m", "benchmarks.gpu.serving", "--work", str(plan), str(out)]
-    with log.open("wb") as stream:
-        code = subprocess.run(
-            command, cwd=ROOT, env=environment, stdout=stream, stderr=stream, check=False
-        ).returncode
-    if code or not out.exists():
-        return {"failed": log.read_text(errors="replace")[-6000:]}
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["--work"]:
-        work(*arguments[1:])
-        return 0
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.gpu.serving", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--sessions", type=int, default=4)
-    parser.add_argument("--context", type=int, default=64 << 10, help="tokens of each")
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--turn-tokens", type=int, default=128)
-    parser.add_argument("--answer-tokens", type=int, default=64)
-    parser.add_argument("--chunk", type=int, default=8192)
-    parser.add_argument("--prefill", choices=("exact", "streaming"), default="exact")
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
-    parser.add_argument("--stock-attention", default="triton")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=None, help="JSON of the outcome")
-    options = parser.parse_args(arguments)
-    import torch
-
-    document: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "options": {k: v for k, v in vars(options).items() if k != "out"},
-        "policies": {},
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder))
-        for policy in options.policies:
-            found = run(options, policy, Path(folder))
-            document["policies"][policy] = found
-            print(policy, json.dumps(found)[-1500:], flush=True)
-            if options.out is not None:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return int(any("failed" in found for found in document["policies"].values()))
-
+BENCHMARK = Benchmark(
+    "gpu.serving", __doc__, declare, run, seeded="of all tokens and of the weights", gpu=True
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

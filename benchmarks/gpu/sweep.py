@@ -11,9 +11,7 @@ first, under the default cut; then cuts, with the best tile by the geometric mea
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import math
 import multiprocessing
 import os
@@ -21,21 +19,22 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.cost.choosing_context import DIM, GROUP, KV_HEADS, SCALE
-from benchmarks.gpu.check_measures import (
-    DTYPE,
+from benchmarks.common.benchmark import Arguments, Benchmark, Measured, Options
+from benchmarks.common.llama import KV_HEADS, SCALE
+from benchmarks.gpu.bandwidth import read_bandwidth
+from benchmarks.gpu.head_classes import (
     RUN,
     HeadClass,
     Shape,
     both_classes,
     layer_seconds,
     make_class,
-    read_bandwidth,
+    queries,
 )
 from kvtier_kernels.triton_backend.attention.decode import decode_units
 from kvtier_kernels.triton_backend.kernels import TritonKernels
@@ -100,16 +99,13 @@ def sweep(seed: int, *, voted: bool, full: bool) -> dict[str, Any]:
     choices = list(itertools.product(ENTRIES, WARPS, STAGES))
     heads = {one.heads for classes in held.values() for one in classes}
     compile_all(choices, sorted(heads), voted=voted)
-    rows = (
-        _row(tile, lambda tile=tile: measured(kernels_with(*tile), held, ceiling))
-        for tile in choices
-    )
+    rows = (_row(tile, partial(measured, kernels_with(*tile), held, ceiling)) for tile in choices)
     tiles = [row for row in rows if row]
     best = max(tiles, key=lambda row: row["mean"])["setting"]
     kernels, cuts = kernels_with(*best), []
     for setting in itertools.product(UNITS_PER_SM, LEAST_STRETCH):
         with cut(*setting):
-            cuts.append(_row(setting, lambda: measured(kernels, held, ceiling)))
+            cuts.append(_row(setting, partial(measured, kernels, held, ceiling)))
     return document | {"tiles": tiles, "cuts": [row for row in cuts if row]}
 
 
@@ -125,8 +121,7 @@ def _compile(tile: Sequence[int], heads: Sequence[int], voted: bool) -> None:
     kernels = kernels_with(*tile)
     for count in heads:
         one = make_class(kernels, [RUN * 4], count, 0, voted=voted, layers=1)
-        q = torch.randn(1, count, GROUP, DIM, device="cuda", dtype=DTYPE)
-        kernels.decode(q, one.layers[0], one.plan, SCALE)
+        kernels.decode(queries(1, count), one.layers[0], one.plan, SCALE)
 
 
 def _row(setting: Sequence[int], measure: Callable[[], dict[str, float]]) -> dict[str, Any] | None:
@@ -140,26 +135,23 @@ def _row(setting: Sequence[int], measure: Callable[[], dict[str, float]]) -> dic
     return {"setting": list(setting), "mean": mean_of(shares), "shares": shares}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.gpu.sweep", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--out", type=Path, default=None, help="JSON of the outcome")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--voted", action="store_true", help="entries with votes")
-    parser.add_argument("--full", action="store_true", help="one class of all heads")
-    options = parser.parse_args(argv)
-    document = sweep(options.seed, voted=options.voted, full=options.full)
+def declare(arguments: Arguments) -> None:
+    arguments.add("--voted", action="store_true", help="entries with votes")
+    arguments.add("--full", action="store_true", help="one class of all heads")
+
+
+def run(options: Options) -> Measured:
+    """Sweep, and print the ten best of either kind."""
+    figures = sweep(options.seed, voted=options.voted, full=options.full)
     for part, names in (("tiles", "entries, warps, stages"), ("cuts", "units/SM, stretch")):
         print(f"best {part} ({names}):")
-        for row in sorted(document[part], key=lambda row: -row["mean"])[:10]:
+        for row in sorted(figures[part], key=lambda row: -row["mean"])[:10]:
             print(f"  {row['setting']}  {row['mean']:.3f}")
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+    return Measured(figures)
 
+
+BENCHMARK = Benchmark("gpu.sweep", __doc__, declare, run, seeded="of KV and queries", gpu=True)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

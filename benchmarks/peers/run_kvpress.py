@@ -91,7 +91,7 @@ class Recorded:
 
 def make_press(method: Method, ratio: float) -> Any:
     """A press of `method` with kvpress's own defaults."""
-    import kvpress  # type: ignore[import-not-found]
+    import kvpress
 
     if method.scorer is None:
         return getattr(kvpress, method.press)(compression_ratio=ratio)
@@ -101,7 +101,7 @@ def make_press(method: Method, ratio: float) -> Any:
 
 def recording_press(recorded: Recorded) -> Any:
     """A press that keeps everything and remembers what it was given."""
-    import kvpress  # type: ignore[import-not-found]
+    import kvpress
 
     def keep(*layer: Any) -> tuple[Any, Any]:
         recorded.layers.append(layer)

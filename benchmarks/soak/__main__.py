@@ -27,59 +27,41 @@ tells what the comparison sees. Exit code 1 where a bar is not met.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from benchmarks.common.command import ROOT, run_command
-from benchmarks.common.recall_engine import DEMO_MODEL
+from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
+from benchmarks.common.recall_arguments import add_model
+from benchmarks.common.table import show
 from benchmarks.soak import faults as soak_faults
 from benchmarks.soak import load as soak_load
 from benchmarks.soak import run as soak_run
 from benchmarks.soak.check import OFF, TIE
 from benchmarks.soak.models import POLICIES, SPAN_TOKENS
-from benchmarks.soak.report import make_bars, make_outcome, make_table
+from benchmarks.soak.report import make_bars, make_outcome, make_table, notes
 from kvtier.bench.runner import terminated_as_interrupted
-from kvtier.bench.table import make_console
-from kvtier.environment import describe_environment
-from kvtier.errors import UsageError
 
-SCHEMA_VERSION = 1
-OUT = ROOT / "benchmarks" / "results" / "soak.json"
 MOST_GROWTH = 0.10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0 when every bar is met, 1 when one is not or a process ended, 2 for bad
-    input."""
+    """The command; a SIGTERM ends all processes, too."""
     with terminated_as_interrupted():
-        return run_command("soak", parse_arguments(argv), run)
+        return BENCHMARK.main(argv)
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.soak", description=__doc__.split("\n")[0])
-    add = parser.add_argument
-    add("--out", type=Path, default=OUT, metavar="FILE", help="JSON of the outcome (%(default)s)")
-    add("--model-path", type=Path, default=DEMO_MODEL, help="a model of the recall language")
-    add("--minutes", type=float, default=60.0, help="of load; starting up is extra (%(default)s)")
-    add("--most-growth", type=float, default=MOST_GROWTH, metavar="SHARE",
+def declare(arguments: Arguments) -> None:
+    add_model(arguments)
+    arguments.number("--minutes", 60.0, "of load; starting up is extra")
+    arguments.add("--most-growth", type=float, default=MOST_GROWTH, metavar="SHARE",
         help="of any process's resident memory (%(default)s)")  # fmt: skip
-    add("--folder", type=Path, help="keep logs and all else there (a temporary one)")
-    add("--seed", type=int, default=0, help="of sessions, clients and faults (%(default)s)")
-    return parser.parse_args(argv)
+    arguments.add("--folder", type=Path, help="keep logs and all else there (a temporary one)")
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Soak, and return the outcome."""
-    if not options.minutes > 0:
-        raise UsageError("--minutes", "more than 0", options.minutes)
-    environment = describe_environment(options.seed).model_dump()
-    started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+def run(options: Options) -> Measured:
+    """Soak for as long as asked."""
     # Sockets live in it, and their paths must be short.
     with tempfile.TemporaryDirectory(prefix="kvtier-soak-") as name:
         folder = Path(name)
@@ -89,37 +71,39 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         model = options.model_path.resolve()
         seen = soak_run.Soak(folder, model, options.minutes, options.seed).run()
     outcome = make_outcome(seen)
-    bars = make_bars(outcome, options.most_growth)
-    make_console().print(make_table(outcome, bars))
+    show(make_table(outcome), notes(outcome))
     for example in outcome["examples"]:
         print(example, file=sys.stderr)
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "started_at": started,
-        "wall_s": round(time.perf_counter() - began, 1),
-        "environment": environment,
-        "settings": {
-            "model": model.name,
-            "minutes": options.minutes,
-            "clients": soak_run.CLIENTS,
-            "sessions_of_a_client": soak_load.OPEN_SESSIONS,
-            "context_tokens": {"short": soak_load.SHORT, "long": soak_load.LONG},
-            "more_in_a_turn": {"tokens": soak_load.MORE, "share": soak_load.MORE_OFTEN},
-            "device_tokens": soak_run.DEVICE_TOKENS,
-            "requests_at_a_time": soak_run.REQUESTS_AT_A_TIME,
-            "tier": {"memory": soak_run.TIER_MEMORY, "disk": soak_run.TIER_DISK},
-            "tier_span_tokens": SPAN_TOKENS,
-            "rules_of_engine_b": POLICIES,
-            "mean_seconds_between_faults": soak_faults.EVERY_S,
-            "tie_nats": TIE,
-            "wrong_logprob_nats": OFF,
-            "most_growth": options.most_growth,
-            "seed": options.seed,
-        },
-        "outcome": outcome,
-        "bars": bars,
+    settings = {
+        "model": model.name,
+        "minutes": options.minutes,
+        "clients": soak_run.CLIENTS,
+        "sessions_of_a_client": soak_load.OPEN_SESSIONS,
+        "context_tokens": {"short": soak_load.SHORT, "long": soak_load.LONG},
+        "more_in_a_turn": {"tokens": soak_load.MORE, "share": soak_load.MORE_OFTEN},
+        "device_tokens": soak_run.DEVICE_TOKENS,
+        "requests_at_a_time": soak_run.REQUESTS_AT_A_TIME,
+        "tier": {"memory": soak_run.TIER_MEMORY, "disk": soak_run.TIER_DISK},
+        "tier_span_tokens": SPAN_TOKENS,
+        "rules_of_engine_b": POLICIES,
+        "mean_seconds_between_faults": soak_faults.EVERY_S,
+        "tie_nats": TIE,
+        "wrong_logprob_nats": OFF,
+        "most_growth": options.most_growth,
+        "seed": options.seed,
     }
+    figures = {"settings": settings, "outcome": outcome}
+    return Measured(figures, make_bars(outcome, options.most_growth))
 
+
+BENCHMARK = Benchmark(
+    "soak",
+    __doc__,
+    declare,
+    run,
+    out=RESULTS / "soak.json",
+    seeded="of sessions, clients and faults",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks.common.command import ROOT
+from benchmarks.common.benchmark import ROOT
+from benchmarks.common.remote import clean_environment
 from benchmarks.tier.faults.processes import free_address
 from kvtier.bench.runner import stop_group
 from kvtier.calibration.store.embedded import executable
-from kvtier.config import ENV_PREFIX
 from kvtier.errors import KvtierError
 
 START_S = 600.0
@@ -57,12 +57,11 @@ class Served:
 
     def launch(self) -> None:
         """Start it; it need not answer yet."""
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
         with self.log.open("ab") as stream:
             self._process = subprocess.Popen(
                 self.command,
                 cwd=ROOT,
-                env=clean | {"OMP_NUM_THREADS": "1"} | self.environment,
+                env=clean_environment() | {"OMP_NUM_THREADS": "1"} | self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,

@@ -10,6 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks.common.bars import Bar, in_one_line
+from benchmarks.common.table import new_table
 from benchmarks.soak.check import Kind
 from benchmarks.soak.clients import FORK, KEPT_WHOLE, MOVED
 from benchmarks.soak.faults import EMPTIED, REDIS_KILL, RESTART, TIER_KILL, WEIGHTS
@@ -99,7 +101,7 @@ def engine_counters(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: state[name] for name in tree}, **numbers, "integrity": state["integrity"]}
 
 
-def make_bars(outcome: Mapping[str, Any], most_growth: float) -> list[dict[str, Any]]:
+def make_bars(outcome: Mapping[str, Any], most_growth: float) -> list[Bar]:
     """What has to hold, and whether it does. most_growth: of any process's memory."""
     kinds = {kind: Kind(**found) for kind, found in outcome["compared"].items()}
     wrong = sum(kind.wrong_tokens for kind in kinds.values())
@@ -135,28 +137,24 @@ def make_bars(outcome: Mapping[str, Any], most_growth: float) -> list[dict[str, 
         ("memory's growth", {name: f"{value:+.1%}" for name, value in known.items()},
          {"engine-a", "engine-b", "tier"} <= set(known) and max(known.values()) <= most_growth),
     ]  # fmt: skip
-    return [{"bar": bar, "value": value, "met": bool(met)} for bar, value, met in bars]
+    return [Bar(name, value, bool(met)) for name, value, met in bars]
 
 
-def make_table(outcome: Mapping[str, Any], bars: Sequence[Mapping[str, Any]]) -> Table:
-    """A line per kind of answer, and the bars."""
-    lines = [f"{bar['bar']}: {shown(bar['value'])}{'' if bar['met'] else '  NOT MET'}"
-             for bar in bars]  # fmt: skip
+def notes(outcome: Mapping[str, Any]) -> list[str]:
+    """What was remembered of compressed contexts, and what engines and tier did, a line each."""
     recall = ", ".join(
         f"{kept} {one['recall']:.3f} ({one['questions']})"
         for kept, one in outcome["recall"].items()
     )
-    lines.append(f"recall: {recall}")
-    lines += counted(outcome["engines"], outcome["tier"])
-    table = Table(
-        title=f"Two engines and a tier for {outcome['load_s'] / 60:.1f} minutes",
-        caption="\n".join(lines),
-        caption_justify="left",
-    )
+    return [f"recall: {recall}", *counted(outcome["engines"], outcome["tier"])]
+
+
+def make_table(outcome: Mapping[str, Any]) -> Table:
+    """A line per kind of answer."""
     columns = ("why exact", "answers", "compared", "restored", "tokens", "ties", "wrong tokens",
                "wrong logprobs", "largest gap")  # fmt: skip
-    for column in columns:
-        table.add_column(column, justify="left" if column == columns[0] else "right")
+    minutes = outcome["load_s"] / 60
+    table = new_table(f"Two engines and a tier for {minutes:.1f} minutes", columns)
     none = asdict(Kind())
     shown_kinds = {kind: outcome["compared"].get(kind, none) for kind in KINDS}
     shown_kinds["compressed"] = outcome["compressed_shown"]
@@ -178,17 +176,11 @@ def counted(lives: Sequence[Mapping[str, Any]], tier: Mapping[str, Any]) -> list
         for life in lives:
             if life["engine"] == name:
                 total.update({counter: life.get(counter, 0) for counter in COUNTERS})
-        lines.append(f"{name}: " + shown({one.replace("_", " "): total[one] for one in COUNTERS}))
+        done = {counter.replace("_", " "): total[counter] for counter in COUNTERS}
+        lines.append(f"{name}: {in_one_line(done)}")
     numbers = ("used_bytes", "capacity_bytes", "blobs", "evictions", "quarantined")
-    lines.append("tier: " + shown({one.replace("_", " "): tier[one] for one in numbers}))
+    lines.append("tier: " + in_one_line({one.replace("_", " "): tier[one] for one in numbers}))
     return lines
 
 
-def shown(value: Any) -> str:
-    """A bar's value in one line."""
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {one}" for name, one in value.items())
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-__all__ = ["KINDS", "growth", "make_bars", "make_outcome", "make_table", "memory"]
+__all__ = ["KINDS", "growth", "make_bars", "make_outcome", "make_table", "memory", "notes"]

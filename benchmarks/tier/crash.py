@@ -15,9 +15,7 @@ with what had been written. One directory goes through all of it.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import statistics
 import subprocess
@@ -26,25 +24,21 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 from rich.table import Table
 
-from benchmarks.common.command import ROOT
+from benchmarks.common.bars import Bar, at_most
+from benchmarks.common.benchmark import RESULTS, ROOT, Arguments, Benchmark, Measured, Options
+from benchmarks.common.table import new_table, show
 from benchmarks.tier.crash_writer import MOST_BYTES, WRITERS, blob_name, read_header
-from kvtier.bench.table import make_console
-from kvtier.environment import describe_environment
-from kvtier.errors import KvtierError, UsageError
 from kvtier_tierd.stores.base import BlobInfo
 from kvtier_tierd.stores.disk.medium import cost
 from kvtier_tierd.stores.disk.store import DiskStore
 
-SCHEMA_VERSION = 1
-OUT = ROOT / "benchmarks" / "results" / "tier-crash.json"
 CAPACITY_BYTES = 24 << 20
 LONGEST_RUN_S = 0.25
 KILLED_WHILE_STARTING = 0.1
@@ -131,58 +125,27 @@ class Journal:
         self.held[number] = possible.get(found, State(found, self.put_bytes))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0 when nothing failed, 1 when something did, 2 for bad input."""
-    options = parse_arguments(argv)
-    try:
-        document, outcome = run(options)
-    except UsageError as error:
-        print(f"benchmarks.tier.crash: error: {error}", file=sys.stderr)
-        return 2
-    except KvtierError as error:
-        print(f"benchmarks.tier.crash: {error}", file=sys.stderr)
-        return 1
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 1 if outcome.failures else 0
+def declare(arguments: Arguments) -> None:
+    arguments.whole("--kills", 1000, "how often a writer is killed")
+    arguments.add("--directory", type=Path, help="of the disk to try (a temporary directory)")
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.tier.crash", description=__doc__.split("\n")[0]
-    )
-    add = parser.add_argument
-    add("--out", type=Path, default=OUT, metavar="FILE", help="JSON of the outcome (%(default)s)")
-    add("--kills", type=int, default=1000, help="how often a writer is killed (%(default)s)")
-    add("--seed", type=int, default=0, help="of the writers and the moments (%(default)s)")
-    add("--directory", type=Path, help="of the disk to try (a temporary directory)")
-    return parser.parse_args(argv)
-
-
-def run(options: argparse.Namespace) -> tuple[dict[str, Any], Outcome]:
-    """Kill as often as asked and return the outcome, as a document and as it is."""
-    if options.kills < 1:
-        raise UsageError("--kills", "at least 1", options.kills)
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    environment = describe_environment(options.seed).model_dump()
+def run(options: Options) -> Measured:
+    """Kill as often as asked."""
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         outcome = kill_often(Path(directory) / "store", options.kills, options.seed)
     restart = summary(outcome.restart_s)
-    make_console().print(make_table(outcome, restart))
+    show(make_table(outcome, restart))
     counts = {key: value for key, value in asdict(outcome).items() if key != "restart_s"}
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "started_at": started,
-        "environment": environment,
-        "settings": {
-            "lmdb": version("lmdb"),
-            "capacity_bytes": CAPACITY_BYTES,
-            "writers": WRITERS,
-            "largest_blob_bytes": MOST_BYTES,
-            "longest_run_s": LONGEST_RUN_S,
-        },
-        "outcome": counts,
-        "restart_s": restart,
-    }, outcome
+    settings = {
+        "lmdb": version("lmdb"),
+        "capacity_bytes": CAPACITY_BYTES,
+        "writers": WRITERS,
+        "largest_blob_bytes": MOST_BYTES,
+        "longest_run_s": LONGEST_RUN_S,
+    }
+    figures = {"settings": settings, "outcome": counts, "restart_s": restart}
+    return Measured(figures, make_bars(outcome))
 
 
 def kill_often(directory: Path, kills: int, seed: int) -> Outcome:
@@ -258,19 +221,25 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
     }
 
 
+def make_bars(outcome: Outcome) -> list[Bar]:
+    """Nothing of what is claimed to be impossible happened."""
+    counts = {
+        "corrupt": outcome.corrupt,
+        "outdated": outcome.outdated,
+        "came back after delete": outcome.came_back,
+        "lost": outcome.lost,
+    }
+    return [at_most(f"blobs: {what}", count, 0) for what, count in counts.items()]
+
+
 def make_table(outcome: Outcome, restart: dict[str, float]) -> Table:
     """A line per question."""
-    table = Table(title=f"The disk store after {outcome.kills} times kill -9")
-    table.add_column("")
-    table.add_column("", justify="right")
+    table = new_table(f"The disk store after {outcome.kills} times kill -9", ("what", "how much"))
     rows = {
         "operations that returned": outcome.returned,
         "operations interrupted": outcome.interrupted,
         "blobs read back": outcome.blobs_read,
-        "corrupt": outcome.corrupt,
-        "outdated": outcome.outdated,
-        "came back after delete": outcome.came_back,
-        "lost": f"{outcome.lost} of {outcome.blobs_that_must_be_there}",
+        "blobs that had to be there": outcome.blobs_that_must_be_there,
         "restart, median": f"{restart['median'] * 1e3:.1f} ms",
         "restart, p99": f"{restart['p99'] * 1e3:.1f} ms",
     }
@@ -278,6 +247,16 @@ def make_table(outcome: Outcome, restart: dict[str, float]) -> Table:
         table.add_row(question, str(answer))
     return table
 
+
+BENCHMARK = Benchmark(
+    "tier.crash",
+    __doc__,
+    declare,
+    run,
+    out=RESULTS / "tier-crash.json",
+    seeded="of the writers and the moments",
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

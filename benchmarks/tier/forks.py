@@ -20,38 +20,30 @@ recent window.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from benchmarks.accuracy.compactor_contexts import LOOK_ALIKES, RecallContext, make_context
-from benchmarks.common.command import ROOT, run_command
-from benchmarks.common.recall_engine import DEMO_MODEL, PROFILE_FILE, worker_environment
+from benchmarks.common.bars import Bar
+from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
+from benchmarks.common.recall_arguments import add_model
+from benchmarks.common.recall_contexts import LOOK_ALIKES, RecallContext, make_context
+from benchmarks.common.recall_engine import PROFILE_FILE, bench_plan, worker_environment
 from benchmarks.common.remote import run_module
+from benchmarks.common.table import new_table, show
 from benchmarks.tier.forks_engine import Fork, Job, Served
-from kvtier.bench.options import parse_options
-from kvtier.bench.planning import make_plans
 from kvtier.bench.runner import LOCAL_TIER, TIER_VARIABLE, local_tier
 from kvtier.bench.schema import Plan
-from kvtier.bench.table import make_console
 from kvtier.config import Settings
-from kvtier.environment import describe_environment
 from kvtier.errors import UsageError
-from kvtier.sizes import parse_size
 from kvtier.synthetic.recall import score_answer
 
-SCHEMA_VERSION = 1
-OUT = ROOT / "benchmarks" / "results" / "tier-forks.json"
 QUESTIONS = 64
 # A fork has this much of the context in front of it, and a few facts to be asked about.
 LEAST_SHARE = 1 / 16
@@ -75,37 +67,16 @@ class Row(BaseModel):
     recomputed_equal: bool
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0 when every bar is met, 1 when one is not or an engine failed, 2 for bad
-    input."""
-    return run_command("tier_forks", parse_arguments(argv), run)
+def declare(arguments: Arguments) -> None:
+    add_model(arguments, "head_profile.json")
+    arguments.size("--len", "32k", "context tokens")
+    arguments.whole("--forks", 20, "random places")
+    arguments.number("--retention", 0.25, "share that CA heads keep", most=1, metavar="SHARE")
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.tier.forks", description=__doc__.split("\n")[0]
-    )
-    add = parser.add_argument
-    add("--out", type=Path, default=OUT, metavar="FILE", help="JSON of the outcome (%(default)s)")
-    add("--model-path", type=Path, default=DEMO_MODEL, help="a model of the recall language with "
-        "head_profile.json beside its weights")  # fmt: skip
-    add("--len", default="32k", help="context tokens (%(default)s)")
-    add("--forks", type=int, default=20, help="random places (%(default)s)")
-    add("--retention", type=float, default=0.25, help="share that CA heads keep (%(default)s)")
-    add("--seed", type=int, default=7, help="of context, places and questions (%(default)s)")
-    return parser.parse_args(argv)
-
-
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Serve the forks in every way and return the outcome."""
-    if not 0 < options.retention <= 1:
-        raise UsageError("--retention", "a number in (0, 1]", options.retention)
-    for name, least in (("forks", 1), ("seed", 0)):
-        if getattr(options, name) < least:
-            raise UsageError(f"--{name}", f"at least {least}", getattr(options, name))
-    tokens = parse_size(options.len, "--len")
-    environment = describe_environment(options.seed).model_dump()
-    started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+def run(options: Options) -> Measured:
+    """Serve the forks in every way."""
+    tokens = options.len
     context = make_context(LOOK_ALIKES, options.seed, 0, tokens, min(QUESTIONS, tokens // 64))
     forks = choose_forks(context, options.forks, options.seed)
     share = {"RETENTION": str(options.retention)}
@@ -114,24 +85,20 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     tiered = serve("kvtier", *arm, share | {"TIER": LOCAL_TIER}, held=True, forgets=True)
     cold = serve("kvtier", *arm, share, held=False, forgets=True)
     rows = make_rows(forks, whole, tiered, cold)
-    bars = make_bars(rows)
-    make_console().print(make_table(rows, bars))
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "started_at": started,
-        "wall_s": round(time.perf_counter() - began, 1),
-        "environment": environment,
-        "settings": {
-            "model": options.model_path.name,
-            "context_tokens": tokens,
-            "context_kind": LOOK_ALIKES,
-            "retention": options.retention,
-            "seed": options.seed,
-        },
+    show(make_table(rows))
+    settings = {
+        "model": options.model_path.name,
+        "context_tokens": tokens,
+        "context_kind": LOOK_ALIKES,
+        "retention": options.retention,
+        "seed": options.seed,
+    }
+    figures = {
+        "settings": settings,
         "context_bytes": {"full": whole.kv_bytes[0], "kvtier": sorted(set(tiered.kv_bytes))},
         "forks": [row.model_dump() for row in rows],
-        "bars": bars,
     }
+    return Measured(figures, make_bars(rows))
 
 
 def choose_forks(context: RecallContext, count: int, seed: int) -> list[Fork]:
@@ -199,8 +166,7 @@ def make_plan(policy: str, model: Path, tokens: int) -> Plan:
         "--model-path": str(model),
         "--head-profile": str(model / PROFILE_FILE),
     }
-    _, plans = make_plans(parse_options([part for flag in flags.items() for part in flag]))
-    return plans[0].plan
+    return bench_plan(flags)
 
 
 def make_rows(forks: Sequence[Fork], whole: Served, tiered: Served, cold: Served) -> list[Row]:
@@ -223,37 +189,35 @@ def make_rows(forks: Sequence[Fork], whole: Served, tiered: Served, cold: Served
     return rows
 
 
-def make_bars(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def make_bars(rows: Sequence[Row]) -> list[Bar]:
     """What has to hold, and whether it does."""
     equal = sum(row.equal for row in rows)
     below = sum(row.restored_ms < row.recomputed_ms for row in rows)
     restored = statistics.median(row.restored_ms for row in rows)
     recomputed = statistics.median(row.recomputed_ms for row in rows)
     return [
-        {
-            "bar": "forks whose tokens are those of the whole cache",
-            "value": f"{equal} of {len(rows)}",
-            "met": equal == len(rows),
-        },
-        {
-            "bar": "median TTFT below recomputing",
-            "value": f"{restored:.0f} ms against {recomputed:.0f} ms",
-            "met": restored < recomputed,
-        },
-        {
-            "bar": "forks whose TTFT is below recomputing",
-            "value": f"{below} of {len(rows)}",
-            "met": below == len(rows),
-        },
+        Bar(
+            "forks whose tokens are those of the whole cache",
+            f"{equal} of {len(rows)}",
+            equal == len(rows),
+        ),
+        Bar(
+            "median TTFT below recomputing",
+            f"{restored:.0f} ms against {recomputed:.0f} ms",
+            restored < recomputed,
+        ),
+        Bar(
+            "forks whose TTFT is below recomputing",
+            f"{below} of {len(rows)}",
+            below == len(rows),
+        ),
     ]
 
 
-def make_table(rows: Sequence[Row], bars: Sequence[Mapping[str, Any]]) -> Table:
-    """A line per fork, and the bars."""
-    lines = [f"{bar['bar']}: {bar['value']}{'' if bar['met'] else '  NOT MET'}" for bar in bars]
-    table = Table(title="Forks of a compressed context", caption="\n".join(lines))
-    for column in ("fork at", "not computed", "tokens", "restored", "recomputed", "", "held"):
-        table.add_column(column, justify="right")
+def make_table(rows: Sequence[Row]) -> Table:
+    """A line per fork."""
+    columns = ("fork at", "not computed", "tokens", "restored", "recomputed", "", "held")
+    table = new_table("Forks of a compressed context", columns, left=())
     for row in rows:
         table.add_row(
             f"{row.place}", f"{row.cached}",
@@ -263,6 +227,17 @@ def make_table(rows: Sequence[Row], bars: Sequence[Mapping[str, Any]]) -> Table:
         )  # fmt: skip
     return table
 
+
+BENCHMARK = Benchmark(
+    "tier.forks",
+    __doc__,
+    declare,
+    run,
+    out=RESULTS / "tier-forks.json",
+    seed=7,
+    seeded="of context, places and questions",
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from html import escape
 
 from kvtier.bench.charts import Series, line_chart
@@ -213,7 +214,7 @@ def _failures(document: Document) -> str:
 def _environment(document: Document) -> str:
     described = {
         "command": "python -m kvtier.bench " + " ".join(document.command),
-        "environment": document.environment.model_dump(mode="json"),
+        "environment": asdict(document.environment),
         "model": document.model,
         "settings": document.settings,
     }

@@ -6,6 +6,7 @@ Agreement is the Jaccard index with the first method's CA heads: heads in both /
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvtier.environment import describe_environment
@@ -41,7 +42,7 @@ def comparison_document(run: CalibrationRun) -> dict[str, Any]:
         **run.description,
         "prefill_seconds": round(run.prefill_seconds, 2),
         "methods": [_method(result, first) for result in run.results],
-        "environment": describe_environment(run.description["seed"]).model_dump(mode="json"),
+        "environment": asdict(describe_environment(run.description["seed"])),
     }
 
 

@@ -61,7 +61,7 @@ def test_shares_are_medians_of_choosing_over_the_whole_attention():
         "prefill_chunks_s": [10.0, 30.0, 60.0], "selection_s": [9.0, 4.0, 5.0],
         "merge_s": [6.0, 6.0, 1.0],
     }  # fmt: skip
-    assert [(bar["bar"], bar["value"], bar["met"]) for bar in choosing.make_bars(measured)] == [
+    assert [(bar.name, bar.value, bar.met) for bar in choosing.make_bars(measured)] == [
         ("selection / prefill attention", 0.05, True),
         ("merge / prefill attention", 0.06, True),
         ("selection + merge / prefill attention", 0.11, False),

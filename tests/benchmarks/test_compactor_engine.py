@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.accuracy import compactor_engine as side
-from benchmarks.common.recall_engine import DEMO_MODEL, PROFILE_FILE
+from benchmarks.common.recall_arguments import DEMO_MODEL
+from benchmarks.common.recall_engine import PROFILE_FILE
 from kvtier.config import Settings
 from kvtier.heads.profile import full_profile, load_profile
 from kvtier.pool_sizing import slot_bytes

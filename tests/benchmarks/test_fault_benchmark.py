@@ -86,8 +86,8 @@ def test_every_bar_can_be_missed(changes, unmet) -> None:
     kinds = (kind_outcome(), kind_outcome(**changes))
     outcome = Outcome(throughput=THROUGHPUT, kinds=kinds, integrity=(), slowest_request_s=1.0)
     bars = make_bars(outcome, faults=10)
-    assert [bar["bar"] for bar in bars if not bar["met"]] == unmet
-    assert make_table(outcome, bars).row_count == 2
+    assert [bar.name for bar in bars if not bar.met] == unmet
+    assert make_table(outcome).row_count == 2
 
 
 def test_throughput_is_the_median_of_lots_over_both_engines_of_an_arm() -> None:
@@ -96,7 +96,7 @@ def test_throughput_is_the_median_of_lots_over_both_engines_of_an_arm() -> None:
     outcome = Outcome(
         throughput=slow, kinds=(), integrity=("a slot has no owner",), slowest_request_s=1.0
     )
-    assert [bar["met"] for bar in make_bars(outcome, faults=0)][-2:] == [False, False]
+    assert [bar.met for bar in make_bars(outcome, faults=0)][-2:] == [False, False]
 
 
 def test_answers_of_two_passes_are_compared_turn_by_turn() -> None:

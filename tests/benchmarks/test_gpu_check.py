@@ -1,15 +1,73 @@
 """The GPU's check says what it lacks, and what failed does not hide what was measured."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from benchmarks.gpu import check as gpu_check
+from benchmarks.common.benchmark import ROOT
+from benchmarks.gpu.check import __main__ as gpu_check
+from benchmarks.gpu.check import processes
+from benchmarks.gpu.check.claims import make_bars
 
 
 def test_without_a_gpu_it_says_so(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_check.main([]) == 2
-    assert "a CUDA device is wanted" in capsys.readouterr().err
+    assert "expected a CUDA device" in capsys.readouterr().err
+
+
+# What a GPU machine has: torch with numpy, Triton, and nothing else that kvtier or its bench want.
+WITHOUT_PACKAGES = """
+import importlib.metadata, sys
+MISSING = {name.partition(".")[0] for name in sys.argv[2:]}
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in MISSING:
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Missing())
+import importlib
+sys.exit(importlib.import_module(sys.argv[1]).main([]))
+"""
+NOT_THERE = ("pydantic", "pydantic_settings", "rich", "xxhash", "redis", "platformdirs", "grpc",
+             "google", "sglang", "flashinfer", "transformers", "lmdb")  # fmt: skip
+
+
+@pytest.mark.parametrize("module", ["benchmarks.gpu.check.__main__", "benchmarks.gpu.sweep"])
+def test_it_starts_where_there_is_torch_and_triton_alone(module):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PACKAGES, module, *NOT_THERE],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "expected a CUDA device" in done.stderr
+
+
+def test_every_part_has_its_figures_and_lines(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def fail(asked):
+        raise RuntimeError("too much")
+
+    parts = {"planning": lambda _: {"host_us": 100.0}, "read_bytes_per_s": lambda _: 2e12,
+             "decode": fail}  # fmt: skip
+    monkeypatch.setattr(gpu_check, "PARTS", parts)
+    options = gpu_check.BENCHMARK.parse([])
+    *_, last = gpu_check.run(options)
+    assert last.figures["planning"] == {"host_us": 100.0}
+    assert last.figures["failures"] == {"decode": "RuntimeError: too much"}
+    assert {bar.name: bar.met for bar in last.bars} == {
+        "host planning of a step, us": True,
+        "decode: RuntimeError: too much": False,
+    }
+    assert "read bandwidth 2.00 TB/s" in capsys.readouterr().out
 
 
 def test_bars_are_met_and_missed_by_what_was_measured():
@@ -36,7 +94,7 @@ def test_bars_are_met_and_missed_by_what_was_measured():
         },
         "failures": {},
     }
-    met = {bar["bar"]: bar["met"] for bar in gpu_check.bars(document)}
+    met = {bar.name: bar.met for bar in make_bars(document)}
     name = row["shape"]
     assert met == {
         "the equivalence suite passes": True,
@@ -55,48 +113,46 @@ def test_bars_are_met_and_missed_by_what_was_measured():
 
 @pytest.mark.parametrize("part", ["peers", "flashinfer"])
 def test_a_part_that_wants_a_switch_says_so(part, capsys):
-    with pytest.raises(SystemExit) as ended:
-        gpu_check.main(["--parts", "equal", part])
-    assert ended.value.code == 2
-    assert f"--parts {part} wants --{part}" in capsys.readouterr().err
+    assert gpu_check.main(["--parts", "equal", part]) == 2
+    assert f"--parts: expected --{part} beside the part {part}" in capsys.readouterr().err
 
 
 def test_flashinfer_that_was_asked_for_and_failed_is_a_bar_that_is_not_met():
     times = dict.fromkeys(("retained_s", "voted_s", "full_s", "retained_bytes", "full_bytes"), 1)
     row = {"shape": "batch 1", "flashinfer_missing": "ImportError: x", **times}
-    met = {bar["bar"]: bar["met"] for bar in gpu_check.bars({"decode": [row], "failures": {}})}
+    met = {bar.name: bar.met for bar in make_bars({"decode": [row], "failures": {}})}
     assert met["batch 1: full KV by FlashInfer: ImportError: x"] is False
 
 
 def test_a_part_that_fails_is_a_bar_that_is_not_met():
-    (bar,) = gpu_check.bars({"failures": {"decode": "OutOfMemoryError: too much"}})
-    assert not bar["met"]
-    assert "OutOfMemoryError" in bar["bar"]
+    (bar,) = make_bars({"failures": {"decode": "OutOfMemoryError: too much"}})
+    assert not bar.met
+    assert "OutOfMemoryError" in bar.name
 
 
 @pytest.mark.engine
 def test_the_engines_part_gives_the_benchs_table(monkeypatch):
     small = ("--turns", "2", "--len", "1k", "--policies", "full,kvtier", "--device", "cpu")
-    monkeypatch.setattr(gpu_check, "ENGINE_ARGUMENTS", small)
+    monkeypatch.setattr(processes, "ENGINE_ARGUMENTS", small)
     # The limit is for a GPU machine's time; how long a busy CPU takes is not what is tested.
-    monkeypatch.setattr(gpu_check, "ENGINE_LIMIT_S", 1200)
-    found = gpu_check.run_engine()
+    monkeypatch.setattr(processes, "ENGINE_LIMIT_S", 1200)
+    found = processes.run_engine()
     assert found["ran"], found
     assert set(found["policies"]) == {"full", "kvtier"}
     assert found["policies"]["kvtier"]["kv_device_bytes"] > 0
-    (bar,) = gpu_check.bars({"engine": found, "failures": {}})
-    assert bar["met"]
+    (bar,) = make_bars({"engine": found, "failures": {}})
+    assert bar.met
 
 
 def test_an_engines_bench_that_cannot_start_says_why(monkeypatch):
-    monkeypatch.setattr(gpu_check, "ENGINE_ARGUMENTS", ("--len", "nonsense"))
+    monkeypatch.setattr(processes, "ENGINE_ARGUMENTS", ("--len", "nonsense"))
     with pytest.raises(RuntimeError, match="nonsense"):
-        gpu_check.run_engine()
+        processes.run_engine()
 
 
 def test_tests_that_take_too_long_leave_what_they_said(monkeypatch):
-    monkeypatch.setattr(gpu_check, "TESTS_LIMIT_S", 0.5)
-    found = gpu_check.run_tests(flashinfer=False)
+    monkeypatch.setattr(processes, "TESTS_LIMIT_S", 0.5)
+    found = processes.run_tests(flashinfer=False)
     assert found["ran"]
     assert not found["passed"]
     assert found["said"][-1] == "stopped after 0.5 s"

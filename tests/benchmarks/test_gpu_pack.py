@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.common.command import ROOT
+from benchmarks.common.benchmark import ROOT
 from benchmarks.gpu import pack as gpu_pack
 
 USES_THE_STUB = """
@@ -88,3 +88,25 @@ def test_every_packed_version_is_pinned() -> None:
     packed = plain(gpu_pack.PACKAGES.read_text())
     assert "sglang" in packed
     assert set(packed) <= set(plain((ROOT / "constraints.txt").read_text()))
+
+
+IMPORTED = """
+import sys
+import benchmarks.gpu.serving, benchmarks.gpu.serving_worker
+from importlib.metadata import packages_distributions
+found = packages_distributions()
+imported = [name for name, module in sys.modules.items() if getattr(module, "__file__", None)]
+for name in {name.partition(".")[0] for name in imported}:
+    print(*found.get(name, []), sep="\\n")
+"""
+# Of the GPU machine itself, or of any Python.
+TAKEN_FOR_GRANTED = {"torch", "triton", "transformers", "numpy", "setuptools", "kvtier"}
+
+
+def test_what_the_serving_benchmark_imports_is_packed_or_taken_for_granted() -> None:
+    command = [sys.executable, "-c", IMPORTED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {line.lower().replace("_", "-") for line in done.stdout.split()}
+    packed = gpu_pack.PACKAGES.read_text().lower().replace("_", "-").splitlines()
+    assert "pydantic" in imported
+    assert imported - TAKEN_FOR_GRANTED <= set(packed)

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.cost import masked
-from benchmarks.gpu import check as gpu_check
-from benchmarks.gpu.peer_kernels import (
+from benchmarks.common.peer_kernels import (
     COMPACTOR_FILE,
     KVPRESS_FILE,
     PAGE_TOKENS,
@@ -24,6 +22,9 @@ from benchmarks.gpu.peer_kernels import (
     to_masked,
     to_pages,
 )
+from benchmarks.cost import masked
+from benchmarks.gpu.check import __main__ as gpu_check
+from benchmarks.gpu.check.claims import make_bars
 from kvtier_kernels import RaggedKV, get_kernels
 
 SCALE = 0.2
@@ -147,7 +148,7 @@ def test_peers_are_bars_and_one_that_did_not_run_is_not_met():
         "peers": {"compactor_vllm": [row], "missing": {"kvpress": "FileNotFoundError: x"}},
         "failures": {},
     }
-    assert {bar["bar"]: bar["met"] for bar in gpu_check.bars(document)} == {
+    assert {bar.name: bar.met for bar in make_bars(document)} == {
         "batch 1: compactor-vllm's kernel, largest difference": True,
         "batch 1: compactor-vllm's kernel, our time / its": False,
         "kvpress did not run: FileNotFoundError: x": False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.accuracy.quality import DENSITIES, all_contexts, main, make_rows
+from benchmarks.accuracy.quality import DENSITIES, all_contexts, main, make_bars, make_rows
 from benchmarks.common.recall_engine import Asked
 from kvtier.bench.schema import RetainedTurn
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE
@@ -29,8 +29,7 @@ def test_rows_are_means_over_the_contexts_of_a_kind() -> None:
     assert (a.kind, a.nll, a.predicted, a.kv_ratio) == ("a", 2.5, 0.95, 4.0)
     assert a.kept_share == pytest.approx(0.3)
     assert (a.recall, a.full_recall) == (0.625, 0.75)
-    assert not a.holds
-    assert b.holds
+    assert [bar.met for bar in make_bars([a, b])] == [False, True]
 
 
 def test_every_kind_has_its_contexts_and_dense_ones_have_more_code_words() -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy.compactor_contexts import STANDING_OUT, make_context
 from benchmarks.common import recall_engine as side
+from benchmarks.common.recall_arguments import DEMO_MODEL
+from benchmarks.common.recall_contexts import STANDING_OUT, make_context
 from kvtier.bench.engine import Answer, EngineError
 from kvtier.bench.schema import Occupancy, RetainedTurn
 
@@ -76,7 +77,7 @@ def test_an_answer_from_recomputed_kv_does_not_count() -> None:
 def test_the_worker_gets_the_settings_and_no_stray_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = side.make_plan(side.DEMO_MODEL, [CONTEXT], side.DEMO_MODEL / side.PROFILE_FILE)
+    plan = side.make_plan(DEMO_MODEL, [CONTEXT], DEMO_MODEL / side.PROFILE_FILE)
     monkeypatch.setenv("KVTIER_STRAY", "1")
     environment = side.worker_environment(tmp_path, plan, {"RETENTION": "0.25", "SINK_TOKENS": "8"})
     assert environment["KVTIER_RETENTION"] == "0.25"
@@ -87,7 +88,7 @@ def test_the_worker_gets_the_settings_and_no_stray_one(
 
 
 def test_the_plan_holds_the_context_and_every_question() -> None:
-    plan = side.make_plan(side.DEMO_MODEL, [CONTEXT], side.DEMO_MODEL / side.PROFILE_FILE)
+    plan = side.make_plan(DEMO_MODEL, [CONTEXT], DEMO_MODEL / side.PROFILE_FILE)
     asked = sum(len(q.prompt_ids) + len(q.answer_ids) + 1 for q in CONTEXT.questions)
     assert plan.pools.max_total_tokens >= len(CONTEXT.context_ids) + asked
     assert plan.engine_args["attention_backend"] == "kvtier"

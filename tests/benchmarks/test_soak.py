@@ -519,15 +519,15 @@ def compared(**changes) -> dict:
 )  # fmt: skip
 def test_every_bar_can_be_missed(changes, unmet) -> None:
     bars = make_bars(outcome(**changes), most_growth=0.1)
-    assert [bar["bar"] for bar in bars if not bar["met"]] == unmet
-    assert make_table(outcome(**changes), bars).row_count == len(KINDS) + 1
+    assert [bar.name for bar in bars if not bar.met] == unmet
+    assert make_table(outcome(**changes)).row_count == len(KINDS) + 1
 
 
 def test_rules_that_share_no_kv_need_not_have_shared_any() -> None:
     found = {kind: one for kind, one in compared().items() if kind != MOVED}
     lives = [life(rule=EVERYTHING), life(engine="B", rule="quality target")]
     bars = make_bars(outcome(compared=found, engines=lives), most_growth=0.1)
-    assert all(bar["met"] for bar in bars)
+    assert all(bar.met for bar in bars)
 
 
 def test_bad_input_is_refused_by_name(capsys) -> None:

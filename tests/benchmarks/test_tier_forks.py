@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy.compactor_contexts import LOOK_ALIKES, make_context
+from benchmarks.common.recall_contexts import LOOK_ALIKES, make_context
 from benchmarks.tier import forks as tier_forks
 from benchmarks.tier.forks import choose_forks, make_bars, make_rows, make_table
 from benchmarks.tier.forks_engine import Fork, ForkAnswer, Job, Served, serve
@@ -79,9 +79,9 @@ def test_a_fork_with_other_tokens_or_a_slower_one_is_said() -> None:
     rows = make_rows(forks, arm((7, 1), (8, 1)), arm((7, 2), (9, 40)), arm((7, 20), (8, 30)))
     assert [row.equal for row in rows] == [True, False]
     bars = make_bars(rows)
-    assert [bar["value"] for bar in bars] == ["1 of 2", "21 ms against 25 ms", "1 of 2"]
-    assert [bar["met"] for bar in bars] == [False, True, False]
-    assert make_table(rows, bars).row_count == 2
+    assert [bar.value for bar in bars] == ["1 of 2", "21 ms against 25 ms", "1 of 2"]
+    assert [bar.met for bar in bars] == [False, True, False]
+    assert make_table(rows).row_count == 2
 
 
 @pytest.mark.parametrize(

@@ -624,7 +624,7 @@ def test_the_command_writes_what_it_saw(tmp_path):
     assert tier_crash.main(options) == 0
     assert '"corrupt": 0' in (tmp_path / "out.json").read_text()
     assert tier_crash.main(["--kills", "0"]) == 2
-    assert isinstance(tier_crash.parse_arguments([]), Namespace)
+    assert isinstance(tier_crash.BENCHMARK.parse([]), Namespace)
 
 
 def test_readers_that_go_before_the_payload_is_there_give_its_memory_back_when_it_is(tmp_path):

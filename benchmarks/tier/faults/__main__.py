@@ -26,19 +26,18 @@ copied for a tier that may be back soon (HOLD_S in kvtier/tier/link/link.py).
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.command import ROOT, run_command
-from benchmarks.common.recall_engine import DEMO_MODEL
+from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
+from benchmarks.common.recall_arguments import add_model
 from benchmarks.common.remote import Remote
+from benchmarks.common.table import show
 from benchmarks.tier.faults.kinds import KINDS, Kind, Where
 from benchmarks.tier.faults.load import (
     LONGEST,
@@ -65,15 +64,11 @@ from benchmarks.tier.faults.report import (
     differing,
     make_bars,
     make_table,
+    notes,
     outcome_of_kind,
 )
 from kvtier.bench.runner import terminated_as_interrupted
-from kvtier.bench.table import make_console
-from kvtier.environment import describe_environment
-from kvtier.errors import UsageError
 
-SCHEMA_VERSION = 1
-OUT = ROOT / "benchmarks" / "results" / "tier-faults.json"
 SESSIONS = 24
 # Of CLIENTS requests each.
 ROUND_LOTS = 10
@@ -86,34 +81,21 @@ LOOK_S = 0.2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0 when every bar is met, 1 when one is not or an engine failed, 2 for bad
-    input."""
+    """The command; a SIGTERM ends all engines and services, too."""
     with terminated_as_interrupted():
-        return run_command("tier_faults", parse_arguments(argv), run)
+        return BENCHMARK.main(argv)
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.tier.faults", description=__doc__.split("\n")[0]
-    )
-    add = parser.add_argument
-    add("--out", type=Path, default=OUT, metavar="FILE", help="JSON of the outcome (%(default)s)")
-    add("--model-path", type=Path, default=DEMO_MODEL, help="a model of the recall language")
-    add("--faults", type=int, default=1000, help="of each kind (%(default)s)")
-    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="(all)")
-    add("--sessions", type=int, default=SESSIONS, help="different ones (%(default)s)")
-    add("--rounds", type=int, default=8, help="of throughput (%(default)s)")
-    add("--seed", type=int, default=0, help="of sessions, load and faults (%(default)s)")
-    return parser.parse_args(argv)
+def declare(arguments: Arguments) -> None:
+    add_model(arguments)
+    arguments.whole("--faults", 1000, "of each kind")
+    arguments.add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="(all)")
+    arguments.whole("--sessions", SESSIONS, "different ones")
+    arguments.whole("--rounds", 8, "of throughput", least=0)
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Serve, fail, and return the outcome."""
-    for name, least in (("faults", 1), ("sessions", 1), ("rounds", 0), ("seed", 0)):
-        if getattr(options, name) < least:
-            raise UsageError(f"--{name}", f"at least {least}", getattr(options, name))
-    environment = describe_environment(options.seed).model_dump()
-    started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+def run(options: Options) -> Measured:
+    """Serve without a tier, and then with one that fails."""
     sessions = make_sessions(options.sessions, options.seed)
     with tempfile.TemporaryDirectory(prefix="kvtier-faults-") as name:
         answers, throughput = without_a_tier(options, sessions, Path(name))
@@ -124,37 +106,30 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         integrity=tuple(last["integrity"]),
         slowest_request_s=last["slowest_s"],
     )
-    bars = make_bars(outcome, options.faults)
-    make_console().print(make_table(outcome, bars))
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "started_at": started,
-        "wall_s": round(time.perf_counter() - began, 1),
-        "environment": environment,
-        "settings": {
-            "model": options.model_path.name,
-            "faults_of_each_kind": options.faults,
-            "sessions": options.sessions,
-            "context_tokens": [SHORTEST, LONGEST],
-            "turns": TURNS,
-            "requests_at_a_time": CLIENTS,
-            "visits_under_way": VISITS,
-            "engine_threads": ENGINE_THREADS,
-            "device_tokens": DEVICE_TOKENS,
-            "tier_span_tokens": SPAN_TOKENS,
-            "tier_timeout_s": TIMEOUT_S,
-            "seed": options.seed,
-        },
-        "outcome": outcome.model_dump(),
-        "bars": bars,
+    show(make_table(outcome), notes(outcome))
+    settings = {
+        "model": options.model_path.name,
+        "faults_of_each_kind": options.faults,
+        "sessions": options.sessions,
+        "context_tokens": [SHORTEST, LONGEST],
+        "turns": TURNS,
+        "requests_at_a_time": CLIENTS,
+        "visits_under_way": VISITS,
+        "engine_threads": ENGINE_THREADS,
+        "device_tokens": DEVICE_TOKENS,
+        "tier_span_tokens": SPAN_TOKENS,
+        "tier_timeout_s": TIMEOUT_S,
+        "seed": options.seed,
     }
+    figures = {"settings": settings, "outcome": outcome.model_dump()}
+    return Measured(figures, make_bars(outcome, options.faults))
 
 
 def without_a_tier(
-    options: argparse.Namespace, sessions: Sequence[LoadSession], folder: Path
+    options: Options, sessions: Sequence[LoadSession], folder: Path
 ) -> tuple[Answers, Throughput]:
     """What every turn has to say; and the same requests with no tier and a dead one."""
-    arms = ({}, {"TIER": free_address()})
+    arms: tuple[Mapping[str, str], ...] = ({}, {"TIER": free_address()})
     with ExitStack() as stack:
         engines = []
         for number, settings in enumerate(arms * ENGINES if options.rounds else arms[:1]):
@@ -196,7 +171,7 @@ def in_turns(engines: Sequence[Remote], rounds: int, seed: int) -> list[list[dic
 
 
 def under_faults(
-    options: argparse.Namespace, sessions: Sequence[LoadSession], answers: Answers, folder: Path
+    options: Options, sessions: Sequence[LoadSession], answers: Answers, folder: Path
 ) -> tuple[tuple[KindOutcome, ...], dict[str, Any]]:
     """Every kind, in one engine that serves through all of it; and its last tally."""
     mine = folder / "faults"
@@ -265,6 +240,15 @@ def wait_for_use(engine: Remote, since: dict[str, Any] | None = None) -> dict[st
             used_s = now
     return {"tally": tally, "closed_s": closed_s, "used_s": used_s}
 
+
+BENCHMARK = Benchmark(
+    "tier.faults",
+    __doc__,
+    declare,
+    run,
+    out=RESULTS / "tier-faults.json",
+    seeded="of sessions, load and faults",
+)
 
 if __name__ == "__main__":
     sys.exit(main())

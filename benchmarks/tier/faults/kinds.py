@@ -100,7 +100,7 @@ class Kind(ABC):
 
     def options(self, **more: Any) -> TierOptions:
         store = MemoryOptions(MEMORY_BYTES)
-        right = {"listen": self.where.address, "store": store, "insecure": True}
+        right: dict[str, Any] = {"listen": self.where.address, "store": store, "insecure": True}
         return TierOptions(**right | more)
 
     def wait_for(self, count: Callable[[], int], wanted: int) -> bool:

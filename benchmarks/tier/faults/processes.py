@@ -11,7 +11,7 @@ import random
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, MutableSequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -84,7 +84,9 @@ def tier_service(ready: Connection, options: TierOptions) -> None:
     _run(serve())
 
 
-def meddling_proxy(ready: Connection, listen: str, target: str, dials: Any, seed: int) -> None:
+def meddling_proxy(
+    ready: Connection, listen: str, target: str, dials: MutableSequence[int], seed: int
+) -> None:
     """A Meddling proxy in this process."""
 
     async def serve() -> None:
@@ -112,9 +114,10 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
         uvloop.run(main)
 
 
-def new_dials() -> Any:
+def new_dials() -> MutableSequence[int]:
     """Integers that a parent and its Meddling proxy share."""
-    return FORKS.RawArray("q", DIALS)
+    dials: MutableSequence[int] = FORKS.RawArray("q", DIALS)
+    return dials
 
 
 def free_address() -> str:

@@ -15,7 +15,7 @@ import random
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Iterator, MutableSequence
+from collections.abc import AsyncIterator, Generator, MutableSequence
 from contextlib import suppress
 from typing import Any
 
@@ -116,13 +116,14 @@ class Meddling(grpc.GenericRpcHandler):
     ) -> AsyncIterator[bytes]:
         began = time.perf_counter()
         metadata = [(k, v) for k, v in context.invocation_metadata() if k == NAMESPACE_METADATA]
-        call = self._channel.stream_stream(method)(
-            timeout=context.time_remaining(), metadata=metadata
-        )
+        passing: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
+        passing = self._channel.stream_stream(method)
+        call = passing(timeout=context.time_remaining(), metadata=metadata)
         onward = asyncio.create_task(_forward(requests, call))
         damage = self._damage() if method.endswith("/Get") else None
         try:
             while (response := await call.read()) is not grpc.aio.EOF:
+                assert isinstance(response, bytes)
                 yield response if damage is None else damage.send(response)
             if (code := await call.code()) is not grpc.StatusCode.OK:
                 await context.abort(code, await call.details())
@@ -143,14 +144,14 @@ class Meddling(grpc.GenericRpcHandler):
             raise
         self._dials[SLOWED] += 1
 
-    def _damage(self) -> Any:
+    def _damage(self) -> Generator[bytes, bytes, None]:
         """Takes the messages of a Get and gives them back, some payloads damaged."""
         pieces = self._damaging()
         next(pieces)
         return pieces
 
-    def _damaging(self) -> Iterator[bytes]:
-        at = {"place": None, "position": 0, "kind": INTACT}
+    def _damaging(self) -> Generator[bytes, bytes, None]:
+        at: dict[str, Any] = {"place": None, "position": 0, "kind": INTACT}
         share = DAMAGED if self._chance.random() < CALLS_DAMAGED else 0.0
         given = b""
         for _ in itertools.count():

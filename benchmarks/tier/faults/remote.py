@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.remote import Remote, running_module
+from benchmarks.common.remote import Remote, clean_environment, running_module
 from benchmarks.tier.faults.engine import EngineJob
 from benchmarks.tier.faults.load import LoadSession
 from kvtier.config import ENV_PREFIX
@@ -47,8 +46,7 @@ def running_engine(
         engine=engine_args(model), sessions=tuple(sessions), clients=CLIENTS, visits=VISITS
     )
     (folder / "job.json").write_text(job.model_dump_json())
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
-    environment["OMP_NUM_THREADS"] = str(ENGINE_THREADS)
+    environment = clean_environment() | {"OMP_NUM_THREADS": str(ENGINE_THREADS)}
     for name, value in {**SETTINGS, **own, **settings}.items():
         environment[ENV_PREFIX + name] = str(value)
     with running_module(

@@ -10,6 +10,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
+from benchmarks.common.bars import Bar, at_least
+from benchmarks.common.table import new_table
 from benchmarks.tier.faults.kinds import Kind
 from benchmarks.tier.faults.load import Answers
 
@@ -149,54 +151,52 @@ def _more(name: str, before: Mapping[str, int], after: Mapping[str, int]) -> int
     return after.get(name, 0) - before.get(name, 0)
 
 
-def make_bars(outcome: Outcome, faults: int) -> list[dict[str, Any]]:
+def make_bars(outcome: Outcome, faults: int) -> list[Bar]:
     """What has to hold, and whether it does."""
     kinds, throughput = outcome.kinds, outcome.throughput
     fewest = min((kind.events for kind in kinds), default=0)
     failed = sum(kind.failed for kind in kinds) + throughput.failed
     wrong = sum(kind.wrong for kind in kinds) + throughput.wrong
+    closed, used = ([one.closed_s for one in kinds], [one.used_s for one in kinds])
+    integrity = list(outcome.integrity)
     bars = [
-        ("faults of each kind", f"{fewest} or more", fewest >= faults),
-        ("failed requests", failed, failed == 0),
-        ("turns with wrong tokens", wrong, wrong == 0),
-        _recovery(
-            "breaker closed by itself after every kind",
-            [k.closed_s for k in kinds],
-            LONGEST_CLOSING_S,
-        ),
-        _recovery("puts and restores again after every kind", [k.used_s for k in kinds]),
-        ("the engine's accounts", list(outcome.integrity) or "sound", not outcome.integrity),
+        Bar("faults of each kind", f"{fewest} or more", fewest >= faults, f"at least {faults}"),
+        Bar("failed requests", failed, failed == 0),
+        Bar("turns with wrong tokens", wrong, wrong == 0),
+        _recovery("breaker closed by itself after every kind", closed, LONGEST_CLOSING_S),
+        _recovery("puts and restores again after every kind", used),
+        Bar("the engine's accounts", integrity or "sound", not integrity),
     ]
     if throughput.ratio is not None:
-        met = throughput.ratio >= LEAST_THROUGHPUT
-        bars.append(("throughput, tier down / no tier", f"{throughput.ratio:.3f}", met))
-    return [{"bar": bar, "value": value, "met": met} for bar, value, met in bars]
+        bars.append(at_least("throughput, tier down / no tier", throughput.ratio, LEAST_THROUGHPUT))
+    return bars
 
 
-def _recovery(
-    bar: str, seconds: Sequence[float | None], longest_s: float = math.inf
-) -> tuple[str, str, bool]:
+def _recovery(name: str, seconds: Sequence[float | None], longest_s: float = math.inf) -> Bar:
     never = seconds.count(None)
     slowest = max((one for one in seconds if one is not None), default=0.0)
     value = f"within {slowest:.1f} s" + (f", {never} times not at all" if never else "")
-    return bar, value, not never and slowest <= longest_s
+    wanted = "" if longest_s == math.inf else f"at most {longest_s:g} s"
+    return Bar(name, value, not never and slowest <= longest_s, wanted)
 
 
-def make_table(outcome: Outcome, bars: Sequence[Mapping[str, Any]]) -> Table:
-    """A line per kind, and the bars."""
-    lines = [f"{bar['bar']}: {bar['value']}{'' if bar['met'] else '  NOT MET'}" for bar in bars]
+def notes(outcome: Outcome) -> list[str]:
+    """What two engines without a tier differ by: a run can tell no smaller difference."""
     throughput = outcome.throughput
-    lines.append(
+    lines = [
         f"of {throughput.answers} turns asked twice without a tier, "
         f"{throughput.answers_that_differ_between_passes} were answered differently"
-    )
+    ]
     if throughput.alike is not None:
         lines.append(f"throughput of two engines without a tier: {throughput.alike:.3f}")
-    table = Table(title="An engine whose tier fails", caption="\n".join(lines))
+    return lines
+
+
+def make_table(outcome: Outcome) -> Table:
+    """A line per kind."""
     columns = ("", "faults", "in", "requests", "failed", "wrong", "restored", "calls hit", "opened",
                "closed after", "in use after")  # fmt: skip
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left")
+    table = new_table("An engine whose tier fails", columns)
     for kind in outcome.kinds:
         table.add_row(
             kind.name, f"{kind.events}", f"{kind.during_s:.0f} s", f"{kind.requests}",

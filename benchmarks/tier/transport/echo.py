@@ -15,6 +15,7 @@ import functools
 import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
+from unittest import mock
 
 import grpc
 
@@ -73,7 +74,7 @@ class EchoService(TierService):
         return b""
 
     def handlers(self) -> list[grpc.GenericRpcHandler]:
-        echo = {
+        echo: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Get": grpc.unary_stream_rpc_method_handler(
                 self.echo_get, pb.GetRequest.FromString, pb.GetResponse.SerializeToString
             ),
@@ -81,7 +82,7 @@ class EchoService(TierService):
                 self.echo_put, pb.PutRequest.FromString, pb.PutResponse.SerializeToString
             ),
         }
-        raw = {
+        raw: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Get": grpc.unary_stream_rpc_method_handler(self.raw_get),
             "Put": grpc.stream_unary_rpc_method_handler(self.raw_put),
         }
@@ -134,18 +135,24 @@ class EchoClient(TierClient):
 
     def raw_get(self, num_bytes: int, count: int) -> None:
         request = pb.GetRequest(keys=[size_key(num_bytes)] * count).SerializeToString()
-        for _ in self._connection.channel.unary_stream(f"/{RAW}/Get")(request):
+        get: grpc.UnaryStreamMultiCallable[bytes, bytes] = self._connection.channel.unary_stream(
+            f"/{RAW}/Get"
+        )
+        for _ in get(request):
             pass
 
     def raw_put(self, num_bytes: int) -> None:
         messages = raw_messages(pb.PutRequest, num_bytes, self._chunk_bytes)
-        self._connection.channel.stream_unary(f"/{RAW}/Put")(iter(messages))
+        put: grpc.StreamUnaryMultiCallable[bytes, bytes] = self._connection.channel.stream_unary(
+            f"/{RAW}/Put"
+        )
+        put(iter(messages))
 
 
 def main() -> int:
     """The service's own command line, with a server that keeps nothing."""
-    cli.TierServer = EchoServer  # type: ignore[misc]
-    return cli.run()
+    with mock.patch.object(cli, "TierServer", EchoServer):
+        return cli.run()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from benchmarks.common.timing import seconds
 from benchmarks.tier.transport.echo import EchoClient
 from kvtier.errors import TierIntegrityError
 from kvtier.tier.blobs.payload import Digest, record_layout
@@ -37,36 +39,34 @@ class Bytes:
     def num_bytes(self) -> int:
         return self.blob_bytes * self.count
 
-    def _part(self, array: np.ndarray, position: int) -> memoryview:
-        return memoryview(array)[position * self.blob_bytes : (position + 1) * self.blob_bytes]
+    def _part(self, array: NDArray[np.uint8], position: int) -> memoryview:
+        return array.data[position * self.blob_bytes : (position + 1) * self.blob_bytes]
 
     def land(self, offer: Offer) -> memoryview:
         return self._part(self.landing, offer.position)
 
     def memcpy(self) -> float:
-        began = time.perf_counter()
-        np.copyto(self.landing, self.source)
-        return time.perf_counter() - began
+        return seconds(lambda: np.copyto(self.landing, self.source))
 
     def put(self, client: TierClient) -> float:
         """All of them, which are not held before."""
         client.delete(self.keys)
         began = time.perf_counter()
         stored = [client.put(blob) for blob in self.blobs]
-        seconds = time.perf_counter() - began
+        taken = time.perf_counter() - began
         if not all(stored):
             raise TierIntegrityError("a put that stored nothing")
-        return seconds
+        return taken
 
     def get(self, client: TierClient) -> float:
         """All of them in one call, verified as ever and then compared, too."""
         self.landing[:: self.blob_bytes] ^= 1
         began = time.perf_counter()
         landed = client.get(self.keys, self.land, self.num_bytes)
-        seconds = time.perf_counter() - began
+        taken = time.perf_counter() - began
         if {*landed} != {Landing.LANDED} or not np.array_equal(self.landing, self.source):
             raise TierIntegrityError("a get that landed something else")
-        return seconds
+        return taken
 
 
 def throughput_paths(
@@ -90,10 +90,10 @@ def throughput_paths(
         "stream get": lambda: data.get(stream),
         "tls put": lambda: data.put(tls),
         "tls get": lambda: data.get(tls),
-        "echo put": lambda: timed(echo_put),
-        "echo get": lambda: timed(lambda: echo.echo_get(data.blob_bytes, data.count)),
-        "raw put": lambda: timed(raw_put),
-        "raw get": lambda: timed(lambda: echo.raw_get(data.blob_bytes, data.count)),
+        "echo put": lambda: seconds(echo_put),
+        "echo get": lambda: seconds(lambda: echo.echo_get(data.blob_bytes, data.count)),
+        "raw put": lambda: seconds(raw_put),
+        "raw get": lambda: seconds(lambda: echo.raw_get(data.blob_bytes, data.count)),
     }
 
 
@@ -105,12 +105,6 @@ def checksum_paths(data: Bytes, stream: TierClient, shared: TierClient) -> dict[
         "shared put": lambda: digest_share(lambda: data.put(shared)),
         "shared get": lambda: digest_share(lambda: data.get(shared)),
     }
-
-
-def timed(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 def in_rounds(paths: dict[str, Path], rounds: int) -> dict[str, list[float]]:
@@ -131,8 +125,8 @@ def in_rounds(paths: dict[str, Path], rounds: int) -> dict[str, list[float]]:
 def digest_share(call: Path) -> float:
     """The share of a call's seconds that the checksum takes, of client and caller together."""
     with digest_seconds() as spent:
-        seconds = call()
-    return sum(spent) / seconds
+        taken = call()
+    return sum(spent) / taken
 
 
 @contextmanager

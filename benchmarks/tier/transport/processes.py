@@ -15,7 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from benchmarks.common.command import ROOT
+from benchmarks.common.benchmark import ROOT
 from kvtier.errors import TierUnavailableError
 from kvtier.tier.client import TlsFiles
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from benchmarks.common.bars import Bar
+from benchmarks.common.table import new_table
 from benchmarks.tier.transport.paths import Bytes, paired
 from kvtier.sizes import format_bytes, format_size
 
@@ -117,14 +119,14 @@ def churn_row(found: dict[str, Any]) -> Row:
     )
 
 
+def make_bars(rows: Sequence[Row]) -> list[Bar]:
+    """The lines of which something is claimed."""
+    return [Bar(row.what, row.value, row.met, row.compared) for row in rows if row.met is not None]
+
+
 def make_table(rows: Sequence[Row]) -> Table:
     """A line per measurement."""
-    table = Table(title="The tier's transport, medians over rounds")
-    table.add_column("")
-    for column in ("", "range", "claimed"):
-        table.add_column(column, justify="right")
-    table.add_column("met")
+    table = new_table("The tier's transport, medians over rounds", ("path", "", "range", "claimed"))
     for row in rows:
-        met = {None: "", True: "yes", False: "NO"}[row.met]
-        table.add_row(row.what, row.value, row.spread, row.compared, met)
+        table.add_row(row.what, row.value, row.spread, row.compared)
     return table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import threading
@@ -12,6 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import timing
+from benchmarks.common.arguments import Options
 from benchmarks.tier.transport.hammer import IN_FLIGHT, QUOTA_BLOBS
 from benchmarks.tier.transport.load import (
     capacity,
@@ -20,7 +21,7 @@ from benchmarks.tier.transport.load import (
     quantile,
     quantiles,
 )
-from benchmarks.tier.transport.paths import LAYOUT, Bytes, timed
+from benchmarks.tier.transport.paths import LAYOUT, Bytes
 from benchmarks.tier.transport.processes import SERVICE, hammering, resident_bytes, serving
 from benchmarks.tier.transport.rows import Row, churn_row, described, neighbour_rows
 from kvtier.errors import TierIntegrityError
@@ -63,7 +64,7 @@ def getting(data: Bytes, client: TierClient) -> Any:
     return get
 
 
-def measure_latency(data: Bytes, options: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
+def measure_latency(data: Bytes, options: Options, rows: list[Row]) -> dict[str, Any]:
     """The latency of getting one blob, at shares of what the path can do."""
     found: dict[str, Any] = {}
     for path in ("stream", "shared"):
@@ -83,7 +84,7 @@ def measure_latency(data: Bytes, options: argparse.Namespace, rows: list[Row]) -
     return found
 
 
-def measure_neighbour(data: Bytes, options: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
+def measure_neighbour(data: Bytes, options: Options, rows: list[Row]) -> dict[str, Any]:
     """p99 of gets beside a neighbour at his limits: with a rate, and without one."""
     outcome = {}
     for what, rate in (
@@ -98,7 +99,7 @@ def measure_neighbour(data: Bytes, options: argparse.Namespace, rows: list[Row])
     return outcome
 
 
-def measure_beside(data: Bytes, bounds: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure_beside(data: Bytes, bounds: str, options: Options) -> dict[str, Any]:
     """p99 alone, beside a neighbour at his limits, and beside the same one at another service.
 
     The last one takes as much of the processor; what it does not explain is the service's doing.
@@ -130,9 +131,9 @@ def measure_beside(data: Bytes, bounds: str, options: argparse.Namespace) -> dic
 
 def closed_loop(get: Any, seconds: float) -> list[float]:
     until = time.perf_counter() + seconds
-    latencies = [timed(get)]
+    latencies = [timing.seconds(get)]
     while time.perf_counter() < until:
-        latencies.append(timed(get))
+        latencies.append(timing.seconds(get))
     return latencies
 
 
@@ -142,7 +143,7 @@ def p99(values: Sequence[float]) -> float:
     return max(values) if found is None else found
 
 
-def measure_churn(data: Bytes, options: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
+def measure_churn(data: Bytes, options: Options, rows: list[Row]) -> dict[str, Any]:
     """What a service holds while blobs come and go on both paths, far more than fit."""
     cap = parse_size(options.churn_memory, "--churn-memory")
     with ExitStack() as stack:
@@ -159,8 +160,8 @@ def measure_churn(data: Bytes, options: argparse.Namespace, rows: list[Row]) -> 
                 break
             client, key = clients[number % 2], number.to_bytes(32, "big")
             size = chance.randint(1, data.blob_bytes)
-            client.put(Blob(key, LAYOUT, [memoryview(data.source)[:size]]))
-            client.get([key], lambda offer: memoryview(data.landing)[: offer.num_bytes], size)
+            client.put(Blob(key, LAYOUT, [data.source.data[:size]]))
+            client.get([key], lambda offer: data.landing.data[: offer.num_bytes], size)
             put_bytes += size
             peak = max(peak, resident_bytes(service.pid, path))
         evictions = clients[0].stats().evictions

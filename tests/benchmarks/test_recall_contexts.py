@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.accuracy.compactor_contexts import (
+from benchmarks.common.recall_contexts import (
     FACTS_PER_QUESTION,
     KINDS,
     LOOK_ALIKES,

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cost.choosing_context import SINK_TOKENS
+from benchmarks.common.llama import SINK_TOKENS
 from kvtier_kernels import AttentionKernels, RaggedKV
 
 COMPACTOR_FILE = "compactor-vllm/src/compactor_vllm/attention/sparse_decode_kernel.py"
@@ -59,7 +59,7 @@ def decode_classes(
     scale: float,
 ) -> torch.Tensor:
     """Ours: q and the outcome `[requests, heads, group, dim]`, heads of all classes in a row."""
-    parts = q.split([one.k.shape[1] for one in kv], dim=1)
+    parts = torch.split(q, [one.k.shape[1] for one in kv], dim=1)
     outs = [
         kernels.decode(part, one, plan, scale).o
         for part, one, plan in zip(parts, kv, plans, strict=True)

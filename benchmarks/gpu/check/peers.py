@@ -15,17 +15,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.cost.choosing_context import DIM, GROUP, KV_HEADS, SCALE
-from benchmarks.gpu.check_measures import (
-    DTYPE,
-    HeadClass,
-    Shape,
-    both_classes,
-    graphed,
-    layer_seconds,
-    seconds,
-)
-from benchmarks.gpu.peer_kernels import (
+from benchmarks.common.llama import KV_HEADS, SCALE
+from benchmarks.common.peer_kernels import (
     COMPACTOR_FILE,
     KVPRESS_FILE,
     CompactorVllm,
@@ -36,6 +27,14 @@ from benchmarks.gpu.peer_kernels import (
     to_masked,
     to_pages,
 )
+from benchmarks.gpu.head_classes import (
+    HeadClass,
+    Shape,
+    both_classes,
+    layer_seconds,
+    queries,
+)
+from benchmarks.gpu.timing import graphed, seconds
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 
 
@@ -78,7 +77,7 @@ def _compactor(module: Any, shapes: Sequence[Shape], seed: int) -> list[dict[str
         layers = max(len(one.layers) for one in classes)
         caches = [to_pages(_held(classes, layer), seed) for layer in range(layers)]
         peer = CompactorVllm(module, caches[0], processors)
-        q = torch.randn(shape.batch, KV_HEADS, GROUP, DIM, device="cuda", dtype=DTYPE)
+        q = queries(shape.batch, KV_HEADS)
         difference = peer.decode(q, caches[0], SCALE).float() - _ours(kernels, q, classes).float()
         calls = [partial(peer.decode, q, cache, SCALE) for cache in caches]
         rows.append(
@@ -100,7 +99,7 @@ def _kvpress(module: Any, shapes: Sequence[Shape], seed: int) -> list[dict[str, 
         classes = both_classes(kernels, shape, seed, voted=False)
         (tokens,) = shape.lengths(seed)
         masked = to_masked(_held(classes, 0), tokens)
-        q = torch.randn(1, KV_HEADS, GROUP, DIM, device="cuda", dtype=DTYPE)
+        q = queries(1, KV_HEADS)
         difference = peer.decode(q, masked, SCALE).float() - _ours(kernels, q, classes).float()
         rows.append(
             {

@@ -11,14 +11,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.common.llama import LAYERS, SCALE
 from benchmarks.cost.choosing_context import (
-    LAYERS,
-    SCALE,
     Context,
     attend,
     make_context,
@@ -26,7 +26,8 @@ from benchmarks.cost.choosing_context import (
     merge,
     select,
 )
-from benchmarks.gpu.check_measures import DTYPE, seconds
+from benchmarks.gpu.head_classes import DTYPE
+from benchmarks.gpu.timing import seconds
 from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.scorers.compactor import Compactor
 from kvtier_kernels import RaggedKV
@@ -45,7 +46,7 @@ def prefill_calls(context: Context) -> Iterator[tuple[str, Callable[[], Any]]]:
             attend(context.q, context.k, context.v, causal=True)
 
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-        yield f"torch {backend.name}", lambda backend=backend: by(backend)
+        yield f"torch {backend.name}", partial(by, backend)
     kernels = TritonKernels()
     kv = RaggedKV(context.k, context.v)
     slots = torch.arange(context.tokens, device=context.k.device)
@@ -90,11 +91,16 @@ def measure_choosing(seed: int) -> dict[str, Any]:
         ("selection", lambda: select(context, compactor)),
         ("merge", lambda: merge(context, keepkv)),
     ):
-        found[f"{name}_s"] = seconds(lambda call=call: [call() for _ in range(LAYERS)], ROUNDS)
+        found[f"{name}_s"] = seconds(partial(in_every_layer, call), ROUNDS)
         found[f"{name}_peak_bytes"] = peak_bytes(call)
         found[f"{name}_waits"] = waits(call)
     parts = make_parts(context).items()
     return found | {"parts_s": {name: seconds(call, ROUNDS) for name, call in parts}}
+
+
+def in_every_layer(call: Callable[[], Any]) -> None:
+    for _ in range(LAYERS):
+        call()
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:

@@ -1,0 +1,97 @@
+"""A benchmark's command line: what it can be told, and what it refuses by name."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+
+from kvtier.errors import UsageError
+from kvtier.sizes import parse_size
+
+Options = argparse.Namespace
+
+
+class Arguments:
+    """Declares the flags of one benchmark; bounds are checked once all of them are parsed.
+
+    A value out of bounds raises UsageError, which names the flag. A word where a number belongs is
+    argparse's own error.
+    """
+
+    def __init__(self, name: str, description: str) -> None:
+        self._parser = argparse.ArgumentParser(
+            prog=f"benchmarks.{name}", description=description.split("\n")[0]
+        )
+        self._checks: list[Callable[[Options], None]] = []
+        self.add = self._parser.add_argument
+
+    def whole(
+        self, flag: str, default: int, about: str, *, least: int = 1, most: float = math.inf
+    ) -> None:
+        """A whole number from `least` to `most`."""
+        expected = f"at least {least}" if most == math.inf else f"{least} to {most}"
+        self.add(flag, type=int, default=default, help=_shown(about))
+        self._bounds(flag, lambda value: least <= value <= most, expected)
+
+    def number(
+        self, flag: str, default: float, about: str, *, most: float = math.inf, metavar: str = "N"
+    ) -> None:
+        """A number above 0, up to `most`."""
+        self.add(flag, type=float, default=default, metavar=metavar, help=_shown(about))
+        self._bounds(flag, lambda value: 0 < value <= most, _above_zero(most))
+
+    def shares(self, flag: str, default: Sequence[float], about: str) -> None:
+        """One or more numbers in (0, 1]."""
+        shown = f"{about} ({' '.join(map(str, default))})"
+        self.add(flag, type=float, nargs="+", default=list(default), metavar="SHARE", help=shown)
+        self._bounds(
+            flag, lambda values: all(0 < one <= 1 for one in values), f"{_above_zero(1)} each"
+        )
+
+    def size(self, flag: str, default: str, about: str, *, least: int = 1) -> None:
+        """Tokens or bytes, such as 4k; the option is a whole number."""
+        self.add(flag, default=default, metavar="SIZE", help=_shown(about))
+
+        def read(options: Options) -> None:
+            text = getattr(options, _name(flag))
+            value = parse_size(text, flag)
+            if value < least:
+                raise UsageError(flag, f"at least {least}", text)
+            setattr(options, _name(flag), value)
+
+        self.check(read)
+
+    def check(self, check: Callable[[Options], None]) -> None:
+        """Run a check over all options once they are parsed; it raises UsageError."""
+        self._checks.append(check)
+
+    def parse(self, argv: Sequence[str] | None) -> Options:
+        """The options, checked. Raises UsageError; SystemExit where argparse refuses a flag."""
+        options = self._parser.parse_args(argv)
+        for check in self._checks:
+            check(options)
+        return options
+
+    def _bounds(self, flag: str, fits: Callable[..., bool], expected: str) -> None:
+        def check(options: Options) -> None:
+            value = getattr(options, _name(flag))
+            if not fits(value):
+                raise UsageError(flag, expected, value)
+
+        self.check(check)
+
+
+def _name(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
+
+def _shown(about: str) -> str:
+    return f"{about} (%(default)s)"
+
+
+def _above_zero(most: float) -> str:
+    return "more than 0" if most == math.inf else f"a number in (0, {most:g}]"
+
+
+__all__ = ["Arguments", "Options"]

@@ -1,0 +1,123 @@
+"""What every benchmark's command does: read its arguments, measure, judge, and write JSON.
+
+    BENCHMARK = Benchmark(
+        "cost.example", __doc__, declare, run, out=RESULTS / "example.json", seeded="of the keys"
+    )
+    main = BENCHMARK.main
+
+    def declare(arguments: Arguments) -> None: ...      its own flags; --out and --seed are there
+    def run(options: Options) -> Measured: ...           measure, print tables, return the figures
+
+    {schema_version, started_at, wall_s, environment, …figures, bars}      what --out gets
+
+Only the standard library, kvtier's errors and its environment are imported, so that a benchmark of
+the kernels runs where there is torch and little else.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.arguments import Arguments, Options
+from benchmarks.common.bars import Bar, all_met
+from benchmarks.common.environment import record_environment, require_gpu
+from kvtier.errors import KvtierError, UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a benchmark found. figures: as they stand in the JSON; bars: None where nothing is
+    claimed."""
+
+    figures: Mapping[str, Any]
+    bars: Sequence[Bar] | None = None
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One command.
+
+    name:        of its module, below `benchmarks`
+    description: of which the first line is what --help says
+    declare:     adds its own flags
+    run:         measures and prints tables; where it yields several, each is written when it
+                 comes, so that a run that is cut off leaves something, and the last one is judged
+    out:         where the JSON goes if --out does not say; None: nowhere
+    seed:        the default of --seed; seeded: what is drawn from it
+    gpu:         refused where there is no CUDA device, which is described in the environment
+    """
+
+    name: str
+    description: str
+    declare: Callable[[Arguments], None]
+    run: Callable[[Options], Measured | Iterator[Measured]]
+    out: Path | None = None
+    schema_version: int = 1
+    seed: int = 0
+    seeded: str = "of everything that is drawn"
+    gpu: bool = False
+
+    def parse(self, argv: Sequence[str] | None = None) -> Options:
+        """The options, checked. Raises UsageError, and SystemExit as argparse does."""
+        arguments = Arguments(self.name, self.description)
+        where = "" if self.out is None else " (%(default)s)"
+        arguments.add(
+            "--out", type=Path, default=self.out, metavar="FILE", help=f"JSON of the outcome{where}"
+        )
+        arguments.whole("--seed", self.seed, self.seeded, least=0)
+        self.declare(arguments)
+        return arguments.parse(argv)
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """The command. 0 when all bars are met, 1 when one is not or something failed, 2 for bad
+        input or where it cannot be measured here."""
+        try:
+            options = self.parse(argv)
+            if self.gpu:
+                require_gpu()
+            bars = self._measure(options)
+        except UsageError as error:
+            print(f"benchmarks.{self.name}: error: {error}", file=sys.stderr)
+            return 2
+        except (KvtierError, subprocess.CalledProcessError) as error:
+            print(f"benchmarks.{self.name}: {error}", file=sys.stderr)
+            return 1
+        for bar in bars:
+            print(bar)
+        return 0 if all_met(bars) else 1
+
+    def _measure(self, options: Options) -> Sequence[Bar]:
+        """Run, write every outcome, and return what the last one claims."""
+        started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+        environment = record_environment(options.seed, gpu=self.gpu)
+        bars: Sequence[Bar] = ()
+        found = self.run(options)
+        for measured in (found,) if isinstance(found, Measured) else found:
+            document = {
+                "schema_version": self.schema_version,
+                "started_at": started,
+                "wall_s": round(time.perf_counter() - began, 1),
+                "environment": environment,
+                **measured.figures,
+            }
+            bars = measured.bars or ()
+            if measured.bars is not None:
+                document["bars"] = [bar.document() for bar in bars]
+            if options.out is not None:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps(document, indent=1) + "\n")
+        return bars
+
+
+__all__ = ["RESULTS", "ROOT", "Arguments", "Bar", "Benchmark", "Measured", "Options"]

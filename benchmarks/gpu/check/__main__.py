@@ -1,0 +1,150 @@
+"""What the kernels do on this GPU, in one command: are they right, and how near to its memory?
+
+    make gpu-check
+    PYTHONPATH=.:kernels python -m benchmarks.gpu.check     with torch and triton alone
+
+Meant for less than ten minutes, without a network. Attention of Llama-3.1-8B's shape (32 query
+heads, 8 KV heads, dim 128, bfloat16), one layer's KV at a time:
+
+    tests     the equivalence suite on this device, where pytest and hypothesis are installed
+    equal     Triton against the reference, and graphs against eager calls
+    decode    batches of 1 to 64 contexts of 8k to 128k, 25% and 50% CA heads: the share of this
+              GPU's own read bandwidth, and the time against full KV
+    planning  what a decoding step costs the host
+    choosing  Compactor's selection and KeepKV's merge for all 32 layers of 128k, against that
+              context's prefill attention
+    engine    `kvtier.bench` at 128k with the demo model, where SGLang and kvtier are installed
+
+With --flashinfer (`make gpu-check FLASHINFER=1`) also the backend of that name, tests and decodes;
+it wants nvcc, and compiles for minutes the first time: `--parts decode flashinfer` and `--parts
+tests` after each other split a long run. With --peers DIR (`PEERS=DIR`) the same decodes by others'
+kernels, which `benchmarks/common/peer_kernels.py` says how to bring there.
+
+Full KV is FlashInfer's decode with --flashinfer, else our own over all heads, and the JSON says
+which. Times are medians; a decode is replayed as a CUDA graph over enough layers' KV that no cache
+holds it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common.benchmark import Arguments, Benchmark, Measured, Options
+from benchmarks.gpu.bandwidth import read_bandwidth
+from benchmarks.gpu.check.choosing import measure_choosing
+from benchmarks.gpu.check.claims import make_bars
+from benchmarks.gpu.check.decode import measure_decode
+from benchmarks.gpu.check.equal import check_equal
+from benchmarks.gpu.check.flashinfer_backend import measure_flashinfer
+from benchmarks.gpu.check.peers import measure_peers
+from benchmarks.gpu.check.planning import measure_planning
+from benchmarks.gpu.check.processes import run_engine, run_tests
+from benchmarks.gpu.check.report import lines
+from benchmarks.gpu.head_classes import SHAPES
+from kvtier.environment import versions
+from kvtier.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command was asked for. flashinfer, peers: what is measured only then."""
+
+    seed: int
+    flashinfer: bool
+    peers: Path | None
+
+    def leaves_out(self, part: str) -> bool:
+        """Whether a part wants a flag that was not given."""
+        return (part == "flashinfer" and not self.flashinfer) or (
+            part == "peers" and self.peers is None
+        )
+
+
+def measure_all_peers(asked: Asked) -> dict[str, Any]:
+    """Others' kernels, where a folder of them was given."""
+    assert asked.peers is not None
+    return measure_peers(SHAPES, asked.seed, asked.peers)
+
+
+# In the order in which they run.
+PARTS: Mapping[str, Callable[[Asked], Any]] = {
+    "equal": lambda asked: check_equal(SHAPES, asked.seed),
+    "read_bytes_per_s": lambda _: read_bandwidth(),
+    "decode": lambda asked: [
+        measure_decode(shape, asked.seed, flashinfer=asked.flashinfer) for shape in SHAPES
+    ],
+    "planning": lambda _: measure_planning(),
+    "choosing": lambda asked: measure_choosing(asked.seed),
+    "peers": measure_all_peers,
+    "flashinfer": lambda asked: measure_flashinfer(SHAPES, asked.seed),
+    "engine": lambda _: run_engine(),
+    "tests": lambda asked: run_tests(flashinfer=asked.flashinfer),
+}
+
+
+def declare(arguments: Arguments) -> None:
+    add = arguments.add
+    add("--flashinfer", action="store_true", help="the backend flashinfer, too")
+    add("--peers", type=Path, default=None, metavar="DIR", help="others' kernels")
+    add("--parts", nargs="+", choices=PARTS, help="(all)")
+    arguments.check(has_what_its_parts_want)
+
+
+def has_what_its_parts_want(options: Options) -> None:
+    """Raises UsageError where a part is asked for without its flag."""
+    for name in options.parts or ():
+        if asked_of(options).leaves_out(name):
+            raise UsageError("--parts", f"--{name} beside the part {name}", "no such flag")
+
+
+def asked_of(options: Options) -> Asked:
+    return Asked(options.seed, options.flashinfer, options.peers)
+
+
+def run(options: Options) -> Iterator[Measured]:
+    """All parts or those asked for; what was measured so far comes after each of them."""
+    asked, began = asked_of(options), time.perf_counter()
+    torch.manual_seed(asked.seed)
+    figures: dict[str, Any] = {"failures": {}}
+    for name in PARTS:
+        if asked.leaves_out(name) or name not in (options.parts or PARTS):
+            continue
+        print(f"{time.perf_counter() - began:6.1f} s  {name}", file=sys.stderr, flush=True)
+        run_part(name, asked, figures)
+        yield Measured(figures, make_bars(figures))
+    print(f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, {versions()}")
+    for line in lines(figures):
+        print(line)
+
+
+def run_part(name: str, asked: Asked, figures: dict[str, Any]) -> None:
+    """One part into `figures`; where it fails, it is named in the `failures` there."""
+    try:
+        figures[name] = PARTS[name](asked)
+        # What a kernel did wrong is said here, not of the next part.
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except Exception as error:
+        # One part must not cost the others: a GPU may be there for minutes only. After some faults
+        # no other kernel runs in this process, but engine and tests have their own.
+        traceback.print_exc()
+        figures["failures"][name] = f"{type(error).__name__}: {error}"
+        with suppress(Exception):
+            # Or the engine would find little memory.
+            torch.cuda.empty_cache()
+
+
+BENCHMARK = Benchmark("gpu.check", __doc__, declare, run, gpu=True)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    sys.exit(main())

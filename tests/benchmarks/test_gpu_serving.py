@@ -1,0 +1,128 @@
+"""The serving benchmark's plan: all policies get the same load, and differ in what is theirs."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.common.remote import WorkerError
+from benchmarks.gpu import serving
+from benchmarks.gpu.serving_worker import Load, hold
+from kvtier.heads.profile import load_profile
+
+FLAGS = [
+    *("--sessions", "3", "--context", "1000", "--turns", "4", "--turn-tokens", "20"),
+    *("--answer-tokens", "10", "--chunk", "500"),
+]
+
+
+def plans(tmp_path: Path, *more: str) -> dict[str, Any]:
+    options = serving.BENCHMARK.parse([*FLAGS, *more])
+    return {policy: serving.make_plan(options, policy, tmp_path) for policy in options.policies}
+
+
+def test_policies_get_the_same_load_and_the_same_room(tmp_path: Path) -> None:
+    found = plans(tmp_path)
+    assert list(found) == ["stock", "full", "kvtier"]
+    assert len({plan.load for plan in found.values()}) == 1
+    session = 1000 + 4 * (20 + 10)
+    rooms = {plan.engine["max_total_tokens"] for plan in found.values()}
+    assert rooms == {3 * session + 500 + serving.SLACK_TOKENS}
+    own = ("attention_backend", "radix_cache_backend")
+    shared = [{k: v for k, v in one.engine.items() if k not in own} for one in found.values()]
+    assert shared[0] == shared[1] == shared[2]
+
+
+def test_policies_differ_in_attention_and_cache_alone(tmp_path: Path) -> None:
+    found = plans(tmp_path, "--stock-attention", "fa3")
+    assert [plan.engine["attention_backend"] for plan in found.values()] == [
+        "fa3", "kvtier", "kvtier",
+    ]  # fmt: skip
+    caches = {policy: plan.engine.get("radix_cache_backend") for policy, plan in found.items()}
+    assert caches == {"stock": None, "full": None, "kvtier": "kvtier"}
+
+
+def test_a_policys_engine_gets_its_own_settings_and_no_stray_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIER_STRAY", "1")
+    options = serving.BENCHMARK.parse([*FLAGS, "--prefill", "streaming"])
+
+    def settings(policy: str) -> dict[str, str]:
+        found = serving.environment(options, policy, tmp_path)
+        return {name: value for name, value in found.items() if name.startswith("KVTIER_")}
+
+    assert settings("stock") == settings("full") == {"KVTIER_DATA_DIR": str(tmp_path)}
+    assert settings("kvtier") == {
+        "KVTIER_DATA_DIR": str(tmp_path),
+        "KVTIER_HEAD_PROFILE": str(tmp_path / "head_profile.json"),
+        "KVTIER_SESSION_TOKENS": "1000",
+        "KVTIER_TURN_TOKENS": "120",
+        "KVTIER_PREFILL": "streaming",
+    }
+
+
+def test_the_model_has_a_profile_of_a_quarter_of_its_heads(tmp_path: Path) -> None:
+    serving.write_model(tmp_path)
+    profile = load_profile(tmp_path / "head_profile.json")
+    assert {len(heads) for heads in profile.ca_heads} == {serving.CA_HEADS}
+    assert profile.ca_share == 0.25
+
+
+def test_a_policy_that_fails_leaves_its_log_and_misses_its_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(module: str, files: list[Path], environment: dict[str, str], log: Path) -> None:
+        log.write_text("no room for so much")
+        raise WorkerError(log)
+
+    monkeypatch.setattr(serving, "run_module", failing)
+    found = serving.serve(serving.BENCHMARK.parse(FLAGS), "stock", tmp_path)
+    assert found == {"failed": "no room for so much"}
+    fine = {"integrity": []}
+    bars = {bar.name: bar.met for bar in serving.make_bars({"stock": found, "kvtier": fine})}
+    assert bars["stock: the engine served"] is False
+    assert bars["kvtier: the engine served"] is True
+    broken = serving.make_bars({"kvtier": {"integrity": ["a slot has no owner"]}})
+    assert [bar.met for bar in broken] == [True, False]
+
+
+@pytest.mark.parametrize("wrong", [["--turns", "1"], ["--sessions", "0"], ["--context", "0"]])
+def test_bad_input_names_its_argument(wrong, capsys) -> None:
+    assert serving.main(wrong) == 2
+    assert wrong[0] in capsys.readouterr().err
+
+
+class Listening:
+    """An engine that remembers the lengths of prompts, and answers as much as it is asked for."""
+
+    def __init__(self) -> None:
+        self.tokenizer_manager = self
+        self.prompts: list[int] = []
+
+    async def flush_cache(self) -> None:
+        self.prompts.clear()
+
+    async def async_generate(self, input_ids, sampling_params, stream):
+        self.prompts.append(len(input_ids))
+
+        async def chunks():
+            answer = [5] * sampling_params["max_new_tokens"]
+            yield {"output_ids": answer, "meta_info": {"cached_tokens": len(input_ids) - 20}}
+
+        return chunks()
+
+
+def test_sessions_prefill_one_by_one_and_then_ask_together_on_top_of_what_was_said() -> None:
+    engine = Listening()
+    load = Load(
+        sessions=2, context=100, turns=3, turn_tokens=20, answer_tokens=10, chunk=50,
+        vocab_size=5000, seed=1,
+    )  # fmt: skip
+    found = asyncio.run(hold(engine, load))
+    assert engine.prompts == [100, 100, 130, 130, 160, 160]
+    assert found["cached_tokens"] == 110
+    assert found["ttft_s"] >= 0
