@@ -16,8 +16,8 @@ DEMO_MODEL = REPOSITORY / "models" / "kvtier-demo"
 RUNNER = Path(__file__).with_name("engine_runner.py")
 
 
-# An engine runs as a user would start it, whatever the tests' own processes want; and what a test or
-# a library leaves in the environment later reaches no engine of another test.
+# An engine runs as a user would start it, whatever the tests' own processes want; and what one test
+# leaves in the environment later reaches no engine of another.
 CLEAN_ENVIRONMENT = {
     k: v for k, v in os.environ.items() if not k.startswith("KVTIER_") and k != "TRITON_INTERPRET"
 }

@@ -3,10 +3,10 @@
     pytest ── zygote (imports once) ─┬─ fork: a script ── fork: scheduler, detokenizer
                                      └─ fork: the next script ── …
 
-Importing SGLang takes ten seconds of CPU, which is most of what an engine costs a test. The processes
-of an engine are forked, too (tests/forking), and all else is as it is for users. Scripts whose
-environment decides what is imported (Triton, PYTHONPATH, SGLang's own variables) are started afresh,
-and so is whatever tests start as a command.
+Importing SGLang takes ten seconds of CPU, which is most of what an engine costs a test. An engine's
+own processes are forked, too (tests/forking), and all else is as it is for users. Scripts whose
+environment decides what is imported (Triton, PYTHONPATH, SGLang's own variables) are started
+afresh, and so is whatever tests start as a command.
 
 As a program it reads one job per line from stdin, {"script", "arguments", "environment", "log",
 "timeout_s"}, and answers each with the exit code.

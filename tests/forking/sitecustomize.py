@@ -1,4 +1,4 @@
-"""Python imports this first in all processes that tests start: tests/conftest.py sets PYTHONPATH."""
+"""Python imports this first in the processes that tests start: see tests/conftest.py."""
 
 import os
 

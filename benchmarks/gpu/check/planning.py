@@ -12,7 +12,7 @@ from benchmarks.common.llama import KV_HEADS
 from benchmarks.gpu.timing import ROUNDS, graphed, seconds
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 from kvtier_kernels.triton_backend.launching import launch
-from kvtier_kernels.triton_backend.plans import schedule_for
+from kvtier_kernels.triton_backend.planning.plans import schedule_for
 
 
 def empty_plan(kernels: TritonKernels, batch: int, width: int) -> Any:
