@@ -139,14 +139,14 @@ def ask_all(engine: ChatEngine, context: RecallContext) -> Asked:
     engine.flush()
     empty = engine.occupancy()
     began = time.perf_counter()
-    engine.generate(context.context_ids, 1, eot)
+    engine.generate(context.context_ids, 1, [eot])
     engine.occupancy()  # answered by the thread that compresses, when it has done so
     turn_s = time.perf_counter() - began
     full = settled(engine)
     recalls = []
     for question in context.questions:
         prompt = [*context.context_ids, *question.prompt_ids]
-        answer = engine.generate(prompt, ANSWER_TOKENS, eot)
+        answer = engine.generate(prompt, ANSWER_TOKENS, [eot])
         if answer.cached_tokens < len(context.context_ids):
             raise EngineError(
                 f"context {context.index}: only {answer.cached_tokens} of "

@@ -42,12 +42,15 @@ class RecallScript:
         *DEFAULT_LANGUAGE.filler[:WARM_UP_TOKENS],
     )
 
+    def check_context(self, context_tokens: int) -> None:
+        if context_tokens < 1 + FACT_TOKENS:
+            raise SizeError("--len", f"at least {1 + FACT_TOKENS} tokens", context_tokens)
+
     def session(
         self, rng: np.random.Generator, context_tokens: int, turns: int, questions: int
     ) -> ScriptedSession:
+        self.check_context(context_tokens)
         room = (context_tokens - 1) // FACT_TOKENS
-        if room < 1:
-            raise SizeError("--len", f"at least {1 + FACT_TOKENS} tokens", context_tokens)
         num_facts = max(1, min(MAX_SESSION_FACTS, room // 2))
         session = make_session(rng, context_tokens, turns, num_facts)
         asked = {turn.name for turn in session.turns}

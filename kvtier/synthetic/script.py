@@ -1,8 +1,8 @@
 """What is said in a session, whatever language it is in: the interface of a workload.
 
-    context        [ opening … facts in filler …                       ]
-    main line      context | turn 1 | answer 1 | turn 2 | answer 2 …      answers: what was generated
-    branches                               └ question | answer            more questions, same prefix
+    context      [ opening … facts in filler … ]
+    main line    context | turn 1 | answer 1 | turn 2 | answer 2 …   answers: what was generated
+    branches                                 └ question | answer     more questions, same prefix
 
 A prompt is always the ids said so far and a turn's own ids behind them, so that what was said is a
 prefix of what comes, token for token. A script is immutable; equal random numbers give equal
@@ -76,11 +76,15 @@ class Script(Protocol):
     unscored: int
     warm_up_ids: tuple[int, ...]
 
+    def check_context(self, context_tokens: int) -> None:
+        """Raise SizeError naming `--len` for a context in which no fact fits."""
+        ...
+
     def session(
         self, rng: np.random.Generator, context_tokens: int, turns: int, questions: int
     ) -> ScriptedSession:
         """A session whose context has exactly so many tokens. questions: per turn, the turn's own
-        and branches. Raises SizeError naming `--len` when no fact fits."""
+        and branches. Raises SizeError as `check_context` does."""
         ...
 
     def judge(self, right: Sequence[int], given: Sequence[int]) -> Judgement:

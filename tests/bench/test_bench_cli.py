@@ -15,7 +15,7 @@ import pytest
 
 from kvtier.bench import runner
 from kvtier.bench.__main__ import main
-from kvtier.bench.report import render_report
+from kvtier.bench.report.html import render_report
 from kvtier.bench.schema import Document
 from kvtier.environment import git_commit
 

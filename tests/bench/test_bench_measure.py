@@ -14,7 +14,8 @@ from kvtier.bench.metrics import compare, compare_all
 from kvtier.bench.options import parse_options
 from kvtier.bench.planning import make_plans
 from kvtier.bench.schema import RunResult
-from kvtier.bench.workload import EXCHANGE_TOKENS, longest_prompt, plan_sessions
+from kvtier.bench.workload import longest_prompt, plan_sessions
+from kvtier.synthetic.recall_script import RecallScript
 
 
 def run(folder: Path, policy: str, *flags: str) -> tuple[RunResult, FakeEngine]:
@@ -103,11 +104,15 @@ def test_questions_are_the_same_for_every_policy_and_differ_by_seed(model_path: 
         for seed in ("1", "1", "2")
     ]
     first, again, other = (
-        [branch.prompt_ids for turn in plan_sessions(each)[0].branches for branch in turn]
+        [
+            branch.prompt_ids
+            for turn in plan_sessions(each, RecallScript())[0].branches
+            for branch in turn
+        ]
         for each in workloads
     )
     assert first == again != other
-    assert longest_prompt(workloads[0]) == 512 + 6 * EXCHANGE_TOKENS
+    assert longest_prompt(workloads[0]) == 512 + 6 * (17 + 11)
 
 
 def test_the_clock_spreads_a_chunk_over_its_tokens():
