@@ -55,7 +55,9 @@ def chat_frame(tokenizer: Tokenizer) -> Frame:
     one = [{**user, "content": _FIRST}]
     two = [*one, {**assistant, "content": _ANSWER}, {**user, "content": _SECOND}]
     opening, reply = _cut(tokenizer, tokenizer.render_chat(one), _FIRST)
-    _, _, between, _ = _cut(tokenizer, tokenizer.render_chat(two), _FIRST, _ANSWER, _SECOND)
+    _, before, between, _ = _cut(tokenizer, tokenizer.render_chat(two), _FIRST, _ANSWER, _SECOND)
+    if before.rstrip() == reply.rstrip():
+        reply = before  # with the space that stands in front of an answer
     specials = tokenizer.special_tokens()
     # What a template writes in front of the token that ends a message, a model does not say.
     ending = between.lstrip()
