@@ -104,6 +104,7 @@ def recall_engine(
 def make_plan(model: Path, contexts: Sequence[RecallContext], profile: Path) -> Plan:
     """A plan of the bench with room for one context and all its questions."""
     flags = {
+        "--workload": "recall",
         "--policies": "kvtier",
         "--turns": "1",
         "--questions": str(len(contexts[0].questions)),

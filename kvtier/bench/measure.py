@@ -61,15 +61,15 @@ class Asked:
 def run_plan(plan: Plan, open_engine: EngineFactory, emit: Emit) -> RunResult:
     """Run one policy from start to end; the engine is closed whatever happens."""
     emit({"event": "loading"})
+    script = open_script(plan.workload.script, plan.engine_args["model_path"])
+    sessions = plan_sessions(plan.workload, script)
     began = time.perf_counter()
     engine = open_engine(plan)
-    script = open_script(plan.workload.script, plan.engine_args["model_path"])
     try:
         warm_up(engine, script.warm_up_ids, script.stop_ids)
         load_s = time.perf_counter() - began
         emit({"event": "ready", "load_s": load_s})
         capacity = engine.occupancy().kv_capacity_bytes
-        sessions = plan_sessions(plan.workload, script)
         talks = [Conversation(i, planned, script) for i, planned in enumerate(sessions)]
         began = time.perf_counter()
         asked = hold_sessions(engine, talks, plan.workload.turns, emit)

@@ -1,10 +1,12 @@
 """Sessions in English for any model: codes hidden in prose, and questions about them.
 
-    Remember the codes in this text. … prose. The vault code of the amber fox is 48213. prose …
-    What is the vault code of the amber fox? … → The vault code of the amber fox is │ 48213.
+    Remember the codes … prose. One vault code is amber-fox-48213. prose … prose.
+    Which vault code begins with amber-fox? …  → The vault code is amber-fox-│48213.
 
-The answer is begun for the model (up to the bar), so that small models answer too, and so that the
-right answer is a number that no model can guess. It is right when its first number is that one.
+The answer is begun for the model, up to the bar, so that what is left is a number that no model can
+guess. It is right when its first number is that one. The number stands right behind its name, so
+that small models find it: one of 135M parameters did in 8 of 8 questions about 2k tokens, and in 3
+of 8 where facts read "The vault code of the amber fox is 48213."
 """
 
 from __future__ import annotations
@@ -29,31 +31,31 @@ FACTS_SHARE = 0.25
 # Tokens that an answer may have behind the right number: an end of sentence, an end of turn.
 SPARE_ANSWER_TOKENS = 3
 _INSTRUCTION = "Remember the codes that are hidden in this text.\n\n"
-_FACT = "The vault code of the {name} is {code}."
-_QUESTION = "What is the vault code of the {name}? Answer with the number."
-_ANSWER_START = "The vault code of the {name} is"
-_CODES = range(10_000, 100_000)
+_FACT = "One vault code is {name}-{number}."
+_QUESTION = "Which vault code begins with {name}? Answer with the whole code."
+_ANSWER_START = "The vault code is {name}-"
+_NUMBERS = range(10_000, 100_000)
 # Numbers take different numbers of tokens: enough of them to have seen the longest.
-_SAMPLE_CODES = tuple(str(code) for code in _CODES[::1407])
+_SAMPLES = tuple(str(number) for number in _NUMBERS[::1407])
 _NUMBER = re.compile(r"\d+(?:,\d{3})*")
 _SENTENCE_END = re.compile(r"(?<=[.!?]) ")
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A name and its code, both as they are written."""
+    """A code: a name and a number, both as they are written."""
 
     name: str
-    code: str
+    number: str
 
     @property
     def sentence(self) -> str:
-        return _FACT.format(name=self.name, code=self.code)
+        return _FACT.format(name=self.name, number=self.number)
 
 
 @dataclass(frozen=True)
 class TextTurn:
-    """A question about one fact. answer_ids: its code, as the begun answer goes on."""
+    """A question about one fact. answer_ids: its number, as the begun answer goes on."""
 
     prompt_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
@@ -75,18 +77,18 @@ class TextScript:
         self._tokenizer = tokenizer
         self._frame = frame_of(tokenizer)
         self._opening = self._encode_opening()
-        self._longest_name = " ".join(
+        self._longest_name = "-".join(
             max(words, key=lambda word: len(tokenizer.encode(f" {word}")))
             for words in (ADJECTIVES, NOUNS)
         )
         self._fact_tokens = max(
-            self._tokens_of(Fact(self._longest_name, code)) for code in _SAMPLE_CODES
+            self._tokens_of(Fact(self._longest_name, number)) for number in _SAMPLES
         )
         self.stop_ids = self._frame.stop_ids
         self.closing_ids = tuple(tokenizer.encode(self._frame.closing))
         turns = [
-            self._turn(Fact(self._longest_name, code), first=first)
-            for code in _SAMPLE_CODES
+            self._turn(Fact(self._longest_name, number), first=first)
+            for number in _SAMPLES
             for first in (True, False)
         ]
         self.max_answer = max(len(turn.answer_ids) for turn in turns) + SPARE_ANSWER_TOKENS
@@ -156,9 +158,9 @@ class TextScript:
         lead = frame.first if first else frame.following
         question = lead + _QUESTION.format(name=fact.name) + frame.reply
         prompt = question + _ANSWER_START.format(name=fact.name)
-        prompt_ids, whole = encode(prompt), encode(f"{prompt} {fact.code}")
+        prompt_ids, whole = encode(prompt), encode(prompt + fact.number)
         continues = whole[: len(prompt_ids)] == prompt_ids
-        answer_ids = whole[len(prompt_ids) :] if continues else encode(f" {fact.code}")
+        answer_ids = whole[len(prompt_ids) :] if continues else encode(fact.number)
         return TextTurn(tuple(prompt_ids), tuple(answer_ids), fact)
 
     def judge(self, right: Sequence[int], given: Sequence[int]) -> Judgement:
@@ -169,9 +171,9 @@ class TextScript:
 
 
 def _check_numbers(tokenizer: Tokenizer) -> None:
-    """Raise UsageError for a tokenizer in which no code can be written."""
-    code = _SAMPLE_CODES[-1]
-    if _first_number(tokenizer.decode(tokenizer.encode(f" {code}"))) != code:
+    """Raise UsageError for a tokenizer in which no number can be written."""
+    number = _SAMPLES[-1]
+    if _first_number(tokenizer.decode(tokenizer.encode(number))) != number:
         expected = "a model whose tokenizer writes numbers, for a workload of text"
         raise UsageError("--model-path", expected, tokenizer.model_path)
 
@@ -182,15 +184,15 @@ def _first_number(text: str) -> str | None:
 
 
 def _draw_facts(rng: np.random.Generator, count: int) -> list[Fact]:
-    """Different codes of different names, whose words are shared as late as can be."""
+    """Different numbers behind different names, whose words are shared as late as can be."""
     adjectives, nouns = rng.permutation(ADJECTIVES).tolist(), rng.permutation(NOUNS).tolist()
-    codes = rng.permutation(len(_CODES))[:count].tolist()
+    numbers = rng.permutation(len(_NUMBERS))[:count].tolist()
     return [
         Fact(
-            f"{adjectives[i % len(adjectives)]} {nouns[(i + i // len(adjectives)) % len(nouns)]}",
-            str(_CODES[code]),
+            f"{adjectives[i % len(adjectives)]}-{nouns[(i + i // len(adjectives)) % len(nouns)]}",
+            str(_NUMBERS[number]),
         )
-        for i, code in enumerate(codes)
+        for i, number in enumerate(numbers)
     ]
 
 

@@ -24,7 +24,7 @@ from kvtier.synthetic.text import TextScript
 from kvtier.synthetic.tokenizer import Tokenizer
 
 TEMPLATES = {"chatml": CHATML, "instruct": INSTRUCT, "labels": LABELS, "plain": None}
-SAYS = re.compile(r"The vault code of the (\w+ \w+) is (\d{5})\.")
+SAYS = re.compile(r"One vault code is (\w+-\w+)-(\d{5})\.")
 
 
 @cache
@@ -70,12 +70,12 @@ def test_lengths_are_kept_to_the_token_and_every_answer_stands_in_the_context(la
     questions = [*session.turns, *(each for branch in session.branches for each in branch)]
     assert len(questions) == asked[2] * asked[3]
     for turn in questions:
-        assert told[turn.fact.name] == turn.fact.code
+        assert told[turn.fact.name] == turn.fact.number
         assert len(turn.prompt_ids) <= script.lengths.prompt
         assert len(turn.answer_ids) < script.max_answer
         assert text_of(tokenizer, turn.prompt_ids).count(turn.fact.name) == 2
         whole = text_of(tokenizer, (*turn.prompt_ids, *turn.answer_ids))
-        assert whole.endswith(f"The vault code of the {turn.fact.name} is {turn.fact.code}")
+        assert whole.endswith(f"The vault code is {turn.fact.name}-{turn.fact.number}")
 
 
 @given(languages, drawn)
@@ -86,8 +86,8 @@ def test_an_answer_is_right_when_its_first_number_is(language, asked):
     right = turn.expected(())
     assert script.judge(right, [*right, *script.closing_ids]) == (1.0, True)
     assert script.judge(right, [*right, *tokenizer.encode(". Then 7")]).recall == 1
-    assert script.judge(right, tokenizer.encode(f" {turn.fact.code[:-1]}")).recall == 0
-    assert script.judge(right, tokenizer.encode(f" 7 and {turn.fact.code}")).recall == 0
+    assert script.judge(right, tokenizer.encode(f" {turn.fact.number[:-1]}")).recall == 0
+    assert script.judge(right, tokenizer.encode(f" 7 and {turn.fact.number}")).recall == 0
     assert script.judge(right, tokenizer.encode(" unknown")).recall == 0
     assert script.judge(right, script.closing_ids).recall == 0
 
@@ -130,12 +130,12 @@ def test_a_conversation_reads_as_its_template_writes_it(name: str):
         messages += [
             {
                 "role": "user",
-                "content": f"What is the vault code of the {turn.fact.name}? "
-                "Answer with the number.",
+                "content": f"Which vault code begins with {turn.fact.name}? "
+                "Answer with the whole code.",
             },
             {
                 "role": "assistant",
-                "content": f"The vault code of the {turn.fact.name} is {turn.fact.code}",
+                "content": f"The vault code is {turn.fact.name}-{turn.fact.number}",
             },
         ]
     said = text_of(tokenizer, talk.history)
@@ -155,8 +155,8 @@ def test_plain_text_begins_with_bos_and_asks_on_lines_of_their_own():
     session = hold(script, (3, 500, 2, 1))
     assert session.context_ids[0] == tokenizer.first_ids[0]
     first, second = (text_of(tokenizer, turn.prompt_ids) for turn in session.turns)
-    assert first.startswith("\n\nQuestion: What is")
-    assert second.startswith("Question: What is")
+    assert first.startswith("\n\nQuestion: Which vault code")
+    assert second.startswith("Question: Which vault code")
     assert tokenizer.encode("\n")[0] in script.stop_ids
 
 
