@@ -4,9 +4,9 @@
     Which vault code begins with amber-fox? …  → The vault code is amber-fox-│48213.
 
 The answer is begun for the model, up to the bar, so that what is left is a number that no model can
-guess. It is right when its first number is that one. The number stands right behind its name, so
-that small models find it: one of 135M parameters did in 8 of 8 questions about 2k tokens, and in 3
-of 8 where facts read "The vault code of the amber fox is 48213."
+guess. It is right when its first number is that one. The number stands right behind its name,
+because small models find it there; in "the code of the amber fox is 48213" they mix up the first
+digits of different facts.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class TextScript:
         self._tokenizer = tokenizer
         self._frame = frame_of(tokenizer)
         self._opening = self._encode_opening()
-        self._longest_name = "-".join(
-            max(words, key=lambda word: len(tokenizer.encode(f" {word}")))
-            for words in (ADJECTIVES, NOUNS)
-        )
+        self._longest_name = "".join(
+            max((f"{before}{word}" for word in words), key=lambda text: len(tokenizer.encode(text)))
+            for before, words in ((" ", ADJECTIVES), ("-", NOUNS))
+        ).strip()
         self._fact_tokens = max(
             self._tokens_of(Fact(self._longest_name, number)) for number in _SAMPLES
         )
