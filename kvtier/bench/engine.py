@@ -165,7 +165,6 @@ class SglangEngine:
         return clock.answer(chunk["output_ids"], chunk["meta_info"]["cached_tokens"])
 
     def score(self, input_ids: Sequence[int], wanted_ids: Sequence[int]) -> Scored:
-        places = list(dict.fromkeys(wanted_ids))
         done = self._engine.generate(
             input_ids=list(input_ids),
             sampling_params={
@@ -175,15 +174,17 @@ class SglangEngine:
             },
             return_logprob=True,
             logprob_start_len=-1,  # of the answer alone: the prompt's would be computed exactly
-            token_ids_logprob=places,
+            token_ids_logprob=sorted(set(wanted_ids)),
         )
         _check_finished(done, len(input_ids))
-        told = done["meta_info"]["output_token_ids_logprobs"]
+        told = [
+            {token: logprob for logprob, token, _ in place}
+            for place in done["meta_info"]["output_token_ids_logprobs"]
+        ]
         return Scored(
             output_ids=tuple(done["output_ids"]),
             logprobs=tuple(
-                float(found[places.index(wanted)][0])
-                for found, wanted in zip(told, wanted_ids, strict=True)
+                float(found[wanted]) for found, wanted in zip(told, wanted_ids, strict=True)
             ),
             cached_tokens=done["meta_info"]["cached_tokens"],
         )

@@ -154,8 +154,8 @@ def _run_table(run: RunResult, sessions: int) -> Table:
             f"{turn.cached_tokens:,} / {turn.prompt_tokens:,}",
             format_bytes(turn.kv_device_bytes),
             format_bytes(turn.kv_peak_bytes),
-            format_share(turn.recall),
-            format_share(turn.nll),
+            format_quality(turn.recall),
+            format_quality(turn.nll),
         ]
         if sessions > 1:
             row[2:2] = [f"{turn.p99_ttft_ms:,.1f}"]
@@ -173,7 +173,7 @@ def _summary_line(run: RunResult) -> str:
         f"median_tpot_ms {summary.median_tpot_ms:,.2f}",
         f"p99_itl_ms {summary.p99_itl_ms:,.2f}",
     ]
-    quality = f"all turns: recall {format_share(summary.recall)} ({run.recall_means})"
+    quality = f"all turns: recall {format_quality(summary.recall)} ({run.recall_means})"
     if summary.nll is not None:
         quality += f", NLL {summary.nll:.3f} nats per token of right answers"
     if summary.resident_sessions is not None:
@@ -181,7 +181,7 @@ def _summary_line(run: RunResult) -> str:
     return f"later turns: {'  '.join(parts)}  ({run.wall_s:.0f} s in all)\n{quality}\n"
 
 
-def format_share(value: float | None) -> str:
+def format_quality(value: float | None) -> str:
     """A recall or an NLL, where there is one."""
     return NOTHING if value is None else f"{value:.3f}"
 

@@ -12,7 +12,7 @@ from kvtier.bench.schema import Document, Ratios, RunResult, TurnResult
 from kvtier.bench.table import (
     describe_policy,
     describe_workload,
-    format_share,
+    format_quality,
     ratio_rows,
     retention_lines,
     tier_lines,
@@ -173,8 +173,8 @@ def _turn_tables(runs: Sequence[RunResult]) -> str:
                 f"{turn.prompt_tokens:,}",
                 format_bytes(turn.kv_device_bytes),
                 format_bytes(turn.kv_peak_bytes),
-                format_share(turn.recall),
-                format_share(turn.nll),
+                format_quality(turn.recall),
+                format_quality(turn.nll),
             ]
             for turn in run.turns
         ]
