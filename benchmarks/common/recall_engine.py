@@ -101,6 +101,7 @@ def recall_engine(
 def make_plan(model: Path, contexts: Sequence[RecallContext], profile: Path) -> Plan:
     """A plan of the bench with room for one context and all its questions."""
     flags = {
+        "--workload": "recall",
         "--policies": "kvtier",
         "--turns": "1",
         "--questions": str(len(contexts[0].questions)),
@@ -140,14 +141,14 @@ def ask_all(engine: ChatEngine, context: RecallContext) -> Asked:
     engine.flush()
     empty = engine.occupancy()
     began = time.perf_counter()
-    engine.generate(context.context_ids, 1, eot)
+    engine.generate(context.context_ids, 1, [eot])
     engine.occupancy()  # answered by the thread that compresses, when it has done so
     turn_s = time.perf_counter() - began
     full = settled(engine)
     recalls = []
     for question in context.questions:
         prompt = [*context.context_ids, *question.prompt_ids]
-        answer = engine.generate(prompt, ANSWER_TOKENS, eot)
+        answer = engine.generate(prompt, ANSWER_TOKENS, [eot])
         if answer.cached_tokens < len(context.context_ids):
             raise EngineError(
                 f"context {context.index}: only {answer.cached_tokens} of "

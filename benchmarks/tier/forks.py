@@ -156,6 +156,7 @@ def serve(
 def make_plan(policy: str, model: Path, tokens: int) -> Plan:
     """A plan of the bench with the same bytes for every arm."""
     flags = {
+        "--workload": "recall",
         "--policies": policy,
         "--turns": "1",
         "--questions": "1",

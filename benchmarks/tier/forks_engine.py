@@ -25,7 +25,7 @@ from kvtier.bench.engine import ChatEngine, SglangEngine
 from kvtier.bench.measure import settled, warm_up
 from kvtier.bench.schema import Plan
 from kvtier.bench.worker import die_with_parent
-from kvtier.synthetic.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE
+from kvtier.synthetic.recall_script import RecallScript
 
 
 class Fork(BaseModel):
@@ -72,17 +72,18 @@ class Served(BaseModel):
 
 def serve(engine: ChatEngine, job: Job) -> Served:
     """Every fork, one after the other; each has left for the tier before the next one comes."""
-    warm_up(engine)
+    script = RecallScript()
+    warm_up(engine, script.warm_up_ids, script.stop_ids)
     empty = engine.occupancy().kv_used_bytes
     answers, kv_bytes = [], []
     for fork in job.forks:
         if job.forgets:
             engine.flush()
         if job.held:
-            engine.generate(job.context_ids, 1, DEFAULT_LANGUAGE.eot)
+            engine.generate(job.context_ids, 1, script.stop_ids)
         kv_bytes.append(settled(engine).kv_used_bytes - empty)
         prompt = [*job.context_ids[: fork.place], *fork.prompt_ids]
-        answer = engine.generate(prompt, ANSWER_TOKENS, DEFAULT_LANGUAGE.eot)
+        answer = engine.generate(prompt, script.max_answer, script.stop_ids)
         answers.append(
             ForkAnswer(
                 output_ids=answer.output_ids,

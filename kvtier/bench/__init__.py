@@ -1,4 +1,10 @@
 """The bench: the same long multi-turn sessions on stock SGLang and on kvtier, side by side.
 
 `python -m kvtier.bench --turns 5 --len 128k`; `--help` lists the rest.
+
+    options, planning/   flags, and what they mean for a model: pools, profiles, engine arguments
+    runner, worker       a process per policy
+    workload, measure    what is asked, and asking it; scoring: how likely right answers were
+    schema, metrics      the documents, and the arithmetic on them
+    table, report/, progress/   what people see
 """

@@ -11,8 +11,8 @@ from typing import Any
 from kvtier.bench.metrics import compare_all
 from kvtier.bench.options import PROGRAM, Options, parse_options
 from kvtier.bench.planning import Model, PolicyPlan, make_plans
-from kvtier.bench.progress import Progress
-from kvtier.bench.report import render_report
+from kvtier.bench.progress.display import Progress
+from kvtier.bench.report.html import render_report
 from kvtier.bench.runner import run_worker, terminated_as_interrupted
 from kvtier.bench.schema import Document, RunFailure, RunResult
 from kvtier.bench.table import make_console, print_document, print_plan
@@ -61,11 +61,12 @@ def run_all(
         environment=describe_environment(options.workload.seed),
         model=describe_model(model, plans),
         settings=options.settings.model_dump(mode="json"),
-        workload=options.workload,
+        workload=plans[0].plan.workload,
         runs=runs,
         failures=tuple(outcome for outcome in outcomes if isinstance(outcome, RunFailure)),
         ratios=ratios,
         comparisons=comparisons,
+        notes=tuple(note for entry in plans for note in entry.notes),
     )
 
 
@@ -109,21 +110,21 @@ def publish(options: Options, document: Document) -> None:
 
 def show_plan(options: Options, model: Model, plans: Sequence[PolicyPlan]) -> int:
     """The dry run."""
-    text = json.dumps(plan_document(options, model, plans), indent=1)
+    text = json.dumps(plan_document(model, plans), indent=1)
     if options.json_path is not None:
         options.json_path.write_text(text + "\n")
     if options.json_output:
         print(text)
     else:
-        print_plan(model, plans, options.workload, make_console())
+        print_plan(model, plans, make_console())
     return EXIT_OK
 
 
-def plan_document(options: Options, model: Model, plans: Sequence[PolicyPlan]) -> dict[str, Any]:
+def plan_document(model: Model, plans: Sequence[PolicyPlan]) -> dict[str, Any]:
     """The dry run as data: every worker's plan, and the bytes it is made from."""
     return {
         "model": describe_model(model, plans),
-        "workload": options.workload.model_dump(),
+        "workload": plans[0].plan.workload.model_dump(),
         "plans": [
             {
                 **entry.plan.model_dump(mode="json"),

@@ -15,6 +15,20 @@ from kvtier.bench.schema import Occupancy, Plan, TierReading
 
 
 @dataclass(frozen=True)
+class Scored:
+    """A greedy continuation and what the engine thought of a wanted one.
+
+    output_ids:    what it generated instead
+    logprobs:      per generated token i, the log-probability of wanted token i at that place, nats
+    cached_tokens: of the prompt, what came from the cache
+    """
+
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
 class Answer:
     """One finished request. itl_ms[i] is the time between output tokens i and i + 1."""
 
@@ -30,8 +44,16 @@ class ChatEngine(Protocol):
 
     device: str
 
-    def generate(self, input_ids: Sequence[int], max_new_tokens: int, stop_id: int) -> Answer:
-        """Generate until `stop_id` (which is part of the output) or `max_new_tokens`."""
+    def generate(
+        self, input_ids: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int]
+    ) -> Answer:
+        """Generate until one of `stop_ids` (which is part of the output) or `max_new_tokens`."""
+        ...
+
+    def score(self, input_ids: Sequence[int], wanted_ids: Sequence[int]) -> Scored:
+        """Generate as many tokens as are wanted, greedily. Log-probabilities are of the served
+        model over its cache as it is, and of generated places only: nothing of the prompt is
+        computed again for them."""
         ...
 
     def occupancy(self) -> Occupancy:
@@ -89,6 +111,13 @@ class StreamClock:
         )
 
 
+def _check_finished(chunk: dict[str, Any], prompt_tokens: int) -> None:
+    """Raise EngineError for a request that did not come to its end."""
+    reason = chunk["meta_info"]["finish_reason"] if chunk else None
+    if not reason or reason["type"] not in ("stop", "length"):
+        raise EngineError(f"a request of {prompt_tokens} tokens ended with {reason}")
+
+
 def _tier_reading(report: dict[str, Any] | None) -> TierReading | None:
     """The tier's part of the engine's state; what has not happened yet is not in it."""
     if report is None:
@@ -118,18 +147,47 @@ class SglangEngine:
         on_cuda = plan.engine_args["device"] == "cuda"
         self.device = torch.cuda.get_device_name() if on_cuda else "cpu"
 
-    def generate(self, input_ids: Sequence[int], max_new_tokens: int, stop_id: int) -> Answer:
-        params = {"temperature": 0, "max_new_tokens": max_new_tokens, "stop_token_ids": [stop_id]}
+    def generate(
+        self, input_ids: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int]
+    ) -> Answer:
+        params = {
+            "temperature": 0,
+            "max_new_tokens": max_new_tokens,
+            "stop_token_ids": list(stop_ids),
+        }
         clock = StreamClock()
         chunk: dict[str, Any] = {}
         for chunk in self._engine.generate(
             input_ids=list(input_ids), sampling_params=params, stream=True
         ):
             clock.see(chunk["meta_info"]["completion_tokens"])
-        reason = chunk["meta_info"]["finish_reason"] if chunk else None
-        if not reason or reason["type"] not in ("stop", "length"):
-            raise EngineError(f"a request of {len(input_ids)} tokens ended with {reason}")
+        _check_finished(chunk, len(input_ids))
         return clock.answer(chunk["output_ids"], chunk["meta_info"]["cached_tokens"])
+
+    def score(self, input_ids: Sequence[int], wanted_ids: Sequence[int]) -> Scored:
+        done = self._engine.generate(
+            input_ids=list(input_ids),
+            sampling_params={
+                "temperature": 0,
+                "max_new_tokens": len(wanted_ids),
+                "ignore_eos": True,
+            },
+            return_logprob=True,
+            logprob_start_len=-1,  # of the answer alone: the prompt's would be computed exactly
+            token_ids_logprob=sorted(set(wanted_ids)),
+        )
+        _check_finished(done, len(input_ids))
+        told = [
+            {token: logprob for logprob, token, _ in place}
+            for place in done["meta_info"]["output_token_ids_logprobs"]
+        ]
+        return Scored(
+            output_ids=tuple(done["output_ids"]),
+            logprobs=tuple(
+                float(found[wanted]) for found, wanted in zip(told, wanted_ids, strict=True)
+            ),
+            cached_tokens=done["meta_info"]["cached_tokens"],
+        )
 
     def occupancy(self) -> Occupancy:
         state = self._engine.get_server_info()["internal_states"][0]

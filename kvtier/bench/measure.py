@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvtier.bench.engine import Answer, ChatEngine, EngineFactory
 from kvtier.bench.metrics import is_resident, summarize, turn_results
 from kvtier.bench.schema import Occupancy, Plan, RequestRecord, RetainedTurn, RunResult
-from kvtier.bench.workload import PlannedSession, plan_sessions
-from kvtier.synthetic.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE, Turn, score_answer
+from kvtier.bench.scoring import answer_nll
+from kvtier.bench.workload import open_script, plan_sessions
+from kvtier.synthetic.script import Script, ScriptedSession, Turn
 
-# Long enough to touch every code path, short enough to cost nothing.
-WARM_UP_TOKENS = 64
 # How long a turn's KV may take on its way to the tier.
 TIER_PATIENCE_S = 30.0
 
@@ -30,42 +29,63 @@ class Conversation:
     """A session under way: `history` holds every token said so far, by either side."""
 
     index: int
-    planned: PlannedSession
+    planned: ScriptedSession
+    script: Script
     history: list[int] = field(default_factory=list)
     answers: list[tuple[int, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.history = self.planned.session.context_ids.tolist()
+        self.history = list(self.planned.context_ids)
 
     def take_answer(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
-        """Continue with what the model really said; an answer cut short is closed by `<eot>`."""
+        """Continue with what the model really said; an answer cut short is closed."""
+        stops = self.script.stop_ids
         self.history += [*prompt_ids, *output_ids]
-        if output_ids[-1] != DEFAULT_LANGUAGE.eot:
-            self.history.append(DEFAULT_LANGUAGE.eot)
-        self.answers.append(tuple(t for t in output_ids if t != DEFAULT_LANGUAGE.eot))
+        if output_ids[-1] not in stops:
+            self.history += self.script.closing_ids
+        self.answers.append(tuple(token for token in output_ids if token not in stops))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question that was asked, with what is needed to score its right answer later.
+
+    right: None where there was none
+    """
+
+    record: RequestRecord
+    prompt_ids: tuple[int, ...]
+    right: tuple[int, ...] | None
 
 
 def run_plan(plan: Plan, open_engine: EngineFactory, emit: Emit) -> RunResult:
     """Run one policy from start to end; the engine is closed whatever happens."""
     emit({"event": "loading"})
+    script = open_script(plan.workload.script, plan.engine_args["model_path"])
+    sessions = plan_sessions(plan.workload, script)
     began = time.perf_counter()
     engine = open_engine(plan)
     try:
-        warm_up(engine)
+        warm_up(engine, script.warm_up_ids, script.stop_ids)
         load_s = time.perf_counter() - began
         emit({"event": "ready", "load_s": load_s})
         capacity = engine.occupancy().kv_capacity_bytes
-        talks = [Conversation(i, planned) for i, planned in enumerate(plan_sessions(plan.workload))]
+        talks = [Conversation(i, planned, script) for i, planned in enumerate(sessions)]
         began = time.perf_counter()
-        records = hold_sessions(engine, talks, plan.workload.turns, emit)
+        asked = hold_sessions(engine, talks, plan.workload.turns, emit)
         resident = count_resident(engine, talks) if len(talks) > 1 else None
         tier = engine.occupancy().tier
         wall_s = time.perf_counter() - began
+        if plan.workload.scores_nll:
+            emit({"event": "scoring", "questions": len(asked)})
+            asked = [score(engine, each, script.unscored) for each in asked]
     finally:
         engine.close()
+    records = [each.record for each in asked]
     turns = turn_results(records)
     return RunResult(
         policy=plan.policy,
+        recall_means=script.recall_means,
         ca_share=plan.ca_share,
         pools=plan.pools,
         kv_capacity_bytes=capacity,
@@ -79,40 +99,40 @@ def run_plan(plan: Plan, open_engine: EngineFactory, emit: Emit) -> RunResult:
     )
 
 
-def warm_up(engine: ChatEngine) -> None:
+def warm_up(engine: ChatEngine, filler: Sequence[int], stop_ids: Sequence[int]) -> None:
     """Pay one-off costs (thread pools, kernel compilation) before anything is timed."""
-    filler = [DEFAULT_LANGUAGE.bos, *DEFAULT_LANGUAGE.filler[:WARM_UP_TOKENS]]
     for length in (len(filler) // 2, len(filler)):
-        engine.generate(filler[:length], 3, DEFAULT_LANGUAGE.eot)
+        engine.generate(filler[:length], 3, stop_ids)
     engine.flush()
 
 
 def hold_sessions(
     engine: ChatEngine, talks: Sequence[Conversation], turns: int, emit: Emit
-) -> list[RequestRecord]:
+) -> list[Asked]:
     """Every request of the workload, in the order served."""
-    records = []
+    everything = []
     for turn in range(turns):
         for talk in talks:
             emit({"event": "turn", "session": talk.index, "turn": turn + 1})
-            for record in _hold_turn(engine, talk, turn):
-                records.append(record)
-                emit({"event": "request", **record.model_dump(exclude={"output_ids", "itl_ms"})})
-    return records
+            for asked in _hold_turn(engine, talk, turn):
+                everything.append(asked)
+                shown = asked.record.model_dump(exclude={"output_ids", "itl_ms"})
+                emit({"event": "request", **shown})
+    return everything
 
 
-def _hold_turn(engine: ChatEngine, talk: Conversation, turn: int) -> list[RequestRecord]:
-    asked = talk.planned.session.turns[turn]
+def _hold_turn(engine: ChatEngine, talk: Conversation, turn: int) -> list[Asked]:
+    asked = talk.planned.turns[turn]
     before = engine.occupancy()  # starts the peak of this turn
     answer = _ask(engine, talk, asked)
     after = settled(engine)
     retained = after.newest if after.compacted_turns > before.compacted_turns else None
-    records = [_record(talk, turn, 0, asked, answer, after, retained)]
+    everything = [_asked(talk, turn, 0, asked, answer, after, retained)]
     talk.take_answer(asked.prompt_ids, answer.output_ids)
     for number, question in enumerate(talk.planned.branches[turn], start=1):
         answer = _ask(engine, talk, question)
-        records.append(_record(talk, turn, number, question, answer))
-    return records
+        everything.append(_asked(talk, turn, number, question, answer))
+    return everything
 
 
 def settled(engine: ChatEngine) -> Occupancy:
@@ -127,10 +147,11 @@ def settled(engine: ChatEngine) -> Occupancy:
 
 
 def _ask(engine: ChatEngine, talk: Conversation, asked: Turn) -> Answer:
-    return engine.generate([*talk.history, *asked.prompt_ids], ANSWER_TOKENS, DEFAULT_LANGUAGE.eot)
+    script = talk.script
+    return engine.generate([*talk.history, *asked.prompt_ids], script.max_answer, script.stop_ids)
 
 
-def _record(
+def _asked(
     talk: Conversation,
     turn: int,
     question: int,
@@ -138,25 +159,40 @@ def _record(
     answer: Answer,
     occupancy: Occupancy | None = None,
     retained: RetainedTurn | None = None,
-) -> RequestRecord:
-    """A request's outcome, scored against what could be known before it was asked."""
-    expected = asked.expected(talk.answers)
-    score = None if expected is None else score_answer(expected, answer.output_ids)
-    return RequestRecord(
+) -> Asked:
+    """A request's outcome, judged by what could be known before it was asked."""
+    right = asked.expected(talk.answers)
+    judged = None if right is None else talk.script.judge(right, answer.output_ids)
+    prompt_ids = (*talk.history, *asked.prompt_ids)
+    record = RequestRecord(
         session=talk.index,
         turn=turn + 1,
         question=question,
-        prompt_tokens=len(talk.history) + len(asked.prompt_ids),
+        prompt_tokens=len(prompt_ids),
+        history_tokens=len(talk.history),
         cached_tokens=answer.cached_tokens,
         output_ids=answer.output_ids,
         ttft_ms=answer.ttft_ms,
         latency_ms=answer.latency_ms,
         itl_ms=answer.itl_ms,
-        recall=None if score is None else score.codes,
-        strict=None if score is None else score.strict,
+        recall=None if judged is None else judged.recall,
+        strict=None if judged is None else judged.strict,
         occupancy=occupancy,
         retained=retained,
     )
+    return Asked(record, prompt_ids, right)
+
+
+def score(engine: ChatEngine, asked: Asked, unscored: int) -> Asked:
+    """With the NLL of the right answer, where RunResult says that there is one."""
+    record, right = asked.record, asked.right
+    before_anything_is_dropped = record.turn == 1 and record.question == 0
+    if right is None or len(right) <= unscored or before_anything_is_dropped:
+        return asked
+    nll, cached = answer_nll(engine, asked.prompt_ids, right, unscored)
+    if cached < record.history_tokens:
+        return asked
+    return replace(asked, record=record.model_copy(update={"nll": nll}))
 
 
 def count_resident(engine: ChatEngine, talks: Sequence[Conversation]) -> int:
@@ -166,8 +202,8 @@ def count_resident(engine: ChatEngine, talks: Sequence[Conversation]) -> int:
     the first miss is gone as well, so the count stops there.
     """
     for count, talk in enumerate(reversed(talks)):
-        prompt = [*talk.history, DEFAULT_LANGUAGE.user]
-        answer = engine.generate(prompt, 1, DEFAULT_LANGUAGE.eot)
+        prompt = [*talk.history, talk.script.warm_up_ids[0]]
+        answer = engine.generate(prompt, 1, talk.script.stop_ids)
         if not is_resident(answer.cached_tokens, len(talk.history)):
             return count
     return len(talks)

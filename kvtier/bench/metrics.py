@@ -8,7 +8,6 @@ import numpy as np
 
 from kvtier.bench.policies import BASELINES
 from kvtier.bench.schema import Ratios, RequestRecord, RunResult, Summary, TurnResult
-from kvtier.synthetic.recall import PROMPT_TOKENS
 
 # A session is resident when at least this share of its history is still cached.
 RESIDENT_SHARE = 0.9
@@ -36,8 +35,8 @@ def _turn(records: Sequence[RequestRecord]) -> TurnResult:
     readings = [record.occupancy for record in main if record.occupancy is not None]
     ttfts = [record.ttft_ms for record in main]
     turn = records[0].turn
-    scores = _scores(records)
-    resident = sum(is_resident(r.cached_tokens, r.prompt_tokens - PROMPT_TOKENS) for r in main)
+    scores, nlls = _scores(records), _nlls(records)
+    resident = sum(is_resident(r.cached_tokens, r.history_tokens) for r in main)
     return TurnResult(
         turn=turn,
         prompt_tokens=round(_median(record.prompt_tokens for record in main)),
@@ -49,6 +48,8 @@ def _turn(records: Sequence[RequestRecord]) -> TurnResult:
         kv_peak_bytes=max((reading.kv_peak_bytes for reading in readings), default=0),
         recall=_mean(scores),
         scored_questions=len(scores),
+        nll=_mean(nlls),
+        nll_questions=len(nlls),
         resident_sessions=None if turn == 1 else resident,
         retained_share=retained_share(main),
     )
@@ -64,7 +65,7 @@ def retained_share(records: Iterable[RequestRecord]) -> float | None:
 def summarize(
     records: Sequence[RequestRecord], turns: Sequence[TurnResult], resident: int | None
 ) -> Summary:
-    """Latencies of the follow-up turns; memory and recall of all turns."""
+    """Latencies of the follow-up turns; memory, recall and NLL of all turns."""
     main = [record for record in records if record.question == 0]
     later = [record for record in main if record.turn > 1] or main
     ttfts = [record.ttft_ms for record in later]
@@ -85,6 +86,7 @@ def summarize(
         kv_peak_bytes=max(turn.kv_peak_bytes for turn in turns),
         recall=_mean(_scores(records)),
         strict_recall=_mean(strict),
+        nll=_mean(_nlls(records)),
         resident_sessions=resident,
         retained_share=retained_share(main),
     )
@@ -92,6 +94,10 @@ def summarize(
 
 def _scores(records: Iterable[RequestRecord]) -> list[float]:
     return [record.recall for record in records if record.recall is not None]
+
+
+def _nlls(records: Iterable[RequestRecord]) -> list[float]:
+    return [record.nll for record in records if record.nll is not None]
 
 
 def _median(values: Iterable[float]) -> float:
@@ -122,6 +128,7 @@ def compare(baseline: RunResult, run: RunResult) -> Ratios:
         first_ttft_ms=smaller(lambda r: r.turns[0].ttft_ms),
         median_tpot_ms=smaller(lambda r: r.summary.median_tpot_ms),
         recall=_ratio(run.summary.recall, baseline.summary.recall),
+        nll=_ratio(baseline.summary.nll, run.summary.nll),
         resident_sessions=_ratio(run.summary.resident_sessions, baseline.summary.resident_sessions),
     )
 

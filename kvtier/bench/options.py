@@ -27,9 +27,10 @@ PREFILLS = ("exact", "streaming")
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
 FORMATS = ("table", "json")
+SCRIPTS = ("auto", "recall", "text")
 
 _EPILOG = """\
-Ratios are printed so that bigger is better for kvtier: bytes and times are baseline / kvtier,
+Ratios are printed so that bigger is better for kvtier: bytes, times and NLL are baseline / kvtier,
 recall and resident sessions are kvtier / baseline.
 exit codes: 0 all policies ran, 1 a policy failed, 2 usage error, 130 interrupted
 """
@@ -46,10 +47,15 @@ class Budget:
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for. budget None: room for exactly one session, whatever that takes."""
+    """What the user asked for. budget None: room for exactly one session, whatever that takes.
+
+    workload: what of it is known without the model; `make_plans` adds its words and their lengths
+    script:   one of SCRIPTS
+    """
 
     policies: tuple[Policy, ...]
     workload: Workload
+    script: str
     settings: Settings
     chunk_tokens: int
     budget: Budget | None
@@ -93,10 +99,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--sessions", default="1", help="sessions, interleaved by turn (%(default)s)")
     add("--questions", help="questions per turn, for recall (8; 1 under a KV budget)")
     add("--seed", default="0", help="seed of the workload (%(default)s)")
+    add("--workload", default="auto", help="recall: the demo model's language; text: English in "
+        "the model's own tokens; auto: what its tokenizer speaks (%(default)s)")  # fmt: skip
     add = parser.add_argument_group("serving").add_argument
     add("--policies", default="full,kvtier", help=f"from {', '.join(POLICIES)} (%(default)s)")
     add("--model-path", help="model directory (the demo model of the checkout)")
-    add("--head-profile", help="head profile file (head_profile.json of the model)")
+    add("--head-profile", help="head profile file (head_profile.json of the model; "
+        "without one, every head keeps its whole context)")  # fmt: skip
     add("--prefill", help=f"{' or '.join(PREFILLS)} (KVTIER_PREFILL, or exact)")
     add("--quality", help="quality target: each context keeps what its curve allows, such as 0.95")
     add("--curve", help="curve file for --quality (curve.json of the model, or the store's)")
@@ -141,6 +150,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     return Options(
         policies=policies,
         workload=workload,
+        script=_choice(args.workload, "--workload", SCRIPTS) or "auto",
         settings=load_settings(
             head_profile=args.head_profile,
             curve=args.curve,

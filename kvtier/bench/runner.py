@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kvtier.bench.prefill_log import ROUTINE, following
-from kvtier.bench.progress import Progress
+from kvtier.bench.progress.display import Progress
+from kvtier.bench.progress.prefill_log import ROUTINE, following
 from kvtier.bench.schema import Plan, RunFailure, RunResult
 from kvtier.config import ENV_PREFIX
 from kvtier.errors import StartupError

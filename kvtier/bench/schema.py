@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvtier.environment import Environment
 from kvtier.heads.profile import HeadProfile
+from kvtier.synthetic.recall import ANSWER_TOKENS, PROMPT_TOKENS
 
 
 class Frozen(BaseModel):
@@ -24,11 +25,17 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+ScriptName = Literal["recall", "text"]
+
+
 class Workload(Frozen):
     """Which sessions are held with the engine; equal workloads are equal token for token.
 
     questions: questions per turn; the first continues the session, the others branch off after it
-    and only measure recall.
+               and only measure recall
+    script:    recall, the demo model's language, or text, English in the model's own tokens
+    prompt_tokens, answer_tokens: of a turn, at most
+    scores_nll: whether right answers are scored after the last turn
     """
 
     context_tokens: int = Field(ge=1)
@@ -36,6 +43,15 @@ class Workload(Frozen):
     sessions: int = Field(ge=1)
     questions: int = Field(ge=1)
     seed: int
+    script: ScriptName = "recall"
+    prompt_tokens: int = Field(PROMPT_TOKENS, ge=1)
+    answer_tokens: int = Field(ANSWER_TOKENS, ge=1)
+    scores_nll: bool = True
+
+    @property
+    def exchange_tokens(self) -> int:
+        """A question and its answer, at most."""
+        return self.prompt_tokens + self.answer_tokens
 
 
 class PoolSizes(Frozen):
@@ -118,13 +134,17 @@ class Occupancy(Frozen):
 class RequestRecord(Frozen):
     """One request of a run. question 0 is the session's own line; the others are branches.
 
-    recall is the share of code tokens right at their place, None where nothing was to be known.
+    history_tokens: of the prompt, what was said before this question
+    recall: how much of the right answer was given (RunResult.recall_means says a share of what),
+            None where nothing was to be known
+    nll:    of the right answer, see RunResult
     """
 
     session: int
     turn: int
     question: int
     prompt_tokens: int
+    history_tokens: int
     cached_tokens: int
     output_ids: tuple[int, ...]
     ttft_ms: float
@@ -132,6 +152,7 @@ class RequestRecord(Frozen):
     itl_ms: tuple[float, ...]
     recall: float | None
     strict: bool | None
+    nll: float | None = None
     occupancy: Occupancy | None = None
     retained: RetainedTurn | None = None
 
@@ -143,6 +164,7 @@ class TurnResult(Frozen):
     resident_sessions: sessions whose history was still cached when this turn began (at least 90%
     of it); None for the first turn, which has no history.
     retained_share: of this turn's prompts, what CA heads kept; None where nothing was decided.
+    nll: see RunResult; None where no question of the turn was scored.
     """
 
     turn: int
@@ -155,6 +177,8 @@ class TurnResult(Frozen):
     kv_peak_bytes: int
     recall: float | None
     scored_questions: int
+    nll: float | None = None
+    nll_questions: int = 0
     resident_sessions: int | None = None
     retained_share: float | None = None
 
@@ -175,6 +199,7 @@ class Summary(Frozen):
     kv_peak_bytes: int
     recall: float | None
     strict_recall: float | None
+    nll: float | None = None
     resident_sessions: int | None = Field(
         None, description="Sessions found resident after the last turn, most recent first."
     )
@@ -184,9 +209,18 @@ class Summary(Frozen):
 
 
 class RunResult(Frozen):
-    """One policy, measured."""
+    """One policy, measured.
+
+    recall_means: what recall is a share of
+    nll, in turns and requests: negative log-likelihood of the right answer, nats per token, each
+    token given the right ones before it, by the policy's own cache as the turns left it (asked
+    after the last turn, so that no time and no memory above contains it). Not of the first turn's
+    own question, which is answered before anything is dropped; nor where a session's history was
+    no longer cached.
+    """
 
     policy: str
+    recall_means: str
     ca_share: float
     pools: PoolSizes
     kv_capacity_bytes: int
@@ -210,7 +244,7 @@ class RunFailure(Frozen):
 class Ratios(Frozen):
     """`policy` against `baseline`, in the direction in which bigger is better.
 
-    Bytes and times are baseline / policy, recall and resident sessions are policy / baseline.
+    Bytes, times and NLL are baseline / policy, recall and resident sessions policy / baseline.
     None where the baseline has nothing to compare.
     """
 
@@ -222,11 +256,16 @@ class Ratios(Frozen):
     first_ttft_ms: float | None
     median_tpot_ms: float | None
     recall: float | None
+    nll: float | None = None
     resident_sessions: float | None = None
 
 
 class Document(Frozen):
-    """The whole outcome. ratios is None where there is no pair to compare."""
+    """The whole outcome. ratios is None where there is no pair to compare.
+
+    notes: what a reader has to know before reading the numbers, such as that no head profile was
+           there
+    """
 
     schema_version: Literal[1] = 1
     started_at: str
@@ -239,3 +278,4 @@ class Document(Frozen):
     failures: tuple[RunFailure, ...] = ()
     ratios: Ratios | None
     comparisons: tuple[Ratios, ...] = ()
+    notes: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ _RATIO_LABELS = {
     "first_ttft_ms": "TTFT of the first turn, less",
     "median_tpot_ms": "TPOT of later turns, less",
     "recall": "recall",
+    "nll": "NLL of right answers, less",
     "resident_sessions": "resident sessions, more",
 }
 PLAIN_WIDTH = 110
@@ -34,6 +35,8 @@ def make_console() -> Console:
 def print_document(document: Document, console: Console) -> None:
     """One table per policy, then the ratios."""
     console.print(f"[bold]{describe_workload(document.workload)}[/bold]  {document.model['path']}")
+    for note in document.notes:
+        console.print(f"[yellow]Note:[/yellow] {note}")
     for run in document.runs:
         console.print(_run_table(run, document.workload.sessions))
         console.print(_summary_line(run))
@@ -97,7 +100,19 @@ def describe_workload(workload: Workload) -> str:
         )
     )
     context = format_size(workload.context_tokens)
-    return f"{sessions} of {turns}, {context} context, {questions} per turn, seed {workload.seed}"
+    return (
+        f"{workload.script}: {sessions} of {turns}, {context} context, {questions} per turn, "
+        f"seed {workload.seed}"
+    )
+
+
+def describe_policy(run: RunResult) -> str:
+    """What a policy did, in one line: a head profile may leave it nothing to drop."""
+    policy = POLICIES[run.policy]
+    if policy.needs_profile and run.ca_share == 1:
+        return "every head keeps its whole context, so heads save nothing"
+    share = "" if run.ca_share == 1 else f", {run.ca_share:.0%} CA heads"
+    return policy.description + share
 
 
 def ratio_rows(pairs: Sequence[Ratios]) -> list[tuple[str, list[str]]]:
@@ -123,11 +138,9 @@ def _ratio_table(pairs: Sequence[Ratios]) -> Table:
 
 
 def _run_table(run: RunResult, sessions: int) -> Table:
-    share = "" if run.ca_share == 1 else f", {run.ca_share:.0%} CA heads"
-    table = Table(
-        title=f"{run.policy}: {POLICIES[run.policy].description}{share}", title_justify="left"
-    )
-    columns = ["turn", "TTFT ms", "TPOT ms", "cached tokens", "KV on device", "KV peak", "recall"]
+    table = Table(title=f"{run.policy}: {describe_policy(run)}", title_justify="left")
+    columns = ["turn", "TTFT ms", "TPOT ms", "cached tokens", "KV on device", "KV peak"]
+    columns += ["recall", "NLL"]
     if sessions > 1:
         columns[2:2] = ["p99 TTFT ms"]
         columns.append("still resident")
@@ -141,7 +154,8 @@ def _run_table(run: RunResult, sessions: int) -> Table:
             f"{turn.cached_tokens:,} / {turn.prompt_tokens:,}",
             format_bytes(turn.kv_device_bytes),
             format_bytes(turn.kv_peak_bytes),
-            NOTHING if turn.recall is None else f"{turn.recall:.3f}",
+            format_quality(turn.recall),
+            format_quality(turn.nll),
         ]
         if sessions > 1:
             row[2:2] = [f"{turn.p99_ttft_ms:,.1f}"]
@@ -158,18 +172,23 @@ def _summary_line(run: RunResult) -> str:
         f"p99_ttft_ms {summary.p99_ttft_ms:,.1f}",
         f"median_tpot_ms {summary.median_tpot_ms:,.2f}",
         f"p99_itl_ms {summary.p99_itl_ms:,.2f}",
-        f"recall {NOTHING if summary.recall is None else f'{summary.recall:.3f}'}",
     ]
+    quality = f"all turns: recall {format_quality(summary.recall)} ({run.recall_means})"
+    if summary.nll is not None:
+        quality += f", NLL {summary.nll:.3f} nats per token of right answers"
     if summary.resident_sessions is not None:
         parts.append(f"resident at the end {summary.resident_sessions}")
-    return "later turns: " + "  ".join(parts) + f"  ({run.wall_s:.0f} s in all)\n"
+    return f"later turns: {'  '.join(parts)}  ({run.wall_s:.0f} s in all)\n{quality}\n"
 
 
-def print_plan(
-    model: Model, plans: Sequence[PolicyPlan], workload: Workload, console: Console
-) -> None:
+def format_quality(value: float | None) -> str:
+    """A recall or an NLL, where there is one."""
+    return NOTHING if value is None else f"{value:.3f}"
+
+
+def print_plan(model: Model, plans: Sequence[PolicyPlan], console: Console) -> None:
     """The dry run: what would be started, and the memory it would take."""
-    shape = model.shape
+    shape, workload = model.shape, plans[0].plan.workload
     console.print(f"[bold]{describe_workload(workload)}[/bold]  {model.path}")
     console.print(
         f"{shape.num_layers} layers x {shape.num_kv_heads} KV heads x head_dim {shape.head_dim}, "

@@ -23,6 +23,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from kvtier.synthetic import recall_draws as draws
 from kvtier.synthetic import words as words
 
 NUM_CODES = 8
@@ -130,11 +131,6 @@ class RecallLanguage:
         choices = rng.integers(width, size=num_tokens - 1).tolist()
         steps = accumulate(choices, lambda at, choice: table[at * width + choice], initial=start)
         return np.fromiter(steps, dtype=np.int64, count=num_tokens) + self.filler.start
-
-    def name(self, index: int) -> tuple[int, int]:
-        """Name number `index` in `0 … num_names - 1` as (adjective id, noun id)."""
-        adjective, noun = divmod(int(index), len(self.nouns))
-        return self.adjectives.start + adjective, self.nouns.start + noun
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Words joined by single spaces, special tokens included."""
@@ -277,68 +273,14 @@ def make_session(
         raise ValueError(f"num_facts must be 1 … {room} for {context_tokens=}, got {num_facts}")
     if prompt_tokens < 4:
         raise ValueError(f"prompt_tokens must be at least 4, got {prompt_tokens}")
-    invented = _invented_pairs(rng, num_turns, invented_share)
-    names = _draw_names(rng, num_facts + len(invented), shared_words, language)
-    codes = _draw_codes(rng, names[:num_facts], few_codes, language)
+    invented = draws.invented_pairs(rng, num_turns, invented_share)
+    words_of = (language.adjectives, language.nouns)
+    names = draws.names(rng, num_facts + len(invented), *words_of, shared_words=shared_words)
+    nouns = [noun for _, noun in names[:num_facts]]
+    codes = draws.codes(rng, nouns, language.codes, NUM_CODES, few_codes=few_codes)
     context, facts = _write_context(rng, context_tokens, names[:num_facts], codes, language)
     turns = _ask(rng, num_turns, facts, names[num_facts:], invented, prompt_tokens, language)
     return Session(context, facts, turns, language)
-
-
-def _invented_pairs(
-    rng: np.random.Generator, num_turns: int, share: float
-) -> list[tuple[int, int]]:
-    """(inventing turn, turn that asks again) pairs; the two are never the same turn."""
-    count = min(int(num_turns * share / 2 + rng.random()), num_turns // 2) if share > 0 else 0
-    chosen = rng.permutation(num_turns)[: 2 * count].reshape(count, 2)
-    return [(int(pair.min()), int(pair.max())) for pair in chosen]
-
-
-def _draw_names(
-    rng: np.random.Generator, count: int, shared_words: bool, language: RecallLanguage
-) -> list[tuple[int, int]]:
-    """`count` different names."""
-    num_adjectives, num_nouns = len(language.adjectives), len(language.nouns)
-    if not shared_words:
-        return [language.name(index) for index in rng.permutation(language.num_names)[:count]]
-    side = min(int(np.ceil(np.sqrt(1.5 * count))), num_adjectives, num_nouns)
-    adjectives = rng.permutation(num_adjectives)[:side]
-    nouns = rng.permutation(num_nouns)[:side]
-    cells = rng.permutation(side * side)[:count]
-    return [
-        language.name(adjectives[cell // side] * num_nouns + nouns[cell % side]) for cell in cells
-    ]
-
-
-def _draw_codes(
-    rng: np.random.Generator,
-    names: Sequence[tuple[int, int]],
-    few_codes: bool,
-    language: RecallLanguage,
-) -> list[tuple[int, ...]]:
-    """Codes in which no pair of neighbouring words (noun and first code included) comes twice.
-
-    A pair then tells where in which fact the reader is, so a model that matches two tokens can be
-    right every time, and a wrong answer is the cache's fault.
-    """
-    pool = list(language.codes)
-    if few_codes:
-        # Three times as many pairs as are needed, so that the search below always ends soon.
-        size = max(12, int(np.ceil(np.sqrt(3 * NUM_CODES * len(names)))))
-        pool = rng.permutation(pool)[:size].tolist()
-    used: set[tuple[int, int]] = set()
-    rows = []
-    for _, noun in names:
-        row: list[int] = []
-        before = noun
-        while len(row) < NUM_CODES:
-            code = pool[int(rng.integers(len(pool)))]
-            if (before, code) not in used:
-                used.add((before, code))
-                row.append(code)
-                before = code
-        rows.append(tuple(row))
-    return rows
 
 
 def _write_context(
@@ -384,10 +326,19 @@ def _ask(
             turns.append(Turn(prompt, name, refers_to_turn=again_of.get(index)))
             continue
         order = order or rng.permutation(len(facts)).tolist()
-        fact = facts[order.pop()]
-        prompt = _prompt(rng, fact.name, prompt_tokens, language)
-        turns.append(Turn(prompt, fact.name, fact.answer_ids, fact_position=fact.position))
+        turns.append(question_about(rng, facts[order.pop()], prompt_tokens, language))
     return tuple(turns)
+
+
+def question_about(
+    rng: np.random.Generator,
+    fact: Fact,
+    prompt_tokens: int = PROMPT_TOKENS,
+    language: RecallLanguage = DEFAULT_LANGUAGE,
+) -> Turn:
+    """A turn that asks for a fact of the context, filler in front of its name."""
+    prompt = _prompt(rng, fact.name, prompt_tokens, language)
+    return Turn(prompt, fact.name, fact.answer_ids, fact_position=fact.position)
 
 
 def _prompt(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,14 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def write_model(folder: Path, weights: bool = True, **changes: Any) -> Path:
-    """A model directory whose weights are empty."""
+DEMO_TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "kvtier-demo" / "tokenizer.json"
+
+
+def write_model(folder: Path, weights: bool = True, tokenizer: bool = True, **changes: Any) -> Path:
+    """A model directory whose weights are empty, with the demo model's tokenizer or without one."""
     folder.mkdir(exist_ok=True)
+    if tokenizer:
+        shutil.copy(DEMO_TOKENIZER, folder)
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     if weights:
         (folder / "model.safetensors").touch()

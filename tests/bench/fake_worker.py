@@ -6,6 +6,7 @@ process, whose pid goes to the file FAKE_WORKER_PID.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier.bench import worker
-from kvtier.bench.engine import Answer
+from kvtier.bench.engine import Answer, Scored
 from kvtier.bench.schema import Occupancy, Plan
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE, NUM_CODES
 
@@ -32,14 +33,17 @@ class FakeEngine:
         self.kept: list[tuple[int, ...]] = []
         self.peak_tokens = 0
         self.requests: list[tuple[int, ...]] = []
+        self.scored: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self.closed = False
 
-    def generate(self, input_ids: Sequence[int], max_new_tokens: int, stop_id: int) -> Answer:
+    def generate(
+        self, input_ids: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int]
+    ) -> Answer:
         prompt = tuple(input_ids)
         self.requests.append(prompt)
         best = max(self.kept, key=lambda kept: _common(kept, prompt), default=())
         cached = _common(best, prompt)
-        output = self._say(prompt, stop_id)[:max_new_tokens]
+        output = self._say(prompt, stop_ids[0])[:max_new_tokens]
         if best and cached == len(best):
             self.kept.remove(best)
         self.kept.append(prompt + output[:-1])
@@ -59,6 +63,22 @@ class FakeEngine:
             if prompt[at : at + 2] == name and known and len(codes) == NUM_CODES:
                 return (*name, *codes, stop_id)
         return (*name, *INVENTED, stop_id)
+
+    def score(self, input_ids: Sequence[int], wanted_ids: Sequence[int]) -> Scored:
+        """Half of the probability is on what it says."""
+        self.scored.append((tuple(input_ids), tuple(wanted_ids)))
+        prompt, behind = self._asked(tuple(input_ids))
+        said = self._say(prompt, DEFAULT_LANGUAGE.eot)[behind:][: len(wanted_ids)]
+        said += (DEFAULT_LANGUAGE.eot,) * (len(wanted_ids) - len(said))
+        likely = [0.5 if a == b else 0.1 for a, b in zip(said, wanted_ids, strict=True)]
+        cached = max(_common(kept, tuple(input_ids)) for kept in self.kept)
+        return Scored(said, tuple(math.log(each) for each in likely), cached)
+
+    @staticmethod
+    def _asked(prompt: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+        """A prompt up to its last question, and how many tokens of an answer are behind that."""
+        end = len(prompt) - prompt[::-1].index(DEFAULT_LANGUAGE.assistant)
+        return prompt[:end], len(prompt) - end
 
     def _tokens(self) -> int:
         return sum(map(len, self.kept))

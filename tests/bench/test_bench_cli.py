@@ -15,7 +15,7 @@ import pytest
 
 from kvtier.bench import runner
 from kvtier.bench.__main__ import main
-from kvtier.bench.report import render_report
+from kvtier.bench.report.html import render_report
 from kvtier.bench.schema import Document
 from kvtier.environment import git_commit
 
@@ -125,6 +125,25 @@ def test_a_failed_run_shows_its_log_and_exits_with_1(
     assert document["runs"] == []
     assert document["ratios"] is None
     assert [failure["policy"] for failure in document["failures"]] == ["full", "kvtier"]
+
+
+def test_without_a_head_profile_the_table_says_that_heads_save_nothing(
+    flags: list[str], model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    files = [tmp_path / "with.json", tmp_path / "without.json", tmp_path / "page.html"]
+    assert main([*flags, "--json", str(files[0]), "-q"]) == 0
+    assert "Note" not in capsys.readouterr().out
+    (model_path / "head_profile.json").unlink()
+    assert main([*flags, "--json", str(files[1]), "--report", str(files[2]), "-q"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Note: kvtier drops no KV of any head (head profile: none" in said
+    assert "kvtier: every head keeps its whole context, so heads save nothing" in said
+    assert "kvtier calibrate heads" in said
+    given, absent = (Document.model_validate_json(file.read_text()) for file in files[:2])
+    assert given.notes == ()
+    assert len(absent.notes) == 1
+    assert [run.ca_share for run in absent.runs] == [1, 1]
+    assert absent.notes[0].split("(")[0] in files[2].read_text()
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])

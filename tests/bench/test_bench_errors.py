@@ -43,6 +43,8 @@ CASES = [
     (["--prefill", "lazy"], UsageError, "--prefill", "one of exact, streaming"),
     (["--device", "tpu"], UsageError, "--device", "one of cpu, cuda"),
     (["--dtype", "int4"], UsageError, "--dtype", "one of float32"),
+    (["--workload", "prose"], UsageError, "--workload", "one of auto, recall, text"),
+    (["--workload", "text"], UsageError, "--model-path", "tokenizer writes numbers"),
     (["--format", "xml"], UsageError, "--format", "one of table, json"),
     (["--turns"], UsageError, "--turns", "expected one argument"),
     (["--nonsense"], UsageError, "arguments", "--nonsense"),
@@ -84,14 +86,20 @@ def test_a_model_directory_without_weights_or_vocabulary_is_refused(tmp_path: Pa
         plan_for(write_model(tmp_path / "empty", weights=False))
     with pytest.raises(UsageError, match="vocabulary"):
         plan_for(write_model(tmp_path / "small", vocab_size=100))
-    with pytest.raises(UsageError, match=r"config\.json"):
+    with pytest.raises(UsageError, match=r"--model-path: .*existing model directory"):
         plan_for(tmp_path / "nowhere")
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(UsageError, match=r"--model-path: .*readable config\.json"):
+        plan_for(tmp_path / "bare")
+    bare = write_model(tmp_path / "speechless", tokenizer=False)
+    with pytest.raises(UsageError, match=r"--model-path: .*a model with a tokenizer"):
+        plan_for(bare)
 
 
 def test_a_missing_demo_model_says_where_it_comes_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("kvtier.bench.planning.DEMO_MODEL", Path("models/gone"))
+    monkeypatch.setattr("kvtier.bench.planning.model.DEMO_MODEL", Path("models/gone"))
     with pytest.raises(UsageError, match=r"--model-path: .*demo model .*source checkout"):
         make_plans(parse_options([]))
 
@@ -114,8 +122,8 @@ def test_a_head_profile_that_is_not_there_or_not_one_is_refused(tmp_path: Path, 
     with pytest.raises(HeadProfileError, match="head_profile"):
         plan_for(model_path)
     (model_path / "head_profile.json").unlink()
-    with pytest.raises(HeadProfileError, match=r"--head-profile: .*calibrate"):
-        plan_for(model_path)
+    with pytest.raises(HeadProfileError, match=r"--head-profile: .*policy random.*calibrate"):
+        plan_for(model_path, "--policies", "full,kvtier,random")
     plan_for(model_path, "--policies", "stock,full,window")
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from fake_worker import FakeEngine
 
-from kvtier.bench.engine import EngineError, StreamClock
+from kvtier.bench.engine import EngineError, Scored, StreamClock
 from kvtier.bench.measure import run_plan
 from kvtier.bench.metrics import compare, compare_all
 from kvtier.bench.options import parse_options
 from kvtier.bench.planning import make_plans
 from kvtier.bench.schema import RunResult
-from kvtier.bench.workload import EXCHANGE_TOKENS, longest_prompt, plan_sessions
+from kvtier.bench.scoring import answer_nll
+from kvtier.bench.workload import longest_prompt, plan_sessions
+from kvtier.synthetic.recall_script import RecallScript
 
 
 def run(folder: Path, policy: str, *flags: str) -> tuple[RunResult, FakeEngine]:
@@ -62,6 +65,69 @@ def test_an_answer_that_was_invented_is_the_right_one_when_asked_again(model_pat
     pytest.fail("no seed led to an invented answer")
 
 
+def test_right_answers_are_scored_after_the_last_turn_by_what_the_policy_serves(model_path: Path):
+    result, engine = run(model_path, "full", "--turns", "2", "--questions", "3", "--seed", "3")
+    # The first question of all is answered before anything is dropped, and an answer that is
+    # invented has nothing to be scored by.
+    scored = [request for request in result.requests if request.nll is not None]
+    assert [request.nll for request in scored] == pytest.approx([math.log(2)] * len(scored))
+    assert result.requests[0].nll is None
+    known = [request for request in result.requests[1:] if request.recall is not None]
+    assert scored == known
+    assert len(engine.scored) == len(scored), "one request for an answer that is right"
+    for (prompt, wanted), request in zip(engine.scored, scored, strict=True):
+        assert len(prompt) == request.prompt_tokens
+        assert wanted == request.output_ids[:-1]
+    assert [turn.nll_questions for turn in result.turns] == [
+        sum(request.turn == turn for request in scored) for turn in (1, 2)
+    ]
+    assert result.summary.nll == pytest.approx(math.log(2))
+    assert compare(result, result).nll == pytest.approx(1)
+
+
+def test_under_a_budget_nothing_is_scored_because_it_would_evict(model_path: Path):
+    result, engine = run(model_path, "full", "--sessions", "2", "--turns", "2")
+    assert engine.scored == []
+    assert result.summary.nll is None
+    assert compare(result, result).nll is None
+
+
+def test_a_history_that_had_to_be_computed_again_has_no_nll(model_path: Path):
+    _, (entry,) = make_plans(
+        parse_options(["--len", "512", "--model-path", str(model_path), "--policies", "full"])
+    )
+    engine = FakeEngine(entry.plan)
+    engine.score = lambda ids, wanted: Scored(tuple(wanted), (0.0,) * len(wanted), len(ids) - 40)
+    result = run_plan(entry.plan, lambda plan: engine, lambda event: None)
+    assert result.summary.nll is None
+
+
+class Stubborn:
+    """Says 1, 2, 3, … whatever the prompt; token n is as likely as 1 / (n + 1)."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def score(self, input_ids, wanted_ids):
+        self.asked.append((tuple(input_ids), tuple(wanted_ids)))
+        said = tuple(range(1, len(wanted_ids) + 1))
+        logprobs = tuple(-math.log(wanted + 1) for wanted in wanted_ids)
+        return Scored(said, logprobs, len(input_ids) - 1)
+
+
+def test_the_nll_of_an_answer_goes_on_behind_the_right_token_where_the_model_is_wrong():
+    engine = Stubborn()
+    nll, cached = answer_nll(engine, [9, 9], [1, 2, 7, 1, 5], unscored=0)
+    assert engine.asked == [
+        ((9, 9), (1, 2, 7, 1, 5)),
+        ((9, 9, 1, 2, 7), (1, 5)),
+    ]
+    assert nll == pytest.approx(sum(math.log(n + 1) for n in (1, 2, 7, 1, 5)) / 5)
+    assert cached == 1
+    nll, _ = answer_nll(Stubborn(), [9, 9], [1, 2, 7, 1, 5], unscored=3)
+    assert nll == pytest.approx((math.log(2) + math.log(6)) / 2)
+
+
 def test_residency_is_counted_per_turn_and_at_the_end(model_path: Path):
     tight, engine = run(model_path, "full", "--sessions", "5", "--turns", "3")
     assert [turn.resident_sessions for turn in tight.turns] == [None, 0, 0]
@@ -103,11 +169,15 @@ def test_questions_are_the_same_for_every_policy_and_differ_by_seed(model_path: 
         for seed in ("1", "1", "2")
     ]
     first, again, other = (
-        [branch.prompt_ids for turn in plan_sessions(each)[0].branches for branch in turn]
+        [
+            branch.prompt_ids
+            for turn in plan_sessions(each, RecallScript())[0].branches
+            for branch in turn
+        ]
         for each in workloads
     )
     assert first == again != other
-    assert longest_prompt(workloads[0]) == 512 + 6 * EXCHANGE_TOKENS
+    assert longest_prompt(workloads[0]) == 512 + 6 * (17 + 11)
 
 
 def test_the_clock_spreads_a_chunk_over_its_tokens():

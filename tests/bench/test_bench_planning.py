@@ -108,7 +108,7 @@ def test_a_dry_run_prints_the_arithmetic_of_any_model(
         "max_position_embeddings": 131072,
         "torch_dtype": "bfloat16",
     }
-    folder = write_model(tmp_path / "big", weights=False, **config)
+    folder = write_model(tmp_path / "big", weights=False, tokenizer=False, **config)
     flags = [
         "--questions",
         "1",

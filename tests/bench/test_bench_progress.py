@@ -8,17 +8,17 @@ import time
 import pytest
 from rich.console import Console
 
-from kvtier.bench import progress as module
 from kvtier.bench.options import parse_options
 from kvtier.bench.planning import make_plans
-from kvtier.bench.prefill_log import following
-from kvtier.bench.progress import Progress
+from kvtier.bench.progress import display as module
+from kvtier.bench.progress.display import Progress
+from kvtier.bench.progress.prefill_log import following
 
 CHUNK = "[2026-01-01 00:00:00] Prefill batch, #new-seq: 1, #new-token: 2048, #cached-token: 0, more"
 
 
 def test_chunks_are_told_as_the_log_grows(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvtier.bench.prefill_log.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("kvtier.bench.progress.prefill_log.LOOK_EVERY_S", 0.01)
     log, told = tmp_path / "worker.log", []
     log.write_text("loading\n")
     with following(log, told.append), log.open("a") as lines:

@@ -28,10 +28,12 @@ class OpenBook:
         self.forgetful, self.compacts = forgetful, compacts
         self.cached: tuple[int, ...] = ()
 
-    def generate(self, input_ids: Sequence[int], max_new_tokens: int, stop_id: int) -> Answer:
+    def generate(
+        self, input_ids: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int]
+    ) -> Answer:
         prompt = tuple(input_ids)
         hit = 0 if self.forgetful or prompt[: len(self.cached)] != self.cached else len(self.cached)
-        output = self._say(prompt, stop_id)[:max_new_tokens]
+        output = self._say(prompt, stop_ids[0])[:max_new_tokens]
         self.cached = self.cached or prompt
         return Answer(output, hit, 1.0, 1.0, ())
 

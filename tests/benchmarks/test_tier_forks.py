@@ -27,9 +27,11 @@ class Listening:
     def __init__(self) -> None:
         self.asked: list[tuple[int, ...] | str] = []
 
-    def generate(self, input_ids: Sequence[int], max_new_tokens: int, stop_id: int) -> Answer:
+    def generate(
+        self, input_ids: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int]
+    ) -> Answer:
         self.asked.append(tuple(input_ids))
-        return Answer((stop_id,), len(input_ids), 1.0, 1.0, ())
+        return Answer((stop_ids[0],), len(input_ids), 1.0, 1.0, ())
 
     def occupancy(self) -> Occupancy:
         return Occupancy(kv_used_bytes=1, kv_peak_bytes=1, kv_capacity_bytes=1)

@@ -19,6 +19,7 @@ from kvtier.errors import SizeError, UsageError
 from kvtier.heads.samples.english import QUESTIONS, TEXT_TASKS, Encode, SampleMaker, text_maker
 from kvtier.heads.samples.questions import CalibrationSample, Question
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE, make_session
+from kvtier.synthetic.tokenizer import Tokenizer
 
 CALIBRATION, HELD_OUT = 0, 1
 
@@ -53,17 +54,8 @@ def encoder_for(model_path: str) -> tuple[Encode, list[int]]:
 
     Raises UsageError when the model's directory has no tokenizer.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path)
-    except (OSError, ValueError) as error:
-        raise UsageError("--model-path", "a model with a tokenizer", model_path) from error
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    return encode, [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
+    tokenizer = Tokenizer(model_path)
+    return tokenizer.encode, list(tokenizer.first_ids)
 
 
 def speaks_recall(model_path: str) -> bool:

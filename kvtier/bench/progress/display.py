@@ -68,6 +68,9 @@ class Progress:
                 now = time.monotonic()
                 self._reading = Reading(what, now, now)
                 self._doing(f"{name} {what}")
+            case "scoring":
+                self._reading = None
+                self._doing(f"{name} scoring the right answers of {event['questions']} questions")
             case "request" if event["question"] == 0:
                 self._reading = None
                 self.note(f"{name} {_line(event, work.sessions)}")

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from html import escape
 
-from kvtier.bench.charts import Series, line_chart
 from kvtier.bench.policies import POLICIES
+from kvtier.bench.report.charts import Series, line_chart
 from kvtier.bench.schema import Document, Ratios, RunResult, TurnResult
 from kvtier.bench.table import (
-    NOTHING,
+    describe_policy,
     describe_workload,
+    format_quality,
     ratio_rows,
     retention_lines,
     tier_lines,
@@ -21,7 +22,7 @@ from kvtier.sizes import format_bytes
 
 Value = Callable[[TurnResult], float | None]
 
-_HEAD = "turn|TTFT ms|p99 TTFT ms|TPOT ms|cached|prompt|KV bytes|KV peak|recall"
+_HEAD = "turn|TTFT ms|p99 TTFT ms|TPOT ms|cached|prompt|KV bytes|KV peak|recall|NLL"
 _CSS = """
 :root { color-scheme: light dark; --ink: #1d2530; --soft: #5b6675; --rule: #d9dee5; --page: #ffffff;
   --tile: #f4f6f9; --s0: #8a5a00; --s1: #0b62c4; --s2: #0a7d4f; --s3: #a3308a; }
@@ -63,6 +64,7 @@ def render_report(document: Document) -> str:
     body = [
         "<h1>kvtier bench</h1>",
         f'<p class="soft">{workload}<br>{escape(document.started_at)}</p>',
+        *(f"<p><b>Note:</b> {escape(note)}</p>" for note in document.notes),
         _tiles(document.ratios),
         _legend(document.runs),
         _charts(document.runs),
@@ -113,7 +115,7 @@ def _times(
 def _legend(runs: Sequence[RunResult]) -> str:
     entries = "".join(
         f'<span><i class="s{_style(run)}"></i><b>{run.policy}</b>: '
-        f"{escape(POLICIES[run.policy].description)}</span>"
+        f"{escape(describe_policy(run))}</span>"
         for run in runs
     )
     return f'<div class="legend">{entries}</div>'
@@ -126,6 +128,7 @@ def _style(run: RunResult) -> int:
 
 def _charts(runs: Sequence[RunResult]) -> str:
     unit, size = _byte_unit(max((run.summary.kv_peak_bytes for run in runs), default=0))
+    recall_means = runs[0].recall_means if runs else ""
     charts: list[tuple[str, Value, Callable[[float], str], float]] = [
         ("Time to first token", lambda t: t.ttft_ms, _milliseconds, 0),
         ("Time per output token", lambda t: t.tpot_ms, _milliseconds, 0),
@@ -135,7 +138,8 @@ def _charts(runs: Sequence[RunResult]) -> str:
             lambda v: f"{v:.4g} {unit}",
             0,
         ),
-        ("Recall: share of code tokens right", lambda t: t.recall, lambda v: f"{v:.2f}", 1),
+        (f"Recall: {recall_means}", lambda t: t.recall, lambda v: f"{v:.2f}", 1),
+        ("NLL of right answers, nats per token", lambda t: t.nll, lambda v: f"{v:.3g}", 0),
         ("Sessions still resident", lambda t: t.resident_sessions, lambda v: f"{v:g}", 1),
     ]
     figures = []
@@ -170,7 +174,8 @@ def _turn_tables(runs: Sequence[RunResult]) -> str:
                 f"{turn.prompt_tokens:,}",
                 format_bytes(turn.kv_device_bytes),
                 format_bytes(turn.kv_peak_bytes),
-                NOTHING if turn.recall is None else f"{turn.recall:.3f}",
+                format_quality(turn.recall),
+                format_quality(turn.nll),
             ]
             for turn in run.turns
         ]

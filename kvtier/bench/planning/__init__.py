@@ -1,0 +1,9 @@
+"""From options to plans, in four steps: the model, its head profile, its pools, and what a worker
+gets."""
+
+from __future__ import annotations
+
+from kvtier.bench.planning.model import Model
+from kvtier.bench.planning.plans import PolicyPlan, make_plans
+
+__all__ = ["Model", "PolicyPlan", "make_plans"]

@@ -1,0 +1,91 @@
+"""The model that a bench runs, as far as its files tell: no torch, no engine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier.bench.options import Options
+from kvtier.bench.schema import ScriptName
+from kvtier.errors import UsageError
+from kvtier.heads.model.config import check_splittable, context_length, model_shape, read_config
+from kvtier.heads.profile import ModelShape
+from kvtier.heads.samples.synthetic import speaks_recall
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE
+
+DEMO_MODEL = Path("models/kvtier-demo")
+# Of an NVIDIA driver; a container may show the second only.
+_NVIDIA_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the bench knows of the model, from files alone."""
+
+    path: Path
+    shape: ModelShape
+    max_positions: int
+    vocab_size: int
+    device: str
+    dtype: str
+
+    @property
+    def dtype_bytes(self) -> int:
+        return _DTYPE_BYTES[self.dtype]
+
+
+def find_model(options: Options) -> Model:
+    """The model directory, checked for everything that can be told from its files."""
+    path = options.model_path or _demo_model()
+    if not path.is_dir():
+        raise UsageError("--model-path", "an existing model directory (config.json, …)", str(path))
+    config = read_config(str(path))
+    check_splittable(config)
+    has_weights = any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
+    if not options.dry_run and not has_weights:
+        raise UsageError("--model-path", "a directory with model weights", str(path))
+    device = options.device or ("cuda" if _has_cuda() else "cpu")
+    dtype = options.dtype or _default_dtype(device, config)
+    vocab_size = int(config.get("vocab_size") or 0)
+    return Model(path, model_shape(config), context_length(config), vocab_size, device, dtype)
+
+
+def script_name(options: Options, model: Model) -> ScriptName:
+    """Which words a workload is written in: the user's choice, or those of the model's tokenizer.
+
+    Raises UsageError for a model whose vocabulary is smaller than the recall language's.
+    """
+    if options.script == "text":
+        return "text"
+    if options.script == "auto" and not speaks_recall(str(model.path)):
+        return "text"
+    if model.vocab_size < DEFAULT_LANGUAGE.vocab_size:
+        wanted = f"a model with a vocabulary of at least {DEFAULT_LANGUAGE.vocab_size} tokens"
+        raise UsageError("--model-path", wanted, model.vocab_size)
+    return "recall"
+
+
+def _demo_model() -> Path:
+    beside_package = Path(__file__).resolve().parents[2] / DEMO_MODEL
+    for path in (DEMO_MODEL, beside_package):
+        if (path / "config.json").is_file():
+            return path
+    expected = f"a model directory; the demo model ({DEMO_MODEL}) is part of a source checkout"
+    raise UsageError("--model-path", expected, str(beside_package))
+
+
+def _has_cuda() -> bool:
+    """Whether an NVIDIA driver is there and not hidden, without importing torch."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and any(Path(one).exists() for one in _NVIDIA_FILES)
+
+
+def _default_dtype(device: str, config: dict[str, Any]) -> str:
+    """float32 on CPU, where it is exact and no slower; on CUDA the model's own 16 bits."""
+    if device == "cpu":
+        return "float32"
+    own = config.get("torch_dtype") or config.get("dtype")
+    return "float16" if own == "float16" else "bfloat16"

@@ -1,0 +1,176 @@
+"""From options to plans: which model, which words, which head profile, how many slots.
+
+No engine, and no torch but for a scorer's arithmetic; a text's tokenizer is loaded to measure it,
+unless it is a dry run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvtier.bench import workload as work
+from kvtier.bench.options import Options
+from kvtier.bench.planning.model import Model, find_model, script_name
+from kvtier.bench.planning.pools import pool_sizes, session_shape
+from kvtier.bench.planning.profiles import find_curve, find_profile
+from kvtier.bench.policies import Policy
+from kvtier.bench.schema import Plan, PoolSizes, Workload
+from kvtier.errors import SizeError
+from kvtier.heads.profile import HeadProfile
+from kvtier.pool_sizing import SessionShape, SlotBytes, session_bytes, slot_bytes
+from kvtier.sizes import format_size
+from kvtier.synthetic.script import Lengths
+
+MAX_RUNNING_REQUESTS = 8
+# What a dry run assumes of a text's turns, whose tokenizer it does not load.
+ASSUMED_TEXT = Lengths(prompt=64, answer=16)
+
+
+@dataclass(frozen=True)
+class PolicyPlan:
+    """A policy with its arithmetic; `plan` is what the worker gets."""
+
+    policy: Policy
+    profile: HeadProfile
+    profile_note: str
+    slots: SlotBytes
+    session: SessionShape
+    plan: Plan
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of this policy's numbers has to know before."""
+        if not self.policy.needs_profile or self.profile.ca_share < 1:
+            return ()
+        return (
+            f"{self.policy.name} drops no KV of any head (head profile: {self.profile_note}). "
+            "Where its numbers differ from full KV's, that is no saving by heads.",
+        )
+
+    @property
+    def session_bytes(self) -> int:
+        """Predicted device bytes of one resting session."""
+        return session_bytes(self.slots, self.session)
+
+    @property
+    def prefill_bytes(self) -> int:
+        """Predicted device bytes of one session while its context is prefilled."""
+        locality = max(self.session.prefill_tokens, self.session.locality_slots)
+        return self.slots.ca * self.session.total_tokens + self.slots.locality * locality
+
+
+def make_plans(options: Options) -> tuple[Model, list[PolicyPlan]]:
+    """The model and one plan per policy. Raises UsageError or HeadProfileError."""
+    model = find_model(options)
+    options = replace(options, workload=find_workload(options, model))
+    check_length(options, model)
+    given, note = find_profile(options, model)
+    return model, [_plan(options, model, policy, given, note) for policy in options.policies]
+
+
+def find_workload(options: Options, model: Model) -> Workload:
+    """The workload in the words that fit the model, with the lengths of its turns.
+
+    Raises UsageError for a model whose tokenizer cannot write it, SizeError for a context that is
+    too short for it.
+    """
+    asked = options.workload
+    name = script_name(options, model)
+    if name == "text" and options.dry_run:
+        lengths = ASSUMED_TEXT
+    else:
+        script = work.open_script(name, str(model.path))
+        lengths = script.lengths
+        script.check_context(asked.context_tokens)
+    return asked.model_copy(
+        update={
+            "script": name,
+            "prompt_tokens": lengths.prompt,
+            "answer_tokens": lengths.answer,
+            # Under a budget, scoring would evict sessions.
+            "scores_nll": options.budget is None,
+        }
+    )
+
+
+def check_length(options: Options, model: Model) -> None:
+    """Raise SizeError unless context, turns and answers fit the model's positions."""
+    needed = work.longest_prompt(options.workload)
+    if needed > model.max_positions:
+        room = model.max_positions - (needed - options.workload.context_tokens)
+        raise SizeError(
+            "--len",
+            f"at most {max(room, 0)} tokens, so that context and turns fit the model's "
+            f"{model.max_positions} positions",
+            format_size(options.workload.context_tokens),
+        )
+
+
+def _plan(
+    options: Options, model: Model, policy: Policy, given: HeadProfile | None, note: str
+) -> PolicyPlan:
+    profile = policy.profile(model.shape, given)
+    width = None
+    if policy.compacts and options.settings.compacts:
+        # Scorers need torch, which other plans do without.
+        from kvtier.retention.rules import state_width
+
+        width = state_width(options.settings)
+    slots = slot_bytes(profile, model.dtype_bytes, state_width=width)
+    session = session_shape(options, policy)
+    pools = pool_sizes(options.budget, policy, slots, session)
+    plan = Plan(
+        policy=policy.name,
+        workload=options.workload,
+        pools=pools,
+        engine_args=engine_args(options, model, policy, pools),
+        environment=worker_environment(options, model, policy, session, pools),
+        head_profile=profile if policy.splits_heads else None,
+        ca_share=profile.ca_share,
+    )
+    return PolicyPlan(policy, profile, note if policy.needs_profile else "", slots, session, plan)
+
+
+def engine_args(options: Options, model: Model, policy: Policy, pools: PoolSizes) -> dict[str, Any]:
+    """Keyword arguments of sglang.Engine; equal for all policies but for the backends."""
+    args: dict[str, Any] = {
+        "model_path": str(model.path.resolve()),
+        "device": model.device,
+        "dtype": model.dtype,
+        "chunked_prefill_size": options.chunk_tokens,
+        "max_total_tokens": pools.max_total_tokens,
+        "max_running_requests": MAX_RUNNING_REQUESTS,
+        "random_seed": options.workload.seed,
+        "grammar_backend": "none",
+        "skip_server_warmup": True,
+        # Says of every chunk of a prefill that it is computed (progress/prefill_log.py).
+        "log_level": "info",
+    }
+    if model.device == "cpu":
+        args |= {"disable_cuda_graph": True, "attention_backend": "torch_native"}
+    if policy.kvtier_attention:
+        args["attention_backend"] = "kvtier"
+    if policy.splits_heads:
+        args["radix_cache_backend"] = "kvtier"
+    return args
+
+
+def worker_environment(
+    options: Options, model: Model, policy: Policy, session: SessionShape, pools: PoolSizes
+) -> dict[str, str]:
+    """The worker's KVTIER_* variables; the head profile is added where its file is written."""
+    settings = options.settings
+    if not policy.compacts:
+        settings = settings.keeping_everything()
+    settings = settings.model_copy(
+        update={
+            "head_profile": None,
+            "curve": find_curve(settings, model),
+            "locality_slots": pools.locality_slots,
+            "session_tokens": session.context_tokens,
+            "turn_tokens": session.turn_tokens,
+            "force_cpu": options.settings.force_cpu or options.device == "cpu",
+        }
+    )
+    return settings.to_env()

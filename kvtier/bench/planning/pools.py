@@ -1,0 +1,94 @@
+"""Memory arithmetic, in slots per class (bytes of a slot are summed over the layers):
+
+    stock, full     budget // bytes per token                     one pool
+    kvtier, window  kvtier.pool_sizing.plan_pools(budget)         CA slots + locality slots
+
+Without a budget each policy gets what one session needs, so nothing is ever evicted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvtier.bench import workload as work
+from kvtier.bench.options import Budget, Options
+from kvtier.bench.policies import Policy
+from kvtier.bench.schema import PoolSizes
+from kvtier.errors import BudgetError
+from kvtier.pool_sizing import SessionShape, SlotBytes, locality_slots_for, plan_pools
+
+# The engine keeps a few tokens of its pool free for itself.
+ADMISSION_TOKENS = 64
+# Room beyond one session where no budget is set: nothing may be evicted while it is measured.
+SLACK_TOKENS = 1024
+
+
+def session_shape(options: Options, policy: Policy) -> SessionShape:
+    """What one session of the workload asks of the pools under a policy."""
+    settings, context = options.settings, options.workload.context_tokens
+    kept = settings.sink_tokens + settings.recent_tokens
+    total = context + work.turn_tokens(options.workload) + ADMISSION_TOKENS
+    if not policy.splits_heads:
+        return SessionShape(context, total - context, kept_tokens=context, prefill_tokens=0)
+    held = context if settings.prefill == "exact" else min(context, options.chunk_tokens + kept)
+    prefill = held + options.workload.prompt_tokens
+    return SessionShape(
+        context,
+        total - context,
+        kept_tokens=kept + 1,
+        prefill_tokens=prefill,
+        retention=settings.expected_retention if policy.compacts else 1.0,
+    )
+
+
+def pool_sizes(
+    budget: Budget | None, policy: Policy, slots: SlotBytes, session: SessionShape
+) -> PoolSizes:
+    """Slots for a policy. Raises BudgetError naming the budget's flag when no session fits."""
+    if budget is None:
+        return _room_for_one(policy, slots, session)
+    if budget.num_bytes is not None:
+        num_bytes = budget.num_bytes
+    else:
+        assert budget.full_sessions is not None, "a budget is either bytes or sessions"
+        num_bytes = int(budget.full_sessions * slots.full * session.total_tokens)
+    try:
+        return _cut(num_bytes, policy, slots, session)
+    except BudgetError as error:
+        raise BudgetError(
+            budget.argument, f"{error.expected} under policy {policy.name}", error.got
+        ) from error
+
+
+def _room_for_one(policy: Policy, slots: SlotBytes, session: SessionShape) -> PoolSizes:
+    """What one session needs from its prefill to its last turn, and some slack."""
+    roomy = replace(session, turn_tokens=session.turn_tokens + SLACK_TOKENS)
+    tokens = roomy.total_tokens
+    locality = locality_slots_for(tokens, roomy) if policy.splits_heads else None
+    split_bytes = tokens * slots.ca + (locality or 0) * slots.locality
+    return PoolSizes(
+        budget_bytes=tokens * slots.full if locality is None else split_bytes,
+        max_total_tokens=tokens,
+        locality_slots=locality,
+        sessions=1.0,
+    )
+
+
+def _cut(budget_bytes: int, policy: Policy, slots: SlotBytes, session: SessionShape) -> PoolSizes:
+    if policy.splits_heads:
+        pools = plan_pools(budget_bytes, slots, session)
+        return PoolSizes(
+            budget_bytes=budget_bytes,
+            max_total_tokens=pools.ca_slots,
+            locality_slots=pools.locality_slots,
+            sessions=pools.sessions,
+        )
+    tokens = budget_bytes // slots.full
+    if tokens < session.total_tokens:
+        needed = session.total_tokens * slots.full
+        raise BudgetError("KV budget", f"at least {needed} bytes for one session", budget_bytes)
+    return PoolSizes(
+        budget_bytes=budget_bytes,
+        max_total_tokens=tokens,
+        sessions=tokens / session.total_tokens,
+    )

@@ -1,0 +1,63 @@
+"""Which head profile and which curve a bench uses: the user's, or those beside the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtier.bench.options import Options
+from kvtier.bench.planning.model import Model
+from kvtier.config import Settings
+from kvtier.errors import HeadProfileError
+from kvtier.heads.model.config import weights_revision
+from kvtier.heads.profile import HeadProfile, full_profile, load_profile
+from kvtier.retention.shares import asked_share
+
+PROFILE_FILE, CURVE_FILE = "head_profile.json", "curve.json"
+# What a dry run assumes for a model that has not been calibrated yet.
+ASSUMED_CA_SHARE = 0.25
+NO_PROFILE = "none, so every head keeps its whole context; `kvtier calibrate heads` makes one"
+
+
+def find_profile(options: Options, model: Model) -> tuple[HeadProfile | None, str]:
+    """The head profile and where it is from; None where no policy needs one.
+
+    Without a file every head of kvtier's keeps its whole context. Raises HeadProfileError for a
+    file that is malformed or another model's, and where a control is to copy a profile's size.
+    """
+    if not any(policy.needs_profile for policy in options.policies):
+        return None, ""
+    path = options.settings.head_profile or model.path / PROFILE_FILE
+    if options.settings.head_profile is None and not path.is_file():
+        if options.dry_run:
+            return _assumed_profile(model), f"assumed: {ASSUMED_CA_SHARE:.0%} CA heads"
+        if any(policy.name == "random" for policy in options.policies):
+            raise HeadProfileError(
+                "--head-profile: expected a head profile file for policy random, and "
+                f"{path} does not exist; make one with `kvtier calibrate heads`"
+            )
+        return full_profile(model.shape), NO_PROFILE
+    profile = load_profile(path)
+    revision = None if profile.revision is None else weights_revision(str(model.path))
+    profile.check_fits(model.shape, revision)
+    return profile, str(path)
+
+
+def _assumed_profile(model: Model) -> HeadProfile:
+    """The assumed share of CA heads, spread evenly over the layers."""
+    shape = model.shape
+    total = shape.num_layers * shape.num_kv_heads
+    chosen = {int((i + 0.5) / ASSUMED_CA_SHARE) for i in range(round(total * ASSUMED_CA_SHARE))}
+    layers = tuple(
+        tuple(h for h in range(shape.num_kv_heads) if layer * shape.num_kv_heads + h in chosen)
+        for layer in range(shape.num_layers)
+    )
+    return HeadProfile(model=str(model.path), shape=shape, method="assumed", ca_heads=layers)
+
+
+def find_curve(settings: Settings, model: Model) -> Path | None:
+    """The curve file for a quality target: the user's, or the model's; None leaves the store's."""
+    share = asked_share(settings)
+    if share is None or not share.rule.needs_curve or settings.curve is not None:
+        return settings.curve
+    path = model.path / CURVE_FILE
+    return path.resolve() if path.is_file() else None
