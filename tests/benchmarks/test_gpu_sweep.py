@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import sweep
-from kvtier_kernels.triton_backend import plans
+from kvtier_kernels.triton_backend.planning import plans
 
 
 class Tile(tuple):
