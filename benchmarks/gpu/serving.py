@@ -193,7 +193,7 @@ def run(options: argparse.Namespace, policy: str, model: Path) -> dict[str, Any]
         environment |= {
             "KVTIER_HEAD_PROFILE": str(model / "head_profile.json"),
             "KVTIER_SESSION_TOKENS": str(options.context),
-            "KVTIER_TURN_TOKENS": str(options.turns * turn),
+            "KVTIER_SESSION_TURN_TOKENS": str(options.turns * turn),
             "KVTIER_PREFILL": options.prefill,
         }
     plan, out, log = (model / f"{policy}-{name}" for name in ("plan.json", "out.json", "log"))

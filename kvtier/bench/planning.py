@@ -211,7 +211,7 @@ def _plan(
 def session_shape(options: Options, policy: Policy) -> SessionShape:
     """What one session of the workload asks of the pools under a policy."""
     settings, context = options.settings, options.workload.context_tokens
-    kept = settings.sink_tokens + settings.recent_tokens
+    kept = settings.locality.kept_tokens
     total = context + work.turn_tokens(options.workload) + ADMISSION_TOKENS
     if not policy.splits_heads:
         return SessionShape(context, total - context, kept_tokens=context, prefill_tokens=0)
@@ -310,13 +310,13 @@ def worker_environment(
     settings = options.settings
     if not policy.compacts:
         settings = settings.keeping_everything()
+    expected = {"tokens": session.context_tokens, "turn_tokens": session.turn_tokens}
     settings = settings.model_copy(
         update={
             "head_profile": None,
             "curve": find_curve(settings, model),
-            "locality_slots": pools.locality_slots,
-            "session_tokens": session.context_tokens,
-            "turn_tokens": session.turn_tokens,
+            "locality": settings.locality.model_copy(update={"slots": pools.locality_slots}),
+            "session": settings.session.model_copy(update=expected),
             "force_cpu": options.settings.force_cpu or options.device == "cpu",
         }
     )

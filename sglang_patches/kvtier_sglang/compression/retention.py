@@ -96,10 +96,10 @@ def share_rule(settings: Settings, entry_bytes: int, source: CurveSource | None)
     """
     if settings.retention is not None:
         return FixedShare(settings.retention)
-    if settings.budget_tokens is not None:
-        return TokenBudget(settings.budget_tokens)
-    if settings.budget_bytes is not None:
-        return TokenBudget(max(1, settings.budget_bytes // max(1, entry_bytes)))
+    if settings.budget.tokens is not None:
+        return TokenBudget(settings.budget.tokens)
+    if settings.budget.bytes is not None:
+        return TokenBudget(max(1, settings.budget.bytes // max(1, entry_bytes)))
     if settings.quality is not None:
         assert source is not None, "a quality target needs a source of curves"
         return QualityTarget(settings.quality, source)
