@@ -1,7 +1,9 @@
 """What settings are called: one rule for flags, variables and the file, and no name in silence."""
 
 import argparse
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 
@@ -119,6 +121,18 @@ def test_a_setting_is_reached_by_flag_variable_and_file_by_one_rule(monkeypatch,
         by_variable = load_settings()
     (tmp_path / "kvtier.toml").write_text(_in_file(values))
     assert by_flag == by_variable == load_settings()
+
+
+def test_the_page_of_settings_has_a_row_for_every_setting():
+    path = Path(__file__).parents[2] / "docs" / "hooks.py"
+    spec = importlib.util.spec_from_file_location("hooks", path)
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = hooks.on_page_markdown("<!-- settings -->")
+    for setting in SETTINGS:
+        flags = " or ".join(f"`{flag}`" for flag in setting.flags)
+        assert page.count(f"| `{setting.key}` | {flags} |") == 1
+    assert [f"## `[{section}]`" in page for section in SECTIONS] == [True] * len(SECTIONS)
 
 
 def test_names_are_unique():
