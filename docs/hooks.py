@@ -1,6 +1,6 @@
 """What mkdocs fills into the pages from the program itself, so that it is never out of date.
 
-<!-- settings -->      every setting, with its default and what it is for
+<!-- settings -->      every setting by section, with its flag, default and what it is for
 <!-- scorers -->       every token scorer of the registry, with its paper
 <!-- share rules -->   every share rule of the registry, with the number that it takes
 <!-- head methods -->  every head method of the registry, with its paper
@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from kvtier.config import Settings
+from kvtier.config import SECTIONS, SETTINGS, Setting
 from kvtier.heads.methods import METHODS
 from kvtier.retention.scorers import SCORERS
 from kvtier.retention.shares import SHARE_RULES
@@ -28,15 +28,26 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return markdown
 
 
-def settings_table() -> str:
-    lines = ["| flag | default | what it is |", "|---|---|---|"]
-    for name, field in Settings.model_fields.items():
-        default = (
-            "" if field.default is None else f"`{field.get_default(call_default_factory=True)}`"
-        )
-        flag = "--" + name.replace("_", "-")
-        lines.append(f"| `{flag}` | {_cell(default)} | {_cell(field.description or '')} |")
+def settings_tables() -> str:
+    """A table for the settings at the top level, and one with a heading for each section."""
+    parts = [_settings_table("")]
+    for section, kind in SECTIONS.items():
+        parts += [f"## `[{section}]`", kind.__doc__ or "", _settings_table(section)]
+    return "\n\n".join(parts)
+
+
+def _settings_table(section: str) -> str:
+    lines = ["| key | flag | default | what it is |", "|---|---|---|---|"]
+    lines += [_settings_row(setting) for setting in SETTINGS if setting.section == section]
     return "\n".join(lines)
+
+
+def _settings_row(setting: Setting) -> str:
+    field = setting.field
+    default = "" if field.default is None else f"`{field.get_default(call_default_factory=True)}`"
+    flags = " or ".join(f"`{flag}`" for flag in setting.flags)
+    cells = (f"`{setting.key}`", flags, _cell(default), _cell(field.description or ""))
+    return f"| {' | '.join(cells)} |"
 
 
 def scorers_table() -> str:
@@ -72,7 +83,7 @@ def stores_table() -> str:
 
 
 _TABLES = {
-    "settings": settings_table,
+    "settings": settings_tables,
     "scorers": scorers_table,
     "share rules": share_rules_table,
     "head methods": head_methods_table,

@@ -21,7 +21,7 @@ from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, v
 from kvtier import __version__
 from kvtier.calibration.cli.calibrate import add_calibrate_parser
 from kvtier.calibration.cli.store import add_calibration_parser
-from kvtier.config import ENV_PREFIX, config_file, load_settings
+from kvtier.config import SETTINGS, config_file, load_settings
 from kvtier.errors import KvtierError
 
 COMMANDS_GROUP = "kvtier.commands"
@@ -70,9 +70,10 @@ def print_environment() -> int:
     for name in _SHOWN_VERSIONS:
         print(f"  {name:<18} {_version(name)}")
     print(f"configuration file: {config_file() or 'none'}")
-    for name, value in settings.shown().items():
-        source = "" if name in settings.model_fields_set else "  (default)"
-        print(f"  {ENV_PREFIX + name.upper():<30} {value}{source}")
+    shown = settings.shown()
+    for setting in SETTINGS:
+        source = "" if setting.is_given(settings) else "  (default)"
+        print(f"  {setting.variables[0]:<36} {shown[setting.path]}{source}")
     return 0
 
 

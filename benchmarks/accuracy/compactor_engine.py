@@ -24,11 +24,11 @@ from kvtier.retention.scorers import SCORERS
 
 Heads = Literal["all", "profile"]
 METHODS: dict[Heads, str] = {"all": "kvtier", "profile": "kvtier + head profile"}
-DEFAULT_SCORER = Settings().scorer
+DEFAULT_SCORER = Settings().scorer.name
 # The first and last tokens kept unseen: those of kvpress's CompactorPress, where heads are alike.
 # kvtier's own windows (128 + 256) would be most of what a tenth of 4k may keep.
 WINDOWS: dict[Heads, dict[str, str]] = {
-    "all": {"SINK_TOKENS": "8", "RECENT_TOKENS": "4"},
+    "all": {"LOCALITY_SINK_TOKENS": "8", "LOCALITY_RECENT_TOKENS": "4"},
     "profile": {},
 }
 DTYPE_BYTES = 4  # float32, as in the peer
@@ -91,7 +91,7 @@ def retention_for(
     if share == 1:
         return 1.0
     settings = load_settings()
-    held = min(settings.sink_tokens + settings.recent_tokens + 1, context_tokens)
+    held = min(settings.locality.kept_tokens + 1, context_tokens)
     exact = slot_bytes(profile, DTYPE_BYTES).full
     width = SCORERS[scorer].state_width
     ours = slot_bytes(profile, DTYPE_BYTES, state_width=width, merges=merges)

@@ -47,7 +47,7 @@ ARMS: Mapping[str, dict[str, str]] = {
 }
 # Few sink and recent tokens, or they are all that a tenth of 4k may keep; spans fit them.
 WINDOWS: dict[Heads, dict[str, str]] = {
-    "all": {"SINK_TOKENS": "8", "RECENT_TOKENS": "32", "TIER_SPAN_TOKENS": "32"},
+    "all": {"LOCALITY_SINK_TOKENS": "8", "LOCALITY_RECENT_TOKENS": "32", "TIER_SPAN_TOKENS": "32"},
     "profile": {},
 }
 PEER_METHODS = ("kvpress Compactor", "kvpress Compactor, merging", "kvpress KeyDiff, merging")

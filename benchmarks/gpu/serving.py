@@ -129,7 +129,7 @@ def environment(options: Options, policy: str, model: Path) -> dict[str, str]:
         settings |= {
             "HEAD_PROFILE": str(model / "head_profile.json"),
             "SESSION_TOKENS": str(options.context),
-            "TURN_TOKENS": str(options.turns * turn),
+            "SESSION_TURN_TOKENS": str(options.turns * turn),
             "PREFILL": options.prefill,
         }
     return clean_environment() | {ENV_PREFIX + name: value for name, value in settings.items()}

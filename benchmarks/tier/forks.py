@@ -108,7 +108,7 @@ def choose_forks(context: RecallContext, count: int, seed: int) -> list[Fork]:
     ends = {question: _find(ids, question.answer_ids) + len(question.answer_ids)
             for question in context.questions}  # fmt: skip
     least = max(int(len(ids) * LEAST_SHARE), min(ends.values()))
-    places = range(least, len(ids) - Settings().recent_tokens)
+    places = range(least, len(ids) - Settings().locality.recent_tokens)
     if len(places) < count:
         raise UsageError("--len", f"a context with {count} places in its middle", len(ids))
     forks = []

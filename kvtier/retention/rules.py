@@ -12,29 +12,30 @@ from kvtier.retention.scorers import SCORERS, TokenScorer
 
 def locality_rule(settings: Settings) -> LocalityRule:
     """The rule that a server with these settings serves by."""
+    locality = settings.locality
     return LocalityRule(
-        sink_tokens=settings.sink_tokens,
-        recent_tokens=settings.recent_tokens,
-        branch_recent_tokens=settings.branch_recent_tokens,
-        compensation=settings.compensation,
+        sink_tokens=locality.sink_tokens,
+        recent_tokens=locality.recent_tokens,
+        branch_recent_tokens=locality.branch_recent_tokens,
+        compensation=locality.compensation,
     )
 
 
 def refresh_rule(settings: Settings) -> RefreshRule | None:
     """The rule by which a server with these settings refreshes, if it does."""
-    if settings.refresh == "off":
+    if not settings.refresh.is_on:
         return None
-    form: Form = "paper" if settings.merge == "paper" else "beta"
-    keepkv = KeepKV(form, floor=settings.merge_floor, window_queries=settings.refresh_queries)
-    return RefreshRule(keepkv, merges=settings.merge != "off")
+    form: Form = "paper" if settings.merge.form == "paper" else "beta"
+    keepkv = KeepKV(form, floor=settings.merge.floor, window_queries=settings.refresh.queries)
+    return RefreshRule(keepkv, merges=settings.merge.is_on)
 
 
 def scorer_of(settings: Settings) -> TokenScorer:
     """What says which tokens CA heads keep in a server with these settings. Raises UsageError for a
     scorer that there is none of."""
-    scorer = SCORERS.get(settings.scorer)
+    scorer = SCORERS.get(settings.scorer.name)
     if scorer is None:
-        raise UsageError("scorer", f"one of {', '.join(SCORERS)}", settings.scorer)
+        raise UsageError("scorer", f"one of {', '.join(SCORERS)}", settings.scorer.name)
     return scorer.from_settings(settings)
 
 

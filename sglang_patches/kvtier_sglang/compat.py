@@ -176,6 +176,6 @@ def _graph_obstacle(settings: Settings, server_args: Any) -> str | None:
     """What keeps CUDA graphs from recording decoding, if anything does."""
     if not kernels_of(settings, server_args).plans_on_device:
         return f"together with --kernels {settings.kernels}, which plans on the host"
-    if settings.refreshes_while_generating:
+    if settings.refresh.while_generating:
         return "together with --refresh N and --refresh-moved, which look at each token's queries"
     return None

@@ -121,7 +121,7 @@ class Runtime:
             device=configurator.device,
             start_layer=configurator.layer_info.start_layer,
             state_width=state_width(self.settings) if radix else None,
-            merges=radix and self.settings.merge != "off",
+            merges=radix and self.settings.merge.is_on,
         )
         logger.info(
             "kvtier pools: %d CA slots, %d locality slots, %d of %d KV heads CA",
@@ -152,7 +152,7 @@ class Runtime:
             )
         streaming = None
         if self.settings.prefill == "streaming":
-            streaming = self.settings.sink_tokens + self.settings.recent_tokens + 1
+            streaming = self.settings.locality.kept_tokens + 1
         return HeadSplitAllocator(token_to_kv_pool, streaming_tokens=streaming, need_sort=False)
 
     # -- attention --
@@ -170,14 +170,14 @@ class Runtime:
         if torch.device(runner.device).type == "cuda":
             context = int(runner.model_config.context_len)
             chunk = runner.server_args.chunked_prefill_size
-            streams = settings.prefill == "streaming"
+            streams, locality = settings.prefill == "streaming", settings.locality
             warm_up(
                 self.backend.kernels,
                 pool,
                 dtype=runner.dtype,
                 chunk=chunk if chunk and chunk > 0 else context,
                 context=context,
-                window=(settings.sink_tokens, settings.recent_tokens) if streams else None,
+                window=(locality.sink_tokens, locality.recent_tokens) if streams else None,
             )
         return self.backend
 
@@ -224,11 +224,11 @@ class Runtime:
         streaming = settings.prefill == "streaming"
         compressor = self._compressor(ctx, allocator)
         tier = make_refresh = None
-        if settings.tier is not None:
+        if settings.tier.address is not None:
             tier = self._tier(ctx, compressor, streaming)
             make_refresh = make_turn_refresh(
                 refresh_rule(settings),
-                near_data=settings.refresh_by == "near-data",
+                near_data=settings.refresh.by == "near-data",
                 trigger=_trigger_rule(settings),
             )
         self.cache = KvtierRadixCache(
@@ -261,17 +261,17 @@ class Runtime:
         settings, pool, rule = self.settings, compressor.allocator.pool, compressor.rule
         identity = ModelIdentity(ctx.tp_worker.model_runner, ctx.server_args)
         return TierConnector(
-            tier_link(settings),
+            tier_link(settings.tier),
             NamedModel(settings, ctx.server_args.model_path, identity, pool, rule),
             SpanCodec(pool),
             TurnRules(rule, compressor.share, streaming),
-            drain_s=settings.drain_s,
+            drain_s=settings.tier.drain_s,
         )
 
 
 def _trigger_rule(settings: Settings) -> TriggerRule | None:
-    every, moved = settings.refresh_every_tokens, settings.refresh_moved
-    return None if every is None and moved is None else TriggerRule(every, moved)
+    refresh = settings.refresh
+    return TriggerRule(refresh.every_tokens, refresh.moved) if refresh.while_generating else None
 
 
 def _graph_bytes(configurator: Any, classes: int) -> int:

@@ -1,24 +1,23 @@
 """`kvtier serve`: SGLang's own server with kvtier's cache and attention.
 
-kvtier's flags are the settings of kvtier.config (--head-profile, --sink-tokens, ...); every
-other flag goes to SGLang unchanged.
+kvtier's flags are the settings of kvtier.config (--head-profile, --tier, ...); every other flag
+goes to SGLang unchanged.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import types
-import typing
-from typing import Any
 
-from kvtier.config import Settings, load_settings
+from kvtier.config import load_settings
+from kvtier.config.flags import add_flags, check_flags
 from kvtier_sglang.compat import NAME
 
 
 def main(argv: list[str]) -> int:
     """Serve until interrupted. Raises KvtierError for bad input, before any model loads."""
     options, sglang_flags = _parser().parse_known_args(argv)
+    check_flags(sglang_flags)
     settings = load_settings(**vars(options))
     # SGLang's processes are spawned: the environment is how settings reach them.
     os.environ.update(settings.to_env())
@@ -64,20 +63,8 @@ def _parser() -> argparse.ArgumentParser:
         argument_default=None,
         allow_abbrev=False,
     )
-    for name, field in Settings.model_fields.items():
-        flag = "--" + name.replace("_", "-")
-        if _is_bool(field.annotation):
-            parser.add_argument(
-                flag, action=argparse.BooleanOptionalAction, default=None, help=field.description
-            )
-        else:
-            parser.add_argument(flag, metavar="VALUE", help=field.description)
+    add_flags(parser)
     return parser
-
-
-def _is_bool(annotation: Any) -> bool:
-    members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else ()
-    return annotation is bool or bool in members
 
 
 __all__ = ["launch", "main", "with_defaults"]

@@ -130,8 +130,8 @@ def test_a_head_profile_that_is_not_there_or_not_one_is_refused(tmp_path: Path, 
 def test_a_bad_setting_in_the_environment_is_named(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("KVTIER_SINK_TOKENS", "-1")
-    with pytest.raises(ConfigurationError, match="sink_tokens"):
+    monkeypatch.setenv("KVTIER_LOCALITY_SINK_TOKENS", "-1")
+    with pytest.raises(ConfigurationError, match="KVTIER_LOCALITY_SINK_TOKENS"):
         plan_for(model_path)
 
 

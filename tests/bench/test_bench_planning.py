@@ -78,16 +78,20 @@ def test_streaming_prefill_needs_room_for_a_chunk_only(model_path: Path):
 def test_settings_reach_the_worker_and_nothing_else_does(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("KVTIER_SINK_TOKENS", "32")
+    monkeypatch.setenv("KVTIER_LOCALITY_SINK_TOKENS", "32")
     plans = plans_for(model_path, "--prefill", "streaming")
-    parent = {"PATH": "/bin", "KVTIER_RECENT_TOKENS": "9", "KVTIER_HEAD_PROFILE": "elsewhere"}
+    parent = {
+        "PATH": "/bin",
+        "KVTIER_LOCALITY_RECENT_TOKENS": "9",
+        "KVTIER_HEAD_PROFILE": "elsewhere",
+    }
     full, kvtier = (
         worker_environment(parent, plans[name].plan, _Files(tmp_path))
         for name in ("full", "kvtier")
     )
     assert kvtier["PATH"] == "/bin"
-    assert kvtier["KVTIER_SINK_TOKENS"] == "32"
-    assert kvtier["KVTIER_RECENT_TOKENS"] == "256"
+    assert kvtier["KVTIER_LOCALITY_SINK_TOKENS"] == "32"
+    assert kvtier["KVTIER_LOCALITY_RECENT_TOKENS"] == "256"
     assert kvtier["KVTIER_PREFILL"] == "streaming"
     assert kvtier["KVTIER_LOCALITY_SLOTS"] == str(plans["kvtier"].plan.pools.locality_slots)
     written = json.loads(Path(kvtier["KVTIER_HEAD_PROFILE"]).read_text())

@@ -52,9 +52,12 @@ def test_only_the_policy_that_compacts_has_the_tier():
         (["--refresh", "0"], "--refresh"),
         (["--refresh-by", "hand"], "--refresh-by"),
         (["--merge", "some"], "--merge"),
-        (["--refresh", "turn", "--retention", "0.5"], "refresh needs a tier"),
-        (["--refresh", "turn", "--tier", "local"], "refresh needs a tier, and a share"),
-        (["--merge", "beta", "--retention", "0.5", "--tier", "local"], "merge needs refresh"),
+        (["--refresh", "turn", "--retention", "0.5"], "--refresh: expected a tier"),
+        (["--refresh", "turn", "--tier", "local"], "--refresh: expected a tier, and a share"),
+        (
+            ["--merge", "beta", "--retention", "0.5", "--tier", "local"],
+            "--merge: expected a refresh",
+        ),
     ],
 )
 def test_a_tier_that_could_not_work_is_refused_by_name(flags, named):

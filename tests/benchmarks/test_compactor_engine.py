@@ -38,7 +38,7 @@ def test_retention_under_a_profile_keeps_the_bytes_asked_for(share: float, token
         slot_bytes(PROFILE, 4),
     )
     settings = Settings()
-    held = settings.sink_tokens + settings.recent_tokens + 1
+    held = settings.locality.kept_tokens + 1
     kept = per_slot.ca * retention * tokens + per_slot.locality * held
     wanted = share * exact.full * tokens
     if 1 / tokens < retention < 1:

@@ -60,7 +60,7 @@ def test_a_policys_engine_gets_its_own_settings_and_no_stray_one(
         "KVTIER_DATA_DIR": str(tmp_path),
         "KVTIER_HEAD_PROFILE": str(tmp_path / "head_profile.json"),
         "KVTIER_SESSION_TOKENS": "1000",
-        "KVTIER_TURN_TOKENS": "120",
+        "KVTIER_SESSION_TURN_TOKENS": "120",
         "KVTIER_PREFILL": "streaming",
     }
 

@@ -81,9 +81,11 @@ def test_the_worker_gets_the_settings_and_no_stray_one(
 ) -> None:
     plan = side.make_plan(DEMO_MODEL, [CONTEXT], DEMO_MODEL / side.PROFILE_FILE)
     monkeypatch.setenv("KVTIER_STRAY", "1")
-    environment = side.worker_environment(tmp_path, plan, {"RETENTION": "0.25", "SINK_TOKENS": "8"})
+    environment = side.worker_environment(
+        tmp_path, plan, {"RETENTION": "0.25", "LOCALITY_SINK_TOKENS": "8"}
+    )
     assert environment["KVTIER_RETENTION"] == "0.25"
-    assert environment["KVTIER_SINK_TOKENS"] == "8"
+    assert environment["KVTIER_LOCALITY_SINK_TOKENS"] == "8"
     assert "KVTIER_STRAY" not in environment
     assert Path(environment["KVTIER_CONFIG"]).read_text() == ""
     assert environment["KVTIER_HEAD_PROFILE"] == str(tmp_path / side.PROFILE_FILE)

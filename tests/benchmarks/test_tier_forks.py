@@ -47,7 +47,7 @@ def test_a_fork_asks_about_a_fact_in_front_of_it_and_leaves_the_context_in_its_m
     assert forks == choose_forks(CONTEXT, 20, seed=1)
     assert len({fork.place for fork in forks}) == 20
     for fork in forks:
-        assert fork.place < len(CONTEXT.context_ids) - Settings().recent_tokens
+        assert fork.place < len(CONTEXT.context_ids) - Settings().locality.recent_tokens
         said = " ".join(map(str, CONTEXT.context_ids[: fork.place]))
         assert " ".join(map(str, fork.answer_ids)) in said
 

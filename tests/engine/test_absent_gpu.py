@@ -33,9 +33,9 @@ def serve(device: str, tier: str, environment: dict[str, str]) -> dict[str, obje
     own = {
         "KVTIER_HEAD_PROFILE": str(DEMO_MODEL / "head_profile.json"),
         # Short enough that the turns below drop half of what lies between.
-        "KVTIER_SINK_TOKENS": "32",
-        "KVTIER_RECENT_TOKENS": "64",
-        "KVTIER_BRANCH_RECENT_TOKENS": "24",
+        "KVTIER_LOCALITY_SINK_TOKENS": "32",
+        "KVTIER_LOCALITY_RECENT_TOKENS": "64",
+        "KVTIER_LOCALITY_BRANCH_RECENT_TOKENS": "24",
         "KVTIER_RETENTION": "0.5",
         "KVTIER_TIER": tier,
         "KVTIER_TIER_NAMESPACE": device,

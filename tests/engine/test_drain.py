@@ -18,9 +18,9 @@ from tierd.live_tier import live_tier
 pytestmark = pytest.mark.engine
 
 SETTINGS = {
-    "sink-tokens": "32",
-    "recent-tokens": "64",
-    "branch-recent-tokens": "24",
+    "locality-sink-tokens": "32",
+    "locality-recent-tokens": "64",
+    "locality-branch-recent-tokens": "24",
     "tier-span-tokens": "64",
     "head-profile": str(DEMO_MODEL / "head_profile.json"),
 }

@@ -103,9 +103,9 @@ def test_the_engine_ends_with_sound_accounts(outputs):
 
 RULE = LocalityRule(sink_tokens=16, recent_tokens=48, branch_recent_tokens=24)
 RULE_ENV = {
-    "KVTIER_SINK_TOKENS": str(RULE.sink_tokens),
-    "KVTIER_RECENT_TOKENS": str(RULE.recent_tokens),
-    "KVTIER_BRANCH_RECENT_TOKENS": str(RULE.branch_recent_tokens),
+    "KVTIER_LOCALITY_SINK_TOKENS": str(RULE.sink_tokens),
+    "KVTIER_LOCALITY_RECENT_TOKENS": str(RULE.recent_tokens),
+    "KVTIER_LOCALITY_BRANCH_RECENT_TOKENS": str(RULE.branch_recent_tokens),
 }
 
 

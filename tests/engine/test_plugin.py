@@ -22,7 +22,7 @@ from kvtier.errors import (
     UnsupportedModelError,
 )
 from kvtier.heads.profile import ModelShape, full_profile
-from kvtier_sglang import compat, hooks, platform, plugin
+from kvtier_sglang import compat, hooks, platform, plugin, serve
 from kvtier_sglang.occupancy import Occupancy
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
 
@@ -65,6 +65,12 @@ def test_mixed_chunks_are_refused_with_streaming_only():
         compat.check_server_args(
             server_args(enable_mixed_chunk=True), load_settings(prefill="streaming")
         )
+
+
+@pytest.mark.parametrize("flag", ["--sink-tokens", "--tier-span-tokens"])
+def test_a_bad_flag_of_kvtiers_is_refused_before_sglang_sees_any(flag):
+    with pytest.raises(ConfigurationError, match=f"^{flag}: expected"):
+        serve.main(["--model-path", str(DEMO_MODEL), flag, "1"])
 
 
 def test_unknown_kernels_are_refused_before_any_model_loads():

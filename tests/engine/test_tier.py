@@ -20,9 +20,9 @@ ENGINE = {
     "radix_cache_backend": "kvtier",
 }
 RULE = {
-    "KVTIER_SINK_TOKENS": "32",
-    "KVTIER_RECENT_TOKENS": "64",
-    "KVTIER_BRANCH_RECENT_TOKENS": "24",
+    "KVTIER_LOCALITY_SINK_TOKENS": "32",
+    "KVTIER_LOCALITY_RECENT_TOKENS": "64",
+    "KVTIER_LOCALITY_BRANCH_RECENT_TOKENS": "24",
     "KVTIER_TIER_SPAN_TOKENS": "64",
     "KVTIER_HEAD_PROFILE": str(DEMO_MODEL / "head_profile.json"),
 }

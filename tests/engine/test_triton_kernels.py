@@ -17,9 +17,9 @@ from kvtier.heads.profile import HeadProfile
 pytestmark = pytest.mark.engine
 
 ENV = {
-    "KVTIER_SINK_TOKENS": "8",
-    "KVTIER_RECENT_TOKENS": "16",
-    "KVTIER_BRANCH_RECENT_TOKENS": "12",
+    "KVTIER_LOCALITY_SINK_TOKENS": "8",
+    "KVTIER_LOCALITY_RECENT_TOKENS": "16",
+    "KVTIER_LOCALITY_BRANCH_RECENT_TOKENS": "12",
 }
 
 

@@ -97,7 +97,7 @@ def test_heads_do_not_see_each_other(scorer):
 @given(cut=st.integers(1, 3), seed=st.integers(0, 100))
 def test_a_prefill_in_chunks_is_observed_as_one(cut, seed):
     for name, kind in SCORERS.items():
-        scorer = kind.from_settings(load_settings(scorer=name, score_window_tokens=16))
+        scorer = kind.from_settings(load_settings(scorer=name, scorer_window_tokens=16))
         if not scorer.state_width:
             continue
         chunk, at = make_chunk(64, seed), 16 * cut
@@ -138,7 +138,7 @@ def test_the_bench_and_calibration_take_the_scorer_by_flag(tmp_path, capsys):
     from kvtier.bench.options import parse_options
     from kvtier.cli import main
 
-    assert parse_options(["--scorer", "keydiff"]).settings.scorer == "keydiff"
+    assert parse_options(["--scorer", "keydiff"]).settings.scorer.name == "keydiff"
     flags = ["--model-path", str(tmp_path), "--no-store", "--out", str(tmp_path)]
     assert main(["calibrate", *flags, "--scorer", "best"]) == 2
     assert "scorer: expected one of compactor" in capsys.readouterr().err

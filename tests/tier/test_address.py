@@ -17,7 +17,7 @@ def test_both_ends_have_the_same_default_address(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert default_address() == f"unix:{tmp_path}/kvtier/tier.sock"
     assert TierOptions().listen == default_address()
-    assert load_settings(tier="default").tier == default_address()
+    assert load_settings(tier="default").tier.address == default_address()
 
 
 def test_without_a_runtime_directory_it_is_in_the_data_directory(tmp_path, monkeypatch):
@@ -42,7 +42,7 @@ def test_without_the_variable_of_a_session_it_is_still_the_sessions(tmp_path, mo
 
 def test_settings_take_any_address_that_can_be_one():
     for tier in ("localhost:7311", "[::1]:7311", "unix:/run/tier.sock", "local"):
-        assert load_settings(tier=tier).tier == tier
+        assert load_settings(tier=tier).tier.address == tier
 
 
 @pytest.mark.parametrize("tier", ["", "unix:", "unix:/" + "x" * 107])

@@ -58,5 +58,5 @@ def test_a_connection_that_works_goes_on_while_files_make_no_sense(tls):
 def test_files_that_do_not_belong_together_are_refused_at_once(tls):
     paths = written(tls, tls.authority.issue("ada"))
     replaced(paths.key, tls.authority.issue("ada").key)
-    with pytest.raises(UsageError, match=r"^tier_certificate: expected"):
+    with pytest.raises(UsageError, match=r"^tier.certificate: expected"):
         TierClient("127.0.0.1:1", "ada", tls=paths)

@@ -163,13 +163,13 @@ def worker_environment(
     settings = options.settings
     if not policy.compacts:
         settings = settings.keeping_everything()
+    expected = {"tokens": session.context_tokens, "turn_tokens": session.turn_tokens}
     settings = settings.model_copy(
         update={
             "head_profile": None,
             "curve": find_curve(settings, model),
-            "locality_slots": pools.locality_slots,
-            "session_tokens": session.context_tokens,
-            "turn_tokens": session.turn_tokens,
+            "locality": settings.locality.model_copy(update={"slots": pools.locality_slots}),
+            "session": settings.session.model_copy(update=expected),
             "force_cpu": options.settings.force_cpu or options.device == "cpu",
         }
     )

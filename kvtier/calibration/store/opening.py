@@ -8,18 +8,18 @@ from kvtier.config import Settings
 
 
 def open_store(settings: Settings) -> CalibrationStore:
-    """The Redis of `redis_url`; without one the embedded server of `data_dir`, when first used."""
-    if settings.redis_url is not None:
+    """The Redis of `redis.url`; without one the embedded server of `data_dir`, when first used."""
+    if settings.redis.url is not None:
         return RedisStore(
-            settings.redis_url.get_secret_value(),
-            ca_certs=settings.redis_ca,
-            timeout_s=settings.redis_timeout_s,
-            ttl_s=settings.calibration_ttl_s,
+            settings.redis.url.get_secret_value(),
+            ca_certs=settings.redis.ca,
+            timeout_s=settings.redis.timeout_s,
+            ttl_s=settings.calibration.ttl_s,
         )
     from kvtier.calibration.store.embedded import EmbeddedStore
 
     return EmbeddedStore(
-        settings.data_dir, timeout_s=settings.redis_timeout_s, ttl_s=settings.calibration_ttl_s
+        settings.data_dir, timeout_s=settings.redis.timeout_s, ttl_s=settings.calibration.ttl_s
     )
 
 

@@ -48,7 +48,7 @@ class RedisStore(Closing):
         try:
             self._address = parse_address(url)
         except ValueError as error:
-            raise UsageError("redis_url", str(error), "another URL") from None
+            raise UsageError("redis.url", str(error), "another URL") from None
         self._timeout_s, self._ttl_s = timeout_s, ttl_s
         self._client = connect(self._address, ca_certs=ca_certs, timeout_s=timeout_s)
 

@@ -237,6 +237,6 @@ def watch(
         open_store(settings),
         served,
         local=LocalCopy(settings.data_dir / LOCAL_DIRECTORY),
-        poll_s=settings.calibration_poll_s,
+        poll_s=settings.calibration.poll_s,
         on_event=on_event,
     )

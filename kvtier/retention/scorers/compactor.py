@@ -51,9 +51,9 @@ class Compactor(TokenScorer):
     @classmethod
     def from_settings(cls, settings: Settings) -> Compactor:
         return cls(
-            leverage_weight=settings.leverage_weight,
-            window_tokens=settings.score_window_tokens,
-            pool_width=settings.score_pool_width,
+            leverage_weight=settings.scorer.leverage_weight,
+            window_tokens=settings.scorer.window_tokens,
+            pool_width=settings.scorer.pool_width,
         )
 
     def state_parameters(self) -> dict[str, Any]:

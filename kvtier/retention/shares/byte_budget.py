@@ -20,7 +20,7 @@ class ByteBudget(TokenBudget):
 
     @classmethod
     def own_setting(cls, settings: Settings) -> float | None:
-        return settings.budget_bytes
+        return settings.budget.bytes
 
     @classmethod
     def of(cls, number: float, serving: Serving) -> Self:

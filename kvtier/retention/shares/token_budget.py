@@ -23,7 +23,7 @@ class TokenBudget(ShareRule):
 
     @classmethod
     def own_setting(cls, settings: Settings) -> float | None:
-        return settings.budget_tokens
+        return settings.budget.tokens
 
     @classmethod
     def of(cls, number: float, serving: Serving) -> Self:

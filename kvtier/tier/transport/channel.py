@@ -78,8 +78,8 @@ class RenewedTls:
             self._seen = paths.state()
             self.files = paths.read()
         except (OSError, ValueError) as error:
-            expected = "a PEM certificate with its tier_key and a tier_ca"
-            raise UsageError("tier_certificate", expected, str(error)) from error
+            expected = "a PEM certificate with its tier.key and a tier.ca"
+            raise UsageError("tier.certificate", expected, str(error)) from error
 
     def changed(self) -> bool:
         """Whether `files` are others than when this was last asked."""

@@ -139,8 +139,8 @@ class Planner:
             return ClassPlan(plan)
         settled = [self.pool.settled[r[p]] for r, p in zip(rows, positions, strict=True)]
         window = Window(
-            sink_tokens=self.settings.sink_tokens,
-            recent_tokens=self.settings.recent_tokens,
+            sink_tokens=self.settings.locality.sink_tokens,
+            recent_tokens=self.settings.locality.recent_tokens,
             q_start=tuple(int(row.numel()) for row in rows),
             positions=torch.cat(positions),
             settled=torch.cat(settled),

@@ -108,7 +108,7 @@ def stored_profile(settings: Settings, model_path: str, shape: ModelShape) -> He
 
     Asked once per process, so that all that is built from it sees the same one.
     """
-    if settings.redis_url is None and not has_data(settings.data_dir):
+    if settings.redis.url is None and not has_data(settings.data_dir):
         return None
     model, revision = model_name(model_path), weights_revision(model_path)
     key = profile_key(model, revision)

@@ -26,7 +26,7 @@ def size_pools(
     the user (--max-total-tokens) caps the CA slots as it always did.
     """
     itemsize = configurator.kv_cache_dtype.itemsize
-    merges = settings.merge != "off"
+    merges = settings.merge.is_on
     per_slot = slot_bytes(profile, itemsize, state_width=state_width(settings), merges=merges)
     longest = configurator.model_config.context_len
     plan = plan_pools(budget_bytes, with_tables(per_slot), session_shape(settings, longest))
@@ -35,22 +35,22 @@ def size_pools(
     derived = plan.locality_slots
     if ca_slots < plan.ca_slots:
         derived = locality_slots_for(ca_slots, session_shape(settings, min(longest, ca_slots)))
-    return config, settings.locality_slots or derived
+    return config, settings.locality.slots or derived
 
 
 def session_shape(settings: Settings, longest: int) -> SessionShape:
     """What sessions are expected to look like; `longest` tokens is what model or pool allow."""
     from sglang.srt.runtime_context import get_schedule
 
-    context = min(settings.session_tokens, longest)
-    kept = settings.sink_tokens + settings.recent_tokens + 1
+    context = min(settings.session.tokens, longest)
+    kept = settings.locality.kept_tokens + 1
     prefill = context
     chunk = get_schedule().chunked_prefill_size
     if settings.prefill == "streaming" and chunk and chunk > 0:
-        prefill = min(prefill, chunk + settings.sink_tokens + settings.recent_tokens)
+        prefill = min(prefill, chunk + settings.locality.kept_tokens)
     return SessionShape(
         context_tokens=context,
-        turn_tokens=settings.turn_tokens,
+        turn_tokens=settings.session.turn_tokens,
         kept_tokens=kept,
         prefill_tokens=prefill,
         retention=settings.expected_retention,

@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict, replace
 
 from kvtier.config import Settings
+from kvtier.config.sections import TierSettings
 from kvtier.heads.model.config import model_name
 from kvtier.heads.profile import HeadProfile
 from kvtier.retention.locality import LocalityRule
@@ -23,22 +24,22 @@ from kvtier_sglang.tier.identity import ModelIdentity
 SEMANTICS = 1
 
 
-def tier_link(settings: Settings) -> TierLink:
-    """The connection to `settings.tier`. The tier need not be there, now or ever."""
-    assert settings.tier is not None, "no tier in the settings"
+def tier_link(tier: TierSettings) -> TierLink:
+    """The connection to the tier's address. The tier need not be there, now or ever."""
+    assert tier.address is not None, "no tier in the settings"
     tls: TlsPaths | None = None
-    if settings.tier_ca is not None:
-        assert settings.tier_certificate is not None
-        assert settings.tier_key is not None
-        tls = TlsPaths(settings.tier_ca, settings.tier_certificate, settings.tier_key)
+    if tier.ca is not None:
+        assert tier.certificate is not None
+        assert tier.key is not None
+        tls = TlsPaths(tier.ca, tier.certificate, tier.key)
     client = TierClient(
-        settings.tier,
-        settings.tier_namespace,
-        timeout_s=settings.tier_timeout_s,
+        tier.address,
+        tier.namespace,
+        timeout_s=tier.timeout_s,
         tls=tls,
-        shared=settings.tier_shared_memory,
+        shared=tier.shared_memory,
     )
-    return TierLink(client, buffer_bytes=settings.tier_buffer_bytes)
+    return TierLink(client, buffer_bytes=tier.buffer_bytes)
 
 
 class NamedModel:
@@ -56,7 +57,7 @@ class NamedModel:
         rule: LocalityRule,
     ) -> None:
         self._identity = identity
-        self._span_tokens = settings.tier_span_tokens
+        self._span_tokens = settings.tier.span_tokens
         shape = pool.profile.shape
         self._known = KvIdentity(
             model=model_name(model_path),

@@ -1,4 +1,4 @@
-"""Settings: precedence, errors that name the setting, and the way into child processes."""
+"""Settings: precedence, files, passwords, and sizes."""
 
 import traceback
 from pathlib import Path
@@ -14,33 +14,16 @@ from kvtier.sizes import format_bytes, format_size, parse_size
 from kvtier_kernels import AUTO, available_kernels
 
 
-@pytest.fixture(autouse=True)
-def _no_outside_settings(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("KVTIER_CONFIG", raising=False)
-
-
 def test_flags_beat_environment_beats_file_beats_defaults(monkeypatch, tmp_path):
-    (tmp_path / "kvtier.toml").write_text("sink_tokens = 1\nrecent_tokens = 2\nturn_tokens = 3\n")
-    monkeypatch.setenv("KVTIER_RECENT_TOKENS", "20")
-    monkeypatch.setenv("KVTIER_TURN_TOKENS", "30")
-    settings = load_settings(turn_tokens=300)
-    assert (settings.sink_tokens, settings.recent_tokens, settings.turn_tokens) == (1, 20, 300)
-    assert settings.prefill == "exact"
-
-
-@pytest.mark.parametrize(
-    ("flags", "name"),
-    [
-        ({"sink_tokens": -1}, "sink_tokens"),
-        ({"recent_tokens": 0}, "recent_tokens"),
-        ({"prefill": "lazy"}, "prefill"),
-        ({"no_such_setting": 1}, "no_such_setting"),
-    ],
-)
-def test_a_bad_setting_is_named(flags, name):
-    with pytest.raises(ConfigurationError, match=f"^{name}: expected"):
-        load_settings(**flags)
+    (tmp_path / "kvtier.toml").write_text(
+        "nll_stride = 5\n[locality]\nsink_tokens = 1\nrecent_tokens = 2\nslots = 3\n"
+    )
+    monkeypatch.setenv("KVTIER_LOCALITY_RECENT_TOKENS", "20")
+    monkeypatch.setenv("KVTIER_LOCALITY_SLOTS", "30")
+    settings = load_settings(locality_slots=300)
+    locality = settings.locality
+    assert (locality.sink_tokens, locality.recent_tokens, locality.slots) == (1, 20, 300)
+    assert (settings.nll_stride, settings.prefill, locality.compensation) == (5, "exact", True)
 
 
 def test_a_missing_configuration_file_is_named(monkeypatch):
@@ -50,18 +33,10 @@ def test_a_missing_configuration_file_is_named(monkeypatch):
 
 
 def test_a_broken_configuration_file_is_named(tmp_path):
-    (tmp_path / "kvtier.toml").write_text("sink_tokens = = 3")
-    with pytest.raises(ConfigurationError, match="KVTIER_CONFIG: expected a readable TOML"):
-        load_settings()
-
-
-def test_settings_survive_the_trip_through_the_environment(monkeypatch, tmp_path):
-    sent = load_settings(
-        head_profile=tmp_path / "p.json", prefill="streaming", compensation=False, locality_slots=9
-    )
-    for name, value in sent.to_env().items():
-        monkeypatch.setenv(name, value)
-    assert load_settings() == sent
+    for content in (b"nll_stride = = 3", b"\xff\xfe"):
+        (tmp_path / "kvtier.toml").write_bytes(content)
+        with pytest.raises(ConfigurationError, match="KVTIER_CONFIG: expected a readable TOML"):
+            load_settings()
 
 
 SECRET_URL = "rediss://ada:s3cr3t@cache:6380/2"
@@ -74,7 +49,7 @@ def test_a_redis_password_reaches_child_processes_and_nothing_else(monkeypatch, 
         monkeypatch.setenv(name, value)
     received = load_settings()
     assert received == sent
-    assert received.redis_url.get_secret_value() == SECRET_URL
+    assert received.redis.url.get_secret_value() == SECRET_URL
     assert main(["env"]) == 0
     shown = capsys.readouterr().out
     assert "rediss://ada:***@cache:6380/2" in shown
@@ -90,7 +65,9 @@ def test_a_redis_password_reaches_child_processes_and_nothing_else(monkeypatch, 
         ({"redis_url": "redis://ada:s3/cr3t@cache"}, "redis_url"),
         ({"redis_url": "redis://cache?password=s3cr3t"}, "redis_url"),
         ({"redis_uri": "redis://ada:s3cr3t@cache"}, "redis_uri"),
-        ({"redis_url": SECRET_URL, "sink_tokens": -1}, "sink_tokens"),
+        ({"redis_url": SECRET_URL, "nll_stride": -1}, "nll_stride"),
+        ({"nll_stride": SECRET_URL}, "nll_stride"),
+        ({"redis_password": "s3cr3t"}, "redis_password"),
         ({"redis_url": SECRET_URL, "redis_ca": "nowhere.pem"}, "redis_ca"),
         ({"redis_url": "redis://ada:s3cr3t@cache", "redis_ca": "kvtier.toml"}, "redis_ca"),
         ({"redis_ca": "kvtier.toml"}, "redis_ca"),
@@ -101,7 +78,8 @@ def test_a_redis_password_reaches_child_processes_and_nothing_else(monkeypatch, 
 )
 def test_a_bad_store_setting_is_named_without_its_password(flags, name, tmp_path):
     (tmp_path / "kvtier.toml").write_text("")
-    with pytest.raises(ConfigurationError, match=f"^{name}: expected") as caught:
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(ConfigurationError, match=f"^{flag}: expected") as caught:
         load_settings(**flags)
     told = "".join(traceback.format_exception(caught.value))
     assert "cr3t" not in told
@@ -110,8 +88,8 @@ def test_a_bad_store_setting_is_named_without_its_password(flags, name, tmp_path
 def test_settings_that_do_not_go_together_hide_the_password_too(monkeypatch):
     """The input of a rule over all settings is all settings."""
     monkeypatch.setenv("KVTIER_REDIS_URL", SECRET_URL)
-    with pytest.raises(ConfigurationError) as caught:
-        load_settings(score_pool_width=2)
+    with pytest.raises(ConfigurationError, match=r"^--retention: expected only one of") as caught:
+        load_settings(quality=0.9, retention=0.5)
     assert "cr3t" not in "".join(traceback.format_exception(caught.value))
 
 

@@ -1,0 +1,293 @@
+"""The sections of the settings: each is a table of the file, and has rules of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from kvtier.addresses.redis import parse_address
+from kvtier.addresses.tier import DEFAULT, default_address, socket_path
+from kvtier.config.names import Section
+from kvtier.errors import UsageError
+
+REFUSAL = "setting"
+
+
+def refusal(field: str, expected: str, got: Any) -> PydanticCustomError:
+    """What a rule over several settings raises about one of them.
+
+    field: its name in the model that the rule belongs to, such as span_tokens or tier.span_tokens.
+    """
+    context = {"field": field, "expected": expected, "got": got}
+    return PydanticCustomError(REFUSAL, "{expected}", context)
+
+
+class LocalitySettings(Section):
+    """What locality heads keep of a context, and the slots of their pool."""
+
+    sink_tokens: int = Field(
+        128, ge=0, description="First tokens of a context that locality heads always keep."
+    )
+    recent_tokens: int = Field(
+        256, ge=1, description="Last tokens of each turn's prompt that locality heads keep."
+    )
+    branch_recent_tokens: int = Field(
+        128,
+        ge=0,
+        description="A request may leave a compressed node inside its recent window as long as "
+        "this many recent tokens stay before the branch.",
+    )
+    compensation: bool = Field(
+        True, description="Represent a node's dropped tokens by one voted entry (RazorAttention)."
+    )
+    slots: int | None = Field(
+        None, ge=1, description="Slots of the locality pool. None: derived from the KV budget."
+    )
+
+    @property
+    def kept_tokens(self) -> int:
+        """How many tokens of a long prompt stay, beside the compensation entry."""
+        return self.sink_tokens + self.recent_tokens
+
+
+class BudgetSettings(Section):
+    """A fixed budget of what CA heads keep of a session, instead of a share of every context."""
+
+    tokens: int | None = Field(
+        None, ge=1, description="CA entries that a session's prompts may hold."
+    )
+    bytes: int | None = Field(
+        None, ge=1, description="The same in bytes of one session's CA entries."
+    )
+
+
+class ScorerSettings(Section):
+    """Which tokens CA heads keep."""
+
+    main: ClassVar[str | None] = "name"
+
+    name: str = Field(
+        "compactor", description="Which tokens CA heads keep: compactor, keydiff, streaming-llm, …"
+    )
+    leverage_weight: float = Field(
+        1.0, ge=0, description="Weight of key leverage beside attention (compactor)."
+    )
+    window_tokens: int = Field(
+        256, ge=2, description="Tokens that attend to each other when scored (compactor)."
+    )
+    pool_width: int = Field(
+        5, ge=1, description="Neighbouring tokens that share their score; odd (compactor)."
+    )
+
+    @field_validator("pool_width")
+    @classmethod
+    def _has_a_middle(cls, width: int) -> int:
+        if width % 2 == 0:
+            raise PydanticCustomError("pool_width", "an odd number of tokens")
+        return width
+
+
+class SessionSettings(Section):
+    """What a session is expected to be; sizes the two pools."""
+
+    tokens: int = Field(32768, ge=1, description="Expected context length of a session.")
+    turn_tokens: int = Field(
+        1024, ge=1, description="Expected tokens that a session adds in all its turns."
+    )
+    retention: float | None = Field(
+        None, gt=0, le=1, description="Expected share that CA heads keep. None: `retention`, or 1."
+    )
+
+
+class RedisSettings(Section):
+    """The Redis that holds calibrations."""
+
+    url: SecretStr | None = Field(
+        None,
+        description="redis://, rediss:// or unix://, with user and password. None: an embedded "
+        "server in data_dir.",
+    )
+    ca: Path | None = Field(
+        None,
+        description="Certificate authorities to trust for rediss:// (PEM). None: the system's.",
+    )
+    timeout_s: float = Field(
+        0.5,
+        gt=0,
+        le=60,
+        description="Longest wait for a connection or an answer of Redis. Reading or writing one "
+        "document has a deadline of four times this over all it does, a list of twenty times.",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: SecretStr | None) -> SecretStr | None:
+        if url is not None:
+            try:
+                parse_address(url.get_secret_value())
+            except ValueError as error:
+                raise PydanticCustomError("redis_url", "{why}", {"why": str(error)}) from None
+        return url
+
+    @model_validator(mode="after")
+    def _an_authority_is_used(self) -> Self:
+        if self.ca is None:
+            return self
+        if self.url is None or parse_address(self.url.get_secret_value()).scheme != "rediss":
+            # A user who names an authority means to be encrypted.
+            raise refusal("ca", "a rediss:// url of Redis beside it", self.ca)
+        if not self.ca.is_file():
+            raise refusal("ca", "an existing PEM file", self.ca)
+        return self
+
+
+class CalibrationSettings(Section):
+    """How stored calibrations live, and how a server follows them."""
+
+    ttl_s: int = Field(90 * 86400, ge=1, description="Seconds that a stored calibration lives.")
+    poll_s: float = Field(
+        5.0, gt=0, description="Seconds between looks for a changed calibration while serving."
+    )
+
+
+class RefreshSettings(Section):
+    """When and how CA heads choose again what they keep, from the exact KV in the tier."""
+
+    main: ClassVar[str | None] = "when"
+
+    when: str = Field(
+        "off",
+        pattern=r"^(off|turn|[1-9][0-9]*)$",
+        description="off, turn or a number of tokens. turn: when a turn begins, CA heads choose "
+        "again what they keep, with its own questions, from the exact KV in the tier; a number: "
+        "and again after that many generated tokens.",
+    )
+    moved: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Refresh again once attention over what is kept has moved by this much (total "
+        "variation). None: it is not looked at.",
+    )
+    by: Literal["fetch", "near-data"] = Field(
+        "fetch",
+        description="fetch: the exact KV comes back and is chosen from here. near-data: the tier "
+        "chooses where it can, and only what is kept comes.",
+    )
+    queries: int = Field(32, ge=1, description="Newest queries that choose what a refresh keeps.")
+
+    @model_validator(mode="after")
+    def _moved_is_used(self) -> Self:
+        if self.moved is not None and not self.is_on:
+            raise refusal("moved", "a refresh beside it, such as turn", self.moved)
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        return self.when != "off"
+
+    @property
+    def every_tokens(self) -> int | None:
+        """After how many generated tokens there is another refresh, if there is."""
+        return int(self.when) if self.when.isdigit() else None
+
+    @property
+    def while_generating(self) -> bool:
+        return self.every_tokens is not None or self.moved is not None
+
+
+class MergeSettings(Section):
+    """What a refresh does with the tokens that are not kept."""
+
+    main: ClassVar[str | None] = "form"
+
+    form: Literal["off", "keepkv", "beta", "paper"] = Field(
+        "off",
+        description="off: drop them. Otherwise merge them into those that are kept: keepkv, in "
+        "the form of real votes (beta) or the paper's.",
+    )
+    floor: float = Field(
+        0.9, ge=-1, le=1, description="Cosine similarity of keys up to which nothing is merged."
+    )
+
+    @property
+    def is_on(self) -> bool:
+        return self.form != "off"
+
+
+class TierSettings(Section):
+    """The KV tier that keeps exact KV."""
+
+    main: ClassVar[str | None] = "address"
+
+    address: str | None = Field(
+        None,
+        description="host:port, unix:/path, or default, where `kvtier tier` listens by default. "
+        "None: no tier.",
+    )
+    namespace: str = Field(
+        "default",
+        min_length=1,
+        max_length=200,
+        description="Whose KV it is in the tier; with TLS the common name of the certificate.",
+    )
+    ca: Path | None = Field(
+        None,
+        description="Certificate authority of the tier (PEM); with it the tier is spoken to over "
+        "mutual TLS.",
+    )
+    certificate: Path | None = Field(None, description="This server's certificate (PEM).")
+    key: Path | None = Field(None, description="Key of the certificate (PEM).")
+    timeout_s: float = Field(
+        1.0,
+        gt=0,
+        le=60,
+        description="Longest wait for an answer of the tier that carries no KV; KV gets more.",
+    )
+    span_tokens: int = Field(
+        256,
+        ge=16,
+        description="Tokens of one blob in the tier; at most the recent tokens of locality heads.",
+    )
+    buffer_bytes: int = Field(
+        1 << 30, ge=1 << 20, description="Host memory for KV on its way to and from the tier."
+    )
+    shared_memory: bool = Field(
+        True, description="Move KV through shared memory where the tier is on this host."
+    )
+    drain_s: float = Field(
+        10.0,
+        ge=0,
+        le=12,
+        description="Seconds that a server which is asked to end waits for KV on its way to the "
+        "tier. SGLang kills its scheduler 15 s after the last request ended.",
+    )
+
+    @field_validator("address")
+    @classmethod
+    def _is_an_address(cls, address: str | None) -> str | None:
+        if address == DEFAULT:
+            address = default_address()
+        if address is not None:
+            try:
+                path = socket_path(address, "tier")
+            except UsageError as error:
+                raise PydanticCustomError("tier", "{why}", {"why": error.expected}) from None
+            if path is None and not address:
+                raise PydanticCustomError("tier", "host:port, unix:/path or default")
+        return address
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        files = {"ca": self.ca, "certificate": self.certificate, "key": self.key}
+        if self.address is None or not any(files.values()):
+            return self
+        for name, path in files.items():
+            if path is None:
+                raise refusal(name, "ca, certificate and key of the tier together", None)
+            if not path.is_file():
+                raise refusal(name, "an existing PEM file", path)
+        return self

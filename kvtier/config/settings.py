@@ -1,0 +1,173 @@
+"""All settings, and the rules between their sections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from platformdirs import user_data_path
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+from kvtier.addresses.redis import parse_address
+from kvtier.config.names import sections_of, settings_of
+from kvtier.config.sections import (
+    BudgetSettings,
+    CalibrationSettings,
+    LocalitySettings,
+    MergeSettings,
+    RedisSettings,
+    RefreshSettings,
+    ScorerSettings,
+    SessionSettings,
+    TierSettings,
+    refusal,
+)
+
+
+class Settings(BaseModel):
+    """What a context keeps, and how the pools are cut. `Settings()` are the defaults; those that a
+    user chose come from `load_settings`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    head_profile: Path | None = Field(
+        None, description="Head profile file (JSON). None: every head keeps the whole context."
+    )
+    prefill: Literal["exact", "streaming"] = Field(
+        "exact",
+        description="exact: prefill attends to everything, then compresses. streaming: locality "
+        "heads see sink + recent already during prefill, so their peak memory falls too.",
+    )
+    quality: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Quality target: every context keeps the share that its calibration curve "
+        "allows under it. None: CA heads keep everything.",
+    )
+    curve: Path | None = Field(
+        None, description="Calibration curve file (JSON). None: the store's, for `quality`."
+    )
+    retention: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Share of every context that CA heads keep, instead of `quality`.",
+    )
+    share_rule: str | None = Field(
+        None,
+        description="Any share rule by its name, as NAME=NUMBER: how much CA heads keep, instead.",
+    )
+    nll_stride: int = Field(
+        4, ge=1, description="Every how many prompt tokens the model's surprise is measured."
+    )
+    kernels: str = Field(
+        "auto",
+        description="Attention kernels: reference, triton, flashinfer, or auto (triton on a GPU).",
+    )
+    force_cpu: bool = Field(
+        False, description="Activate kvtier's CPU platform even where CUDA is available."
+    )
+    data_dir: Path = Field(
+        default_factory=lambda: user_data_path("kvtier", appauthor=False),
+        description="What kvtier keeps between runs: the embedded Redis and local copies.",
+    )
+    budget: BudgetSettings = BudgetSettings()
+    scorer: ScorerSettings = ScorerSettings()
+    locality: LocalitySettings = LocalitySettings()
+    session: SessionSettings = SessionSettings()
+    tier: TierSettings = TierSettings()
+    refresh: RefreshSettings = RefreshSettings()
+    merge: MergeSettings = MergeSettings()
+    calibration: CalibrationSettings = CalibrationSettings()
+    redis: RedisSettings = RedisSettings()
+
+    @model_validator(mode="after")
+    def _one_retention_rule(self) -> Self:
+        given = list(self._retention_rules())
+        if len(given) > 1:
+            last = given[-1]
+            raise refusal(last, f"only one of {', '.join(given)}", self._retention_rules()[last])
+        return self
+
+    @model_validator(mode="after")
+    def _a_refresh_has_what_it_needs(self) -> Self:
+        if self.merge.is_on and not self.refresh.is_on:
+            expected = "a refresh beside it: merging is done from the tier's exact KV"
+            raise refusal("merge.form", expected, self.merge.form)
+        if self.refresh.is_on and not (self.tier.address is not None and self.compacts):
+            expected = (
+                "a tier, and a share of the context to choose: quality, retention or a budget"
+            )
+            raise refusal("refresh.when", expected, self.refresh.when)
+        return self
+
+    @model_validator(mode="after")
+    def _spans_fit_the_recent_window(self) -> Self:
+        recent, span = self.locality.recent_tokens, self.tier.span_tokens
+        if self.tier.address is not None and span > recent:
+            # A span may end a turn later than it began: until then the device has its exact KV.
+            raise refusal("tier.span_tokens", f"at most locality.recent_tokens ({recent})", span)
+        return self
+
+    def _retention_rules(self) -> dict[str, float | str]:
+        """What says how much CA heads keep, by name; at most one in valid settings."""
+        rules: dict[str, float | str | None] = {
+            "quality": self.quality,
+            "retention": self.retention,
+            "budget.tokens": self.budget.tokens,
+            "budget.bytes": self.budget.bytes,
+            "share_rule": self.share_rule,
+        }
+        return {name: value for name, value in rules.items() if value is not None}
+
+    @property
+    def compacts(self) -> bool:
+        """Whether CA heads may keep less than the whole context."""
+        return bool(self._retention_rules())
+
+    @property
+    def expected_retention(self) -> float:
+        """The share that pools are sized for."""
+        return self.session.retention or self.retention or 1.0
+
+    def keeping_everything(self) -> Settings:
+        """The same settings without any share of the context asked for, and so without a tier to
+        choose it from."""
+        return self.model_copy(
+            update={
+                "quality": None,
+                "curve": None,
+                "retention": None,
+                "share_rule": None,
+                "budget": BudgetSettings(),
+                "session": self.session.model_copy(update={"retention": None}),
+                "tier": self.tier.model_copy(update={"address": None}),
+                "refresh": self.refresh.model_copy(update={"when": "off", "moved": None}),
+                "merge": self.merge.model_copy(update={"form": "off"}),
+            }
+        )
+
+    def to_env(self) -> dict[str, str]:
+        """The settings as KVTIER_* variables for child processes, secrets in clear; unset ones are
+        left out."""
+        values = {setting.variables[0]: setting.value(self) for setting in SETTINGS}
+        return {name: _text(value) for name, value in values.items() if value is not None}
+
+    def shown(self) -> dict[str, Any]:
+        """The settings for people, such as tier.span_tokens: 256. Passwords are hidden, the rest of
+        their URLs is not."""
+        values = {setting.path: setting.value(self) for setting in SETTINGS}
+        if self.redis.url is not None:
+            values["redis.url"] = str(parse_address(self.redis.url.get_secret_value()))
+        return values
+
+
+SECTIONS = sections_of(Settings)
+SETTINGS = tuple(settings_of(Settings))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,191 @@
+"""What settings are called: one rule for flags, variables and the file, and no name in silence."""
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import RENAMED, SECTIONS, SETTINGS, Settings, load_settings
+from kvtier.config.flags import add_flags, check_flags
+from kvtier.errors import ConfigurationError
+
+
+def _parsed(flags):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser)
+    options, rest = parser.parse_known_args(flags)
+    assert rest == []
+    return load_settings(**vars(options))
+
+
+# A value for every setting, none of them its default, and what else it wants beside it.
+TIER = {"tier.address": "localhost:7311", "retention": 0.5}
+REFRESH = {**TIER, "refresh.when": "turn"}
+TLS = {
+    "tier.address": "tier:7311",
+    "tier.ca": "a.pem",
+    "tier.certificate": "b.pem",
+    "tier.key": "c.pem",
+}
+EXAMPLES = {
+    "head_profile": ("p.json", {}),
+    "prefill": ("streaming", {}),
+    "quality": (0.9, {}),
+    "curve": ("c.json", {}),
+    "retention": (0.25, {}),
+    "nll_stride": (2, {}),
+    "kernels": ("reference", {}),
+    "force_cpu": (True, {}),
+    "data_dir": ("elsewhere", {}),
+    "budget.tokens": (4096, {}),
+    "budget.bytes": (1 << 20, {}),
+    "scorer.name": ("keydiff", {}),
+    "scorer.leverage_weight": (0.3, {}),
+    "scorer.window_tokens": (64, {}),
+    "scorer.pool_width": (3, {}),
+    "locality.sink_tokens": (8, {}),
+    "locality.recent_tokens": (512, {}),
+    "locality.branch_recent_tokens": (16, {}),
+    "locality.compensation": (False, {}),
+    "locality.slots": (900, {}),
+    "session.tokens": (1000, {}),
+    "session.turn_tokens": (100, {}),
+    "session.retention": (0.5, {}),
+    "tier.address": ("unix:/run/tier.sock", {}),
+    "tier.namespace": ("ada", {}),
+    "tier.ca": ("a.pem", TLS),
+    "tier.certificate": ("b.pem", TLS),
+    "tier.key": ("c.pem", TLS),
+    "tier.timeout_s": (2.5, {}),
+    "tier.span_tokens": (64, {}),
+    "tier.buffer_bytes": (2 << 20, {}),
+    "tier.shared_memory": (False, {}),
+    "tier.drain_s": (5.0, {}),
+    "refresh.when": ("64", TIER),
+    "refresh.moved": (0.5, REFRESH),
+    "refresh.by": ("near-data", {}),
+    "refresh.queries": (8, {}),
+    "merge.form": ("keepkv", REFRESH),
+    "merge.floor": (0.5, {}),
+    "calibration.ttl_s": (60, {}),
+    "calibration.poll_s": (0.5, {}),
+    "redis.url": ("rediss://cache:6380/2", {}),
+    "redis.ca": ("a.pem", {"redis.url": "rediss://cache"}),
+    "redis.timeout_s": (0.25, {}),
+}
+
+
+def _as_name(path):
+    """The one rule: section, then key."""
+    return path.replace(".", "_")
+
+
+def _in_file(values):
+    """TOML of settings by their paths."""
+    lines = [f"{path} = {json.dumps(value)}" for path, value in values.items() if "." not in path]
+    for section in SECTIONS:
+        lines.append(f"[{section}]")
+        for path, value in values.items():
+            if path.startswith(f"{section}."):
+                lines.append(f"{path.removeprefix(f'{section}.')} = {json.dumps(value)}")
+    return "\n".join(lines)
+
+
+def _as_flags(name, value):
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}", str(value)]
+
+
+def test_every_setting_has_an_example_here():
+    assert [setting.path for setting in SETTINGS] == list(EXAMPLES)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.path)
+def test_a_setting_is_reached_by_flag_variable_and_file_by_one_rule(monkeypatch, tmp_path, setting):
+    for name in ("a.pem", "b.pem", "c.pem"):
+        (tmp_path / name).write_text("")
+    value, beside = EXAMPLES[setting.path]
+    values = {**beside, setting.path: value}
+    flags = [word for path, one in values.items() for word in _as_flags(_as_name(path), one)]
+    by_flag = _parsed(flags)
+    assert setting.value(by_flag) != setting.value(Settings())
+    assert setting.is_given(by_flag)
+    assert not setting.is_given(load_settings())
+    with monkeypatch.context() as inside:
+        for path, one in values.items():
+            inside.setenv(f"KVTIER_{_as_name(path).upper()}", str(one))
+        by_variable = load_settings()
+    (tmp_path / "kvtier.toml").write_text(_in_file(values))
+    assert by_flag == by_variable == load_settings()
+
+
+def test_the_page_of_settings_has_a_row_for_every_setting():
+    path = Path(__file__).parents[2] / "docs" / "hooks.py"
+    spec = importlib.util.spec_from_file_location("hooks", path)
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = hooks.on_page_markdown("<!-- settings -->")
+    for setting in SETTINGS:
+        flags = " or ".join(f"`{flag}`" for flag in setting.flags)
+        assert page.count(f"| `{setting.key}` | {flags} |") == 1
+    assert [f"## `[{section}]`" in page for section in SECTIONS] == [True] * len(SECTIONS)
+
+
+def test_names_are_unique():
+    names = [name for setting in SETTINGS for name in setting.names]
+    assert len(set(names)) == len(names)
+    assert set(RENAMED.values()) <= set(names)
+    assert not set(RENAMED) & set(names)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("tier", "tier.address"),
+        ("refresh", "refresh.when"),
+        ("merge", "merge.form"),
+        ("scorer", "scorer.name"),
+    ],
+)
+def test_the_main_setting_of_a_section_goes_by_the_sections_name(monkeypatch, name, path):
+    value, beside = EXAMPLES[path]
+    rest = [word for other, one in beside.items() for word in _as_flags(_as_name(other), one)]
+    short = _parsed([*rest, f"--{name}", value])
+    assert short == _parsed([*rest, *_as_flags(_as_name(path), value)])
+    monkeypatch.setenv(f"KVTIER_{name.upper()}", value)
+    assert _parsed(rest) == short
+    monkeypatch.setenv(f"KVTIER_{_as_name(path).upper()}", "overruled")
+    assert _parsed(rest) == short
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_old_name_is_refused_with_the_new_one(monkeypatch, tmp_path, old, new):
+    flag, new_flag = (f"--{name.replace('_', '-')}" for name in (old, new))
+    for flags in ([f"{flag}=1"], ["--port", "1", flag, "1"]):
+        with pytest.raises(ConfigurationError, match=f"^{flag}: expected the name {new_flag}"):
+            check_flags(flags)
+    with pytest.raises(ConfigurationError, match=f"^{flag}: expected the name {new_flag}"):
+        load_settings(**{old: 1})
+    (tmp_path / "kvtier.toml").write_text(f"{old} = 1")
+    with pytest.raises(ConfigurationError, match=rf"^{old}: expected the name \w+\.\w+"):
+        load_settings()
+    (tmp_path / "kvtier.toml").write_text("")
+    variable, new_variable = f"KVTIER_{old.upper()}", f"KVTIER_{new.upper()}"
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ConfigurationError, match=f"^{variable}: expected the name {new_variable}"):
+        load_settings()
+
+
+def test_flags_of_the_server_are_left_to_it():
+    check_flags(["--port", "1", "--no-compression", "sink-tokens", "--", "-x"])
+
+
+def test_other_variables_with_the_prefix_are_ignored(monkeypatch):
+    """Kubernetes sets such ones for services named kvtier, kvtier-tier and kvtier-redis."""
+    for name in ("KVTIER_PORT", "KVTIER_TIER_PORT", "KVTIER_REDIS_SERVICE_HOST", "KVTIER_REQUIRE"):
+        monkeypatch.setenv(name, "tcp://10.0.0.1:7311")
+    assert load_settings() == Settings()
