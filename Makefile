@@ -16,9 +16,15 @@ READY := $(VENV)/.kvtier-ready
 EXTRAS := dev
 endif
 
+# THOROUGH=1: tests take the time that they like (more examples, all compiled variants).
+THOROUGH ?=
+export TESTS_THOROUGH := $(THOROUGH)
+
 # Tests side by side, one thread each; a file's tests stay together, because they share engines.
 PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=5
+
+COLLECTED := $(VENV)/collected.log
 
 .DEFAULT_GOAL := help
 .PHONY: help setup bench test test-fast docs proto lint types check constraints demo-model ahead gpu-pack gpu-check clean
@@ -40,7 +46,10 @@ bench: $(READY)  ## Run the 128k bench: full KV against kvtier (about 12 minutes
 	@mkdir -p out
 	$(BIN)/python -m kvtier.bench --turns 5 --len 128k --json out/bench.json --report out/bench.html
 
-test: $(READY)  ## Run all tests, engine tests included (about an hour on 2 cores; PROCESSES=N)
+test: $(READY)  ## Run all tests, engine tests included (about 50 minutes on 2 cores; PROCESSES=N)
+	@# A file that cannot be imported is told at once, not when all others have run.
+	@$(BIN)/python -m pytest --collect-only -qq > $(COLLECTED) 2>&1 || \
+		{ tail -20 $(COLLECTED); exit 1; }
 	$(PYTEST)
 
 test-fast: $(READY)  ## Run the tests that start no engine

@@ -9,11 +9,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import hypothesis
 import torch
+from thorough import THOROUGH
 
 # No deadlines: how long an example takes says more about what else the machine does than about what
 # is tested.
 hypothesis.settings.register_profile("kvtier", deadline=None)
-hypothesis.settings.load_profile("kvtier")
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile("thorough" if THOROUGH else "kvtier")
 
 if not torch.cuda.is_available():
     # Triton decides when it is imported. Without a GPU its kernels are tested in its interpreter.

@@ -25,6 +25,7 @@ _shares = st.floats(0, 1, exclude_min=True)
 _texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=20)
 _paths = _texts.map(lambda text: f"./{text}")
 _counts = st.integers(1, 2**40)
+_RULES = ("quality", "retention", "share_rule", "budget_tokens", "budget_bytes")
 _LOOSE = {
     "head_profile": _paths,
     "prefill": st.sampled_from(["exact", "streaming"]),
@@ -65,6 +66,7 @@ _LOOSE = {
 _RETENTION_RULES = st.one_of(
     st.fixed_dictionaries({"quality": _shares}),
     st.fixed_dictionaries({"retention": _shares}),
+    st.fixed_dictionaries({"share_rule": _texts}),
     st.fixed_dictionaries({"budget_tokens": _counts}),
     st.fixed_dictionaries({"budget_bytes": _counts}),
 )
@@ -85,7 +87,7 @@ _TLS_FILES = dict.fromkeys(("tier_ca", "tier_certificate", "tier_key"), Path(__f
 def _valid_settings(draw):
     values = draw(st.fixed_dictionaries({}, optional=_LOOSE))
     values |= draw(st.one_of(st.just({}), _RETENTION_RULES))
-    if any(rule in values for rule in ("quality", "retention", "budget_tokens", "budget_bytes")):
+    if any(rule in values for rule in _RULES):
         values |= draw(st.one_of(st.just({}), _REFRESHING))
     values |= draw(st.sampled_from([{}, _TLS_FILES]))
     if values.get("redis_url", "").startswith("rediss:"):
@@ -106,5 +108,5 @@ def test_any_settings_survive_the_trip_through_the_environment(values):
 
 def test_generated_settings_are_of_every_kind():
     drawn = {*_LOOSE, *_TLS_FILES, "redis_ca", "refresh_when", "refresh_moved", "merge_form"}
-    drawn |= {"quality", "retention", "budget_tokens", "budget_bytes"}
+    drawn |= set(_RULES)
     assert drawn == {setting.path.replace(".", "_") for setting in SETTINGS}

@@ -35,6 +35,7 @@ EXAMPLES = {
     "quality": (0.9, {}),
     "curve": ("c.json", {}),
     "retention": (0.25, {}),
+    "share_rule": ("budget-tokens=64", {}),
     "nll_stride": (2, {}),
     "kernels": ("reference", {}),
     "force_cpu": (True, {}),

@@ -1,6 +1,6 @@
 """Compile the attention with votes for a GPU that is not there.
 
-    python -m kvtier_kernels.flashinfer_backend.ahead [--arch 9.0a] [--all]
+    python -m kvtier_kernels.flashinfer_backend.ahead [--arch 9.0a] [--kv TYPE] [--all]
 
 FlashInfer's own generator writes the module and names the commands; those are run for the kernels
 that the backend calls and for the host code that takes the variant's tensors, with --all for every
@@ -86,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command: 0 when everything compiles, 1 when something does not, 2 without a compiler."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", default=HOPPER, help=f"compute capability, default {HOPPER}")
+    types = [str(variant[1]).removeprefix("torch.") for variant in VARIANTS]
+    parser.add_argument("--kv", choices=types, help="only the variant with this type of KV")
     parser.add_argument("--all", action="store_true", help="all files of the module")
     options = parser.parse_args(argv)
     # FlashInfer reads it when it is imported, and would ask the GPU otherwise.
@@ -95,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ImportError, KernelUnavailableError) as error:
         print(f"kvtier_kernels.flashinfer_backend.ahead: error: {error}", file=sys.stderr)
         return 2
-    for variant in VARIANTS:
+    for variant, kv_type in zip(VARIANTS, types, strict=True):
+        if options.kv not in (None, kv_type):
+            continue
         try:
             for one in compile_variant(*variant, everything=options.all):
                 _report(one)
