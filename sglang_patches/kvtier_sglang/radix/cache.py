@@ -136,10 +136,8 @@ class KvtierRadixCache(VariantRadixTree):
         if tier is None:
             return
         tier.forget_prefetch(rid)
-        if not tier.link.healthy or rid in self._asks_exactly:
-            return
         scope = tier.scope(extra_key, cache_salt)
-        if scope is None:
+        if scope is None or not tier.link.healthy or rid in self._asks_exactly:
             return
         matched = matched_prefix_tokens or ()
         if self.refresh is not None and rid in self._matched:
@@ -152,12 +150,10 @@ class KvtierRadixCache(VariantRadixTree):
         """Whether the request need not wait for the tier (any longer)."""
         if self.tier is None:
             return True
-        rid = handle.rid
-        if self.refresh is not None:
-            _, filled = self._matched.get(rid, (self.root_node, 0))
-            if not self.refresh.settled(rid, filled):
-                return False
-        return self.tier.settled(rid)
+        _, filled = self._matched.get(handle.rid, (self.root_node, 0))
+        if self.refresh is not None and not self.refresh.settled(handle.rid, filled):
+            return False
+        return self.tier.settled(handle.rid)
 
     def pop_prefetch_loaded_span(self, handle: CacheRequestHandle) -> tuple[int, int | None]:
         """Tokens that came from the tier for a request, and where they begin."""
@@ -271,8 +267,7 @@ class KvtierRadixCache(VariantRadixTree):
 
     def pruned_ranges(self, rid: str) -> list[PrunedRange]:
         """The compressed ranges of the prefix that a request was admitted with."""
-        node, _ = self._matched.get(rid, (self.root_node, 0))
-        return pruned_ranges(node)
+        return pruned_ranges(self._matched.get(rid, (self.root_node, 0))[0])
 
     def make_room(self, num_tokens: int) -> None:
         """Evict what is needed for so many slots, as far as that can be."""
@@ -304,8 +299,8 @@ class KvtierRadixCache(VariantRadixTree):
         node = self.append(node, key, matched, slots, req.priority or 0, len(req.origin_input_ids))
         if matched > owned:
             path = self.path_device_indices(node)
-            at = (req.kv.req_pool_idx, slice(owned, matched))
-            self.req_to_token_pool.write(at, path[owned:matched])
+            new = slice(owned, matched)
+            self.req_to_token_pool.write((req.kv.req_pool_idx, new), path[new])
             self.allocator.free_segment(duplicates, start_pos=owned)
         req.kv.cache_protected_len = up_to
         req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, up_to)
