@@ -31,7 +31,7 @@ sys.meta_path.insert(0, Missing())
 import importlib
 sys.exit(importlib.import_module(sys.argv[1]).main([]))
 """
-NOT_THERE = ("pydantic", "pydantic_settings", "rich", "xxhash", "redis", "platformdirs", "grpc",
+NOT_THERE = ("pydantic", "rich", "xxhash", "redis", "platformdirs", "grpc",
              "google", "sglang", "flashinfer", "transformers", "lmdb")  # fmt: skip
 
 
