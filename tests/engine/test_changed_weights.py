@@ -5,13 +5,14 @@ own: real engines, one tier, the same prompt.
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from engine_process import DEMO_MODEL, run_engine
+from engine_process import CLEAN_ENVIRONMENT, DEMO_MODEL, run_engine
 from safetensors.torch import load_file, save_file
 from test_tier import ENGINE, RULE
 from tierd.live_tier import live_tier
@@ -119,7 +120,8 @@ def test_an_adapter_trained_again_at_its_path_does_not_find_the_old_ones_kv(tmp_
         "lora_backend": "torch_native",
     }
     ask = [[ASK[0] | {"adapter": "tenant"}]]
-    unpinned = {"PYTHONPATH": str(Path(__file__).with_name("unpinned"))}
+    folders = [str(Path(__file__).with_name("unpinned")), CLEAN_ENVIRONMENT["PYTHONPATH"]]
+    unpinned = {"PYTHONPATH": os.pathsep.join(folders)}
     tier, alone = tier | unpinned, RULE | unpinned
     write_adapter(folder, seed=1)
     ((cached, old),) = asked(tmp_path, ask, tier, **lora)
