@@ -84,7 +84,7 @@ class DiskMedium:
     LMDB raises comes out as TierExhaustedError where the disk is full and as TierUnavailableError
     otherwise, naming the directory.
 
-    sync: whether a write waits for the disk; see disk.py for what survives without.
+    sync: whether a write waits for the disk; see store.py for what survives without.
     """
 
     def __init__(self, directory: Path, *, sync: bool = True) -> None:
