@@ -34,6 +34,8 @@ from kvtier.heads.model.config import model_shape
 from kvtier.heads.profile import HeadProfile
 
 VOCAB_SIZE = 128256
+# Ids at both ends of a vocabulary may be special.
+MARGIN_IDS = 1000
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -115,7 +117,7 @@ def make_plan(options: Options, policy: str, model: Path) -> Plan:
         turn_tokens=options.turn_tokens,
         answer_tokens=options.answer_tokens,
         chunk=options.chunk,
-        vocab_size=VOCAB_SIZE,
+        ids=(MARGIN_IDS, VOCAB_SIZE - MARGIN_IDS),
         seed=options.seed,
     )
     return Plan(engine=engine_arguments(options, policy, model), load=load)

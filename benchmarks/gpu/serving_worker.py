@@ -21,13 +21,12 @@ from kvtier.bench.worker import die_with_parent
 
 # Of the kvtier part of an engine's state, where it has one.
 STATE = ("kv_used_bytes", "kv_peak_bytes", "integrity")
-# Ids at both ends of a vocabulary may be special.
-MARGIN_IDS = 1000
 
 
 class Load(BaseModel):
     """What is asked of every policy: `sessions` contexts of `context` tokens, and then so many
-    turns of all at once. chunk: of a prefill, in tokens; seed: of all tokens."""
+    turns of all at once. chunk: of a prefill, in tokens; ids: tokens are drawn from the first to
+    below the second; seed: of all tokens."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -37,7 +36,7 @@ class Load(BaseModel):
     turn_tokens: int
     answer_tokens: int
     chunk: int
-    vocab_size: int
+    ids: tuple[int, int]
     seed: int
 
 
@@ -74,7 +73,7 @@ async def hold(engine: Any, load: Load) -> dict[str, Any]:
     chance = random.Random(load.seed)
 
     def tokens(count: int) -> list[int]:
-        return [chance.randrange(MARGIN_IDS, load.vocab_size - MARGIN_IDS) for _ in range(count)]
+        return [chance.randrange(*load.ids) for _ in range(count)]
 
     # Compiles what is compiled on first use.
     await ask(engine, tokens(2 * load.chunk), 4)

@@ -120,7 +120,7 @@ def test_sessions_prefill_one_by_one_and_then_ask_together_on_top_of_what_was_sa
     engine = Listening()
     load = Load(
         sessions=2, context=100, turns=3, turn_tokens=20, answer_tokens=10, chunk=50,
-        vocab_size=5000, seed=1,
+        ids=(1000, 4000), seed=1,
     )  # fmt: skip
     found = asyncio.run(hold(engine, load))
     assert engine.prompts == [100, 100, 130, 130, 160, 160]

@@ -19,7 +19,15 @@ from kvtier.errors import StartupError, UsageError
 
 PROGRAMS = (
     *("accuracy.compactor", "accuracy.merging_error", "accuracy.quality", "accuracy.refresh"),
-    *("accuracy.selection", "cost.choosing", "cost.masked", "soak", "tier.crash", "tier.faults"),
+    *(
+        "accuracy.selection",
+        "cost.choosing",
+        "cost.decoding",
+        "cost.masked",
+        "soak",
+        "tier.crash",
+        "tier.faults",
+    ),
     *("tier.forks", "tier.transport", "gpu.check", "gpu.serving", "gpu.sweep"),
 )
 DOCUMENTED = sorted(
