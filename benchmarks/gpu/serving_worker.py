@@ -1,4 +1,5 @@
-"""One policy of the serving benchmark: an engine in a process of its own, and sessions held in it.
+"""An engine in a process of its own, and sessions held in it: one policy of `gpu.serving`, or of
+`cost.decoding`.
 
 python -m benchmarks.gpu.serving_worker PLAN.json OUT.json
 """

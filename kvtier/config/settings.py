@@ -126,11 +126,6 @@ class Settings(BaseModel):
         """Whether CA heads may keep less than the whole context."""
         return bool(self._retention_rules())
 
-    @property
-    def expected_retention(self) -> float:
-        """The share that pools are sized for."""
-        return self.session.retention or self.retention or 1.0
-
     def keeping_everything(self) -> Settings:
         """The same settings without any share of the context asked for, and so without a tier to
         choose it from."""

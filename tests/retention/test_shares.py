@@ -23,6 +23,7 @@ from kvtier.retention.shares import (
     TokenBudget,
     Turn,
     asked_share,
+    expected_share,
 )
 
 CURVE = Curve(0.2, -0.1, 4.0, 1.0, 3.0)
@@ -139,6 +140,14 @@ def test_four_rules_have_a_setting_of_their_own(setting, value, rule):
     assert asked_share(named) == asked
     assert asked_share(settings.keeping_everything()) is None
     assert asked_share(named.keeping_everything()) is None
+
+
+@pytest.mark.parametrize("asked", [{"retention": 0.25}, {"share_rule": "retention=0.25"}])
+def test_pools_are_sized_for_a_fixed_share_however_it_is_asked_for(asked):
+    assert expected_share(load_settings(**asked)) == 0.25
+    assert expected_share(load_settings(**asked, session_retention=0.5)) == 0.5
+    assert expected_share(load_settings(quality=0.9)) == 1.0
+    assert expected_share(load_settings()) == 1.0
 
 
 def test_settings_ask_for_one_rule_at_most():

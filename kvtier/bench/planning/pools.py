@@ -16,6 +16,7 @@ from kvtier.bench.policies import Policy
 from kvtier.bench.schema import PoolSizes
 from kvtier.errors import BudgetError
 from kvtier.pool_sizing import SessionShape, SlotBytes, locality_slots_for, plan_pools
+from kvtier.retention.shares import expected_share
 
 # The engine keeps a few tokens of its pool free for itself.
 ADMISSION_TOKENS = 64
@@ -37,7 +38,7 @@ def session_shape(options: Options, policy: Policy) -> SessionShape:
         total - context,
         kept_tokens=kept + 1,
         prefill_tokens=prefill,
-        retention=settings.expected_retention if policy.compacts else 1.0,
+        retention=expected_share(settings) if policy.compacts else 1.0,
     )
 
 

@@ -52,6 +52,14 @@ def asked_share(settings: Settings) -> AskedShare | None:
     return None
 
 
+def expected_share(settings: Settings) -> float:
+    """The share of a context that pools are sized for. Raises UsageError as `asked_share` does."""
+    if settings.session.retention is not None:
+        return settings.session.retention
+    asked = asked_share(settings)
+    return 1.0 if asked is None else asked.rule.expected_share(asked.number)
+
+
 def _named_share(text: str) -> AskedShare:
     name, _, written = text.partition("=")
     rule = SHARE_RULES.get(name.strip())
@@ -81,4 +89,5 @@ __all__ = [
     "TokenBudget",
     "Turn",
     "asked_share",
+    "expected_share",
 ]

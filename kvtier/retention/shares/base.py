@@ -115,6 +115,11 @@ class ShareRule(ABC):
         return None
 
     @classmethod
+    def expected_share(cls, number: float) -> float:
+        """The share that pools are sized for, where the session settings name none."""
+        return 1.0
+
+    @classmethod
     @abstractmethod
     def of(cls, number: float, serving: Serving) -> Self:
         """The rule with a number of the kind that it takes."""

@@ -33,6 +33,10 @@ class FixedShare(ShareRule):
         return settings.retention
 
     @classmethod
+    def expected_share(cls, number: float) -> float:
+        return number
+
+    @classmethod
     def of(cls, number: float, serving: Serving) -> FixedShare:
         return cls(number)
 

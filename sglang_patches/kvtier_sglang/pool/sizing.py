@@ -9,6 +9,7 @@ from kvtier.config import Settings
 from kvtier.heads.profile import HeadProfile
 from kvtier.pool_sizing import SessionShape, locality_slots_for, plan_pools, slot_bytes, with_tables
 from kvtier.retention.rules import state_width
+from kvtier.retention.shares import expected_share
 
 
 def size_pools(
@@ -53,7 +54,7 @@ def session_shape(settings: Settings, longest: int) -> SessionShape:
         turn_tokens=settings.session.turn_tokens,
         kept_tokens=kept,
         prefill_tokens=prefill,
-        retention=settings.expected_retention,
+        retention=expected_share(settings),
     )
 
 
