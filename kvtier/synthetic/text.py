@@ -4,9 +4,8 @@
     Which vault code begins with amber-fox? …  → The vault code is amber-fox-│48213.
 
 The answer is begun for the model, up to the bar, so that what is left is a number that no model can
-guess. It is right when its first number is that one. The number stands right behind its name,
-because small models find it there; in "the code of the amber fox is 48213" they mix up the first
-digits of different facts.
+guess. It is right when its first number is that one. The number stands right behind its name in the
+fact as in the answer: copying what followed the name is enough.
 """
 
 from __future__ import annotations
