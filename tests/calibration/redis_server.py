@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 import redis
+from pausing import pause, resume
 
 from kvtier.calibration.store.embedded import executable
 
@@ -56,10 +57,10 @@ class RedisServer:
             return False
 
     def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        pause(self.process.pid)
 
     def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        resume(self.process.pid)
 
     def stop(self) -> None:
         self.admin.close()

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from calibration_samples import curve_document
+from pausing import pause, resume
 
 from kvtier.calibration.store import embedded
 from kvtier.calibration.store.embedded import EmbeddedStore
@@ -193,14 +194,14 @@ def test_a_hanging_server_is_an_error_in_time_and_not_a_second_server(data_dir):
     with opened(data_dir, timeout_s=0.1) as store:
         key = store.put(curve_document())
         hanging = pid_of(store)
-        os.kill(hanging, signal.SIGSTOP)
+        pause(hanging)
         try:
             began = time.monotonic()
             with pytest.raises(StoreUnavailableError, match="runs but does not answer"):
                 store.get(key)
             assert time.monotonic() - began < 3
         finally:
-            os.kill(hanging, signal.SIGCONT)
+            resume(hanging)
         assert store.get(key) is not None
         assert pid_of(store) == hanging
 

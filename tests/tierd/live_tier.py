@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import grpc
 import pytest
+from pausing import pause, resume
 
 from kvtier.tier.blobs.payload import checksum, record_layout
 from kvtier.tier.client import Blob, Landing, Offer, TierClient
@@ -130,10 +131,12 @@ class LiveTier:
         self.process.send_signal(number)
 
     def pause(self) -> None:
-        self.signal(signal.SIGSTOP)
+        assert self.process is not None
+        pause(self.process.pid)
 
     def resume(self) -> None:
-        self.signal(signal.SIGCONT)
+        assert self.process is not None
+        resume(self.process.pid)
 
     def kill(self) -> None:
         """kill -9, and wait until it is gone."""

@@ -19,7 +19,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from mooncake_master import CLIENT_TTL_S, MIB, MooncakeMaster, MooncakePeer, free_ports
+from mooncake_master import CLIENT_TTL_S, MIB, MooncakeMaster, free_ports
+from mooncake_peer import MooncakePeer
 from mooncake_play import (
     SEGMENT,
     TIMEOUT_S,
@@ -29,6 +30,7 @@ from mooncake_play import (
     until,
     within,
 )
+from pausing import pause
 from store_contract import (
     blob_name,
     get,
@@ -178,7 +180,7 @@ def test_a_process_that_hangs_costs_one_timeout_and_the_others_nothing(master):
         with MooncakePeer(options) as peer:
             assert peer.ask("put", 1)
             await put(store, blob_name(2), payload_of(2))
-            peer.signal(signal.SIGSTOP)
+            pause(peer.process.pid)
             with within(TIMEOUT_S + 0.5):
                 assert await store.open(blob_name(1)) is None
             await until(2, lambda: puts(store, 3))

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mooncake_master import MIB, MooncakeMaster, MooncakePeer
+from mooncake_master import MIB, MooncakeMaster
+from mooncake_peer import MooncakePeer
 from mooncake_play import (
     options_of,
     play,

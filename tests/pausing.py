@@ -1,0 +1,33 @@
+"""Stopping a process for a while: the tests' way to have a server that hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+PATIENCE_S = 10.0
+
+
+def pause(pid: int) -> None:
+    """Sends SIGSTOP, and returns when every thread of the process has stopped.
+
+    Without the wait a thread on another CPU may still answer a call made right after the signal.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + PATIENCE_S
+    while not all(state == "T" for state in _thread_states(pid)):
+        assert time.monotonic() < deadline, f"process {pid} did not stop"
+        time.sleep(0.001)
+
+
+def resume(pid: int) -> None:
+    os.kill(pid, signal.SIGCONT)
+
+
+def _thread_states(pid: int) -> list[str]:
+    """One letter for each thread, as in proc_pid_stat(5): "T" is stopped."""
+    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    # The second field is the program's name in parentheses, and may have any of them inside.
+    return [stat.rpartition(")")[2].split()[0] for stat in stats]
