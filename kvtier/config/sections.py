@@ -70,7 +70,8 @@ class ScorerSettings(Section):
     main: ClassVar[str | None] = "name"
 
     name: str = Field(
-        "compactor", description="Which tokens CA heads keep: compactor, keydiff, streaming-llm, …"
+        "distinct-keys",
+        description="Which tokens CA heads keep: distinct-keys, compactor, keydiff, …",
     )
     leverage_weight: float = Field(
         1.0, ge=0, description="Weight of key leverage beside attention (compactor)."
