@@ -255,7 +255,7 @@ def test_bad_input_is_refused_by_name(capsys) -> None:
 @pytest.mark.engine
 def test_a_small_run_fails_no_request_and_says_no_wrong_token(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    flags = ["--faults", "5", "--kinds", "bit-flip", "reset", "--sessions", "4", "--rounds", "0"]
+    flags = ["--faults", "2", "--kinds", "bit-flip", "reset", "--sessions", "2", "--rounds", "0"]
     tier_faults.main([*flags, "--out", str(out)])
     document = json.loads(out.read_text())
     met = {bar["bar"]: bar["met"] for bar in document["bars"]}

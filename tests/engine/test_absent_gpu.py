@@ -68,12 +68,12 @@ def test_a_server_on_cuda_says_what_one_on_a_cpu_says(tmp_path: Path) -> None:
     assert on_cuda == on_cpu
     assert on_cuda["integrity"] == []
     assert all(on_cuda["cached"])
-    assert on_cuda["dropped_tokens"] > 300
+    assert on_cuda["dropped_tokens"] > 100
     assert on_cuda["refreshed_turns"] == 3
     if not there:
-        # Two turns of six tokens, the first of each by prefill.
+        # Two turns of four tokens, the first of each by prefill.
         assert set(replays.read_text().split()) == {"4"}
-        assert len(replays.read_text().split()) >= 10
+        assert len(replays.read_text().split()) >= 6
 
 
 def absent_gpu(folder: Path, replays: Path) -> dict[str, str]:

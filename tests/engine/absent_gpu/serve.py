@@ -14,8 +14,8 @@ def main() -> None:
         dtype="float32",
         attention_backend="kvtier",
         radix_cache_backend="kvtier",
-        chunked_prefill_size=256,
-        max_total_tokens=3000,
+        chunked_prefill_size=128,
+        max_total_tokens=2000,
         max_running_requests=4,
         random_seed=0,
         grammar_backend="none",
@@ -26,8 +26,8 @@ def main() -> None:
         disable_cuda_graph=device == "cpu",
         log_level="warning",
     )
-    sampling = {"temperature": 0, "max_new_tokens": 6}
-    prompts = [[1, *(100 + (i * k) % 150 for i in range(300 + 40 * k))] for k in (1, 2, 3)]
+    sampling = {"temperature": 0, "max_new_tokens": 4}
+    prompts = [[1, *(100 + (i * k) % 150 for i in range(160 + 20 * k))] for k in (1, 2, 3)]
     first = engine.generate(input_ids=prompts, sampling_params=sampling)
     again = [
         [*prompt, *answer["output_ids"], 2, 120, 130]
