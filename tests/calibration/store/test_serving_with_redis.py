@@ -26,7 +26,7 @@ from kvtier.calibration.store.opening import open_store
 from kvtier.calibration.store.redis import RedisStore
 from kvtier.config import load_settings
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "models" / "kvtier-demo"
 PROFILE = MODEL / "head_profile.json"
 WAIT_S = 60.0

@@ -14,8 +14,8 @@ import pytest
 import torch
 from engine_process import CLEAN_ENVIRONMENT, DEMO_MODEL, run_engine
 from safetensors.torch import load_file, save_file
-from test_tier import ENGINE, RULE
 from tierd.live_tier import live_tier
+from tiered_engine import ENGINE, RULE
 
 pytestmark = pytest.mark.engine
 

@@ -17,7 +17,7 @@ from kvtier.tier.transport import channel as channel_module
 from kvtier_tierd import server as server_module
 from kvtier_tierd.options import TierOptions
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 FOLDERS = ("kvtier", "services", "sglang_patches", "benchmarks", "examples", "tests")
 # What an option is called, and nothing else in the sources: health's service has capitals.
 NAME = re.compile(r"grpc\.[a-z0-9_.]+")

@@ -24,7 +24,7 @@ from kvtier.calibration.documents import (
 from kvtier.calibration.documents.limits import MAX_DOCUMENT_BYTES
 from kvtier.errors import CalibrationDocumentError
 
-DEMO_CURVE = Path(__file__).resolve().parents[2] / "models" / "kvtier-demo" / "curve.json"
+DEMO_CURVE = Path(__file__).resolve().parents[3] / "models" / "kvtier-demo" / "curve.json"
 TARGETS = (0.8, 0.9, 0.95)
 LARGE = 0.1  # of the context, kept more or less than the fitted curve asks for
 

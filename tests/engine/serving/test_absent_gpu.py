@@ -20,7 +20,7 @@ from tierd.live_tier import live_tier
 from benchmarks.gpu.pack import add_stub
 
 HERE = Path(__file__).parent / "absent_gpu"
-FORKING = str(Path(__file__).parents[1] / "forking")
+FORKING = str(Path(__file__).parents[2] / "forking")
 # As in a pack's environment.sh.
 WITHOUT_ITS_KERNELS = {
     "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",

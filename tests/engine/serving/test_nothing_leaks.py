@@ -10,7 +10,7 @@ from test_exactness import POLICIES, RULE_ENV, uneven_profile
 
 pytestmark = pytest.mark.engine
 
-FUZZER = Path(__file__).with_name("fuzz_runner.py")
+FUZZER = Path(__file__).parents[1] / "fuzz_runner.py"
 
 
 @pytest.mark.parametrize("prefill", ["exact", "streaming"])

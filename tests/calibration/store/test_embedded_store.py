@@ -43,7 +43,7 @@ class User:
     """Another process with the same data directory; leaves when its input ends."""
 
     def __init__(self, data_dir: Path) -> None:
-        path = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+        path = os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
         self.process = subprocess.Popen(
             [sys.executable, "-c", USER, str(data_dir)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -21,7 +21,7 @@ from kvtier.retention.shares import FixedShare, Turn
 
 pytestmark = pytest.mark.engine
 
-FUZZER = Path(__file__).with_name("fuzz_runner.py")
+FUZZER = Path(__file__).parents[1] / "fuzz_runner.py"
 SHARE = 0.35
 
 

@@ -235,7 +235,7 @@ def test_kills_under_traffic_are_errors_to_no_other_client(master, tmp_path, num
 
 
 def test_the_commands_of_the_docs_make_one_cache_of_two_services(tmp_path, numbers):
-    page = (Path(__file__).resolve().parents[2] / "docs" / "tier.md").read_text()
+    page = (Path(__file__).resolve().parents[3] / "docs" / "tier.md").read_text()
     (master,) = re.findall(r"^mooncake_master .*--rpc_port=50051.*", page, re.MULTILINE)
     (tier,) = re.findall(r"^kvtier tier (.*--store mooncake .*)", page, re.MULTILINE)
     port = str(free_ports(1)[0])

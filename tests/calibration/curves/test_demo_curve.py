@@ -17,7 +17,7 @@ from kvtier.heads.model.config import model_name, weights_revision
 from kvtier.heads.profile import load_profile
 from kvtier.retention.rules import locality_rule, scorer_of
 
-MODEL = Path(__file__).resolve().parents[2] / "models" / "kvtier-demo"
+MODEL = Path(__file__).resolve().parents[3] / "models" / "kvtier-demo"
 
 
 def test_the_stored_curve_is_the_one_that_a_server_with_default_settings_asks_for(monkeypatch):
