@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.attention import AttentionState, attend, attend_entry
-from models.net import Layer, Net, rope_tables
+from models.network.attention import AttentionState, attend, attend_entry
+from models.network.net import Layer, Net, rope_tables
 
 SINK_TOKENS = 128
 RECENT_TOKENS = 256
