@@ -13,7 +13,8 @@ from contextlib import suppress
 
 import pytest
 from tiered_tree_harness import shape, turn, two_turns
-from tree_harness import MiniScheduler, context
+from tree_harness import MiniScheduler
+from tree_requests import context
 
 from kvtier.errors import TierProtocolError
 from kvtier.retention.shares import FixedShare

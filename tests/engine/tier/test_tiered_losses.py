@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 from tiered_tree_harness import REFRESH, SHARES, turn, two_turns
-from tree_harness import MiniScheduler, context
+from tree_harness import MiniScheduler
+from tree_requests import context
 
 from kvtier.errors import TierUnavailableError
 from kvtier.retention.shares import FixedShare

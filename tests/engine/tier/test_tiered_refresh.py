@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from tiered_tree_harness import REFRESH, turn
-from tree_harness import MiniScheduler, context
+from tree_harness import MiniScheduler
+from tree_requests import context
 
 from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.refreshing import RefreshRule

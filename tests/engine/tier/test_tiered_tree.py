@@ -8,7 +8,8 @@ import random
 
 import pytest
 from tiered_tree_harness import REFRESH, SHARES, entries, shape, turn, two_turns
-from tree_harness import MiniScheduler, context, random_tokens
+from tree_harness import MiniScheduler
+from tree_requests import context, random_tokens
 
 from kvtier.errors import TierUnavailableError
 from kvtier.retention.shares import FixedShare

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from tree_harness import MiniScheduler, random_tokens
+from tree_harness import MiniScheduler
+from tree_requests import random_tokens
 
 from kvtier.retention.shares import FixedShare, QualityTarget, TokenBudget
 from kvtier.tier.blobs.turns import TurnRecord

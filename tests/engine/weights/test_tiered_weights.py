@@ -9,7 +9,8 @@ from dataclasses import replace
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from tiered_tree_harness import turn
-from tree_harness import MiniScheduler, Request, Unchanging, context
+from tree_harness import MiniScheduler, Unchanging
+from tree_requests import Request, context
 
 from kvtier.tier.blobs.names import ContextNames
 from kvtier_sglang.tier.scopes import joined

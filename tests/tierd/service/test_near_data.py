@@ -1,10 +1,10 @@
 """A refresh near the data gives the entries that fetching the exact KV would have given, and moves
-only those; a service that has lost, spoilt or refuses anything is no worse than none."""
+only those; one that was asked for wrongly, or for what is not whole, is refused.
+"""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from hashlib import sha256
 
 import grpc
 import numpy as np
@@ -12,68 +12,37 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from live_tier import eventually, failing, in_process, live_tier, raw_stub
-from test_lying_service import Liar, lying
+from live_tier import eventually, failing, in_process, raw_stub
+from near_data_spans import (
+    DIM,
+    DTYPES,
+    HEADS,
+    LAYERS,
+    PATIENCE_S,
+    RULES,
+    make_spans,
+    make_window,
+    names_of,
+    opened,
+    store,
+)
 
 from kvtier.errors import (
     TierError,
     TierExhaustedError,
     TierProtocolError,
-    TierUnavailableError,
     UsageError,
 )
-from kvtier.retention.keepkv import KeepKV, QueryWindow
-from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
+from kvtier.retention.refreshing import Chosen, PrunedRange
 from kvtier.tier.blobs.names import SpanName
-from kvtier.tier.blobs.payload import SpanLayout
-from kvtier.tier.client import Blob, TierClient
-from kvtier.tier.near_data.exact_kv import ExactSpan, exact_kv
+from kvtier.tier.client import TierClient
+from kvtier.tier.near_data.exact_kv import exact_kv
 from kvtier.tier.near_data.messages import Context, Entries
 from kvtier.tier.near_data.session import NearData
 from kvtier.tier.transport.deadline import Deadline
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.service import near_data
 from kvtier_tierd.stores.base import BlobName
-
-LAYERS, HEADS, GROUP, DIM, SPAN = 2, 3, 2, 16, 32
-DTYPES = ["float32", "bfloat16", "float16"]
-RULES = {
-    "dropped": RefreshRule(KeepKV(pool_width=1), merges=False),
-    "beta": RefreshRule(KeepKV(floor=0.0, pool_width=1), merges=True),
-    "paper": RefreshRule(KeepKV("paper", floor=0.0, pool_width=1), merges=True),
-}
-PATIENCE_S = 20.0
-FLAGS = ("--memory", "16m", "--refresh-workers", "1")
-
-
-def make_spans(count: int, dtype: str, seed: int = 0) -> list[ExactSpan]:
-    """Spans that follow each other, scores of 12 bytes per token behind their KV."""
-    layout = SpanLayout(dtype, LAYERS, SPAN, HEADS, DIM, score_bytes=12 * SPAN)
-    generator = torch.Generator().manual_seed(seed)
-    spans = []
-    for number in range(count):
-        kv = torch.randn(layout.shape, generator=generator).to(getattr(torch, dtype))
-        flat = kv.reshape(-1).view(torch.uint8).numpy()
-        payload = np.concatenate((flat, np.zeros(layout.score_bytes, np.uint8)))
-        spans.append(ExactSpan(number * SPAN, (number + 1) * SPAN, payload, layout))
-    return spans
-
-
-def names_of(spans: list[ExactSpan], seed: int = 0) -> list[SpanName]:
-    return [
-        SpanName(sha256(f"{span} {seed}".encode()).digest(), span.begin, span.stop)
-        for span in spans
-    ]
-
-
-def store(client: TierClient, spans: list[ExactSpan], names: list[SpanName]) -> None:
-    for span, name in zip(spans, names, strict=True):
-        client.put(Blob(name.key, span.layout.encode(), [span.payload.data]))
-
-
-def make_window(seed: int, heads: int, dtype: str) -> QueryWindow:
-    q = torch.randn(8, heads, GROUP, DIM, generator=torch.Generator().manual_seed(seed))
-    return QueryWindow(q.to(getattr(torch, dtype)), DIM**-0.5)
 
 
 def assert_equal(ours: Chosen, theirs: Chosen) -> None:
@@ -97,12 +66,6 @@ def client(service):
         client.connect()
         yield client
         eventually(lambda: service.problems() == [])
-
-
-def opened(client: TierClient, context: Context) -> NearData:
-    session = NearData.open(client, context, Deadline(PATIENCE_S))
-    assert session is not None
-    return session
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -300,71 +263,3 @@ def test_holes_that_overlap_are_refused(service):
     context = Context([], [PrunedRange(0, 9, 5), PrunedRange(8, 12, 1)], RULES["dropped"]).encode()
     with raw_stub(service.address) as stub, failing(grpc.StatusCode.INVALID_ARGUMENT):
         list(stub.Refresh(iter([pb.RefreshRequest(context=context)])))
-
-
-def test_a_service_that_was_told_not_to_says_so():
-    with in_process() as tier, TierClient(tier.address) as client:
-        client.connect()
-        assert not client.refreshes
-        with pytest.raises(TierUnavailableError, match="does not refresh"):
-            NearData.open(client, Context([], [], RULES["dropped"]), Deadline(PATIENCE_S))
-
-
-def test_a_service_that_dies_in_the_middle_ends_the_session(tmp_path):
-    spans = make_spans(2, "float32")
-    names = names_of(spans)
-    with live_tier(tmp_path, *FLAGS) as tier, TierClient(tier.address) as client:
-        store(client, spans, names)
-        session = opened(client, Context(names, [PrunedRange(0, 64, 5)], RULES["dropped"]))
-        window = make_window(0, 1, "float32")
-        session.choose(0, [0], window, "float32", Deadline(PATIENCE_S))
-        tier.pause()
-        with pytest.raises(TierExhaustedError, match="in time"):
-            session.choose(1, [0], window, "float32", Deadline(0.05))
-        tier.resume()
-        tier.kill()
-        # The answer that was late may be there; it is not taken for another.
-        for _ in range(2):
-            with pytest.raises(TierError):
-                session.choose(1, [0], window, "float32", Deadline(PATIENCE_S))
-        session.close()
-
-
-class RefreshLiar(Liar):
-    """Tells every context that it is ready, and answers queries with what `say` makes of them."""
-
-    say = staticmethod(lambda queries: [])
-
-    def Refresh(self, requests, context):  # noqa: N802
-        next(requests)
-        yield pb.RefreshResponse(ready=pb.RefreshReady())
-        for request in requests:
-            yield from self.say(request.queries)
-
-
-def header_of(queries, **changes):
-    entries = Entries("float32", (5,), 1, GROUP, DIM, voted=False)
-    right = {"key": queries.key, "num_bytes": entries.num_bytes, "layout": entries.layout()}
-    return pb.RefreshResponse(header=pb.BlobHeader(**right | {"checksum": bytes(16)} | changes))
-
-
-@pytest.mark.parametrize(
-    "say",
-    [
-        lambda queries: [pb.RefreshResponse(ready=pb.RefreshReady())],
-        lambda queries: [header_of(queries, key=bytes(32))],
-        lambda queries: [header_of(queries, layout=b"")],
-        lambda queries: [header_of(queries), pb.RefreshResponse(ready=pb.RefreshReady())],
-        lambda queries: [header_of(queries), pb.RefreshResponse(chunk=bytes(5 * DIM * 8))],
-        lambda queries: [header_of(queries), pb.RefreshResponse(chunk=bytes(1 << 16))],
-        lambda queries: [header_of(queries, num_bytes=1), pb.RefreshResponse(chunk=bytes(640))],
-    ],
-    ids=["no entries", "other key", "other layout", "cut short", "corrupt", "too long", "size"],
-)
-def test_a_service_that_lies_gives_no_entries(say):
-    with lying(RefreshLiar) as (liar, client):
-        liar.say = say
-        session = opened(client, Context([], [PrunedRange(0, 9, 5)], RULES["dropped"]))
-        with pytest.raises(TierError):
-            session.choose(0, [0], make_window(0, 1, "float32"), "float32", Deadline(PATIENCE_S))
-        session.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_contract import SIZE, blob_name, content, get, held, info_of, payload_of, put
+from store_blobs import SIZE, blob_name, content, get, held, info_of, payload_of, put
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
 from kvtier_tierd.stores.arena import pages

@@ -5,17 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from store_contract import (
-    SIZE,
-    StoreContract,
-    blob_name,
-    content,
-    get,
-    held,
-    payload_of,
-    put,
-    reserve,
-)
+from store_blobs import SIZE, blob_name, content, get, held, payload_of, put, reserve
+from store_contract import StoreContract
 
 from kvtier.errors import TierExhaustedError
 from kvtier_tierd.stores.arena import pages

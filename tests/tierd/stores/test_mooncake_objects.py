@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from store_contract import SIZE, info_of, payload_of
+from store_blobs import SIZE, info_of, payload_of
 
 from kvtier.errors import UsageError
 from kvtier_tierd.stores.base import BlobInfo, BlobName

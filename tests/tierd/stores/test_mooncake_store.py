@@ -20,18 +20,8 @@ from mooncake_play import (
     puts,
     until,
 )
-from store_contract import (
-    SIZE,
-    StoreContract,
-    blob_name,
-    content,
-    get,
-    held,
-    info_of,
-    payload_of,
-    put,
-    reserve,
-)
+from store_blobs import SIZE, blob_name, content, get, held, info_of, payload_of, put, reserve
+from store_contract import StoreContract
 
 from kvtier.errors import TierExhaustedError
 from kvtier_tierd.stores.mooncake.link import MooncakeLink

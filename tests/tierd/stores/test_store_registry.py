@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import test_disk_store
+import test_disk_contract
 import test_memory_store
 import test_mooncake_store
 from store_contract import StoreContract
@@ -23,7 +23,7 @@ from kvtier_tierd.stores.registry import STORES, make_store, parse_store, store_
 # evicted ahead of time, no test shall wait for a disk, and Mooncake wants a master.
 CONTRACTS = {
     "memory": test_memory_store.TestMemoryStoreContract,
-    "disk": test_disk_store.TestDiskStoreContract,
+    "disk": test_disk_contract.TestDiskStoreContract,
     "memory+disk": test_memory_store.TestLayeredStoreContractWhileNothingGetsToDisk,
     "mooncake": test_mooncake_store.TestMooncakeStoreContract,
 }

@@ -31,14 +31,7 @@ from mooncake_play import (
     within,
 )
 from pausing import pause
-from store_contract import (
-    blob_name,
-    get,
-    held,
-    payload_of,
-    put,
-    reserve,
-)
+from store_blobs import blob_name, get, held, payload_of, put, reserve
 
 from kvtier.errors import TierUnavailableError
 from kvtier_tierd.stores.mooncake import segments as mooncake_segments
