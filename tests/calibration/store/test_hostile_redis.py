@@ -185,7 +185,7 @@ def test_the_deadline_holds_behind_tls(reply, tmp_path):
 def test_what_behaves_behind_tls_is_read(tmp_path):
     document = curve_document().to_json().encode()
     answer = over_tls(answering(b"$%d\r\n%s\r\n" % (len(document), document)), tmp_path)
-    options = {"ca_certs": tmp_path / "ca.pem", "timeout_s": 2.0, "ttl_s": 9}
+    options = {"ca_certs": tmp_path / "ca.pem", "timeout_s": 10.0, "ttl_s": 9}
     with hostile_server(answer) as url:
         with RedisStore(url.replace("redis://", "rediss://"), **options) as store:
             assert store.get(KEY).key == KEY
