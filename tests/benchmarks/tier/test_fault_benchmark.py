@@ -138,11 +138,11 @@ def test_a_tier_is_in_use_when_something_was_put_and_restored_after_the_breaker_
     monkeypatch,
 ) -> None:
     monkeypatch.setattr(tier_faults, "LOOK_S", 0.001)
-    monkeypatch.setattr(tier_faults, "RECOVERY_S", 0.05)
+    monkeypatch.setattr(tier_faults, "RECOVERY_S", 0.5)
     closed = {"healthy": True, "put": 5, "restored_requests": 5}
     opened, both = closed | {"healthy": False}, closed | {"put": 6, "restored_requests": 6}
     found = tier_faults.wait_for_use(Telling(opened, opened, closed, closed, both))
-    assert found["closed_s"] <= found["used_s"] < 0.05
+    assert found["closed_s"] <= found["used_s"] < 0.5
     found = tier_faults.wait_for_use(Telling(opened, closed, closed | {"put": 6}))
     assert (found["closed_s"] is None, found["used_s"]) == (False, None)
     assert tier_faults.wait_for_use(Telling(opened, closed, opened))["closed_s"] is None

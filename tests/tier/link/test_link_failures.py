@@ -142,7 +142,7 @@ def test_three_failures_open_the_breaker_and_the_rest_is_refused_at_once():
         began = time.monotonic()
         assert link.submit(lambda c: c).done
         assert link.put([blob_of(1)]) == 1
-        assert time.monotonic() - began < 0.1
+        assert time.monotonic() - began < 1.0
         assert client.connects == 3
 
 
