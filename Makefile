@@ -24,7 +24,11 @@ export TESTS_THOROUGH := $(THOROUGH)
 PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=5
 
-COLLECTED := $(VENV)/collected.log
+# COVERAGE=1: `make test` says which branches of the packages no test runs, and fails below the
+# least share that pyproject.toml wants covered.
+COVERAGE ?=
+COVERAGE_DIR := $(CURDIR)/out/coverage
+MEASURED := COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml COVERAGE_FILE=$(COVERAGE_DIR)/data
 
 .DEFAULT_GOAL := help
 .PHONY: help setup bench test test-fast docs proto lint types check constraints demo-model ahead gpu-pack gpu-check clean
@@ -47,10 +51,14 @@ bench: $(READY)  ## Run the 128k bench: full KV against kvtier (about 12 minutes
 	$(BIN)/python -m kvtier.bench --turns 5 --len 128k --json out/bench.json --report out/bench.html
 
 test: $(READY)  ## Run all tests, engine tests included (about 50 minutes on 2 cores; PROCESSES=N)
-	@# A file that cannot be imported is told at once, not when all others have run.
-	@$(BIN)/python -m pytest --collect-only -qq > $(COLLECTED) 2>&1 || \
-		{ tail -20 $(COLLECTED); exit 1; }
+ifneq ($(COVERAGE),)
+	@rm -rf $(COVERAGE_DIR) && mkdir -p $(COVERAGE_DIR)
+	$(MEASURED) $(PYTEST)
+	@cd $(COVERAGE_DIR) && COVERAGE_FILE=data $(abspath $(BIN))/coverage combine --quiet --rcfile=$(CURDIR)/pyproject.toml
+	$(BIN)/coverage report --data-file=$(COVERAGE_DIR)/data
+else
 	$(PYTEST)
+endif
 
 test-fast: $(READY)  ## Run the tests that start no engine
 	$(PYTEST) -m "not engine and not slow"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE
-from models.net import Net, NetConfig, save_net
+from models.network.net import Net, NetConfig, save_net
 from models.recipe import SEED
 from models.tokenizer import write_tokenizer
 

@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Nothing in the tests may reach out for models.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import hypothesis
+import pytest
 import torch
 from thorough import THOROUGH
 
@@ -20,6 +21,21 @@ hypothesis.settings.load_profile("thorough" if THOROUGH else "kvtier")
 if not torch.cuda.is_available():
     # Triton decides when it is imported. Without a GPU its kernels are tested in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+class EndsAtOnce:
+    """Side by side, tests would otherwise all run before a file that cannot be imported is told."""
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            pytest.exit(f"{report.nodeid}\n{report.longreprtext}", pytest.ExitCode.INTERRUPTED)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    is_worker = hasattr(config, "workerinput")
+    if config.getoption("numprocesses", None) and not is_worker:
+        config.pluginmanager.register(EndsAtOnce())
+
 
 # Processes that tests start: see tests/forking.
 FORKING = str(Path(__file__).parent / "forking")

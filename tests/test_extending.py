@@ -57,8 +57,8 @@ class Example:
 EXAMPLES = [
     Example("A token scorer", "key-norm", "tests/retention/test_scorers.py"),
     Example("A share rule", "square-root", "tests/retention/test_shares.py"),
-    Example("A head method", "attention-mass", "tests/heads/test_head_methods.py"),
-    Example("A store", "heap", "tests/tierd/test_store_registry.py"),
+    Example("A head method", "attention-mass", "tests/heads/methods/test_head_methods.py"),
+    Example("A store", "heap", "tests/tierd/stores/test_store_registry.py"),
 ]
 
 

@@ -27,7 +27,7 @@ START_S = 600.0
 LOOK_S = 0.2
 LOG_TAIL_LINES = 40
 # SGLang pins what its LoRA layers copy to a GPU, which wants a driver; this turns it off.
-UNPINNED = ROOT / "tests" / "engine" / "unpinned"
+UNPINNED = ROOT / "tests" / "engine" / "weights" / "unpinned"
 
 
 class SoakError(KvtierError):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from engine_zygote import TIMEOUT_S, Zygote
+from engine_zygote import Zygotes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO_MODEL = REPOSITORY / "models" / "kvtier-demo"
@@ -21,7 +19,7 @@ RUNNER = Path(__file__).with_name("engine_runner.py")
 CLEAN_ENVIRONMENT = {
     k: v for k, v in os.environ.items() if not k.startswith("KVTIER_") and k != "TRITON_INTERPRET"
 }
-_zygote = Zygote(CLEAN_ENVIRONMENT)
+zygotes = Zygotes()
 
 
 def run_script(
@@ -32,15 +30,8 @@ def run_script(
     plan_path.write_text(json.dumps(plan))
     environment = {**CLEAN_ENVIRONMENT, "KVTIER_DATA_DIR": str(folder), **(env or {})}
     log = folder / "script.log"
-    if _zygote.serves(environment):
-        code = _zygote.run(script, [str(plan_path), str(out_path)], environment, log)
-    else:
-        command = [sys.executable, str(script), str(plan_path), str(out_path)]
-        with log.open("wb") as stream:
-            code = subprocess.run(
-                command, env=environment, stdout=stream, stderr=stream, timeout=TIMEOUT_S,
-                check=False,
-            ).returncode  # fmt: skip
+    zygote = zygotes.of(environment)
+    code = zygote.run(script, [str(plan_path), str(out_path)], environment, log)
     assert code == 0, log.read_text(errors="replace")[-4000:]
     return json.loads(out_path.read_text())
 

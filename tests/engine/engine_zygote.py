@@ -4,9 +4,9 @@
                                      └─ fork: the next script ── …
 
 Importing SGLang takes ten seconds of CPU, which is most of what an engine costs a test. An engine's
-own processes are forked, too (tests/forking), and all else is as it is for users. Scripts whose
-environment decides what is imported (Triton, PYTHONPATH, SGLang's own variables) are started
-afresh, and so is whatever tests start as a command.
+own processes are forked, too (tests/forking), and all else is as it is for users. There is one for
+each environment that decides what is imported (Triton, PYTHONPATH, SGLang's own variables).
+Whatever tests start as a command is started afresh.
 
 As a program it reads one job per line from stdin, {"script", "arguments", "environment", "log",
 "timeout_s"}, and answers each with the exit code.
@@ -42,10 +42,6 @@ class Zygote:
         self._process: subprocess.Popen[str] | None = None
         self._environment = environment
 
-    def serves(self, environment: dict[str, str]) -> bool:
-        """Whether a script with this environment can be forked."""
-        return _imports_by(environment) == _imports_by(self._environment)
-
     def run(
         self, script: Path, arguments: list[str], environment: dict[str, str], log: Path
     ) -> int:
@@ -80,6 +76,19 @@ class Zygote:
                 assert process.stdin is not None
                 process.stdin.close()
             self._process = None
+
+
+class Zygotes:
+    """Those of this process, each started when a script first needs it."""
+
+    def __init__(self) -> None:
+        self._by_environment: dict[frozenset[tuple[str, str]], Zygote] = {}
+
+    def of(self, environment: dict[str, str]) -> Zygote:
+        """The one that a script with this environment can be forked from."""
+        imports_by = _imports_by(environment)
+        key = frozenset(imports_by.items())
+        return self._by_environment.setdefault(key, Zygote(imports_by))
 
 
 def _imports_by(environment: dict[str, str]) -> dict[str, str]:

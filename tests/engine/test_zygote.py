@@ -6,7 +6,7 @@ import os
 import time
 
 import pytest
-from engine_process import CLEAN_ENVIRONMENT, _zygote, run_script
+from engine_process import CLEAN_ENVIRONMENT, run_script, zygotes
 
 pytestmark = pytest.mark.engine
 
@@ -54,9 +54,16 @@ def test_what_a_test_leaves_in_its_environment_reaches_no_engine(script, tmp_pat
     assert not run_script(script, tmp_path, {})["left_behind"]
 
 
-def test_what_decides_imports_is_started_afresh():
+def test_what_decides_imports_has_a_zygote_of_its_own():
     environment = dict(CLEAN_ENVIRONMENT)
-    assert _zygote.serves(environment | {"KVTIER_MARK": "x", "PYTEST_CURRENT_TEST": "y"})
-    assert not _zygote.serves(environment | {"TRITON_INTERPRET": "0"})
-    assert not _zygote.serves(environment | {"PYTHONPATH": "/elsewhere"})
-    assert not _zygote.serves(environment | {"KVTIER_FORCE_CPU": "true"})
+    one = zygotes.of(environment)
+    assert zygotes.of(environment | {"KVTIER_MARK": "x", "PYTEST_CURRENT_TEST": "y"}) is one
+    others = [
+        zygotes.of(environment | decides)
+        for decides in (
+            {"TRITON_INTERPRET": "0"},
+            {"PYTHONPATH": "/elsewhere"},
+            {"KVTIER_FORCE_CPU": "true"},
+        )
+    ]
+    assert len({id(zygote) for zygote in (one, *others)}) == 4

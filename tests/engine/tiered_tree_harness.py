@@ -6,7 +6,8 @@ import functools
 from array import array
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from tree_harness import MiniScheduler, context, run_turn
+from tree_harness import MiniScheduler, run_turn
+from tree_requests import context
 
 from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.refreshing import RefreshRule

@@ -7,14 +7,11 @@ prefix, so that any entry found under the wrong prefix is noticed.
 
 from __future__ import annotations
 
-import itertools
-import random
 import time
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
     InitLoadBackParams,
@@ -24,6 +21,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from tree_requests import Request, digest
 
 from kvtier.heads.profile import HeadProfile, ModelShape
 from kvtier.retention.locality import LocalityRule
@@ -49,49 +47,9 @@ from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.connector import TierConnector
 
 SHAPE = ModelShape(num_layers=2, num_kv_heads=3, num_attention_heads=6, head_dim=2)
-_REQUESTS = itertools.count()
 # Digests are large numbers: attention over them would only ever see the largest.
 QUERY_SCALE = 1e-4
 PROFILE = HeadProfile(model="test", shape=SHAPE, method="test", ca_heads=((), (1,)))
-
-
-def digest(tokens) -> float:
-    """A float32-exact number that depends on every token of a prefix."""
-    value = 7
-    for token in tokens:
-        value = (value * 31 + token + 1) % 1_000_003
-    return float(value)
-
-
-@dataclass
-class Request:
-    """The fields of SGLang's Req that a radix cache reads."""
-
-    prompt: list[int]
-    origin_input_ids: array = field(init=False)
-    full_untruncated_fill_ids: array = field(init=False)
-    kv: ReqKvInfo = field(default_factory=ReqKvInfo)
-    extra_key: str | None = None
-    cache_salt: str | None = None
-    priority: int = 0
-    return_logprob: bool = False
-    logprob_start_len: int = -1
-    already_computed: int = 0
-    retracted_stain: bool = False
-    rid: str = field(default_factory=lambda: f"r{next(_REQUESTS)}")
-    lock: object = None
-    last_node: object = None
-    done: bool = False
-    prefix_len: int = 0
-    filled: int = 0
-    restored: int = 0
-
-    def __post_init__(self) -> None:
-        self.origin_input_ids = array("q", self.prompt)
-        self.full_untruncated_fill_ids = array("q", self.prompt)
-
-    def finished(self) -> bool:
-        return self.done
 
 
 @dataclass
@@ -346,17 +304,6 @@ class MiniScheduler:
         return moved
 
 
-def random_tokens(rng: random.Random, count: int) -> list[int]:
-    # Few distinct tokens, so that prefixes collide and nodes split often.
-    return [rng.randrange(3) for _ in range(count)]
-
-
-def context(n: int, seed: int = 0) -> list[int]:
-    """Tokens that hardly repeat."""
-    rng = random.Random(seed)
-    return [rng.randrange(50) for _ in range(n)]
-
-
 def run_turn(s: MiniScheduler, prompt: list[int], answer: list[int], chunk: int = 1000) -> Request:
     """A request from its arrival to its end, with every invariant checked after it."""
     request = s.admit(prompt)
@@ -369,3 +316,9 @@ def run_turn(s: MiniScheduler, prompt: list[int], answer: list[int], chunk: int 
     s.release(request, checkpoint=True)
     s.check()
     return request
+
+
+def matched(s: MiniScheduler, tokens: list[int]) -> int:
+    """How many of the tokens the tree has."""
+    key = RadixKey(array("q", tokens))
+    return s.tree.match_prefix(MatchPrefixParams(key=key)).device_prefix_len

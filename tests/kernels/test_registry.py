@@ -72,3 +72,14 @@ def test_every_backend_selects(name):
 
 def test_selection_is_made_once_per_backend():
     assert selection_kernels(torch.device("cpu")) is selection_kernels(torch.device("cpu"))
+
+
+def test_an_unknown_backend_lists_the_valid_ones():
+    with pytest.raises(KernelUnavailableError, match="reference"):
+        get_kernels("magic")
+
+
+def test_the_automatic_choice_is_where_the_tensors_are():
+    assert get_kernels(device="cpu").name == "reference"
+    assert get_kernels(device=torch.device("cpu")).name == "reference"
+    assert get_kernels(device="cuda:1").name == "triton"

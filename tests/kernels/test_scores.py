@@ -46,7 +46,7 @@ def dense_mass(
 @settings(max_examples=15)
 @given(
     seed=st.integers(0, 10_000),
-    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=4),
     group=st.sampled_from([1, 3, 4]),
     adjacent=st.booleans(),
 )

@@ -18,7 +18,7 @@ import subprocess
 import sys
 from typing import Any
 
-from store_contract import blob_name, get, payload_of, put
+from store_blobs import blob_name, get, payload_of, put
 
 from kvtier.errors import TierError
 from kvtier_tierd.stores.mooncake.options import MooncakeOptions

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from mooncake_master import MIB, MooncakeMaster
-from store_contract import blob_name, payload_of, put
+from store_blobs import blob_name, payload_of, put
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
 from kvtier_tierd.stores.mooncake.options import MooncakeOptions

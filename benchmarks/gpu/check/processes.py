@@ -32,7 +32,8 @@ def run_tests(*, flashinfer: bool) -> dict[str, Any]:
         return {"ran": False, "missing": missing}
     suites = ["tests/kernels"]
     if find_spec("sglang") is not None:
-        suites += ["tests/engine/test_streams.py", "tests/engine/test_absent_gpu.py"]
+        suites.append("tests/engine/attention/test_streams.py")
+        suites.append("tests/engine/serving/test_absent_gpu.py")
     # Others' warnings are no errors of ours, in whatever versions there are here.
     command = [sys.executable, "-m", "pytest", "-q", *suites, "-m", "not slow", "-W", "default"]
     if find_spec("xdist") is not None:

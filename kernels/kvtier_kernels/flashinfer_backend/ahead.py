@@ -1,11 +1,11 @@
 """Compile the attention with votes for a GPU that is not there.
 
-    python -m kvtier_kernels.flashinfer_backend.ahead [--arch 9.0a] [--kv TYPE] [--all]
+    python -m kvtier_kernels.flashinfer_backend.ahead [--arch 9.0a] [--kv TYPE] [--all | --file F]
 
 FlashInfer's own generator writes the module and names the commands; those are run for the kernels
 that the backend calls and for the host code that takes the variant's tensors, with --all for every
-file. Prints the most registers and spilled bytes of a file's kernels. Wants nvcc and the headers of
-a CUDA toolkit (CUDA_HOME), and minutes.
+file, with --file for one. Prints the most registers and spilled bytes of a file's kernels. Wants
+nvcc and the headers of a CUDA toolkit (CUDA_HOME), and minutes.
 """
 
 from __future__ import annotations
@@ -49,16 +49,19 @@ class Compiled(NamedTuple):
 
 
 def compile_variant(
-    q_dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, *, everything: bool = False
+    q_dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, files: Sequence[str] | None = CALLED
 ) -> Iterator[Compiled]:
-    """Raises CalledProcessError, with what nvcc said, for a file that does not compile."""
+    """files: by their names, None for all.
+
+    Raises CalledProcessError, with what nvcc said, for a file that does not compile.
+    """
     from flashinfer.jit.attention import gen_customize_batch_prefill_module
 
     arguments = jit_args(q_dtype, kv_dtype, dim)
     spec = gen_customize_batch_prefill_module("fa2", *arguments)
     for entry in spec.get_compile_commands():
         source = Path(entry["file"])
-        if not (everything or source.name in CALLED):
+        if files is not None and source.name not in files:
             continue
         Path(entry["directory"]).mkdir(parents=True, exist_ok=True)
         command = shlex.split(entry["command"])
@@ -88,8 +91,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", default=HOPPER, help=f"compute capability, default {HOPPER}")
     types = [str(variant[1]).removeprefix("torch.") for variant in VARIANTS]
     parser.add_argument("--kv", choices=types, help="only the variant with this type of KV")
-    parser.add_argument("--all", action="store_true", help="all files of the module")
+    files = parser.add_mutually_exclusive_group()
+    files.add_argument("--all", action="store_true", help="all files of the module")
+    files.add_argument("--file", choices=CALLED, help="only this one")
     options = parser.parse_args(argv)
+    wanted = None if options.all else [options.file] if options.file else CALLED
     # FlashInfer reads it when it is imported, and would ask the GPU otherwise.
     os.environ["FLASHINFER_CUDA_ARCH_LIST"] = options.arch
     try:
@@ -101,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.kv not in (None, kv_type):
             continue
         try:
-            for one in compile_variant(*variant, everything=options.all):
+            for one in compile_variant(*variant, wanted):
                 _report(one)
         except subprocess.CalledProcessError as error:
             print(error.stderr, file=sys.stderr)

@@ -20,7 +20,8 @@ import torch
 import xxhash
 
 # Server arguments under which equal parameters and configurations compute other KV, and not by
-# rounding alone. `tests/engine/server_arguments.txt` lists all others of SGLang's as reviewed.
+# rounding alone. All others of SGLang's are in `tests/engine/weights/server_arguments.txt`, as
+# reviewed.
 KV_ARGUMENTS = (
     "debug_tensor_dump_input_file",
     "dllm_algorithm",

@@ -1,0 +1,105 @@
+"""The soak's bars, each of which can be missed, and its 5-minute form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from benchmarks.soak import __main__ as soak
+from benchmarks.soak.clients import MOVED
+from benchmarks.soak.models import EVERYTHING, FIRST, LOCALITY, SECOND
+from benchmarks.soak.report import FAULTS, KINDS, make_bars, make_table
+
+TIER = {"used_bytes": 1, "capacity_bytes": 2, "blobs": 1, "evictions": 0, "quarantined": 0}
+EACH = "compared, of each kind"
+RESTORED = "requests restored from the tier"
+
+
+def life(**changes) -> dict:
+    return {"engine": "A", "rule": LOCALITY, "restored_requests": 1, "integrity": []} | changes
+
+
+def outcome(**changes) -> dict:
+    kind = {"compared": 5, "restored": 1, "tokens": 50, "ties": 0, "wrong_tokens": 0,
+            "wrong_logprobs": 0, "largest_off": 1e-5}  # fmt: skip
+    right = {
+        "load_s": 60.0,
+        "requests": {"asked": 10, "finished": 10, "failed": 0, "given_up": 1},
+        "answers": dict.fromkeys(KINDS, 5),
+        "compared": {name: dict(kind) for name in KINDS},
+        "compared_by_weights": {FIRST: 3, SECOND: 2},
+        "compressed_shown": kind,
+        "faults": dict.fromkeys(FAULTS, 1),
+        "problems": [],
+        "tier": TIER,
+        "memory": {name: {"growth": 0.01} for name in ("engine-a", "engine-b", "tier")},
+        "engines": [life(), life(engine="B")],
+        "recall": {"exact": {"recall": 1.0, "questions": 3}},
+    }
+    return right | changes
+
+
+def compared(**changes) -> dict:
+    found = outcome()["compared"]
+    found["short"] |= changes
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "unmet"),
+    [
+        ({}, []),
+        ({"compared": compared(wrong_tokens=1)}, ["answers with a wrong token"]),
+        ({"compared": compared(wrong_logprobs=1)}, ["answers with a wrong log-probability"]),
+        ({"compared": compared(compared=0)}, [EACH]),
+        ({"compared": {kind: one for kind, one in compared().items() if kind != MOVED}}, [EACH]),
+        ({"requests": {"finished": 9, "failed": 1}}, ["failed requests"]),
+        ({"requests": {"finished": 0, "failed": 0}}, ["failed requests"]),
+        ({"compared_by_weights": {FIRST: 5}}, ["under both weights"]),
+        ({"faults": dict.fromkeys(FAULTS[1:], 1)}, ["faults, of each kind"]),
+        ({"engines": [life(), life(engine="B", restored_requests=0)]}, [RESTORED]),
+        ({"engines": [life()]}, [RESTORED]),
+        ({"engines": [life(), life(engine="B", integrity=["a slot has no owner"])]}, ["accounts"]),
+        ({"problems": ["a slot has no owner"]}, ["accounts"]),
+        ({"tier": TIER | {"used_bytes": 3}}, ["accounts"]),
+        ({"memory": {"engine-a": {"growth": 0.0}}}, ["memory's growth"]),
+        (
+            {"memory": outcome()["memory"] | {"tier": {"growth": 0.2}}},
+            ["memory's growth"],
+        ),
+    ],
+)  # fmt: skip
+def test_every_bar_can_be_missed(changes, unmet) -> None:
+    bars = make_bars(outcome(**changes), most_growth=0.1)
+    assert [bar.name for bar in bars if not bar.met] == unmet
+    assert make_table(outcome(**changes)).row_count == len(KINDS) + 1
+
+
+def test_rules_that_share_no_kv_need_not_have_shared_any() -> None:
+    found = {kind: one for kind, one in compared().items() if kind != MOVED}
+    lives = [life(rule=EVERYTHING), life(engine="B", rule="quality target")]
+    bars = make_bars(outcome(compared=found, engines=lives), most_growth=0.1)
+    assert all(bar.met for bar in bars)
+
+
+def test_bad_input_is_refused_by_name(capsys) -> None:
+    assert soak.main(["--minutes", "0"]) == 2
+    assert "--minutes" in capsys.readouterr().err
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_few_minutes_serve_nothing_wrong_and_fail_no_request(tmp_path: Path, capsys) -> None:
+    """Five minutes with its start; memory, which fills up for longer, must not double."""
+    out = tmp_path / "soak.json"
+    code = soak.main(["--minutes", "3.5", "--most-growth", "1.0", "--out", str(out)])
+    told = "".join(capsys.readouterr())
+    assert out.exists(), told
+    document = json.loads(out.read_text())
+    assert [bar for bar in document["bars"] if not bar["met"]] == [], told
+    assert code == 0
+    assert document["outcome"]["requests"]["finished"] > 100

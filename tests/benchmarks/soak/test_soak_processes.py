@@ -1,0 +1,103 @@
+"""The soak's processes: their memory, their ends, and who started them again."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from benchmarks.soak.client import RequestFailedError
+from benchmarks.soak.processes import Served, SoakError
+from benchmarks.soak.report import growth, memory
+from benchmarks.soak.run import Sample, first_of, restarted, until_first_failure
+
+
+def samples(name: str, values, start: int = 1) -> list[Sample]:
+    return [Sample(float(i), name, start, value) for i, value in enumerate(values)]
+
+
+def test_memory_that_grows_all_the_time_shows_and_filling_up_does_not() -> None:
+    assert growth(samples("a", [100 + i for i in range(100)])) == pytest.approx(0.366, abs=0.01)
+    assert growth(samples("a", [min(i, 10) * 10 for i in range(100)])) == 0.0
+    assert growth(samples("a", range(1, 9))) is None
+
+
+def test_memory_is_that_of_the_longest_lived_start() -> None:
+    seen = [*samples("a", [5] * 20), *samples("a", [9] * 40, start=2), *samples("b", [1] * 5)]
+    found = memory(seen, load_s=50.0)
+    assert (found["a"]["start"], found["a"]["resident_bytes"]) == (2, 9)
+    assert found["a"]["growth"] == 0.0
+    assert found["b"]["growth"] is None
+
+
+def test_memory_is_that_of_a_process_and_its_children(tmp_path) -> None:
+    own = "import time; block = bytearray(50 << 20); print(flush=True); time.sleep(600)"
+    code = f"""
+import subprocess, sys, pathlib
+child = subprocess.Popen([sys.executable, "-c", {own!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+pathlib.Path({str(tmp_path / "ready")!r}).touch()
+child.wait()
+"""
+    parent = process(tmp_path, code)
+    parent.ready = (tmp_path / "ready").exists
+    parent.start()
+    try:
+        assert parent.resident_bytes() > 50 << 20
+    finally:
+        parent.kill()
+
+
+def process(folder: Path, code: str) -> Served:
+    return Served("child", [sys.executable, "-c", code], folder, lambda: True)
+
+
+def test_a_process_that_ends_by_itself_is_told_with_its_last_words(tmp_path) -> None:
+    child = process(tmp_path, "import sys; sys.exit('no more of this')")
+    child.start()
+    assert child._process is not None
+    child._process.wait()
+    with pytest.raises(SoakError, match=r"(?s)child ended by itself .*no more of this"):
+        child.check()
+    assert child.resident_bytes() is None
+
+
+def test_a_process_that_was_killed_has_not_ended_by_itself(tmp_path) -> None:
+    child = process(tmp_path, "import time; time.sleep(600)")
+    child.launch()
+    try:
+        assert child.resident_bytes() is None, "it does not answer yet"
+        child.wait_ready()
+        assert child.resident_bytes() > 0
+        child.check()
+    finally:
+        child.kill()
+    child.check()
+
+
+def test_whatever_fails_first_ends_the_soak() -> None:
+    async def fail() -> None:
+        raise SoakError("gone")
+
+    async def sleep() -> None:
+        await asyncio.sleep(60)
+
+    with pytest.raises(SoakError, match="gone"):
+        asyncio.run(until_first_failure(sleep(), [sleep(), fail()]))
+
+
+def test_what_failed_first_is_told_without_the_groups_around_it() -> None:
+    inner = RequestFailedError("/flush_cache: 400")
+    assert first_of(ExceptionGroup("a", [ExceptionGroup("b", [inner])])) is inner
+    assert first_of(inner) is inner
+
+
+def test_a_restarted_engine_listens_where_it_did() -> None:
+    where = ["--host", "127.0.0.1", "--port", "1"]
+    command = ["python", "-m", "kvtier", "serve", "--model", "m", "--old", "1", *where]
+    found = restarted(command, ["--model", "m"], ["--new", "2"])
+    assert found == ["python", "-m", "kvtier", "serve", "--model", "m", "--new", "2", *where]

@@ -1,0 +1,54 @@
+"""The stored calibration of the demo model belongs to its weights, its head profile and the
+default settings, and says what the model card says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.calibration.curves import goodness
+from kvtier.calibration.documents import load_curve
+from kvtier.calibration.measuring.samples import curve_samples
+from kvtier.calibration.policy_digest import policy_digest
+from kvtier.config import Settings
+from kvtier.heads.model.config import model_name, weights_revision
+from kvtier.heads.profile import load_profile
+from kvtier.retention.rules import locality_rule, scorer_of
+
+MODEL = Path(__file__).resolve().parents[3] / "models" / "kvtier-demo"
+
+
+def test_the_stored_curve_is_the_one_that_a_server_with_default_settings_asks_for(monkeypatch):
+    monkeypatch.chdir(MODEL)  # where no kvtier.toml is
+    settings, profile = Settings(), load_profile(MODEL / "head_profile.json")
+    policy = policy_digest(profile, locality_rule(settings), scorer_of(settings))
+    revision = weights_revision(str(MODEL))
+    load_curve(MODEL / "curve.json").check_fits(model_name(str(MODEL)), revision, policy, "float32")
+
+
+def test_dense_contexts_keep_clearly_more_than_filler():
+    curve = load_curve(MODEL / "curve.json")
+    filler, dense = (curve.retention(0.95, nll) for nll in (1.73, 3.82))
+    assert filler < 0.2
+    assert dense > 0.5
+    assert curve.held_out_rmse <= 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("length", "contexts"), [(4096, 8), (8192, 4)])
+def test_the_curve_predicts_contexts_of_another_seed_and_another_length(length, contexts):
+    pytest.importorskip("transformers")
+    from kvtier.calibration.measuring.kept_shares import ScoredProbe, measure_curve
+    from kvtier.heads.model.loading import load_model
+
+    settings, profile = Settings(), load_profile(MODEL / "head_profile.json")
+    measured = measure_curve(
+        ScoredProbe(load_model(str(MODEL)), locality_rule(settings)),
+        profile,
+        curve_samples(str(MODEL), [length], contexts, seed=1),
+        scorer_of(settings),
+    )
+    # Few contexts: what 24 and 10 of them give is in the model card, at most 0.052.
+    assert goodness(load_curve(MODEL / "curve.json").curve, measured).rmse < 0.08

@@ -1,0 +1,190 @@
+"""A curve is used only beside the measurements that it was fitted to."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calibration_samples import DTYPE, MODEL, POLICY, REVISION, curve_document, synthetic
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from kvtier.calibration.curves import HALF_LIMITS, MIN_MEASUREMENTS, Measurement
+from kvtier.calibration.documents import (
+    CurveDocument,
+    curve,
+    document_of_fit,
+    evidence,
+    load_curve,
+    parse_document,
+)
+from kvtier.calibration.documents.limits import MAX_DOCUMENT_BYTES
+from kvtier.errors import CalibrationDocumentError
+
+DEMO_CURVE = Path(__file__).resolve().parents[3] / "models" / "kvtier-demo" / "curve.json"
+TARGETS = (0.8, 0.9, 0.95)
+LARGE = 0.1  # of the context, kept more or less than the fitted curve asks for
+
+
+def fitted(measured: list[Measurement], weight: float = 2.0) -> CurveDocument:
+    return document_of_fit(
+        measured, model=MODEL, revision=REVISION, policy=POLICY, dtype=DTYPE,
+        answer_floor_nats=0.1, underestimate_weight=weight,
+    )  # fmt: skip
+
+
+@cache
+def ordinary(noise: float) -> CurveDocument:
+    """A fit that several tests change; a document cannot be changed in place."""
+    return fitted(synthetic(0.1, 0.1, noise, power=2.0, contexts=12))
+
+
+def changed(document: CurveDocument, **changes: Any) -> str:
+    return json.dumps(document.model_dump(mode="json") | changes)
+
+
+def with_evidence(document: CurveDocument, **changes: Any) -> str:
+    content = document.model_dump(mode="json")
+    return changed(document, evidence=content["evidence"] | changes)
+
+
+measurements = st.builds(
+    Measurement,
+    nll=st.floats(0, 20),
+    retention=st.floats(0.001, 1),
+    ratio=st.floats(0, 3) | st.sampled_from([0.0, 1.0]),
+    context=st.integers(0, 4),
+)
+
+
+@settings(max_examples=20, derandomize=True)
+@given(st.lists(measurements, min_size=MIN_MEASUREMENTS, max_size=40), st.floats(1, 20))
+def test_every_curve_that_can_be_fitted_is_accepted(measured, weight):
+    """However badly it fits: the tolerance is not on how good a curve is."""
+    assume(any(one.retention < 1 for one in measured))
+    document = fitted(measured, weight)
+    assert parse_document(document.key, document.to_json()) == document
+
+
+@settings(max_examples=8, derandomize=True)
+@given(
+    st.floats(0.05, 0.9), st.floats(0.05, 0.9), st.floats(0.7, 9), st.floats(0, 0.2),
+    st.lists(st.tuples(st.floats(*HALF_LIMITS), st.floats(*HALF_LIMITS)), min_size=9, max_size=9),
+    st.integers(0, 5),
+)  # fmt: skip
+def test_a_curve_that_asks_for_clearly_other_shares_is_refused(
+    at_low, at_high, power, noise, others, seed
+):
+    """m at both ends of the measured range replaced by anything that a document could hold."""
+    alpha = (at_high - at_low) / 3
+    document = fitted(synthetic(alpha, at_low - alpha, noise, power=power, contexts=12, seed=seed))
+    low, high = document.nll_min, document.nll_max
+    for other_low, other_high in others:
+        alpha = (other_high - other_low) / (high - low)
+        changes = {"alpha": alpha, "beta": other_low - alpha * low}
+        other = document.model_copy(update=changes)
+        moved = max(
+            abs(other.retention(target, nll) - document.retention(target, nll))
+            for target in TARGETS for nll in (low, (low + high) / 2, high)
+        )  # fmt: skip
+        if moved > LARGE:
+            with pytest.raises(CalibrationDocumentError):
+                parse_document(document.key, changed(document, **changes))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.2])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: {"alpha": 2 * d.alpha},
+        lambda d: {"alpha": -d.alpha},
+        lambda d: {"alpha": 0.0},
+        lambda d: {"beta": d.beta + 0.2},
+        lambda d: {"beta": d.beta - 0.1},
+        lambda d: {"power": 3 * d.power},
+        lambda d: {"nll_min": 0.5},
+        lambda d: {"nll_max": 5.0},
+        lambda d: {"rmse": d.rmse + 0.01},
+        lambda d: {"retentions": (0.001, *d.retentions)},
+        lambda d: {"measurements": d.measurements + 1},
+        lambda d: {"schema_version": 1},
+        lambda d: {"evidence": None},
+    ],
+)
+def test_what_does_not_belong_to_the_measured_points_is_refused_as_a_document(change, noise):
+    document = ordinary(noise)
+    with pytest.raises(CalibrationDocumentError, match=rf"{POLICY}: document: "):
+        parse_document(document.key, changed(document, **change(document)))
+
+
+def test_changed_points_are_refused_too():
+    document = ordinary(0.05)
+    points = list(document.evidence.points)
+    for spoilt in (
+        points[:-1],
+        [*points, points[0]],
+        [(nll, share, 1.0) for nll, share, _ in points],
+        [(nll, share, 1 - quality) for nll, share, quality in points],
+    ):
+        with pytest.raises(CalibrationDocumentError, match="document: "):
+            parse_document(document.key, with_evidence(document, points=spoilt))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"points": []}, "evidence.points"),
+        ({"points": [[1.0, 0.5]]}, "evidence.points.0.2"),
+        ({"points": [[-1.0, 0.5, 0.5]]}, "evidence.points.0.0"),
+        ({"points": [[1.0, 0.0, 0.5]]}, "evidence.points.0.1"),
+        ({"points": [[1.0, 0.5, float("nan")]]}, "evidence.points.0.2"),
+        ({"points": [[1.0, 0.5, 0.5]] * 513}, "evidence.points"),
+        ({"underestimate_weight": 0.5}, "evidence.underestimate_weight"),
+        ({"weighted_rmse": -1.0}, "evidence.weighted_rmse"),
+        ({"surprise": 1}, "evidence.surprise"),
+    ],
+)
+def test_evidence_that_is_none_is_named(changes, field):
+    document = ordinary(0.05)
+    with pytest.raises(CalibrationDocumentError, match=rf"{POLICY}: {field}: "):
+        parse_document(document.key, with_evidence(document, **changes))
+
+
+def test_more_measurements_than_are_stored_can_still_be_checked(monkeypatch):
+    """Texts of different lengths, so that no two shares are equal. Limits that are quick to fit."""
+    monkeypatch.setattr(evidence, "MAX_POINTS", 32)
+    monkeypatch.setattr(curve, "MAX_RETENTIONS", 16)
+    measured = [
+        Measurement(m.nll, m.retention - index * 1e-7, m.ratio, m.context)
+        for index, m in enumerate(synthetic(0.1, 0.1, 0.05, power=2.0, contexts=20))
+    ]
+    document = fitted(measured)
+    assert parse_document(document.key, document.to_json()) == document
+    assert (document.measurements, len(document.evidence.points)) == (100, 32)
+    assert len(document.retentions) == 16
+    assert document.retentions[0] == min(m.retention for m in measured)
+    assert document.retentions[-1] == max(m.retention for m in measured)
+    for changes in ({"beta": 0.0}, {"alpha": 0.2}, {"power": 4.0}, {"rmse": 0.001}):
+        with pytest.raises(CalibrationDocumentError, match="document: "):
+            parse_document(document.key, changed(document, **changes))
+
+
+def test_the_largest_evidence_leaves_room_in_a_document():
+    point = (1.2345678901234567, 0.12345678901234567, 0.98765432109876543)
+    most = evidence.Evidence(
+        underestimate_weight=2.0, weighted_rmse=0.1, points=(point,) * evidence.MAX_POINTS
+    )
+    assert len(most.model_dump_json(indent=1)) < MAX_DOCUMENT_BYTES / 8
+
+
+def test_documents_of_the_first_version_are_read_and_written_as_they_were():
+    """Servers that are not upgraded yet refuse a field that they do not know."""
+    old = curve_document()
+    assert "evidence" not in json.loads(old.to_json())
+    assert parse_document(old.key, old.to_json()) == old
+    demo = load_curve(DEMO_CURVE)
+    assert demo.evidence is None
+    assert json.loads(demo.to_json()) == json.loads(DEMO_CURVE.read_text())

@@ -1,0 +1,330 @@
+"""The watcher: always an answer at once, the last good one whatever happens to the store."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+from calibration_samples import (
+    DTYPE,
+    MODEL,
+    POLICY,
+    REVISION,
+    SHAPE,
+    curve_document,
+    profile_document,
+)
+from redis_server import RedisServer, redis_server
+
+from kvtier.calibration.store.local_copy import LocalCopy
+from kvtier.calibration.store.redis import RedisStore
+from kvtier.calibration.store.watcher import REASONS, CalibrationWatcher, Served, Snapshot, watch
+from kvtier.config import load_settings
+
+SERVED = Served(MODEL, REVISION, POLICY, DTYPE, SHAPE)
+POLL_S = 0.02
+PATIENCE_S = 10.0
+
+
+def eventually(fact: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not fact():
+        assert time.monotonic() < deadline, "did not come true"
+        time.sleep(0.005)
+
+
+class Bench:
+    """A server of its own, a store to write with, and watchers that are closed in the end."""
+
+    def __init__(self, server: RedisServer, directory, stack: ExitStack) -> None:
+        self.server, self.local, self._stack = server, LocalCopy(directory), stack
+        self.store = self.opened()
+
+    def opened(self, url: str | None = None, timeout_s: float = 0.1) -> RedisStore:
+        return self._stack.enter_context(
+            RedisStore(url or self.server.url, timeout_s=timeout_s, ttl_s=1000)
+        )
+
+    def watcher(
+        self, served: Served = SERVED, url: str | None = None, timeout_s: float = 0.1
+    ) -> CalibrationWatcher:
+        store, local = self.opened(url, timeout_s), LocalCopy(self.local.directory)
+        watcher = CalibrationWatcher(store, served, local=local, poll_s=POLL_S)
+        self._stack.callback(watcher.close)
+        assert watcher.wait_first_poll(PATIENCE_S)
+        return watcher
+
+
+@pytest.fixture
+def bench(tmp_path) -> Iterator[Bench]:
+    with redis_server() as server, ExitStack() as stack:
+        yield Bench(server, tmp_path / "calibration", stack)
+
+
+def test_what_is_stored_is_known_after_the_first_poll(bench):
+    curve, profile = curve_document(), profile_document()
+    bench.store.put(curve)
+    bench.store.put(profile)
+    watcher = bench.watcher()
+    assert watcher.current() == Snapshot(profile, curve)
+    assert watcher.counters["changes"] == 2
+    assert set(watcher.counters) == set(REASONS)
+
+
+def test_nothing_stored_is_nothing_known_and_no_failure(bench):
+    watcher = bench.watcher()
+    assert watcher.current() == Snapshot()
+    eventually(lambda: watcher.counters["polls"] > 3)
+    assert {name: n for name, n in watcher.counters.items() if n and name != "polls"} == {}
+
+
+def test_a_changed_curve_is_used_without_a_restart(bench):
+    bench.store.put(curve_document())
+    watcher = bench.watcher()
+    before = watcher.current()
+    changed = curve_document(beta=0.0)
+    bench.store.put(changed)
+    eventually(lambda: watcher.current().curve == changed)
+    assert before.curve.beta == -0.1, "a snapshot that a caller holds never changes"
+    assert watcher.counters["changes"] == 2
+
+
+def test_a_deleted_curve_is_used_no_more_nor_after_the_store_goes_down(bench):
+    bench.store.put(curve_document())
+    watcher = bench.watcher()
+    bench.store.delete(curve_document().key)
+    eventually(lambda: watcher.current().curve is None)
+    bench.server.stop()
+    eventually(lambda: watcher.counters["unavailable"] > 0)
+    assert watcher.current().curve is None
+
+
+def test_a_hanging_store_never_holds_a_reader_up(bench):
+    bench.store.put(curve_document())
+    watcher = bench.watcher()
+    known = watcher.current()
+    bench.server.pause()
+    slowest, asked = 0.0, 0
+    deadline = time.monotonic() + PATIENCE_S
+    while watcher.counters["unavailable"] == 0 and time.monotonic() < deadline:
+        began = time.perf_counter()
+        assert watcher.current() is known
+        slowest, asked = max(slowest, time.perf_counter() - began), asked + 1
+        time.sleep(0)
+    assert watcher.counters["unavailable"] > 0
+    assert asked > 100
+    assert slowest < 0.4, "a poll takes longer than that now"
+    bench.server.resume()
+    changed = curve_document(beta=0.0)
+    eventually(lambda: put(bench, changed))
+    eventually(lambda: watcher.current().curve == changed)
+
+
+def put(bench: Bench, document) -> bool:
+    """Write as soon as the server answers again."""
+    try:
+        return bool(bench.store.put(document))
+    except Exception:
+        return False
+
+
+def test_a_store_that_goes_and_comes_is_logged_once_each_time(bench, caplog):
+    caplog.set_level(logging.INFO, "kvtier")
+    bench.store.put(curve_document())
+    watcher = bench.watcher()
+    for round_ in (1, 2):
+        bench.server.stop()
+        eventually(
+            lambda n=watcher.counters["unavailable"]: watcher.counters["unavailable"] > n + 2
+        )
+        assert watcher.current().curve is not None
+        assert caplog.text.count("store: unavailable") == round_
+        bench.server.start()
+        bench.store.put(curve_document(rmse=round_ / 10))
+        eventually(lambda n=round_: watcher.current().curve.rmse == n / 10)
+        eventually(lambda n=round_: caplog.text.count("store: works again") == n)
+
+
+def test_a_store_that_is_down_from_the_start_gives_the_local_copy(bench):
+    curve, profile = curve_document(), profile_document()
+    bench.local.save(curve)
+    bench.local.save(profile)
+    bench.server.stop()
+    watcher = bench.watcher()
+    assert watcher.current() == Snapshot(profile, curve)
+    assert watcher.counters["local_copy"] == 2
+    eventually(lambda: watcher.counters["unavailable"] > 2)
+    assert watcher.counters["local_copy"] == 2, "read once, not at every poll"
+
+
+def test_what_was_seen_once_survives_a_restart_without_a_store(bench):
+    bench.store.put(curve_document())
+    bench.watcher().close()
+    bench.server.stop()
+    assert bench.watcher().current().curve is not None
+
+
+def test_neither_store_nor_local_copy_is_nothing_known(bench):
+    bench.server.stop()
+    watcher = bench.watcher()
+    assert watcher.current() == Snapshot()
+    assert watcher.counters["unavailable"] == 1
+
+
+def test_a_broken_local_copy_is_a_miss_and_logged_once(bench, caplog):
+    bench.local.save(curve_document())
+    bench.local.path(curve_document().key).write_text('{"half a docu')
+    bench.server.stop()
+    watcher = bench.watcher()
+    eventually(lambda: watcher.counters["unavailable"] > 2)
+    assert watcher.current() == Snapshot()
+    assert caplog.text.count("is not used") == 1
+
+
+def test_a_local_copy_of_something_else_is_not_used(bench):
+    bench.local.save(curve_document(dtype="bfloat16"))
+    bench.server.stop()
+    assert bench.watcher().current() == Snapshot()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda document: "no json", "invalid"),
+        (lambda document: document.model_copy(update={"dtype": "bfloat16"}).to_json(), "mismatch"),
+        (lambda document: document.model_copy(update={"model": "other"}).to_json(), "mismatch"),
+    ],
+)
+def test_a_document_that_may_not_be_used_changes_nothing(bench, caplog, spoil, reason):
+    good = curve_document()
+    bench.store.put(good)
+    watcher = bench.watcher()
+    bench.server.admin.set(str(good.key), spoil(good))
+    eventually(lambda: watcher.counters[reason] > 2)
+    assert watcher.current().curve == good
+    assert caplog.text.count(f"curve: {reason}") == 1
+    better = curve_document(rmse=0.001)
+    bench.store.put(better)
+    eventually(lambda: watcher.current().curve == better)
+
+
+def test_a_bad_curve_does_not_hide_a_good_profile(bench):
+    bench.server.admin.set(str(curve_document().key), "no json")
+    bench.store.put(profile_document())
+    assert bench.watcher().current() == Snapshot(
+        profile=profile_document().model_copy(
+            update={"created_at": bench.store.get(SERVED.profile_key).created_at}
+        )
+    )
+
+
+def test_a_profile_of_another_shape_is_a_mismatch(bench):
+    bench.store.put(profile_document())
+    wide = SHAPE.model_copy(update={"head_dim": 16})
+    watcher = bench.watcher(Served(MODEL, REVISION, POLICY, DTYPE, wide))
+    assert watcher.current() == Snapshot()
+    assert watcher.counters["mismatch"] == 1
+
+
+def test_a_refusal_is_counted_as_one_and_keeps_the_password(bench, caplog):
+    url = bench.server.add_user("ada", "s3cr3t", "+@all", "-get", "~*")
+    # On a busy machine a short timeout would make an outage of it in between, and two reports.
+    watcher = bench.watcher(url=url, timeout_s=10)
+    eventually(lambda: watcher.counters["refused"] > 1)
+    assert caplog.text.count("store: refused") == 1
+    assert "s3cr3t" not in caplog.text
+
+
+def test_a_bug_does_not_end_the_thread(bench, monkeypatch, caplog):
+    bench.store.put(curve_document())
+
+    class Broken(RedisStore):
+        broken = True
+
+        def get(self, key):
+            if self.broken:
+                raise ZeroDivisionError("a bug")
+            return super().get(key)
+
+    store = Broken(bench.server.url, timeout_s=0.1, ttl_s=1)
+    watcher = CalibrationWatcher(store, SERVED, local=bench.local, poll_s=POLL_S)
+    try:
+        eventually(lambda: watcher.counters["unexpected"] > 3)
+        assert caplog.text.count("ZeroDivisionError: a bug") == 2, "once for each document"
+        store.broken = False
+        eventually(lambda: watcher.current().curve is not None)
+    finally:
+        watcher.close()
+
+
+def test_a_listener_that_fails_ends_neither_thread_nor_counting(bench, caplog):
+    def full_disk(event: str) -> None:
+        raise OSError(event)
+
+    watcher = CalibrationWatcher(
+        bench.opened(), SERVED, local=bench.local, poll_s=POLL_S, on_event=full_disk
+    )
+    try:
+        eventually(lambda: watcher.counters["polls"] >= 3)
+    finally:
+        watcher.close()
+    assert caplog.text.count("the listener to calibration events failed") == 1
+
+
+def test_a_store_that_is_down_is_asked_less_and_less(bench):
+    bench.server.stop()
+    watcher = bench.watcher()
+    eventually(lambda: watcher.counters["polls"] >= 5)
+    began = time.monotonic()
+    polls = watcher.counters["polls"]
+    eventually(lambda: watcher.counters["polls"] >= polls + 1)
+    assert time.monotonic() - began > 5 * POLL_S
+
+
+def test_closing_ends_the_thread_and_may_be_repeated(bench):
+    watcher = bench.watcher()
+    assert any(thread.name == "kvtier-calibration" for thread in threading.enumerate())
+    watcher.close()
+    watcher.close()
+    polls = watcher.counters["polls"]
+    assert not any(thread.name == "kvtier-calibration" for thread in threading.enumerate())
+    time.sleep(5 * POLL_S)
+    assert watcher.counters["polls"] == polls
+    assert watcher.current() == Snapshot()
+
+
+def test_the_settings_are_enough_to_watch(bench, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVTIER_REDIS_URL", bench.server.url)
+    monkeypatch.setenv("KVTIER_CALIBRATION_POLL_S", str(POLL_S))
+    bench.store.put(curve_document())
+    watcher = watch(load_settings(), SERVED)
+    try:
+        assert watcher.wait_first_poll(PATIENCE_S)
+        assert watcher.current().curve is not None
+        assert len(list((tmp_path / "data" / "calibration").glob("curve-*.json"))) == 1
+    finally:
+        watcher.close()
+
+
+def test_saving_a_local_copy_replaces_it_and_leaves_no_staging_file(tmp_path):
+    local = LocalCopy(tmp_path / "copies")
+    assert local.load(curve_document().key) is None
+    assert local.save(curve_document())
+    assert local.save(curve_document(rmse=0.5))
+    assert local.load(curve_document().key).rmse == 0.5
+    assert len(list((tmp_path / "copies").iterdir())) == 1
+    local.forget(curve_document().key)
+    local.forget(curve_document().key)
+    assert local.load(curve_document().key) is None
+
+
+def test_a_local_copy_that_cannot_be_written_is_logged_once(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    local = LocalCopy(tmp_path / "file")
+    assert not local.save(curve_document())
+    assert not local.save(curve_document())
+    assert caplog.text.count("cannot be written") == 1

@@ -1,0 +1,69 @@
+"""The radix tree where a share of each context is kept: which tokens stay, and whose slots go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tree_harness import MiniScheduler, matched, run_turn
+from tree_requests import context, digest
+
+from kvtier.retention.scorers import Span
+from kvtier.retention.shares import FixedShare, QualityTarget, TokenBudget
+
+
+def test_a_share_of_the_context_gives_its_ca_slots_back():
+    s = MiniScheduler(share=FixedShare(0.4))
+    run_turn(s, context(60), [1, 2, 3])
+    node = next(s.tree.nodes())
+    # 40% of 60 prompt tokens, the protected sink (4) and recent (6) among them, and the answer.
+    assert node.ca_size == 24 + 3
+    assert s.allocator.available_size() == s.allocator.size - node.ca_size
+    assert s.tree.evictable_size() == node.ca_size
+    assert matched(s, [*context(60), 1, 2, 3]) == 63
+    assert s.tree.compressor.retention.report()["retained_share"] == pytest.approx(24 / 60)
+
+
+def test_the_best_tokens_of_a_span_are_those_that_stay():
+    s = MiniScheduler(share=FixedShare(0.4))
+    run_turn(s, context(60), [1])
+    node = next(s.tree.nodes())
+    tokens, span = context(60), node.dropped
+    values = torch.tensor([digest(tokens[: p + 1]) for p in range(span.begin, span.end)])
+    kv = Span(values[None, :, None].expand(1, -1, 2), (values % 97)[None, None])
+    scores = s.tree.compressor.selection.scorer.score(kv)
+    best = scores[0].topk(14).indices.sort().values
+    kept = node.value[span.begin : span.begin + 14]
+    assert torch.equal(s.pool.ca[1].k[kept, 0, 0], values[best])
+
+
+def test_a_session_goes_on_over_a_compacted_context_turn_by_turn():
+    s = MiniScheduler(share=FixedShare(0.3))
+    tokens = context(60)
+    for turn in range(4):
+        request = run_turn(s, tokens, [turn, 1, 2])
+        if turn:
+            assert request.prefix_len == len(tokens) - 40
+        tokens = [*request.full_untruncated_fill_ids, *context(40, seed=turn)]
+    assert s.tree.compressor.retention.reasons == {"share": 4}
+
+
+def test_a_token_budget_is_for_the_whole_session():
+    s = MiniScheduler(share=TokenBudget(50))
+    run_turn(s, context(60), [])
+    run_turn(s, [*context(60), *context(40, seed=1)], [])
+    first, second = sorted(s.tree.nodes(), key=lambda node: node.start)
+    assert first.ca_size == 50
+    # Nothing is left of the budget: the recent window and one entry stay.
+    assert second.ca_size == 6 + 1
+
+
+def test_without_a_curve_everything_is_kept():
+    s = MiniScheduler(share=QualityTarget(0.9, NoCurve()))
+    run_turn(s, context(60), [])
+    assert next(s.tree.nodes()).ca_size == 60
+    assert s.tree.compressor.retention.reasons == {"no-curve": 1}
+
+
+class NoCurve:
+    def curve(self):
+        return None

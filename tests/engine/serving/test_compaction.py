@@ -1,0 +1,164 @@
+"""Compaction in the real engine: the tokens are those of the transformers reference, the slots
+come back, and nothing leaks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_process import DEMO_MODEL, run_engine, run_script
+from test_exactness import POLICIES, RULE, RULE_ENV, uneven_profile
+
+from kvtier.calibration.documents import load_curve
+from kvtier.calibration.measuring.samples import dense_sample
+from kvtier.heads.profile import HeadProfile, full_profile, load_profile
+from kvtier.heads.reference.compaction import ScoredSession
+from kvtier.retention.scorers import SCORERS
+from kvtier.retention.shares import FixedShare, Turn
+
+pytestmark = pytest.mark.engine
+
+FUZZER = Path(__file__).parents[1] / "fuzz_runner.py"
+SHARE = 0.35
+
+
+def compacting_rounds(profile: HeadProfile, model, scorer: str, sessions: int, turns: int):
+    """Sessions with long contexts for the engine, and the compacting reference's answers.
+
+    One request at a time: prompts that share a prefill chunk cut each other's windows, and then
+    scores differ a little from those of a prompt alone.
+    """
+    import random
+
+    from kvtier.heads.reference.compaction import CompactingSession
+    from kvtier_sglang.compression.retention import Retention
+
+    rng = random.Random(11)
+    rounds: list[list[dict]] = []
+    expected: list[list[list[int]]] = []
+    for _ in range(sessions):
+        chosen = SCORERS[scorer]()
+        session = CompactingSession(model, profile, RULE, chunk_tokens=512, scorer=chosen)
+        rule = Retention(FixedShare(SHARE))
+        session.keep_count = lambda prompt, span, rule=rule: rule.keep(Turn(prompt, span))
+        for turn in range(turns):
+            length = rng.randrange(300, 1500) if turn == 0 else rng.randrange(1, 400)
+            prompt = [rng.randrange(6, 384) for _ in range(length)]
+            request = {"input_ids": prompt, "max_new_tokens": 9}
+            if turn:
+                request["continues"] = [len(rounds) - 1, 0]
+            rounds.append([request])
+            expected.append([session.turn(prompt, 9).token_ids])
+    return rounds, expected
+
+
+@pytest.mark.parametrize(
+    ("which", "scorer"),
+    [
+        ("stored", "compactor"),
+        ("uneven", "compactor"),
+        ("uneven", "distinct-keys"),
+        ("all", "keydiff"),
+    ],
+)
+def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, which, scorer):
+    from transformers import AutoModelForCausalLM
+
+    stored = load_profile(DEMO_MODEL / "head_profile.json")
+    profiles = {"stored": stored, "uneven": uneven_profile(), "all": full_profile(stored.shape)}
+    profile = profiles[which]
+    profile.save(tmp_path / "profile.json")
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    rounds, expected = compacting_rounds(profile, model, scorer, sessions=8, turns=4)
+    engine = {
+        "model_path": str(DEMO_MODEL),
+        "max_total_tokens": 30_000,
+        "chunked_prefill_size": 512,
+        **POLICIES["kvtier"],
+    }
+    env = {
+        **RULE_ENV,
+        "KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json"),
+        "KVTIER_RETENTION": str(SHARE),
+        "KVTIER_SCORER": scorer,
+    }
+    out = run_engine(tmp_path, engine, rounds, env)
+    got = [[request["output_ids"] for request in requests] for requests in out["rounds"]]
+    assert got == expected
+    state = out["state"]
+    assert state["integrity"] == []
+    assert state["compacted_tokens"] > 1000
+    assert state["retention"]["reasons"]["share"] >= 8
+
+
+def test_contexts_of_one_batch_keep_what_each_of_them_can_afford(tmp_path):
+    """Filler and dense text side by side: shares follow the curve at each context's own NLL."""
+    from transformers import AutoModelForCausalLM
+
+    facts = (8, 110, 8, 60, 110, 30)
+    contexts = [
+        dense_sample(np.random.default_rng(i), 2000 + 100 * i, count, "").context_ids
+        for i, count in enumerate(facts)
+    ]
+    engine = {
+        "model_path": str(DEMO_MODEL),
+        "max_total_tokens": 30_000,
+        "chunked_prefill_size": 1024,
+        **POLICIES["kvtier"],
+    }
+    env = {
+        "KVTIER_HEAD_PROFILE": str(DEMO_MODEL / "head_profile.json"),
+        "KVTIER_QUALITY": "0.95",
+        "KVTIER_CURVE": str(DEMO_MODEL / "curve.json"),
+    }
+    requests = [{"input_ids": list(ids), "max_new_tokens": 2} for ids in contexts]
+    report = run_engine(tmp_path, engine, [requests], env)["state"]["retention"]
+    assert report["reasons"] == {"quality": len(contexts)}
+    # All begin with <bos>, and some share a word more: that prefix belongs to the first to come.
+    kept = {round(turn["prompt_tokens"], -2): turn for turn in report["recent"]}
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    curve = load_curve(DEMO_MODEL / "curve.json")
+    for ids in contexts:
+        turn = kept[len(ids)]
+        reference = ScoredSession(model, load_profile(DEMO_MODEL / "head_profile.json"))
+        reference.turn(ids, 0)
+        assert turn["nll"] == pytest.approx(reference.mean_nll(), abs=0.02)
+        droppable = len(ids) - 128 - 256
+        share = curve.retention(0.95, turn["nll"])
+        assert turn["kept_tokens"] - 384 == pytest.approx(share * droppable, abs=4)
+    dense, filler = (
+        [kept[len(ids)]["retention"] for ids, n in zip(contexts, facts, strict=True) if n == count]
+        for count in (110, 8)
+    )
+    assert min(dense) > 2 * max(filler)
+
+
+def test_every_slot_is_accounted_for_after_500_random_operations(tmp_path):
+    uneven_profile().save(tmp_path / "profile.json")
+    plan = {
+        "engine": {
+            "model_path": str(DEMO_MODEL),
+            "max_total_tokens": 3000,
+            "chunked_prefill_size": 256,
+            **POLICIES["kvtier"],
+        },
+        "operations": 500,
+        "seed": 8,
+    }
+    env = {
+        **RULE_ENV,
+        "KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json"),
+        "KVTIER_LOCALITY_SLOTS": "1100",
+        "KVTIER_RETENTION": "0.5",
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    }
+    out = run_script(FUZZER, tmp_path, plan, env)
+    assert out["counts"]["aborts"] > 30
+    assert out["finished"] > 50
+    assert out["state"]["integrity"] == []
+    assert out["state"]["compacted_tokens"] > 0
+    assert out["after_flush"]["ca_slots_used"] == 0
+    assert out["after_flush"]["locality_slots_used"] == 0

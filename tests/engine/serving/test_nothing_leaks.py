@@ -1,0 +1,43 @@
+"""500 random operations on a real engine with pools far too small; nothing may leak."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine_process import DEMO_MODEL, run_script
+from test_exactness import POLICIES, RULE_ENV, uneven_profile
+
+pytestmark = pytest.mark.engine
+
+FUZZER = Path(__file__).parents[1] / "fuzz_runner.py"
+
+
+@pytest.mark.parametrize("prefill", ["exact", "streaming"])
+def test_every_slot_is_accounted_for_after_500_random_operations(tmp_path, prefill):
+    uneven_profile().save(tmp_path / "profile.json")
+    plan = {
+        "engine": {
+            "model_path": str(DEMO_MODEL),
+            "max_total_tokens": 3000,
+            "chunked_prefill_size": 256,
+            **POLICIES["kvtier"],
+        },
+        "operations": 500,
+        "seed": 7,
+    }
+    env = {
+        **RULE_ENV,
+        "KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json"),
+        "KVTIER_PREFILL": prefill,
+        "KVTIER_LOCALITY_SLOTS": "1100",
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    }
+    out = run_script(FUZZER, tmp_path, plan, env)
+    assert sum(out["counts"].values()) >= 480, "the operations were issued"
+    assert out["counts"]["aborts"] > 30
+    assert out["finished"] > 50, "pressure must not stop the server from serving"
+    assert out["state"]["integrity"] == []
+    assert out["state"]["dropped_tokens"] > 0
+    assert out["after_flush"]["ca_slots_used"] == 0
+    assert out["after_flush"]["locality_slots_used"] == 0

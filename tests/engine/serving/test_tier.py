@@ -1,0 +1,142 @@
+"""Exact KV in a real tier, restored by a real engine: the answers are those of a session that
+never left, and of a fork that was never compressed.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine_process import run_engine
+from tierd.live_tier import live_tier
+from tiered_engine import ENGINE, RULE
+
+pytestmark = pytest.mark.engine
+
+TURNS = 4
+SESSIONS = 4
+
+
+@pytest.fixture
+def tier(tmp_path):
+    with live_tier(tmp_path, "--memory", "512m", "--refresh-workers", "1") as live:
+        yield live
+
+
+def tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(6, 384) for _ in range(count)]
+
+
+def session_rounds() -> list[list[dict]]:
+    """Sessions of several turns, prompts from shorter than a span to several chunks.
+
+    One request at a time: what two prompts of one chunk keep may depend on where chunks end.
+    """
+    rng = random.Random(11)
+    rounds: list[list[dict]] = []
+    for turn in range(TURNS):
+        for session in range(SESSIONS):
+            length = rng.randrange(300, 1800) if turn == 0 else rng.randrange(5, 400)
+            request: dict = {"input_ids": tokens(rng, length), "max_new_tokens": 12}
+            if turn:
+                request["continues"] = [(turn - 1) * SESSIONS + session, 0]
+            rounds.append([request])
+    return rounds
+
+
+def continued(rounds: list[list[dict]], answers: list[list[dict]]) -> list[list[dict]]:
+    """The last turns as a server sees them that knows nothing of those before."""
+    return [
+        [
+            {
+                "input_ids": [*before["prompt"], *before["output_ids"], *request["input_ids"]],
+                "max_new_tokens": request["max_new_tokens"],
+            }
+        ]
+        for (before,), (request,) in zip(answers[-SESSIONS:], rounds[-SESSIONS:], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("retention", [None, "0.5"])
+def test_a_session_that_comes_back_to_a_restarted_server_goes_on_as_if_it_never_left(
+    tmp_path, tier, retention
+):
+    env = RULE if retention is None else {**RULE, "KVTIER_RETENTION": retention}
+    rounds = session_rounds()
+    stayed = run_engine(tmp_path, ENGINE, rounds, env)
+    env = {**env, "KVTIER_TIER": tier.address}
+    before = run_engine(tmp_path, ENGINE, rounds[:-SESSIONS], env)
+    assert before["state"]["tier"]["spans_spilled"] > 0
+    last = continued(rounds, before["rounds"])
+    back = run_engine(tmp_path, ENGINE, last, env)
+    for (a,), (b,) in zip(back["rounds"], stayed["rounds"][-SESSIONS:], strict=True):
+        assert a["prompt"] == b["prompt"]
+        assert a["output_ids"] == b["output_ids"]
+        # Everything but the new turn came from the tier, as it would have from the device.
+        assert a["cached_tokens"] == b["cached_tokens"]
+    assert back["state"]["tier"]["restored_requests"] == SESSIONS
+    assert back["state"]["integrity"] == []
+
+
+def test_a_fork_in_the_middle_of_a_compressed_context_answers_like_one_never_compressed(
+    tmp_path, tier
+):
+    rng = random.Random(3)
+    context = tokens(rng, 3000)
+    # Later forks first: a request may otherwise end inside an earlier fork's recent window, and
+    # share it as it is, compressed.
+    places = sorted((rng.randrange(300, 2900) for _ in range(8)), reverse=True)
+    forks = [context[:place] + tokens(rng, 9) for place in places]
+    first = [{"input_ids": context, "max_new_tokens": 8}]
+    requests = [{"input_ids": fork, "max_new_tokens": 12} for fork in forks]
+    rounds = [first, *([one] for one in requests)]
+    env = {**RULE, "KVTIER_TIER": tier.address}
+    forked = run_engine(tmp_path, ENGINE, rounds, env)
+    exact = run_engine(tmp_path, {**ENGINE, "radix_cache_backend": None}, rounds)
+    assert [r[0]["output_ids"] for r in forked["rounds"]] == [
+        r[0]["output_ids"] for r in exact["rounds"]
+    ]
+    # At most a span and the new tokens had to be computed, but for requests that found computing
+    # faster than this machine's tier just then.
+    served = forked["state"]["tier"]
+    computed = [
+        len(fork) - answer[0]["cached_tokens"]
+        for fork, answer in zip(forks, forked["rounds"][1:], strict=True)
+    ]
+    rather_computed = len(rounds) - served["asked"] + served.get("gave_up_waiting", 0)
+    assert sum(tokens > 9 + 64 for tokens in computed) <= rather_computed
+    assert served["restored_requests"] > 0
+    assert forked["state"]["integrity"] == []
+
+
+def test_entries_chosen_by_the_tier_give_the_tokens_of_entries_chosen_here(tmp_path, tier):
+    """And while a turn is generated they are chosen again, by either, without a slot lost."""
+    retention = 0.25
+    sessions = session_rounds()[: 2 * SESSIONS]
+    env = {
+        **RULE,
+        "KVTIER_TIER": tier.address,
+        "KVTIER_RETENTION": f"{retention}",
+        "KVTIER_TIER_SHARED_MEMORY": "false",
+    }
+    answers, states = [], []
+    for refresh_by in ("fetch", "near-data"):
+        wanted = {"KVTIER_REFRESH": "turn", "KVTIER_REFRESH_BY": refresh_by}
+        # Of its own, or the second run would have nothing to compute.
+        wanted["KVTIER_TIER_NAMESPACE"] = refresh_by
+        found = run_engine(tmp_path, ENGINE, sessions, env | wanted)
+        answers.append([one["output_ids"] for (one,) in found["rounds"]])
+        states.append(found["state"])
+        assert found["state"]["integrity"] == []
+        assert found["state"]["tier"]["refreshed_turns"] == SESSIONS
+        assert "unrefreshed_layers" not in found["state"]["tier"]
+    assert answers[0] == answers[1]
+    fetched, near = (state["tier"]["refresh_moved_bytes"] for state in states)
+    assert near <= 1.1 * retention * fetched
+    # Answers long enough that what is chosen in the background comes before their end.
+    longer = [[{**one, "max_new_tokens": 40} for one in requests] for requests in sessions]
+    for refresh_by in ("fetch", "near-data"):
+        wanted = {"KVTIER_REFRESH": "4", "KVTIER_REFRESH_BY": refresh_by}
+        found = run_engine(tmp_path, ENGINE, longer, env | wanted)
+        assert found["state"]["integrity"] == []
+        assert found["state"]["tier"]["refreshed_again"] >= SESSIONS

@@ -1,0 +1,285 @@
+"""The tree with a tier that is late, away, or has lost something: what is there comes back,
+and is not taken for more than it is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+from tiered_tree_harness import REFRESH, SHARES, turn, two_turns
+from tree_harness import MiniScheduler
+from tree_requests import context
+
+from kvtier.errors import TierUnavailableError
+from kvtier.retention.shares import FixedShare
+from kvtier.tier.blobs.keys import Scope
+from kvtier.tier.client import Presence, TierClient
+from kvtier.tier.link import link as link_module
+from kvtier.tier.link.link import TierLink
+from kvtier.tier.transport.landing import Landing
+from kvtier_sglang import hooks
+
+
+class WaitingClient(TierClient):
+    """Whose puts wait until a get waits for them."""
+
+    link: TierLink | None = None
+
+    def put(self, *args, **kwargs):
+        deadline = time.monotonic() + 10
+        while self.link is not None and not self.link.counters["gets_settled"]:
+            assert time.monotonic() < deadline, "no get waits"
+            time.sleep(0.001)
+        if self.link is not None:
+            time.sleep(0.02)
+        return super().put(*args, **kwargs)
+
+
+@pytest.mark.parametrize("near_data", [False, True])
+def test_a_turn_that_begins_while_the_last_one_still_spills_is_refreshed(
+    connect, near_data, monkeypatch
+):
+    monkeypatch.setattr(link_module, "SETTLE_S", 10.0)
+    s = MiniScheduler(
+        share=FixedShare(0.5), link=connect(WaitingClient), refresh=REFRESH, near_data=near_data
+    )
+    s.tree.tier.link.client.link = s.tree.tier.link
+    prompt = context(90)
+    turn(s, prompt, [1, 2])
+    assert s.tree.tier.link.counters["put"] == 0
+    turn(s, [*prompt, 1, 2, 7, 7, 7], [3])
+    assert s.tree.report()["tier"]["refreshed_turns"] == 1
+
+
+def test_what_the_tree_has_lost_comes_back_while_it_is_still_spilled(connect, monkeypatch):
+    monkeypatch.setattr(link_module, "SETTLE_S", 10.0)
+    s = MiniScheduler(share=FixedShare(0.5), link=connect(WaitingClient))
+    s.tree.tier.link.client.link = s.tree.tier.link
+    turn(s, context(90), [1, 2])
+    assert s.tree.tier.link.counters["put"] == 0
+    emptied = MiniScheduler(share=FixedShare(0.5), link=s.tree.tier.link)
+    measured: list[float] = []
+    monkeypatch.setattr(
+        emptied.tree.tier.cost_model, "loaded", lambda took, _: measured.append(took)
+    )
+    began = time.monotonic()
+    assert turn(emptied, [*context(90), 1, 2, 9, 9], [3]).restored == 92
+    # Sixteen puts or so, which are not what loading takes.
+    assert sum(measured) < time.monotonic() - began - 0.25
+
+
+class AwayClient(TierClient):
+    """The tier is away while a test says so."""
+
+    away = True
+
+    def connect(self):
+        if self.away:
+            raise TierUnavailableError("away")
+        super().connect()
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_turn_that_ends_while_the_tier_is_away_is_there_when_it_is_back(connect, share):
+    a = MiniScheduler(share=share, link=connect(AwayClient))
+    prompt = context(90)
+    turn(a, prompt, [1, 2])
+    assert not a.tree.tier.link.flush(0.05)
+    assert a.tree.tier.link.held_bytes > 0
+    a.tree.tier.link.client.away = False
+    assert a.tree.tier.link.flush(10)
+    assert a.tree.tier.link.held_bytes == 0
+    b = MiniScheduler(share=share, link=connect())
+    assert turn(b, [*prompt, 1, 2, 9, 9], [3]).restored == 92
+
+
+@pytest.mark.parametrize("drain_s", [10.0, 0.05])
+def test_a_server_that_ends_waits_for_its_newest_turn_to_reach_the_tier(connect, drain_s, caplog):
+    a = MiniScheduler(link=connect(AwayClient), drain_s=drain_s)
+    prompt = context(90)
+    turn(a, prompt, [1, 2])
+    client = a.tree.tier.link.client
+    back = threading.Timer(0.5, setattr, (client, "away", False))
+    back.start()
+    began = time.monotonic()
+    a.tree.release_host_resources()
+    took = time.monotonic() - began
+    in_time = took >= 0.5
+    back.join()
+    a.tree.tier.link.close()
+    assert in_time == (drain_s == 10.0)
+    assert took < 5
+    assert ("the server ends with" in caplog.text) != in_time
+    b = MiniScheduler(link=connect())
+    assert turn(b, [*prompt, 1, 2, 9, 9], [3]).restored == (92 if in_time else 0)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_spans_that_found_no_room_go_when_there_is_some_or_are_shed_at_the_end(connect, in_time):
+    a = MiniScheduler(share=FixedShare(0.5), link=connect(AwayClient))
+    link, spiller = a.tree.tier.link, a.tree.tier.spiller
+    taken = link.room_bytes - 7 * spiller.codec.layout(6).num_bytes // 2
+    assert link.claim(taken)
+    request = a.admit(context(90))
+    while request.filled < 90:
+        assert a.extend(request, 17)
+        a.checkpoint(request)
+    assert spiller.counters["spans_spilled"] == 3
+    if in_time:
+        link.release(taken)
+    a.release(request, checkpoint=True)
+    a.check()
+    assert spiller.counters["spans_shed"] == (0 if in_time else 12)
+    link.client.away = False
+    assert link.flush(10)
+    b = MiniScheduler(share=FixedShare(0.5), link=connect())
+    assert turn(b, [*context(90), 9, 9], [3]).restored == (90 if in_time else 18)
+
+
+def test_while_the_tier_is_away_the_scheduler_does_not_look_what_to_ask_for(connect):
+    s = MiniScheduler(link=connect(AwayClient))
+    scheduler = SimpleNamespace(tree_cache=s.tree, enable_lmcache=None)
+    hooks.ask_tier(scheduler)
+    assert scheduler.enable_lmcache
+    answer = threading.Event()
+    link = s.tree.tier.link
+
+    def asked(_):
+        answer.wait(10)
+
+    asked.needs = list
+    s.tree.tier.fetches.ask("waiting", asked, patience_s=10.0)
+    for _ in range(3):
+        link.breaker.failed()
+    hooks.ask_tier(scheduler)
+    # Who waits is not forgotten.
+    assert scheduler.enable_lmcache
+    answer.set()
+    s.tree.tier.fetches.forget("waiting")
+    hooks.ask_tier(scheduler)
+    assert not scheduler.enable_lmcache
+    link.client.away = False
+    deadline = time.monotonic() + 10
+    while not scheduler.enable_lmcache:
+        assert time.monotonic() < deadline
+        hooks.ask_tier(scheduler)
+
+
+class LosingClient(TierClient):
+    """Says it has what it cannot give."""
+
+    lost: frozenset[bytes] = frozenset()
+    says_so = False
+
+    def get(self, keys, land, num_bytes):
+        outcome = super().get(keys, land, num_bytes)
+        return [
+            Landing.MISSING if key in self.lost else one
+            for key, one in zip(keys, outcome, strict=True)
+        ]
+
+    def exists(self, keys):
+        found = super().exists(keys)
+        if not self.says_so:
+            return found
+        present = [p and k not in self.lost for k, p in zip(keys, found.present, strict=True)]
+        return found._replace(leading_run=0, present=present)
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+@pytest.mark.parametrize(("lost", "comes"), [(13, 78), (4, 24), (0, 0)])
+def test_of_a_context_that_the_tier_lost_a_span_of_what_is_before_it_comes_back(
+    connect, lost, comes, says_so
+):
+    share = FixedShare(0.5)
+    a = MiniScheduler(share=share, link=connect())
+    tokens = two_turns(a)
+    b = MiniScheduler(share=share, link=connect(LosingClient))
+    chains = b.tree.tier.names.chains(Scope(), tokens)
+    b.tree.tier.link.client.says_so = says_so
+    b.tree.tier.link.client.lost = frozenset({chains.exact.keys[lost], chains.policy.keys[lost]})
+    assert turn(b, [*tokens, 9, 9], [3]).restored == comes
+    never_left = {n.stop: (n.dropped, n.exact) for n in a.tree.nodes()}
+    for node in b.tree.nodes():
+        if node.stop <= comes:
+            assert node.exact or node.start >= 62
+            assert node.stop not in never_left or never_left[node.stop] == (
+                node.dropped, node.exact,
+            )  # fmt: skip
+
+
+@contextmanager
+def nothing_there():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TierClient, "exists", lambda _, keys: Presence(0, [False] * len(keys)))
+        yield
+
+
+class Torn:
+    """Two turns of which the tier lost the span [78, 84) of the second; the same tokens and more
+    were computed in one turn, too. `first`: a request that uses the first turn on server `b`,
+    so that nothing of it is dropped there."""
+
+    def __init__(self, connect, *, says_so: bool) -> None:
+        share = FixedShare(0.5)
+        tokens = two_turns(MiniScheduler(share=share, link=connect()))
+        self.longer = [*tokens, *context(20, seed=2)]
+        with nothing_there():
+            at_once = MiniScheduler(share=share, link=connect())
+            turn(at_once, self.longer, [6])
+            assert at_once.tree.tier.link.flush(10)
+        self.b = b = MiniScheduler(share=share, link=connect(LosingClient))
+        client = b.tree.tier.link.client
+        client.says_so = says_so
+        client.lost = frozenset({b.tree.tier.names.chains(Scope(), tokens).policy.keys[13]})
+        with nothing_there():
+            self.first = b.admit(tokens)
+        assert b.extend(self.first, 62)
+        b.checkpoint(self.first)
+
+    def restored(self):
+        """A request behind the first turn, and the node that was restored for it."""
+        request = self.b.admit([*self.longer, 9])
+        (node,) = (n for n in self.b.tree.nodes() if n.start == 62)
+        assert request.restored == len(node.key)
+        return request, node
+
+
+def test_what_is_there_in_one_piece_is_worth_more_than_a_torn_record(connect):
+    _, node = Torn(connect, says_so=True).restored()
+    assert (node.stop, node.exact) == (120, True)
+
+
+def test_a_gap_does_not_make_what_is_before_it_exact(connect):
+    """What goes on exactly where the record ends says nothing of what is in it."""
+    torn = Torn(connect, says_so=False)
+    request, node = torn.restored()
+    assert (node.stop, node.exact) == (78, False)
+    torn.b.release(torn.first, checkpoint=False, aborted=True)
+    assert torn.b.extend(request, 100)
+    torn.b.release(request, checkpoint=True)
+    torn.b.check()
+    flags = sorted((n.start, n.stop, n.exact) for n in torn.b.tree.nodes())
+    assert flags == [(0, 62, True), (62, 126, False)]
+
+
+def test_a_request_that_computes_exactly_does_not_take_over_what_was_not(connect):
+    torn = Torn(connect, says_so=False)
+    b = torn.b
+    other, _ = torn.restored()
+    assert b.extend(torn.first, 100)
+    b.checkpoint(torn.first)
+    b.check()
+    assert torn.first.last_node.stop == 105
+    assert all(node.exact for node in torn.first.last_node.path())
+    # Nor does its copy give way to the other one, or the other one come before it.
+    b.release(other, checkpoint=False, aborted=True)
+    b.check()
+    b.release(torn.first, checkpoint=True)
+    b.check()
+    with nothing_there():
+        assert b.admit([*torn.longer, 9]).prefix_len == 105

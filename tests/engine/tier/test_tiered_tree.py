@@ -1,0 +1,188 @@
+"""The tree with a tier behind it, driven by a miniature scheduler: whatever comes back is the KV of
+its own prefix, compressed as it was, and nothing leaks, whatever the tier does.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tiered_tree_harness import REFRESH, SHARES, entries, shape, turn, two_turns
+from tree_harness import MiniScheduler
+from tree_requests import context, random_tokens
+
+from kvtier.errors import TierUnavailableError
+from kvtier.retention.shares import FixedShare
+from kvtier.tier.client import TierClient
+from kvtier_sglang.refresh.trigger import TriggerRule
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_turns_come_back_to_another_server_compressed_as_they_were(connect, share):
+    a, never_left = MiniScheduler(share=share, link=connect()), MiniScheduler(share=share)
+    history = context(80)
+    for number, answer in enumerate([[1, 2, 3], [4, 5], [6]]):
+        for s in (a, never_left):
+            turn(s, history, answer)
+        history = [*history, *answer, *context(25, seed=number + 1)]
+    assert a.tree.tier.link.flush(10)
+    b = MiniScheduler(share=share, link=connect())
+    came = turn(b, history, [7])
+    stayed = turn(never_left, history, [7])
+    assert came.restored == stayed.prefix_len == len(history) - 25
+    assert shape(b) == shape(never_left)
+    for ours, theirs in zip(entries(b, history), entries(never_left, history), strict=True):
+        assert ours.equal(theirs)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_fork_inside_a_compressed_context_gets_its_exact_prefix_back(connect, share):
+    s = MiniScheduler(share=share, link=connect())
+    shared = context(90)
+    turn(s, shared, [1, 2])
+    assert s.tree.tier.link.flush(10)
+    fork = turn(s, [*shared[:61], 7, 7, 7], [3])
+    # Spans are 6 tokens long: 60 of the 61 shared ones came whole.
+    assert fork.prefix_len == 60
+
+
+def test_a_tail_shorter_than_a_span_comes_back_too(connect):
+    a = MiniScheduler(link=connect())
+    prompt = context(23)
+    turn(a, prompt, [1, 2])
+    assert a.tree.tier.link.flush(10)
+    b = MiniScheduler(link=connect())
+    assert turn(b, [*prompt, 1, 2, 9, 9], [3]).restored == 25
+
+
+def test_a_streaming_session_comes_back_to_another_server(connect):
+    a = MiniScheduler(share=FixedShare(0.5), link=connect(), streaming=True)
+    tokens = two_turns(a)
+    assert not any(node.exact for node in a.tree.nodes())
+    b = MiniScheduler(share=FixedShare(0.5), link=connect(), streaming=True)
+    assert turn(b, [*tokens, 9, 9], [3]).restored == len(tokens)
+
+
+def test_another_policy_shares_exact_kv_and_nothing_else(connect):
+    a = MiniScheduler(share=FixedShare(0.5), link=connect())
+    first = context(60)
+    turn(a, first, [1, 2])
+    second = [*first, 1, 2, *context(40, seed=1)]
+    turn(a, second, [3])
+    assert a.tree.tier.link.flush(10)
+    b = MiniScheduler(share=FixedShare(0.25), link=connect())
+    # Other scores stand beside the KV in this test, so not even the exact part is shared.
+    assert turn(b, [*second, 3, 9], [4]).restored == 0
+
+
+def test_requests_that_end_without_finishing_leave_nothing_in_flight(connect):
+    s = MiniScheduler(link=connect())
+    turn(s, context(60), [1])
+    assert s.tree.tier.link.flush(10)
+    request = s.admit([*context(40), 7, 7])
+    s.extend(request, 1)
+    s.release(request, checkpoint=False, aborted=True)
+    s.check()
+    assert not s.tree.has_pending_cache_operations()
+    assert s.tree.tier.link.flush(10)
+    assert s.tree.tier.link.held_bytes == 0
+
+
+def test_what_is_computed_faster_than_it_is_loaded_is_computed(connect):
+    a = MiniScheduler(link=connect())
+    turn(a, context(60), [1])
+    assert a.tree.tier.link.flush(10)
+    b = MiniScheduler(link=connect())
+    b.tree.tier.cost_model.computed(1.0, 10**9)
+    b.tree.tier.cost_model.loaded(1.0, 1)
+    assert turn(b, [*context(60), 1, 7], [2]).restored == 0
+    assert b.tree.tier.fetches.counters["asked"] == 0
+    assert not b.tree.report()["tier"]["loading_pays"]
+
+
+class FlakyClient(TierClient):
+    """Fails every now and then, in every way a call can."""
+
+    rng = random.Random(0)
+
+    def _perhaps(self) -> None:
+        if self.rng.random() < 0.2:
+            raise TierUnavailableError("flaky")
+
+    def put(self, *args, **kwargs):
+        self._perhaps()
+        return super().put(*args, **kwargs)
+
+    def get(self, keys, land, num_bytes):
+        self._perhaps()
+        outcome = super().get(keys, land, num_bytes)
+        self._perhaps()
+        return outcome
+
+    def refresh(self, requests, longest_s):
+        self._perhaps()
+        return super().refresh(requests, longest_s)
+
+    def exists(self, keys):
+        self._perhaps()
+        found = super().exists(keys)
+        # Says it has what it lost since.
+        return found._replace(present=[p or self.rng.random() < 0.05 for p in found.present])
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("client", [TierClient, FlakyClient])
+def test_random_turns_forks_and_aborts_on_two_servers_and_one_tier(connect, client, seed):
+    rng = random.Random(seed)
+    share = SHARES[seed % 2]
+    refresh = None if share is None else REFRESH
+    servers = [
+        MiniScheduler(
+            220,
+            180,
+            share=share,
+            link=connect(client),
+            streaming=seed == 4,
+            refresh=refresh,
+            near_data=seed > 5,
+            again=TriggerRule(every_tokens=2) if seed % 4 == 3 else None,
+        )
+        for _ in range(2)
+    ]
+    histories = [random_tokens(rng, 40)]
+    restored = 0
+    for _ in range(60):
+        s = rng.choice(servers)
+        history = rng.choice(histories)
+        if rng.random() < 0.4:
+            history = history[: rng.randrange(1, len(history) + 1)]
+        prompt = [*history, *random_tokens(rng, rng.randrange(1, 30))][:150]
+        request = s.admit(prompt)
+        if request is None:
+            continue
+        restored += request.restored
+        s.check()
+        going = True
+        while going and request.filled < len(prompt):
+            going = s.extend(request, rng.randrange(5, 40))
+            if going:
+                s.checkpoint(request)
+                s.check()
+        answer = random_tokens(rng, rng.randrange(0, 6))
+        answered = [token for token in answer if going and s.decode(request, token)]
+        ending = rng.random()
+        s.release(request, checkpoint=going and ending < 0.8, aborted=ending < 0.9)
+        s.check()
+        if going:
+            histories.append([*prompt, *answered])
+        if rng.random() < 0.5:
+            s.tree.tier.link.flush(10)
+    for s in servers:
+        assert s.tree.tier.link.flush(10)
+        assert s.tree.tier.link.held_bytes == 0
+        assert not s.tree.has_pending_cache_operations()
+        assert s.tree.private_ca == 0
+    if client is TierClient and share is not None:
+        assert sum(s.tree.refresh.refresher.counters["refreshed_turns"] for s in servers) > 0
+    if client is TierClient:
+        assert restored > 0

@@ -1,0 +1,84 @@
+"""The rules that a record of turns is checked against take everything that a server writes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tree_harness import MiniScheduler
+from tree_requests import random_tokens
+
+from kvtier.retention.shares import FixedShare, QualityTarget, TokenBudget
+from kvtier.tier.blobs.turns import TurnRecord
+
+
+class Curve:
+    """A curve that asks for more of what surprises more."""
+
+    def quality(self, retention: float, nll: float) -> float:
+        return retention
+
+    def retention(self, quality: float, nll: float) -> float:
+        return 0.3 + 0.1 * min(max(nll, 1.0), 4.0)
+
+
+class Source:
+    def curve(self) -> Curve:
+        return Curve()
+
+
+SHARES = [None, FixedShare(0.5), TokenBudget(30), QualityTarget(0.9, Source())]
+
+
+def recorded(s: MiniScheduler, records: list[TurnRecord]) -> None:
+    """Have every record of a server checked and counted."""
+    compressed = s.tree.tier.spiller.compressed
+
+    def check(rid, token_ids, nodes):
+        if nodes:
+            record = TurnRecord(nodes=tuple(nodes), tail="")
+            s.tree.tier.rules.check(record)
+            records.append(record)
+        compressed(rid, token_ids, nodes)
+
+    s.tree.tier.spiller.compressed = check
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("share", SHARES)
+def test_whatever_servers_do_their_own_records_pass(connect, share, streaming, seed):
+    rng = random.Random(seed)
+    servers = [
+        MiniScheduler(260, 220, share=share, link=connect(), streaming=streaming) for _ in range(2)
+    ]
+    records: list[TurnRecord] = []
+    for s in servers:
+        recorded(s, records)
+    histories = [random_tokens(rng, 40)]
+    for _ in range(80):
+        s = rng.choice(servers)
+        history = rng.choice(histories)
+        if rng.random() < 0.5:
+            history = history[: rng.randrange(1, len(history) + 1)]
+        prompt = [*history, *random_tokens(rng, rng.randrange(1, 30))][:150]
+        if len(s.running) < 3:
+            s.admit(prompt)
+        for request in list(s.running):
+            if rng.random() < 0.3:
+                continue
+            going = s.extend(request, rng.randrange(5, 40))
+            if going and request.filled < len(request.prompt):
+                s.checkpoint(request)
+                continue
+            answer = random_tokens(rng, rng.randrange(0, 9)) if going else []
+            answered = [token for token in answer if s.decode(request, token)]
+            ending = rng.random()
+            s.release(request, checkpoint=going and ending < 0.8, aborted=ending < 0.9)
+            s.check()
+            histories.append([*request.prompt, *answered])
+        if rng.random() < 0.5:
+            s.tree.tier.link.flush(10)
+    dropped = [node for record in records for node in record.nodes if node.dropped != (0, 0)]
+    assert len(dropped) > 20
+    assert sum(s.tree.tier.link.counters["records_refused"] for s in servers) == 0

@@ -1,0 +1,326 @@
+"""The link when the tier fails, or it is closed: nothing raises, nothing waits long, and what can
+still arrive does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from link_harness import (
+    BUDGET,
+    LAYOUT,
+    PATIENCE_S,
+    FakeClient,
+    blob_of,
+    eventually,
+    fail,
+    hold_the_put_thread,
+    linked,
+)
+
+from kvtier.errors import (
+    TierExhaustedError,
+    TierIntegrityError,
+    TierProtocolError,
+    TierRefusedError,
+    TierUnavailableError,
+)
+from kvtier.tier.client import Blob
+from kvtier.tier.link import link as link_module
+from kvtier.tier.link.breaker import Breaker
+from kvtier.tier.link.link import TierLink
+
+# ---- failures
+
+
+def test_puts_wait_for_a_tier_that_is_away_and_arrive_in_order(link, client):
+    client.fails = TierUnavailableError("down")
+    fail(link, 2)
+    blobs = [blob_of(number) for number in range(6)]
+    assert link.put(blobs[:3]) == 3
+    eventually(lambda: not link.healthy)
+    assert link.put(blobs[3:]) == 3
+    assert not link.flush(0.05)
+    assert link.held_bytes == 600
+    client.fails = None
+    assert link.flush(PATIENCE_S)
+    assert client.stored == blobs
+    assert link.held_bytes == 0
+    assert link.counters["puts_shed"] == link.counters["puts_given_up"] == 0
+
+
+def test_of_a_tier_that_stays_away_nothing_more_is_held(monkeypatch):
+    monkeypatch.setattr(link_module, "HOLD_S", 0.05)
+    with linked() as (link, client):
+        client.fails = TierUnavailableError("down")
+        fail(link, 3)
+        assert link.put([blob_of(1)]) == 1
+        eventually(lambda: link.room_bytes == 0)
+        assert link.put([blob_of(2)]) == 0
+        assert link.held_bytes == 100
+        client.fails = None
+        assert link.flush(PATIENCE_S)
+        assert link.put([blob_of(3)]) == 1
+        assert link.flush(PATIENCE_S)
+        assert [blob.key[-1] for blob in client.stored] == [1, 3]
+
+
+def test_puts_that_wait_for_the_tier_make_room_for_gets_and_have_their_limit(link, client):
+    client.fails = TierUnavailableError("down")
+    fail(link, 3)
+    assert link.put([blob_of(number, 300) for number in range(4)]) == 3
+    assert (link.held_bytes, link.room_bytes) == (900, 100)
+    assert link.claim(600)
+    assert link.counters["puts_shed"] == 3
+    client.fails = None
+    assert link.flush(PATIENCE_S)
+    assert [blob.key[-1] for blob in client.stored] == [0]
+    link.release(600)
+    assert link.room_bytes == BUDGET
+
+
+def test_what_was_damaged_on_its_way_is_sent_again(link, client):
+    put, failed = client.put, []
+
+    def damaged_twice(blob, **options):
+        if len(failed) < 2:
+            failed.append(blob)
+            raise TierIntegrityError("other bytes than were sent")
+        return put(blob, **options)
+
+    client.put = damaged_twice
+    assert link.put([blob_of(1), blob_of(2)]) == 2
+    assert link.flush(PATIENCE_S)
+    assert [blob.key[-1] for blob in client.stored] == [1, 2]
+    assert link.healthy
+    assert link.counters["put_TierIntegrityError"] == 2
+
+
+def test_a_put_that_nothing_helps_is_paced_and_does_not_stand_for_the_tier(link, client):
+    client.fails, link._calls.connected = TierUnavailableError("whenever this comes"), True
+    client.connect = lambda: None
+    began = time.monotonic()
+    assert link.put([blob_of(1)]) == 1
+    assert link.flush(PATIENCE_S)
+    # Four pauses of 0.02, 0.04, 0.05 and 0.05 s, a quarter more or less.
+    assert time.monotonic() - began >= 0.75 * 0.16
+    assert client.calls == link_module.PUT_ATTEMPTS
+    assert link.breaker.opened == 0
+
+
+def test_a_put_that_nothing_helps_does_not_hold_up_the_others(link, client):
+    put = client.put
+
+    def poisoned(blob, **options):
+        if blob.key[-1] == 1:
+            raise TierUnavailableError("whenever this comes")
+        return put(blob, **options)
+
+    client.put = poisoned
+    assert link.put([blob_of(1), blob_of(2)]) == 2
+    while client.stored == []:
+        assert link.submit(lambda _: "got").wait(PATIENCE_S)
+        assert link.healthy, "gets go on meanwhile"
+    assert link.flush(PATIENCE_S)
+    assert [blob.key[-1] for blob in client.stored] == [2]
+    assert link.counters["puts_given_up"] == 1
+    assert link.counters["put_TierUnavailableError"] == link_module.PUT_ATTEMPTS
+    assert link.held_bytes == 0
+
+
+def test_three_failures_open_the_breaker_and_the_rest_is_refused_at_once():
+    with linked(breaker=Breaker(first_s=60.0)) as (link, client):
+        client.fails = TierUnavailableError("down")
+        fetches = [link.submit(lambda c: c.put(blob_of(1))) for _ in range(20)]
+        assert link.flush(PATIENCE_S)
+        assert all(fetch.result is None for fetch in fetches)
+        assert client.connects == 3, "no other call had to wait"
+        assert not link.healthy
+        assert link.counters == {"get_TierUnavailableError": 3, "refused_while_open": 17}
+        began = time.monotonic()
+        assert link.submit(lambda c: c).done
+        assert link.put([blob_of(1)]) == 1
+        assert time.monotonic() - began < 1.0
+        assert client.connects == 3
+
+
+def test_the_breaker_closes_by_itself_once_the_tier_is_back(both, caplog):
+    link, client = both
+    caplog.set_level("INFO")
+    client.fails = TierUnavailableError("down")
+    fail(link, 3)
+    eventually(lambda: link.counters["probe_TierUnavailableError"] >= 3)
+    client.fails = None
+    eventually(lambda: link.healthy)
+    assert link.put([blob_of(7)]) == 1
+    assert link.flush(PATIENCE_S)
+    assert client.stored[-1].key[-1] == 7
+    assert caplog.text.count("serving goes on without the tier") == 1
+    assert caplog.text.count("tier there:1 is back") == 1
+
+
+@pytest.mark.parametrize("error", [TierRefusedError, TierProtocolError])
+def test_a_tier_that_says_no_is_told_to_the_operator_as_an_error(both, caplog, error):
+    link, client = both
+    client.fails = error("no")
+    link.put([blob_of(number) for number in range(5)])
+
+    def told() -> list[str]:
+        return [one.levelname for one in caplog.records if "serving goes on" in one.getMessage()]
+
+    eventually(lambda: bool(told()))
+    assert told() == ["ERROR"]
+    assert not link.healthy
+
+
+@pytest.mark.parametrize(
+    ("error", "attempts"), [(TierExhaustedError, 1), (TierIntegrityError, link_module.PUT_ATTEMPTS)]
+)
+def test_a_tier_that_is_full_or_lost_something_is_still_asked(link, client, error, attempts):
+    client.fails = error("full")
+    client.connect_fails = None
+    link._calls.connected = True
+    for number in range(10):
+        link.put([blob_of(number)])
+    assert link.flush(PATIENCE_S)
+    assert link.healthy
+    assert client.calls == 10 * attempts
+    assert link.counters[f"put_{error.__name__}"] == 10 * attempts
+
+
+def test_a_tier_that_answers_probes_and_nothing_else_costs_one_failure_each_time():
+    with linked(breaker=Breaker(first_s=0.01, longest_s=0.01)) as (link, client):
+        client.fails, client.connect = TierUnavailableError("down"), lambda: None
+
+        fail(link, 3)
+        assert link.breaker.opened == 1
+        calls = client.calls
+        for times in range(1, 6):
+            eventually(lambda: link.healthy)
+            fail(link, 1)
+            assert client.calls == calls + times
+            assert link.breaker.opened == 1 + times
+
+
+def test_after_a_failure_it_connects_again_before_anything_else(link, client):
+    link.put([blob_of(1)])
+    assert link.flush(PATIENCE_S)
+    client.fails = TierUnavailableError("gone")
+    fail(link, 1)
+    client.fails = None
+    link.put([blob_of(3)])
+    assert link.flush(PATIENCE_S)
+    assert client.connects == 2
+
+
+# ---- bugs
+
+
+@pytest.mark.parametrize("bug", [ZeroDivisionError("a bug"), SystemExit(1)])
+def test_a_bug_in_work_ends_neither_the_thread_nor_the_trust_in_the_tier(link, client, bug, caplog):
+    def work(_):
+        raise bug
+
+    for _ in range(5):
+        fetch = link.submit(work)
+        assert fetch.wait(PATIENCE_S)
+        assert fetch.result is None
+    fetch = link.submit(lambda _: "fine")
+    assert fetch.wait(PATIENCE_S)
+    assert fetch.result == "fine"
+    assert link.healthy
+    assert link.counters["get_bugs"] == 5
+    assert "failed unexpectedly" in caplog.text
+
+
+def test_a_bug_in_a_put_loses_that_blob_only(link, client):
+    client.fails, link._calls.connected = ZeroDivisionError("a bug"), True
+    link.put([blob_of(1)])
+    assert link.flush(PATIENCE_S)
+    client.fails = None
+    link.put([blob_of(2)])
+    assert link.flush(PATIENCE_S)
+    assert [blob.key[-1] for blob in client.stored] == [2]
+    assert link.counters["put_bugs"] == 1
+    assert link.held_bytes == 0
+
+
+def test_a_bug_in_probing_is_not_repeated_without_a_pause(link, client):
+    client.fails = TierUnavailableError("down")
+    link.put([blob_of(number) for number in range(3)])
+    eventually(lambda: not link.healthy)
+    client.fails = ZeroDivisionError("a bug")
+    eventually(lambda: link.counters["probe_bugs"] >= 1)
+    before, began = link.counters["probe_bugs"], time.monotonic()
+    eventually(lambda: link.counters["probe_bugs"] >= before + 3)
+    assert time.monotonic() - began > 3 * 0.75 * 0.02
+    client.fails = None
+    eventually(lambda: link.healthy)
+
+
+def test_payloads_that_were_let_go_of_do_not_hurt_the_accounts(link, client):
+    """A blob costs what it cost when it was queued."""
+    hold_the_put_thread(link, client)
+    buffer = bytearray(200)
+    view = memoryview(buffer)
+    assert link.put([Blob(bytes(32), LAYOUT, [view])]) == 1
+    view.release()
+    client.gate.set()
+    assert link.flush(PATIENCE_S)
+    assert link.held_bytes == 0
+
+
+# ---- closing
+
+
+def test_closing_ends_what_waits_and_cuts_off_what_is_under_way(caplog):
+    with linked(breaker=Breaker(failures=1)) as (link, client):
+        hold_the_put_thread(link, client)
+        began, go_on = threading.Event(), threading.Event()
+        running = link.submit(lambda _: (began.set(), go_on.wait(PATIENCE_S)))
+        assert began.wait(PATIENCE_S)
+        waiting = link.submit(lambda _: "never")
+        link.put([blob_of(1)])
+        threading.Timer(0.05, go_on.set).start()
+        link.close()
+        assert waiting.done
+        assert waiting.result is None
+        assert running.done
+        assert client.closed
+        assert client.stored == []
+        assert link.held_bytes == 0
+        assert "serving goes on" not in caplog.text, "it is our doing"
+        assert link.submit(lambda _: 1).done
+        assert link.put([blob_of(2)]) == 0
+        assert not link.claim(BUDGET + 1)
+        assert link.flush(0.0)
+        link.close()
+
+
+def test_closing_never_hangs_on_work_that_does(monkeypatch, caplog):
+    monkeypatch.setattr(link_module, "CLOSE_S", 0.05)
+    client = FakeClient()
+    link = TierLink(client, buffer_bytes=BUDGET)
+    began, go_on = threading.Event(), threading.Event()
+    link.submit(lambda _: (began.set(), go_on.wait(PATIENCE_S)))
+    assert began.wait(PATIENCE_S)
+    since = time.monotonic()
+    link.close()
+    assert time.monotonic() - since < 1.0
+    assert "left behind" in caplog.text
+    go_on.set()
+    for thread in link._threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def test_closing_while_the_breaker_is_open_does_not_wait_for_a_probe():
+    with linked(breaker=Breaker(first_s=60.0)) as (link, client):
+        client.fails = TierUnavailableError("down")
+        fail(link, 3)
+        link.put([blob_of(1)])
+        since = time.monotonic()
+        link.close()
+        assert time.monotonic() - since < 1.0

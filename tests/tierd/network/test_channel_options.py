@@ -1,0 +1,82 @@
+"""gRPC ignores an option that it does not know: every name is looked up in gRPC's own binary."""
+
+from __future__ import annotations
+
+import ast
+import re
+import time
+from pathlib import Path
+
+import grpc
+import grpc._cython.cygrpc as cygrpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from live_tier import in_process
+
+from kvtier.tier.transport import channel as channel_module
+from kvtier_tierd import server as server_module
+from kvtier_tierd.options import TierOptions
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+FOLDERS = ("kvtier", "services", "sglang_patches", "benchmarks", "examples", "tests")
+# What an option is called, and nothing else in the sources: health's service has capitals.
+NAME = re.compile(r"grpc\.[a-z0-9_.]+")
+
+
+def known_names() -> set[str]:
+    """Whatever looks like an option in the shared object of gRPC."""
+    binary = Path(cygrpc.__file__).read_bytes()
+    return {name.decode() for name in re.findall(rb"grpc\.[a-z0-9_.]+(?=\0)", binary)}
+
+
+def passed_names() -> set[str]:
+    """Options in our sources: the first of a tuple of two, or a key of a dictionary."""
+    names = set()
+    for folder in FOLDERS:
+        for path in (REPOSITORY / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names |= {name for name in literals(node) if NAME.fullmatch(name)}
+    return names
+
+
+def literals(node: ast.AST) -> set[str]:
+    """Strings where the name of an option would be."""
+    places: list[ast.expr | None] = []
+    if isinstance(node, ast.Tuple) and len(node.elts) == 2:
+        places = [node.elts[0]]
+    elif isinstance(node, ast.Dict):
+        places = node.keys
+    constants = [place.value for place in places if isinstance(place, ast.Constant)]
+    return {value for value in constants if isinstance(value, str)}
+
+
+def test_grpc_knows_every_option_that_is_passed_to_it():
+    passed = passed_names()
+    for options in (channel_module.OPTIONS, server_module._channel_options(TierOptions())):
+        assert {name for name, _ in options} <= passed, "the search finds what is passed"
+    assert sorted(passed - known_names()) == []
+
+
+def test_a_client_that_is_idle_keeps_its_connection(monkeypatch):
+    """With a ping a second, the most that gRPC does: it ends a connection at the fourth that comes
+    sooner than the server allows, and its default for that is five minutes."""
+    monkeypatch.setattr(server_module, "MIN_PING_INTERVAL_MS", 500, raising=False)
+    states = []
+    options = dict(channel_module.OPTIONS) | {
+        "grpc.keepalive_time_ms": 200,
+        "grpc.http2.max_pings_without_data": 0,
+    }
+    with in_process() as tier, grpc.insecure_channel(tier.address, [*options.items()]) as channel:
+        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        channel.subscribe(states.append)
+        time.sleep(5.5)
+        channel.unsubscribe(states.append)
+    assert set(states) == {grpc.ChannelConnectivity.READY}
+
+
+def test_pings_of_our_own_clients_come_no_sooner_than_the_server_allows():
+    ours = dict(channel_module.OPTIONS)["grpc.keepalive_time_ms"]
+    allowed = dict(server_module._channel_options(TierOptions()))
+    assert allowed["grpc.http2.min_ping_interval_without_data_ms"] <= ours / 2
+    with pytest.raises(KeyError):
+        allowed["grpc.http2.min_recv_ping_interval_without_data_ms"]

@@ -1,0 +1,265 @@
+"""A refresh near the data gives the entries that fetching the exact KV would have given, and moves
+only those; one that was asked for wrongly, or for what is not whole, is refused.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from live_tier import eventually, failing, in_process, raw_stub
+from near_data_spans import (
+    DIM,
+    DTYPES,
+    HEADS,
+    LAYERS,
+    PATIENCE_S,
+    RULES,
+    make_spans,
+    make_window,
+    names_of,
+    opened,
+    store,
+)
+
+from kvtier.errors import (
+    TierError,
+    TierExhaustedError,
+    TierProtocolError,
+    UsageError,
+)
+from kvtier.retention.refreshing import Chosen, PrunedRange
+from kvtier.tier.blobs.names import SpanName
+from kvtier.tier.client import TierClient
+from kvtier.tier.near_data.exact_kv import exact_kv
+from kvtier.tier.near_data.messages import Context, Entries
+from kvtier.tier.near_data.session import NearData
+from kvtier.tier.transport.deadline import Deadline
+from kvtier.v1 import tier_pb2 as pb
+from kvtier_tierd.service import near_data
+from kvtier_tierd.stores.base import BlobName
+
+
+def assert_equal(ours: Chosen, theirs: Chosen) -> None:
+    assert torch.equal(ours.k, theirs.k)
+    assert torch.equal(ours.v, theirs.v)
+    assert (ours.log_votes is None) == (theirs.log_votes is None)
+    if ours.log_votes is not None:
+        assert torch.equal(ours.log_votes, theirs.log_votes)
+
+
+@pytest.fixture(scope="module")
+def service():
+    with in_process(refresh_workers=1) as tier:
+        yield tier
+        assert tier.problems() == []
+
+
+@pytest.fixture
+def client(service):
+    with TierClient(service.address, timeout_s=PATIENCE_S) as client:
+        client.connect()
+        yield client
+        eventually(lambda: service.problems() == [])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_what_comes_is_what_fetching_would_have_given(client, rule, dtype):
+    spans = make_spans(6, dtype)
+    names = names_of(spans)
+    store(client, spans, names)
+    ranges = [PrunedRange(3, 50, 12), PrunedRange(70, 190, 30)]
+    session = opened(client, Context(names, ranges, rule))
+    heads = [0, 2]
+    for layer in (1, 0):
+        window = make_window(layer, len(heads), dtype)
+        came = session.choose(layer, heads, window, dtype, Deadline(PATIENCE_S))
+        for pruned, chosen in zip(ranges, came, strict=True):
+            k, v = exact_kv(spans, layer, heads, pruned)
+            assert_equal(chosen, rule.choose(k, v, pruned.kept, window))
+    session.close()
+
+
+@given(
+    dtype=st.sampled_from(["float32", "bfloat16", "float16", "float8_e4m3fn"]),
+    counts=st.lists(st.integers(1, 7), max_size=4),
+    heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    dim=st.integers(1, 5),
+    voted=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_entries_come_out_as_they_went_in(dtype, counts, heads, group, dim, voted, seed):
+    generator = torch.Generator().manual_seed(seed)
+    chosen = []
+    for n in counts:
+        k, v = (torch.randn(heads, n, dim, generator=generator) for _ in range(2))
+        votes = torch.randn(heads, group, n, generator=generator) if voted else None
+        kind = getattr(torch, dtype)
+        chosen.append(Chosen(k.to(kind), v.to(kind), votes))
+    entries = Entries(dtype, tuple(counts), heads, group, dim, voted)
+    payload = entries.encode(chosen)
+    for ours, theirs in zip(entries.decode(payload), chosen, strict=True):
+        for a, b in zip(ours[:2], theirs[:2], strict=True):
+            assert torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8))
+        if voted:
+            assert torch.equal(ours.log_votes, theirs.log_votes)
+    with pytest.raises(TierProtocolError):
+        entries.decode(np.append(payload, np.uint8(0)))
+
+
+def test_a_span_that_is_not_held_means_no_session(client):
+    spans = make_spans(3, "float32", seed=1)
+    names = names_of(spans, seed=1)
+    store(client, spans[:2], names[:2])
+    context = Context(names, [PrunedRange(0, 96, 10)], RULES["dropped"])
+    assert NearData.open(client, context, Deadline(PATIENCE_S)) is None
+
+
+def test_a_span_that_does_not_verify_means_no_session_and_is_gone(client, service):
+    spans = make_spans(2, "float32", seed=2)
+    names = names_of(spans, seed=2)
+    store(client, spans, names)
+
+    def spoil() -> None:
+        blob = service.store._blobs[BlobName("default", names[1].key)]
+        service.store.arena.view(blob.offset, 1)[0] ^= 1
+
+    service.call(spoil)
+    context = Context(names, [PrunedRange(0, 64, 10)], RULES["dropped"])
+    assert NearData.open(client, context, Deadline(PATIENCE_S)) is None
+    assert client.exists([name.key for name in names]).present == [True, False]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        {"layer": LAYERS},
+        {"heads": [HEADS]},
+        {"heads": []},
+        {"dtype": "int3"},
+        {"queries": b"odd"},
+        {"key": b"short"},
+    ],
+    ids=lambda spoil: next(iter(spoil)),
+)
+def test_queries_that_make_no_sense_are_refused_by_name(client, service, spoil):
+    spans = make_spans(1, "float32", seed=3)
+    names = names_of(spans, seed=3)
+    store(client, spans, names)
+    context = Context(names, [PrunedRange(0, 20, 4)], RULES["dropped"]).encode()
+    right = {
+        "key": bytes(32),
+        "layer": 0,
+        "heads": [0],
+        "group": 1,
+        "dtype": "float32",
+        "queries": bytes(DIM * 4),
+    }
+    requests = [
+        pb.RefreshRequest(context=context),
+        pb.RefreshRequest(queries=pb.RefreshQueries(**right | spoil)),
+    ]
+    with raw_stub(service.address) as stub, failing(grpc.StatusCode.INVALID_ARGUMENT):
+        list(stub.Refresh(iter(requests)))
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        pb.RefreshContext(),
+        pb.RefreshContext(rule=pb.RefreshRule(form="worse")),
+        Context([SpanName(b"short", 0, 3)], [], RULES["dropped"]).encode(),
+        Context([SpanName(bytes(32), 3, 3)], [], RULES["dropped"]).encode(),
+    ],
+    ids=["no rule", "unknown form", "a short key", "an empty span"],
+)
+def test_contexts_that_make_no_sense_are_refused(service, context):
+    with raw_stub(service.address) as stub, failing(grpc.StatusCode.INVALID_ARGUMENT):
+        list(stub.Refresh(iter([pb.RefreshRequest(context=context)])))
+
+
+def test_a_hole_beyond_the_spans_is_refused(client):
+    spans = make_spans(2, "float32", seed=4)
+    names = names_of(spans, seed=4)
+    store(client, spans, names)
+    session = opened(client, Context(names, [PrunedRange(10, 80, 5)], RULES["dropped"]))
+    with pytest.raises(TierError, match="without a gap"):
+        session.choose(0, [0], make_window(0, 1, "float32"), "float32", Deadline(PATIENCE_S))
+    session.close()
+
+
+@pytest.mark.parametrize(("begin", "end", "kept"), [(5, 5, 1), (5, 9, 0), (5, 9, 5), (-1, 4, 1)])
+def test_a_hole_that_is_none_is_refused(begin, end, kept):
+    with pytest.raises(UsageError):
+        PrunedRange(begin, end, kept)
+
+
+def test_spans_of_another_shape_are_refused(client):
+    spans, other = make_spans(1, "float32", seed=5), make_spans(2, "float16", seed=5)[1:]
+    mixed = spans + other
+    names = names_of(mixed, seed=5)
+    store(client, mixed, names)
+    session = opened(client, Context(names, [PrunedRange(10, 60, 5)], RULES["dropped"]))
+    with pytest.raises(TierError, match="one layout"):
+        session.choose(0, [0], make_window(0, 1, "float32"), "float32", Deadline(PATIENCE_S))
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "named"),
+    [("MAX_SESSIONS", 1, "refreshes under way"), ("PINNED_SHARE", 0.001, "is pinned")],
+)
+def test_contexts_that_wait_may_not_pin_everything(
+    client, service, monkeypatch, limit, value, named
+):
+    spans = make_spans(2, "float32", seed=6)
+    names = names_of(spans, seed=6)
+    store(client, spans, names)
+    context = Context(names, [PrunedRange(0, 64, 5)], RULES["dropped"])
+    with opened_for_a_while(client, context):
+        monkeypatch.setattr(near_data, limit, value)
+        with pytest.raises(TierExhaustedError, match=named):
+            NearData.open(client, context, Deadline(PATIENCE_S))
+    monkeypatch.undo()
+    eventually(lambda: service.server.refreshes._sessions.total() == 0)
+    assert service.server.refreshes._pinned_bytes == 0
+
+
+@contextmanager
+def opened_for_a_while(client: TierClient, context: Context):
+    session = opened(client, context)
+    yield session
+    session.close()
+
+
+def test_what_was_sent_is_counted(client, service):
+    spans = make_spans(2, "float32", seed=8)
+    names = names_of(spans, seed=8)
+    store(client, spans, names)
+    labels = {"namespace": "default"}
+    registry = service.server.metrics.registry
+    before = registry.get_sample_value("kvtier_tier_refreshed_bytes_total", labels) or 0
+    with opened_for_a_while(
+        client, Context(names, [PrunedRange(0, 64, 5)], RULES["dropped"])
+    ) as session:
+        window = make_window(0, 1, "float32")
+        session.choose(0, [0], window, "float32", Deadline(PATIENCE_S))
+
+        def counted() -> bool:
+            found = registry.get_sample_value("kvtier_tier_refreshed_bytes_total", labels) or 0
+            return found - before == 2 * 5 * DIM * 4
+
+        eventually(counted)
+
+
+def test_holes_that_overlap_are_refused(service):
+    context = Context([], [PrunedRange(0, 9, 5), PrunedRange(8, 12, 1)], RULES["dropped"]).encode()
+    with raw_stub(service.address) as stub, failing(grpc.StatusCode.INVALID_ARGUMENT):
+        list(stub.Refresh(iter([pb.RefreshRequest(context=context)])))

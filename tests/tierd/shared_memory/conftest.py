@@ -1,0 +1,15 @@
+"""A client that shares the service's memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.tier.client import TierClient
+
+
+@pytest.fixture
+def client(tier):
+    with TierClient(tier.address, timeout_s=10.0) as client:
+        client.connect()
+        assert client.shares_memory
+        yield client

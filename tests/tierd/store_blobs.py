@@ -1,0 +1,56 @@
+"""Numbered blobs for the tests of stores, and how one is put, read and looked for."""
+
+from __future__ import annotations
+
+import random
+
+import xxhash
+
+from kvtier_tierd.stores.base import BlobInfo, BlobName, BlobStore, Draft, Handle
+
+SIZE = 10_000
+LAYOUT = b"a layout"
+
+
+def blob_name(number: int, namespace: str = "a") -> BlobName:
+    return BlobName(namespace, number.to_bytes(32, "big"))
+
+
+def payload_of(seed: object, num_bytes: int = SIZE) -> bytes:
+    return random.Random(repr(seed)).randbytes(num_bytes)
+
+
+def info_of(payload: bytes, layout: bytes = LAYOUT) -> BlobInfo:
+    return BlobInfo(len(payload), layout, xxhash.xxh3_128_digest(payload))
+
+
+async def reserve(store: BlobStore, name: BlobName, payload: bytes) -> Draft:
+    """A filled draft."""
+    draft = await store.reserve(name, info_of(payload))
+    draft.buffer[:] = payload
+    return draft
+
+
+async def put(store: BlobStore, name: BlobName, payload: bytes) -> None:
+    await store.commit(await reserve(store, name, payload))
+
+
+def content(handle: Handle) -> bytes:
+    return b"".join(bytes(piece) for piece in handle.pieces)
+
+
+async def get(store: BlobStore, name: BlobName) -> bytes | None:
+    """The payload, after checking it against what came with it."""
+    handle = await store.open(name)
+    if handle is None:
+        return None
+    payload = content(handle)
+    assert handle.info == info_of(payload, handle.info.layout)
+    handle.close()
+    return payload
+
+
+async def held(store: BlobStore, *numbers: int) -> list[int]:
+    """Which of the numbered blobs there are."""
+    found = await store.exists([blob_name(number) for number in numbers])
+    return [number for number, there in zip(numbers, found, strict=True) if there]

@@ -1,0 +1,99 @@
+"""A model of what a store has been told, and random steps to play on both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+from store_blobs import blob_name, content, payload_of, put, reserve
+
+from kvtier.errors import TierExhaustedError
+from kvtier_tierd.stores.base import BlobName, BlobStore, Draft, Handle
+
+
+@dataclass
+class Model:
+    """What a store has been told, to compare it with what it says."""
+
+    store: BlobStore
+    committed: dict[BlobName, bytes] = field(default_factory=dict)
+    drafts: list[tuple[Draft, bytes]] = field(default_factory=list)
+    handles: list[tuple[Handle, bytes]] = field(default_factory=list)
+
+    async def put(self, name: BlobName, payload: bytes) -> None:
+        try:
+            await put(self.store, name, payload)
+        except TierExhaustedError:
+            return
+        self.committed[name] = payload
+
+    async def reserve(self, name: BlobName, payload: bytes) -> None:
+        try:
+            self.drafts.append((await reserve(self.store, name, payload), payload))
+        except TierExhaustedError:
+            return
+
+    async def commit(self, which: int) -> None:
+        if self.drafts:
+            draft, payload = self.drafts.pop(which % len(self.drafts))
+            await self.store.commit(draft)
+            self.committed[draft.name] = payload
+
+    async def abort(self, which: int) -> None:
+        if self.drafts:
+            await self.store.abort(self.drafts.pop(which % len(self.drafts))[0])
+
+    async def open(self, name: BlobName) -> None:
+        (there,) = await self.store.exists([name])
+        handle = await self.store.open(name)
+        assert (handle is not None) == there
+        if handle is not None:
+            assert content(handle) == self.committed[name]
+            self.handles.append((handle, self.committed[name]))
+
+    async def close(self, which: int) -> None:
+        if self.handles:
+            handle, payload = self.handles.pop(which % len(self.handles))
+            assert content(handle) == payload
+            handle.close()
+            handle.close()
+
+    async def delete(self, name: BlobName) -> None:
+        (there,) = await self.store.exists([name])
+        assert await self.store.delete(name) == there
+        self.committed.pop(name, None)
+
+    async def quarantine(self, name: BlobName) -> None:
+        await self.store.quarantine(name)
+        self.committed.pop(name, None)
+
+    async def settle(self) -> None:
+        """End what is under way."""
+        while self.drafts:
+            await self.abort(0)
+        while self.handles:
+            await self.close(0)
+
+    async def check(self, quotas: Mapping[str, int]) -> None:
+        """Nothing unknown is held, and no more of it than allowed."""
+        assert self.store.check_integrity() == []
+        stats = self.store.stats()
+        assert stats.used_bytes == sum(stats.namespaces.values()) <= stats.capacity_bytes
+        assert all(stats.namespaces.get(one, 0) <= quota for one, quota in quotas.items())
+        names = list(ALL_NAMES)
+        there = await self.store.exists(names)
+        assert stats.blobs == sum(there)
+        assert all(name in self.committed for name, one in zip(names, there, strict=True) if one)
+
+
+ALL_NAMES = [blob_name(number, namespace) for number in range(5) for namespace in "ab"]
+NAMES = st.sampled_from(ALL_NAMES)
+SIZES = st.one_of(st.integers(1, 20_000), st.sampled_from([1, 4096, 4097, 30_000, 200_000]))
+PAYLOADS = st.builds(payload_of, st.integers(0, 99), SIZES)
+WHICH = st.integers(0, 9)
+STEPS = st.one_of(
+    st.tuples(st.sampled_from(["put", "reserve"]), NAMES, PAYLOADS),
+    st.tuples(st.sampled_from(["open", "delete", "quarantine"]), NAMES),
+    st.tuples(st.sampled_from(["commit", "abort", "close"]), WHICH),
+)

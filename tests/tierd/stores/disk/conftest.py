@@ -1,0 +1,10 @@
+"""Where a test's disk store lies."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "disk"

@@ -1,0 +1,184 @@
+"""A disk that is full or fails: a typed error, nothing else lost, and all is well when it works."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+from disk_play import ROOM, payload_files, play, put_some, read_some
+from store_blobs import blob_name, get, info_of, payload_of, put
+
+from kvtier.errors import TierExhaustedError, TierUnavailableError
+from kvtier_tierd.stores.disk import index as disk_index
+from kvtier_tierd.stores.disk.store import DiskStore
+
+
+def failing(call: Callable[..., Any], number: int, times: int = 1 << 30) -> Callable[..., Any]:
+    """`call`, but for the first so many times the operating system says no."""
+    left = [times]
+
+    def fails(*arguments: Any, **keywords: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(number, os.strerror(number))
+        return call(*arguments, **keywords)
+
+    return fails
+
+
+def test_a_sector_that_cannot_be_read_costs_one_blob(directory, monkeypatch):
+    async def scenario(store: DiskStore) -> None:
+        await put_some(store)
+        with monkeypatch.context() as broken:
+            broken.setattr("builtins.open", failing(open, errno.EIO))
+            assert await store.open(blob_name(0)) is None
+        assert await read_some(store) == [1, 2, 3]
+        assert store.stats().quarantined == 1
+
+    play(directory, scenario)
+
+
+def test_no_more_open_files_is_not_the_fault_of_a_blob(directory, monkeypatch):
+    async def scenario(store: DiskStore) -> None:
+        await put_some(store)
+        with monkeypatch.context() as broken:
+            broken.setattr("builtins.open", failing(open, errno.EMFILE))
+            with pytest.raises(TierUnavailableError, match=str(directory)):
+                await store.open(blob_name(0))
+        assert await read_some(store) == [0, 1, 2, 3]
+
+    play(directory, scenario)
+
+
+def test_a_full_disk_evicts_and_tries_again(directory, monkeypatch):
+    async def scenario(store: DiskStore) -> None:
+        await put_some(store)
+        with monkeypatch.context() as full:
+            full.setattr(os, "write", failing(os.write, errno.ENOSPC, times=1))
+            await put(store, blob_name(4), payload_of(4))
+        assert await read_some(store, 5) == [1, 2, 3, 4]
+        assert store.stats().evictions == 1
+
+    play(directory, scenario)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB; only root may have one."""
+    disk = tmp_path / "small"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("only root may mount a small disk")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("free_blocks", [1, 3, 7])
+def test_an_index_that_a_full_disk_has_no_room_for_is_no_damage(small_disk, free_blocks):
+    """LMDB calls a write that ends early an I/O error."""
+    neighbour = small_disk / "neighbour"
+    info = info_of(payload_of(0))
+    rows = {blob_name(n): disk_index.Row(f"{n:032x}", info, n) for n in range(400)}
+    index = disk_index.DiskIndex(small_disk / "index", sync=False)
+    index.directory.mkdir()
+    assert index.open() == {}
+    with neighbour.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    os.truncate(neighbour, neighbour.stat().st_size - 4096 * free_blocks)
+    with pytest.raises(OSError, match="no room for the index") as caught:
+        index.write(rows)
+    assert caught.value.errno == errno.ENOSPC
+    neighbour.unlink()
+    index.write(rows)
+    assert index.rows() == rows
+    index.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_stays_full_is_no_room_and_leaves_the_rest(directory, monkeypatch, number):
+    async def scenario(store: DiskStore) -> None:
+        await put_some(store, 8)
+        with monkeypatch.context() as full:
+            full.setattr(os, "write", failing(os.write, number))
+            with pytest.raises(TierExhaustedError, match=f"{directory}: the disk is full"):
+                await put(store, blob_name(8), payload_of(8))
+        assert await read_some(store, 9) == [2, 3, 4, 5, 6, 7]
+        # The draft's room is back: the whole capacity can be filled.
+        await put(store, blob_name(9), payload_of(9, ROOM - 4 * 4096))
+
+    play(directory, scenario)
+
+
+@pytest.mark.parametrize(("call", "number"), [
+    ("open", errno.EROFS), ("open", errno.EACCES), ("write", errno.EIO), ("fdatasync", errno.EIO),
+])  # fmt: skip
+def test_a_disk_that_cannot_be_written_is_unavailable_until_it_can(
+    directory, monkeypatch, call, number
+):
+    async def scenario(store: DiskStore) -> None:
+        await put_some(store)
+        with monkeypatch.context() as broken:
+            broken.setattr(os, call, failing(getattr(os, call), number))
+            with pytest.raises(TierUnavailableError, match=str(directory)):
+                await put(store, blob_name(3), payload_of("new"))
+        assert await read_some(store) == [0, 1, 2, 3]
+        assert len(payload_files(directory)) == 4
+        await put(store, blob_name(3), payload_of("new"))
+        assert await get(store, blob_name(3)) == payload_of("new")
+        assert store.check_integrity() == []
+
+    async def run() -> None:
+        store = DiskStore(directory, ROOM)
+        await store.start()
+        await scenario(store)
+        await store.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [lmdb.DiskError, lmdb.PanicError, lmdb.CorruptedError])
+def test_an_index_that_cannot_be_written_loses_nothing(directory, monkeypatch, error):
+    async def scenario(store: DiskStore) -> None:
+        await put_some(store)
+        await store.delete(blob_name(0))
+        with monkeypatch.context() as broken:
+            broken.setattr(disk_index, "_encode", lambda row: raise_(error("no", errno.EIO)))
+            with pytest.raises(TierUnavailableError, match=str(directory)):
+                await put(store, blob_name(4), payload_of(4))
+            with pytest.raises(TierUnavailableError, match=str(directory)):
+                await put(store, blob_name(1), payload_of("new"))
+        assert await read_some(store, 5) == [1, 2, 3]
+        await put(store, blob_name(4), payload_of(4))
+
+    play(directory, scenario)
+    assert play(directory, read_some, ROOM) == [1, 2, 3]
+
+
+def raise_(error: Exception) -> None:
+    raise error
+
+
+def test_a_quarantine_that_does_not_reach_the_disk_says_so_and_holds(directory, monkeypatch):
+    async def scenario(store: DiskStore) -> None:
+        await put_some(store)
+        with monkeypatch.context() as broken:
+            broken.setattr(Path, "unlink", failing(Path.unlink, errno.EROFS))
+            with pytest.raises(TierUnavailableError, match=str(directory)):
+                await store.quarantine(blob_name(0))
+        assert await read_some(store) == [1, 2, 3]
+        assert store.stats().quarantined == 1
+
+    play(directory, scenario)
+    assert play(directory, read_some) == [1, 2, 3]

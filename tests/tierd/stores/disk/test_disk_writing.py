@@ -1,0 +1,159 @@
+"""How the disk store writes and reads: commits share writes, bytes on disk and in memory have
+limits, and whoever gives up waiting leaves everything in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+
+import pytest
+from disk_play import COST, ROOM, payload_files, play, put_some, read_some
+from store_blobs import SIZE, blob_name, get, held, info_of, payload_of, put, reserve
+
+from kvtier.errors import TierExhaustedError, UsageError
+from kvtier_tierd.limits.budget import Budget
+from kvtier_tierd.stores.base import BlobInfo, BlobName
+from kvtier_tierd.stores.disk import index as disk_index
+from kvtier_tierd.stores.disk.medium import DiskMedium
+from kvtier_tierd.stores.disk.store import DiskStore
+
+
+def test_commits_that_wait_for_each_other_share_a_write(directory, monkeypatch):
+    batches = []
+    write = DiskMedium.write
+
+    def counting(self, batch):
+        batches.append(len(batch.payloads))
+        return write(self, batch)
+
+    monkeypatch.setattr(DiskMedium, "write", counting)
+
+    async def scenario(store: DiskStore) -> None:
+        drafts = [await reserve(store, blob_name(n), payload_of(n)) for n in range(50)]
+        await asyncio.gather(*(store.commit(draft) for draft in drafts))
+        assert len(await read_some(store, 50)) == 50
+
+    play(directory, scenario)
+    assert sum(batches) == 50
+    assert len(batches) <= 4
+
+
+def test_a_writer_that_gives_up_waiting_leaves_everything_in_order(directory):
+    async def scenario(store: DiskStore) -> None:
+        draft = await reserve(store, blob_name(0), payload_of(0))
+        task = asyncio.create_task(store.commit(draft))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await put(store, blob_name(1), payload_of(1))
+        assert await read_some(store) == [0, 1]
+
+    play(directory, scenario)
+
+
+def test_it_never_holds_more_bytes_on_disk_than_it_may(directory, monkeypatch):
+    capacity, write = 20 * COST, DiskMedium.write
+
+    def weighed(self, batch):
+        failed = write(self, batch)
+        sizes = [path.stat().st_blocks * 512 for path in payload_files(directory)]
+        assert sum(sizes) + 4096 * len(sizes) <= capacity
+        return failed
+
+    monkeypatch.setattr(DiskMedium, "write", weighed)
+
+    async def scenario(store: DiskStore) -> None:
+        async def one(number: int) -> None:
+            chance = random.Random(number)
+            for _ in range(20):
+                name = blob_name(chance.randrange(15))
+                await put(store, name, payload_of(number, chance.randrange(1, 5 * SIZE)))
+                await get(store, name)
+
+        await asyncio.gather(one(1), one(2), one(3))
+        assert store.stats().evictions > 0
+
+    play(directory, scenario, capacity)
+
+
+def test_the_index_has_as_much_room_as_its_rows_need(directory, monkeypatch):
+    monkeypatch.setattr(disk_index, "FIRST_MAP_BYTES", 10 * 4096)
+
+    async def scenario(store: DiskStore) -> None:
+        for number in range(100):
+            name, layout = blob_name(number), payload_of(number, 3000)
+            draft = await store.reserve(name, info_of(payload_of(number), layout))
+            draft.buffer[:] = payload_of(number)
+            await store.commit(draft)
+
+    play(directory, scenario, 2 * ROOM)
+    assert play(directory, read_100, 2 * ROOM) == 100
+
+
+async def read_100(store: DiskStore) -> int:
+    return len(await held(store, *range(100)))
+
+
+def test_no_memory_for_a_draft_is_no_room(directory):
+    async def scenario(store: DiskStore) -> None:
+        await put_some(store)
+        with pytest.raises(TierExhaustedError, match="no memory"):
+            await store.reserve(blob_name(9), BlobInfo(1 << 62, b"", b"c" * 16))
+        assert await read_some(store) == [0, 1, 2, 3]
+
+    play(directory, scenario, 1 << 63)
+
+
+@pytest.mark.parametrize(("name", "info", "argument"), [
+    (BlobName("n" * 201, b"k" * 32), BlobInfo(1, b"", b"c" * 16), "namespace"),
+    (BlobName("\ud800", b"k" * 32), BlobInfo(1, b"", b"c" * 16), "namespace"),
+    (BlobName("n", b"k" * 31), BlobInfo(1, b"", b"c" * 16), "key"),
+    (BlobName("n", b"k" * 32), BlobInfo(1, b"l" * 4097, b"c" * 16), "layout"),
+    (BlobName("n", b"k" * 32), BlobInfo(1, b"", b"c" * 15), "checksum"),
+])  # fmt: skip
+def test_what_no_row_can_hold_is_refused_by_name(directory, name, info, argument):
+    async def scenario(store: DiskStore) -> None:
+        with pytest.raises(UsageError, match=f"^{argument}: expected"):
+            await store.reserve(name, info)
+
+    play(directory, scenario)
+
+
+def test_readers_that_go_before_the_payload_is_there_give_its_memory_back_when_it_is(tmp_path):
+    """And the next one reads it anew; a budget that is used up is said, and not a miss."""
+    payload, reading, go_on = payload_of(1), threading.Event(), threading.Event()
+
+    async def play() -> None:
+        budget = Budget(2 * len(payload))
+        store = DiskStore(tmp_path, ROOM, sync=False, budget=budget)
+        await store.start()
+        for number in (1, 2):
+            await put(store, blob_name(number), payload_of(number))
+        real = store._medium.read
+
+        def slow(row):
+            reading.set()
+            go_on.wait(20)
+            return real(row)
+
+        store._medium.read = slow
+        gone = [asyncio.create_task(store.open(blob_name(1))) for _ in range(3)]
+        await asyncio.to_thread(reading.wait, 20)
+        for task in gone:
+            task.cancel()
+        await asyncio.gather(*gone, return_exceptions=True)
+        assert budget.used_bytes == len(payload), "the thread still fills it"
+        with pytest.raises(TierExhaustedError, match="--transfer-memory"):
+            await store.open(blob_name(2))
+        go_on.set()
+        while budget.used_bytes:
+            await asyncio.sleep(0.001)
+        assert await get(store, blob_name(1)) == payload
+        assert budget.used_bytes == 0
+        assert store.check_integrity() == []
+        await store.close()
+
+    asyncio.run(play())

@@ -1,0 +1,229 @@
+"""The distributed store, on a real mooncake_master: what one service sees of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mooncake_master import MIB, MooncakeMaster
+from mooncake_peer import MooncakePeer
+from mooncake_play import (
+    options_of,
+    play,
+    prefixes,
+    puts,
+    until,
+)
+from store_blobs import SIZE, blob_name, content, get, held, info_of, payload_of, put, reserve
+from store_contract import StoreContract
+
+from kvtier.errors import TierExhaustedError
+from kvtier_tierd.stores.mooncake.link import MooncakeLink
+from kvtier_tierd.stores.mooncake.objects import trailer
+from kvtier_tierd.stores.mooncake.options import MooncakeOptions
+from kvtier_tierd.stores.mooncake.store import MooncakeStore
+
+pytestmark = pytest.mark.usefixtures("mooncake")
+
+# ---- what every store does
+
+
+@pytest.fixture(scope="module")
+def link(master) -> Iterator[MooncakeLink]:
+    """One client for all the stores of the contract: mounting a segment anew takes seconds."""
+    link = MooncakeLink(options_of(master, segment_bytes=64 * MIB))
+    asyncio.run(link.start())
+    yield link
+    asyncio.run(link.close())
+
+
+class TestMooncakeStoreContract(StoreContract):
+    @pytest.fixture(autouse=True)
+    def _connected(self, link):
+        self.link = link
+
+    def make_store(self, directory, capacity_bytes, quotas):
+        options = MooncakeOptions(
+            capacity_bytes=capacity_bytes, buffer_bytes=16 * MIB, prefix=next(prefixes)
+        )
+        return MooncakeStore(options, quotas, link=self.link)
+
+    # Pins are of a copy and bind no blob's room: see test_an_open_blob_is_a_copy_... below.
+    test_an_open_blob_is_not_evicted = None
+    test_a_blob_opened_twice_is_pinned_until_both_are_closed = None
+    test_a_hidden_blob_takes_room_until_its_last_reader_is_gone = None
+    test_what_is_being_read_or_written_leaves_no_room = None
+
+    def test_an_open_blob_is_a_copy_that_outlives_its_eviction(self):
+        async def scenario(store: MooncakeStore) -> None:
+            await put(store, blob_name(0), payload_of(0))
+            handle = await store.open(blob_name(0))
+            for number in range(1, 5):
+                await put(store, blob_name(number), payload_of(number))
+            assert await held(store, 0, 3, 4) == [3, 4]
+            assert content(handle) == payload_of(0)
+            handle.close()
+
+        self.run(scenario, blobs=2)
+
+
+# ---- room
+
+
+def test_the_master_evicts_when_everything_is_full_and_lookups_notice(master):
+    async def scenario(store: MooncakeStore) -> None:
+        for number in range(40):
+            await until(5, lambda number=number: puts(store, number))
+            assert await get(store, blob_name(number)) in (None, payload_of(number, MIB))
+        there = await held(store, *range(40))
+        assert 0 < len(there) < 20
+        assert store.stats().blobs == len(there)
+
+    with MooncakeMaster("--default_kv_lease_ttl=100") as alone:
+        play(options_of(alone, capacity_bytes=256 * MIB), scenario)
+
+
+def test_what_is_larger_than_the_staging_memory_is_refused(master):
+    async def scenario(store: MooncakeStore) -> None:
+        with pytest.raises(TierExhaustedError, match="--mooncake-buffer"):
+            await reserve(store, blob_name(1), payload_of(1, 2 * MIB))
+        await put(store, blob_name(1), payload_of(1))
+
+    play(options_of(master, buffer_bytes=MIB), scenario)
+
+
+def test_a_blob_that_no_segment_holds_is_no_room_and_gives_its_room_back(master):
+    async def scenario(store: MooncakeStore) -> None:
+        with pytest.raises(TierExhaustedError, match="no room"):
+            await put(store, blob_name(1), payload_of(1, 20 * MIB))
+        assert store.stats().used_bytes == 0
+        await put(store, blob_name(2), payload_of(2))
+
+    with MooncakeMaster() as alone:
+        play(options_of(alone, capacity_bytes=64 * MIB), scenario)
+
+
+def test_a_segment_larger_than_the_memory_is_no_room(master):
+    async def run() -> None:
+        store = MooncakeStore(options_of(master, segment_bytes=1 << 50))
+        with pytest.raises(TierExhaustedError, match="--mooncake-segment"):
+            await store.start()
+        await store.close()
+
+    asyncio.run(run())
+
+
+# ---- what else may be
+
+
+def test_asking_for_nothing_is_no_question(master):
+    async def scenario(store: MooncakeStore) -> None:
+        assert await store.exists([]) == []
+
+    play(options_of(master), scenario)
+
+
+def test_an_object_that_is_no_blob_is_a_miss(master):
+    async def scenario(store: MooncakeStore) -> None:
+        for number, junk in enumerate((b"x", b"x" * 100, trailer(info_of(b"12")))):
+            store.arena.memory[: len(junk)] = junk
+            key = store._key(blob_name(number))
+            assert await store._link.call("upsert_from", key, store._base, len(junk)) == 0
+            assert await store.open(blob_name(number)) is None
+
+    play(options_of(master), scenario)
+
+
+def test_two_services_that_put_the_same_blob_at_a_time_both_succeed(master):
+    options = options_of(master, segment_bytes=128 * MIB)
+
+    async def scenario(store: MooncakeStore) -> None:
+        with MooncakePeer(options) as peer:
+            for number in range(12):
+                payload = payload_of(number, 4 * MIB)
+                draft = await reserve(store, blob_name(number), payload)
+                asked = asyncio.create_task(
+                    asyncio.to_thread(peer.ask, "put", number, num_bytes=4 * MIB)
+                )
+                # Until the peer has made its payload, so that the two meet.
+                await asyncio.sleep(0.002 * number)
+                await store.commit(draft)
+                assert await asked is True
+                assert await get(store, blob_name(number)) == payload
+
+    play(options, scenario)
+
+
+def test_memory_under_a_call_that_was_given_up_is_not_used_again_before_it_ends(link):
+    async def run() -> None:
+        options = MooncakeOptions(buffer_bytes=4 * MIB, prefix=next(prefixes))
+        store = MooncakeStore(options, link=link)
+        await store.start()
+        await put(store, blob_name(1), payload_of(1))
+        go, client = threading.Event(), link._client
+        link._client = Slow(client, go)
+        reading = asyncio.create_task(store.open(blob_name(1)))
+        while "get_into" not in link._client.called:
+            await asyncio.sleep(0.01)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert len(store.arena._held) == 1
+        go.set()
+        link._client = client
+        assert await until(5, lambda: all_free(store)) < 5
+        assert await get(store, blob_name(1)) == payload_of(1)
+        await store.close()
+
+    asyncio.run(run())
+
+
+class Slow:
+    """A client whose get_into waits for `go`."""
+
+    def __init__(self, client: Any, go: threading.Event) -> None:
+        self.client, self.go = client, go
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def get_into(self, *arguments: Any) -> Any:
+        self.called.append("get_into")
+        self.go.wait()
+        return self.client.get_into(*arguments)
+
+
+async def all_free(store: MooncakeStore) -> bool:
+    return not store.arena._held
+
+
+def test_the_service_still_gets_its_signals(master):
+    async def scenario(store: MooncakeStore) -> None:
+        asked = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(asked.wait(), 5)
+
+    play(options_of(master), scenario)
+
+
+def test_staging_memory_can_be_a_file_that_clients_map(link, tmp_path: Path):
+    async def run() -> None:
+        options = MooncakeOptions(buffer_bytes=4 * MIB, prefix=next(prefixes))
+        store = MooncakeStore(options, directory=tmp_path, link=link)
+        await store.start()
+        await put(store, blob_name(1), payload_of(1))
+        handle = await store.open(blob_name(1))
+        begin = handle.offset
+        assert store.arena.path.read_bytes()[begin : begin + SIZE] == payload_of(1)
+        handle.close()
+        await store.close()
+
+    asyncio.run(run())

@@ -1,0 +1,112 @@
+"""Every store of the registry does what any store must do, and is told what it is by its flags."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import test_disk_contract
+import test_memory_store
+import test_mooncake_store
+from store_contract import StoreContract
+
+from kvtier.errors import UsageError
+from kvtier_tierd.cli import parse
+from kvtier_tierd.limits.budget import Budget
+from kvtier_tierd.stores.base import BlobStore, StoreResources
+from kvtier_tierd.stores.options import DIRECTORY, SIZE
+from kvtier_tierd.stores.registry import STORES, make_store, parse_store, store_flags
+
+# Held to the contract in files of their own, made with more than their flags say: nothing may be
+# evicted ahead of time, no test shall wait for a disk, and Mooncake wants a master.
+CONTRACTS = {
+    "memory": test_memory_store.TestMemoryStoreContract,
+    "disk": test_disk_contract.TestDiskStoreContract,
+    "memory+disk": test_memory_store.TestLayeredStoreContractWhileNothingGetsToDisk,
+    "mooncake": test_mooncake_store.TestMooncakeStoreContract,
+}
+
+
+def typed_flags(**typed: str) -> dict[str, str | None]:
+    """What the command line hands over where only these are typed."""
+    flags = {name: flag.default for name, flag in store_flags().items()}
+    return flags | {f"--{name.replace('_', '-')}": text for name, text in typed.items()}
+
+
+def registered(
+    kind: str, directory: Path, capacity_bytes: int, quotas: Mapping[str, int] | None
+) -> BlobStore:
+    """A store as its flags make it: every size is the capacity, every directory a new one."""
+    typed = typed_flags()
+    for flag in STORES[kind].options_type.flags().values():
+        if flag.type is SIZE:
+            typed[flag.name] = str(capacity_bytes)
+        elif flag.type is DIRECTORY:
+            typed[flag.name] = str(directory / flag.name)
+    resources = StoreResources(quotas or {}, None, Budget(sys.maxsize))
+    return make_store(parse_store(kind, typed), resources)
+
+
+def contract_of(kind: str) -> type[StoreContract]:
+    class Contract(StoreContract):
+        @staticmethod
+        def make_store(directory, capacity_bytes, quotas):
+            return registered(kind, directory, capacity_bytes, quotas)
+
+    Contract.__name__ = Contract.__qualname__ = f"TestContractOf_{kind}"
+    return Contract
+
+
+# A store that has no file of tests is held to the contract here.
+globals().update(
+    {one.__name__: one for one in (contract_of(kind) for kind in STORES if kind not in CONTRACTS)}
+)
+
+
+@pytest.mark.parametrize("kind", sorted(CONTRACTS))
+def test_what_has_tests_of_its_own_is_held_to_the_contract_there(kind, tmp_path):
+    assert kind in STORES
+    assert issubclass(CONTRACTS[kind], StoreContract)
+    if kind != "mooncake":
+        assert CONTRACTS[kind].make_store(tmp_path, 1 << 20, None).kind == kind
+
+
+@pytest.mark.parametrize("kind", sorted(STORES))
+def test_without_flags_a_store_has_its_own_defaults(kind):
+    assert parse_store(kind, typed_flags()) == STORES[kind].options_type()
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk", "memory+disk"])
+def test_a_store_is_made_of_its_flags(kind, tmp_path):
+    store = registered(kind, tmp_path, 1 << 20, {"a": 5})
+    assert type(store) is STORES[kind]
+    assert store.kind == store.stats().kind == kind
+    assert store.stats().capacity_bytes == 1 << 20
+
+
+def test_memory_and_disk_are_told_what_both_are_told(tmp_path):
+    flags = [f"--disk-path={tmp_path}", "--disk=2m", "--memory=1m", "--shared-memory=off"]
+    options = parse(["--store=memory+disk", *flags]).store
+    assert (options.memory_bytes, options.disk_bytes) == (1 << 20, 2 << 20)
+    assert options.disk_path == tmp_path
+
+
+def test_a_value_that_makes_no_sense_is_refused_whichever_store_is_asked_for():
+    for flag, value in (
+        ("--memory", "0"),
+        ("--disk", "all"),
+        ("--mooncake-master", "nowhere"),
+        ("--mooncake-segment", "1"),
+        ("--mooncake-replicas", "few"),
+        ("--mooncake-replicas", "0"),
+    ):
+        with pytest.raises(UsageError) as refused:
+            parse(["--shared-memory=off", f"{flag}={value}"])
+        assert refused.value.argument == flag
+
+
+def test_an_unknown_store_is_refused_with_the_names_of_those_there_are():
+    with pytest.raises(UsageError, match="memory, disk, memory\\+disk, mooncake"):
+        parse(["--shared-memory=off", "--store=tape"])
