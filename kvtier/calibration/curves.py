@@ -18,7 +18,7 @@ Everything here is pure and deterministic; nothing needs torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,8 +43,7 @@ _LN2 = math.log(2.0)
 _MIN_NLL_SPREAD = 1e-6  # nats; closer NLLs are one NLL
 _RIDGE = 1e-6  # in squared quality, one unit away from where the ridge stands
 _FLAT = np.array([0.0, 0.0, 0.0])  # ln m at both ends and ln p of the curve taken when in doubt
-_GRID, _SHRINK, _PRECISION = 9, 0.6, 1e-5
-_STARTS, _REACHES = 4, (0.5, 0.2)  # reach: share of the box around where the search stands
+_GRID, _STARTS = 7, 4  # points of the grid along each edge of the box; searches from the best
 
 
 @dataclass(frozen=True)
@@ -190,8 +189,8 @@ def weighted_rmse(
     curve: Curve, measurements: Sequence[Measurement], underestimate_weight: float
 ) -> float:
     """What `fit_curve` makes small, as the root of its mean: in quality."""
-    squares = _weighted_squares(_residuals(curve, measurements), underestimate_weight)
-    return float(np.sqrt(np.mean(squares)))
+    weighted = _weighted(_residuals(curve, measurements), underestimate_weight)
+    return float(np.sqrt(np.mean(weighted**2)))
 
 
 def held_out_rmse(
@@ -233,52 +232,46 @@ def _residuals(curve: Curve, measurements: Sequence[Measurement]) -> Floats:
     return quality_at(retention, half, np.float64(curve.power)) - measured
 
 
-def _weighted_squares(error: Floats, weight: float) -> Floats:
-    """Squared errors (predicted minus measured), those that predict too much times `weight`."""
-    return np.asarray(np.where(error > 0, weight, 1.0) * error**2)
+def _weighted(error: Floats, weight: float) -> Floats:
+    """Errors (predicted minus measured); squares of those that predict too much weigh `weight`."""
+    return np.asarray(np.where(error > 0, math.sqrt(weight), 1.0) * error)
 
 
 def _solve(measurements: Sequence[Measurement], weight: float) -> Curve:
-    """The fit in terms of ln m at the two ends of the NLL range, and of ln p: a box."""
+    """The fit in terms of ln m at the two ends of the NLL range, and of ln p: a box.
+
+    The box is looked through on a coarse grid, and SciPy's trust-region search goes on from the
+    best of its points: steep curves make narrow valleys, and one start may end in the wrong one.
+    """
+    from scipy.optimize import least_squares
+
     nll, retention, measured = _columns(measurements)
     low, high = float(nll.min()), float(nll.max())
     spread = high - low if high - low >= _MIN_NLL_SPREAD else 0.0
     position = (nll - low) / spread if spread else np.zeros_like(nll)
+    scale = math.sqrt(1.0 / len(measurements)), math.sqrt(_RIDGE / len(_FLAT))
 
-    def loss(points: Floats) -> Floats:
-        ends = np.exp(points[:, :2])
-        half = ends[:, :1] * (1.0 - position) + ends[:, 1:] * position
-        error = quality_at(retention, half, np.exp(points[:, 2:])) - measured
-        distance = np.mean((points - _FLAT) ** 2, axis=1)
-        return np.asarray(_weighted_squares(error, weight).mean(axis=1) + _RIDGE * distance)
+    def residuals(point: Floats) -> Floats:
+        """Of the measurements and of the ridge; their squares sum to the loss."""
+        at_low, at_high, power = np.exp(point)
+        half = at_low * (1.0 - position) + at_high * position
+        error = quality_at(retention, half, power) - measured
+        return np.concatenate([scale[0] * _weighted(error, weight), scale[1] * (point - _FLAT)])
 
-    at_low, at_high, power = np.exp(_least(loss, one_nll=not spread))
-    alpha = float(at_high - at_low) / spread if spread else 0.0
+    box = np.log(np.array([HALF_LIMITS, HALF_LIMITS, POWER_LIMITS])).T
+    starts = sorted(_grid(*box), key=lambda point: float(np.sum(residuals(point) ** 2)))
+    ends = [
+        least_squares(residuals, start, bounds=box, x_scale="jac") for start in starts[:_STARTS]
+    ]
+    at_low, at_high, power = np.exp(min(ends, key=lambda end: float(end.cost)).x)
+    if not spread:
+        return Curve(0.0, float(at_low), float(power), low, high)
+    alpha = float(at_high - at_low) / spread
     return Curve(alpha, float(at_low) - alpha * low, float(power), low, high)
 
 
-def _least(loss: Callable[[Floats], Floats], *, one_nll: bool) -> Floats:
-    """The point of the box (ln m at the low end, at the high end, ln p) with the least loss.
-
-    loss: [candidates, 3] -> [candidates]. A grid that closes in on its best point needs neither
-    derivatives nor a starting point; it closes in slowly, from several points, and looks around
-    again from where it ended, because the coordinates lean on each other.
-    """
-    lowest, highest = np.log(np.array([HALF_LIMITS, HALF_LIMITS, POWER_LIMITS])).T
-    steps = np.linspace(-1.0, 1.0, _GRID)
-    if one_nll:
-        m, p = (axis.ravel() for axis in np.meshgrid(steps, steps, indexing="ij"))
-        offsets = np.stack([m, m, p], axis=1)
-    else:
-        offsets = np.stack(np.meshgrid(steps, steps, steps, indexing="ij"), axis=-1).reshape(-1, 3)
-    offsets *= (highest - lowest) / 2
-    everywhere = (lowest + highest) / 2 + offsets
-    ends = []
-    for best in everywhere[np.argsort(loss(everywhere), kind="stable")[:_STARTS]]:
-        for reach in _REACHES:
-            while reach > _PRECISION:
-                candidates = np.clip(best + reach * offsets, lowest, highest)
-                best = candidates[np.argmin(loss(candidates))]
-                reach *= _SHRINK
-        ends.append(best)
-    return np.asarray(ends[int(np.argmin(loss(np.stack(ends))))])
+def _grid(lowest: Floats, highest: Floats) -> Floats:
+    """Points inside a box, evenly spread, [points, 3]."""
+    steps = (np.arange(_GRID) + 0.5) / _GRID
+    shares = np.stack(np.meshgrid(*[steps] * len(lowest), indexing="ij"), axis=-1)
+    return np.asarray(lowest + (highest - lowest) * shares.reshape(-1, len(lowest)))
