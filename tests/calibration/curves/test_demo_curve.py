@@ -33,7 +33,7 @@ def test_dense_contexts_keep_clearly_more_than_filler():
     filler, dense = (curve.retention(0.95, nll) for nll in (1.73, 3.82))
     assert filler < 0.2
     assert dense > 0.5
-    assert curve.held_out_rmse <= 0.05
+    assert curve.held_out_rmse <= 0.06
 
 
 @pytest.mark.slow
