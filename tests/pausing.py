@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -17,7 +18,7 @@ def pause(pid: int) -> None:
     """
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + PATIENCE_S
-    while not all(state == "T" for state in _thread_states(pid)):
+    while set(_thread_states(pid)) != {"T"}:
         assert time.monotonic() < deadline, f"process {pid} did not stop"
         time.sleep(0.001)
 
@@ -28,6 +29,10 @@ def resume(pid: int) -> None:
 
 def _thread_states(pid: int) -> list[str]:
     """One letter for each thread, as in proc_pid_stat(5): "T" is stopped."""
-    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    stats = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        # A thread may end meanwhile.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            stats.append((task / "stat").read_text())
     # The second field is the program's name in parentheses, and may have any of them inside.
     return [stat.rpartition(")")[2].split()[0] for stat in stats]

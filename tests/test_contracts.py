@@ -23,8 +23,8 @@ CODE = (
     *("kvtier", "kernels", "services", "sglang_patches"),
     *("benchmarks", "docs", "examples", "models", "tests"),
 )
-# Generated; and others' code, where a developer has it.
-NOT_OURS = ("kvtier/v1", "benchmarks/peers/kernels")
+# Generated; and the code of others, where a developer has it.
+NOT_OURS = ("kvtier/v1", "benchmarks/peers/kernels", "benchmarks/peers/.venv")
 
 
 @pytest.fixture

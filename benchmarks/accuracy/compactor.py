@@ -75,7 +75,7 @@ def settings(options: Options) -> dict[str, Any]:
         **context_settings(options),
         "draws": options.draws,
         "kept_shares": options.shares,
-        "kvtier": load_settings().model_dump(mode="json"),
+        "kvtier": load_settings().model_dump(mode="json", exclude={"data_dir"}),
     }
 
 

@@ -1,9 +1,9 @@
-"""What choosing costs: the time of a turn with and without Compactor, in the real engine.
+"""What choosing costs: the time of a turn with and without choosing, in the real engine.
 
     python -m benchmarks.accuracy.selection
 
 The same contexts are prefilled by one engine per setting: every CA entry kept (the baseline), half
-of them by Compactor's scores, and the share that a quality target asks for. The engines take turns,
+of them by the scorer, and the share that a quality target asks for. The engines take turns,
 context by context and in another order every time, so that whatever else the machine does meets
 all of them; a second engine that keeps everything says how far two that do the same are apart. A
 turn's time ends when its entries are chosen and their slots are free again.

@@ -60,7 +60,7 @@ def run_all(
         command=command,
         environment=describe_environment(options.workload.seed),
         model=describe_model(model, plans),
-        settings=options.settings.model_dump(mode="json"),
+        settings=options.settings.model_dump(mode="json", exclude={"data_dir"}),
         workload=plans[0].plan.workload,
         runs=runs,
         failures=tuple(outcome for outcome in outcomes if isinstance(outcome, RunFailure)),

@@ -110,7 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--quality", help="quality target: each context keeps what its curve allows, such as 0.95")
     add("--curve", help="curve file for --quality (curve.json of the model, or the store's)")
     add("--retention", help="share of each context that CA heads keep instead, such as 0.5")
-    add("--scorer", help="which tokens CA heads keep: compactor, distinct-keys, keydiff, …")
+    add("--scorer", help="which tokens CA heads keep: distinct-keys, compactor, keydiff, …")
     add("--tier", metavar="ADDRESS", help="KV tier, or `local` to start one for the run")
     add("--refresh", help=f"{', '.join(REFRESHES)} or every how many generated tokens: choose "
         "again what is kept, from the tier")  # fmt: skip

@@ -35,8 +35,7 @@ PLATFORM = "KVTIER_FORCE_CPU"
 
 
 class Zygote:
-    """The zygote of this process, started when it is first needed. environment: what it imports
-    under."""
+    """A process that imports SGLang under `environment`, started when it is first needed."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -132,6 +131,12 @@ def wait(child: int, timeout_s: float) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
+def save_coverage() -> None:
+    """Where it is measured, before a process ends that saves nothing at its end."""
+    if "coverage" in sys.modules and (measured := sys.modules["coverage"].Coverage.current()):
+        measured.save()
+
+
 def run_script(job: dict[str, Any]) -> None:
     """In the forked process: become the script. Does not return."""
     code = 1
@@ -156,6 +161,7 @@ def run_script(job: dict[str, Any]) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        save_coverage()
         os._exit(code)
 
 

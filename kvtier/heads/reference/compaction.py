@@ -19,7 +19,7 @@ from kvtier.heads.reference.attention import Block
 from kvtier.heads.reference.session import CHUNK_TOKENS, DEFAULT_RULE, ReferenceSession
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.scorers import Chunk, Span, TokenScorer, select
-from kvtier.retention.scorers.compactor import Compactor
+from kvtier.retention.scorers.distinct_keys import DistinctKeys
 from kvtier_kernels.scores import Rotation
 
 NLL_STRIDE = 4
@@ -45,7 +45,7 @@ class ScoredSession(ReferenceSession):
         nll_stride: int = NLL_STRIDE,
     ) -> None:
         super().__init__(model, profile, rule, chunk_tokens)
-        self.scorer = scorer or Compactor()
+        self.scorer = scorer or DistinctKeys()
         self.nll_stride = nll_stride
         self.state: list[list[Tensor]] = [[] for _ in range(profile.shape.num_layers)]
         self.nll: list[Tensor] = []

@@ -5,7 +5,7 @@ new turn begins, its exact KV comes back from the tier while the request waits, 
 that ends the new prompt every layer derives its entries anew, from the exact KV and the queries it
 has just computed, right before it attends:
 
-    tree      | sink | kept by Compactor     | recent |        shared, never touched
+    tree      | sink | kept by its scorer    | recent |        shared, never touched
     request   | sink | kept for this turn    | recent | new    entries of its own, freed at its end
 
 The request's entries stand in slots of its own, as many as the tree's; its row points there. So no
