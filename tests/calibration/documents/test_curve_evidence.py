@@ -185,6 +185,9 @@ def test_documents_of_the_first_version_are_read_and_written_as_they_were():
     old = curve_document()
     assert "evidence" not in json.loads(old.to_json())
     assert parse_document(old.key, old.to_json()) == old
+
+
+def test_the_demo_models_curve_carries_what_it_was_fitted_to():
     demo = load_curve(DEMO_CURVE)
-    assert demo.evidence is None
+    assert demo.evidence is not None
     assert json.loads(demo.to_json()) == json.loads(DEMO_CURVE.read_text())
