@@ -243,20 +243,23 @@ def _solve(measurements: Sequence[Measurement], weight: float) -> Curve:
     The box is looked through on a coarse grid, and SciPy's trust-region search goes on from the
     best of its points: steep curves make narrow valleys, and one start may end in the wrong one.
     """
+    # A server reads curves and fits none: it need not wait for this import.
     from scipy.optimize import least_squares
 
     nll, retention, measured = _columns(measurements)
     low, high = float(nll.min()), float(nll.max())
     spread = high - low if high - low >= _MIN_NLL_SPREAD else 0.0
     position = (nll - low) / spread if spread else np.zeros_like(nll)
-    scale = math.sqrt(1.0 / len(measurements)), math.sqrt(_RIDGE / len(_FLAT))
+    of_measurement = math.sqrt(1.0 / len(measurements))
+    of_ridge = math.sqrt(_RIDGE / len(_FLAT))
 
     def residuals(point: Floats) -> Floats:
         """Of the measurements and of the ridge; their squares sum to the loss."""
         at_low, at_high, power = np.exp(point)
         half = at_low * (1.0 - position) + at_high * position
         error = quality_at(retention, half, power) - measured
-        return np.concatenate([scale[0] * _weighted(error, weight), scale[1] * (point - _FLAT)])
+        ridge = of_ridge * (point - _FLAT)
+        return np.concatenate([of_measurement * _weighted(error, weight), ridge])
 
     box = np.log(np.array([HALF_LIMITS, HALF_LIMITS, POWER_LIMITS])).T
     starts = sorted(_grid(*box), key=lambda point: float(np.sum(residuals(point) ** 2)))

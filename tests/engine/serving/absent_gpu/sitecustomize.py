@@ -162,5 +162,8 @@ sys.meta_path[:0] = [
 ]
 import fork_instead_of_spawn  # noqa: E402, F401
 
+if "COVERAGE_PROCESS_START" in os.environ:
+    import periodic_coverage  # noqa: F401
+
 # It asks the driver as soon as it is imported.
 sys.modules["deep_gemm"] = None
