@@ -1,6 +1,9 @@
 """What every test and every process it starts finds in its environment."""
 
 import os
+import shutil
+import sys
+import tempfile
 from pathlib import Path
 
 # Tests run side by side, and CPU kernels with more threads than cores are far slower.
@@ -37,9 +40,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(EndsAtOnce())
 
 
-# Processes that tests start: see tests/forking.
+# Processes that tests start: see tests/forking. The first process of the tests is asked first.
 FORKING = str(Path(__file__).parent / "forking")
 if FORKING not in os.environ.get("PYTHONPATH", ""):
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [FORKING, os.environ.get("PYTHONPATH")])
     )
+if sys.platform == "linux" and "TESTS_PROCESS" not in os.environ:
+    os.environ["TESTS_PROCESS"] = str(os.getpid())
+    os.environ["TESTS_FORK_SERVERS"] = tempfile.mkdtemp(prefix="kvtier-tests-")
+
+
+def pytest_unconfigure() -> None:
+    if os.environ.get("TESTS_PROCESS") == str(os.getpid()):
+        shutil.rmtree(os.environ["TESTS_FORK_SERVERS"], ignore_errors=True)

@@ -1,37 +1,40 @@
-"""Starting engine processes from tests: isolated, one at a time, killed with their children."""
+"""Starting engine processes from tests: isolated, and killed with their children; forked from one
+that has SGLang imported (tests/forking)."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
-
-from engine_zygote import Zygotes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO_MODEL = REPOSITORY / "models" / "kvtier-demo"
 RUNNER = Path(__file__).with_name("engine_runner.py")
-
+TIMEOUT_S = 900
 
 # An engine runs as a user would start it, whatever the tests' own processes want; and what one test
 # leaves in the environment later reaches no engine of another.
 CLEAN_ENVIRONMENT = {
     k: v for k, v in os.environ.items() if not k.startswith("KVTIER_") and k != "TRITON_INTERPRET"
 }
-zygotes = Zygotes()
 
 
 def run_script(
     script: Path, folder: Path, plan: dict[str, Any], env: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """Run `script plan.json out.json` in a fresh process and return what it wrote."""
+    """Run `script plan.json out.json` in a process of its own and return what it wrote."""
     plan_path, out_path = folder / "plan.json", folder / "out.json"
     plan_path.write_text(json.dumps(plan))
     environment = {**CLEAN_ENVIRONMENT, "KVTIER_DATA_DIR": str(folder), **(env or {})}
     log = folder / "script.log"
-    zygote = zygotes.of(environment)
-    code = zygote.run(script, [str(plan_path), str(out_path)], environment, log)
+    command = [sys.executable, str(script), str(plan_path), str(out_path)]
+    with log.open("wb") as stream:
+        code = subprocess.run(
+            command, env=environment, stdout=stream, stderr=stream, timeout=TIMEOUT_S, check=False
+        ).returncode
     assert code == 0, log.read_text(errors="replace")[-4000:]
     return json.loads(out_path.read_text())
 

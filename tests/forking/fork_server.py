@@ -1,0 +1,177 @@
+"""A process that has SGLang imported, and forks those that need it: see forked_commands.py.
+
+`python fork_server.py ADDRESS` listens on a Unix socket. A connection brings one job: a line of
+JSON with the arguments of the Python that asks, and the files that it was given; then bytes, each a
+signal for the fork. The answer is its exit code. When the connection ends, so does the fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+LOOK_S = 5.0
+MOST_FILES = 64
+
+
+def serve(address: str) -> None:
+    """Import what engines need, then fork a process per job until the tests have ended."""
+    preload()
+    tests = int(os.environ["TESTS_PROCESS"])
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    listener.setblocking(False)
+    woken, wakes = socket.socketpair()
+    wakes.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes.fileno())
+    asked_by: dict[int, socket.socket] = {}
+    while runs(tests):
+        readable, _, _ = select.select([listener, woken], [], [], LOOK_S)
+        if woken in readable:
+            woken.recv(4096)
+        if listener in readable:
+            connection, _ = listener.accept()
+            if (child := fork(connection)) is not None:
+                asked_by[child] = connection
+        end_of_some(asked_by)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(address)
+
+
+def preload() -> None:
+    import setproctitle
+    import sglang
+    import sglang.srt.managers.detokenizer_manager
+    import sglang.srt.managers.scheduler  # noqa: F401
+
+    # Processes are found by their titles. It looks where they are once, and a fork's environment
+    # is not where it looks.
+    setproctitle.getproctitle()
+
+    import kvtier_sglang.plugin  # noqa: F401
+
+
+def runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def fork(connection: socket.socket) -> int | None:
+    """The process that does a connection's job; None if nothing came."""
+    connection.settimeout(10)
+    try:
+        text, files, _, _ = socket.recv_fds(connection, 1 << 20, MOST_FILES)
+        while text and not text.endswith(b"\n"):
+            text += connection.recv(1 << 20)
+    except OSError:
+        return None
+    if not text:
+        return None
+    connection.settimeout(None)
+    child = os.fork()
+    if child == 0:
+        become(json.loads(text), files, connection)
+    for file in files:
+        os.close(file)
+    return child
+
+
+def end_of_some(asked_by: dict[int, socket.socket]) -> None:
+    """Tell whoever asked for a process that has ended; its group goes with it."""
+    while asked_by:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if not child:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        if (connection := asked_by.pop(child, None)) is not None:
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+
+
+def become(job: dict[str, Any], files: list[int], connection: socket.socket) -> None:
+    """In the forked process: do the job. Does not return."""
+    code = 1
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        own = socket.socket(fileno=take_files(job["files"], files, connection))
+        threading.Thread(target=obey, args=(own,), name="obey", daemon=True).start()
+        os.environ.clear()
+        os.environ.update(job["environment"])
+        os.chdir(job["folder"])
+        random.seed()
+        run(job["arguments"])
+        code = 0
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        if isinstance(left.code, str):
+            print(left.code, file=sys.stderr)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        save_coverage()
+        os._exit(code)
+
+
+def take_files(numbers: list[int], files: list[int], connection: socket.socket) -> int:
+    """Give the files the numbers that they had. Returns where the connection is now, out of the
+    way."""
+    above = 1 + max([*numbers, *files, connection.fileno()])
+    told = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, above)
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above) for file in files]
+    for file in (*files, connection.fileno()):
+        os.close(file)
+    for number, file in zip(numbers, moved, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    return told
+
+
+def obey(connection: socket.socket) -> None:
+    """Signals as they come; the end of it all when nobody waits any more."""
+    while told := connection.recv(1):
+        os.kill(os.getpid(), told[0])
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def run(arguments: list[str]) -> None:
+    """As Python does with these arguments: `-m module …` or `script …`."""
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(arguments)
+        sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def save_coverage() -> None:
+    """Where it is measured, before a process ends that saves nothing at its end."""
+    if "coverage" in sys.modules and (measured := sys.modules["coverage"].Coverage.current()):
+        measured.save()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

@@ -1,0 +1,119 @@
+"""Commands that import SGLang are forked from a process that has it imported.
+
+    test ── python -m kvtier serve … ── asks ──> fork server (imports SGLang once)
+                  │  waits, hands signals on           └─ fork: the command itself
+                  └─ ends as that does                       └─ fork: scheduler, detokenizer
+
+Importing SGLang takes ten seconds of CPU, which is most of what an engine costs a test. Here a
+command that Python was started for (COMMANDS) becomes the one who waits; a fork does its work with
+its arguments, environment, working directory and open files. What it starts is a fork's, too. A
+kill of the one who waits ends all of it.
+
+There is one fork server for each environment that decides what is imported (Triton, PYTHONPATH,
+SGLang's own variables), started when it is first needed, and ended when the tests have ended.
+TESTS_FORK_SERVERS says where they listen; without it, or with TESTS_SPAWN, commands start as usual.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+COMMANDS = re.compile(
+    r"-m kvtier serve|-m kvtier\.bench\.worker|-m benchmarks\.[a-z_.]+(engine|worker)|"
+    r"/\S*/tests/engine/[a-z_]+\.py"
+)
+FOLDER = "TESTS_FORK_SERVERS"
+SERVER = Path(__file__).with_name("fork_server.py")
+START_S = 120.0
+# They decide nothing about what is imported; but for one of ours, which chooses SGLang's platform.
+HARMLESS = ("KVTIER_", "PYTEST_")
+PLATFORM = "KVTIER_FORCE_CPU"
+HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def take_over() -> None:
+    """Let a fork do what this process was started for, if it is one of COMMANDS."""
+    if not COMMANDS.match(" ".join(sys.orig_argv[1:])):
+        return
+    with connected(Path(os.environ[FOLDER]), dict(os.environ)) as connection:
+        files = [number for number in open_files() if number != connection.fileno()]
+        job = {
+            "arguments": sys.orig_argv[1:],
+            "environment": dict(os.environ),
+            "folder": os.getcwd(),
+            "files": files,
+        }
+        send_job(connection, job)
+        for number in HANDED_ON:
+            signal.signal(number, lambda number, _: connection.send(bytes([number])))
+        end_like(int(connection.makefile().readline()))
+
+
+def imports_by(environment: dict[str, str]) -> dict[str, str]:
+    """Variables that may decide what is imported, or how."""
+    return {k: v for k, v in environment.items() if k == PLATFORM or not k.startswith(HARMLESS)}
+
+
+def connected(folder: Path, environment: dict[str, str]) -> socket.socket:
+    """A connection to the fork server for such an environment, which is started if there is none."""
+    decides = imports_by(environment)
+    name = hashlib.sha256(json.dumps(sorted(decides.items())).encode()).hexdigest()[:16]
+    address = str(folder / name)
+    connection = socket.socket(socket.AF_UNIX)
+    with open(f"{address}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if connection.connect_ex(address) == 0:
+            return connection
+        with open(f"{address}.log", "w") as log:
+            subprocess.Popen(
+                [sys.executable, str(SERVER), address],
+                env=decides,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        until = time.monotonic() + START_S
+        while connection.connect_ex(address) != 0:
+            assert time.monotonic() < until, Path(f"{address}.log").read_text()[-4000:]
+            time.sleep(0.1)
+    return connection
+
+
+def open_files() -> list[int]:
+    """File descriptors that this process was given."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.get_inheritable(int(name)):
+                found.append(int(name))
+        except OSError:
+            continue
+    return found
+
+
+def send_job(connection: socket.socket, job: dict[str, Any]) -> None:
+    """One line of JSON, and the files that it names."""
+    text = json.dumps(job).encode() + b"\n"
+    sent = socket.send_fds(connection, [text], job["files"])
+    connection.sendall(text[sent:])
+
+
+def end_like(code: int) -> None:
+    """End this process as the one that it waited for. code: negative for a signal."""
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
