@@ -34,6 +34,16 @@ class EndsAtOnce:
             pytest.exit(f"{report.nodeid}\n{report.longreprtext}", pytest.ExitCode.INTERRUPTED)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first, so that no process has one left when the others are done."""
+    slowest = {"slow": 0, "engine": 1}
+    of_file: dict[Path, int] = {}
+    for item in items:
+        here = min((slowest.get(mark.name, 2) for mark in item.iter_markers()), default=2)
+        of_file[item.path] = min(here, of_file.get(item.path, 2))
+    items.sort(key=lambda item: of_file[item.path])
+
+
 def pytest_configure(config: pytest.Config) -> None:
     is_worker = hasattr(config, "workerinput")
     if config.getoption("numprocesses", None) and not is_worker:

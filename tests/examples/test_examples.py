@@ -28,7 +28,8 @@ def server_command(port: int, profile: Path) -> list[str]:
     return [
         *(sys.executable, "-m", "kvtier", "serve", "--model-path", str(MODEL)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
-        *("--max-total-tokens", "16384", "--head-profile", str(profile)),
+        # The agents' own imports take long, and an idle server would poll all the while.
+        *("--max-total-tokens", "16384", "--sleep-on-idle", "--head-profile", str(profile)),
     ]
 
 

@@ -66,7 +66,7 @@ def imports_by(environment: dict[str, str]) -> dict[str, str]:
 
 
 def connected(folder: Path, environment: dict[str, str]) -> socket.socket:
-    """A connection to the fork server for such an environment, which is started if there is none."""
+    """A connection to the fork server for such an environment; started, if there is none."""
     decides = imports_by(environment)
     name = hashlib.sha256(json.dumps(sorted(decides.items())).encode()).hexdigest()[:16]
     address = str(folder / name)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import THOROUGH
 
 from kvtier_kernels import (
     AttentionState,
@@ -142,7 +143,7 @@ def test_a_request_without_entries_gets_the_empty_state(name):
 
 
 @backends
-@settings(max_examples=25)
+@settings(max_examples=25 if THOROUGH else 12)
 @given(
     prefixes=st.lists(st.integers(0, 700), min_size=1, max_size=4),
     news=st.lists(st.integers(1, 90), min_size=4, max_size=4),
@@ -214,11 +215,11 @@ def test_half_precision_with_and_without_a_prefix(name, votes, layout):
 
 
 @backends
-@settings(max_examples=25)
+@settings(max_examples=25 if THOROUGH else 12)
 @given(
     settled=st.integers(0, 300),
     fresh=st.integers(0, 400),
-    new=st.integers(1, 1200),
+    new=st.integers(1, 700),
     sink=st.integers(0, 40),
     recent=st.integers(1, 200),
     seed=st.integers(0, 1000),

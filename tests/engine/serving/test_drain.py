@@ -49,7 +49,7 @@ def ask_and_end(folder, prompt: list[int], tier) -> list[int]:
         *(sys.executable, "-m", "kvtier", "serve", "--model-path", str(DEMO_MODEL)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
         *("--max-total-tokens", "8000", "--data-dir", str(folder / "data")),
-        *("--skip-tokenizer-init", "--tier", tier.address, *flags),
+        *("--skip-tokenizer-init", "--sleep-on-idle", "--tier", tier.address, *flags),
     ]
     log = folder / "server.log"
     with log.open("wb") as stream:

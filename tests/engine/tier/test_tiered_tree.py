@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from thorough import THOROUGH
 from tiered_tree_harness import REFRESH, SHARES, entries, shape, turn, two_turns
 from tree_harness import MiniScheduler
 from tree_requests import context, random_tokens
@@ -130,7 +131,7 @@ class FlakyClient(TierClient):
         return found._replace(present=[p or self.rng.random() < 0.05 for p in found.present])
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(8 if THOROUGH else 4))
 @pytest.mark.parametrize("client", [TierClient, FlakyClient])
 def test_random_turns_forks_and_aborts_on_two_servers_and_one_tier(connect, client, seed):
     rng = random.Random(seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from thorough import THOROUGH
 from tree_harness import MiniScheduler
 from tree_requests import random_tokens
 
@@ -44,7 +45,7 @@ def recorded(s: MiniScheduler, records: list[TurnRecord]) -> None:
     s.tree.tier.spiller.compressed = check
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(2 if THOROUGH else 1))
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("share", SHARES)
 def test_whatever_servers_do_their_own_records_pass(connect, share, streaming, seed):
