@@ -79,10 +79,14 @@ def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, which, sco
         "chunked_prefill_size": 512,
         **POLICIES["kvtier"],
     }
+    # Two ways to say the same.
+    setting, value = "KVTIER_RETENTION", str(SHARE)
+    if which == "all":
+        setting, value = "KVTIER_SHARE_RULE", f"retention={SHARE}"
     env = {
         **RULE_ENV,
         "KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json"),
-        "KVTIER_RETENTION": str(SHARE),
+        setting: value,
         "KVTIER_SCORER": scorer,
     }
     out = run_engine(tmp_path, engine, rounds, env)
