@@ -21,8 +21,7 @@ THOROUGH ?=
 export TESTS_THOROUGH := $(THOROUGH)
 
 # Tests side by side, one thread each; a file's tests stay together, because they share engines.
-# Three keep two cores busy, as many tests wait for others.
-PROCESSES ?= 3
+PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=5
 
 # COVERAGE=1: `make test` says which branches of the packages no test runs.

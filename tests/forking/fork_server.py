@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import json
 import os
 import random
@@ -27,6 +28,9 @@ MOST_FILES = 64
 def serve(address: str) -> None:
     """Import what engines need, then fork a process per job until the tests have ended."""
     preload()
+    # Or a fork's first collection would copy all that was imported.
+    gc.collect()
+    gc.freeze()
     tests = int(os.environ["TESTS_PROCESS"])
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)

@@ -1,15 +1,3 @@
 """Python imports this first in the processes that tests start: see tests/conftest.py."""
 
-import os
-
-# Where a test wants a server exactly as users start it.
-if "TESTS_SPAWN" not in os.environ:
-    import fork_instead_of_spawn  # noqa: F401
-
-    if "TESTS_FORK_SERVERS" in os.environ:
-        import forked_commands
-
-        forked_commands.take_over()
-# Where the coverage of all processes is measured: `make test COVERAGE=1`.
-if "COVERAGE_PROCESS_START" in os.environ:
-    import periodic_coverage  # noqa: F401
+import started_by_tests  # noqa: F401

@@ -260,7 +260,7 @@ def test_thousands_of_forged_records_are_taken_or_refused_and_nothing_else(conne
     payloads = [mutated(rng, session.record) for _ in range(6000 if THOROUGH else 2000)]
     rules = session.server.tree.tier.rules
     records, taken = decoded(payloads, rules)
-    assert 1000 < len(records) < 5000
+    assert len(payloads) // 6 < len(records) < len(payloads) * 5 // 6
     assert 0 < taken < len(records) // 2
     # Of those that are records, the ones that a lookup of the session would try.
     width = session.server.tree.tier.names.span_tokens

@@ -5,16 +5,12 @@ Python imports this first in every process that has this folder on its path.
 
 import contextlib
 import functools
-import os
-
-import torch
 
 # In processes that tests start; those of the soak alone are as users' are.
 with contextlib.suppress(ImportError):
-    import fork_instead_of_spawn  # noqa: F401
+    import started_by_tests  # noqa: F401
 
-    if "COVERAGE_PROCESS_START" in os.environ:
-        import periodic_coverage  # noqa: F401
+import torch
 
 
 def unpinned(make):
