@@ -143,7 +143,7 @@ def test_a_request_without_entries_gets_the_empty_state(name):
 
 
 @backends
-@settings(max_examples=25 if THOROUGH else 12)
+@settings(max_examples=25 if THOROUGH else 8)
 @given(
     prefixes=st.lists(st.integers(0, 700), min_size=1, max_size=4),
     news=st.lists(st.integers(1, 90), min_size=4, max_size=4),
@@ -215,7 +215,7 @@ def test_half_precision_with_and_without_a_prefix(name, votes, layout):
 
 
 @backends
-@settings(max_examples=25 if THOROUGH else 12)
+@settings(max_examples=25 if THOROUGH else 8)
 @given(
     settled=st.integers(0, 300),
     fresh=st.integers(0, 400),
@@ -269,11 +269,13 @@ def test_few_tokens_over_a_long_prefix_give_dense_attention(name, new, length, p
 
 
 @backends
-def test_one_request_of_128k_entries_spoils_nothing_for_short_and_empty_ones(name):
+def test_one_request_of_very_many_entries_spoils_nothing_for_short_and_empty_ones(name):
     torch.manual_seed(7)
     kernels = get_kernels(name)
     heads, group, dim = 1, 4, 64
-    lengths = [3, 1 << 17, 0, 1, 257]
+    # In the interpreter it would take long.
+    longest = 1 << (15 if name == "triton" and not (THOROUGH or torch.cuda.is_available()) else 17)
+    lengths = [3, longest, 0, 1, 257]
     total = sum(lengths)
     k, v = make_cache(heads, dim, torch.float32, slots=total + 1)
     slots = torch.randperm(total) + 1

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from benchmarks.soak.clients import MOVED
 from benchmarks.soak.models import EVERYTHING, FIRST, LOCALITY, SECOND
 from benchmarks.soak.report import FAULTS, KINDS, make_bars, make_table
 
+ROOT = Path(__file__).resolve().parents[3]
 TIER = {"used_bytes": 1, "capacity_bytes": 2, "blobs": 1, "evictions": 0, "quarantined": 0}
 EACH = "compared, of each kind"
 RESTORED = "requests restored from the tier"
@@ -94,16 +98,21 @@ def test_bad_input_is_refused_by_name(capsys) -> None:
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_few_minutes_serve_nothing_wrong_and_fail_no_request(
-    tmp_path: Path, capsys, monkeypatch
+    tmp_path: Path,
 ) -> None:
     """Five minutes with its start; memory, which fills up for longer, must not double."""
-    # It measures the processes that it starts.
-    monkeypatch.delenv("TESTS_FORK_SERVERS", raising=False)
     out = tmp_path / "soak.json"
-    code = soak.main(["--minutes", "3.5", "--most-growth", "1.0", "--out", str(out)])
-    told = "".join(capsys.readouterr())
+    # Its clients never wait, so whatever is tested beside it goes first.
+    command = ["nice", "-n", "10", sys.executable, "-m", "benchmarks.soak"]
+    flags = ["--minutes", "3.5", "--most-growth", "1.0", "--out", str(out)]
+    # It measures the processes that it starts: none is a fork's.
+    environment = {k: v for k, v in os.environ.items() if k != "TESTS_FORK_SERVERS"}
+    done = subprocess.run(
+        [*command, *flags], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    told = done.stdout + done.stderr
     assert out.exists(), told
     document = json.loads(out.read_text())
     assert [bar for bar in document["bars"] if not bar["met"]] == [], told
-    assert code == 0
+    assert done.returncode == 0, told
     assert document["outcome"]["requests"]["finished"] > 100

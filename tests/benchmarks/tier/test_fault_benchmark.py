@@ -206,9 +206,12 @@ def test_slow_calls_take_ten_times_as_long_and_are_counted(where) -> None:
         slow_s = time.monotonic() - began
         assert kind.count() == 1
         kind.dials[kind.dial] = 0
-        began = time.monotonic()
-        client.exists([key_of(1)])
-        assert slow_s > 3 * (time.monotonic() - began)
+        quick_s = []
+        for _ in range(5):
+            began = time.monotonic()
+            client.exists([key_of(1)])
+            quick_s.append(time.monotonic() - began)
+        assert slow_s > 3 * min(quick_s)
 
 
 @pytest.mark.parametrize("name", ["kill", "stop"])
