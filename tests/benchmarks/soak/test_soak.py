@@ -97,9 +97,7 @@ def test_bad_input_is_refused_by_name(capsys) -> None:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_few_minutes_serve_nothing_wrong_and_fail_no_request(
-    tmp_path: Path,
-) -> None:
+def test_a_few_minutes_serve_nothing_wrong_and_fail_no_request(tmp_path: Path) -> None:
     """Five minutes with its start; memory, which fills up for longer, must not double."""
     out = tmp_path / "soak.json"
     # Its clients never wait, so whatever is tested beside it goes first.
