@@ -35,16 +35,12 @@ class EndsAtOnce:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long come first, so that no process has one left when the others are done.
-    The very first is the soak, which keeps all cores busy; beside it, what mostly waits."""
-    here = Path(__file__).parent
-    first = (here / "benchmarks" / "soak", here / "tierd", here / "calibration" / "store")
-    slowest = {"slow": 3, "engine": 4}
+    """Files that take long come first, so that no process has one left when the others are done."""
+    slowest = {"slow": 0, "engine": 1}
     of_file: dict[Path, int] = {}
     for item in items:
-        ranks = [slowest.get(mark.name, 5) for mark in item.iter_markers()]
-        ranks += [rank for rank, folder in enumerate(first) if folder in item.path.parents]
-        of_file[item.path] = min([*ranks, of_file.get(item.path, 5)])
+        here = min((slowest.get(mark.name, 2) for mark in item.iter_markers()), default=2)
+        of_file[item.path] = min(here, of_file.get(item.path, 2))
     items.sort(key=lambda item: of_file[item.path])
 
 

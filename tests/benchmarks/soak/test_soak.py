@@ -100,8 +100,7 @@ def test_bad_input_is_refused_by_name(capsys) -> None:
 def test_a_few_minutes_serve_nothing_wrong_and_fail_no_request(tmp_path: Path) -> None:
     """Five minutes with its start; memory, which fills up for longer, must not double."""
     out = tmp_path / "soak.json"
-    # Its clients never wait, so whatever is tested beside it goes first.
-    command = ["nice", "-n", "10", sys.executable, "-m", "benchmarks.soak"]
+    command = [sys.executable, "-m", "benchmarks.soak"]
     flags = ["--minutes", "3.5", "--most-growth", "1.0", "--out", str(out)]
     # It measures the processes that it starts: none is a fork's.
     environment = {k: v for k, v in os.environ.items() if k != "TESTS_FORK_SERVERS"}

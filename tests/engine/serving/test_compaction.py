@@ -11,6 +11,7 @@ import pytest
 import torch
 from engine_process import DEMO_MODEL, run_engine, run_script
 from test_exactness import POLICIES, RULE, RULE_ENV, uneven_profile
+from thorough import THOROUGH
 
 from kvtier.calibration.documents import load_curve
 from kvtier.calibration.measuring.samples import dense_sample
@@ -140,8 +141,9 @@ def test_contexts_of_one_batch_keep_what_each_of_them_can_afford(tmp_path):
     assert min(dense) > 2 * max(filler)
 
 
-def test_every_slot_is_accounted_for_after_500_random_operations(tmp_path):
+def test_every_slot_is_accounted_for_after_hundreds_of_random_operations(tmp_path):
     uneven_profile().save(tmp_path / "profile.json")
+    operations = 500 if THOROUGH else 250
     plan = {
         "engine": {
             "model_path": str(DEMO_MODEL),
@@ -149,7 +151,7 @@ def test_every_slot_is_accounted_for_after_500_random_operations(tmp_path):
             "chunked_prefill_size": 256,
             **POLICIES["kvtier"],
         },
-        "operations": 500,
+        "operations": operations,
         "seed": 8,
     }
     env = {
@@ -160,8 +162,8 @@ def test_every_slot_is_accounted_for_after_500_random_operations(tmp_path):
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     }
     out = run_script(FUZZER, tmp_path, plan, env)
-    assert out["counts"]["aborts"] > 30
-    assert out["finished"] > 50
+    assert out["counts"]["aborts"] > 0.06 * operations
+    assert out["finished"] > 0.1 * operations
     assert out["state"]["integrity"] == []
     assert out["state"]["compacted_tokens"] > 0
     assert out["after_flush"]["ca_slots_used"] == 0

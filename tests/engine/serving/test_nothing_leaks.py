@@ -1,4 +1,4 @@
-"""500 random operations on a real engine with pools far too small; nothing may leak."""
+"""Hundreds of random operations on a real engine with pools far too small; nothing may leak."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from engine_process import DEMO_MODEL, run_script
 from test_exactness import POLICIES, RULE_ENV, uneven_profile
+from thorough import THOROUGH
 
 pytestmark = pytest.mark.engine
 
@@ -14,8 +15,9 @@ FUZZER = Path(__file__).parents[1] / "fuzz_runner.py"
 
 
 @pytest.mark.parametrize("prefill", ["exact", "streaming"])
-def test_every_slot_is_accounted_for_after_500_random_operations(tmp_path, prefill):
+def test_every_slot_is_accounted_for_after_hundreds_of_random_operations(tmp_path, prefill):
     uneven_profile().save(tmp_path / "profile.json")
+    operations = 500 if THOROUGH or prefill == "exact" else 250
     plan = {
         "engine": {
             "model_path": str(DEMO_MODEL),
@@ -23,7 +25,7 @@ def test_every_slot_is_accounted_for_after_500_random_operations(tmp_path, prefi
             "chunked_prefill_size": 256,
             **POLICIES["kvtier"],
         },
-        "operations": 500,
+        "operations": operations,
         "seed": 7,
     }
     env = {
@@ -34,9 +36,9 @@ def test_every_slot_is_accounted_for_after_500_random_operations(tmp_path, prefi
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     }
     out = run_script(FUZZER, tmp_path, plan, env)
-    assert sum(out["counts"].values()) >= 480, "the operations were issued"
-    assert out["counts"]["aborts"] > 30
-    assert out["finished"] > 50, "pressure must not stop the server from serving"
+    assert sum(out["counts"].values()) >= 0.96 * operations, "the operations were issued"
+    assert out["counts"]["aborts"] > 0.06 * operations
+    assert out["finished"] > 0.1 * operations, "pressure must not stop the server from serving"
     assert out["state"]["integrity"] == []
     assert out["state"]["dropped_tokens"] > 0
     assert out["after_flush"]["ca_slots_used"] == 0
