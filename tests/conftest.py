@@ -50,12 +50,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(EndsAtOnce())
 
 
-# Processes that tests start: see tests/forking. The first process of the tests is asked first.
+# What processes that tests start do first: see tests/forking.
 FORKING = str(Path(__file__).parent / "forking")
 if FORKING not in os.environ.get("PYTHONPATH", ""):
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [FORKING, os.environ.get("PYTHONPATH")])
     )
+# Fork servers end when the process of the tests that came first has ended.
 if sys.platform == "linux" and "TESTS_PROCESS" not in os.environ:
     os.environ["TESTS_PROCESS"] = str(os.getpid())
     os.environ["TESTS_FORK_SERVERS"] = tempfile.mkdtemp(prefix="kvtier-tests-")

@@ -33,6 +33,9 @@ def serve(address: str) -> None:
     gc.freeze()
     tests = int(os.environ["TESTS_PROCESS"])
     listener = socket.socket(socket.AF_UNIX)
+    # Of one that was killed; whoever starts a server holds the lock.
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(address)
     listener.bind(address)
     listener.listen(64)
     listener.setblocking(False)
