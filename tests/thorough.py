@@ -3,5 +3,5 @@
 import os
 
 THOROUGH = bool(os.environ.get("TESTS_THOROUGH"))
-# What CI compiles once, apart from the tests: .ci/run.
+# Whether what takes the CUDA compiler a minute is compiled, too: .ci/run wants it.
 COMPILED = bool(os.environ.get("TESTS_COMPILED"))

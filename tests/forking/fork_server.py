@@ -1,8 +1,9 @@
-"""A process that has SGLang imported, and forks those that need it: see forked_commands.py.
+"""A process that has SGLang imported and forks a process for each command: see forked_commands.py.
 
-`python fork_server.py ADDRESS` listens on a Unix socket. A connection brings one job: a line of
-JSON with the arguments of the Python that asks, and the files that it was given; then bytes, each a
-signal for the fork. The answer is its exit code. When the connection ends, so does the fork.
+`python fork_server.py ADDRESS` listens on a Unix socket. A connection carries one job: first a line
+of JSON (arguments, environment, working directory) with the client's open files, then one byte per
+signal to deliver. The server answers with the exit code. When the client closes the connection,
+the forked process and its group are killed.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def serve(address: str) -> None:
             connection, _ = listener.accept()
             if (child := fork(connection)) is not None:
                 asked_by[child] = connection
-        end_of_some(asked_by)
+        report_ended(asked_by)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(address)
 
@@ -63,8 +64,8 @@ def preload() -> None:
     import sglang.srt.managers.detokenizer_manager
     import sglang.srt.managers.scheduler  # noqa: F401
 
-    # Processes are found by their titles. It looks where they are once, and a fork's environment
-    # is not where it looks.
+    # SGLang finds its processes by their titles. setproctitle locates the title in memory at its
+    # first call, which fails after `become` has replaced the environment.
     setproctitle.getproctitle()
 
     import kvtier_sglang.plugin  # noqa: F401
@@ -98,8 +99,9 @@ def fork(connection: socket.socket) -> int | None:
     return child
 
 
-def end_of_some(asked_by: dict[int, socket.socket]) -> None:
-    """Tell whoever asked for a process that has ended; its group goes with it."""
+def report_ended(asked_by: dict[int, socket.socket]) -> None:
+    """Send the exit codes of processes that have ended to their clients; kill what is left of their
+    process groups."""
     while asked_by:
         child, status = os.waitpid(-1, os.WNOHANG)
         if not child:
@@ -156,7 +158,7 @@ def take_files(numbers: list[int], files: list[int], connection: socket.socket) 
 
 
 def obey(connection: socket.socket) -> None:
-    """Signals as they come; the end of it all when nobody waits any more."""
+    """Deliver the signals that the client sends; kill the group when the client is gone."""
     while told := connection.recv(1):
         os.kill(os.getpid(), told[0])
     os.killpg(os.getpid(), signal.SIGKILL)

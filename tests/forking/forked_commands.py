@@ -1,13 +1,13 @@
 """Commands that import SGLang are forked from a process that has it imported.
 
-    test ── python -m kvtier serve … ── asks ──> fork server (imports SGLang once)
-                  │  waits, hands signals on           └─ fork: the command itself
-                  └─ ends as that does                       └─ fork: scheduler, detokenizer
+    test ── python -m kvtier serve … ── job ──> fork server (imported SGLang once)
+                  │  <── exit code ──────────────────  └─ fork: runs the command
+                  └─ passes signals on                        └─ fork: scheduler, detokenizer
 
-Importing SGLang takes ten seconds of CPU, which is most of what an engine costs a test. Here a
-command that Python was started for (COMMANDS) becomes the one who waits; a fork does its work with
-its arguments, environment, working directory and open files. What it starts is a fork's, too. A
-kill of the one who waits ends all of it.
+Importing SGLang takes ten seconds of CPU, which is most of what an engine costs a test. A Python
+that is started for one of COMMANDS therefore does not run it. It sends its arguments, environment,
+working directory and open files to a fork server, waits for the process that the server forks, and
+ends with that process's exit code. If it is killed, the forked process and its group are killed.
 
 There is one fork server for each environment that decides what is imported (Triton, PYTHONPATH,
 SGLang's own variables), started when it is first needed, and ended when the tests have ended.
@@ -43,7 +43,7 @@ HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 
 def take_over() -> None:
-    """Let a fork do what this process was started for, if it is one of COMMANDS."""
+    """If this process was started for one of COMMANDS, have it run by a fork, and do not return."""
     if not COMMANDS.match(" ".join(sys.orig_argv[1:])):
         return
     with connected(Path(os.environ[FOLDER]), dict(os.environ)) as connection:

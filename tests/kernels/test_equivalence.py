@@ -219,7 +219,7 @@ def test_half_precision_with_and_without_a_prefix(name, votes, layout):
 @given(
     settled=st.integers(0, 300),
     fresh=st.integers(0, 400),
-    new=st.integers(1, 700),
+    new=st.integers(1, 1200 if THOROUGH else 700),
     sink=st.integers(0, 40),
     recent=st.integers(1, 200),
     seed=st.integers(0, 1000),

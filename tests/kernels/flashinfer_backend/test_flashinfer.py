@@ -248,7 +248,7 @@ def test_a_machine_that_cannot_compile_is_told_what_it_lacks(missing, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (THOROUGH or COMPILED), reason="takes nvcc a minute: .ci/run does it")
+@pytest.mark.skipif(not (THOROUGH or COMPILED), reason="takes nvcc a minute: TESTS_COMPILED=1")
 def test_attention_with_votes_compiles_for_hopper(tmp_path):
     from kvtier_kernels.flashinfer_backend.machine import check_compiler
 

@@ -1,4 +1,4 @@
-"""Two turns of two sessions in SGLang's engine on the device that is asked for; prints JSON."""
+"""Two turns of some sessions in SGLang's engine on the device that is asked for; prints JSON."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ import sys
 def main() -> None:
     import sglang
 
-    _, model, device = sys.argv
+    _, model, device, sessions = sys.argv
     engine = sglang.Engine(
         model_path=model,
         device=device,
@@ -27,7 +27,10 @@ def main() -> None:
         log_level="warning",
     )
     sampling = {"temperature": 0, "max_new_tokens": 4}
-    prompts = [[1, *(100 + (i * k) % 150 for i in range(160 + 20 * k))] for k in (1, 2)]
+    prompts = [
+        [1, *(100 + (i * k) % 150 for i in range(160 + 20 * k))]
+        for k in range(1, int(sessions) + 1)
+    ]
     first = engine.generate(input_ids=prompts, sampling_params=sampling)
     again = [
         [*prompt, *answer["output_ids"], 2, 120, 130]

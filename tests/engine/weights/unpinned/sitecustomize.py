@@ -6,7 +6,7 @@ Python imports this first in every process that has this folder on its path.
 import contextlib
 import functools
 
-# In processes that tests start; those of the soak alone are as users' are.
+# Only tests have it on their path: the soak as a benchmark starts its servers as users do.
 with contextlib.suppress(ImportError):
     import started_by_tests  # noqa: F401
 
