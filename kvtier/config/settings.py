@@ -31,7 +31,9 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     head_profile: Path | None = Field(
-        None, description="Head profile file (JSON). None: every head keeps the whole context."
+        None,
+        description="Head profile file (JSON). None: the calibration store's; without one there, "
+        "every head is context-anchored.",
     )
     prefill: Literal["exact", "streaming"] = Field(
         "exact",

@@ -94,21 +94,19 @@ def test_heads_do_not_see_each_other(scorer):
         assert torch.allclose(scorer.score(turned), scorer.score(span).flip(0), atol=1e-5)
 
 
+@pytest.mark.parametrize("name", [name for name, kind in SCORERS.items() if kind.state_width])
 @given(cut=st.integers(1, 3), seed=st.integers(0, 100))
-def test_a_prefill_in_chunks_is_observed_as_one(cut, seed):
-    for name, kind in SCORERS.items():
-        scorer = kind.from_settings(load_settings(scorer=name, scorer_window_tokens=16))
-        if not scorer.state_width:
-            continue
-        chunk, at = make_chunk(64, seed), 16 * cut
-        parts = [
-            scorer.observe(
-                Chunk(*(x[part] for x in chunk[:3]), [0, part.stop - part.start], [start], chunk[5])
-            )
-            for part, start in ((slice(0, at), 0), (slice(at, 64), at))
-        ]
-        whole = scorer.observe(chunk)
-        torch.testing.assert_close(torch.cat(parts, dim=2), whole, rtol=1e-4, atol=1e-5)
+def test_a_prefill_in_chunks_is_observed_as_one(name, cut, seed):
+    scorer = scorer_of(load_settings(scorer=name, scorer_window_tokens=16))
+    chunk, at = make_chunk(64, seed), 16 * cut
+    parts = [
+        scorer.observe(
+            Chunk(*(x[part] for x in chunk[:3]), [0, part.stop - part.start], [start], chunk[5])
+        )
+        for part, start in ((slice(0, at), 0), (slice(at, 64), at))
+    ]
+    whole = scorer.observe(chunk)
+    torch.testing.assert_close(torch.cat(parts, dim=2), whole, rtol=1e-4, atol=1e-5)
 
 
 def test_all_that_decides_the_scores_is_in_the_digest_and_is_json(scorer):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -75,6 +75,14 @@ class Compressor:
     def share(self) -> ShareRule:
         """The rule that is in force for CA heads."""
         return Everything() if self.selection is None else self.retention.rule
+
+    def report(self) -> dict[str, Any]:
+        """For the server's internal state: what was let go, and by which scorer and share rule."""
+        retention = self.retention.report()
+        if self.selection is not None:
+            scorer = self.selection.scorer
+            retention["scorer"] = {"name": scorer.name, **scorer.parameters()}
+        return {**self.counters, "retention": retention}
 
     def end_turn(self, node: Compressible, held_before: Iterable[int]) -> Freed:
         """Compress a node that no request has locked. held_before: CA slots that the nodes before

@@ -338,8 +338,7 @@ class KvtierRadixCache(VariantRadixTree):
         report = {
             "integrity": self.check_integrity(),
             **self.counters,
-            **self.compressor.counters,
-            "retention": self.compressor.retention.report(),
+            **self.compressor.report(),
         }
         if self.tier is not None and self.restorer is not None:
             refresh = {} if self.refresh is None else self.refresh.report()

@@ -97,6 +97,7 @@ def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, which, sco
     assert state["integrity"] == []
     assert state["compacted_tokens"] > 1000
     assert state["retention"]["reasons"]["share"] >= 8
+    assert state["retention"]["scorer"].items() >= {"name": scorer}.items()
 
 
 def test_contexts_of_one_batch_keep_what_each_of_them_can_afford(tmp_path):
