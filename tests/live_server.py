@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-START_TIMEOUT_S, STOP_TIMEOUT_S = 600, 20
+START_TIMEOUT_S = 600
 
 
 def free_port() -> int:
@@ -38,10 +38,7 @@ def serving(command: list[str], port: int, *, log: Path, cwd: Path | None = None
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:
-    """Ask the server to end, then end whatever is left of its process group."""
-    server.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        server.wait(STOP_TIMEOUT_S)
+    """End a server and all that it started: at once, as SGLang takes seconds to see a SIGTERM."""
     with suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
     server.wait()
@@ -58,4 +55,4 @@ def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> 
                     return
         except OSError:
             pass
-        time.sleep(1)
+        time.sleep(0.2)

@@ -22,10 +22,7 @@ def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
     ``l = logaddexp(la, lb); o = e^(la-l) oa + e^(lb-l) ob``. Associative and commutative up
     to rounding; two empty blocks merge to an empty one.
     """
-    lse = torch.logaddexp(a.lse, b.lse)
-    # Both empty: lse is -inf and the differences are NaN; the output stays zero.
-    shift = torch.where(torch.isinf(lse), torch.zeros_like(lse), lse)
-    weight_a = torch.exp(a.lse - shift).unsqueeze(-1)
-    weight_b = torch.exp(b.lse - shift).unsqueeze(-1)
-    o = weight_a * a.o.float() + weight_b * b.o.float()
-    return AttentionState(o.to(a.o.dtype), lse)
+    # e^(la-l) = sigmoid(la-lb). Both empty: the difference is NaN, and both outputs are zero.
+    share = torch.sigmoid(torch.nan_to_num(a.lse - b.lse)).unsqueeze(-1)
+    o = torch.lerp(b.o.to(share.dtype), a.o.to(share.dtype), share)
+    return AttentionState(o.to(a.o.dtype), torch.logaddexp(a.lse, b.lse))

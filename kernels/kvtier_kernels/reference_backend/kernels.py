@@ -17,8 +17,6 @@ from kvtier_kernels.states import empty_state, merge_states
 
 # Queries per block of the banded attention of streaming prefill.
 WINDOW_BLOCK_TOKENS = 512
-# More query rows than this per head go through the tiled kernel instead of one product.
-DENSE_MAX_ROWS = 16
 # Logits held at a time where no tiled operator exists: 64 M float32.
 BLOCK_LOGITS = 1 << 26
 
@@ -99,10 +97,10 @@ def _over_entries(
         part = _dense(q, k, v, None, scale)
         state = part if state is None else merge_states(state, part)
     if request.scattered is not None:
-        k, v = (x[request.scattered].to(q.dtype) for x in (kv.k, kv.v))
+        k, v = (x.index_select(0, request.scattered).to(q.dtype) for x in (kv.k, kv.v))
         bias = None
         if request.voted and kv.log_votes is not None:
-            bias = kv.log_votes[request.scattered]
+            bias = kv.log_votes.index_select(0, request.scattered)
         part = _dense(q, k, v, bias, scale)
         state = part if state is None else merge_states(state, part)
     return empty_state(q) if state is None else state
@@ -117,59 +115,32 @@ def _dense(
 ) -> AttentionState:
     """q [rows, heads, group, dim] over k, v [entries, heads, dim], every entry visible.
 
-    bias: log-votes [entries] or [entries, heads, group], or None. Few rows are one matrix product
-    that streams K and V once; many rows go through PyTorch's tiled kernel, which never holds the
-    logits.
+    bias: log-votes [entries] or [entries, heads, group], or None.
     """
-    rows, heads, group, dim = q.shape
-    folded = q.permute(1, 2, 0, 3).reshape(heads, group * rows, dim)
-    if group * rows <= DENSE_MAX_ROWS:
-        o, lse = _product(folded, k, v, _rows_of(bias, rows), scale)
-        return _unfold(o, lse, rows, group)
     if bias is not None and bias.ndim == 3:
         return _dense_per_head(q, k, v, bias, scale)
-    mask = None if bias is None else bias.to(q.dtype).expand(1, 1, group * rows, -1)
+    rows, heads, group, dim = q.shape
+    folded = q.permute(1, 2, 0, 3).reshape(heads, group * rows, dim)
+    mask = None if bias is None else bias.expand(1, 1, group * rows, -1)
     o, lse = _tiled(folded, k.transpose(0, 1), v.transpose(0, 1), scale, mask=mask)
     return _unfold(o, lse, rows, group)
-
-
-def _rows_of(bias: torch.Tensor | None, rows: int) -> torch.Tensor | None:
-    """[entries, heads, group] as [heads, group * rows, entries]; anything else as it is."""
-    if bias is None or bias.ndim == 1:
-        return bias
-    return bias.permute(1, 2, 0).repeat_interleave(rows, dim=1)
 
 
 def _dense_per_head(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scale: float
 ) -> AttentionState:
-    """Many rows over entries whose votes differ by query head: blocks of rows, because the mask
-    that the tiled kernel wants is as large as the logits."""
+    """Over entries whose votes differ by query head: blocks of rows, because the mask that the
+    tiled kernel wants is as large as the logits."""
     heads, group, dim = q.shape[1:]
     step = max(1, BLOCK_LOGITS // max(1, heads * group * k.shape[0]))
+    by_head = bias.permute(1, 2, 0)
     states = []
     for part in torch.split(q, step):
         folded = part.permute(1, 2, 0, 3).reshape(heads, group * part.shape[0], dim)
-        wide = _rows_of(bias.to(q.dtype), part.shape[0])
-        assert wide is not None
-        mask = wide.unsqueeze(0)
+        mask = by_head.repeat_interleave(part.shape[0], dim=1).unsqueeze(0)
         o, lse = _tiled(folded, k.transpose(0, 1), v.transpose(0, 1), scale, mask=mask)
         states.append(_unfold(o, lse, part.shape[0], group))
     return _concat(states)
-
-
-def _product(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [heads, rows, dim] over k, v [entries, heads, dim] as two batched products in float32."""
-    logits = torch.bmm((q * scale).float(), k.permute(1, 2, 0).float())
-    if bias is not None:
-        logits += bias
-    peak = logits.amax(dim=-1, keepdim=True)
-    weights = logits.sub_(peak).exp_()
-    total = weights.sum(dim=-1, keepdim=True)
-    o = torch.bmm(weights, v.transpose(0, 1).float()) / total
-    return o.to(q.dtype), (peak + total.log()).squeeze(-1)
 
 
 def _tiled(

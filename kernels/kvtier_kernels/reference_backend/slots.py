@@ -13,8 +13,10 @@ from itertools import pairwise
 
 import torch
 
-# Shorter runs cost more as separate matrix products than as rows of one gathered block.
-MIN_RUN_TOKENS = 256
+from kvtier_kernels.positions import positions_of
+
+# Shorter runs cost more as attention of their own than as rows of one gathered block.
+MIN_RUN_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,12 @@ def plan_request(
         return RequestSlots((), None, False, slots)
     voted = None
     if log_votes is not None:
-        voted = (log_votes[slots] != 0).reshape(slots.numel(), -1).any(1)
+        votes = log_votes.index_select(0, slots)
+        voted = votes != 0 if votes.ndim == 1 else (votes != 0).flatten(1).any(1)
     breaks = slots[1:] != slots[:-1] + 1
     if voted is not None:
         breaks = breaks | voted[1:] | voted[:-1]
-    edges = (torch.nonzero(breaks).flatten() + 1).tolist()
+    edges = (positions_of(breaks) + 1).tolist()
     bounds = [0, *edges, slots.numel()]
     runs, loose = [], []
     for begin, end in pairwise(bounds):
@@ -66,7 +69,7 @@ def plan_request(
         return RequestSlots(tuple(runs), None, False, slots)
     index = torch.cat([torch.arange(b, e, device=slots.device) for b, e in loose])
     any_voted = voted is not None and bool(voted[index].any())
-    return RequestSlots(tuple(runs), slots[index], any_voted, slots)
+    return RequestSlots(tuple(runs), slots.index_select(0, index), any_voted, slots)
 
 
 def plan_batch(

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from kvtier.config import Settings
 from kvtier_kernels import AttentionKernels, Window
+from kvtier_kernels.positions import positions_of
 from kvtier_sglang.compression.selection import PrefillRows
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
 
@@ -121,7 +122,7 @@ class Planner:
     def _ca(self, rows: list[torch.Tensor]) -> ClassPlan:
         """CA entries: every token's, less those that compression took (slot 0)."""
         if self.pool.state is not None:
-            rows = [row[row > 0] for row in rows]
+            rows = [row.index_select(0, positions_of(row)) for row in rows]
         slots, bounds = _ragged(rows)
         votes = self.pool.ca_voted if self.pool.ca_votes is not None else None
         return ClassPlan(self.kernels.plan(slots, bounds, _if_any(votes, slots)))
@@ -130,9 +131,9 @@ class Planner:
         """Locality entries: the CA slots that still have a locality slot, in order."""
         if not self.pool.splits_heads:
             return None
-        mapped = [self.pool.locality_of[row] for row in rows]
-        positions = [torch.nonzero(slots).flatten() for slots in mapped]
-        held = [slots[where] for slots, where in zip(mapped, positions, strict=True)]
+        mapped = [self.pool.locality_of.index_select(0, row) for row in rows]
+        positions = [positions_of(slots) for slots in mapped]
+        held = [slots.index_select(0, at) for slots, at in zip(mapped, positions, strict=True)]
         entries, bounds = _ragged(held)
         plan = self.kernels.plan(entries, bounds, _if_any(self.pool.log_votes, entries))
         if not streaming:
@@ -150,7 +151,7 @@ class Planner:
 
 def _if_any(votes: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor | None:
     """None where none of these entries has votes: a first prefill, which then never asks again."""
-    return votes if votes is not None and bool(votes[slots].any()) else None
+    return votes if votes is not None and bool(votes.index_select(0, slots).any()) else None
 
 
 def _ragged(rows: list[torch.Tensor]) -> tuple[torch.Tensor, tuple[int, ...]]:
