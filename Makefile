@@ -24,8 +24,8 @@ export TESTS_THOROUGH := $(THOROUGH)
 PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=5
 
-# COVERAGE=1: tests also say which branches of the packages pytest's own processes leave out, and fail
-# below the floor in pyproject.toml. COVERAGE=all counts the processes that they start, too (slow).
+# COVERAGE=1: tests also say which branches of the packages pytest's own processes leave out.
+# COVERAGE=all counts the processes that tests start, too, and is much slower.
 COVERAGE ?=
 COVERAGE_DIR := $(CURDIR)/out/coverage
 ifeq ($(COVERAGE),all)
@@ -65,7 +65,7 @@ bench: $(READY)  ## Run the 128k bench: full KV against kvtier (about 12 minutes
 	@mkdir -p out
 	$(BIN)/python -m kvtier.bench --turns 5 --len 128k --json out/bench.json --report out/bench.html
 
-test: $(READY)  ## Run all tests, engine tests included (about 21 minutes on 2 cores; PROCESSES=N)
+test: $(READY)  ## Run all tests, engine tests included (about 22 minutes on 2 cores; PROCESSES=N)
 	$(call run_tests)
 
 test-fast: $(READY)  ## Run the tests that start no engine

@@ -136,7 +136,6 @@ def test_an_example_does_what_all_of_its_kind_must(passed_examples, example):
 def test_settings_commands_and_tables_know_the_examples(tree):
     code = """
 import sys
-from collections.abc import Sequence
 sys.path.insert(0, "DOCS")
 import hooks
 from kvtier.config import load_settings

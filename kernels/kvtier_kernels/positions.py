@@ -8,10 +8,11 @@ import torch
 def positions_of(x: torch.Tensor) -> torch.Tensor:
     """Ascending indices `[found]` int64 at which x `[n]` is not zero, on its device.
 
-    On a CPU NumPy finds them: for a mask of 128k with few of them 20 times as fast as PyTorch.
+    On a CPU NumPy finds them, which takes it less time than PyTorch.
     """
     if x.device.type == "cpu":
-        return torch.from_numpy((x != 0).numpy().nonzero()[0])
+        mask = x if x.dtype == torch.bool else x != 0
+        return torch.from_numpy(mask.numpy().nonzero()[0])
     return torch.nonzero(x).flatten()
 
 

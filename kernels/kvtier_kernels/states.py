@@ -22,7 +22,8 @@ def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
     ``l = logaddexp(la, lb); o = e^(la-l) oa + e^(lb-l) ob``. Associative and commutative up
     to rounding; two empty blocks merge to an empty one.
     """
-    # e^(la-l) = sigmoid(la-lb). Both empty: the difference is NaN, and both outputs are zero.
+    # e^(la-l) = sigmoid(la-lb). Where both are empty the difference is NaN: any share will do, as
+    # both outputs are zero.
     share = torch.sigmoid(torch.nan_to_num(a.lse - b.lse)).unsqueeze(-1)
     o = torch.lerp(b.o.to(share.dtype), a.o.to(share.dtype), share)
     return AttentionState(o.to(a.o.dtype), torch.logaddexp(a.lse, b.lse))

@@ -122,7 +122,7 @@ class Planner:
     def _ca(self, rows: list[torch.Tensor]) -> ClassPlan:
         """CA entries: every token's, less those that compression took (slot 0)."""
         if self.pool.state is not None:
-            rows = [row.index_select(0, positions_of(row)) for row in rows]
+            rows = [row.index_select(0, positions_of(row > 0)) for row in rows]
         slots, bounds = _ragged(rows)
         votes = self.pool.ca_voted if self.pool.ca_votes is not None else None
         return ClassPlan(self.kernels.plan(slots, bounds, _if_any(votes, slots)))
