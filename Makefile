@@ -65,7 +65,7 @@ bench: $(READY)  ## Run the 128k bench: full KV against kvtier (about 12 minutes
 	@mkdir -p out
 	$(BIN)/python -m kvtier.bench --turns 5 --len 128k --json out/bench.json --report out/bench.html
 
-test: $(READY)  ## Run all tests, engine tests included (about 22 minutes on 2 cores; PROCESSES=N)
+test: $(READY)  ## Run all tests, engine tests included (about 20 minutes on 2 cores; PROCESSES=N)
 	$(call run_tests)
 
 test-fast: $(READY)  ## Run the tests that start no engine

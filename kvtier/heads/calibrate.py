@@ -12,11 +12,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.errors import UsageError
 from kvtier.heads.entries import Entry, Parameters, make_entry
-from kvtier.heads.methods import Selection, Target
+from kvtier.heads.methods import HeadScores, Selection, Target
+from kvtier.heads.methods.ranking import heads_by_layer
 from kvtier.heads.model.config import (
     check_splittable,
     model_name,
@@ -26,7 +27,7 @@ from kvtier.heads.model.config import (
 )
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.probes.context import HeadProbe, ProbeBatch
-from kvtier.heads.profile import HeadProfile
+from kvtier.heads.profile import Head, HeadProfile
 from kvtier.heads.progress import Progress, no_progress
 from kvtier.heads.reference.session import DEFAULT_RULE
 from kvtier.heads.samples.plan import SamplePlan, synthetic_plan, users_plan
@@ -36,6 +37,7 @@ from kvtier.retention.locality import LocalityRule
 
 DEFAULT_LENGTHS = (4096,)
 DEFAULT_SAMPLES = 4
+CURVE_SHARES = (0.75, 0.5, 0.33, 0.25, 0.15, 0.1)
 
 
 @dataclass(frozen=True)
@@ -52,17 +54,27 @@ class Calibrated:
     seconds: float = 0.0
 
 
+class CurvePoint(NamedTuple):
+    """So many CA heads, and what was measured of them, per group of held-out samples."""
+
+    num_heads: int
+    verifications: tuple[Verification, ...]
+
+
 @dataclass(frozen=True)
 class CalibrationRun:
     """Methods run on the same samples, and what they shared.
 
     prefill_seconds:  all contexts, calibration and held out
     description:      samples, seed and rule, as the profiles' parameters carry them
+    curve:            what other shares of the first method would cost, most heads first; one
+                      measurement per group of held-out samples each; empty when not asked for
     """
 
     results: tuple[Calibrated, ...]
     prefill_seconds: float
     description: dict[str, Any]
+    curve: tuple[CurvePoint, ...] = ()
 
 
 def calibrate_heads(
@@ -106,11 +118,14 @@ def run_methods(
     seed: int = 0,
     rule: LocalityRule = DEFAULT_RULE,
     samples_file: Path | None = None,
+    curve: bool = False,
     progress: Progress = no_progress,
 ) -> CalibrationRun:
     """Run every entry on the same samples; the first one's profile goes to `out`, if given.
 
-    Arguments and errors as in `calibrate_heads`.
+    curve:  measure CURVE_SHARES of the first entry's heads as well
+
+    Other arguments and errors as in `calibrate_heads`.
     """
     if out is not None and not out.parent.is_dir():
         raise UsageError("--out", "a file in an existing directory", str(out))
@@ -124,9 +139,14 @@ def run_methods(
     progress("loading the model", 1, 1)
 
     clock = _Clock()
-    chosen = choose_all(entries, probe, plan.calibration, progress, clock)
+    chosen = choose_all(entries, probe, plan, progress, clock)
     profiles = _profiles(model_path, probe, entries, [selection for selection, _ in chosen])
-    measured = measure_all(probe, plan, profiles, seed, progress, clock)
+    points = curve_profiles(profiles[0], chosen[0][0].order) if curve else []
+    measured = measure_all(probe, plan, [*profiles, *points], seed, progress, clock)
+    shares = tuple(
+        CurvePoint(point.num_ca_heads, found)
+        for point, found in zip(points, measured[len(profiles) :], strict=True)
+    )
     description = {
         **plan.description,
         "seed": seed,
@@ -137,12 +157,22 @@ def run_methods(
     results = tuple(
         _finished(entry, selection, seconds, profile, found, description)
         for entry, (selection, seconds), profile, found in zip(
-            entries, chosen, profiles, measured, strict=True
+            entries, chosen, profiles, measured[: len(profiles)], strict=True
         )
     )
     if out is not None:
         results[0].profile.save(out)
-    return CalibrationRun(results, clock.seconds, description)
+    return CalibrationRun(results, clock.seconds, description, shares)
+
+
+def curve_profiles(profile: HeadProfile, order: Sequence[Head]) -> list[HeadProfile]:
+    """Profiles with CURVE_SHARES of the heads, the first of an order; most heads first."""
+    counts = sorted({max(1, round(share * len(order))) for share in CURVE_SHARES}, reverse=True)
+    layers = profile.shape.num_layers
+    return [
+        profile.model_copy(update={"ca_heads": heads_by_layer(order[:count], layers)})
+        for count in counts
+    ]
 
 
 class _Clock:
@@ -194,22 +224,34 @@ def _finished(
 
 
 def choose_all(
-    entries: Sequence[Entry], probe: HeadProbe, samples: Sequence[CalibrationSample],
-    progress: Progress, clock: _Clock,
-) -> list[tuple[Selection, float]]:  # fmt: skip
-    """Selections and the seconds each took; the samples' KV is freed on return."""
-    read = any(not e.method.data_free or e.target.budget is not None for e in entries)
+    entries: Sequence[Entry], probe: HeadProbe, plan: SamplePlan, progress: Progress, clock: _Clock
+) -> list[tuple[Selection, float]]:
+    """Selections and the seconds each took; the samples' KV is freed on return.
+
+    Entries of one method share their scores, whose seconds count for each of them.
+    """
+    samples, judging = plan.calibration, plan.judging
+    budgets = any(entry.target.budget is not None for entry in entries)
+    read = budgets or any(not entry.method.data_free for entry in entries)
     with clock:
         batches = prepare(probe, samples if read else samples[:1], progress)
+        judges = prepare(probe, judging, progress) if budgets and judging else batches
+    found: dict[str, tuple[HeadScores, float]] = {}
     chosen = []
     for entry in entries:
-        own = _Clock()
+        method, own = entry.method, _Clock()
+        if method.name not in found:
+            scoring = _Clock()
+            with scoring:
+                scores = method.score(batches, progress)
+            found[method.name] = scores, scoring.seconds
+        scores, seconds = found[method.name]
+        judged_on = batches if entry.target.budget is None else judges
         with own:
-            scores = entry.method.score(batches, progress)
-            selection = entry.method.select(scores, batches, entry.target, progress)
-        chosen.append((selection, own.seconds))
+            selection = method.select(scores, judged_on, entry.target, progress)
+        chosen.append((selection, seconds + own.seconds))
         # No method profits from what the one before it has already computed.
-        for batch in batches:
+        for batch in (*batches, *judges):
             batch.forget()
     return chosen
 

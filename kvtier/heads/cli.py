@@ -34,10 +34,19 @@ def add_heads_parser(kinds: Subparsers) -> None:
         "first one's profile is written (default: %(default)s)",
     )  # fmt: skip
     heads.add_argument("--share", type=float, help="share of KV heads to keep, such as 0.25")
-    heads.add_argument("--budget", type=float, help="largest fall of recall allowed, such as 0.02")
+    heads.add_argument(
+        "--budget",
+        type=float,
+        help="largest share that may be lost of what the context is worth to the answers, such as "
+        "0.02",
+    )
     heads.add_argument(
         "--out", type=Path, help="profile to write (JSON); a comparison can do without"
     )
+    heads.add_argument(
+        "--curve", action="store_true",
+        help="also measure what other shares of the first method's heads would keep, per task",
+    )  # fmt: skip
     heads.add_argument("--picture", type=Path, help="picture of that profile to write (PNG)")
     heads.add_argument(
         "--format", choices=("table", "json"), help="how a comparison is printed (default: table)"
@@ -95,7 +104,10 @@ def run_calibrate_heads(options: argparse.Namespace) -> int:
 
     entries = make_entries(options.method, target, parameters)
     with nullcontext(no_progress) if options.quiet else rich_progress() as progress:
-        run = run_methods(options.model_path, entries, options.out, progress=progress, **samples)
+        run = run_methods(
+            options.model_path, entries, options.out, curve=options.curve, progress=progress,
+            **samples,
+        )  # fmt: skip
     if options.picture is not None:
         from kvtier.heads.picture import draw_profile
 
@@ -144,12 +156,14 @@ def _print(run: CalibrationRun, form: str) -> None:
     import sys
 
     from kvtier.heads.compare import comparison_document, comparison_table
-    from kvtier.heads.report import summary
+    from kvtier.heads.report import curve_table, summary
 
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     if form == "json":
         print(json.dumps(comparison_document(run), indent=1))
     elif form == "table":
-        on_terminal = sys.stdout.isatty()
-        print(comparison_table(run, shutil.get_terminal_size().columns if on_terminal else None))
+        print(comparison_table(run, width))
     elif form == "summary":
         print("\n".join(summary(run.results[0])))
+    if run.curve and form in ("table", "summary"):
+        print(curve_table(run, width))

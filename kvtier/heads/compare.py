@@ -5,6 +5,7 @@ Agreement is the Jaccard index with the first method's CA heads: heads in both /
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 from kvtier.environment import describe_environment
 from kvtier.heads.probes.quality import Quality
 from kvtier.heads.profile import Head, HeadProfile
+from kvtier.heads.report import PLAIN_WIDTH
 from kvtier.sizes import format_size
 
 if TYPE_CHECKING:
     from kvtier.heads.calibrate import Calibrated, CalibrationRun
+    from kvtier.heads.verify import Verification
 
 SCHEMA_VERSION = 1
-PLAIN_WIDTH = 160
 
 
 def jaccard(first: HeadProfile, second: HeadProfile) -> float:
@@ -42,6 +44,10 @@ def comparison_document(run: CalibrationRun) -> dict[str, Any]:
         **run.description,
         "prefill_seconds": round(run.prefill_seconds, 2),
         "methods": [_method(result, first) for result in run.results],
+        "curve": [
+            {"num_ca_heads": point.num_heads, "measured": _groups(point.verifications)}
+            for point in run.curve
+        ],
         "environment": asdict(describe_environment(run.description["seed"])),
     }
 
@@ -56,17 +62,7 @@ def _method(result: Calibrated, first: HeadProfile) -> dict[str, Any]:
         "ca_share": profile.ca_share,
         "agreement": jaccard(first, profile),
         "seconds": round(result.seconds, 2),
-        "measured": [
-            {
-                "context_tokens": found.context_tokens,
-                "answers": found.answers,
-                "full": _quality(found.full),
-                "profile": _quality(found.profile),
-                "random": _quality(found.random),
-                "no_heads": _quality(found.window),
-            }
-            for found in result.verifications
-        ],
+        "measured": _groups(result.verifications),
         "scores": profile.scores,
         "parameters": {
             name: value for name, value in profile.parameters.items() if name not in _SAID_ELSEWHERE
@@ -74,7 +70,31 @@ def _method(result: Calibrated, first: HeadProfile) -> dict[str, Any]:
     }
 
 
-_SAID_ELSEWHERE = {"lengths", "contexts_per_length", "tasks", "seed", "control"}
+_SAID_ELSEWHERE = {
+    "lengths", "contexts_per_length", "tasks", "tasks_measured", "seed", "control",
+}  # fmt: skip
+
+
+def _groups(verifications: Sequence[Verification]) -> list[dict[str, Any]]:
+    return [
+        {
+            "context_tokens": found.context_tokens,
+            **_measured(found),
+            "tasks": {task: _measured(one) for task, one in found.tasks.items()},
+        }
+        for found in verifications
+    ]
+
+
+def _measured(found: Verification) -> dict[str, Any]:
+    return {
+        "answers": found.answers,
+        "full": _quality(found.full),
+        "profile": _quality(found.profile),
+        "random": _quality(found.random),
+        "no_heads": _quality(found.window),
+        "kept_worth": None if math.isnan(found.worth) else found.worth,
+    }
 
 
 def _quality(quality: Quality) -> dict[str, float]:

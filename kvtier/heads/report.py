@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from kvtier.sizes import format_size
 
 if TYPE_CHECKING:
-    from kvtier.heads.calibrate import Calibrated
+    from kvtier.heads.calibrate import Calibrated, CalibrationRun
+
+PLAIN_WIDTH = 160
 
 
 def summary(result: Calibrated) -> list[str]:
@@ -26,10 +28,38 @@ def summary(result: Calibrated) -> list[str]:
             f"full {found.full.recall:.1%}   random heads {found.random.recall:.1%}   "
             f"no heads {found.window.recall:.1%}   ({found.answers} answers)"
         )
+        lines.append(
+            f"  of what the context is worth, {found.worth:.1%} is kept"
+            + "".join(f"   {task} {one.worth:.0%}" for task, one in found.tasks.items())
+        )
         budget = profile.parameters.get("budget")
-        if budget is not None and found.full.recall - found.profile.recall > budget:
+        if budget is not None and 1 - found.worth > budget:
             lines.append(
                 f"  over the budget of {budget:.1%} on samples it was not chosen on: "
                 "calibrate with more --samples"
             )
     return lines
+
+
+def curve_table(run: CalibrationRun, terminal_width: int | None = None) -> str:
+    """What other shares of the heads would keep of what the context is worth, per task."""
+    from rich.console import Console
+    from rich.table import Table
+
+    shape = run.results[0].profile.shape
+    total = shape.num_layers * shape.num_kv_heads
+    tasks = list(run.curve[0].verifications[0].tasks)
+    table = Table(title="kept of what the context is worth", title_justify="left")
+    for name in ("heads", "share", "context", "all", *tasks):
+        table.add_column(name, justify="right", no_wrap=True)
+    for point in run.curve:
+        for found in point.verifications:
+            worths = [found.worth, *(found.tasks[task].worth for task in tasks)]
+            table.add_row(
+                f"{point.num_heads} of {total}", f"{point.num_heads / total:.0%}",
+                format_size(found.context_tokens), *(f"{worth:.1%}" for worth in worths),
+            )  # fmt: skip
+    console = Console(width=terminal_width or PLAIN_WIDTH, highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get().rstrip("\n")

@@ -6,13 +6,13 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvtier.errors import UsageError
 from kvtier.heads.probes.context import ProbeBatch
-from kvtier.heads.probes.quality import Kept, Quality, measure
+from kvtier.heads.probes.quality import Kept, Quality, kept_worth, mean_quality
 from kvtier.heads.profile import HeadProfile, MeasuredCost, random_profile, window_profile
 from kvtier.heads.progress import Progress, no_progress
 
@@ -26,6 +26,7 @@ class Verification:
     random:  mean over draws of equally many random heads
     window:  no head keeps the middle
     answers: answers judged in each of them
+    tasks:   the same of each task alone, where there are several
     """
 
     context_tokens: int
@@ -34,6 +35,12 @@ class Verification:
     profile: Quality
     random: Quality
     window: Quality
+    tasks: Mapping[str, Verification] = field(default_factory=dict)
+
+    @property
+    def worth(self) -> float:
+        """How much is kept of what the context is worth: see `kept_worth`."""
+        return kept_worth(self.full, self.profile, self.window)
 
     def costs(self) -> tuple[MeasuredCost, ...]:
         """As a profile carries them: whole answers, answer tokens, loss."""
@@ -100,24 +107,49 @@ def verify_all(
         ]
         for profile in profiles
     ]
-    found: dict[Kept, Quality] = {}
+    found: dict[Kept, list[Quality]] = {}
     masks = dict.fromkeys((full, window, *kept, *(mask for masks in drawn for mask in masks)))
     for done, mask in enumerate(masks):
         progress("verification", done, len(masks))
-        found[mask] = measure(batches, mask)
+        found[mask] = [batch.quality(mask) for batch in batches]
     progress("verification", len(masks), len(masks))
-    lengths = [batch.context_tokens for batch in batches]
-    return [
-        Verification(
-            context_tokens=round(sum(lengths) / len(lengths)),
-            answers=sum(len(batch.sample.questions) for batch in batches),
-            full=found[full],
-            profile=found[mask],
-            random=_mean([found[control] for control in controls]),
-            window=found[window],
-        )
-        for mask, controls in zip(kept, drawn, strict=True)
-    ]
+    rows_of: dict[str, list[int]] = {}
+    for index, batch in enumerate(batches):
+        rows_of.setdefault(batch.sample.task, []).append(index)
+    results = []
+    for mask, controls in zip(kept, drawn, strict=True):
+        masks_of = {"full": [full], "profile": [mask], "random": controls, "window": [window]}
+        by_task = {
+            task: _of_samples(batches, found, masks_of, rows)
+            for task, rows in rows_of.items()
+            if len(rows_of) > 1
+        }
+        overall = _of_samples(batches, found, masks_of, range(len(batches)))
+        results.append(replace(overall, tasks=by_task))
+    return results
+
+
+def _of_samples(
+    batches: Sequence[ProbeBatch],
+    found: Mapping[Kept, Sequence[Quality]],
+    masks_of: Mapping[str, Sequence[Kept]],
+    rows: Sequence[int],
+) -> Verification:
+    """Measurements of some of the samples."""
+    chosen = [batches[i] for i in rows]
+
+    def of(name: str) -> Quality:
+        masks = masks_of[name]
+        return _mean([mean_quality(chosen, [found[mask][i] for i in rows]) for mask in masks])
+
+    return Verification(
+        context_tokens=round(sum(batch.context_tokens for batch in chosen) / len(chosen)),
+        answers=sum(len(batch.sample.questions) for batch in chosen),
+        full=of("full"),
+        profile=of("profile"),
+        random=of("random"),
+        window=of("window"),
+    )
 
 
 def _mean(qualities: Sequence[Quality]) -> Quality:

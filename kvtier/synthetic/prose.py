@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 # Headings are shorter, and tables and code listings in one paragraph are longer.
 MIN_CHARS, MAX_CHARS = 80, 700
 _NOT_PROSE = re.compile(r"::=|\*\*|>>>|[|{}<>=\\\[\]]")
+_SENTENCE_END = re.compile(r"(?<=[.!?]) ")
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -28,6 +30,25 @@ def paragraphs(rng: np.random.Generator) -> Iterator[str]:
             found = source()
             for index in rng.permutation(len(found)).tolist():
                 yield found[index]
+
+
+def document(rng: np.random.Generator, half: int) -> Iterator[str]:
+    """Paragraphs in the order in which they were written, from a random place on, without end.
+
+    half: 0 or 1, of all texts; the halves share no paragraph
+    """
+    found = (*reference_paragraphs(), *docstring_paragraphs())
+    middle = len(found) // 2
+    part = found[half * middle : (half + 1) * middle]
+    start = int(rng.integers(len(part)))
+    return cycle((*part[start:], *part[:start]))
+
+
+def sentences(found: Iterator[str]) -> Iterator[str]:
+    """Their sentences, each with what stands in front of it: a space, or a paragraph's break."""
+    for paragraph in found:
+        for index, sentence in enumerate(_SENTENCE_END.split(paragraph)):
+            yield f" {sentence}" if index else f"\n\n{sentence}"
 
 
 @cache
@@ -72,4 +93,4 @@ def _is_prose(line: str) -> bool:
     )
 
 
-__all__ = ["paragraphs"]
+__all__ = ["document", "paragraphs", "sentences"]

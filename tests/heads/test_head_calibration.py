@@ -24,10 +24,11 @@ from kvtier.heads.probes.context import HeadProbe
 from kvtier.heads.probes.quality import Quality
 from kvtier.heads.profile import HeadProfile, load_profile, random_profile
 from kvtier.heads.progress import rich_progress
-from kvtier.heads.reference.session import ReferenceSession
+from kvtier.heads.reference.session import DEFAULT_RULE, ReferenceSession
 from kvtier.heads.report import summary
+from kvtier.heads.samples.plan import synthetic_plan
 from kvtier.heads.samples.questions import CalibrationSample, Question
-from kvtier.heads.samples.synthetic import make_samples, maker_for
+from kvtier.heads.samples.synthetic import make_samples, tasks_for
 from kvtier.heads.verify import Verification, verify
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 
@@ -158,8 +159,8 @@ def test_any_tokenizer_gets_english_samples(tiny_folder: Path, tmp_path: Path) -
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(tmp_path)
-    maker, tasks = maker_for(str(tmp_path))
-    (sample,) = make_samples(maker, tasks, 1, [4096], seed=0)
+    tasks = tasks_for(str(tmp_path))
+    (sample,) = make_samples(tasks.make, tasks.choosing, 1, [4096], seed=0)
     assert len(sample.context_ids) == 4096
     assert sample.context_ids[0] == 0
     assert max(sample.context_ids) < DEFAULT_LANGUAGE.vocab_size
@@ -184,11 +185,12 @@ def test_verification_measures_one_length_at_a_time(model: Any) -> None:
 def test_the_summary_says_when_the_budget_does_not_hold_elsewhere() -> None:
     profile = profile_of((0,), (), ()).model_copy(update={"parameters": {"budget": 0.02}})
     full, worse = Quality(1.0, 1.0, 0.0), Quality(0.97, 1.0, 0.1)
-    for kept, count in ((worse, 3), (full, 2)):
+    for kept, count in ((worse, 4), (full, 3)):
         found = Verification(4096, 64, full, kept, worse, worse)
         lines = summary(Calibrated(profile, (found,)))
         assert len(lines) == count
         assert lines[0] == "by hand: 1 of 6 KV heads keep the context (17%): 0.0"
+        assert lines[2] == f"  of what the context is worth, {found.worth:.1%} is kept"
 
 
 def test_pictures_are_the_same_for_equal_profiles(tmp_path: Path) -> None:
@@ -221,13 +223,36 @@ def test_sensitive_heads_beat_random_ones_widely(demo_result: Any) -> None:
     assert found.full.tokens > 0.9
     assert found.profile.tokens > found.random.tokens + 0.4
     assert demo_result.profile.num_ca_heads == 3
-    assert len(summary(demo_result)) == 2
+    assert len(summary(demo_result)) == 3
+    assert found.worth > 0.9
+    assert set(found.tasks) == {"recall", "near-miss"}
+    assert sum(one.answers for one in found.tasks.values()) == found.answers
+
+
+def test_a_curve_has_every_share_of_the_first_methods_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--method", "taylor", "--share", "0.25", "--len", "1k", "--samples", "2", "--curve"]
+    out = tmp_path / "heads.json"
+    assert run_cli("--model-path", DEMO, "--out", out, *options) == 0
+    shown = capsys.readouterr().out
+    for count in (9, 6, 4, 3, 2, 1):
+        assert f"{count} of 12" in shown
+    assert "near-miss" in shown
+    assert json.loads(out.read_text())["method"] == "taylor"
+
+
+def test_a_budget_is_judged_on_samples_that_nothing_was_chosen_on() -> None:
+    plan = synthetic_plan(str(DEMO), [1024], 3, 0, DEFAULT_RULE)
+    groups = (plan.calibration, plan.judging, plan.held_out[0])
+    assert [len(group) for group in groups] == [3, 3, 3]
+    assert len({sample.context_ids for group in groups for sample in group}) == 9
 
 
 def test_greedy_sessions_recall_what_the_probe_measures(demo_result: Any) -> None:
     probe = HeadProbe(load_model(str(DEMO)))
-    maker, tasks = maker_for(str(DEMO))
-    (sample,) = make_samples(maker, tasks, 1, [2048], seed=9)
+    tasks = tasks_for(str(DEMO))
+    (sample,) = make_samples(tasks.make, tasks.choosing, 1, [2048], seed=9)
     profile: HeadProfile = demo_result.profile
     measured = probe.prepare(sample).quality(probe.mask(profile))
     session = ReferenceSession(probe.model, profile)

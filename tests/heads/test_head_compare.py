@@ -16,7 +16,7 @@ from kvtier.heads.entries import make_entries
 from kvtier.heads.methods import Target
 from kvtier.heads.probes.context import HeadProbe
 from kvtier.heads.profile import load_profile
-from kvtier.heads.samples.synthetic import make_samples, maker_for
+from kvtier.heads.samples.synthetic import make_samples, tasks_for
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 
 METHODS = "sensitivity@0.75,contextkeeper,razor@0.25,import@0.25"
@@ -134,9 +134,9 @@ def test_the_command_compares(
 def test_own_samples_are_used_and_every_second_one_measures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    maker, tasks = maker_for(str(DEMO))
+    tasks = tasks_for(str(DEMO))
     lines = []
-    for sample in make_samples(maker, tasks, 4, [1024], seed=3):
+    for sample in make_samples(tasks.make, tasks.choosing, 4, [1024], seed=3):
         text = DEFAULT_LANGUAGE.decode
         questions = [
             {"question": text(q.prompt_ids), "answer": text(q.answer_ids)}

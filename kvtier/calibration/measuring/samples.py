@@ -1,8 +1,8 @@
 """Contexts to fit a curve on: from filler that hides little to text where every word counts.
 
 A curve learns how much a text of a given NLL can lose, so its samples must differ in just that.
-The recall language does so by how many facts a context holds; other models get the synthetic
-English of `kvtier.heads.samples`, or the user's own texts, which are always the better sample.
+The recall language does so by how many facts a context holds; other models get the real text of
+`kvtier.heads.samples`, or the user's own, which is always the better sample.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from kvtier.errors import UsageError
 from kvtier.heads.samples.questions import CalibrationSample, Question
-from kvtier.heads.samples.synthetic import make_samples, maker_for, speaks_recall
+from kvtier.heads.samples.synthetic import make_samples, speaks_recall, tasks_for
 from kvtier.synthetic.recall import FACT_TOKENS, MAX_FACTS, make_session
 
 # Facts fill at most this share of a context: the language needs filler between its facts.
@@ -31,8 +31,8 @@ def curve_samples(
     Raises UsageError for a count below 1 and SizeError for contexts that hold no fact.
     """
     if not speaks_recall(model_path):
-        maker, tasks = maker_for(model_path)
-        return make_samples(maker, tasks, count, lengths, seed, STREAM)
+        tasks = tasks_for(model_path)
+        return make_samples(tasks.make, tasks.measuring, count, lengths, seed, STREAM)
     if count < 1:
         raise UsageError("--samples", "at least 1", count)
     samples = []

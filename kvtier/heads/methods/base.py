@@ -31,7 +31,8 @@ class Target:
     """How many heads to keep.
 
     share:   of all KV heads, in (0, 1]; rounded to whole heads, at least one
-    budget:  largest fall of recall (whole answers) below full retention, in [0, 1)
+    budget:  largest share that may be lost of what the context is worth to the answers, in [0, 1):
+             of how much lower their loss is with every head's context than with none
     Neither: the method's own rule. Both: as few heads as the share allows within the budget.
     """
 
@@ -71,11 +72,15 @@ class HeadScores:
 
 @dataclass(frozen=True)
 class Selection:
-    """Chosen CA heads, the scores they were chosen by, and how."""
+    """Chosen CA heads, the scores they were chosen by, and how.
+
+    order: every head, best first, as far as the method can say
+    """
 
     ca_heads: tuple[tuple[int, ...], ...]
     scores: Matrix
     parameters: dict[str, Any] = field(default_factory=dict)
+    order: tuple[Head, ...] = ()
 
 
 class MethodOption(NamedTuple):
@@ -140,15 +145,18 @@ class HeadMethod(ABC):
         progress: Progress = no_progress,
     ) -> Selection:
         """The CA heads for `target`, which `check_target` has accepted: with a share or a budget
-        the first of the ranking, else the method's own choice."""
+        the first of the ranking, else the method's own choice.
+
+        batches: samples that a budget is judged on; others than the scores' where there are any
+        """
         shape = batches[0].shape
+        order = self.ranking(scores, shape)
         if target.is_open:
             chosen = self.own_choice(scores, shape)
         else:
-            order = self.ranking(scores, shape)
             count = target.num_heads(shape)
             if target.budget is not None:
                 count = fewest_within(order, batches, count, target.budget, progress)
             chosen = order[:count]
         by_layer = heads_by_layer(chosen, shape.num_layers)
-        return Selection(by_layer, scores.mean, self.found_by(scores, shape))
+        return Selection(by_layer, scores.mean, self.found_by(scores, shape), tuple(order))

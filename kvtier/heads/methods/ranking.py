@@ -50,6 +50,15 @@ def mean_matrix(matrices: Sequence[Matrix]) -> Matrix:
     )
 
 
+def allowed_loss(batches: Sequence[ProbeBatch], budget: float) -> float:
+    """The answers' loss at which `budget` of what the context is worth to them is gone, in nats per
+    token. Worth is how much lower the loss is with every head's context than with none."""
+    full = batches[0].probe.full()
+    least = measure(batches, full).loss
+    worth = measure(batches, tuple((False,) * len(row) for row in full)).loss - least
+    return least + budget * max(worth, 0.0)
+
+
 def fewest_within(
     order: Sequence[Head],
     batches: Sequence[ProbeBatch],
@@ -57,18 +66,19 @@ def fewest_within(
     budget: float,
     progress: Progress = no_progress,
 ) -> int:
-    """How many heads of `order` keep recall within `budget` of full retention, at least `least`.
+    """How many heads of `order` lose no more than `budget` of what the context is worth, at least
+    `least`.
 
-    Bisection, as recall rises with every head kept (nearly).
+    Bisection, as the loss falls with every head kept (nearly).
     """
     shape = batches[0].shape
-    floor = measure(batches, batches[0].probe.full()).recall - budget
+    most = allowed_loss(batches, budget)
     low, high = least, len(order)
     while low < high:
         progress("heads within the budget", len(order) - (high - low), len(order))
         middle = (low + high) // 2
         mask = kept_heads(heads_by_layer(order[:middle], shape.num_layers), shape)
-        if measure(batches, mask).recall >= floor:
+        if measure(batches, mask).loss <= most:
             high = middle
         else:
             low = middle + 1

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.errors import UsageError
 from kvtier.heads.methods.base import HeadMethod, HeadScores, Selection, Target
-from kvtier.heads.methods.ranking import heads_by_layer
+from kvtier.heads.methods.ranking import allowed_loss, heads_by_layer
 from kvtier.heads.probes.quality import Kept, Quality, kept_heads, measure
 from kvtier.heads.profile import Head, ModelShape
 from kvtier.heads.progress import Progress, no_progress
@@ -58,11 +58,9 @@ class Sensitivity(HeadMethod):
     ) -> Selection:
         """Eliminate down to the share, or until the next drop would break the budget."""
         shape = batches[0].shape
-        floor = None
-        if target.budget is not None:
-            floor = measure(batches, batches[0].probe.full()).recall - target.budget
+        most = None if target.budget is None else allowed_loss(batches, target.budget)
         least = target.num_heads(shape)
-        heads, path = all_heads(shape), []
+        heads, path, dropped = all_heads(shape), [], list[Head]()
         while len(heads) > least:
             drops = min(max(1, len(heads) // self.round_share), len(heads) - least)
             stage = f"elimination, {len(heads)} heads left"
@@ -70,17 +68,21 @@ class Sensitivity(HeadMethod):
             missed_least = sorted(heads, key=lambda head: (trials[head].loss, head))
             rest = [head for head in heads if head not in missed_least[:drops]]
             quality = trials[missed_least[0]] if drops == 1 else measure(batches, mask(rest, shape))
-            if floor is not None and quality.recall < floor:
+            if most is not None and quality.loss > most:
                 if drops == 1:
                     break
                 # Several heads at once were too many: finish one by one.
                 rest, quality = [h for h in heads if h != missed_least[0]], trials[missed_least[0]]
-                if quality.recall < floor:
+                if quality.loss > most:
                     break
+            dropped += [head for head in missed_least if head in heads and head not in rest]
             heads = rest
             path.append({"heads": len(heads), "recall": quality.recall, "loss": quality.loss})
         parameters = {"round_share": self.round_share, "elimination": path}
-        return Selection(heads_by_layer(heads, shape.num_layers), scores.mean, parameters)
+        # What is left was not compared with each other: it goes by what each is worth alone.
+        left = sorted(heads, key=lambda at: (-scores.mean[at[0]][at[1]], at))
+        order = (*left, *reversed(dropped))
+        return Selection(heads_by_layer(heads, shape.num_layers), scores.mean, parameters, order)
 
 
 def all_heads(shape: ModelShape) -> list[Head]:

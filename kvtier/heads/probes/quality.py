@@ -5,6 +5,7 @@ Nothing here imports torch: a head method asks for qualities and never touches a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -45,10 +46,21 @@ class Probed(Protocol):
 
 def measure(batches: Sequence[Probed], kept: Kept) -> Quality:
     """Mean quality over samples, each counted by its questions."""
-    results = [batch.quality(kept) for batch in batches]
+    return mean_quality(batches, [batch.quality(kept) for batch in batches])
+
+
+def mean_quality(batches: Sequence[Probed], found: Sequence[Quality]) -> Quality:
+    """The mean of what was found for each sample, counted by its questions."""
     weights = [len(batch.sample.questions) for batch in batches]
     total = sum(weights)
-    columns = zip(*results, strict=True)
+    columns = zip(*found, strict=True)
     return Quality(
         *(sum(w * x for w, x in zip(weights, column, strict=True)) / total for column in columns)
     )
+
+
+def kept_worth(full: Quality, chosen: Quality, none: Quality) -> float:
+    """How much is kept of what the context is worth to the answers: 1 with the loss of every head,
+    0 with that of none; NaN where the context is worth nothing."""
+    worth = none.loss - full.loss
+    return (none.loss - chosen.loss) / worth if worth > 0 else math.nan

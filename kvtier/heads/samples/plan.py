@@ -10,7 +10,14 @@ from typing import Any
 from kvtier.errors import SizeError
 from kvtier.heads.model.config import context_length, read_config
 from kvtier.heads.samples.questions import CalibrationSample, middle_of
-from kvtier.heads.samples.synthetic import HELD_OUT, encoder_for, make_samples, maker_for
+from kvtier.heads.samples.synthetic import (
+    CALIBRATION,
+    HELD_OUT,
+    JUDGING,
+    encoder_for,
+    make_samples,
+    tasks_for,
+)
 from kvtier.heads.samples.users import read_user_samples
 from kvtier.retention.locality import LocalityRule
 from kvtier.sizes import format_size
@@ -23,30 +30,48 @@ class SamplePlan:
     """What a calibration runs on.
 
     calibration:  samples that heads are chosen on
+    judging:      samples that a budget is judged on, neither chosen on nor reported; empty where
+                  there are too few for that, and those that were chosen on have to do
     held_out:     samples that the choice is measured on, in groups that are reported apart
     description:  where they come from, as a profile's parameters carry it
     """
 
     calibration: Samples
     held_out: tuple[Samples, ...]
+    judging: Samples = ()
     description: dict[str, Any] = field(default_factory=dict)
 
 
 def synthetic_plan(
     model_path: str, lengths: Sequence[int], samples: int, seed: int, rule: LocalityRule
 ) -> SamplePlan:
-    """`samples` contexts per length and purpose, the tasks in turn, one held-out group per length.
+    """`samples` contexts per length to choose on, the tasks in turn, and as many to measure on, or
+    one per task where some are only measured; one held-out group per length.
 
     Raises SizeError for lengths that the model or the rule cannot take, UsageError for `samples`.
     """
     check_lengths(model_path, lengths, rule)
-    maker, tasks = maker_for(model_path)
-    calibration = make_samples(maker, tasks, samples, lengths, seed)
-    groups = [make_samples(maker, tasks, samples, [n], seed, HELD_OUT) for n in lengths]
+    tasks = tasks_for(model_path)
+    calibration, judging = (
+        tuple(make_samples(tasks.make, tasks.choosing, samples, lengths, seed, stream))
+        for stream in (CALIBRATION, JUDGING)
+    )
+    # Tasks that nothing was chosen on are measured, too, however few samples are asked for.
+    several = tasks.measuring != tasks.choosing
+    count = max(samples, len(tasks.measuring)) if several else samples
+    groups = [
+        make_samples(tasks.make, tasks.measuring, count, [n], seed, HELD_OUT) for n in lengths
+    ]
     return SamplePlan(
-        tuple(calibration),
+        calibration,
         tuple(map(tuple, groups)),
-        {"lengths": list(lengths), "contexts_per_length": samples, "tasks": list(tasks)},
+        judging,
+        {
+            "lengths": list(lengths),
+            "contexts_per_length": samples,
+            "tasks": list(tasks.choosing),
+            "tasks_measured": list(tasks.measuring),
+        },
     )
 
 
@@ -59,7 +84,7 @@ def users_plan(model_path: str, file: Path, rule: LocalityRule) -> SamplePlan:
     return SamplePlan(
         tuple(split.calibration),
         (tuple(split.held_out),),
-        {
+        description={
             "samples_file": file.name,
             "contexts": [len(split.calibration), len(split.held_out)],
             "lengths": sorted({len(sample.context_ids) for sample in samples}),

@@ -1,10 +1,10 @@
 """Calibration samples: long contexts with questions whose answers are known exactly.
 
-The demo model speaks the recall language of `kvtier.synthetic.recall`.  Any other model gets small
-synthetic texts in English, built with its own tokenizer (`kvtier.heads.samples.english`); a user's
-own come from a file (`kvtier.heads.samples.users`).
+The demo model speaks the recall language of `kvtier.synthetic.recall`.  Any other model gets real
+text, told with its own tokenizer (`kvtier.heads.samples.text`); a user's own come from a file
+(`kvtier.heads.samples.users`).
 
-Held-out samples come from another stream of the same seed.
+Held-out samples come from another stream of the same seed, and from the other half of the texts.
 """
 
 from __future__ import annotations
@@ -12,16 +12,25 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from kvtier.errors import SizeError, UsageError
-from kvtier.heads.samples.english import QUESTIONS, TEXT_TASKS, Encode, SampleMaker, text_maker
 from kvtier.heads.samples.questions import CalibrationSample, Question
+from kvtier.heads.samples.text import (
+    CHOOSING_TASKS,
+    TEXT_TASKS,
+    Encode,
+    SampleMaker,
+    text_maker,
+)
+from kvtier.synthetic.frame import frame_of
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE, make_session
 from kvtier.synthetic.tokenizer import Tokenizer
 
-CALIBRATION, HELD_OUT = 0, 1
+# Streams of random numbers; a curve is fitted on the third.
+CALIBRATION, HELD_OUT, JUDGING = 0, 1, 3
 
 
 def make_samples(
@@ -38,15 +47,32 @@ def make_samples(
     for length in lengths:
         for index in range(count):
             rng = np.random.default_rng([seed, stream, length, index])
-            samples.append(maker(rng, length, tasks[index % len(tasks)]))
+            half = int(stream == HELD_OUT)
+            samples.append(maker(rng, length, tasks[index % len(tasks)], half))
     return samples
 
 
-def maker_for(model_path: str) -> tuple[SampleMaker, tuple[str, ...]]:
-    """The sample maker that fits a model's tokenizer, and its tasks."""
+class Tasks(NamedTuple):
+    """What a model can be asked: how samples are made, and of which tasks.
+
+    choosing:   tasks that heads are chosen on
+    measuring:  tasks that a choice is measured on, those among them
+    """
+
+    make: SampleMaker
+    choosing: tuple[str, ...]
+    measuring: tuple[str, ...]
+
+
+def tasks_for(model_path: str) -> Tasks:
+    """The tasks that fit a model's tokenizer. Raises UsageError when it has none."""
     if speaks_recall(model_path):
-        return recall_sample, RECALL_TASKS
-    return text_maker(*encoder_for(model_path)), TEXT_TASKS
+        return Tasks(recall_sample, RECALL_TASKS, RECALL_TASKS)
+    tokenizer = Tokenizer(model_path)
+    # A chat template writes BOS itself.
+    first = () if tokenizer.has_chat_template else tokenizer.first_ids
+    maker = text_maker(tokenizer.encode, first, frame_of(tokenizer))
+    return Tasks(maker, CHOOSING_TASKS, TEXT_TASKS)
 
 
 def encoder_for(model_path: str) -> tuple[Encode, list[int]]:
@@ -68,17 +94,21 @@ def speaks_recall(model_path: str) -> bool:
 
 
 RECALL_TASKS = ("recall", "near-miss", "few-codes")
+RECALL_QUESTIONS = 16
 
 
-def recall_sample(rng: np.random.Generator, context_tokens: int, task: str) -> CalibrationSample:
-    """A session of the recall language; every question stands alone.
+def recall_sample(
+    rng: np.random.Generator, context_tokens: int, task: str, half: int = 0
+) -> CalibrationSample:
+    """A session of the recall language; every question stands alone. Its words are drawn anew for
+    every sample, so that there are no halves.
 
     task "near-miss": names share their words, so both words must be matched.
     task "few-codes": answers share their words, so the place in an answer must be kept.
     """
     try:
         session = make_session(
-            rng, context_tokens, QUESTIONS, invented_share=0.0,
+            rng, context_tokens, RECALL_QUESTIONS, invented_share=0.0,
             shared_words=task == "near-miss", few_codes=task == "few-codes",
         )  # fmt: skip
     except ValueError as error:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvtier.errors import SamplesFileError
-from kvtier.heads.samples.english import Encode
 from kvtier.heads.samples.questions import CalibrationSample, Question
+from kvtier.heads.samples.text import Encode
 from kvtier.retention.locality import LocalityRule
 
 DEFAULT_TASK = "own"

@@ -1,0 +1,175 @@
+"""Answers of a model whose every KV head stands between the whole context and its locality rule.
+
+    a head's output  =       gate  × attention over   sink | middle               | recent | own
+                     + (1 − gate) × attention over   sink | one entry, N votes    | recent | own
+
+At 1 a head is CA, at 0 it is a locality head as it is served. In between, the answers' loss can be
+differentiated by the gates: one pass backward says of all heads at once how much they are missed,
+where dropping them one by one needs a pass forward for each.
+
+All questions of a sample are one row, so that they share one copy of the context's keys:
+
+    | question answer | question answer | …      a token sees the context and its own question
+
+Layers are checkpointed: what is remembered for the way back is one layer's input per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from kvtier.heads.probes.context import LayerParts, ProbeBatch
+from kvtier.heads.reference.attention import Block, attending
+from kvtier.heads.samples.questions import Question
+
+
+class Row(NamedTuple):
+    """A sample's questions side by side.
+
+    ids, positions:  int64 `[tokens]`
+    asked:           int64 `[scored]`, tokens whose successor is a scored token of an answer
+    targets:         int64 `[scored]`, those successors
+    sees:            float `[tokens, tokens]`, 0 where a token sees another, else -inf
+    """
+
+    ids: Tensor
+    positions: Tensor
+    asked: Tensor
+    targets: Tensor
+    sees: Tensor
+
+
+def answer_logits(batch: ProbeBatch, gates: Tensor) -> tuple[Tensor, Tensor]:
+    """Float32 logits `[scored, vocab]` of the answers' tokens, those before them given, and the
+    right ones `[scored]`.
+
+    gates: float `[layers, kv_heads]` in [0, 1], on the model's device
+
+    To differentiate, use `gate_gradient`: its way back runs the model's layers again.
+    """
+    row = _row_of(batch.sample.questions, batch.context_tokens, batch.ids.device)
+    with _attending(batch, gates, row):
+        return _forward(batch, row), row.targets
+
+
+def gate_gradient(
+    batch: ProbeBatch, gates: Tensor, teacher: Tensor | None = None
+) -> tuple[float, Tensor]:
+    """A loss of the sample's answers, in nats per token, and its gradient by the gates,
+    `[layers, kv_heads]`: negative where a head that sees more of the context would help.
+
+    gates:    as in `answer_logits`
+    teacher:  log-probabilities `[scored, vocab]` to be near to (Kullback-Leibler divergence);
+              None for the negative log-likelihood of the right answers
+    """
+    gates = gates.detach().clone().requires_grad_()
+    row = _row_of(batch.sample.questions, batch.context_tokens, batch.ids.device)
+    with torch.enable_grad(), _attending(batch, gates, row), _checkpointed(batch.probe.model):
+        predicted = torch.log_softmax(_forward(batch, row), dim=-1)
+        if teacher is None:
+            loss = torch.nn.functional.nll_loss(predicted, row.targets)
+        else:
+            loss = torch.nn.functional.kl_div(
+                predicted, teacher, reduction="batchmean", log_target=True
+            )
+        (gradient,) = torch.autograd.grad(loss, [gates])
+    return float(loss.detach()), gradient
+
+
+def _forward(batch: ProbeBatch, row: Row) -> Tensor:
+    output = batch.probe.model(
+        row.ids[None], position_ids=row.positions[None], use_cache=False, logits_to_keep=row.asked
+    )
+    return output.logits[0].float()
+
+
+@contextmanager
+def _attending(batch: ProbeBatch, gates: Tensor, row: Row) -> Iterator[None]:
+    def attend_layer(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return mixed_attention(gates[layer], batch.layers[layer], q, k, v, row.sees, scale)
+
+    with attending(batch.probe.model, attend_layer):
+        yield
+
+
+@contextmanager
+def _checkpointed(model: Any) -> Iterator[None]:
+    """Within this context, layers keep nothing but their inputs and are run again on the way back.
+
+    Not through transformers' own switch, which wants a model in training.
+    """
+    layers = list(model.get_decoder().layers)
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def mixed_attention(
+    gates: Tensor, parts: LayerParts, q: Tensor, k: Tensor, v: Tensor, sees: Tensor, scale: float
+) -> Tensor:
+    """One layer's attention with every KV head's gate, see the module docstring.
+
+    gates:  `[kv_heads]`
+    q:      `[1, heads, tokens, dim]`; k, v: `[1, kv_heads, tokens, dim]` of the tokens themselves
+    sees:   `[tokens, tokens]`, added to the logits
+    """
+    exact = _attend(q, k, v, [parts.edges, parts.middle], sees, scale)
+    local = _attend(q, k, v, [parts.edges, parts.entry], sees, scale)
+    gate = gates.to(q.dtype).repeat_interleave(q.shape[1] // k.shape[1])[:, None, None]
+    return gate * exact + (1 - gate) * local
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, context: Sequence[Block | None], sees: Tensor, scale: float
+) -> Tensor:
+    """Attention over blocks of the context and the tokens' own keys."""
+    blocks = [block for block in context if block is not None]
+    tokens, group = q.shape[2], q.shape[1] // k.shape[1]
+    votes = [sees.new_full((tokens, block.k.shape[1]), block.log_votes) for block in blocks]
+    keys = torch.cat([*(block.k[None] for block in blocks), k], dim=2)
+    values = torch.cat([*(block.v[None] for block in blocks), v], dim=2)
+    # One key head per query head: not every kernel takes grouped ones with a mask.
+    return scaled_dot_product_attention(
+        q,
+        keys.repeat_interleave(group, dim=1),
+        values.repeat_interleave(group, dim=1),
+        attn_mask=torch.cat([*votes, sees], dim=1).to(q.dtype),
+        scale=scale,
+    )
+
+
+def _row_of(questions: Sequence[Question], context_tokens: int, device: torch.device) -> Row:
+    ids, positions, owner = list[int](), list[int](), list[int]()
+    asked, targets = list[int](), list[int]()
+    for index, question in enumerate(questions):
+        # The last token of an answer is asked for, and asks for nothing.
+        tokens = [*question.prompt_ids, *question.answer_ids]
+        scored = len(question.prompt_ids) + question.unscored
+        first = len(ids)
+        asked += range(first + scored - 1, first + len(tokens) - 1)
+        targets += tokens[scored:]
+        ids += tokens[:-1]
+        positions += range(context_tokens, context_tokens + len(tokens) - 1)
+        owner += [index] * (len(tokens) - 1)
+    whose = torch.tensor(owner, device=device)
+    order = torch.arange(len(ids), device=device)
+    seen = (whose[:, None] == whose) & (order <= order[:, None])
+    return Row(
+        ids=torch.tensor(ids, device=device),
+        positions=torch.tensor(positions, device=device),
+        asked=torch.tensor(asked, device=device),
+        targets=torch.tensor(targets, device=device),
+        sees=torch.zeros(seen.shape, device=device).masked_fill(~seen, -torch.inf),
+    )

@@ -1,0 +1,198 @@
+"""Calibration samples in real text: exact lengths, known answers, halves that share nothing."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from text_models import CHATML, write_tokenizer
+
+from kvtier.errors import SizeError
+from kvtier.heads.samples.lists import LABELS
+from kvtier.heads.samples.questions import CalibrationSample
+from kvtier.heads.samples.synthetic import HELD_OUT, make_samples, tasks_for
+from kvtier.heads.samples.text import CHOOSING_TASKS, MAX_ANSWER_TOKENS, TEXT_TASKS, text_maker
+from kvtier.synthetic.code import functions, library_functions
+from kvtier.synthetic.frame import Frame
+from kvtier.synthetic.prose import docstring_paragraphs, document, reference_paragraphs
+
+FRAME = Frame("", "\n\nQuestion: ", "\nAnswer: ", "\n", "Question: ", (10,))
+LENGTH = 8192
+
+
+def encode(text: str) -> list[int]:
+    """One token per character."""
+    return [ord(character) for character in text]
+
+
+def decode(ids: tuple[int, ...]) -> str:
+    return "".join(map(chr, ids))
+
+
+def sample_of(task: str, seed: int = 0, length: int = LENGTH, half: int = 0) -> CalibrationSample:
+    return text_maker(encode, [], FRAME)(np.random.default_rng(seed), length, task, half)
+
+
+def told(task: str, seed: int = 0) -> tuple[str, list[tuple[str, str, str]]]:
+    """The context, and per question what is asked, how the answer begins, and how it goes on."""
+    sample = sample_of(task, seed)
+    asked = []
+    for question in sample.questions:
+        begun, answer = decode(question.prompt_ids), decode(question.answer_ids)
+        _, _, begun = begun.partition("Question: ")
+        asked.append((*begun.split("\nAnswer: "), answer))
+    return decode(sample.context_ids), asked
+
+
+@pytest.mark.parametrize("task", TEXT_TASKS)
+@pytest.mark.parametrize("seed", range(3))
+def test_lengths_are_exact_and_samples_repeat(task: str, seed: int) -> None:
+    sample = sample_of(task, seed)
+    assert len(sample.context_ids) == LENGTH
+    assert sample == sample_of(task, seed)
+    assert sample != sample_of(task, seed + 10)
+    assert sample.task == task
+
+
+@pytest.mark.parametrize("task", ["key-value", "values"])
+def test_facts_stand_in_the_context_as_they_are_asked(task: str) -> None:
+    context, asked = told(task)
+    assert len(asked) == 12
+    for _, begun, answer in asked:
+        fact = f"{begun}{answer}".rstrip(".")
+        assert context.count(f" {fact}.") == 1
+
+
+def test_two_hops_lead_to_the_answer() -> None:
+    context, asked = told("two-hop", 3)
+    for _, begun, answer in asked:
+        name = begun.removeprefix("The code of ").removesuffix(" is")
+        other = context.split(f"{name} has the same code as ")[1].split(".")[0]
+        assert f"The code of {other} is{answer}." in context
+        assert f"The code of {name} is" not in context
+
+
+def test_variables_are_all_that_a_value_reaches() -> None:
+    context, asked = told("variables", 1)
+    value_of = {}
+    links = re.findall(r" Set ([A-Z]{2}) to (\w+)\.", context)
+    assert len(links) == 24
+    while len(value_of) < len(links):
+        for name, source in links:
+            if source.isdigit() or source in value_of:
+                value_of[name] = value_of.get(source, source)
+    for _, begun, answer in asked:
+        number = re.search(r"\d+", begun)
+        assert number is not None
+        names = answer.strip(" .").split(", ")
+        assert {name for name, value in value_of.items() if value == number[0]} == set(names)
+
+
+def test_qa_asks_in_other_words() -> None:
+    context, asked = told("qa")
+    for question, begun, answer in asked:
+        name = question.removeprefix("What does ").split(" do for a living")[0]
+        city, trade = context.split(f"{name} moved to ")[1].split(".")[0].split(" and became a ")
+        assert answer == f" {trade} in {city}."
+        assert begun not in context
+
+
+def test_summaries_list_the_stops_in_the_order_of_the_text() -> None:
+    context, asked = told("summary", 2)
+    for _, begun, answer in asked:
+        stops = re.findall(rf"{begun} (\w+)\.", context)
+        assert answer == f" {', '.join(stops)}."
+        assert len(stops) == 4
+
+
+def test_quotations_go_on_as_the_text_does() -> None:
+    context, asked = told("quotation")
+    assert len(asked) == 12
+    for question, cue, answer in asked:
+        assert context.count(f"{cue}{answer}") == 1
+        assert cue in question
+        assert (len(cue.split()), len(answer.split())) == (9, 8)
+
+
+def test_a_continuation_is_what_the_text_says_next() -> None:
+    sample = sample_of("continuation")
+    (question,) = sample.questions
+    assert len(question.answer_ids) == MAX_ANSWER_TOKENS
+    paragraphs = document(np.random.default_rng(0), 0)
+    whole = "\n\n".join(next(paragraphs) for _ in range(200))
+    said = decode(question.prompt_ids + question.answer_ids)
+    before, _, behind = whole.partition(said.lstrip("\n "))
+    assert behind, "its words stand in the document"
+    context = decode(sample.context_ids)
+    # The sentence that is cut at the end of the context is left out.
+    assert before.rstrip().rsplit(". ", 1)[0][-200:] in context
+
+
+def test_parameters_are_those_of_the_function() -> None:
+    context, asked = told("code", 4)
+    for _, begun, answer in asked:
+        head = f"{begun}{answer}"
+        assert head in context
+        assert isinstance(ast.parse(f"{head}: pass").body[0], ast.FunctionDef)
+
+
+def test_labels_are_those_of_words_of_the_same_kind() -> None:
+    context, asked = told("many-shot")
+    shots = dict(re.findall(r"\n(\w+) => (\w+)", context))
+    assert set(shots.values()) < set(LABELS)
+    assert len(set(shots.values())) == 4
+    for _, begun, answer in asked:
+        assert begun.removesuffix(" =>") not in shots
+        assert answer.strip() in shots.values()
+
+
+def test_the_most_frequent_words_are_counted() -> None:
+    context, ((_, _, answer),) = told("common", 5)
+    words = re.findall(r" (\w+)", context.split("text.")[1])[:-1]  # the last one may be cut
+    counts = {word: words.count(word) for word in set(words)}
+    first = sorted(counts, key=lambda word: -counts[word])[:3]
+    assert answer == f" {', '.join(first)}."
+
+
+def test_the_halves_share_nothing() -> None:
+    def drawn(half: int, count: int) -> set[str]:
+        source = document(np.random.default_rng(half), half)
+        return {next(source) for _ in range(count)}
+
+    everything = len(reference_paragraphs()) + len(docstring_paragraphs())
+    assert not drawn(0, everything) & drawn(1, everything)
+    sources = [functions(np.random.default_rng(1), half) for half in (0, 1)]
+    halves = [{next(source).name for _ in library_functions()} for source in sources]
+    assert not halves[0] & halves[1]
+    assert sum(map(len, halves)) >= len(library_functions()) - 1
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_contexts_and_questions_stand_in_the_models_own_format(
+    tmp_path: Path, template: str | None
+) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer", template=template)
+    tasks = tasks_for(str(folder))
+    assert (tasks.choosing, tasks.measuring) == (CHOOSING_TASKS, TEXT_TASKS)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    samples = make_samples(tasks.make, tasks.measuring, len(TEXT_TASKS), [3000], 0, HELD_OUT)
+    for sample in samples:
+        context = tokenizer.decode(list(sample.context_ids))
+        start = "<|im_start|>system\nAnswer briefly" if template else "<s>"
+        assert context.startswith(start)
+        assert context.count("<s>") == (0 if template else 1)
+        asked = tokenizer.decode(list(sample.questions[0].prompt_ids))
+        reply = "<|im_end|>\n<|im_start|>assistant\n" if template else "\nAnswer: "
+        assert (reply in asked) == (sample.task != "continuation")
+
+
+def test_a_context_too_short_for_its_facts_is_refused() -> None:
+    with pytest.raises(SizeError, match="--len"):
+        sample_of("key-value", length=300)
+    with pytest.raises(SizeError, match="--len"):
+        sample_of("code", length=120)
