@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from kvtier.sizes import format_size
@@ -29,8 +30,8 @@ def summary(result: Calibrated) -> list[str]:
             f"no heads {found.window.recall:.1%}   ({found.answers} answers)"
         )
         lines.append(
-            f"  of what the context is worth, {found.worth:.1%} is kept"
-            + "".join(f"   {task} {one.worth:.0%}" for task, one in found.tasks.items())
+            f"  of what the context is worth, {_percent(found.worth)} is kept"
+            + "".join(f"   {task} {_percent(one.worth)}" for task, one in found.tasks.items())
         )
         budget = profile.parameters.get("budget")
         if budget is not None and 1 - found.worth > budget:
@@ -39,6 +40,11 @@ def summary(result: Calibrated) -> list[str]:
                 "calibrate with more --samples"
             )
     return lines
+
+
+def _percent(worth: float) -> str:
+    """A dash where the context is worth nothing, so that no share of that can be kept."""
+    return "-" if math.isnan(worth) else f"{worth:.1%}"
 
 
 def curve_table(run: CalibrationRun, terminal_width: int | None = None) -> str:
@@ -57,7 +63,7 @@ def curve_table(run: CalibrationRun, terminal_width: int | None = None) -> str:
             worths = [found.worth, *(found.tasks[task].worth for task in tasks)]
             table.add_row(
                 f"{point.num_heads} of {total}", f"{point.num_heads / total:.0%}",
-                format_size(found.context_tokens), *(f"{worth:.1%}" for worth in worths),
+                format_size(found.context_tokens), *map(_percent, worths),
             )  # fmt: skip
     console = Console(width=terminal_width or PLAIN_WIDTH, highlight=False)
     with console.capture() as captured:

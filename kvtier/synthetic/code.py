@@ -6,15 +6,14 @@ The source is that of the Python that runs, so texts are equal between runs of o
 from __future__ import annotations
 
 import ast
-import os
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from itertools import cycle
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+from kvtier.synthetic.library import Module, half_of, modules
 
 # Longer ones would fill a context alone.
 MAX_LINES = 25
@@ -33,32 +32,22 @@ def functions(rng: np.random.Generator, half: int) -> Iterator[Function]:
 
     half: 0 or 1, of all functions; the halves share none
     """
-    found = library_functions()
-    middle = len(found) // 2
-    part = found[half * middle : (half + 1) * middle]
-    start = int(rng.integers(len(part)))
-    return cycle((*part[start:], *part[:start]))
+    return half_of(rng, library_functions(), half)
 
 
 @cache
 def library_functions() -> tuple[Function, ...]:
     """Short functions of modules outside of packages, read without importing them; those whose name
     there is once."""
-    files = sorted(Path(os.__file__).parent.glob("*.py"))
-    found = [function for file in files for function in _functions_of(file)]
+    found = [function for module in modules() for function in _functions_of(module)]
     named = Counter(function.name for function in found)
     return tuple(function for function in found if named[function.name] == 1)
 
 
-def _functions_of(file: Path) -> Iterator[Function]:
-    try:
-        text = file.read_bytes().decode()
-        tree = ast.parse(text)
-    except (OSError, SyntaxError, ValueError):
-        return
-    for node in tree.body:
+def _functions_of(module: Module) -> Iterator[Function]:
+    for node in module.tree.body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-            source = ast.get_source_segment(text, node)
+            source = ast.get_source_segment(module.source, node)
             if source is not None and source.count("\n") < MAX_LINES:
                 yield Function(node.name, ast.unparse(node.args), source)
 

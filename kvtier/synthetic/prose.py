@@ -6,14 +6,13 @@ The text is that of the Python that runs, so sessions are equal between runs of 
 from __future__ import annotations
 
 import ast
-import os
 import re
 from collections.abc import Iterator
 from functools import cache
-from itertools import cycle
-from pathlib import Path
 
 import numpy as np
+
+from kvtier.synthetic.library import half_of, modules
 
 # Headings are shorter, and tables and code listings in one paragraph are longer.
 MIN_CHARS, MAX_CHARS = 80, 700
@@ -37,18 +36,19 @@ def document(rng: np.random.Generator, half: int) -> Iterator[str]:
 
     half: 0 or 1, of all texts; the halves share no paragraph
     """
-    found = (*reference_paragraphs(), *docstring_paragraphs())
-    middle = len(found) // 2
-    part = found[half * middle : (half + 1) * middle]
-    start = int(rng.integers(len(part)))
-    return cycle((*part[start:], *part[:start]))
+    return half_of(rng, (*reference_paragraphs(), *docstring_paragraphs()), half)
 
 
 def sentences(found: Iterator[str]) -> Iterator[str]:
     """Their sentences, each with what stands in front of it: a space, or a paragraph's break."""
     for paragraph in found:
-        for index, sentence in enumerate(_SENTENCE_END.split(paragraph)):
+        for index, sentence in enumerate(sentences_of(paragraph)):
             yield f" {sentence}" if index else f"\n\n{sentence}"
+
+
+def sentences_of(paragraph: str) -> list[str]:
+    """Its sentences, without the spaces between them."""
+    return _SENTENCE_END.split(paragraph)
 
 
 @cache
@@ -64,15 +64,10 @@ def reference_paragraphs() -> tuple[str, ...]:
 @cache
 def docstring_paragraphs() -> tuple[str, ...]:
     """Of the standard library's modules outside of packages, read without importing them."""
-    files = sorted(Path(os.__file__).parent.glob("*.py"))
-    return _prose_of(text for file in files for text in _docstrings(file))
+    return _prose_of(text for module in modules() for text in _docstrings(module.tree))
 
 
-def _docstrings(file: Path) -> Iterator[str]:
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return
+def _docstrings(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, _DOCUMENTED):
             yield ast.get_docstring(node) or ""
@@ -93,4 +88,4 @@ def _is_prose(line: str) -> bool:
     )
 
 
-__all__ = ["document", "paragraphs", "sentences"]
+__all__ = ["document", "paragraphs", "sentences", "sentences_of"]

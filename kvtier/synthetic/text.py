@@ -19,7 +19,7 @@ import numpy as np
 
 from kvtier.errors import SizeError, UsageError
 from kvtier.synthetic.frame import frame_of
-from kvtier.synthetic.prose import paragraphs
+from kvtier.synthetic.prose import paragraphs, sentences_of
 from kvtier.synthetic.script import Judgement, Lengths, ScriptedSession
 from kvtier.synthetic.tokenizer import Tokenizer
 from kvtier.synthetic.words import ADJECTIVES, NOUNS
@@ -37,7 +37,6 @@ _NUMBERS = range(10_000, 100_000)
 # Numbers take different numbers of tokens: enough of them to have seen the longest.
 _SAMPLES = tuple(str(number) for number in _NUMBERS[::1407])
 _NUMBER = re.compile(r"\d+(?:,\d{3})*")
-_SENTENCE_END = re.compile(r"(?<=[.!?]) ")
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class TextScript:
         told: list[list[str]] = []
         text = next(source)
         while (tokens := len(encode(text + "\n\n"))) <= left:
-            told.append(_SENTENCE_END.split(text))
+            told.append(sentences_of(text))
             text, left = next(source), left - tokens
         told.append([])  # facts alone, where no paragraph fits
         places = [(part, at) for part, lines in enumerate(told) for at in range(len(lines) + 1)]

@@ -1,7 +1,7 @@
 """Tasks whose answer stands nowhere in the text, but in many places together.
 
-many-shot   Oslo => blick … baker => fendle …   the label of a word like those that were labelled
-common      amber fox … misty owl … amber fox   the names that come most often (RULER)
+many-shot   Oslo => blick … baker => fendle …      the label of a word like those that were labelled
+common      tidy … owl … tidy … badger … tidy      the words that come most often (RULER)
 """
 
 from __future__ import annotations
