@@ -1,4 +1,4 @@
-"""The standard library of the Python that runs, as text: its modules, and halves of their parts."""
+"""The standard library of the Python that runs, as text: its modules, and halves of it."""
 
 from __future__ import annotations
 

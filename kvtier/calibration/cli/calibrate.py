@@ -35,7 +35,11 @@ def add_calibrate_parser(subparsers: Subparsers) -> None:
     )
     _add_options(parser, required=False)
     parser.add_argument("--share", type=float, help=f"share of KV heads ({DEFAULT_SHARE})")
-    parser.add_argument("--budget", type=float, help="largest share that may be lost of what the context is worth, instead")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        help="largest share that may be lost of what the context is worth, instead",
+    )
     parser.set_defaults(handler=run_calibrate)
     kinds = parser.add_subparsers(dest="calibrate", metavar="heads | curve")
     add_heads_parser(kinds)
