@@ -62,6 +62,17 @@ class Arguments:
 
         self.check(read)
 
+    def sizes(self, flag: str, default: Sequence[str], about: str) -> None:
+        """One or more numbers of tokens or bytes."""
+        shown = f"{about} ({' '.join(default)})"
+        self.add(flag, nargs="+", default=list(default), metavar="SIZE", help=shown)
+
+        def read(options: Options) -> None:
+            texts = getattr(options, _name(flag))
+            setattr(options, _name(flag), [parse_size(text, flag) for text in texts])
+
+        self.check(read)
+
     def check(self, check: Callable[[Options], None]) -> None:
         """Run a check over all options once they are parsed; it raises UsageError."""
         self._checks.append(check)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvtier.errors import UsageError
+from kvtier.heads.methods.attention_mass import AttentionMass
 from kvtier.heads.methods.base import HeadMethod, HeadScores, Selection, Target
 from kvtier.heads.methods.contextkeeper import ContextKeeper
 from kvtier.heads.methods.duoattention import ImportedPattern
@@ -19,6 +20,7 @@ from kvtier.heads.methods.taylor import Taylor
 METHODS: dict[str, type[HeadMethod]] = {
     method.name: method
     for method in (
+        AttentionMass,
         ContextKeeper,
         Gates,
         ImportedPattern,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.errors import UsageError
-from kvtier.heads.methods.base import HeadMethod, HeadScores, Selection, Target
+from kvtier.heads.methods.base import HeadMethod, HeadScores, MethodOption, Selection, Target
 from kvtier.heads.methods.ranking import allowed_loss, heads_by_layer
 from kvtier.heads.probes.quality import Kept, Quality, kept_heads, measure
 from kvtier.heads.profile import Head, ModelShape
@@ -32,6 +32,12 @@ class Sensitivity(HeadMethod):
     """
 
     name = "sensitivity"
+    options = (
+        MethodOption(
+            "round_share", int, "N",
+            f"drop one of N of the remaining heads per round (default: {ROUND_SHARE})",
+        ),
+    )  # fmt: skip
 
     def __init__(self, round_share: int = ROUND_SHARE) -> None:
         if round_share < 1:

@@ -82,8 +82,13 @@ class ProbeBatch:
         return len(self.sample.context_ids)
 
     @torch.inference_mode()
-    def logits(self, kept: Kept, watch: Watch | None = None) -> Tensor:
-        """Float32 `[questions, tokens, vocab]` when only the `kept` heads see the middle."""
+    def logits(
+        self, kept: Kept, watch: Watch | None = None, columns: Tensor | None = None
+    ) -> Tensor:
+        """Float32 `[questions, tokens, vocab]` when only the `kept` heads see the middle.
+
+        columns: int64 `[n]`, the tokens wanted; None for all
+        """
 
         def attend_layer(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             return self._attend(kept, watch, layer, q, k, v, scale)
@@ -92,16 +97,21 @@ class ProbeBatch:
         positions = torch.arange(start, start + self.ids.shape[1], device=self.ids.device)
         positions = positions.expand(self.ids.shape)
         with attending(self.probe.model, attend_layer):
-            output = self.probe.model(self.ids, position_ids=positions, use_cache=False)
+            output = self.probe.model(
+                self.ids, position_ids=positions, use_cache=False,
+                logits_to_keep=0 if columns is None else columns,
+            )  # fmt: skip
         return output.logits.float()
 
     def quality(self, kept: Kept) -> Quality:
         """How well the questions are answered when only the `kept` heads see the middle."""
-        logits = self.logits(kept)
-        scored = self.targets != IGNORE
-        right = (logits.argmax(-1) == self.targets) | ~scored
+        # A large vocabulary's logits cost as much as many layers: only those of answers are made.
+        columns = (self.targets != IGNORE).any(0).nonzero().squeeze(1)
+        logits, targets = self.logits(kept, columns=columns), self.targets[:, columns]
+        scored = targets != IGNORE
+        right = (logits.argmax(-1) == targets) | ~scored
         loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), self.targets.flatten(), ignore_index=IGNORE
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE
         )
         return Quality(
             recall=float(right.all(1).float().mean()),

@@ -3,7 +3,7 @@
     key-value   The code of amber fox is 4821 7713.             asked in the same words
     values      The codes of amber fox are 4821, 1902 and 7713. several values behind one key
     two-hop     Misty owl has the same code as amber fox.       one fact leads to another
-    variables   Set KX to 48213. … Set RB to KX. …              all names of one value, in order
+    variables   The number 4821 goes to owl. … From owl it goes to fox.   all names, in order
     qa          In 1987 Anna Weber moved to Oslo and became …   asked in other words
     summary     Anna Weber arrived in Oslo. … in Lima. …        everything of one kind, in order
 
@@ -14,7 +14,7 @@ key-value, two-hop, qa and summary are the kinds of ContextKeeper's profiling se
 from __future__ import annotations
 
 from collections.abc import Iterator
-from string import ascii_uppercase
+from itertools import pairwise
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from kvtier.synthetic.prose import document, sentences
 from kvtier.synthetic.words import ADJECTIVES, NOUNS
 
 TRAVELLERS, STOPS = 8, 4
-CHAINS, CHAIN_LENGTH = 6, 4
+CHAINS, CHAIN_LENGTH = 6, 3
 VALUES = 3
 
 FIRST_NAMES = (
@@ -78,20 +78,21 @@ def two_hop(rng: np.random.Generator, half: int) -> Story:
 
 
 def variables(rng: np.random.Generator, half: int) -> Story:
-    """Chains of assignments; the question wants all names that a value has reached, in order."""
-    drawn = rng.permutation(len(ascii_uppercase) ** 2)[: CHAINS * CHAIN_LENGTH].tolist()
-    names = [ascii_uppercase[i // 26] + ascii_uppercase[i % 26] for i in drawn]
-    numbers = (10_000 + rng.permutation(90_000)[:CHAINS]).tolist()
-    chains = [names[i * CHAIN_LENGTH : (i + 1) * CHAIN_LENGTH] for i in range(CHAINS)]
-    # Told link by link, so that a name has its value before it gives it on.
-    facts = [f" Set {chain[0]} to {n}." for chain, n in zip(chains, numbers, strict=True)]
+    """Chains of assignments; the question wants all names that a value reaches, in order."""
+    drawn = rng.permutation(len(NOUNS))[: CHAINS * CHAIN_LENGTH].tolist()
+    numbers = (1000 + rng.permutation(9000)[:CHAINS]).tolist()
+    chains = [
+        [NOUNS[i] for i in drawn[start : start + CHAIN_LENGTH]]
+        for start in range(0, len(drawn), CHAIN_LENGTH)
+    ]
+    facts = [f" The number {n} goes to {c[0]}." for c, n in zip(chains, numbers, strict=True)]
     for link in range(1, CHAIN_LENGTH):
-        facts += [f" Set {chain[link]} to {chain[link - 1]}." for chain in chains]
+        facts += [f" From {chain[link - 1]} it goes to {chain[link]}." for chain in chains]
     asked = [
         Asked(
-            f"Which names were set to {number}, directly or through another name? List them.",
-            f"Set to {number} were",
-            f" {', '.join(chain)}.",
+            f"Where does the number {number} go, and from there?",
+            f"The number {number} goes to",
+            "".join([f" {chain[0]}.", *(f" From {a} it goes to {b}." for a, b in pairwise(chain))]),
         )
         for chain, number in zip(chains, numbers, strict=True)
     ]

@@ -1,23 +1,24 @@
 """Tasks whose answer stands nowhere in the text, but in many places together.
 
 many-shot   Oslo => blick … baker => fendle …      the label of a word like those that were labelled
-common      tidy … owl … tidy … badger … tidy      the words that come most often (RULER)
+common      … a vote for Oslo … a vote for Lima …     what most votes go to (RULER's common words)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from kvtier.heads.samples.facts import CITIES, FIRST_NAMES, TRADES
 from kvtier.heads.samples.story import QUESTIONS, Asked, Story
-from kvtier.synthetic.words import ADJECTIVES, NOUNS
+from kvtier.synthetic.prose import document, sentences
+from kvtier.synthetic.words import NOUNS
 
 LABELS = ("blick", "fendle", "gorp", "tass", "wug", "zib")
 # Words of each kind that are asked and never shown.
 HELD_BACK = QUESTIONS // 4
-COMMON, OFTEN = 3, 0.5
+VOTES, VOTES_LOST = 6, 4
 
 
 def many_shot(rng: np.random.Generator, half: int) -> Story:
@@ -32,7 +33,7 @@ def many_shot(rng: np.random.Generator, half: int) -> Story:
             yield f"\n{shown[int(rng.integers(len(shown)))]} => {labels[kind]}"
 
     asked = [
-        Asked(f"What is the label of {word}?", f"{word} =>", f" {label}")
+        Asked("", f"\n{word} =>", f" {label}\n")
         for kind, label in zip(kinds, labels, strict=False)
         for word in kind[:HELD_BACK]
     ]
@@ -40,21 +41,21 @@ def many_shot(rng: np.random.Generator, half: int) -> Story:
 
 
 def common(rng: np.random.Generator, half: int) -> Story:
-    """Half of the words are three that come again and again, the rest comes seldom."""
-    words: Sequence[str] = rng.permutation(ADJECTIVES + NOUNS).tolist()
-    often, seldom = words[:COMMON], words[COMMON:]
-
-    def drawn() -> Iterator[str]:
-        while True:
-            among = often if rng.random() < OFTEN else seldom
-            yield f" {among[int(rng.integers(len(among)))]}"
-
-    def ask(told: list[str]) -> list[Asked]:
-        ranked = sorted(often, key=lambda word: -told.count(f" {word}"))
-        question = f"Which {COMMON} words come most often, the most frequent first?"
-        return [Asked(question, "The most frequent words are", f" {', '.join(ranked)}.")]
-
-    return Story(drawn(), (), ask)
+    """Votes on several things in prose; most of them name the same one."""
+    polls = {"city": CITIES, "trade": TRADES, "name": FIRST_NAMES, "animal": NOUNS}
+    facts, asked = list[str](), list[Asked]()
+    for poll, choices in polls.items():
+        winner, *others = (choices[i] for i in rng.permutation(len(choices)))
+        votes = [winner] * VOTES + others[:VOTES_LOST]
+        facts += [f" One vote for the best {poll} goes to {choice}." for choice in votes]
+        asked.append(
+            Asked(
+                f"Which {poll} is voted the best?",
+                f"Most votes for the best {poll} go to",
+                f" {winner}.",
+            )
+        )
+    return Story(sentences(document(rng, half)), facts, lambda _: asked)
 
 
 __all__ = ["common", "many_shot"]

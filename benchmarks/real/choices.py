@@ -1,0 +1,114 @@
+"""The heads that every method chooses, once and on the same contexts; kept beside the records."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.real.records import Records
+from kvtier.heads.calibrate import prepare
+from kvtier.heads.methods import METHODS, Target, make_method
+from kvtier.heads.model.config import model_name, weights_revision
+from kvtier.heads.model.loading import load_model
+from kvtier.heads.probes.context import HeadProbe
+from kvtier.heads.profile import Head
+from kvtier.heads.progress import Progress
+from kvtier.heads.samples.synthetic import CALIBRATION, Tasks, make_samples, tasks_for
+
+# Elimination ends here; below, heads go by what each is worth alone.
+FEWEST = 0.1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """order: every head, best first; seconds: scoring and selecting, without the prefill."""
+
+    method: str
+    order: tuple[Head, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model, its tasks, and what every method chooses on.
+
+    parameters: keyword arguments of methods, by name
+    """
+
+    model_path: Path
+    tasks: Tasks
+    length: int
+    contexts: int
+    seed: int
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, model_path: Path, length: int, contexts: int, seed: int,
+        parameters: Mapping[str, Mapping[str, Any]],
+    ) -> Setup:  # fmt: skip
+        """Raises UsageError for a model that is not there."""
+        return cls(model_path, tasks_for(str(model_path)), length, contexts, seed, parameters)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As records are kept under them."""
+        return {
+            "model": model_name(str(self.model_path)),
+            "revision": weights_revision(str(self.model_path)),
+            "tasks": list(self.tasks.measuring),
+            "chosen_on": {
+                "tasks": list(self.tasks.choosing),
+                "context_tokens": self.length,
+                "contexts": self.contexts,
+            },
+            "parameters": self.parameters,
+            "seed": self.seed,
+        }
+
+    def load(self) -> Any:
+        """The model. Raises UsageError and UnsupportedModelError."""
+        return load_model(str(self.model_path))
+
+
+def chosen_heads(
+    setup: Setup, methods: Sequence[str], records: Records, probe: HeadProbe, progress: Progress
+) -> list[Choice]:
+    """What each method chooses, or chose before. Raises UsageError for an unknown method."""
+    files = {method: records.directory / f"choice-{method}.json" for method in methods}
+    missing = {method: make(setup, method) for method, file in files.items() if not file.exists()}
+    if missing:
+        samples = make_samples(
+            setup.tasks.make, setup.tasks.choosing, setup.contexts, [setup.length], setup.seed,
+            CALIBRATION,
+        )  # fmt: skip
+        batches = prepare(probe, samples, progress)
+        for name, method in missing.items():
+            began = time.perf_counter()
+            scores = method.score(batches, progress)
+            chosen = method.select(scores, batches, Target(share=FEWEST), progress)
+            document = {"seconds": time.perf_counter() - began, "order": chosen.order}
+            files[name].write_text(json.dumps(document) + "\n")
+            for batch in batches:
+                batch.forget()
+    choices = []
+    for method, file in files.items():
+        document = json.loads(file.read_text())
+        order = tuple((layer, head) for layer, head in document["order"])
+        choices.append(Choice(method, order, document["seconds"]))
+    return choices
+
+
+def make(setup: Setup, name: str) -> Any:
+    """The method, with the run's seed where it draws. Raises UsageError."""
+    seeded = name in METHODS and METHODS[name].takes_seed
+    return make_method(
+        name, **({"seed": setup.seed} if seeded else {}), **setup.parameters.get(name, {})
+    )
+
+
+__all__ = ["Choice", "Setup", "chosen_heads"]

@@ -1,0 +1,67 @@
+"""What a long benchmark has measured so far, on disk: a run that is cut off goes on where it was.
+
+STATE/settings.json      what every record was measured under; another setting is refused
+STATE/records.jsonl      one measurement per line, its key first
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import UsageError
+
+Key = tuple[str | int | float, ...]
+
+
+class Records:
+    """Measurements by key. Several processes may add to one directory, each its own keys."""
+
+    def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
+        """Raises UsageError when the directory holds what was measured under other settings."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self._file = directory / "records.jsonl"
+        _check_settings(directory / "settings.json", json.loads(json.dumps(settings)))
+        self._found: dict[Key, dict[str, float]] = {}
+        lines = self._file.read_text().splitlines(keepends=True) if self._file.exists() else []
+        for line in lines:
+            if line.endswith("\n"):  # else the run was cut off in the middle of it
+                record = json.loads(line)
+                self._found[tuple(record["key"])] = record["found"]
+        if lines and not lines[-1].endswith("\n"):
+            with self._file.open("a") as file:
+                file.write("\n")
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._found
+
+    def __getitem__(self, key: Key) -> dict[str, float]:
+        return self._found[key]
+
+    def add(self, key: Key, found: Mapping[str, float]) -> None:
+        """Keep a measurement; it is on disk on return."""
+        self._found[key] = dict(found)
+        with self._file.open("a") as file:
+            file.write(json.dumps({"key": key, "found": found}) + "\n")
+
+
+def _check_settings(file: Path, settings: dict[str, Any]) -> None:
+    if not file.exists():
+        file.write_text(json.dumps(settings, indent=1) + "\n")
+        return
+    before = json.loads(file.read_text())
+    different = sorted(
+        name for name in before.keys() | settings.keys() if before.get(name) != settings.get(name)
+    )
+    if different:
+        told = ", ".join(f"{name} {before.get(name)}" for name in different)
+        raise UsageError(
+            "--state", f"an empty directory, or the settings of {file.parent}: {told}",
+            {name: settings.get(name) for name in different},
+        )  # fmt: skip
+
+
+__all__ = ["Key", "Records"]

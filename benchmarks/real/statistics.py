@@ -1,0 +1,61 @@
+"""How much of what the context is worth is kept, and how sure that is.
+
+Losses are `[tasks, contexts]`, nats per answer token. Tasks count alike, contexts of a task, too.
+Intervals are bootstrapped over a task's contexts, the same draw for every setting, so that two
+settings are compared on the same contexts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Losses = NDArray[np.float64]
+
+DRAWS = 2000
+# Percentiles of the bootstrap: 95 in 100 draws lie between.
+LOW, HIGH = 2.5, 97.5
+
+
+class Interval(NamedTuple):
+    """A mean and the bounds between which 95% of the bootstrap's means lie."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} ({self.low:.2f} … {self.high:.2f})"
+
+
+def kept_worth(chosen: Losses, full: Losses, none: Losses) -> Interval:
+    """(none - chosen) / (none - full): 1 with the loss of the full context, 0 with that of none."""
+    gained, whole = none - chosen, none - full
+    draws = [_mean(gained, rows) / _mean(whole, rows) for rows in _resampled(full.shape)]
+    return _interval(gained.mean() / whole.mean(), draws)
+
+
+def difference(one: Losses, other: Losses, full: Losses, none: Losses) -> Interval:
+    """How much more of the context's worth the one keeps than the other."""
+    gained, whole = other - one, none - full
+    draws = [_mean(gained, rows) / _mean(whole, rows) for rows in _resampled(full.shape)]
+    return _interval(gained.mean() / whole.mean(), draws)
+
+
+def _resampled(shape: tuple[int, ...]) -> list[NDArray[np.int64]]:
+    rng = np.random.default_rng(0)
+    return list(rng.integers(shape[1], size=(DRAWS, *shape)))
+
+
+def _mean(values: Losses, rows: NDArray[np.int64]) -> float:
+    return float(np.take_along_axis(values, rows, axis=1).mean())
+
+
+def _interval(mean: float, draws: list[float]) -> Interval:
+    low, high = np.percentile(draws, [LOW, HIGH])
+    return Interval(float(mean), float(low), float(high))
+
+
+__all__ = ["Interval", "Losses", "difference", "kept_worth"]
