@@ -58,7 +58,7 @@ class Example:
 EXAMPLES = [
     Example("A token scorer", "key-norm", "tests/retention/test_scorers.py"),
     Example("A share rule", "square-root", "tests/retention/test_shares.py"),
-    Example("A head method", "attention-mass", "tests/heads/methods/test_head_methods.py"),
+    Example("A head method", "question-mass", "tests/heads/methods/test_head_methods.py"),
     Example("A store", "heap", "tests/tierd/stores/test_store_registry.py"),
 ]
 
@@ -157,13 +157,13 @@ parse(["--help"])
     assert "HeapOptions(heap_bytes=1073741824)" in done.stdout
     assert "| `key-norm` | Key norm: tokens whose keys are short stay" in done.stdout
     assert "| `square-root` | Square root: a prompt of n tokens keeps" in done.stdout
-    assert "| `attention-mass` | Attention mass: the heads that attend most" in done.stdout
+    assert "| `question-mass` | Question mass: the heads that attend most" in done.stdout
     assert "| `heap` | each blob in memory of its own; the least recently used" in done.stdout
     assert "--heap BYTES" in done.stdout
     assert "of the heap store (4g)" in done.stdout
     helped = run(tree, "-m", "kvtier", "calibrate", "heads", "--help").stdout
-    assert "--answer-tokens N" in helped
-    assert "attention-mass" in helped
+    assert "--question-tokens N" in helped
+    assert "question-mass" in helped
 
 
 def test_a_kernel_backend_is_one_file_and_its_line(kernels_tree):

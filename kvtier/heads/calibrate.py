@@ -33,6 +33,7 @@ from kvtier.heads.reference.session import DEFAULT_RULE
 from kvtier.heads.samples.plan import SamplePlan, synthetic_plan, users_plan
 from kvtier.heads.samples.questions import CalibrationSample
 from kvtier.heads.verify import Verification, verify_all
+from kvtier.heads.work import Work, counted, layer_weights
 from kvtier.retention.locality import LocalityRule
 
 DEFAULT_LENGTHS = (4096,)
@@ -46,12 +47,25 @@ class Calibrated:
 
     label:    the method as it was asked for
     seconds:  scoring and selecting, without prefilling the samples
+    work:     prefilling the samples, scoring and selecting; None where it depends on the number of
+              heads, so that nothing follows for other models
+    weights:  of the model's layers
     """
 
     profile: HeadProfile
     verifications: tuple[Verification, ...]
     label: str = ""
     seconds: float = 0.0
+    work: Work | None = None
+    weights: int = 0
+
+
+class Choice(NamedTuple):
+    """A selection, the seconds it took, and the work, the samples' prefill included."""
+
+    selection: Selection
+    seconds: float
+    work: Work
 
 
 class CurvePoint(NamedTuple):
@@ -140,8 +154,8 @@ def run_methods(
 
     clock = _Clock()
     chosen = choose_all(entries, probe, plan, progress, clock)
-    profiles = _profiles(model_path, probe, entries, [selection for selection, _ in chosen])
-    points = curve_profiles(profiles[0], chosen[0][0].order) if curve else []
+    profiles = _profiles(model_path, probe, entries, [choice.selection for choice in chosen])
+    points = curve_profiles(profiles[0], chosen[0].selection.order) if curve else []
     measured = measure_all(probe, plan, [*profiles, *points], seed, progress, clock)
     shares = tuple(
         CurvePoint(point.num_ca_heads, found)
@@ -154,9 +168,10 @@ def run_methods(
         "recent_tokens": rule.recent_tokens,
         "compensation": rule.compensation,
     }
+    weights = layer_weights(probe.model)
     results = tuple(
-        _finished(entry, selection, seconds, profile, found, description)
-        for entry, (selection, seconds), profile, found in zip(
+        _finished(entry, choice, profile, found, description, weights)
+        for entry, choice, profile, found in zip(
             entries, chosen, profiles, measured[: len(profiles)], strict=True
         )
     )
@@ -207,12 +222,12 @@ def _profiles(
 
 
 def _finished(
-    entry: Entry, selection: Selection, seconds: float, profile: HeadProfile,
-    found: tuple[Verification, ...], description: dict[str, Any],
+    entry: Entry, choice: Choice, profile: HeadProfile, found: tuple[Verification, ...],
+    description: dict[str, Any], weights: int,
 ) -> Calibrated:  # fmt: skip
     """The profile with its measured costs and everything that led to it."""
     parameters = {
-        **selection.parameters,
+        **choice.selection.parameters,
         "share": entry.target.share,
         "budget": entry.target.budget,
         **description,
@@ -220,36 +235,38 @@ def _finished(
     }
     costs = tuple(cost for verification in found for cost in verification.costs())
     profile = profile.model_copy(update={"costs": costs, "parameters": parameters})
-    return Calibrated(profile, found, entry.label, seconds)
+    work = None if entry.method.by_head else choice.work
+    return Calibrated(profile, found, entry.label, choice.seconds, work, weights)
 
 
 def choose_all(
     entries: Sequence[Entry], probe: HeadProbe, plan: SamplePlan, progress: Progress, clock: _Clock
-) -> list[tuple[Selection, float]]:
-    """Selections and the seconds each took; the samples' KV is freed on return.
+) -> list[Choice]:
+    """What each entry chooses; the samples' KV is freed on return.
 
     Entries of one method share their scores, whose seconds count for each of them.
     """
     samples, judging = plan.calibration, plan.judging
     budgets = any(entry.target.budget is not None for entry in entries)
     read = budgets or any(not entry.method.data_free for entry in entries)
-    with clock:
+    with clock, counted(probe.model) as prefill:
         batches = prepare(probe, samples if read else samples[:1], progress)
         judges = prepare(probe, judging, progress) if budgets and judging else batches
-    found: dict[str, tuple[HeadScores, float]] = {}
+    found: dict[str, tuple[HeadScores, float, Work]] = {}
     chosen = []
     for entry in entries:
         method, own = entry.method, _Clock()
         if method.name not in found:
             scoring = _Clock()
-            with scoring:
+            with scoring, counted(probe.model) as scored:
                 scores = method.score(batches, progress)
-            found[method.name] = scores, scoring.seconds
-        scores, seconds = found[method.name]
+            found[method.name] = scores, scoring.seconds, scored
+        scores, seconds, scored = found[method.name]
         judged_on = batches if entry.target.budget is None else judges
-        with own:
+        with own, counted(probe.model) as selected:
             selection = method.select(scores, judged_on, entry.target, progress)
-        chosen.append((selection, seconds + own.seconds))
+        work = prefill + scored + selected
+        chosen.append(Choice(selection, seconds + own.seconds, work))
         # No method profits from what the one before it has already computed.
         for batch in (*batches, *judges):
             batch.forget()

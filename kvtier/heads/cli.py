@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import UsageError
-from kvtier.heads.methods import METHODS, Target
+from kvtier.heads.methods import DEFAULT_METHOD, METHODS, Target
 from kvtier.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def add_heads_parser(kinds: Subparsers) -> None:
     )
     heads.add_argument("--model-path", required=True, help="local model directory")
     heads.add_argument(
-        "--method", default="sensitivity", metavar="NAME[@SHARE][,…]",
+        "--method", default=DEFAULT_METHOD, metavar="NAME[@SHARE][,…]",
         help=f"{', '.join(sorted(METHODS))}; several are compared on the same samples, and the "
         "first one's profile is written (default: %(default)s)",
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from kvtier.heads.work import work_lines
 from kvtier.sizes import format_size
 
 if TYPE_CHECKING:
@@ -30,6 +31,10 @@ def summary(result: Calibrated) -> list[str]:
             f"no heads {found.window.recall:.1%}   ({found.answers} answers)"
         )
         lines.append(
+            f"  of their tokens: {found.profile.tokens:.1%}   full {found.full.tokens:.1%}   "
+            f"random heads {found.random.tokens:.1%}   no heads {found.window.tokens:.1%}"
+        )
+        lines.append(
             f"  of what the context is worth, {_percent(found.worth)} is kept"
             + "".join(f"   {task} {_percent(one.worth)}" for task, one in found.tasks.items())
         )
@@ -39,6 +44,8 @@ def summary(result: Calibrated) -> list[str]:
                 f"  over the budget of {budget:.1%} on samples it was not chosen on: "
                 "calibrate with more --samples"
             )
+    if result.work is not None:
+        lines += work_lines(result.work, profile.shape, result.weights)
     return lines
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvtier.config import Settings, load_settings
 from kvtier.errors import StoreError, UsageError
 from kvtier.heads.cli import add_heads_parser
-from kvtier.heads.methods import Target
+from kvtier.heads.methods import DEFAULT_METHOD, Target
 from kvtier.heads.progress import no_progress
 from kvtier.sizes import parse_size
 
@@ -81,7 +81,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
 
     with _progress(options) as progress:
         found = calibrate_heads(
-            options.model_path, "sensitivity", options.out / PROFILE_FILE, target=target,
+            options.model_path, DEFAULT_METHOD, options.out / PROFILE_FILE, target=target,
             lengths=lengths, seed=options.seed, rule=locality_rule(settings),
             samples_file=options.samples_file, progress=progress,
         )  # fmt: skip

@@ -29,6 +29,7 @@ METHODS: dict[str, type[HeadMethod]] = {
         Taylor,
     )
 }
+DEFAULT_METHOD = Taylor.name
 
 
 def make_method(name: str, **parameters: Any) -> HeadMethod:
@@ -39,4 +40,12 @@ def make_method(name: str, **parameters: Any) -> HeadMethod:
     return method(**parameters)
 
 
-__all__ = ["METHODS", "HeadMethod", "HeadScores", "Selection", "Target", "make_method"]
+__all__ = [
+    "DEFAULT_METHOD",
+    "METHODS",
+    "HeadMethod",
+    "HeadScores",
+    "Selection",
+    "Target",
+    "make_method",
+]

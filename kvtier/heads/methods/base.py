@@ -103,6 +103,7 @@ class HeadMethod(ABC):
     data_free:     scores come from the model alone: one batch is enough, unless a budget is
                    measured
     has_own_rule:  it can say itself how many heads it keeps; see `own_choice`
+    by_head:       it asks the model once or more for every head, so that its cost grows with them
     takes_seed:    it draws random numbers, and takes `seed` as a keyword argument
     options:       flags of the command line that set its keyword arguments
     """
@@ -110,6 +111,7 @@ class HeadMethod(ABC):
     name: ClassVar[str]
     data_free: ClassVar[bool] = False
     has_own_rule: ClassVar[bool] = False
+    by_head: ClassVar[bool] = False
     takes_seed: ClassVar[bool] = False
     options: ClassVar[tuple[MethodOption, ...]] = ()
 

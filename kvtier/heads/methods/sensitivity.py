@@ -32,6 +32,7 @@ class Sensitivity(HeadMethod):
     """
 
     name = "sensitivity"
+    by_head = True
     options = (
         MethodOption(
             "round_share", int, "N",

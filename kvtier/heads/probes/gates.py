@@ -7,11 +7,8 @@ At 1 a head is CA, at 0 it is a locality head as it is served. In between, the a
 differentiated by the gates: one pass backward says of all heads at once how much they are missed,
 where dropping them one by one needs a pass forward for each.
 
-All questions of a sample are one row, so that they share one copy of the context's keys:
-
-    | question answer | question answer | …      a token sees the context and its own question
-
-Layers are checkpointed: what is remembered for the way back is one layer's input per layer.
+All questions of a sample are one row (`kvtier.heads.probes.row`). Layers are checkpointed: what is
+remembered for the way back is one layer's input per layer.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,24 +24,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from kvtier.heads.probes.context import LayerParts, ProbeBatch
+from kvtier.heads.probes.row import Row, row_of
 from kvtier.heads.reference.attention import Block, attending
-from kvtier.heads.samples.questions import Question
-
-
-class Row(NamedTuple):
-    """A sample's questions side by side.
-
-    ids, positions:  int64 `[tokens]`
-    asked:           int64 `[scored]`, tokens whose successor is a scored token of an answer
-    targets:         int64 `[scored]`, those successors
-    sees:            float `[tokens, tokens]`, 0 where a token sees another, else -inf
-    """
-
-    ids: Tensor
-    positions: Tensor
-    asked: Tensor
-    targets: Tensor
-    sees: Tensor
 
 
 def answer_logits(batch: ProbeBatch, gates: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,9 +36,9 @@ def answer_logits(batch: ProbeBatch, gates: Tensor) -> tuple[Tensor, Tensor]:
 
     To differentiate, use `gate_gradient`: its way back runs the model's layers again.
     """
-    row = _row_of(batch.sample.questions, batch.context_tokens, batch.ids.device)
+    row = row_of(batch.sample.questions, batch.context_tokens, batch.ids.device)
     with _attending(batch, gates, row):
-        return _forward(batch, row), row.targets
+        return row.logits(batch.probe.model), row.targets
 
 
 def gate_gradient(
@@ -71,9 +52,9 @@ def gate_gradient(
               None for the negative log-likelihood of the right answers
     """
     gates = gates.detach().clone().requires_grad_()
-    row = _row_of(batch.sample.questions, batch.context_tokens, batch.ids.device)
+    row = row_of(batch.sample.questions, batch.context_tokens, batch.ids.device)
     with torch.enable_grad(), _attending(batch, gates, row), _checkpointed(batch.probe.model):
-        predicted = torch.log_softmax(_forward(batch, row), dim=-1)
+        predicted = torch.log_softmax(row.logits(batch.probe.model), dim=-1)
         if teacher is None:
             loss = torch.nn.functional.nll_loss(predicted, row.targets)
         else:
@@ -82,13 +63,6 @@ def gate_gradient(
             )
         (gradient,) = torch.autograd.grad(loss, [gates])
     return float(loss.detach()), gradient
-
-
-def _forward(batch: ProbeBatch, row: Row) -> Tensor:
-    output = batch.probe.model(
-        row.ids[None], position_ids=row.positions[None], use_cache=False, logits_to_keep=row.asked
-    )
-    return output.logits[0].float()
 
 
 @contextmanager
@@ -147,29 +121,4 @@ def _attend(
         values.repeat_interleave(group, dim=1),
         attn_mask=torch.cat([*votes, sees], dim=1).to(q.dtype),
         scale=scale,
-    )
-
-
-def _row_of(questions: Sequence[Question], context_tokens: int, device: torch.device) -> Row:
-    ids, positions, owner = list[int](), list[int](), list[int]()
-    asked, targets = list[int](), list[int]()
-    for index, question in enumerate(questions):
-        # The last token of an answer is asked for, and asks for nothing.
-        tokens = [*question.prompt_ids, *question.answer_ids]
-        scored = len(question.prompt_ids) + question.unscored
-        first = len(ids)
-        asked += range(first + scored - 1, first + len(tokens) - 1)
-        targets += tokens[scored:]
-        ids += tokens[:-1]
-        positions += range(context_tokens, context_tokens + len(tokens) - 1)
-        owner += [index] * (len(tokens) - 1)
-    whose = torch.tensor(owner, device=device)
-    order = torch.arange(len(ids), device=device)
-    seen = (whose[:, None] == whose) & (order <= order[:, None])
-    return Row(
-        ids=torch.tensor(ids, device=device),
-        positions=torch.tensor(positions, device=device),
-        asked=torch.tensor(asked, device=device),
-        targets=torch.tensor(targets, device=device),
-        sees=torch.zeros(seen.shape, device=device).masked_fill(~seen, -torch.inf),
     )
