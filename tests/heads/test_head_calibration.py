@@ -185,12 +185,13 @@ def test_verification_measures_one_length_at_a_time(model: Any) -> None:
 def test_the_summary_says_when_the_budget_does_not_hold_elsewhere() -> None:
     profile = profile_of((0,), (), ()).model_copy(update={"parameters": {"budget": 0.02}})
     full, worse = Quality(1.0, 1.0, 0.0), Quality(0.97, 1.0, 0.1)
-    for kept, count in ((worse, 4), (full, 3)):
+    for kept, count in ((worse, 5), (full, 4)):
         found = Verification(4096, 64, full, kept, worse, worse)
         lines = summary(Calibrated(profile, (found,)))
         assert len(lines) == count
         assert lines[0] == "by hand: 1 of 6 KV heads keep the context (17%): 0.0"
-        assert lines[2] == f"  of what the context is worth, {found.worth:.1%} is kept"
+        assert lines[2].startswith("  of their tokens: 100.0%   full 100.0%   random heads 100.0%")
+        assert lines[3] == f"  of what the context is worth, {found.worth:.1%} is kept"
 
 
 def test_pictures_are_the_same_for_equal_profiles(tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_sensitive_heads_beat_random_ones_widely(demo_result: Any) -> None:
     assert found.full.tokens > 0.9
     assert found.profile.tokens > found.random.tokens + 0.4
     assert demo_result.profile.num_ca_heads == 3
-    assert len(summary(demo_result)) == 3
+    assert len(summary(demo_result)) == 4
     assert found.worth > 0.9
     assert set(found.tasks) == {"recall", "near-miss"}
     assert sum(one.answers for one in found.tasks.values()) == found.answers
