@@ -1,0 +1,256 @@
+"""Does the engine say what the reference implementation says, on a model that others trained?
+
+    python -m benchmarks.real.equality --model-path out/smollm2
+
+Sessions of three turns over real text, greedily: with the model's head profile alone, and with a
+share of the tokens chosen by two scorers, against the reference on transformers; with every head
+context-anchored against stock SGLang. A difference counts unless the reference itself is in two
+minds there: unless its two best tokens are nearer to each other than rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from benchmarks.common.bars import at_most
+from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
+from benchmarks.common.recall_engine import bench_plan, worker_environment
+from benchmarks.common.remote import parents_lines, running_module
+from benchmarks.common.table import new_table, show
+from kvtier.bench.engine import SglangEngine
+from kvtier.bench.schema import Plan
+from kvtier.bench.worker import die_with_parent
+from kvtier.heads.model.config import model_shape, read_config
+from kvtier.heads.model.loading import load_model
+from kvtier.heads.profile import HeadProfile, full_profile, load_profile
+from kvtier.heads.progress import Progress, rich_progress
+from kvtier.heads.reference.compaction import CompactingSession
+from kvtier.heads.samples.synthetic import HELD_OUT, make_samples, tasks_for
+from kvtier.retention.locality import LocalityRule
+from kvtier.retention.scorers import SCORERS
+from kvtier.retention.shares import FixedShare, Turn
+from kvtier.synthetic.tokenizer import Tokenizer
+
+TASKS = ("quotation", "code", "key-value", "qa")
+TURNS, NEW_TOKENS, CHUNK_TOKENS = 3, 12, 512
+SHARE = 0.35
+SETTINGS: Mapping[str, dict[str, str]] = {
+    "head profile": {},
+    "head profile, 35% by distinct-keys": {"RETENTION": str(SHARE), "SCORER": "distinct-keys"},
+    "head profile, 35% by compactor": {"RETENTION": str(SHARE), "SCORER": "compactor"},
+}
+# Nats between the two best tokens below which float32 may go either way.
+ROUNDING = 1e-3
+RULE = LocalityRule(sink_tokens=16, recent_tokens=64, branch_recent_tokens=32)
+RULE_VARIABLES = {
+    "LOCALITY_SINK_TOKENS": str(RULE.sink_tokens),
+    "LOCALITY_RECENT_TOKENS": str(RULE.recent_tokens),
+    "LOCALITY_BRANCH_RECENT_TOKENS": str(RULE.branch_recent_tokens),
+}
+
+# Its plan's name tells the worker from the command.
+WORKER = "plan.json"
+
+Turns = list[list[int]]
+"""Token ids of a session's turns: its prompts, or its answers."""
+
+
+def declare(arguments: Arguments) -> None:
+    arguments.add("--model-path", type=Path, required=True, help="local model directory")
+    arguments.add("--head-profile", type=Path, help="(head_profile.json of the model)")
+    arguments.size("--len", "640", "context tokens of a session's first turn", least=500)
+    arguments.whole("--sessions", 34, f"sessions of {TURNS} turns")
+
+
+def run(options: Options) -> Measured:
+    """Every setting on both sides."""
+    model_path = options.model_path
+    profile = load_profile(options.head_profile or model_path / "head_profile.json")
+    sessions = make_sessions(model_path, options.len, options.sessions, options.seed)
+    everything = full_profile(model_shape(read_config(str(model_path))))
+    rows = []
+    with rich_progress() as progress:
+        stock = ask_engine(sessions, options, "stock", everything, {}, progress)
+        ours = ask_engine(sessions, options, "kvtier", everything, {}, progress)
+        sure = [[Said(answer, []) for answer in turns] for turns in stock]
+        rows.append(compare("every head context-anchored", "stock SGLang", ours, sure))
+        for name, settings in SETTINGS.items():
+            ours = ask_engine(sessions, options, "kvtier", profile, settings, progress)
+            theirs = ask_reference(sessions, model_path, profile, settings, progress)
+            rows.append(compare(name, "the reference", ours, theirs))
+    table = new_table("Greedy tokens, prompt by prompt", ("setting", "against", *rows[0]["counts"]),
+                      left=("setting", "against"))  # fmt: skip
+    for row in rows:
+        table.add_row(row["setting"], row["against"], *map(str, row["counts"].values()))
+    show(table)
+    settings_used = {
+        "model": model_path.name, "context_tokens": options.len, "turns": TURNS,
+        "new_tokens": NEW_TOKENS, "sink_tokens": RULE.sink_tokens,
+        "recent_tokens": RULE.recent_tokens, "ca_heads": profile.num_ca_heads,
+    }  # fmt: skip
+    bars = [
+        at_most(f"{row['setting']}: prompts that differ", row["counts"]["different"], 0)
+        for row in rows
+    ]
+    return Measured({"settings": settings_used, "rows": rows}, bars)
+
+
+def make_sessions(model_path: Path, length: int, count: int, seed: int) -> list[Turns]:
+    """The prompts of sessions: a context with its first question, then other questions."""
+    tasks = tasks_for(str(model_path))
+    samples = make_samples(tasks.make, TASKS, count, [length], seed, HELD_OUT)
+    sessions = []
+    for sample in samples:
+        first, *others = [list(question.prompt_ids) for question in sample.questions[:TURNS]]
+        sessions.append([[*sample.context_ids, *first], *others])
+    return sessions
+
+
+def ask_engine(
+    sessions: Sequence[Turns], options: Options, policy: str, profile: HeadProfile,
+    settings: Mapping[str, str], progress: Progress,
+) -> list[Turns]:  # fmt: skip
+    """The engine's answers. Raises WorkerError."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-equality-") as name:
+        folder = Path(name)
+        profile.save(folder / "head_profile.json")
+        flags = {
+            "--workload": "text", "--policies": policy, "--turns": str(TURNS), "--questions": "1",
+            "--len": str(options.len + 512), "--chunk": str(CHUNK_TOKENS), "--prefill": "exact",
+            "--model-path": str(options.model_path),
+            "--head-profile": str(folder / "head_profile.json"),
+        }  # fmt: skip
+        plan = bench_plan(flags)
+        (folder / WORKER).write_text(plan.model_dump_json())
+        environment = worker_environment(folder, plan, {**RULE_VARIABLES, **settings})
+        answers = []
+        worker = running_module(
+            "benchmarks.real.equality", [folder / WORKER], environment, folder / "worker.log"
+        )
+        with worker as remote:
+            for done, prompts in enumerate(sessions):
+                progress(f"{policy}: sessions", done, len(sessions))
+                answers.append(remote.tell("hold", prompts=prompts)["answers"])
+    return answers
+
+
+def ask_reference(
+    sessions: Sequence[Turns], model_path: Path, profile: HeadProfile,
+    settings: Mapping[str, str], progress: Progress,
+) -> list[list[Said]]:  # fmt: skip
+    """The reference's answers."""
+    model = load_model(str(model_path))
+    (eos,) = Tokenizer(str(model_path)).eos_ids
+    answers = []
+    for done, prompts in enumerate(sessions):
+        progress("reference: sessions", done, len(sessions))
+        scorer = SCORERS[settings.get("SCORER", "distinct-keys")]()
+        session = WatchedSession(model, profile, RULE, CHUNK_TOKENS, scorer)
+        if "RETENTION" in settings:
+            session.share = FixedShare(SHARE)
+        answers.append([session.say(prompt, eos) for prompt in prompts])
+    return answers
+
+
+class Said(NamedTuple):
+    """A turn's answer, and for each token how far the second best was behind it, in nats."""
+
+    tokens: list[int]
+    leads: list[float]
+
+
+class WatchedSession(CompactingSession):
+    """A reference session that remembers how sure it was. share: of what locality heads drop, what
+    CA heads keep; None: everything."""
+
+    share: FixedShare | None = None
+    _leads: list[float]
+
+    def keep_count(self, prompt_tokens: int, droppable: int) -> int:
+        if self.share is None:
+            return droppable
+        return self.share.choose(Turn(prompt_tokens, droppable)).kept_tokens
+
+    def say(self, prompt: Sequence[int], eos: int) -> Said:
+        """A turn of at most NEW_TOKENS."""
+        self._leads = []
+        tokens = self.turn(prompt, NEW_TOKENS, eos).token_ids
+        return Said(tokens, self._leads[-len(tokens) :])
+
+    def _forward(self, token_ids: list[int]) -> Tensor:
+        logits = super()._forward(token_ids)
+        best, second = logits.topk(2).values.tolist()
+        self._leads.append(best - second)
+        return logits
+
+
+def compare(
+    setting: str, against: str, ours: Sequence[Turns], theirs: Sequence[Sequence[Said]]
+) -> dict[str, Any]:
+    """How many prompts have the same answer.
+
+    A session ends where an answer differs: what comes after it was asked about another past.
+    """
+    counts = dict.fromkeys(("prompts", "equal", "within rounding", "different", "not compared"), 0)
+    for my_turns, their_turns in zip(ours, theirs, strict=True):
+        counts["prompts"] += len(my_turns)
+        for turn, (mine, said) in enumerate(zip(my_turns, their_turns, strict=True)):
+            if mine == said.tokens:
+                counts["equal"] += 1
+                continue
+            at = first_difference(mine, said.tokens)
+            near = at < len(said.leads) and said.leads[at] < ROUNDING
+            counts["within rounding" if near else "different"] += 1
+            counts["not compared"] += len(my_turns) - turn - 1
+            break
+    return {"setting": setting, "against": against, "counts": counts}
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    """Where two different answers part."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def main_worker(argv: Sequence[str]) -> int:
+    """The worker: PLAN READ_FD WRITE_FD; prompts of a session in, its answers out."""
+    die_with_parent()
+    plan = Plan.model_validate_json(Path(argv[0]).read_text())
+    stops = Tokenizer(str(plan.engine_args["model_path"])).eos_ids
+    with parents_lines(argv[1:]) as (reads, writes):
+        engine = SglangEngine(plan)
+        try:
+            for line in reads:
+                past, answers = list[int](), Turns()
+                for prompt in json.loads(line)["prompts"]:
+                    past += prompt
+                    answer = list(engine.generate(past, NEW_TOKENS, stops).output_ids)
+                    past += answer
+                    answers.append(answer)
+                print(json.dumps({"answers": answers}), file=writes, flush=True)
+        finally:
+            engine.close()
+    return 0
+
+
+BENCHMARK = Benchmark(
+    "real.equality",
+    __doc__,
+    declare,
+    run,
+    out=RESULTS / "real-equality.json",
+    seeded="of the contexts",
+)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    sys.exit(
+        main_worker(sys.argv[1:]) if sys.argv[1:2] and sys.argv[1].endswith(WORKER) else main()
+    )
