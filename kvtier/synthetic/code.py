@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.synthetic.library import Module, half_of, modules
+from kvtier.synthetic.standard_library import Module, half_of, modules
 
 # Longer ones would fill a context alone.
 MAX_LINES = 25

@@ -12,7 +12,7 @@ from functools import cache
 
 import numpy as np
 
-from kvtier.synthetic.library import half_of, modules
+from kvtier.synthetic.standard_library import half_of, modules
 
 # Headings are shorter, and tables and code listings in one paragraph are longer.
 MIN_CHARS, MAX_CHARS = 80, 700
