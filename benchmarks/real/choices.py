@@ -54,9 +54,8 @@ class Setup:
         """Raises UsageError for a model that is not there."""
         return cls(model_path, tasks_for(str(model_path)), length, contexts, seed, parameters)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """As records are kept under them."""
+    def described(self) -> dict[str, Any]:
+        """What records are kept under; reads all weights for their digest."""
         return {
             "model": model_name(str(self.model_path)),
             "revision": weights_revision(str(self.model_path)),

@@ -228,6 +228,9 @@ def main_worker(argv: Sequence[str]) -> int:
         engine = SglangEngine(plan)
         try:
             for line in reads:
+                # All sessions open alike. A prefix that the tree shares would be a node of its own,
+                # which the reference does not have.
+                engine.flush()
                 past, answers = list[int](), Turns()
                 for prompt in json.loads(line)["prompts"]:
                     past += prompt

@@ -73,7 +73,8 @@ def run(options: Options) -> Measured:
         options.model_path, options.choose_len, options.choose_contexts, options.seed,
         {"sensitivity": {"round_share": options.round_share}},
     )  # fmt: skip
-    records = Records(options.state, setup.settings)
+    described = setup.described()
+    records = Records(options.state, described)
     with rich_progress() as progress:
         probe = HeadProbe(setup.load())
         choices = chosen_heads(setup, options.methods.split(","), records, probe, progress)
@@ -82,9 +83,10 @@ def run(options: Options) -> Measured:
             measure(setup, records, probe, settings, length, options, progress)
     figures = compare(setup, records, settings, options)
     for length in options.lens:
-        show(make_table(figures, length))
+        show(worth_table(figures, length))
+        show(task_table(figures, length))
     seconds = {choice.method: round(choice.seconds, 1) for choice in choices}
-    return Measured({"settings": setup.settings, "seconds_to_choose": seconds, "kept": figures})
+    return Measured({"settings": described, "seconds_to_choose": seconds, "kept": figures})
 
 
 def all_settings(
@@ -175,21 +177,26 @@ def losses(
     return {key: np.mean(drawn, axis=0) for key, drawn in found.items()}
 
 
-def make_table(figures: Sequence[dict[str, Any]], length: int) -> Table:
-    """A line per share and method, a column per task."""
-    rows = [row for row in figures if row["length"] == length]
-    tasks = list(rows[0]["tasks"])
+def worth_table(figures: Sequence[dict[str, Any]], length: int) -> Table:
+    """A line per share and method, over all tasks."""
     title = f"Kept of what {length} tokens of context are worth (95% interval)"
-    table = new_table(title, ("heads", "method", "all", "behind the first", *tasks))
+    columns = ("heads", "method", "kept", "behind the first")
+    table = new_table(title, columns, left=("heads", "method"))
+    rows = [row for row in figures if row["length"] == length]
     for row in rows:
-        behind = Interval(**row["behind_first"])
-        table.add_row(
-            f"{row['share']:.0%}",
-            row["method"],
-            str(Interval(**row["all"])),
-            "" if row["method"] == rows[0]["method"] else str(behind),
-            *(f"{row['tasks'][task]['mean']:.2f}" for task in tasks),
-        )
+        is_first = row["method"] == rows[0]["method"]
+        behind = "" if is_first else str(Interval(**row["behind_first"]))
+        table.add_row(f"{row['share']:.0%}", row["method"], str(Interval(**row["all"])), behind)
+    return table
+
+
+def task_table(figures: Sequence[dict[str, Any]], length: int) -> Table:
+    """A line per task, a column per share and method."""
+    rows = [row for row in figures if row["length"] == length]
+    names = [f"{row['method']} {row['share']:.0%}" for row in rows]
+    table = new_table(f"By task, {length} tokens", ("task", *names))
+    for task in rows[0]["tasks"]:
+        table.add_row(task, *(f"{row['tasks'][task]['mean']:.2f}" for row in rows))
     return table
 
 

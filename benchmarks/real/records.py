@@ -1,7 +1,7 @@
 """What a long benchmark has measured so far, on disk: a run that is cut off goes on where it was.
 
 STATE/settings.json      what every record was measured under; another setting is refused
-STATE/records.jsonl      one measurement per line, its key first
+STATE/records.jsonl      one measurement per line
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ Key = tuple[str | int | float, ...]
 
 
 class Records:
-    """Measurements by key. Several processes may add to one directory, each its own keys."""
+    """Measurements by key. Several processes may add to one directory; each sees its own and what
+    was there when it began."""
 
     def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
         """Raises UsageError when the directory holds what was measured under other settings."""
@@ -26,14 +27,17 @@ class Records:
         self._file = directory / "records.jsonl"
         _check_settings(directory / "settings.json", json.loads(json.dumps(settings)))
         self._found: dict[Key, dict[str, float]] = {}
-        lines = self._file.read_text().splitlines(keepends=True) if self._file.exists() else []
-        for line in lines:
-            if line.endswith("\n"):  # else the run was cut off in the middle of it
-                record = json.loads(line)
-                self._found[tuple(record["key"])] = record["found"]
-        if lines and not lines[-1].endswith("\n"):
-            with self._file.open("a") as file:
-                file.write("\n")
+        if self._file.exists():
+            self._read()
+
+    def _read(self) -> None:
+        """Take over what is there, but for a last line in whose middle the run was cut off."""
+        whole, _, cut_off = self._file.read_text().rpartition("\n")
+        if cut_off:
+            self._file.write_text(f"{whole}\n" if whole else "")
+        for line in whole.splitlines():
+            record = json.loads(line)
+            self._found[tuple(record["key"])] = record["found"]
 
     def __contains__(self, key: Key) -> bool:
         return key in self._found

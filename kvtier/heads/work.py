@@ -42,7 +42,7 @@ class Work:
         return 2.0 * weights * self.tokens + float(per_pair) * self.pairs
 
     def h100_seconds(self, shape: ModelShape, weights: int) -> float:
-        """On one H100 at `EFFICIENCY`, without loading the model."""
+        """On one H100 at `EFFICIENCY`, as if the weights fitted there, without loading them."""
         return self.flops(shape, weights) / (H100_FLOPS * EFFICIENCY)
 
 
@@ -93,7 +93,7 @@ def work_lines(work: Work, shape: ModelShape, weights: int) -> list[str]:
         f"choosing took {work.tokens / 1e3:.1f}k tokens through the model, "
         f"{work.flops(shape, weights) / 1e12:.1f} TFLOP",
         f"  the same on one H100 at {EFFICIENCY:.0%} of its {H100_FLOPS / 1e12:.0f} TFLOP/s "
-        f"(reckoned, not measured, the weights loaded): {larger}",
+        f"(reckoned, not measured, as if the weights fitted there): {larger}",
     ]
 
 

@@ -78,7 +78,7 @@ def two_hop(rng: np.random.Generator, half: int) -> Story:
 
 
 def variables(rng: np.random.Generator, half: int) -> Story:
-    """Chains of assignments; the question wants all names that a value reaches, in order."""
+    """Numbers that are handed on; the question wants every name that one reaches, in order."""
     drawn = rng.permutation(len(NOUNS))[: CHAINS * CHAIN_LENGTH].tolist()
     numbers = (1000 + rng.permutation(9000)[:CHAINS]).tolist()
     chains = [

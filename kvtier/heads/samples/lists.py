@@ -1,7 +1,7 @@
 """Tasks whose answer stands nowhere in the text, but in many places together.
 
-many-shot   Oslo => blick … baker => fendle …      the label of a word like those that were labelled
-common      … a vote for Oslo … a vote for Lima …     what most votes go to (RULER's common words)
+many-shot   Oslo => blick … baker => fendle …    the label of a word like those labelled
+common      … one vote for Oslo … for Lima …     what most votes go to (RULER's common words)
 """
 
 from __future__ import annotations

@@ -1,0 +1,64 @@
+"""What a long benchmark keeps on disk, and what it makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.real.records import Records
+from benchmarks.real.statistics import difference, kept_worth
+from kvtier.errors import UsageError
+
+SETTINGS = {"model": "tiny", "seed": 0}
+
+
+def test_records_are_there_for_the_next_run(tmp_path: Path) -> None:
+    first = Records(tmp_path, SETTINGS)
+    first.add((1536, 0, "ff"), {"loss": 1.5})
+    again = Records(tmp_path, SETTINGS)
+    assert (1536, 0, "ff") in again
+    assert (1536, 1, "ff") not in again
+    assert again[1536, 0, "ff"] == {"loss": 1.5}
+
+
+@pytest.mark.parametrize("whole", [0, 1, 3])
+def test_a_run_that_was_cut_off_in_the_middle_of_a_line_goes_on(tmp_path: Path, whole: int) -> None:
+    records = Records(tmp_path, SETTINGS)
+    for index in range(whole):
+        records.add((index,), {"loss": float(index)})
+    with (tmp_path / "records.jsonl").open("a") as file:
+        file.write('{"key": [9], "fou')
+    again = Records(tmp_path, SETTINGS)
+    assert (9,) not in again
+    again.add((9,), {"loss": 9.0})
+    last = Records(tmp_path, SETTINGS)
+    assert [last[(index,)]["loss"] for index in (*range(whole), 9)] == [*range(whole), 9]
+
+
+def test_records_of_other_settings_are_refused(tmp_path: Path) -> None:
+    Records(tmp_path, SETTINGS)
+    with pytest.raises(UsageError, match=r"--state.*seed 0.*'seed': 1"):
+        Records(tmp_path, {**SETTINGS, "seed": 1})
+
+
+def test_worth_is_one_with_everything_and_none_with_nothing() -> None:
+    rng = np.random.default_rng(0)
+    full = rng.random((3, 4))
+    none = full + 1 + rng.random((3, 4))
+    assert kept_worth(full, full, none) == (1, 1, 1)
+    assert kept_worth(none, full, none) == (0, 0, 0)
+    half = kept_worth((full + none) / 2, full, none)
+    assert half == pytest.approx((0.5, 0.5, 0.5))
+    noisy = kept_worth(full + rng.normal(0.2, 0.1, full.shape), full, none)
+    assert noisy.low < noisy.mean < noisy.high < 1
+
+
+def test_a_difference_is_that_of_the_worths() -> None:
+    rng = np.random.default_rng(1)
+    full, none = rng.random((2, 5)), 2 + rng.random((2, 5))
+    one, other = full + 0.1, full + 0.5
+    expected = kept_worth(one, full, none).mean - kept_worth(other, full, none).mean
+    assert difference(one, other, full, none).mean == pytest.approx(expected)
+    assert difference(one, one, full, none) == (0, 0, 0)
