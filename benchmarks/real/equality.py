@@ -65,8 +65,8 @@ Turns = list[list[int]]
 def declare(arguments: Arguments) -> None:
     arguments.add("--model-path", type=Path, required=True, help="local model directory")
     arguments.add("--head-profile", type=Path, help="(head_profile.json of the model)")
-    arguments.size("--len", "640", "context tokens of a session's first turn", least=500)
-    arguments.whole("--sessions", 34, f"sessions of {TURNS} turns")
+    arguments.size("--len", "1k", "context tokens of a session's first turn", least=500)
+    arguments.whole("--sessions", 40, f"sessions of {TURNS} turns")
 
 
 def run(options: Options) -> Measured:

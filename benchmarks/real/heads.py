@@ -84,7 +84,8 @@ def run(options: Options) -> Measured:
     figures = compare(setup, records, settings, options)
     for length in options.lens:
         show(worth_table(figures, length))
-        show(task_table(figures, length))
+        for share in options.shares:
+            show(task_table(figures, length, share))
     seconds = {choice.method: round(choice.seconds, 1) for choice in choices}
     return Measured({"settings": described, "seconds_to_choose": seconds, "kept": figures})
 
@@ -190,11 +191,11 @@ def worth_table(figures: Sequence[dict[str, Any]], length: int) -> Table:
     return table
 
 
-def task_table(figures: Sequence[dict[str, Any]], length: int) -> Table:
-    """A line per task, a column per share and method."""
-    rows = [row for row in figures if row["length"] == length]
-    names = [f"{row['method']} {row['share']:.0%}" for row in rows]
-    table = new_table(f"By task, {length} tokens", ("task", *names))
+def task_table(figures: Sequence[dict[str, Any]], length: int, share: float) -> Table:
+    """A line per task, a column per method."""
+    rows = [row for row in figures if (row["length"], row["share"]) == (length, share)]
+    title = f"By task: {share:.0%} of the heads, {length} tokens"
+    table = new_table(title, ("task", *(row["method"] for row in rows)))
     for task in rows[0]["tasks"]:
         table.add_row(task, *(f"{row['tasks'][task]['mean']:.2f}" for row in rows))
     return table
