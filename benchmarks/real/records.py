@@ -45,6 +45,13 @@ class Records:
     def __getitem__(self, key: Key) -> dict[str, float]:
         return self._found[key]
 
+    def names(self, length: int, share: float) -> list[str]:
+        """Names of what was measured, of keys (length, context, name, share), as they came."""
+        found = (
+            key[2] for key in self._found if len(key) == 4 and (key[0], key[3]) == (length, share)
+        )
+        return [str(name) for name in dict.fromkeys(found) if name != "done"]
+
     def add(self, key: Key, found: Mapping[str, float]) -> None:
         """Keep a measurement; it is on disk on return."""
         self._found[key] = dict(found)

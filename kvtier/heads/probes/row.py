@@ -23,6 +23,8 @@ class Row(NamedTuple):
     asked:           int64 `[scored]`, tokens whose successor is a scored token of an answer
     targets:         int64 `[scored]`, those successors
     sees:            float `[tokens, tokens]`, 0 where a token sees another, else -inf
+    spans:           of each question and its answer in the row
+    prompts:         tokens of each span that are the question
     """
 
     ids: Tensor
@@ -30,6 +32,8 @@ class Row(NamedTuple):
     asked: Tensor
     targets: Tensor
     sees: Tensor
+    spans: tuple[slice, ...]
+    prompts: tuple[int, ...]
 
     def logits(self, model: Any) -> Tensor:
         """Float32 `[scored, vocab]` of the answers' tokens, those before them given; for a model
@@ -48,6 +52,7 @@ def row_of(questions: Sequence[Question], context_tokens: int, device: torch.dev
     """The questions about a context of so many tokens."""
     ids, positions, owner = list[int](), list[int](), list[int]()
     asked, targets = list[int](), list[int]()
+    spans = list[slice]()
     for index, question in enumerate(questions):
         # The last token of an answer is asked for, and asks for nothing.
         tokens = [*question.prompt_ids, *question.answer_ids]
@@ -58,6 +63,7 @@ def row_of(questions: Sequence[Question], context_tokens: int, device: torch.dev
         ids += tokens[:-1]
         positions += range(context_tokens, context_tokens + len(tokens) - 1)
         owner += [index] * (len(tokens) - 1)
+        spans.append(slice(first, len(ids)))
     whose = torch.tensor(owner, device=device)
     order = torch.arange(len(ids), device=device)
     seen = (whose[:, None] == whose) & (order <= order[:, None])
@@ -67,4 +73,6 @@ def row_of(questions: Sequence[Question], context_tokens: int, device: torch.dev
         asked=torch.tensor(asked, device=device),
         targets=torch.tensor(targets, device=device),
         sees=torch.zeros(seen.shape, device=device).masked_fill(~seen, -torch.inf),
+        spans=tuple(spans),
+        prompts=tuple(len(question.prompt_ids) for question in questions),
     )

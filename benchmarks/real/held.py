@@ -1,0 +1,117 @@
+"""What is held of a context, and how well its questions are answered from that alone.
+
+    exact KV of a context ── a setting ──> Held per layer ── questions ──> Quality
+                                             │ refresh: chosen again with each question's queries
+                                             v
+    CA head         | sink | its best tokens             | recent |
+    locality head   | sink | one entry for all others    | recent |
+
+Nothing of the engine is imported: this is the reference's arithmetic, all questions in one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from kvtier.heads.probes.quality import Quality
+from kvtier.heads.probes.row import Row, row_of
+from kvtier.heads.reference.attention import attending
+from kvtier.heads.samples.questions import CalibrationSample
+from kvtier.retention.keepkv import QueryWindow
+
+
+class Held(NamedTuple):
+    """A layer's entries, of some KV heads.
+
+    k, v:   `[kv_heads, n, dim]`
+    votes:  `[heads, n]`, added to a query head's logits; -inf where its KV head holds fewer
+    """
+
+    k: Tensor
+    v: Tensor
+    votes: Tensor
+
+
+Refresh = Callable[[int, QueryWindow], Held]
+"""(layer, newest queries of all KV heads) -> what is held while one question is answered."""
+
+WINDOW_QUERIES = 32
+
+
+def stacked(parts: Sequence[Held]) -> Held:
+    """The entries of several KV heads, one after another, padded to the longest."""
+    width = max(part.k.shape[1] for part in parts)
+
+    def padded(x: Tensor, value: float) -> Tensor:
+        missing = width - x.shape[1]
+        pad = (0, 0, 0, missing) if x.ndim == 3 else (0, missing)
+        return torch.nn.functional.pad(x, pad, value=value)
+
+    return Held(
+        torch.cat([padded(part.k, 0.0) for part in parts]),
+        torch.cat([padded(part.v, 0.0) for part in parts]),
+        torch.cat([padded(part.votes, -torch.inf) for part in parts]),
+    )
+
+
+def entries(layers: Sequence[Held], group: int) -> int:
+    """Entries of all layers and KV heads, those that only pad left out."""
+    return sum(int((layer.votes[::group] > -torch.inf).sum()) for layer in layers)
+
+
+class Asker:
+    """The questions of one sample."""
+
+    def __init__(self, model: Any, sample: CalibrationSample) -> None:
+        self.model = model
+        self.row: Row = row_of(sample.questions, len(sample.context_ids), model.device)
+
+    @torch.inference_mode()
+    def quality(self, layers: Sequence[Held], refresh: Refresh | None = None) -> Quality:
+        """How the questions are answered from `layers`, or from what `refresh` makes of them."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            if refresh is None:
+                return _attend(q, k, v, layers[layer], self.row.sees, scale)
+            parts = []
+            for span, prompt in zip(self.row.spans, self.row.prompts, strict=True):
+                mine = q[:, :, span]
+                newest = mine[0, :, max(0, prompt - WINDOW_QUERIES) : prompt].transpose(0, 1)
+                shape = (len(newest), k.shape[1], -1, newest.shape[-1])
+                window = QueryWindow(newest.reshape(shape), scale)
+                held = refresh(layer, window)
+                own = (k[:, :, span], v[:, :, span])
+                parts.append(_attend(mine, *own, held, self.row.sees[span, span], scale))
+            return torch.cat(parts, dim=2)
+
+        with attending(self.model, attend):
+            logits = self.row.logits(self.model)
+        targets = self.row.targets
+        right = logits.argmax(-1) == targets
+        answers = [
+            right[(self.row.asked >= span.start) & (self.row.asked < span.stop)]
+            for span in self.row.spans
+        ]
+        return Quality(
+            recall=float(torch.stack([answer.all() for answer in answers]).float().mean()),
+            tokens=float(right.float().mean()),
+            loss=float(cross_entropy(logits, targets)),
+        )
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, held: Held, sees: Tensor, scale: float) -> Tensor:
+    """q `[1, heads, tokens, dim]` over what is held and the tokens' own keys."""
+    heads, tokens, group = q.shape[1], q.shape[2], q.shape[1] // k.shape[1]
+    keys = torch.cat([held.k[None], k], dim=2).repeat_interleave(group, dim=1)
+    values = torch.cat([held.v[None], v], dim=2).repeat_interleave(group, dim=1)
+    votes = held.votes[:, None].expand(-1, tokens, -1)
+    mask = torch.cat([votes, sees.expand(heads, -1, -1)], dim=2)
+    return scaled_dot_product_attention(q, keys, values, attn_mask=mask[None], scale=scale)
+
+
+__all__ = ["Asker", "Held", "Refresh", "entries", "stacked"]

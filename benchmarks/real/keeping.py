@@ -1,0 +1,246 @@
+"""Ways to keep a share of a context's bytes: which heads, which tokens, how.
+
+Those with a head profile are what `kvtier serve` does. Those with shares by head are for now the
+reference's only: the engine's pools have two classes of heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.real.fitting import Fitted
+from benchmarks.real.held import Held, Refresh, stacked
+from kvtier.heads.profile import Head, ModelShape, full_profile
+from kvtier.heads.reference.compaction import ScoredSession, rotation_of
+from kvtier.heads.samples.questions import CalibrationSample
+from kvtier.retention.head_shares import best_of_all
+from kvtier.retention.keepkv import KeepKV, QueryWindow
+from kvtier.retention.locality import LocalityRule
+from kvtier.retention.refreshing import RefreshRule
+from kvtier.retention.scorers import SCORERS, select
+from kvtier.retention.scorers.compactor import Compactor
+
+# CA heads of a setting with a scorer, as a multiple of the bytes' share.
+CA_HEADS_PER_BYTE = 1.4
+# Below, the one entry for the others costs answers (trials on the texts that heads are chosen on:
+# at 10% of the bytes .80 of the context's worth without, .68 with; at 25% .95 and .96).
+COMPENSATED_FROM = 0.2
+
+
+# DuoAttention's cache (arXiv 2410.10819) with our choice of heads.
+DUO = "DuoAttention-like"
+
+
+class NoRoomError(ValueError):
+    """A setting keeps more than it may, whatever it drops."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to keep a share of a context's bytes.
+
+    name:     what tables call it
+    kept:     share of the context's bytes
+    heads:    share of the KV heads that are CA, the others being locality heads; the CA heads'
+              tokens follow from `kept`
+    sink, recent: tokens that every head keeps
+    scorer:   says which tokens CA heads keep; None where they keep all, and `heads` follows
+    refresh:  chosen again with the question's own queries
+    compensation: whether locality heads keep one entry for what they drop
+    merge:    what is not kept is merged into what is ("beta"), or dropped
+    by_head:  every head keeps its own calibrated share, by its tokens' predicted worth: "share"
+              for the same share in every context, "context" for the best of all heads together
+    """
+
+    name: str
+    kept: float
+    heads: float = 1.0
+    sink: int = 64
+    recent: int = 64
+    scorer: str | None = None
+    refresh: bool = False
+    compensation: bool = True
+    merge: bool = False
+    by_head: str = ""
+
+
+def settings_at(kept: float) -> list[Setting]:
+    """All ways at one share of the bytes."""
+    heads = min(1.0, CA_HEADS_PER_BYTE * kept)
+    by_head = partial(Setting, kept=kept, sink=4, recent=16)
+    return [
+        Setting("head profile", kept, heads=0.0),
+        Setting("+ distinct-keys", kept, heads=heads, scorer="distinct-keys"),
+        Setting("+ distinct-keys, merged", kept, heads=heads, scorer="distinct-keys", merge=True),
+        Setting("+ refresh", kept, heads=heads, scorer="distinct-keys", refresh=True),
+        Setting(DUO, kept, heads=0.0, compensation=False),
+        by_head("shares by head", by_head="share"),
+        by_head("shares by head and context", by_head="context"),
+        by_head("shares by head + refresh", by_head="share", refresh=True),
+    ]
+
+
+class Context:
+    """A prefilled context with the exact KV of every head, and its tokens' scores."""
+
+    def __init__(self, model: Any, shape: ModelShape, sample: CalibrationSample) -> None:
+        self.model, self.shape, self.num_tokens = model, shape, len(sample.context_ids)
+        # The one scorer that looks at the prefill; the others need the keys alone.
+        self._session = ScoredSession(
+            model, full_profile(shape), LocalityRule(1, 1, 1), scorer=Compactor()
+        )
+        self._session.turn(sample.context_ids, 0)
+        self.kv = [self._session.exact_kv(layer) for layer in range(shape.num_layers)]
+
+    @cache  # noqa: B019  (lives as long as the context)
+    def worth(self, fitted: Fitted) -> Tensor:
+        """`[layers, kv_heads, tokens]`, ln of the attention that tokens are expected to draw."""
+        layers = []
+        for layer, (k, v) in enumerate(self.kv):
+            rotation = rotation_of(self.model, k, torch.arange(self.num_tokens))
+            layers.append(fitted.worth.predict(layer, k, v, rotation))
+        return torch.stack(layers)
+
+    @cache  # noqa: B019  (lives as long as the context)
+    def scores(self, scorer: str, layer: int, begin: int, end: int) -> Tensor:
+        """Float32 `[kv_heads, end - begin]`, higher = keep."""
+        session = self._session
+        session.scorer = SCORERS[scorer]()
+        heads = range(self.shape.num_kv_heads)
+        return session.scores(layer, heads, self.kv[layer][0][:, begin:end], begin)
+
+
+class Keeper:
+    """One setting over one context.
+
+    order: every KV head, those that need the context most first
+    """
+
+    def __init__(
+        self, context: Context, order: Sequence[Head], setting: Setting, fitted: Fitted
+    ) -> None:
+        self.context, self.setting, self.fitted = context, setting, fitted
+        self.begin, self.end = setting.sink, context.num_tokens - setting.recent
+        self._rule = RefreshRule(KeepKV(), setting.merge)
+        self.counts = self._by_head() if setting.by_head else self._by_profile(order)
+        self.compensates = setting.compensation
+        if setting.by_head:
+            self.compensates = setting.kept >= COMPENSATED_FROM
+
+    @property
+    def refresh(self) -> Refresh | None:
+        return self._layer if self.setting.refresh else None
+
+    def layers(self) -> list[Held]:
+        """What is held before any question."""
+        return [self._layer(layer, None) for layer in range(self.context.shape.num_layers)]
+
+    def _by_profile(self, order: Sequence[Head]) -> Tensor:
+        """int64 `[layers, kv_heads]`, tokens of the middle that each head keeps: CA heads as many
+        as there is room for, locality heads none.
+
+        Raises NoRoomError where the ends alone are more than may be kept.
+        """
+        setting, shape, tokens = self.setting, self.context.shape, self.context.num_tokens
+        total, middle = shape.num_layers * shape.num_kv_heads, self.end - self.begin
+        # Every head has its ends and one entry more.
+        left = int(setting.kept * total * tokens) - total * (tokens - middle + 1)
+        anchored = round(setting.heads * total) if setting.scorer else left // middle
+        if anchored < 1 or left < anchored:
+            raise NoRoomError(f"{setting.name}: {left} entries for {anchored} heads")
+        counts = torch.zeros(shape.num_layers, shape.num_kv_heads, dtype=torch.int64)
+        each = min(left // anchored, middle) if setting.scorer else middle
+        for layer, head in order[:anchored]:
+            counts[layer, head] = each
+        return counts
+
+    def _by_head(self) -> Tensor:
+        """The same by the calibrated shares, or by this context's own."""
+        setting, shape, tokens = self.setting, self.context.shape, self.context.num_tokens
+        total, edges = shape.num_layers * shape.num_kv_heads, setting.sink + setting.recent
+        left = int(setting.kept * total * tokens) - total * (edges + 1)
+        if setting.by_head == "share":
+            return self.fitted.shares.counts(setting.kept, tokens, edges, left)
+        worth = self.context.worth(self.fitted)[..., self.begin : self.end]
+        return best_of_all(worth, left).sum(-1)
+
+    def _layer(self, layer: int, window: QueryWindow | None) -> Held:
+        heads = range(self.context.shape.num_kv_heads)
+        return stacked([self._head(layer, head, window) for head in heads])
+
+    def _head(self, layer: int, head: int, window: QueryWindow | None) -> Held:
+        k, v = (x[head : head + 1] for x in self.context.kv[layer])
+        middle_k, middle_v = k[:, self.begin : self.end], v[:, self.begin : self.end]
+        group, count = self.context.shape.group_size, int(self.counts[layer, head])
+        if count >= middle_k.shape[1]:
+            flat = k.new_zeros(group, middle_k.shape[1])
+            return self._between(k, v, middle_k, middle_v, flat)
+        if self.setting.merge and count:
+            scores = self._scores(layer, head)
+            found = KeepKV().retain(middle_k, middle_v, count, scores=scores)
+            parts = (found.entries, found.compensation)
+            return self._between(
+                k, v,
+                torch.cat([part.k for part in parts], dim=1).to(k.dtype),
+                torch.cat([part.v for part in parts], dim=1).to(k.dtype),
+                torch.cat([part.log_votes.float().expand(-1, group, -1) for part in parts], 2)[0],
+            )  # fmt: skip
+        if window is not None and count:
+            mine = QueryWindow(window.q[:, head : head + 1], window.scale)
+            chosen = self._rule.choose(middle_k, middle_v, count, mine)
+            kept_k, kept_v = chosen.k, chosen.v
+        elif count:
+            kept = select(self._scores(layer, head), count)[0]
+            kept_k, kept_v = middle_k[:, kept], middle_v[:, kept]
+        else:
+            kept_k, kept_v = middle_k[:, :0], middle_v[:, :0]
+        votes = k.new_zeros(group, count)
+        if self.compensates and (self.setting.by_head or not count):
+            # One entry for all others: their mean, with as many votes.
+            others = middle_k.shape[1] - count
+            rest = [
+                (every.sum(1, keepdim=True) - kept.sum(1, keepdim=True)) / others
+                for every, kept in ((middle_k, kept_k), (middle_v, kept_v))
+            ]
+            kept_k, kept_v = torch.cat([kept_k, rest[0]], 1), torch.cat([kept_v, rest[1]], 1)
+            votes = torch.cat([votes, votes.new_full((group, 1), math.log(others))], 1)
+        return self._between(k, v, kept_k, kept_v, votes)
+
+    def _scores(self, layer: int, head: int) -> Tensor:
+        """`[1, tokens of the middle]`, higher = keep."""
+        if self.setting.by_head:
+            return self.context.worth(self.fitted)[layer, head : head + 1, self.begin : self.end]
+        assert self.setting.scorer is not None, "all tokens of a CA head were not kept"
+        scores = self.context.scores(self.setting.scorer, layer, self.begin, self.end)
+        return scores[head : head + 1]
+
+    def _between(self, k: Tensor, v: Tensor, mid_k: Tensor, mid_v: Tensor, votes: Tensor) -> Held:
+        sides = [
+            torch.cat([x[:, : self.begin], mid, x[:, self.end :]], dim=1)
+            for x, mid in ((k, mid_k), (v, mid_v))
+        ]
+        before, after = self.begin, k.shape[1] - self.end
+        return Held(sides[0], sides[1], torch.nn.functional.pad(votes, (before, after)))
+
+
+def masked(context: Context, mask: Tensor) -> list[Held]:
+    """What a press leaves: mask bool `[layers, kv_heads, tokens]`, nothing for the others."""
+    group = context.shape.group_size
+    layers = []
+    for (k, v), layer in zip(context.kv, mask, strict=True):
+        parts = []
+        for head, kept in enumerate(layer):
+            votes = k.new_zeros(group, int(kept.sum()))
+            parts.append(Held(k[head : head + 1, kept], v[head : head + 1, kept], votes))
+        layers.append(stacked(parts))
+    return layers
+
+
+__all__ = ["Context", "Keeper", "NoRoomError", "Setting", "masked", "settings_at"]

@@ -1,0 +1,254 @@
+"""Quality over bytes: what is kept of a real context's worth from 75% to 10% of its KV bytes, by
+kvtier's ways to keep and by NVIDIA kvpress's presses.
+
+    python -m models.smollm2 --out out/smollm2
+    python -m benchmarks.real.table --model-path out/smollm2 --kvpress-python VENV/bin/python
+
+A context is prefilled exactly, its questions were unknown when it was compressed, and all are
+answered from what is held. Heads and weights are chosen on other texts. What was measured is kept
+in --state: a run goes on where it stopped. Without --kvpress-python there are no presses; their
+environment is benchmarks/peers/requirements.txt.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
+from benchmarks.common.table import new_table, show
+from benchmarks.real.choices import Setup, chosen_heads
+from benchmarks.real.fitting import Fitted, fitted
+from benchmarks.real.held import Asker, Held, Refresh, entries
+from benchmarks.real.keeping import Context, Keeper, NoRoomError, masked, settings_at
+from benchmarks.real.presses import Presses, pressing
+from benchmarks.real.records import Records
+from benchmarks.real.statistics import Interval, Losses, kept_worth
+from kvtier.heads.model.config import shape_of
+from kvtier.heads.probes.context import HeadProbe
+from kvtier.heads.profile import Head
+from kvtier.heads.progress import Progress, rich_progress
+from kvtier.heads.samples.questions import CalibrationSample
+from kvtier.heads.samples.synthetic import HELD_OUT, make_samples
+
+METHOD = "taylor"
+FULL, NONE = "all tokens", "no context"
+# What stays of no context: as much as locality heads hold.
+EDGES = (64, 64)
+
+
+def declare(arguments: Arguments) -> None:
+    arguments.add("--model-path", type=Path, required=True, help="local model directory")
+    arguments.shares("--shares", (0.75, 0.5, 0.35, 0.25, 0.15, 0.1), "shares of the bytes")
+    arguments.sizes("--lens", ("2k", "4k", "7500"), "context tokens")
+    arguments.whole("--contexts", 2, "contexts per task and length", least=2)
+    arguments.size("--choose-len", "1536", "context tokens to choose and fit on")
+    arguments.whole("--choose-contexts", 4, "contexts to choose heads on")
+    arguments.whole("--fit-contexts", 22, "contexts to fit on")
+    arguments.add("--kvpress-python", type=Path, help="Python of an environment with kvpress")
+    arguments.whole("--kvpress-threads", 1, "threads of its process")
+    arguments.add("--state", type=Path, default=Path("out/real-table"), help="(%(default)s)")
+
+
+class Way(NamedTuple):
+    """What is held of a context by one setting or press."""
+
+    name: str
+    share: float
+    layers: list[Held]
+    refresh: Refresh | None = None
+
+
+class Bench(NamedTuple):
+    """What every context is measured with."""
+
+    model: Any
+    setup: Setup
+    order: Sequence[Head]
+    fitted: Fitted
+    shares: Sequence[float]
+
+
+def run(options: Options) -> Iterator[Measured]:
+    """Choose, fit, and measure; after every length the table as far as it is."""
+    setup = Setup.of(
+        options.model_path, options.choose_len, options.choose_contexts, options.seed, {}
+    )
+    described = {**setup.described(), "fit_contexts": options.fit_contexts}
+    records = Records(options.state, described)
+    figures: list[dict[str, Any]] = []
+    with rich_progress() as progress:
+        model = setup.load()
+        probe = HeadProbe(model)
+        order = chosen_heads(setup, [METHOD], records, probe, progress)[0].order
+        known = fitted(
+            options.state / "fitted.safetensors", model, options.model_path, setup.tasks,
+            options.fit_contexts, options.choose_len, options.seed, progress,
+        )  # fmt: skip
+        bench = Bench(model, setup, order, known, options.shares)
+        for length in options.lens:
+            measure(bench, records, length, options, progress)
+            figures += compare(setup, records, length, options)
+            yield Measured({"settings": described, "kept": figures})
+    for length in options.lens:
+        show(worth_table(figures, length, options.shares))
+    for length in options.lens:
+        for share in options.shares:
+            show(task_table(figures, length, share, setup.tasks.measuring))
+
+
+def measure(
+    bench: Bench, records: Records, length: int, options: Options, progress: Progress
+) -> None:
+    """Whatever is not yet in `records`, context by context."""
+    tasks, setup = bench.setup.tasks.measuring, bench.setup
+    count = options.contexts * len(tasks)
+    samples = make_samples(setup.tasks.make, tasks, count, [length], options.seed, HELD_OUT)
+    names = {index: f"{length}-{index:03d}" for index in range(count)}
+    missing = [
+        i for i in range(count) if (length, i, "done", float(len(bench.shares))) not in records
+    ]
+    contexts = {names[i]: samples[i].context_ids for i in missing}
+    folder = options.state / f"presses-{length}"
+    with pressing(
+        options.kvpress_python, options.model_path, folder, contexts, bench.shares,
+        options.kvpress_threads,
+    ) as presses:  # fmt: skip
+        began = time.perf_counter()
+        for done, index in enumerate(missing):
+            sample = samples[index]
+            progress(f"{length} tokens, {sample.task}", done, len(missing))
+            measure_context(bench, records, (length, index), sample, presses, names[index])
+            records.add((length, index, "done", float(len(bench.shares))), {})
+            if done == 0:
+                minutes = (time.perf_counter() - began) * len(missing) / 60
+                print(f"{length} tokens: about {minutes:.0f} minutes", file=sys.stderr)
+        progress(f"{length} tokens", len(missing), len(missing))
+
+
+def measure_context(
+    bench: Bench, records: Records, place: tuple[int, int], sample: CalibrationSample,
+    presses: Presses, name: str,
+) -> None:  # fmt: skip
+    context = Context(bench.model, shape_of(bench.model), sample)
+    asker = Asker(bench.model, sample)
+    shape = context.shape
+    held_by_all = shape.num_layers * shape.num_kv_heads * context.num_tokens
+    for way in ways(bench, context, presses, name):
+        key = (*place, way.name, way.share)
+        if key not in records:
+            quality = asker.quality(way.layers, way.refresh)
+            used = entries(way.layers, shape.group_size) / held_by_all
+            records.add(key, {**quality._asdict(), "bytes": used})
+
+
+def ways(bench: Bench, context: Context, presses: Presses, name: str) -> Iterator[Way]:
+    """All that is measured of a context, each made when it is asked for."""
+    shape, tokens = context.shape, context.num_tokens
+    every = (shape.num_layers, shape.num_kv_heads, tokens)
+    yield Way(FULL, 1.0, masked(context, ends(every, tokens, 0)))
+    yield Way(NONE, 0.0, masked(context, ends(every, *EDGES)))
+    for share in bench.shares:
+        for setting in settings_at(share):
+            try:
+                keeper = Keeper(context, bench.order, setting, bench.fitted)
+            except NoRoomError:
+                continue
+            yield Way(setting.name, share, keeper.layers(), keeper.refresh)
+    for (press, share), mask in presses.masks(name, every).items():
+        if share in bench.shares:
+            yield Way(press.removesuffix("Press"), share, masked(context, mask))
+
+
+def ends(shape: tuple[int, int, int], first: int, last: int) -> Tensor:
+    """bool of that shape, True for so many tokens at both ends."""
+    token = torch.arange(shape[-1])
+    return ((token < first) | (token >= shape[-1] - last)).expand(shape)
+
+
+def compare(setup: Setup, records: Records, length: int, options: Options) -> list[dict[str, Any]]:
+    """One row per share of the bytes and way, where all contexts were measured."""
+    tasks = setup.tasks.measuring
+    full, none = (
+        losses(records, length, way, tasks, options) for way in ((FULL, 1.0), (NONE, 0.0))
+    )
+    assert full is not None, "every context measures it"
+    assert none is not None, "every context measures it"
+    rows = []
+    for share in options.shares:
+        for name in records.names(length, share):
+            mine = losses(records, length, (name, share), tasks, options)
+            if mine is None:
+                continue
+            used = [
+                records[length, index, name, share]["bytes"]
+                for index in range(options.contexts * len(tasks))
+            ]
+            rows.append({
+                "length": length, "share": share, "way": name,
+                "bytes": float(np.mean(used)),
+                "all": kept_worth(mine, full, none)._asdict(),
+                "tasks": {
+                    task: kept_worth(mine[[i]], full[[i]], none[[i]])._asdict()
+                    for i, task in enumerate(tasks)
+                },
+            })  # fmt: skip
+    return rows
+
+
+def losses(
+    records: Records, length: int, way: tuple[str, float], tasks: Sequence[str], options: Options
+) -> Losses | None:
+    """`[tasks, contexts]`, or None where some context has no room for it."""
+    keys = [(length, index, *way) for index in range(options.contexts * len(tasks))]
+    if any(key not in records for key in keys):
+        return None
+    # The tasks took turns.
+    row = np.array([records[key]["loss"] for key in keys])
+    return row.reshape(options.contexts, len(tasks)).T
+
+
+def worth_table(figures: Sequence[dict[str, Any]], length: int, shares: Sequence[float]) -> Table:
+    """A line per way, a column per share of the bytes."""
+    rows = [row for row in figures if row["length"] == length]
+    title = f"Kept of what {length} tokens of context are worth, by share of the KV bytes (95%)"
+    table = new_table(title, ("way", *(f"{share:.0%}" for share in shares)))
+    found = {(row["way"], row["share"]): Interval(**row["all"]) for row in rows}
+    for way in dict.fromkeys(row["way"] for row in rows):
+        cells = [found.get((way, share)) for share in shares]
+        table.add_row(way, *("" if cell is None else str(cell) for cell in cells))
+    return table
+
+
+def task_table(
+    figures: Sequence[dict[str, Any]], length: int, share: float, tasks: Sequence[str]
+) -> Table:
+    """A line per way, a column per task."""
+    table = new_table(f"By task: {share:.0%} of the bytes, {length} tokens", ("way", *tasks))
+    for row in figures:
+        if (row["length"], row["share"]) == (length, share):
+            means = (row["tasks"][task]["mean"] for task in tasks)
+            table.add_row(row["way"], *(f"{mean:.2f}" for mean in means))
+    return table
+
+
+BENCHMARK = Benchmark(
+    "real.table",
+    __doc__,
+    declare,
+    run,
+    out=RESULTS / "real-table.json",
+    seeded="of the samples",
+)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    sys.exit(main())
