@@ -32,6 +32,7 @@ from benchmarks.real.keeping import Context, Keeper, NoRoomError, masked, settin
 from benchmarks.real.presses import Presses, pressing
 from benchmarks.real.records import Records
 from benchmarks.real.statistics import Interval, Losses, kept_worth
+from kvtier.errors import UsageError
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.probes.context import HeadProbe
 from kvtier.heads.profile import Head
@@ -49,6 +50,7 @@ def declare(arguments: Arguments) -> None:
     arguments.add("--model-path", type=Path, required=True, help="local model directory")
     arguments.shares("--shares", (0.75, 0.5, 0.35, 0.25, 0.15, 0.1), "shares of the bytes")
     arguments.sizes("--lens", ("2k", "4k", "7500"), "context tokens")
+    arguments.add("--tasks", nargs="+", metavar="TASK", help="to measure on (default: all)")
     arguments.whole("--contexts", 2, "contexts per task and length", least=2)
     arguments.size("--choose-len", "1536", "context tokens to choose and fit on")
     arguments.whole("--choose-contexts", 4, "contexts to choose heads on")
@@ -82,7 +84,8 @@ def run(options: Options) -> Iterator[Measured]:
     setup = Setup.of(
         options.model_path, options.choose_len, options.choose_contexts, options.seed, {}
     )
-    described = {**setup.described(), "fit_contexts": options.fit_contexts}
+    tasks = measured_tasks(setup, options.tasks)
+    described = {**setup.described(), "tasks": tasks, "fit_contexts": options.fit_contexts}
     records = Records(options.state, described)
     figures: list[dict[str, Any]] = []
     with rich_progress() as progress:
@@ -95,21 +98,31 @@ def run(options: Options) -> Iterator[Measured]:
         )  # fmt: skip
         bench = Bench(model, setup, order, known, options.shares)
         for length in options.lens:
-            measure(bench, records, length, options, progress)
-            figures += compare(setup, records, length, options)
+            measure(bench, records, tasks, length, options, progress)
+            figures += compare(records, tasks, length, options)
             yield Measured({"settings": described, "kept": figures})
     for length in options.lens:
         show(worth_table(figures, length, options.shares))
     for length in options.lens:
         for share in options.shares:
-            show(task_table(figures, length, share, setup.tasks.measuring))
+            show(task_table(figures, length, share, tasks))
+
+
+def measured_tasks(setup: Setup, asked: Sequence[str] | None) -> list[str]:
+    """The tasks asked for, or all. Raises UsageError for one that there is not."""
+    known = setup.tasks.measuring
+    for task in asked or ():
+        if task not in known:
+            raise UsageError("--tasks", f"some of {', '.join(known)}", task)
+    return list(asked or known)
 
 
 def measure(
-    bench: Bench, records: Records, length: int, options: Options, progress: Progress
-) -> None:
+    bench: Bench, records: Records, tasks: Sequence[str], length: int, options: Options,
+    progress: Progress,
+) -> None:  # fmt: skip
     """Whatever is not yet in `records`, context by context."""
-    tasks, setup = bench.setup.tasks.measuring, bench.setup
+    setup = bench.setup
     count = options.contexts * len(tasks)
     samples = make_samples(setup.tasks.make, tasks, count, [length], options.seed, HELD_OUT)
     names = {index: f"{length}-{index:03d}" for index in range(count)}
@@ -174,9 +187,10 @@ def ends(shape: tuple[int, int, int], first: int, last: int) -> Tensor:
     return ((token < first) | (token >= shape[-1] - last)).expand(shape)
 
 
-def compare(setup: Setup, records: Records, length: int, options: Options) -> list[dict[str, Any]]:
+def compare(
+    records: Records, tasks: Sequence[str], length: int, options: Options
+) -> list[dict[str, Any]]:
     """One row per share of the bytes and way, where all contexts were measured."""
-    tasks = setup.tasks.measuring
     full, none = (
         losses(records, length, way, tasks, options) for way in ((FULL, 1.0), (NONE, 0.0))
     )

@@ -1,0 +1,95 @@
+"""The table of quality over bytes, end to end on a tiny random model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from text_models import write_llama
+
+from benchmarks.real import table
+from benchmarks.real.fitting import Fitted
+from benchmarks.real.held import Asker, entries
+from benchmarks.real.keeping import Context, Keeper, NoRoomError, masked, settings_at
+from kvtier.heads.model.config import shape_of
+from kvtier.heads.model.loading import load_model
+from kvtier.heads.probes.context import HeadProbe
+from kvtier.heads.samples.synthetic import make_samples, tasks_for
+from kvtier.retention.head_shares import HeadShares, measured_shares
+from kvtier.retention.token_worth import TokenWorth
+
+TOKENS = 900
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def context(folder: Path) -> tuple[Context, Asker]:
+    model = load_model(str(folder))
+    sample = make_samples(tasks_for(str(folder)).make, ["key-value"], 1, [TOKENS], 0)[0]
+    return Context(model, shape_of(model), sample), Asker(model, sample)
+
+
+def drawn_by_lot(context: Context) -> Fitted:
+    shape = context.shape
+    heads = (shape.num_layers, shape.num_kv_heads)
+    width = 3 * (2 * shape.head_dim + 2) + 1
+    generator = torch.Generator().manual_seed(3)
+    weights = 0.1 * torch.randn(*heads, width, generator=generator)
+    worth = torch.randn(*heads, 500, generator=generator) + torch.arange(4.0).view(2, 2, 1)
+    return Fitted(TokenWorth(weights), HeadShares.mean_of([measured_shares(worth)]))
+
+
+@pytest.mark.parametrize("share", [0.75, 0.4, 0.25])
+def test_no_setting_holds_more_than_its_share(context: tuple[Context, Asker], share: float) -> None:
+    ctx, _ = context
+    shape = ctx.shape
+    order = [(layer, head) for layer in range(2) for head in range(2)]
+    every = shape.num_layers * shape.num_kv_heads * TOKENS
+    found = 0
+    for setting in settings_at(share):
+        try:
+            keeper = Keeper(ctx, order, setting, drawn_by_lot(ctx))
+        except NoRoomError:
+            continue
+        used = entries(keeper.layers(), shape.group_size) / every
+        assert used <= share, setting.name
+        found += 1
+    assert found >= 3
+
+
+def test_all_tokens_held_answer_as_the_model_does(context: tuple[Context, Asker]) -> None:
+    ctx, asker = context
+    every = torch.ones(2, 2, TOKENS, dtype=torch.bool)
+    held = asker.quality(masked(ctx, every))
+    probe = HeadProbe(ctx.model)
+    sample = make_samples(
+        tasks_for(ctx.model.config.name_or_path).make, ["key-value"], 1, [TOKENS], 0
+    )[0]
+    exact = probe.prepare(sample).quality(probe.full())
+    assert held.loss == pytest.approx(exact.loss, rel=1e-4)
+    assert held.recall == exact.recall
+
+
+def test_a_run_writes_the_table_and_another_measures_nothing_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [
+        *("--model-path", str(folder), "--lens", str(TOKENS), "--shares", "0.5"),
+        *("--contexts", "2", "--choose-len", "600", "--choose-contexts", "1"),
+        *("--fit-contexts", "1", "--state", str(tmp_path / "state")),
+        *("--tasks", "key-value"),
+    ]
+    out = tmp_path / "table.json"
+    assert table.main([*arguments, "--out", str(out)]) == 0
+    first = json.loads(out.read_text())["kept"]
+    assert {"head profile", "shares by head"} <= {row["way"] for row in first}
+    assert all(row["bytes"] <= row["share"] for row in first)
+    monkeypatch.setattr(Asker, "quality", None)
+    assert table.main([*arguments, "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["kept"] == first

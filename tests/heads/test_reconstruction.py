@@ -1,0 +1,38 @@
+"""The attention that tokens draw when a context is repeated, against transformers' own weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvtier.heads.model.config import shape_of
+from kvtier.heads.probes import reconstruction
+from kvtier.heads.probes.reconstruction import attention_drawn
+from kvtier.heads.profile import full_profile
+from kvtier.heads.reference.session import ReferenceSession
+from tests.heads.tiny_llama import tiny_model
+
+CONTEXT = [int(i) for i in torch.randint(0, 60, (37,), generator=torch.Generator().manual_seed(1))]
+REQUEST = [5, 9, 2]
+
+
+@pytest.mark.parametrize("chunk_tokens", [512, 7])
+def test_it_is_the_most_that_any_later_query_gives_a_token(
+    monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
+) -> None:
+    monkeypatch.setattr(reconstruction, "CHUNK_TOKENS", chunk_tokens)
+    model = tiny_model()
+    shape = shape_of(model)
+    session = ReferenceSession(model, full_profile(shape))
+    session.turn(CONTEXT, 0)
+    kv = [session.exact_kv(layer) for layer in range(shape.num_layers)]
+    found = attention_drawn(model, kv, CONTEXT, REQUEST)
+
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([[*CONTEXT, *REQUEST, *CONTEXT]])
+    with torch.inference_mode():
+        weights = model(ids, output_attentions=True, use_cache=False).attentions
+    tokens = len(CONTEXT)
+    for layer, one in enumerate(weights):
+        later = one[0, :, tokens:, :tokens].unflatten(0, (shape.num_kv_heads, -1))
+        torch.testing.assert_close(found[layer], later.amax((1, 2)).float(), rtol=1e-4, atol=1e-6)

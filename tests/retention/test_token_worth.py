@@ -1,0 +1,117 @@
+"""What tokens are predicted to be worth, and how entries are divided among heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.retention.head_shares import LEVELS, HeadShares, best_of_all, measured_shares
+from kvtier.retention.token_worth import SINK_TOKENS, Fit, TokenWorth, features
+from kvtier_kernels.scores import Rotation
+
+HEADS, DIM, LAYERS = 2, 8, 3
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rotated(keys: torch.Tensor) -> tuple[torch.Tensor, Rotation]:
+    angles = normal(9, keys.shape[1], DIM // 2)
+    cos, sin = angles.cos(), angles.sin()
+    a, b = keys.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1), Rotation(cos, sin)
+
+
+def test_a_fit_finds_the_weights_that_made_the_attention() -> None:
+    width = 3 * (2 * DIM + 2) + 1
+    truth = TokenWorth(0.1 * normal(0, 1, HEADS, width))
+    fit = Fit(1)
+    for seed in range(4):
+        keys, rotation = rotated(normal(seed, HEADS, 400, DIM))
+        values = normal(seed + 50, HEADS, 400, DIM)
+        drawn = truth.predict(0, keys, values, rotation).exp()
+        fit.add(0, keys, values, rotation, drawn)
+    keys, rotation = rotated(normal(99, HEADS, 200, DIM))
+    values = normal(98, HEADS, 200, DIM)
+    found = fit.solve().predict(0, keys, values, rotation)
+    expected = truth.predict(0, keys, values, rotation)
+    # The ridge costs a little of every weight.
+    assert float(torch.corrcoef(torch.stack([found.flatten(), expected.flatten()]))[0, 1]) > 0.999
+
+
+def test_first_tokens_are_no_examples() -> None:
+    keys, values = normal(1, HEADS, 50, DIM), normal(2, HEADS, 50, DIM)
+    drawn = normal(3, HEADS, 50).exp()
+    other = drawn.clone()
+    other[:, :SINK_TOKENS] = 1e6
+    fits = []
+    for one in (drawn, other):
+        fit = Fit(1)
+        fit.add(0, keys, values, None, one)
+        fits.append(fit.solve().weights)
+    assert torch.equal(*fits)
+
+
+def test_what_a_token_is_does_not_depend_on_where_it_stands() -> None:
+    plain, values = normal(1, HEADS, 30, DIM), normal(2, HEADS, 30, DIM)
+    keys, rotation = rotated(plain)
+    torch.testing.assert_close(
+        features(keys, values, rotation), features(plain, values, None), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_token_is_seen_with_its_neighbours_and_no_others() -> None:
+    keys, values = normal(1, HEADS, 9, DIM), normal(2, HEADS, 9, DIM)
+    before = features(keys, values, None)
+    keys[:, 4] += 1
+    changed = (features(keys, values, None) != before).any(-1).any(0)
+    assert changed.nonzero().flatten().tolist() == [3, 4, 5]
+
+
+def shares(seed: int = 0, tokens: int = 400) -> HeadShares:
+    spread = normal(seed, LAYERS, HEADS, 1) * 3
+    return HeadShares.mean_of(
+        [measured_shares(normal(seed + i, LAYERS, HEADS, tokens) + spread) for i in range(3)]
+    )
+
+
+@given(share=st.floats(0, 1))
+def test_shares_of_heads_add_up_to_the_share_of_all(share: float) -> None:
+    found = shares().at(share)
+    assert float(found.mean()) == pytest.approx(share, abs=0.01)
+    assert bool(((found >= 0) & (found <= 1)).all())
+
+
+@given(low=st.floats(0, 1), more=st.floats(0, 0.5))
+def test_no_head_keeps_less_where_all_keep_more(low: float, more: float) -> None:
+    known = shares()
+    assert bool((known.at(min(1.0, low + more)) >= known.at(low) - 1e-6).all())
+
+
+@given(
+    share=st.sampled_from(LEVELS[1:]),
+    tokens=st.integers(100, 3000),
+    edges=st.integers(0, 80),
+    seed=st.integers(0, 5),
+)
+def test_counts_use_what_there_is_room_for(
+    share: float, tokens: int, edges: int, seed: int
+) -> None:
+    total, middle = LAYERS * HEADS, tokens - edges
+    entries = max(0, int(share * total * tokens) - total * edges)
+    counts = shares(seed).counts(share, tokens, edges, entries)
+    assert bool(((counts >= 0) & (counts <= middle)).all())
+    assert int(counts.sum()) <= entries
+    # Those that want any can hold no more than the middle; rounding costs less than one each.
+    wanting = int((shares(seed).at(share) * tokens > edges).sum())
+    assert int(counts.sum()) >= min(entries, wanting * middle) - total
+
+
+def test_the_best_of_all_heads_are_the_best() -> None:
+    worth = normal(0, LAYERS, HEADS, 50)
+    kept = best_of_all(worth, 77)
+    assert int(kept.sum()) == 77
+    assert float(worth[kept].min()) > float(worth[~kept].max())
