@@ -67,6 +67,10 @@ def declare(arguments: Arguments) -> None:
     arguments.add("--head-profile", type=Path, help="(head_profile.json of the model)")
     arguments.size("--len", "1k", "context tokens of a session's first turn", least=500)
     arguments.whole("--sessions", 40, f"sessions of {TURNS} turns")
+    arguments.add(
+        "--settings", nargs="*", choices=list(SETTINGS), default=list(SETTINGS), metavar="NAME",
+        help="besides every head context-anchored (default: all)",
+    )  # fmt: skip
 
 
 def run(options: Options) -> Measured:
@@ -81,7 +85,8 @@ def run(options: Options) -> Measured:
         ours = ask_engine(sessions, options, "kvtier", everything, {}, progress)
         sure = [[Said(answer, []) for answer in turns] for turns in stock]
         rows.append(compare("every head context-anchored", "stock SGLang", ours, sure))
-        for name, settings in SETTINGS.items():
+        for name in options.settings:
+            settings = SETTINGS[name]
             ours = ask_engine(sessions, options, "kvtier", profile, settings, progress)
             theirs = ask_reference(sessions, model_path, profile, settings, progress)
             rows.append(compare(name, "the reference", ours, theirs))
@@ -199,18 +204,24 @@ def compare(
     A session ends where an answer differs: what comes after it was asked about another past.
     """
     counts = dict.fromkeys(("prompts", "equal", "within rounding", "different", "not compared"), 0)
-    for my_turns, their_turns in zip(ours, theirs, strict=True):
+    differences = []
+    for session, (my_turns, their_turns) in enumerate(zip(ours, theirs, strict=True)):
         counts["prompts"] += len(my_turns)
         for turn, (mine, said) in enumerate(zip(my_turns, their_turns, strict=True)):
             if mine == said.tokens:
                 counts["equal"] += 1
                 continue
             at = first_difference(mine, said.tokens)
-            near = at < len(said.leads) and said.leads[at] < ROUNDING
+            lead = said.leads[at] if at < len(said.leads) else None
+            near = lead is not None and lead < ROUNDING
             counts["within rounding" if near else "different"] += 1
+            differences.append(
+                {"session": session, "turn": turn, "token": at, "lead_nats": lead,
+                 "engine": mine, "reference": said.tokens}
+            )  # fmt: skip
             counts["not compared"] += len(my_turns) - turn - 1
             break
-    return {"setting": setting, "against": against, "counts": counts}
+    return {"setting": setting, "against": against, "counts": counts, "differences": differences}
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
