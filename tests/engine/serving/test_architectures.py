@@ -1,0 +1,122 @@
+"""What models of other architectures say through kvtier, against transformers' own greedy tokens:
+tiny random models, every head context-anchored, over two turns.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_process import run_engine
+
+pytestmark = pytest.mark.engine
+
+VOCAB, NEW_TOKENS = 97, 12
+# Nats between the two best tokens below which rounding may choose either.
+ROUNDING = 1e-3
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}  # fmt: skip
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("Llama", {}),
+    "Llama with tied embeddings": ("Llama", {"tie_word_embeddings": True}),
+    "Llama 3.1's scaled positions": ("Llama", {"rope_parameters": LLAMA3}),
+    "YaRN": ("Llama", {"rope_parameters": YARN}),
+    "Qwen2, biases on Q, K, V": ("Qwen2", {}),
+    "Qwen3, normalised Q and K": ("Qwen3", {}),
+    "Mistral without a window": ("Mistral", {"sliding_window": None}),
+}
+
+
+def write_model(folder: Path, architecture: str, extra: dict[str, Any]) -> Any:
+    """A random model whose attention is far from uniform and whose biases are not zero."""
+    import transformers
+
+    config = getattr(transformers, f"{architecture}Config")(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        max_position_embeddings=512, initializer_range=0.25, bos_token_id=1, eos_token_id=2,
+        **extra,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = getattr(transformers, f"{architecture}ForCausalLM")(config)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def prompts() -> list[tuple[list[int], list[int]]]:
+    """First and second prompts of sessions; some are longer than a chunk."""
+    generator = torch.Generator().manual_seed(5)
+
+    def some(count: int) -> list[int]:
+        return torch.randint(3, VOCAB, (count,), generator=generator).tolist()
+
+    return [(some(count), some(9)) for count in (1, 30, 150, 260)]
+
+
+@torch.inference_mode()
+def is_greedy(model: Any, prompt: list[int], answer: list[int]) -> bool:
+    """Whether each token is transformers' best one after those before it, but for rounding."""
+    ids = torch.tensor([[*prompt, *answer[:-1]]])
+    logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
+    logprobs = logits.log_softmax(-1)
+    said = logprobs.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    return bool((logprobs.amax(-1) - said <= ROUNDING).all())
+
+
+KVTIER = {"attention_backend": "kvtier", "radix_cache_backend": "kvtier"}
+STOCK = {"attention_backend": "torch_native"}
+
+
+def answers_of(folder: Path, model: Path, dtype: str, backends: dict[str, str]) -> dict[str, Any]:
+    """What an engine says in two turns of every session."""
+    sessions = prompts()
+    rounds = [
+        [{"input_ids": first, "max_new_tokens": NEW_TOKENS} for first, _ in sessions],
+        [
+            {"continues": [0, index], "input_ids": second, "max_new_tokens": NEW_TOKENS}
+            for index, (_, second) in enumerate(sessions)
+        ],
+    ]
+    engine = {
+        "model_path": str(model), "dtype": dtype, "max_total_tokens": 4000,
+        "chunked_prefill_size": 128, **backends,
+    }  # fmt: skip
+    folder.mkdir()
+    return run_engine(folder, engine, rounds)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_it_says_what_transformers_says(tmp_path: Path, name: str) -> None:
+    model = write_model(tmp_path / "model", *ARCHITECTURES[name])
+    found = answers_of(tmp_path / "kvtier", tmp_path / "model", "float32", KVTIER)
+    for answers in found["rounds"]:
+        for answer in answers:
+            assert len(answer["output_ids"]) == NEW_TOKENS
+            assert is_greedy(model, answer["prompt"], answer["output_ids"])
+    assert all(answer["cached_tokens"] > 0 for answer in found["rounds"][1])
+    assert found["state"]["integrity"] == []
+
+
+def test_in_bfloat16_it_says_what_stock_sglang_says(tmp_path: Path) -> None:
+    """Transformers rounds elsewhere: these engines' tokens are up to 0.23 nats behind its best."""
+    write_model(tmp_path / "model", *ARCHITECTURES["Llama"])
+    ours, theirs = (
+        answers_of(tmp_path / name, tmp_path / "model", "bfloat16", backends)["rounds"]
+        for name, backends in (("kvtier", KVTIER), ("stock", STOCK))
+    )
+    said = [
+        [[answer["output_ids"] for answer in turn] for turn in rounds] for rounds in (ours, theirs)
+    ]
+    assert said[0] == said[1]
