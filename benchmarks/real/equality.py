@@ -187,7 +187,9 @@ class WatchedSession(CompactingSession):
         """A turn of at most NEW_TOKENS."""
         self._leads = []
         tokens = self.turn(prompt, NEW_TOKENS, eos).token_ids
-        return Said(tokens, self._leads[-len(tokens) :])
+        # What would follow `eos` is computed, too.
+        ended = len(self._leads) - int(tokens[-1] == eos and len(tokens) < NEW_TOKENS)
+        return Said(tokens, self._leads[ended - len(tokens) : ended])
 
     def _forward(self, token_ids: list[int]) -> Tensor:
         logits = super()._forward(token_ids)

@@ -114,6 +114,17 @@ def test_decoding_stops_behind_eos(model: Any) -> None:
     assert stopped == free[: free.index(eos) + 1]
 
 
+def test_an_eos_belongs_to_its_turn_and_a_last_token_to_the_next(model: Any) -> None:
+    free = ReferenceSession(model, MIXED, RULE).turn(make_ids(40), 8).token_ids
+    at = free.index(free[3]) + 1
+    for new_tokens, held in ((8, 40 + at), (at, 40 + at - 1)):
+        session = ReferenceSession(model, MIXED, RULE)
+        session.turn(make_ids(40), new_tokens, eos=free[3])
+        assert session.num_tokens == held
+        session.turn(make_ids(5, seed=1), 0)
+        assert session.num_tokens == 40 + at + 5
+
+
 def test_the_streamed_path_equals_the_tiled_one() -> None:
     q, k, v = (torch.randn(2, n, 16, dtype=torch.float64) for n in (30, 2500, 2500))
     out, lse = _streamed(q, k, v, 0.25, None)

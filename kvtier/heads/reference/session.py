@@ -150,22 +150,25 @@ class ReferenceSession:
         """Prefill `prompt_ids`, decode greedily up to and including `eos`, compress the node.
 
         The last sampled token has no KV yet; it becomes the first token of the next turn's prompt.
+        An `eos` before `max_new_tokens` has: SGLang computes ahead, and learns of it one step late.
         With `max_new_tokens=0` the prompt alone is the turn. Raises UsageError without a prompt.
         """
         if not prompt_ids:
             raise UsageError("prompt_ids", "at least one token", [])
         start, prompt = self.num_tokens, [*self._pending, *map(int, prompt_ids)]
-        result = TurnResult([], [])
+        result, self._pending = TurnResult([], []), []
         with attending(self.model, self._attend_layer):
             logits = self._prefill(prompt)
             while len(result.token_ids) < max_new_tokens:
                 token = int(logits.argmax())
                 result.token_ids.append(token)
                 result.logprobs.append(float(torch.log_softmax(logits, -1)[token]))
-                if token == eos or len(result.token_ids) == max_new_tokens:
+                if len(result.token_ids) == max_new_tokens:
+                    self._pending = [token]
                     break
                 logits = self._forward([token])
-        self._pending = result.token_ids[-1:]
+                if token == eos:
+                    break
         self._settle(start, start + len(prompt))
         return result
 
