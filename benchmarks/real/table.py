@@ -29,6 +29,7 @@ from benchmarks.real.choices import Setup, chosen_heads
 from benchmarks.real.fitting import Fitted, fitted
 from benchmarks.real.held import Asker, Held, Refresh, entries
 from benchmarks.real.keeping import Context, Keeper, NoRoomError, masked, settings_at
+from benchmarks.real.picture import draw_worth
 from benchmarks.real.presses import Presses, pressing
 from benchmarks.real.records import Records
 from benchmarks.real.statistics import Interval, Losses, kept_worth
@@ -46,6 +47,9 @@ FULL, NONE = "all tokens", "no context"
 EDGES = (64, 64)
 
 
+OURS = tuple(setting.name for setting in settings_at(1.0))
+
+
 def declare(arguments: Arguments) -> None:
     arguments.add("--model-path", type=Path, required=True, help="local model directory")
     arguments.shares("--shares", (0.75, 0.5, 0.35, 0.25, 0.15, 0.1), "shares of the bytes")
@@ -57,6 +61,7 @@ def declare(arguments: Arguments) -> None:
     arguments.whole("--fit-contexts", 22, "contexts to fit on")
     arguments.add("--kvpress-python", type=Path, help="Python of an environment with kvpress")
     arguments.whole("--kvpress-threads", 1, "threads of its process")
+    arguments.add("--plots", type=Path, metavar="DIR", help="pictures to write, one per length")
     arguments.add("--state", type=Path, default=Path("out/real-table"), help="(%(default)s)")
 
 
@@ -84,6 +89,8 @@ def run(options: Options) -> Iterator[Measured]:
     setup = Setup.of(
         options.model_path, options.choose_len, options.choose_contexts, options.seed, {}
     )
+    if options.plots is not None and not options.plots.is_dir():
+        raise UsageError("--plots", "an existing directory", str(options.plots))
     tasks = measured_tasks(setup, options.tasks)
     described = {**setup.described(), "tasks": tasks, "fit_contexts": options.fit_contexts}
     records = Records(options.state, described)
@@ -100,6 +107,8 @@ def run(options: Options) -> Iterator[Measured]:
         for length in options.lens:
             measure(bench, records, tasks, length, options, progress)
             figures += compare(records, tasks, length, options)
+            if options.plots is not None:
+                draw_worth(figures, length, OURS, options.plots / f"real-table-{length}.png")
             yield Measured({"settings": described, "kept": figures})
     for length in options.lens:
         show(worth_table(figures, length, options.shares))

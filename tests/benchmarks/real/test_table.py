@@ -83,10 +83,12 @@ def test_a_run_writes_the_table_and_another_measures_nothing_again(
         *("--model-path", str(folder), "--lens", str(TOKENS), "--shares", "0.5"),
         *("--contexts", "2", "--choose-len", "600", "--choose-contexts", "1"),
         *("--fit-contexts", "1", "--state", str(tmp_path / "state")),
-        *("--tasks", "key-value"),
+        *("--tasks", "key-value", "--plots", str(tmp_path)),
     ]
     out = tmp_path / "table.json"
     assert table.main([*arguments, "--out", str(out)]) == 0
+    picture = (tmp_path / f"real-table-{TOKENS}.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
     first = json.loads(out.read_text())["kept"]
     assert {"head profile", "shares by head"} <= {row["way"] for row in first}
     assert all(row["bytes"] <= row["share"] for row in first)
