@@ -32,8 +32,6 @@ CA_HEADS_PER_BYTE = 1.4
 # Below, the one entry for the others costs answers (trials on the texts that heads are chosen on:
 # at 10% of the bytes .80 of the context's worth without, .68 with; at 25% .95 and .96).
 COMPENSATED_FROM = 0.2
-
-
 # DuoAttention's cache (arXiv 2410.10819) with our choice of heads.
 DUO = "DuoAttention-like"
 
@@ -98,9 +96,11 @@ class Context:
         )
         self._session.turn(sample.context_ids, 0)
         self.kv = [self._session.exact_kv(layer) for layer in range(shape.num_layers)]
+        # Each setting asks for the same again; what is remembered goes with the context.
+        self.worth = cache(self._worth)
+        self.scores = cache(self._scores)
 
-    @cache  # noqa: B019  (lives as long as the context)
-    def worth(self, fitted: Fitted) -> Tensor:
+    def _worth(self, fitted: Fitted) -> Tensor:
         """`[layers, kv_heads, tokens]`, ln of the attention that tokens are expected to draw."""
         layers = []
         for layer, (k, v) in enumerate(self.kv):
@@ -108,8 +108,7 @@ class Context:
             layers.append(fitted.worth.predict(layer, k, v, rotation))
         return torch.stack(layers)
 
-    @cache  # noqa: B019  (lives as long as the context)
-    def scores(self, scorer: str, layer: int, begin: int, end: int) -> Tensor:
+    def _scores(self, scorer: str, layer: int, begin: int, end: int) -> Tensor:
         """Float32 `[kv_heads, end - begin]`, higher = keep."""
         session = self._session
         session.scorer = SCORERS[scorer]()

@@ -50,7 +50,7 @@ class Records:
         found = (
             key[2] for key in self._found if len(key) == 4 and (key[0], key[3]) == (length, share)
         )
-        return [str(name) for name in dict.fromkeys(found) if name != "done"]
+        return [str(name) for name in dict.fromkeys(found)]
 
     def add(self, key: Key, found: Mapping[str, float]) -> None:
         """Keep a measurement; it is on disk on return."""

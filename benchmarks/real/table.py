@@ -43,10 +43,10 @@ from kvtier.heads.samples.synthetic import HELD_OUT, make_samples
 
 METHOD = "taylor"
 FULL, NONE = "all tokens", "no context"
+# Of a context, when all that was asked for is measured.
+DONE = "done with"
 # What stays of no context: as much as locality heads hold.
 EDGES = (64, 64)
-
-
 OURS = tuple(setting.name for setting in settings_at(1.0))
 
 
@@ -135,11 +135,11 @@ def measure(
     count = options.contexts * len(tasks)
     samples = make_samples(setup.tasks.make, tasks, count, [length], options.seed, HELD_OUT)
     names = {index: f"{length}-{index:03d}" for index in range(count)}
-    missing = [
-        i for i in range(count) if (length, i, "done", float(len(bench.shares))) not in records
-    ]
+    asked = ", ".join(f"{share:g}" for share in bench.shares)
+    finished = (f"{DONE} {asked}" + (" and presses" if options.kvpress_python else ""), 0.0)
+    missing = [i for i in range(count) if (length, i, *finished) not in records]
     contexts = {names[i]: samples[i].context_ids for i in missing}
-    folder = options.state / f"presses-{length}"
+    folder = options.state / f"presses-{length}-{asked.replace(', ', '-')}"
     with pressing(
         options.kvpress_python, options.model_path, folder, contexts, bench.shares,
         options.kvpress_threads,
@@ -149,7 +149,7 @@ def measure(
             sample = samples[index]
             progress(f"{length} tokens, {sample.task}", done, len(missing))
             measure_context(bench, records, (length, index), sample, presses, names[index])
-            records.add((length, index, "done", float(len(bench.shares))), {})
+            records.add((length, index, *finished), {})
             if done == 0:
                 minutes = (time.perf_counter() - began) * len(missing) / 60
                 print(f"{length} tokens: about {minutes:.0f} minutes", file=sys.stderr)

@@ -92,6 +92,10 @@ def test_a_run_writes_the_table_and_another_measures_nothing_again(
     first = json.loads(out.read_text())["kept"]
     assert {"head profile", "shares by head"} <= {row["way"] for row in first}
     assert all(row["bytes"] <= row["share"] for row in first)
-    monkeypatch.setattr(Asker, "quality", None)
-    assert table.main([*arguments, "--out", str(out)]) == 0
+    with monkeypatch.context() as nothing_measures:
+        nothing_measures.setattr(Asker, "quality", None)
+        assert table.main([*arguments, "--out", str(out)]) == 0
     assert json.loads(out.read_text())["kept"] == first
+    # As many shares, but another one.
+    assert table.main([*arguments, "--shares", "0.6", "--out", str(out)]) == 0
+    assert {row["share"] for row in json.loads(out.read_text())["kept"]} == {0.6}
