@@ -24,13 +24,14 @@ def draw_worth(
     rows = [row for row in figures if row["length"] == length]
     ways = list(dict.fromkeys(row["way"] for row in rows))
     for index, way in enumerate(ways):
+        palette = "tab10" if way in ours else "Dark2"
         mine = sorted((row for row in rows if row["way"] == way), key=lambda row: row["bytes"])
         means = [row["all"]["mean"] for row in mine]
         below = [row["all"]["mean"] - row["all"]["low"] for row in mine]
         above = [row["all"]["high"] - row["all"]["mean"] for row in mine]
         axes.errorbar(
             [row["bytes"] for row in mine], means, yerr=[below, above], label=way,
-            color=colormaps["tab20"](index % 20), capsize=2, linewidth=1.4,
+            color=colormaps[palette](index % 8), capsize=2, linewidth=1.4,
             linestyle="-" if way in ours else "--",
         )  # fmt: skip
     axes.axhline(1.0, color="grey", linewidth=0.8, linestyle=":")

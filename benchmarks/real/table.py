@@ -28,7 +28,7 @@ from benchmarks.common.table import new_table, show
 from benchmarks.real.choices import Setup, chosen_heads
 from benchmarks.real.fitting import Fitted, fitted
 from benchmarks.real.held import Asker, Held, Refresh, entries
-from benchmarks.real.keeping import Context, Keeper, NoRoomError, masked, settings_at
+from benchmarks.real.keeping import DUO, Context, Keeper, NoRoomError, masked, settings_at
 from benchmarks.real.picture import draw_worth
 from benchmarks.real.presses import Presses, pressing
 from benchmarks.real.records import Records
@@ -47,7 +47,7 @@ FULL, NONE = "all tokens", "no context"
 DONE = "done with"
 # What stays of no context: as much as locality heads hold.
 EDGES = (64, 64)
-OURS = tuple(setting.name for setting in settings_at(1.0))
+OURS = tuple(setting.name for setting in settings_at(1.0) if setting.name != DUO)
 
 
 def declare(arguments: Arguments) -> None:
