@@ -5,7 +5,7 @@
 
 What answers draw from a context, its repetition draws too, whatever will be asked. Source: KVzip
 (arXiv 2505.23416), whose score this is. It costs a second pass over the context, so it is
-measured in calibration, and predicted while serving (`kvtier.retention.token_worth`).
+measured on calibration contexts, and predicted for others (`kvtier.retention.token_worth`).
 """
 
 from __future__ import annotations
