@@ -5,9 +5,9 @@
     head (7, 2) keeps           48%        88%        96%     found in calibration: where the best
                                                               tokens of all heads together are
 
-Fixed before serving, as here, they let memory be laid out by them, but fail on contexts unlike those
-they were found on (docs/measured.md); `best_of_all` decides them anew for every context, as AdaKV
-(arXiv 2407.11550) does. Nothing serves by either yet.
+Fixed before serving, as here, they let memory be laid out by them, but fail on contexts unlike
+those they were found on (docs/measured.md); `best_of_all` decides them anew for every context, as
+AdaKV (arXiv 2407.11550) does. Nothing serves by either yet.
 """
 
 from __future__ import annotations
