@@ -5,12 +5,14 @@
 Sessions of three turns over real text, greedily: with the model's head profile alone, and with a
 share of the tokens chosen by two scorers, against the reference on transformers; with every head
 context-anchored against stock SGLang. A difference counts unless the reference itself is in two
-minds there: unless its two best tokens are nearer to each other than rounding.
+minds there: unless its two best tokens are nearer to each other than rounding, or a token of the
+context was kept before another by less.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -48,6 +50,9 @@ SETTINGS: Mapping[str, dict[str, str]] = {
 }
 # Nats between the two best tokens below which float32 may go either way.
 ROUNDING = 1e-3
+# Between the scores of the last token kept and the first dropped, which are z-scores; one bit of a
+# float32 near 1 is 1.2e-7.
+TIE = 1e-6
 RULE = LocalityRule(sink_tokens=16, recent_tokens=64, branch_recent_tokens=32)
 RULE_VARIABLES = {
     "LOCALITY_SINK_TOKENS": str(RULE.sink_tokens),
@@ -165,10 +170,15 @@ def ask_reference(
 
 
 class Said(NamedTuple):
-    """A turn's answer, and for each token how far the second best was behind it, in nats."""
+    """A turn's answer.
+
+    leads:  for each token, how far the second best was behind it, nats
+    margin: the least difference of scores by which a token was kept in the turns before
+    """
 
     tokens: list[int]
     leads: list[float]
+    margin: float = math.inf
 
 
 class WatchedSession(CompactingSession):
@@ -176,20 +186,29 @@ class WatchedSession(CompactingSession):
     CA heads keep; None: everything."""
 
     share: FixedShare | None = None
+    margin = math.inf
     _leads: list[float]
+    _keep: int
 
     def keep_count(self, prompt_tokens: int, droppable: int) -> int:
-        if self.share is None:
-            return droppable
-        return self.share.choose(Turn(prompt_tokens, droppable)).kept_tokens
+        self._keep = droppable
+        if self.share is not None:
+            self._keep = self.share.choose(Turn(prompt_tokens, droppable)).kept_tokens
+        return self._keep
+
+    def scores(self, layer: int, heads: Sequence[int], keys: Tensor, first: int) -> Tensor:
+        found = super().scores(layer, heads, keys, first)
+        best = found.topk(self._keep + 1).values
+        self.margin = min(self.margin, float((best[:, -2] - best[:, -1]).min()))
+        return found
 
     def say(self, prompt: Sequence[int], eos: int) -> Said:
         """A turn of at most NEW_TOKENS."""
-        self._leads = []
+        self._leads, margin = [], self.margin
         tokens = self.turn(prompt, NEW_TOKENS, eos).token_ids
         # What would follow `eos` is computed, too.
         ended = len(self._leads) - int(tokens[-1] == eos and len(tokens) < NEW_TOKENS)
-        return Said(tokens, self._leads[ended - len(tokens) : ended])
+        return Said(tokens, self._leads[ended - len(tokens) : ended], margin)
 
     def _forward(self, token_ids: list[int]) -> Tensor:
         logits = super()._forward(token_ids)
@@ -215,10 +234,11 @@ def compare(
                 continue
             at = first_difference(mine, said.tokens)
             lead = said.leads[at] if at < len(said.leads) else None
-            near = lead is not None and lead < ROUNDING
+            near = said.margin < TIE or (lead is not None and lead < ROUNDING)
             counts["within rounding" if near else "different"] += 1
             differences.append(
                 {"session": session, "turn": turn, "token": at, "lead_nats": lead,
+                 "margin": None if math.isinf(said.margin) else said.margin,
                  "engine": mine, "reference": said.tokens}
             )  # fmt: skip
             counts["not compared"] += len(my_turns) - turn - 1
