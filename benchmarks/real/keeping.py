@@ -1,7 +1,7 @@
 """Ways to keep a share of a context's bytes: which heads, which tokens, how.
 
-Those with a head profile are what `kvtier serve` does. Those with shares by head are for now the
-reference's only: the engine's pools have two classes of heads.
+Those with a head profile are what `kvtier serve` does. Those with shares by head are nowhere but
+here: the engine's pools have two classes of heads.
 """
 
 from __future__ import annotations

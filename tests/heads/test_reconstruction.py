@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_llama import tiny_model
 
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.probes import reconstruction
 from kvtier.heads.probes.reconstruction import attention_drawn
 from kvtier.heads.profile import full_profile
 from kvtier.heads.reference.session import ReferenceSession
-from tests.heads.tiny_llama import tiny_model
 
 CONTEXT = [int(i) for i in torch.randint(0, 60, (37,), generator=torch.Generator().manual_seed(1))]
 REQUEST = [5, 9, 2]
