@@ -193,8 +193,10 @@ class WatchedSession(CompactingSession):
             self._keep = self.share.choose(Turn(prompt_tokens, droppable)).kept_tokens
         return self._keep
 
-    def scores(self, layer: int, heads: Sequence[int], keys: Tensor, first: int) -> Tensor:
-        found = super().scores(layer, heads, keys, first)
+    def scores(
+        self, layer: int, heads: Sequence[int], keys: Tensor, values: Tensor, first: int
+    ) -> Tensor:
+        found = super().scores(layer, heads, keys, values, first)
         best = found.topk(self._keep + 1).values
         self.margin = min(self.margin, float((best[:, -2] - best[:, -1]).min()))
         return found

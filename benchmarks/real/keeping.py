@@ -113,7 +113,8 @@ class Context:
         session = self._session
         session.scorer = SCORERS[scorer]()
         heads = range(self.shape.num_kv_heads)
-        return session.scores(layer, heads, self.kv[layer][0][:, begin:end], begin)
+        keys, values = (x[:, begin:end] for x in self.kv[layer])
+        return session.scores(layer, heads, keys, values, begin)
 
 
 class Keeper:

@@ -104,8 +104,9 @@ class ScoredProbe(HeadProbe):
             if not heads:
                 order.append(None)
                 continue
-            keys = session.exact_kv(layer)[0][list(heads), span.begin : span.end]
-            scores = session.scores(layer, heads, keys, span.begin)
+            kv = session.exact_kv(layer)
+            keys, values = (x[list(heads), span.begin : span.end] for x in kv)
+            scores = session.scores(layer, heads, keys, values, span.begin)
             order.append(scores.argsort(dim=-1, descending=True))
         nll = session.mean_nll()
         return ScoredContext(self.batch_of(sample, session), tuple(order), nll)

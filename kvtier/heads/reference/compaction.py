@@ -81,11 +81,13 @@ class ScoredSession(ReferenceSession):
         """Of the turn under way, nats per token; NaN when nothing was asked."""
         return float(torch.cat(self.nll).double().mean()) if self.nll else float("nan")
 
-    def scores(self, layer: int, heads: Sequence[int], keys: Tensor, first: int) -> Tensor:
+    def scores(
+        self, layer: int, heads: Sequence[int], keys: Tensor, values: Tensor, first: int
+    ) -> Tensor:
         """Scores `[heads, tokens]` of some of the turn's tokens, higher = keep.
 
-        keys:  rotated `[heads, tokens, dim]` of those heads and tokens
-        first: offset of the first token in the turn
+        keys, values: `[heads, tokens, dim]` of those heads and tokens, keys rotated
+        first:        offset of the first token in the turn
         """
         tokens = keys.shape[1]
         if self.scorer.state_width:
@@ -94,8 +96,8 @@ class ScoredSession(ReferenceSession):
             state = keys.new_empty(keys.shape[0], 0, tokens, dtype=torch.float32)
         position = self.turn_start + first
         positions = torch.arange(position, position + tokens, device=keys.device)
-        span = Span(keys, state, position, rotation_of(self.model, keys, positions))
-        return self.scorer.score(span)
+        rotation = rotation_of(self.model, keys, positions)
+        return self.scorer.score(Span(keys, state, position, rotation, values, layer))
 
     def forget(self) -> None:
         """Start a new turn."""
@@ -117,8 +119,8 @@ class CompactingSession(ScoredSession):
                 if cache.heads and keep < span.num_tokens:
                     k = torch.cat([block.k for block in cache.fresh], dim=1)
                     v = torch.cat([block.v for block in cache.fresh], dim=1)
-                    middle = k[:, span.begin : span.end]
-                    scores = self.scores(layer, cache.heads, middle, span.begin)
+                    middle = [x[:, span.begin : span.end] for x in (k, v)]
+                    scores = self.scores(layer, cache.heads, middle[0], middle[1], span.begin)
                     chosen = select(scores, keep) + span.begin
                     cache.fresh = [_with_chosen(k, v, span.begin, span.end, chosen)]
         super()._settle(start, prompt_stop)

@@ -54,12 +54,16 @@ class Span:
     state:    float32 `[heads, state_width, tokens]`, what `observe` returned for them
     first:    position of the first token
     rotation: how the keys were rotated; None for a model that does not rotate
+    values:   `[heads, tokens, dim]`, there for a scorer that is `comparable`
+    layer:    which layer of the model
     """
 
     keys: torch.Tensor
     state: torch.Tensor
     first: int = 0
     rotation: Rotation | None = None
+    values: torch.Tensor | None = None
+    layer: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,13 @@ class TokenScorer(ABC):
 
     name:        what users choose it by.
     state_width: how many float32 numbers a token and head keep from the prefill; 0 for none.
+    comparable:  whether scores compare across heads and layers, so that heads can compete for
+                 entries (`head_budgets = adaptive`). Such a scorer sees all KV heads of a layer.
     """
 
     name: ClassVar[str]
     state_width: ClassVar[int] = 0
+    comparable: ClassVar[bool] = False
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
@@ -93,7 +100,8 @@ class TokenScorer(ABC):
 
     @abstractmethod
     def score(self, span: Span) -> torch.Tensor:
-        """Float32 `[heads, tokens]`, higher = keep. Only the order within a head matters."""
+        """Float32 `[heads, tokens]`, higher = keep. Unless the scorer is `comparable`, only the
+        order within a head matters."""
 
 
 def z_score(x: torch.Tensor) -> torch.Tensor:
