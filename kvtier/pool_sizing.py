@@ -87,20 +87,28 @@ def vote_bytes(profile: HeadProfile) -> int:
     return 4 * (profile.num_ca_heads * group + 1)
 
 
+def packed_bytes(profile: HeadProfile) -> int:
+    """Bytes per CA slot of what packing remembers of it: a vote per CA head, and a number."""
+    return 4 * profile.num_ca_heads + 8
+
+
 def slot_bytes(
     profile: HeadProfile,
     dtype_bytes: int,
     *,
     state_width: int | None = None,
     merges: bool = False,
+    packs: bool = False,
 ) -> SlotBytes:
     """Bytes per slot of each class for a profile's model shape. state_width: of the token scorer,
-    where CA heads keep a part; `merges` where they merge."""
+    where CA heads keep a part; `merges` where they merge; `packs` where each keeps as many entries
+    as it needs."""
     head_bytes = 2 * profile.shape.head_dim * dtype_bytes
     total = profile.shape.num_layers * profile.shape.num_kv_heads
     ca = profile.num_ca_heads * head_bytes
     beside = 0 if state_width is None else score_bytes(profile, state_width)
     beside += vote_bytes(profile) if merges else 0
+    beside += packed_bytes(profile) if packs else 0
     return SlotBytes(ca=ca + beside, locality=total * head_bytes - ca)
 
 

@@ -20,7 +20,7 @@ from benchmarks.real.held import Held, Refresh, stacked
 from kvtier.heads.profile import Head, ModelShape, full_profile
 from kvtier.heads.reference.compaction import ScoredSession, rotation_of
 from kvtier.heads.samples.questions import CalibrationSample
-from kvtier.retention.head_shares import best_of_all
+from kvtier.retention.head_budgets import best_of_all
 from kvtier.retention.keepkv import KeepKV, QueryWindow
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import RefreshRule

@@ -60,6 +60,12 @@ class Settings(BaseModel):
         None,
         description="Any share rule by its name, as NAME=NUMBER: how much CA heads keep, instead.",
     )
+    head_budgets: Literal["equal", "adaptive"] = Field(
+        "equal",
+        description="equal: every CA head keeps as much. adaptive: the best entries of all KV "
+        "heads stay, however many a head has; it takes a scorer whose scores compare across heads "
+        "(reconstruction), and no head profile.",
+    )
     nll_stride: int = Field(
         4, ge=1, description="Every how many prompt tokens the model's surprise is measured."
     )
@@ -90,6 +96,22 @@ class Settings(BaseModel):
         if len(given) > 1:
             last = given[-1]
             raise refusal(last, f"only one of {', '.join(given)}", self._retention_rules()[last])
+        return self
+
+    @model_validator(mode="after")
+    def _adaptive_budgets_have_what_they_need(self) -> Self:
+        if not self.packs:
+            return self
+        if not self.compacts or self.quality is not None:
+            # Curves are measured with equal budgets.
+            expected = "adaptive only with a share of the context: retention, or a budget"
+            raise refusal("head_budgets", expected, self.head_budgets)
+        if self.head_profile is not None:
+            expected = "none beside head_budgets = adaptive, which finds what each head keeps"
+            raise refusal("head_profile", expected, self.head_profile)
+        if self.refresh.is_on:
+            expected = "off beside head_budgets = adaptive"
+            raise refusal("refresh.when", expected, self.refresh.when)
         return self
 
     @model_validator(mode="after")
@@ -128,6 +150,11 @@ class Settings(BaseModel):
         """Whether CA heads may keep less than the whole context."""
         return bool(self._retention_rules())
 
+    @property
+    def packs(self) -> bool:
+        """Whether heads keep different numbers of entries."""
+        return self.head_budgets == "adaptive"
+
     def keeping_everything(self) -> Settings:
         """The same settings without any share of the context asked for, and so without a tier to
         choose it from."""
@@ -137,6 +164,7 @@ class Settings(BaseModel):
                 "curve": None,
                 "retention": None,
                 "share_rule": None,
+                "head_budgets": "equal",
                 "budget": BudgetSettings(),
                 "session": self.session.model_copy(update={"retention": None}),
                 "tier": self.tier.model_copy(update={"address": None}),

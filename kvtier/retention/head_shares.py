@@ -18,15 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvtier.retention.head_budgets import best_of_all
+
 LEVELS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.33, 0.5, 0.75, 1.0)
-
-
-def best_of_all(worth: Tensor, entries: int) -> Tensor:
-    """bool `[layers, kv_heads, tokens]`: the best `entries` of worth of the same shape."""
-    flat = worth.flatten()
-    kept = torch.zeros(flat.shape, dtype=torch.bool, device=worth.device)
-    kept[flat.topk(entries).indices] = True
-    return kept.view(worth.shape)
 
 
 def measured_shares(worth: Tensor) -> Tensor:
@@ -77,4 +71,4 @@ class HeadShares:
         return (wanted * low).clamp_max(middle).floor().long()
 
 
-__all__ = ["LEVELS", "HeadShares", "best_of_all", "measured_shares"]
+__all__ = ["LEVELS", "HeadShares", "measured_shares"]

@@ -32,10 +32,14 @@ def refresh_rule(settings: Settings) -> RefreshRule | None:
 
 def scorer_of(settings: Settings) -> TokenScorer:
     """What says which tokens CA heads keep in a server with these settings. Raises UsageError for a
-    scorer that there is none of."""
+    scorer that there is none of, or whose scores do not compare across heads that compete."""
     scorer = SCORERS.get(settings.scorer.name)
     if scorer is None:
         raise UsageError("scorer", f"one of {', '.join(SCORERS)}", settings.scorer.name)
+    if settings.packs and not scorer.comparable:
+        names = [name for name, one in SCORERS.items() if one.comparable]
+        expected = f"{' or '.join(names)} with head_budgets = adaptive, where heads compete"
+        raise UsageError("scorer", expected, settings.scorer.name)
     return scorer.from_settings(settings)
 
 

@@ -31,6 +31,8 @@ from kvtier_kernels import (
 )
 
 NAME = "kvtier"
+# Attention kernels that are tested over packed spans.
+PACKING_KERNELS = ("reference", "triton")
 logger = logging.getLogger(__name__)
 
 # field -> (is it acceptable?, what is expected). Checked when attention or radix is ours.
@@ -94,7 +96,10 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
         raise IncompatibleFlagError(
             "--enable-mixed-chunk", "no mixed chunks together with --prefill streaming", True
         )
-    kernels_of(settings, server_args)
+    kernels = kernels_of(settings, server_args)
+    if settings.packs and kernels.name not in PACKING_KERNELS:
+        expected = f"{' or '.join(PACKING_KERNELS)} with head_budgets = adaptive"
+        raise ConfigurationError("kernels", expected, kernels.name)
     scorer_of(settings)
     asked_share(settings)
     if server_args.radix_cache_backend == NAME and server_args.attention_backend != NAME:
@@ -176,6 +181,8 @@ def _graph_obstacle(settings: Settings, server_args: Any) -> str | None:
     """What keeps CUDA graphs from recording decoding, if anything does."""
     if not kernels_of(settings, server_args).plans_on_device:
         return f"together with --kernels {settings.kernels}, which plans on the host"
+    if settings.packs:
+        return "together with --head-budgets adaptive, whose entries are planned on the host"
     if settings.refresh.while_generating:
         return "together with --refresh N and --refresh-moved, which look at each token's queries"
     return None

@@ -32,6 +32,7 @@ from kvtier_sglang.compat import backends_are_ours
 from kvtier_sglang.compression.calibration import curve_source, stored_profile
 from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.compression.metrics import RetentionMetrics
+from kvtier_sglang.compression.packing import AdaptiveSelection
 from kvtier_sglang.compression.prompt_nll import observe_nll
 from kvtier_sglang.compression.retention import Retention
 from kvtier_sglang.compression.selection import TokenSelection, find_rotary
@@ -91,7 +92,7 @@ class Runtime:
             head_dim=config.head_dim,
         )
         _, radix = backends_are_ours()
-        if not radix:
+        if not radix or self.settings.packs:
             return full_profile(shape)
         if self.settings.head_profile is None:
             stored = stored_profile(self.settings, config.model_path, shape)
@@ -122,6 +123,7 @@ class Runtime:
             start_layer=configurator.layer_info.start_layer,
             state_width=state_width(self.settings) if radix else None,
             merges=radix and self.settings.merge.is_on,
+            packs=radix and self.settings.packs,
         )
         logger.info(
             "kvtier pools: %d CA slots, %d locality slots, %d of %d KV heads CA",
@@ -163,7 +165,10 @@ class Runtime:
         if pool.state is not None:
             layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
             rotary = find_rotary(runner.model, layers)
-            self.selection = TokenSelection(pool, scorer_of(settings), rotary)
+            selection = AdaptiveSelection if pool.packed is not None else TokenSelection
+            self.selection = selection(pool, scorer_of(settings), rotary)
+            if isinstance(self.selection, AdaptiveSelection):
+                self.selection.compensation = settings.locality.compensation
         self.backend = KvtierAttnBackend(
             runner, settings, selection=self.selection, refresh=self._pass_refresh
         )

@@ -89,6 +89,8 @@ def _valid_settings(draw):
     values |= draw(st.one_of(st.just({}), _RETENTION_RULES))
     if any(rule in values for rule in _RULES):
         values |= draw(st.one_of(st.just({}), _REFRESHING))
+        if "quality" not in values and not values.keys() & {"refresh_when", "head_profile"}:
+            values |= draw(st.sampled_from([{}, {"head_budgets": "adaptive"}]))
     values |= draw(st.sampled_from([{}, _TLS_FILES]))
     if values.get("redis_url", "").startswith("rediss:"):
         values |= draw(st.sampled_from([{}, {"redis_ca": Path(__file__)}]))
@@ -108,5 +110,6 @@ def test_any_settings_survive_the_trip_through_the_environment(values):
 
 def test_generated_settings_are_of_every_kind():
     drawn = {*_LOOSE, *_TLS_FILES, "redis_ca", "refresh_when", "refresh_moved", "merge_form"}
+    drawn.add("head_budgets")
     drawn |= set(_RULES)
     assert drawn == {setting.path.replace(".", "_") for setting in SETTINGS}

@@ -36,6 +36,7 @@ EXAMPLES = {
     "curve": ("c.json", {}),
     "retention": (0.25, {}),
     "share_rule": ("budget-tokens=64", {}),
+    "head_budgets": ("adaptive", {"retention": 0.5}),
     "nll_stride": (2, {}),
     "kernels": ("reference", {}),
     "force_cpu": (True, {}),

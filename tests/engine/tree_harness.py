@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from array import array
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -23,9 +24,10 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from tree_requests import Request, digest
 
-from kvtier.heads.profile import HeadProfile, ModelShape
+from kvtier.heads.profile import HeadProfile, ModelShape, full_profile
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import RefreshRule
+from kvtier.retention.scorers import Span, TokenScorer
 from kvtier.retention.scorers.compactor import Compactor
 from kvtier.retention.shares import ShareRule
 from kvtier.tier.blobs.keys import KvIdentity
@@ -34,6 +36,7 @@ from kvtier.tier.blobs.turn_rules import TurnRules
 from kvtier.tier.link.link import TierLink
 from kvtier_kernels import get_kernels
 from kvtier_sglang.compression.compressor import Compressor
+from kvtier_sglang.compression.packing import AdaptiveSelection
 from kvtier_sglang.compression.retention import Retention
 from kvtier_sglang.compression.selection import TokenSelection
 from kvtier_sglang.pool.allocator import HeadSplitAllocator
@@ -50,6 +53,18 @@ SHAPE = ModelShape(num_layers=2, num_kv_heads=3, num_attention_heads=6, head_dim
 # Digests are large numbers: attention over them would only ever see the largest.
 QUERY_SCALE = 1e-4
 PROFILE = HeadProfile(model="test", shape=SHAPE, method="test", ca_heads=((), (1,)))
+
+
+@dataclass(frozen=True)
+class AnyOrder(TokenScorer):
+    """Heads want different tokens, and different numbers of them."""
+
+    name: ClassVar[str] = "any-order"
+    comparable: ClassVar[bool] = True
+
+    def score(self, span: Span) -> torch.Tensor:
+        factors = torch.arange(2, 2 + span.keys.shape[0]) + 3 * span.layer
+        return span.keys[..., 0] * factors[:, None] % 97
 
 
 @dataclass
@@ -83,15 +98,18 @@ class MiniScheduler:
         near_data: bool = False,
         again: TriggerRule | None = None,
         drain_s: float = 0.0,
+        adaptive: bool = False,
     ):
+        """adaptive: every head is CA, and heads compete for what is kept."""
         self.pool = HeadSplitKVPool(
             size,
             locality_size,
-            profile=PROFILE,
+            profile=full_profile(SHAPE) if adaptive else PROFILE,
             dtype=torch.float32,
             device="cpu",
             start_layer=0,
-            state_width=None if share is None else Compactor.state_width,
+            state_width=None if share is None else 0 if adaptive else Compactor.state_width,
+            packs=adaptive,
         )
         self.allocator = HeadSplitAllocator(
             self.pool, streaming_tokens=sink + recent if streaming else None, need_sort=False
@@ -107,11 +125,14 @@ class MiniScheduler:
         )
         self.rule = LocalityRule(sink, recent, branch)
         rotary = [None] * SHAPE.num_layers
+        selection = TokenSelection(self.pool, Compactor(), rotary)
+        if adaptive:
+            selection = AdaptiveSelection(self.pool, AnyOrder(), rotary)
         compressor = Compressor(
             self.allocator,
             self.rule,
             retention=None if share is None else Retention(share),
-            selection=None if share is None else TokenSelection(self.pool, Compactor(), rotary),
+            selection=None if share is None else selection,
         )
         tier = None
         if link is not None:
@@ -204,7 +225,8 @@ class MiniScheduler:
         for layer in range(SHAPE.num_layers):
             self.pool.store(kernels, layer, at, block, block)
         if self.pool.state is not None:
-            self.pool.state[1][:, slots] = values % 97
+            if self.pool.packed is None:
+                self.pool.state[1][:, slots] = values % 97
             self.pool.nll[slots] = values % 5
         request.filled = request.kv.kv_allocated_len = end
         self._refresh(request, tokens, decoding)
@@ -276,6 +298,9 @@ class MiniScheduler:
 
         Where a span was compacted, CA entries may stand for any token of that span, each once.
         """
+        if self.pool.packed is not None:
+            self.check_packed(row, tokens, node)
+            return
         slots = self.allocator.locality_of[row]
         votes = self.pool.log_votes[slots]
         plain = (slots > 0) & (votes == 0)
@@ -295,6 +320,28 @@ class MiniScheduler:
         assert torch.equal(found_locality[plain], expected[plain]), "a locality entry misplaced"
         total = votes[slots > 0].exp().sum()
         torch.testing.assert_close(total, torch.tensor(float(len(row))), rtol=1e-4, atol=1e-2)
+
+    def check_packed(self, row: torch.Tensor, tokens: list[int], node: KvNode) -> None:
+        """The same where heads keep different numbers of entries."""
+        expected = torch.tensor([digest(tokens[: p + 1]) for p in range(len(row))])
+        moved = self.compacted(row, node)
+        for buffers in self.pool.ca:
+            for head in range(SHAPE.num_kv_heads):
+                found = buffers.k[row, head, 0]
+                assert torch.equal(found[~moved], expected[~moved]), "an entry misplaced"
+        cells = self.pool.packed.cells
+        for pruned, span in zip(pruned_ranges(node), self.pool.packed.in_row(row), strict=True):
+            part = slice(pruned.begin, pruned.end)
+            place = span.cells(cells)
+            for begin, count in zip(span.indptr, span.counts, strict=False):
+                own = place[begin : begin + count]
+                votes = cells.log_votes[own]
+                kept = cells.k[own, 0, 0][votes == 0]
+                assert torch.isin(kept, expected[part]).all(), "an entry of another context"
+                assert kept.unique().numel() == kept.numel(), "one token kept twice"
+                stands_for = votes[votes != 0].exp().sum() + kept.numel()
+                if kept.numel() < count:
+                    assert round(float(stands_for)) == len(expected[part]), "votes of others"
 
     def compacted(self, row: torch.Tensor, node: KvNode) -> torch.Tensor:
         """Which positions of a row lie in spans of which CA heads keep a part."""

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.retention.head_shares import LEVELS, HeadShares, best_of_all, measured_shares
+from kvtier.retention.head_budgets import best_of_all
+from kvtier.retention.head_shares import LEVELS, HeadShares, measured_shares
 from kvtier.retention.token_worth import SINK_TOKENS, Fit, TokenWorth, features
 from kvtier_kernels.scores import Rotation
 

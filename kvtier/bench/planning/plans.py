@@ -117,7 +117,8 @@ def _plan(
         from kvtier.retention.rules import state_width
 
         width = state_width(options.settings)
-    slots = slot_bytes(profile, model.dtype_bytes, state_width=width)
+    packs = policy.compacts and options.settings.packs
+    slots = slot_bytes(profile, model.dtype_bytes, state_width=width, packs=packs)
     session = session_shape(options, policy)
     pools = pool_sizes(options.budget, policy, slots, session)
     plan = Plan(

@@ -14,10 +14,17 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import UnsupportedModelError
-from kvtier.heads.profile import HeadProfile
-from kvtier.heads.reference.attention import Block
-from kvtier.heads.reference.session import CHUNK_TOKENS, DEFAULT_RULE, ReferenceSession
-from kvtier.retention.locality import LocalityRule
+from kvtier.heads.model.config import shape_of
+from kvtier.heads.profile import HeadProfile, full_profile
+from kvtier.heads.reference.attention import Block, mean_entry
+from kvtier.heads.reference.session import (
+    CHUNK_TOKENS,
+    DEFAULT_RULE,
+    ClassCache,
+    ReferenceSession,
+)
+from kvtier.retention.head_budgets import adaptive_selection, is_compensated
+from kvtier.retention.locality import DroppedSpan, LocalityRule
 from kvtier.retention.scorers import Chunk, Span, TokenScorer, select
 from kvtier.retention.scorers.distinct_keys import DistinctKeys
 from kvtier_kernels.scores import Rotation
@@ -125,6 +132,69 @@ class CompactingSession(ScoredSession):
                     cache.fresh = [_with_chosen(k, v, span.begin, span.end, chosen)]
         super()._settle(start, prompt_stop)
         self.forget()
+
+
+class AdaptiveSession(ScoredSession):
+    """A session whose heads compete for entries: all heads together keep `keep_count` times their
+    number of what locality heads would drop, each as many as are among the best of all
+    (kvtier.retention.head_budgets). The scorer is `comparable`, and every head is CA."""
+
+    keep_count: KeepCount
+
+    def __init__(
+        self,
+        model: Any,
+        rule: LocalityRule = DEFAULT_RULE,
+        chunk_tokens: int = CHUNK_TOKENS,
+        scorer: TokenScorer | None = None,
+    ) -> None:
+        shape = shape_of(model)
+        super().__init__(model, full_profile(shape), rule, chunk_tokens, scorer)
+        heads = range(shape.num_kv_heads)
+        self._by_head = [[ClassCache((head,)) for head in heads] for _ in range(shape.num_layers)]
+
+    def _caches(self, layer: int) -> Sequence[ClassCache]:
+        return self._by_head[layer]
+
+    def _settle(self, start: int, prompt_stop: int) -> None:
+        span = self.rule.dropped(start, self.num_tokens, prompt_stop)
+        keep = self.keep_count(prompt_stop - start, span.num_tokens) if span.num_tokens else 0
+        fresh = [[_joined(cache.fresh) for cache in layer] for layer in self._by_head]
+        kept: Tensor | None = None
+        if keep < span.num_tokens:
+            worth = []
+            for index, parts in enumerate(fresh):
+                k, v = (torch.cat(x)[:, span.begin : span.end] for x in zip(*parts, strict=True))
+                worth.append(self.scores(index, range(len(parts)), k, v, span.begin))
+            compensation = self.rule.compensation and is_compensated(keep, span.num_tokens)
+            kept = adaptive_selection(torch.cat(worth), keep, compensation=compensation)
+            kept = kept.view(len(fresh), -1, span.num_tokens)
+        for index, layer in enumerate(self._by_head):
+            for head, cache in enumerate(layer):
+                blocks = [Block(*fresh[index][head])]
+                if kept is not None:
+                    blocks = _pruned(blocks[0], span, kept[index, head], compensation)
+                cache.settled += blocks
+                cache.fresh = []
+        self.forget()
+
+
+def _joined(blocks: Sequence[Block]) -> tuple[Tensor, Tensor]:
+    """Keys and values of blocks without votes."""
+    return torch.cat([b.k for b in blocks], dim=1), torch.cat([b.v for b in blocks], dim=1)
+
+
+def _pruned(block: Block, span: DroppedSpan, kept: Tensor, compensation: bool) -> list[Block]:
+    """One head's turn with only the tokens of the span that are `kept`, bool `[tokens]`, and one
+    entry for the others, if asked."""
+    middle = [x[:, span.begin : span.end] for x in (block.k, block.v)]
+    k, v = (
+        torch.cat([x[:, : span.begin], part[:, kept], x[:, span.end :]], dim=1)
+        for x, part in zip((block.k, block.v), middle, strict=True)
+    )
+    if not compensation or bool(kept.all()):
+        return [Block(k, v)]
+    return [Block(k, v), mean_entry(middle[0][:, ~kept], middle[1][:, ~kept])]
 
 
 def _with_chosen(k: Tensor, v: Tensor, begin: int, end: int, chosen: Tensor) -> Block:

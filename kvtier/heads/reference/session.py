@@ -135,8 +135,11 @@ class ReferenceSession:
 
     def retained(self, layer: int) -> dict[int, int]:
         """KV entries that each KV head of `layer` holds."""
-        caches = (self._anchored[layer], self._local[layer])
-        return {head: cache.num_entries for cache in caches for head in cache.heads}
+        return {head: cache.num_entries for cache in self._caches(layer) for head in cache.heads}
+
+    def _caches(self, layer: int) -> Sequence[ClassCache]:
+        """What holds the KV of a layer."""
+        return self._anchored[layer], self._local[layer]
 
     def exact_kv(self, layer: int) -> tuple[Tensor, Tensor]:
         """The CA heads' rotated keys and values, `[ca_heads, num_tokens, dim]` each."""
@@ -190,7 +193,7 @@ class ReferenceSession:
     def _attend_layer(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         grouped = q[0].unflatten(0, (k.shape[1], -1))
         out = torch.empty_like(grouped)
-        for cache in (self._anchored[layer], self._local[layer]):
+        for cache in self._caches(layer):
             if cache.heads:
                 heads = list(cache.heads)
                 out[heads] = cache.attend(grouped[heads], k[0, heads], v[0, heads], scale)

@@ -18,9 +18,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, Shar
 
 from kvtier.config import Settings
 from kvtier.errors import StartupError
-from kvtier_kernels import AttentionKernels, RaggedKV, get_kernels
+from kvtier_kernels import AttentionKernels, HeadMap, RaggedKV, get_kernels
 from kvtier_kernels.side_by_side import SideBySide
 from kvtier_sglang.attention.cuda_graphs import DecodeGraphs
+from kvtier_sglang.attention.packed import PackedPlan
 from kvtier_sglang.attention.plans import BatchPlan, ClassPlan, Planner, indptr
 from kvtier_sglang.compression.selection import PrefillRows, TokenSelection
 from kvtier_sglang.pool.kv_pool import ClassBuffers, HeadSplitKVPool
@@ -191,6 +192,11 @@ class KvtierAttnBackend(AttentionBackend):
                 refresh.end_pass()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for buffers, part, votes in self._classes(index, batch):
+            if batch.packed is not None and buffers is self.pool.ca[index]:
+                own = buffers.select(q), buffers.select(k), buffers.select(v)
+                o = batch.packed.extend(index, *own, batch.q_indptr, batch.dense, layer.scaling)
+                buffers.head_map.place(out, o)
+                continue
             self.kernels.extend_heads(
                 q,
                 k,
@@ -224,20 +230,33 @@ class KvtierAttnBackend(AttentionBackend):
         if watching is not None:
             watching.record(index, q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        calls = [
-            partial(
-                self.kernels.decode_heads,
-                q,
-                RaggedKV(buffers.k, buffers.v, votes),
-                part.plan,
-                layer.scaling,
-                buffers.head_map,
-                out,
-            )
-            for buffers, part, votes in self._classes(index, batch)
-        ]
+        calls: list[Callable[[], None]] = []
+        for buffers, part, votes in self._classes(index, batch):
+            kv = RaggedKV(buffers.k, buffers.v, votes)
+            args = (q, kv, part.plan, layer.scaling, buffers.head_map, out)
+            if batch.packed is not None and buffers is self.pool.ca[index]:
+                calls.append(partial(self._decode_packed, index, batch.packed, *args))
+            else:
+                calls.append(partial(self.kernels.decode_heads, *args))
         self._side_by_side.run(calls)
         return out.view(out.shape[0], -1)
+
+    def _decode_packed(
+        self,
+        index: int,
+        packed: PackedPlan,
+        q: torch.Tensor,
+        kv: RaggedKV,
+        plan: Any,
+        scale: float,
+        heads: HeadMap,
+        out: torch.Tensor,
+    ) -> None:
+        """`decode_heads` where requests have packed entries beside those of the plan."""
+        q = heads.select(q)
+        dense = self.kernels.decode(q, kv, plan, scale)
+        both = self.kernels.merge_states(dense, packed.decode(index, q, scale))
+        heads.place(out, both.o)
 
     def _metadata(self) -> BatchPlan:
         assert self.forward_metadata is not None, "init_forward_metadata was not called"

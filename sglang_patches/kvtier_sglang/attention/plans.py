@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from kvtier.config import Settings
 from kvtier_kernels import AttentionKernels, Window
 from kvtier_kernels.positions import positions_of
+from kvtier_sglang.attention.packed import PackedPlan
 from kvtier_sglang.compression.selection import PrefillRows
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
 
@@ -38,6 +39,8 @@ class BatchPlan:
     write:        where this pass's new tokens are stored, in both slot spaces.
     q_indptr:     row ranges of the requests in an extend pass; empty in a decoding one.
     prefill:      what an extend pass computes, where selection wants to know; else None.
+    packed:       CA entries of packed spans, which `ca` leaves out; None where there are none.
+    dense:        beside `packed` in an extend pass: each request's other CA slots.
     """
 
     ca: ClassPlan
@@ -45,6 +48,8 @@ class BatchPlan:
     write: KVWriteLoc
     q_indptr: tuple[int, ...]
     prefill: PrefillRows | None = None
+    packed: PackedPlan | None = None
+    dense: tuple[torch.Tensor, ...] = ()
 
 
 class Planner:
@@ -61,6 +66,8 @@ class Planner:
         self.pool = pool
         self.req_to_token = req_to_token
         self.settings = settings
+        # Of the last pass: decoding asks for the same again.
+        self._packed: PackedPlan | None = None
 
     def extend(self, forward_batch: Any, requests: list[int]) -> BatchPlan:
         """requests: their rows, which the caller has asked the device for."""
@@ -71,32 +78,54 @@ class Planner:
         if self.pool.state is not None:
             prefill = PrefillRows(q_indptr, tuple(lengths), written)
         rows = self._rows(requests, lengths)
+        packed = self._packed_plan(rows)
         return BatchPlan(
             ca=self._ca(rows),
             locality=self._locality(rows, streaming=self.settings.prefill == "streaming"),
             write=self.write(written),
             q_indptr=q_indptr,
             prefill=prefill,
+            packed=packed,
+            dense=() if packed is None else tuple(self._dense(rows)),
         )
 
     def decode(self, forward_batch: Any) -> BatchPlan:
+        packed = None
+        if self.pool.packed is not None:
+            packed = self._packed_plan(self._all_rows(forward_batch))
         if self.kernels.plans_on_device:
             longest = int(forward_batch.seq_lens_cpu.max())
-            ca = self._on_device(forward_batch, longest, None)
+            dense = None if self.pool.packed is None else self.pool.packed.dense_of
+            ca = self._on_device(forward_batch, longest, dense)
             locality = None
             if self.pool.splits_heads:
                 locality = self._on_device(forward_batch, longest, self.pool.locality_of)
         else:
-            lengths = [int(n) for n in forward_batch.seq_lens_cpu]
-            rows = self._rows(forward_batch.req_pool_indices.tolist(), lengths)
+            rows = self._all_rows(forward_batch)
             ca, locality = self._ca(rows), self._locality(rows, streaming=False)
-        return BatchPlan(ca, locality, self.write(forward_batch.out_cache_loc), ())
+        return BatchPlan(ca, locality, self.write(forward_batch.out_cache_loc), (), packed=packed)
 
     def write(self, written: torch.Tensor) -> KVWriteLoc:
         """Where a pass's new tokens go, in both slot spaces."""
         if self.pool.splits_heads:
             return KVWriteLoc(written, self.pool.locality_of[written])
         return KVWriteLoc(written)
+
+    def _all_rows(self, forward_batch: Any) -> list[torch.Tensor]:
+        """The rows of a decoding pass."""
+        lengths = [int(n) for n in forward_batch.seq_lens_cpu]
+        return self._rows(forward_batch.req_pool_indices.tolist(), lengths)
+
+    def _packed_plan(self, rows: list[torch.Tensor]) -> PackedPlan | None:
+        """The packed spans of each request's row."""
+        if self.pool.packed is None:
+            return None
+        spans = tuple(self.pool.packed.in_row(row) for row in rows)
+        if not any(spans):
+            self._packed = None
+        elif self._packed is None or self._packed.spans != spans:
+            self._packed = PackedPlan(self.kernels, self.pool, spans)
+        return self._packed
 
     def _rows(self, requests: list[int], lengths: list[int]) -> list[torch.Tensor]:
         """Each request's token slots."""
@@ -115,17 +144,23 @@ class Planner:
             forward_batch.seq_lens,
             longest,
             slot_map,
-            voted=slot_map is not None or self.pool.ca_votes is not None,
+            voted=slot_map is self.pool.locality_of or self.pool.ca_votes is not None,
         )
         return ClassPlan(plan)
 
     def _ca(self, rows: list[torch.Tensor]) -> ClassPlan:
         """CA entries: every token's, less those that compression took (slot 0)."""
-        if self.pool.state is not None:
-            rows = [row.index_select(0, positions_of(row > 0)) for row in rows]
-        slots, bounds = _ragged(rows)
+        slots, bounds = _ragged(self._dense(rows))
         votes = self.pool.ca_voted if self.pool.ca_votes is not None else None
         return ClassPlan(self.kernels.plan(slots, bounds, _if_any(votes, slots)))
+
+    def _dense(self, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Each row without what compression took, and without packed spans."""
+        if self.pool.packed is not None:
+            rows = [self.pool.packed.dense_of[row] for row in rows]
+        if self.pool.state is not None:
+            rows = [row.index_select(0, positions_of(row > 0)) for row in rows]
+        return rows
 
     def _locality(self, rows: list[torch.Tensor], *, streaming: bool) -> ClassPlan | None:
         """Locality entries: the CA slots that still have a locality slot, in order."""

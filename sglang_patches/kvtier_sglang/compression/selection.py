@@ -8,8 +8,8 @@ selected entries move to the first slots of the span:
     slots          | 5 6 7 8 9 . . . . . |
     afterwards     | 5 6 7 0 0 0 0 0 0 0 |     slot 5: b for head 0, a for head 1; 8, 9 … are free
 
-All heads keep the same number, so one slot table still serves them all. Entries carry their
-rotation with them: positions stay what they were.
+Here all heads keep the same number, so one slot table still serves them all; packing.py has heads
+compete for entries instead. Entries carry their rotation with them: positions stay what they were.
 """
 
 from __future__ import annotations
@@ -72,23 +72,27 @@ class TokenSelection:
         """
         for index, buffers in enumerate(self.pool.ca):
             if buffers.heads:
-                selected = self._select(index, buffers, slots, first_position, keep)
+                selected = select(self.scores(index, buffers, slots, first_position), keep)
                 _gather_in_place(buffers, slots, selected)
 
-    def _select(
-        self, index: int, buffers: ClassBuffers, slots: torch.Tensor, first: int, keep: int
+    def scores(
+        self, index: int, buffers: ClassBuffers, slots: torch.Tensor, first: int
     ) -> torch.Tensor:
-        """The offsets each head keeps: int64 `[heads, keep]`."""
+        """Float32 `[heads, tokens]`, higher = keep, of one layer's CA heads; see `compact`."""
         assert self.pool.state is not None, "a selection over a pool that keeps everything"
         state = self.pool.state[index][:, slots]
         state = state.view(len(buffers.heads), self.scorer.state_width, slots.numel())
         keys = buffers.k.transpose(0, 1).index_select(1, slots)
+        values = None
+        if self.scorer.comparable:
+            values = buffers.v.transpose(0, 1).index_select(1, slots)
         rotary, rotation = self.rotary[index], None
         if rotary is not None:
             table = rotary.cos_sin_cache[first : first + slots.numel()]
             cos, sin = table.to(keys.device).chunk(2, dim=-1)
             rotation = Rotation(cos, sin, interleaved=not rotary.is_neox_style)
-        return select(self.scorer.score(Span(keys, state, first, rotation)), keep)
+        layer = self.pool.start_layer + index
+        return self.scorer.score(Span(keys, state, first, rotation, values, layer))
 
 
 class PrefillRows(NamedTuple):

@@ -72,6 +72,8 @@ class HeadSplitAllocator(TokenToKVPoolAllocator):
         self.pool.settled.zero_()
         self.pool.log_votes.zero_()
         self.pool.ca_voted.zero_()
+        if self.pool.packed is not None:
+            self.pool.packed.clear()
         self.unsorted = False
         self.changed = True
 
@@ -111,6 +113,8 @@ class HeadSplitAllocator(TokenToKVPoolAllocator):
             return
         if self.free_group is None:
             self.free_locality(free_index)
+            if self.pool.packed is not None:
+                self.pool.packed.forget(free_index)
             self.unsorted = True
         super().free(free_index)
 
@@ -246,6 +250,8 @@ class HeadSplitAllocator(TokenToKVPoolAllocator):
         votes = torch.nonzero(self.pool.log_votes).flatten()
         if not bool(torch.isin(votes, owned).all()):
             problems.append("a slot without an owner has votes")
+        if self.pool.packed is not None:
+            problems += self.pool.packed.problems(free_ca)
         return problems
 
     def verify_byte_accounting(self) -> list[str]:

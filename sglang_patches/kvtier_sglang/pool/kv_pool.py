@@ -17,14 +17,16 @@ matrix products than [slots, heads, dim] (measured at 128k x 4 heads x 32); acce
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache, KVWriteLoc, unwrap_write_loc
 
 from kvtier.heads.profile import HeadProfile
-from kvtier.pool_sizing import SlotBytes, score_bytes, vote_bytes
+from kvtier.pool_sizing import SlotBytes, packed_bytes, score_bytes, vote_bytes
 from kvtier_kernels import AttentionKernels, HeadMap, RaggedKV
+from kvtier_sglang.pool.packed import Cells, PackedSpans
 
 
 class ClassBuffers(NamedTuple):
@@ -73,6 +75,8 @@ class HeadSplitKVPool(KVCache):
 
     ca_votes:    per layer [ca_size + 1, CA heads, group] float32, log-votes. None without merging.
     ca_voted:    [ca_size + 1] float32, 1 where any layer has votes.
+
+    packed:      spans of which heads keep different numbers of entries, where `packs`; else None.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class HeadSplitKVPool(KVCache):
         page_size: int = 1,
         state_width: int | None = None,
         merges: bool = False,
+        packs: bool = False,
     ) -> None:
         shape = profile.shape
         super().__init__(
@@ -104,11 +109,12 @@ class HeadSplitKVPool(KVCache):
         self.head_num = shape.num_kv_heads
         self.head_dim = shape.head_dim
         self.v_head_dim = shape.head_dim
-        self.ca = [self._buffers(ca_size, heads) for heads in profile.ca_heads]
-        self.locality = [
-            self._buffers(locality_size, profile.locality_heads(layer))
-            for layer in range(shape.num_layers)
-        ]
+        self.ca, cells = self._buffers(ca_size, profile.ca_heads)
+        every = range(shape.num_layers)
+        self.locality, _ = self._buffers(
+            locality_size, [profile.locality_heads(layer) for layer in every]
+        )
+        self.packed = PackedSpans(ca_size + page_size, cells()) if packs else None
         self.locality_of = torch.zeros(ca_size + 1, dtype=torch.int64, device=device)
         self.settled = torch.zeros(ca_size + 1, dtype=torch.bool, device=device)
         self.log_votes = torch.zeros(locality_size + 1, dtype=torch.float32, device=device)
@@ -132,23 +138,35 @@ class HeadSplitKVPool(KVCache):
             self.ca_voted = torch.zeros(ca_size + 1, dtype=torch.float32, device=device)
         self._finalize_allocation_log(ca_size)
 
-    def _buffers(self, size: int, heads: tuple[int, ...]) -> ClassBuffers:
-        slots, count = size + self.page_size, len(heads)
-        tensors = []
-        for _ in range(2):
+    def _buffers(
+        self, size: int, layers: Sequence[tuple[int, ...]]
+    ) -> tuple[list[ClassBuffers], Callable[[], Cells]]:
+        """The buffers of one class, layer by layer, and their memory as cells.
+
+        layers: the class's heads of each layer.
+        """
+        slots, dim, every = size + self.page_size, self.head_dim, sum(map(len, layers))
+        sides = [
+            torch.zeros((every * slots, dim), dtype=self.store_dtype, device=self.device)
+            for _ in range(2)
+        ]
+        buffers: list[ClassBuffers] = []
+        bases: list[int] = []
+        strides: list[int] = []
+        for heads in layers:
+            count, first = len(heads), len(bases)
+            views = [side[first * slots : (first + count) * slots] for side in sides]
             if self.device == "cpu":
-                physical = torch.zeros(
-                    (count, slots, self.head_dim), dtype=self.store_dtype, device=self.device
-                )
-                tensors.append(physical.transpose(0, 1))
+                views = [view.view(count, slots, dim).transpose(0, 1) for view in views]
+                bases += [(first + head) * slots for head in range(count)]
+                strides += [1] * count
             else:
-                tensors.append(
-                    torch.zeros(
-                        (slots, count, self.head_dim), dtype=self.store_dtype, device=self.device
-                    )
-                )
-        index = torch.tensor(heads, dtype=torch.int64, device=self.device)
-        return ClassBuffers(HeadMap(heads, index), tensors[0], tensors[1])
+                views = [view.view(slots, count, dim) for view in views]
+                bases += [first * slots + head for head in range(count)]
+                strides += [count] * count
+            index = torch.tensor(heads, dtype=torch.int64, device=self.device)
+            buffers.append(ClassBuffers(HeadMap(heads, index), views[0], views[1]))
+        return buffers, lambda: Cells(sides[0], sides[1], bases, strides)
 
     @property
     def splits_heads(self) -> bool:
@@ -162,6 +180,8 @@ class HeadSplitKVPool(KVCache):
         scores = 0 if width is None else score_bytes(self.profile, width)
         if self.ca_votes is not None:
             scores += vote_bytes(self.profile)
+        if self.packed is not None:
+            scores += packed_bytes(self.profile)
         return SlotBytes(
             ca=_bytes_per_slot(self.ca) + scores, locality=_bytes_per_slot(self.locality)
         )

@@ -28,7 +28,8 @@ def size_pools(
     """
     itemsize = configurator.kv_cache_dtype.itemsize
     merges = settings.merge.is_on
-    per_slot = slot_bytes(profile, itemsize, state_width=state_width(settings), merges=merges)
+    width, packs = state_width(settings), settings.packs
+    per_slot = slot_bytes(profile, itemsize, state_width=width, merges=merges, packs=packs)
     longest = configurator.model_config.context_len
     plan = plan_pools(budget_bytes, with_tables(per_slot), session_shape(settings, longest))
     config = original(configurator, plan.ca_slots * per_slot.full, **kwargs)

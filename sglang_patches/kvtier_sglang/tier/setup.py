@@ -86,6 +86,7 @@ def _policy(settings: Settings, profile: HeadProfile, rule: LocalityRule) -> str
             "ca_heads": profile.ca_heads,
             "rule": asdict(rule),
             "prefill": settings.prefill,
+            "head_budgets": settings.head_budgets,
             "share": None if share is None else [share.rule.name, share.number],
             scorer.name: scorer.parameters(),
         }

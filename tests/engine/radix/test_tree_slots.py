@@ -123,14 +123,20 @@ def test_a_streaming_session_that_outgrew_its_pool_is_recomputed_instead_of_stuc
         tokens = [*request.full_untruncated_fill_ids, *context(5, seed=turn)]
 
 
-@pytest.mark.parametrize("share", [None, FixedShare(0.4)], ids=["whole", "share"])
+@pytest.mark.parametrize(
+    ("share", "adaptive"),
+    [(None, False), (FixedShare(0.4), False), (FixedShare(0.4), True)],
+    ids=["whole", "share", "adaptive"],
+)
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("seed", range(6 if THOROUGH else 3))
-def test_nothing_leaks_in_500_random_operations(seed, streaming, share):
+def test_nothing_leaks_in_500_random_operations(seed, streaming, share, adaptive):
     """Arrivals, chunks, decodes, ends, aborts, forks inside nodes, evictions, flushes, and two
     pools too small for all of it; every invariant after every operation."""
     rng = random.Random(seed)
-    s = MiniScheduler(size=300, locality_size=160, streaming=streaming, share=share)
+    s = MiniScheduler(
+        size=300, locality_size=160, streaming=streaming, share=share, adaptive=adaptive
+    )
     history: list[list[int]] = [random_tokens(rng, 30)]
     for _ in range(500):
         operation = rng.random()
