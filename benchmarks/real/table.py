@@ -100,7 +100,7 @@ def run(options: Options) -> Iterator[Measured]:
         probe = HeadProbe(model)
         order = chosen_heads(setup, [METHOD], records, probe, progress)[0].order
         known = fitted(
-            options.state / "fitted.safetensors", model, options.model_path, setup.tasks,
+            options.state / "fitted-by-layer.safetensors", model, options.model_path, setup.tasks,
             options.fit_contexts, options.choose_len, options.seed, progress,
         )  # fmt: skip
         bench = Bench(model, setup, order, known, options.shares)

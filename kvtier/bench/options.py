@@ -24,6 +24,7 @@ DEFAULT_BUDGET_SESSIONS = 3.0
 MIN_CONTEXT_TOKENS = 64
 MIN_CHUNK_TOKENS = 16
 PREFILLS = ("exact", "streaming")
+HEAD_BUDGETS = ("equal", "adaptive")
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
 FORMATS = ("table", "json")
@@ -111,6 +112,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--curve", help="curve file for --quality (curve.json of the model, or the store's)")
     add("--retention", help="share of each context that CA heads keep instead, such as 0.5")
     add("--scorer", help="which tokens CA heads keep: distinct-keys, compactor, keydiff, …")
+    add("--scorer-file", help="what `kvtier calibrate tokens` fitted, for --scorer reconstruction")
+    add("--head-budgets", help=f"{' or '.join(HEAD_BUDGETS)}: adaptive lets all KV heads compete "
+        "for what is kept")  # fmt: skip
     add("--tier", metavar="ADDRESS", help="KV tier, or `local` to start one for the run")
     add("--refresh", help=f"{', '.join(REFRESHES)} or every how many generated tokens: choose "
         "again what is kept, from the tier")  # fmt: skip
@@ -159,6 +163,8 @@ def parse_options(argv: Sequence[str]) -> Options:
             refresh=_refresh(args.refresh),
             refresh_by=_choice(args.refresh_by, "--refresh-by", REFRESHERS),
             scorer=args.scorer,
+            scorer_file=args.scorer_file,
+            head_budgets=_choice(args.head_budgets, "--head-budgets", HEAD_BUDGETS),
             merge=_choice(args.merge, "--merge", MERGES),
             **_share(args.quality, args.retention),
         ),

@@ -82,6 +82,9 @@ class ScorerSettings(Section):
     pool_width: int = Field(
         5, ge=1, description="Neighbouring tokens that share their score; odd (compactor)."
     )
+    file: Path | None = Field(
+        None, description="What `kvtier calibrate tokens` fitted (reconstruction)."
+    )
 
     @field_validator("pool_width")
     @classmethod

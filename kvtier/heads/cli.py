@@ -1,4 +1,5 @@
-"""`kvtier calibrate heads`: the command-line face of `kvtier.heads.calibrate`.
+"""`kvtier calibrate heads` and `kvtier calibrate tokens`: the command-line face of
+`kvtier.heads.calibrate` and of `kvtier.heads.tokens`.
 
 One method finds a profile; several, separated by commas, are compared on the same samples.
 """
@@ -55,6 +56,45 @@ def add_heads_parser(kinds: Subparsers) -> None:
     _add_method_options(heads.add_argument_group("single methods"))
     heads.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary")
     heads.set_defaults(handler=run_calibrate_heads)
+
+
+def add_tokens_parser(kinds: Subparsers) -> None:
+    """Add the kind `tokens` of `kvtier calibrate`; parsed arguments carry `handler`."""
+    tokens = kinds.add_parser(
+        "tokens", help="fit what each token will be worth to later turns (--scorer reconstruction)"
+    )
+    add = tokens.add_argument
+    add("--model-path", required=True, help="local model directory")
+    add("--out", type=Path, required=True, help="weights to write (safetensors)")
+    add("--len", default="1.5k", help="context length (default: %(default)s)")
+    add("--contexts", type=int, default=22, help="contexts to fit on (default: %(default)s)")
+    add("--seed", type=int, default=0)
+    add("-q", "--quiet", action="store_true", help="no progress and no summary")
+    tokens.set_defaults(handler=run_calibrate_tokens)
+
+
+def run_calibrate_tokens(options: argparse.Namespace) -> int:
+    """Handler of `kvtier calibrate tokens`. Raises KvtierError; returns the exit code 0."""
+    length = parse_size(options.len, "--len")
+    if options.seed < 0:
+        raise UsageError("--seed", "at least 0", options.seed)
+    if not options.out.parent.is_dir():
+        raise UsageError("--out", "a file in an existing directory", str(options.out))
+
+    from contextlib import nullcontext
+
+    from kvtier.heads.progress import no_progress, rich_progress
+    from kvtier.heads.tokens import fit_tokens, summary
+
+    with nullcontext(no_progress) if options.quiet else rich_progress() as progress:
+        fit = fit_tokens(
+            options.model_path, contexts=options.contexts, length=length, seed=options.seed,
+            progress=progress,
+        )  # fmt: skip
+    fit.worth.save(options.out)
+    if not options.quiet:
+        print("\n".join(summary(fit, options.out)))
+    return 0
 
 
 def _add_sample_options(group: argparse._ArgumentGroup) -> None:

@@ -1,57 +1,123 @@
-"""What a token's entry in a KV head will be worth to later turns, told by its key and value.
+"""What a token's entry in a KV head will be worth to later turns, told by the layer's KV.
 
-    ln(attention drawn) ≈ w · [k, v, |k|, |v|  of the token and of its two neighbours, 1]
+    ln(attention drawn) ≈ w · [k, v, |k|, |v|  of all KV heads of the layer, of the token and of its
+                               two neighbours, 1]
 
-The keys are those before rotation. The weights of every head are fitted by ridge regression to what
-was measured on calibration contexts (`kvtier.heads.probes.reconstruction`). Sources: KVzip for what
-is predicted (arXiv 2505.23416), KVzap for predicting it (arXiv 2601.07891); KVzap reads the hidden
-state, this the KV itself, which a pool holds anyway: prefilling computes and stores nothing more.
+The keys are those before rotation. Every head's weights are fitted by ridge regression to what was
+measured on calibration contexts (`kvtier.heads.probes.reconstruction`). Sources: KVzip for what is
+predicted (arXiv 2505.23416), KVzap for predicting it (arXiv 2601.07891); KVzap reads the hidden
+state, this the KV, which a pool holds anyway: prefilling computes and stores nothing more.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvtier.errors import UsageError
 from kvtier_kernels.scores import Rotation, unrotate
 
+SCHEMA = "kvtier/token-worth/1"
 # Share of a feature's mean square that is added to it in a fit.
 RIDGE = 1e-3
 # Attention below this counts as this much.
 LEAST = 1e-6
 # Tokens at a context's start that draw attention whatever they are: no example to learn from.
 SINK_TOKENS = 4
+# Tokens whose features are held at a time.
+BLOCK_TOKENS = 8192
 
 
-def features(keys: Tensor, values: Tensor, rotation: Rotation | None) -> Tensor:
-    """Float32 `[heads, tokens, width]` of consecutive tokens' rotated keys and values, each
-    `[heads, tokens, dim]`. Neighbours outside are zero."""
+def own_features(keys: Tensor, values: Tensor, rotation: Rotation | None) -> Tensor:
+    """Float32 `[tokens, kv_heads * 2 * (dim + 1)]` of a layer's rotated keys and values, each
+    `[kv_heads, tokens, dim]`."""
     plain = keys.float()
     if rotation is not None:
         plain = unrotate(keys, rotation.cos, rotation.sin, interleaved=rotation.interleaved)
-    values = values.float()
-    norms = [x.norm(dim=-1, keepdim=True) for x in (plain, values)]
-    own = torch.cat([plain, values, *norms], dim=-1)
-    before, after = pad(own, (0, 0, 1, 0))[:, :-1], pad(own, (0, 0, 0, 1))[:, 1:]
-    return torch.cat([own, before, after, torch.ones_like(own[..., :1])], dim=-1)
+    sides = [plain, values.float()]
+    norms = [x.norm(dim=-1, keepdim=True) for x in sides]
+    return torch.cat([*sides, *norms], dim=-1).transpose(0, 1).flatten(1)
 
 
-@dataclass(frozen=True)
+def features(keys: Tensor, values: Tensor, rotation: Rotation | None) -> Tensor:
+    """Float32 `[tokens, width]` of consecutive tokens; arguments as in `own_features`. Neighbours
+    outside are zero."""
+    own = own_features(keys, values, rotation)
+    before, after = pad(own, (0, 0, 1, 0))[:-1], pad(own, (0, 0, 0, 1))[1:]
+    return torch.cat([own, before, after, torch.ones_like(own[:, :1])], dim=-1)
+
+
+@dataclass(frozen=True, eq=False)
 class TokenWorth:
     """weights: float32 `[layers, kv_heads, width]`"""
 
     weights: Tensor
 
+    @cached_property
+    def digest(self) -> str:
+        """Of the weights; 16 hexadecimal digits."""
+        held = self.weights.cpu().contiguous().numpy().tobytes()
+        return hashlib.sha256(held).hexdigest()[:16]
+
+    def to(self, device: torch.device) -> TokenWorth:
+        return TokenWorth(self.weights.to(device))
+
     def predict(
         self, layer: int, keys: Tensor, values: Tensor, rotation: Rotation | None
     ) -> Tensor:
-        """ln(attention drawn), float32 `[kv_heads, tokens]`, of all KV heads of a layer; arguments
-        as in `features`. Comparable over heads and layers."""
-        known = features(keys, values, rotation)
-        return (known @ self.weights[layer, :, :, None]).squeeze(-1)
+        """ln(attention drawn), float32 `[kv_heads, tokens]`, of all KV heads of a layer, comparable
+        over heads and layers.
+
+        keys, values: `[kv_heads, tokens, dim]` of consecutive tokens, keys rotated. Raises
+        UsageError for another shape of model.
+        """
+        weights = self.weights[layer]
+        heads, tokens, dim = keys.shape
+        width = heads * 2 * (dim + 1)
+        if weights.shape != (heads, 3 * width + 1):
+            expected = f"all {weights.shape[0]} KV heads of the model that weights were fitted to"
+            raise UsageError("keys", expected, tuple(keys.shape))
+        by_place = weights[:, : 3 * width].view(heads, 3, width).transpose(0, 1).flatten(0, 1)
+        products = keys.new_empty(3, heads, tokens, dtype=torch.float32)
+        for begin in range(0, tokens, BLOCK_TOKENS):
+            some = slice(begin, begin + BLOCK_TOKENS)
+            part = rotation
+            if part is not None:
+                part = part._replace(cos=part.cos[some], sin=part.sin[some])
+            own = own_features(keys[:, some], values[:, some], part)
+            products[:, :, some] = (by_place @ own.T).view(3, heads, -1)
+        found = products[0] + weights[:, -1:]
+        found[:, 1:] += products[1, :, :-1]
+        found[:, :-1] += products[2, :, 1:]
+        return found
+
+    def save(self, file: Path) -> None:
+        """Write a file that `load` reads. Raises OSError."""
+        save_file({"weights": self.weights.contiguous()}, str(file), {"schema": SCHEMA})
+
+    @classmethod
+    def load(cls, file: Path) -> TokenWorth:
+        """Raises UsageError for a file that is not there or holds something else."""
+        expected = "weights that `kvtier calibrate tokens` has written"
+        try:
+            with safe_open(str(file), "pt") as stored:
+                schema = (stored.metadata() or {}).get("schema")
+                if schema != SCHEMA:
+                    raise UsageError("scorer.file", expected, f"{file}: schema {schema}")
+                weights = stored.get_tensor("weights")
+        except (OSError, SafetensorError) as error:
+            raise UsageError("scorer.file", expected, f"{file}: {error}") from error
+        if weights.ndim != 3 or weights.dtype != torch.float32 or not weights.isfinite().all():
+            raise UsageError("scorer.file", expected, f"{file}: {tuple(weights.shape)}")
+        return cls(weights)
 
 
 class Fit:
@@ -64,10 +130,10 @@ class Fit:
     def add(
         self, layer: int, keys: Tensor, values: Tensor, rotation: Rotation | None, drawn: Tensor
     ) -> None:
-        """What a context's tokens drew, `[kv_heads, tokens]`; arguments as in `features`."""
-        x = features(keys, values, rotation)[:, SINK_TOKENS:].double()
-        y = drawn[:, SINK_TOKENS:].clamp_min(LEAST).log().double().unsqueeze(-1)
-        squares, products = x.mT @ x, x.mT @ y
+        """What a context's tokens drew, `[kv_heads, tokens]`; arguments as in `own_features`."""
+        x = features(keys, values, rotation)[SINK_TOKENS:].double()
+        y = drawn[:, SINK_TOKENS:].clamp_min(LEAST).log().double()
+        squares, products = x.T @ x, x.T @ y.T
         known, more = self._squares[layer], self._products[layer]
         self._squares[layer] = squares if known is None else known + squares
         self._products[layer] = products if more is None else more + products
@@ -84,15 +150,14 @@ class Fit:
 
 
 def _ridge(squares: Tensor, products: Tensor) -> Tensor:
-    """Weights `[heads, width]` from XᵀX `[heads, width, width]` and Xᵀy `[heads, width, 1]`."""
-    sizes = squares.diagonal(dim1=-2, dim2=-1)
+    """Weights `[heads, width]` from XᵀX `[width, width]` and Xᵀy `[width, heads]`."""
     # A feature that is always 0 gets the weight 0.
-    scale = sizes.clamp_min(1e-12).rsqrt()
-    alike = squares * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+    scale = squares.diagonal().clamp_min(1e-12).rsqrt()
+    alike = squares * scale.unsqueeze(-1) * scale
     alike = alike + RIDGE * torch.eye(alike.shape[-1], dtype=alike.dtype, device=alike.device)
     solved = torch.linalg.solve(alike, products * scale.unsqueeze(-1))
-    weights: Tensor = solved.squeeze(-1) * scale
-    return weights.float()
+    weights: Tensor = solved * scale.unsqueeze(-1)
+    return weights.T.float().contiguous()
 
 
-__all__ = ["Fit", "TokenWorth", "features"]
+__all__ = ["Fit", "TokenWorth", "features", "own_features"]

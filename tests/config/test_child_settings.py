@@ -38,6 +38,7 @@ _LOOSE = {
     "scorer_leverage_weight": st.floats(0, 1e300),
     "scorer_window_tokens": st.integers(2, 2**40),
     "scorer_pool_width": _counts.map(lambda count: 2 * count - 1),
+    "scorer_file": _paths,
     "locality_sink_tokens": st.integers(0, 2**40),
     "locality_recent_tokens": st.integers(256, 2**40),
     "locality_branch_recent_tokens": st.integers(0, 2**40),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
+from kvtier.errors import UsageError
+from kvtier.retention import token_worth
 from kvtier.retention.head_budgets import best_of_all
 from kvtier.retention.head_shares import LEVELS, HeadShares, measured_shares
 from kvtier.retention.token_worth import SINK_TOKENS, Fit, TokenWorth, features
@@ -27,7 +32,7 @@ def rotated(keys: torch.Tensor) -> tuple[torch.Tensor, Rotation]:
 
 
 def test_a_fit_finds_the_weights_that_made_the_attention() -> None:
-    width = 3 * (2 * DIM + 2) + 1
+    width = 3 * HEADS * (2 * DIM + 2) + 1
     truth = TokenWorth(0.1 * normal(0, 1, HEADS, width))
     fit = Fit(1)
     for seed in range(4):
@@ -68,8 +73,49 @@ def test_a_token_is_seen_with_its_neighbours_and_no_others() -> None:
     keys, values = normal(1, HEADS, 9, DIM), normal(2, HEADS, 9, DIM)
     before = features(keys, values, None)
     keys[:, 4] += 1
-    changed = (features(keys, values, None) != before).any(-1).any(0)
+    changed = (features(keys, values, None) != before).any(-1)
     assert changed.nonzero().flatten().tolist() == [3, 4, 5]
+
+
+@given(tokens=st.integers(1, 40), seed=st.integers(0, 20))
+def test_predicting_needs_no_features_of_neighbours(tokens: int, seed: int) -> None:
+    """Products with one's own features, shifted, are those with all features: blocks included."""
+    worth = TokenWorth(normal(seed, LAYERS, HEADS, 3 * HEADS * (2 * DIM + 2) + 1))
+    keys, rotation = rotated(normal(seed, HEADS, tokens, DIM))
+    values = normal(seed + 1, HEADS, tokens, DIM)
+    expected = worth.weights[1] @ features(keys, values, rotation).T
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(token_worth, "BLOCK_TOKENS", 7)
+        found = worth.predict(1, keys, values, rotation)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    worth = TokenWorth(normal(0, LAYERS, HEADS, 3 * HEADS * (2 * DIM + 2) + 1))
+    keys = normal(1, HEADS + 1, 9, DIM)
+    with pytest.raises(UsageError, match="all 2 KV heads"):
+        worth.predict(0, keys, keys, None)
+
+
+def test_weights_come_back_from_their_file(tmp_path: Path) -> None:
+    worth = TokenWorth(normal(0, LAYERS, HEADS, 11))
+    worth.save(tmp_path / "worth.safetensors")
+    again = TokenWorth.load(tmp_path / "worth.safetensors")
+    assert torch.equal(again.weights, worth.weights)
+    assert again.digest == worth.digest != TokenWorth(worth.weights + 1).digest
+
+
+@pytest.mark.parametrize("kind", ["missing", "text", "other", "nan"])
+def test_a_file_of_something_else_is_refused(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "worth.safetensors"
+    if kind == "text":
+        file.write_text("{}")
+    elif kind == "other":
+        save_file({"weights": normal(0, 2, 3)}, str(file))
+    elif kind == "nan":
+        TokenWorth(torch.full((1, 1, 3), torch.nan)).save(file)
+    with pytest.raises(UsageError, match=r"scorer\.file: expected weights that"):
+        TokenWorth.load(file)
 
 
 def shares(seed: int = 0, tokens: int = 400) -> HeadShares:

@@ -127,7 +127,7 @@ def _plan(
         pools=pools,
         engine_args=engine_args(options, model, policy, pools),
         environment=worker_environment(options, model, policy, session, pools),
-        head_profile=profile if policy.splits_heads else None,
+        head_profile=profile if policy.splits_heads and not packs else None,
         ca_share=profile.ca_share,
     )
     return PolicyPlan(policy, profile, note if policy.needs_profile else "", slots, session, plan)

@@ -15,6 +15,7 @@ from kvtier.retention.shares import asked_share
 PROFILE_FILE, CURVE_FILE = "head_profile.json", "curve.json"
 # What a dry run assumes for a model that has not been calibrated yet.
 ASSUMED_CA_SHARE = 0.25
+ADAPTIVE = "none: heads compete for what is kept"
 NO_PROFILE = "none, so every head keeps its whole context; `kvtier calibrate heads` makes one"
 
 
@@ -26,6 +27,13 @@ def find_profile(options: Options, model: Model) -> tuple[HeadProfile | None, st
     """
     if not any(policy.needs_profile for policy in options.policies):
         return None, ""
+    if options.settings.packs:
+        if any(policy.name == "random" for policy in options.policies):
+            raise HeadProfileError(
+                "--head-budgets: expected equal beside policy random, which draws as many CA heads "
+                "as a head profile has"
+            )
+        return full_profile(model.shape), ADAPTIVE
     path = options.settings.head_profile or model.path / PROFILE_FILE
     if options.settings.head_profile is None and not path.is_file():
         if options.dry_run:

@@ -10,6 +10,7 @@ from kvtier.retention.scorers.compactor import Compactor
 from kvtier.retention.scorers.distinct_keys import DistinctKeys
 from kvtier.retention.scorers.keydiff import KeyDiff
 from kvtier.retention.scorers.random_tokens import RandomTokens
+from kvtier.retention.scorers.reconstruction import Reconstruction
 from kvtier.retention.scorers.streaming_llm import StreamingLLM
 
 SCORERS: dict[str, type[TokenScorer]] = {
@@ -18,6 +19,7 @@ SCORERS: dict[str, type[TokenScorer]] = {
         Compactor,
         DistinctKeys,
         KeyDiff,
+        Reconstruction,
         StreamingLLM,
         RandomTokens,
     )

@@ -1,0 +1,146 @@
+"""Fit what a token will be worth to later turns: `kvtier calibrate tokens`.
+
+    context ── prefill ──> exact KV ── repeat it ──> attention drawn by every token of every KV head
+                              └──────────── ridge regression ──────────────┘
+
+No question is looked at: any text of the kind that will be served will do. What comes of it is
+measured on contexts that it was not fitted on, of the other half of the texts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvtier.errors import UsageError
+from kvtier.heads.model.config import check_splittable, read_config, shape_of
+from kvtier.heads.model.loading import load_model
+from kvtier.heads.probes.reconstruction import attention_drawn, repeat_request
+from kvtier.heads.profile import full_profile
+from kvtier.heads.progress import Progress, no_progress
+from kvtier.heads.reference.compaction import rotation_of
+from kvtier.heads.reference.session import ReferenceSession
+from kvtier.heads.samples.questions import CalibrationSample
+from kvtier.heads.samples.synthetic import (
+    CALIBRATION,
+    HELD_OUT,
+    make_samples,
+    speaks_recall,
+    tasks_for,
+)
+from kvtier.retention.head_budgets import best_of_all
+from kvtier.retention.token_worth import Fit, TokenWorth
+from kvtier.synthetic.frame import frame_of
+from kvtier.synthetic.tokenizer import Tokenizer
+
+# Every kind of text twice.
+DEFAULT_CONTEXTS, DEFAULT_LENGTH = 22, 1536
+JUDGED_CONTEXTS = 2
+JUDGED_SHARES = (0.25, 0.1)
+
+
+@dataclass(frozen=True)
+class TokenFit:
+    """A fitted map, and how well it tells the best entries of contexts that it has not seen.
+
+    agreement: by share of the entries, how many of the truly best are among the predicted best
+    """
+
+    worth: TokenWorth
+    contexts: int
+    tokens: int
+    seconds: float
+    agreement: dict[float, float]
+
+
+class Repeated(NamedTuple):
+    """A context's exact KV per layer, `[kv_heads, tokens, dim]` each, and the attention its tokens
+    drew when it was repeated, `[layers, kv_heads, tokens]`."""
+
+    kv: list[tuple[Tensor, Tensor]]
+    drawn: Tensor
+
+
+def fit_tokens(
+    model_path: str,
+    *,
+    contexts: int = DEFAULT_CONTEXTS,
+    length: int = DEFAULT_LENGTH,
+    seed: int = 0,
+    progress: Progress = no_progress,
+) -> TokenFit:
+    """Fit and judge. Raises KvtierError for a model or a length that will not do."""
+    if contexts < 1:
+        raise UsageError("--contexts", "at least 1", contexts)
+    check_splittable(read_config(model_path))
+    tasks = tasks_for(model_path)
+    fitted = make_samples(tasks.make, tasks.measuring, contexts, [length], seed, CALIBRATION)
+    judged = make_samples(tasks.make, tasks.measuring, JUDGED_CONTEXTS, [length], seed, HELD_OUT)
+    began = time.monotonic()
+    model = load_model(model_path)
+    fit = Fit(shape_of(model).num_layers)
+    tokens = 0
+    for repeated in repetitions(model, model_path, fitted, progress):
+        add(fit, model, repeated)
+        tokens += repeated.drawn.shape[-1]
+    worth = fit.solve()
+    seconds = time.monotonic() - began
+    found = [
+        {share: _agreement(worth, model, one, share) for share in JUDGED_SHARES}
+        for one in repetitions(model, model_path, judged, progress)
+    ]
+    agreement = {share: sum(one[share] for one in found) / len(found) for share in JUDGED_SHARES}
+    return TokenFit(worth, contexts, tokens, seconds, agreement)
+
+
+def repetitions(
+    model: Any, model_path: str, samples: Sequence[CalibrationSample], progress: Progress
+) -> Iterator[Repeated]:
+    """Each sample's context, prefilled and repeated; one at a time is held."""
+    request: list[int] = []
+    if not speaks_recall(model_path):
+        tokenizer = Tokenizer(model_path)
+        request = repeat_request(tokenizer, frame_of(tokenizer))
+    shape = shape_of(model)
+    for index, sample in enumerate(samples):
+        progress(f"repeating, {sample.task}", index, len(samples))
+        session = ReferenceSession(model, full_profile(shape))
+        session.turn(sample.context_ids, 0)
+        kv = [session.exact_kv(layer) for layer in range(shape.num_layers)]
+        yield Repeated(kv, attention_drawn(model, kv, sample.context_ids, request))
+    progress("repeating", len(samples), len(samples))
+
+
+def add(fit: Fit, model: Any, repeated: Repeated) -> None:
+    """Fit one more context."""
+    for layer, (k, v) in enumerate(repeated.kv):
+        positions = torch.arange(k.shape[1], device=k.device)
+        fit.add(layer, k, v, rotation_of(model, k, positions), repeated.drawn[layer])
+
+
+def _agreement(worth: TokenWorth, model: Any, repeated: Repeated, share: float) -> float:
+    predicted = []
+    for layer, (k, v) in enumerate(repeated.kv):
+        positions = torch.arange(k.shape[1], device=k.device)
+        predicted.append(worth.predict(layer, k, v, rotation_of(model, k, positions)))
+    count = max(int(share * repeated.drawn.numel()), 1)
+    best = best_of_all(repeated.drawn, count)
+    return float((best & best_of_all(torch.stack(predicted), count)).sum()) / count
+
+
+def summary(fit: TokenFit, file: Path) -> list[str]:
+    """For people."""
+    agreement = "   ".join(f"{share:.0%}: {found:.1%}" for share, found in fit.agreement.items())
+    return [
+        f"{file}: fitted on {fit.contexts} contexts, {fit.tokens} tokens, in {fit.seconds:.0f} s",
+        f"of the best entries of contexts it has not seen, it finds   {agreement}",
+    ]
+
+
+__all__ = ["Repeated", "TokenFit", "add", "fit_tokens", "repetitions", "summary"]

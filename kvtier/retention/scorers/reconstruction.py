@@ -1,0 +1,74 @@
+"""Reconstruction: tokens stay that the model would look at if it repeated the context.
+
+What they would draw is not measured, as in KVzip, which prefills every context twice, but predicted
+from the layer's keys and values by a linear map that `kvtier calibrate tokens` fits once per model
+(kvtier.retention.token_worth, where the sources are). Its scores compare across heads and layers,
+so heads can compete for entries (`head_budgets = adaptive`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from kvtier.errors import UsageError
+from kvtier.retention.scorers.base import Span, TokenScorer
+from kvtier.retention.token_worth import TokenWorth
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from kvtier.config import Settings
+
+
+@dataclass(frozen=True)
+class Reconstruction(TokenScorer):
+    """See the module docstring. worth: the fitted map; digest: its own, which names it."""
+
+    name: ClassVar[str] = "reconstruction"
+    comparable: ClassVar[bool] = True
+
+    worth: TokenWorth = field(compare=False, repr=False)
+    digest: str = ""
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self:
+        """Raises UsageError without a file of weights."""
+        file = settings.scorer.file
+        if file is None:
+            expected = "a file that `kvtier calibrate tokens` has written"
+            raise UsageError("scorer.file", f"{expected}, with scorer = {cls.name}", None)
+        try:
+            changed = file.stat().st_mtime_ns
+        except OSError:
+            changed = 0
+        return cls.of(_loaded(file, changed))
+
+    @classmethod
+    def of(cls, worth: TokenWorth) -> Self:
+        return cls(worth, worth.digest)
+
+    def parameters(self) -> dict[str, Any]:
+        return {"weights": self.digest}
+
+    def score(self, span: Span) -> torch.Tensor:
+        assert span.values is not None, "a comparable scorer is given values"
+        worth = _on_device(self.worth, span.keys.device)
+        return worth.predict(span.layer, span.keys, span.values, span.rotation)
+
+
+@lru_cache(maxsize=4)
+def _loaded(file: Path, changed: int) -> TokenWorth:
+    return TokenWorth.load(file)
+
+
+@lru_cache(maxsize=4)
+def _on_device(worth: TokenWorth, device: torch.device) -> TokenWorth:
+    return worth if worth.weights.device == device else worth.to(device)
+
+
+__all__ = ["Reconstruction"]
