@@ -44,7 +44,8 @@ def declare(arguments: Arguments) -> None:
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of context")
     add("--sides", nargs="+", choices=("kvpress", *METHODS), default=["kvpress", *METHODS],
         help="kvpress, kvtier on all heads, kvtier with the head profile")  # fmt: skip
-    add("--scorers", nargs="+", choices=list(SCORERS), default=list(SCORERS), metavar="NAME",
+    names = [name for name, scorer in SCORERS.items() if not scorer.is_fitted]
+    add("--scorers", nargs="+", choices=names, default=names, metavar="NAME",
         help="token scorers on all heads; with the profile the default one")  # fmt: skip
     arguments.shares("--shares", KEPT_SHARES, "of the KV bytes")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from kvtier.retention.scorers import SCORERS, Chunk, Span, TokenScorer, select
 from kvtier.retention.scorers.base import pooled, z_score
 from kvtier.retention.scorers.compactor import Compactor
 from kvtier.retention.scorers.keydiff import KeyDiff
+from kvtier.retention.token_worth import TokenWorth
 from kvtier_kernels.scores import Rotation
 
 HEADS, GROUP, DIM = 2, 3, 16
@@ -42,12 +44,26 @@ def make_span(scorer: TokenScorer, chunk: Chunk, first: int = 0) -> Span:
     if scorer.state_width:
         state = scorer.observe(chunk)
     angles = normal(9, first + tokens, DIM // 2)[first:]
-    return Span(chunk.k.transpose(0, 1), state, first, Rotation(angles.cos(), angles.sin()))
+    rotation = Rotation(angles.cos(), angles.sin())
+    keys, values = chunk.k.transpose(0, 1), chunk.v.transpose(0, 1)
+    return Span(keys, state, first, rotation, values)
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory) -> Path:
+    """What a fitted scorer reads."""
+    file = tmp_path_factory.mktemp("fitted") / "weights.safetensors"
+    TokenWorth(normal(0, 1, HEADS, 3 * HEADS * 2 * (DIM + 1) + 1)).save(file)
+    return file
+
+
+def a_scorer(name: str, weights: Path) -> TokenScorer:
+    return scorer_of(load_settings(scorer=name, scorer_file=weights))
 
 
 @pytest.fixture(params=SCORERS, ids=str)
-def scorer(request) -> TokenScorer:
-    return scorer_of(load_settings(scorer=request.param))
+def scorer(request, weights) -> TokenScorer:
+    return a_scorer(request.param, weights)
 
 
 # ---- the contract
@@ -78,9 +94,11 @@ def test_nothing_that_is_given_is_changed(scorer):
     assert all(torch.equal(a, b) for a, b in zip(before, chunk[:3], strict=True))
 
 
-def test_a_server_scores_as_another_does(scorer):
-    again = type(scorer)(**scorer.parameters())
+def test_a_server_scores_as_another_does(scorer, weights):
+    again = a_scorer(scorer.name, weights)
     assert again == scorer
+    if not scorer.is_fitted:
+        assert type(scorer)(**scorer.parameters()) == scorer
     chunk = make_chunk(80, seed=5)
     one, two = (s.score(make_span(s, chunk, first=7)) for s in (scorer, again))
     assert torch.equal(one, two)
@@ -90,7 +108,7 @@ def test_heads_do_not_see_each_other(scorer):
     chunk = make_chunk(70)
     span = make_span(scorer, chunk)
     turned = Span(span.keys.flip(0), span.state.flip(0), span.first, span.rotation)
-    if scorer.name != "random":
+    if scorer.name != "random" and not scorer.comparable:
         assert torch.allclose(scorer.score(turned), scorer.score(span).flip(0), atol=1e-5)
 
 
@@ -113,18 +131,28 @@ def test_all_that_decides_the_scores_is_in_the_digest_and_is_json(scorer):
     with pytest.raises(FrozenInstanceError):
         scorer.extra = 1
     parameters = scorer.parameters()
-    assert set(parameters) == {field.name for field in fields(scorer)}
+    assert set(parameters) == {field.name for field in fields(scorer) if field.compare}
     assert json.loads(json.dumps(parameters)) == parameters
     assert set(scorer.state_parameters()) <= set(parameters)
     assert SCORERS[scorer.name] is type(scorer)
 
 
-def test_a_curve_of_one_scorer_is_of_no_other():
+def test_a_curve_of_one_scorer_is_of_no_other(weights):
     shape = ModelShape(num_layers=2, num_kv_heads=2, num_attention_heads=4, head_dim=DIM)
     profile, rule = full_profile(shape), LocalityRule(4, 8, 4)
-    scorers = [kind() for kind in SCORERS.values()]
+    scorers = [a_scorer(name, weights) for name in SCORERS]
     digests = {policy_digest(profile, rule, scorer) for scorer in scorers}
     assert len(digests) == len(scorers)
+
+
+def test_a_fitted_scorer_without_its_file_is_refused():
+    with pytest.raises(UsageError, match=r"scorer\.file: expected a file that"):
+        scorer_of(load_settings(scorer="reconstruction"))
+
+
+def test_heads_compete_by_scores_that_compare_only():
+    with pytest.raises(UsageError, match="scorer: expected reconstruction with head_budgets"):
+        scorer_of(load_settings(retention=0.5, head_budgets="adaptive"))
 
 
 def test_a_scorer_that_there_is_none_of_is_named():

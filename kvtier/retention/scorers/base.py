@@ -74,11 +74,13 @@ class TokenScorer(ABC):
     state_width: how many float32 numbers a token and head keep from the prefill; 0 for none.
     comparable:  whether scores compare across heads and layers, so that heads can compete for
                  entries (`head_budgets = adaptive`). Such a scorer sees all KV heads of a layer.
+    is_fitted:   whether it was fitted to a model and comes from a file (`scorer.file`).
     """
 
     name: ClassVar[str]
     state_width: ClassVar[int] = 0
     comparable: ClassVar[bool] = False
+    is_fitted: ClassVar[bool] = False
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:

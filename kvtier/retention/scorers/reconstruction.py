@@ -31,6 +31,7 @@ class Reconstruction(TokenScorer):
 
     name: ClassVar[str] = "reconstruction"
     comparable: ClassVar[bool] = True
+    is_fitted: ClassVar[bool] = True
 
     worth: TokenWorth = field(compare=False, repr=False)
     digest: str = ""
@@ -53,7 +54,7 @@ class Reconstruction(TokenScorer):
         return cls(worth, worth.digest)
 
     def parameters(self) -> dict[str, Any]:
-        return {"weights": self.digest}
+        return {"digest": self.digest}
 
     def score(self, span: Span) -> torch.Tensor:
         assert span.values is not None, "a comparable scorer is given values"
