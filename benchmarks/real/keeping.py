@@ -1,7 +1,5 @@
-"""Ways to keep a share of a context's bytes: which heads, which tokens, how.
-
-Those with a head profile are what `kvtier serve` does. Those with shares by head are nowhere but
-here: the engine's pools have two classes of heads.
+"""Ways to keep a share of a context's bytes: which heads, which tokens, how. All of them are what
+`kvtier serve` does, but for `DUO`.
 """
 
 from __future__ import annotations
@@ -15,23 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.real.fitting import Fitted
 from benchmarks.real.held import Held, Refresh, stacked
 from kvtier.heads.profile import Head, ModelShape, full_profile
 from kvtier.heads.reference.compaction import ScoredSession, rotation_of
 from kvtier.heads.samples.questions import CalibrationSample
-from kvtier.retention.head_budgets import best_of_all
+from kvtier.retention.head_budgets import adaptive_selection, is_compensated
 from kvtier.retention.keepkv import KeepKV, QueryWindow
 from kvtier.retention.locality import LocalityRule
-from kvtier.retention.refreshing import RefreshRule
+from kvtier.retention.refreshing import RefreshRule, choose_again
 from kvtier.retention.scorers import SCORERS, select
 from kvtier.retention.scorers.compactor import Compactor
+from kvtier.retention.token_worth import TokenWorth
 
 # CA heads of a setting with a scorer, as a multiple of the bytes' share.
 CA_HEADS_PER_BYTE = 1.4
-# Below, the one entry for the others costs answers (trials on the texts that heads are chosen on:
-# at 10% of the bytes .80 of the context's worth without, .68 with; at 25% .95 and .96).
-COMPENSATED_FROM = 0.2
 # DuoAttention's cache (arXiv 2410.10819) with our choice of heads.
 DUO = "DuoAttention-like"
 
@@ -53,8 +48,7 @@ class Setting:
     refresh:  chosen again with the question's own queries
     compensation: whether locality heads keep one entry for what they drop
     merge:    what is not kept is merged into what is ("beta"), or dropped
-    by_head:  every head keeps its own calibrated share, by its tokens' predicted worth: "share"
-              for the same share in every context, "context" for the best of all heads together
+    adaptive: heads compete for entries, by their tokens' predicted worth
     """
 
     name: str
@@ -66,22 +60,21 @@ class Setting:
     refresh: bool = False
     compensation: bool = True
     merge: bool = False
-    by_head: str = ""
+    adaptive: bool = False
 
 
 def settings_at(kept: float) -> list[Setting]:
     """All ways at one share of the bytes."""
     heads = min(1.0, CA_HEADS_PER_BYTE * kept)
-    by_head = partial(Setting, kept=kept, sink=4, recent=16)
+    adaptive = partial(Setting, kept=kept, sink=4, recent=16, adaptive=True)
     return [
         Setting("head profile", kept, heads=0.0),
         Setting("+ distinct-keys", kept, heads=heads, scorer="distinct-keys"),
         Setting("+ distinct-keys, merged", kept, heads=heads, scorer="distinct-keys", merge=True),
         Setting("+ refresh", kept, heads=heads, scorer="distinct-keys", refresh=True),
         Setting(DUO, kept, heads=0.0, compensation=False),
-        by_head("shares by head", by_head="share"),
-        by_head("shares by head and context", by_head="context"),
-        by_head("shares by head + refresh", by_head="share", refresh=True),
+        adaptive("adaptive budgets"),
+        adaptive("adaptive budgets + refresh", refresh=True),
     ]
 
 
@@ -100,12 +93,12 @@ class Context:
         self.worth = cache(self._worth)
         self.scores = cache(self._scores)
 
-    def _worth(self, fitted: Fitted) -> Tensor:
+    def _worth(self, fitted: TokenWorth) -> Tensor:
         """`[layers, kv_heads, tokens]`, ln of the attention that tokens are expected to draw."""
         layers = []
         for layer, (k, v) in enumerate(self.kv):
             rotation = rotation_of(self.model, k, torch.arange(self.num_tokens))
-            layers.append(fitted.worth.predict(layer, k, v, rotation))
+            layers.append(fitted.predict(layer, k, v, rotation))
         return torch.stack(layers)
 
     def _scores(self, scorer: str, layer: int, begin: int, end: int) -> Tensor:
@@ -124,15 +117,23 @@ class Keeper:
     """
 
     def __init__(
-        self, context: Context, order: Sequence[Head], setting: Setting, fitted: Fitted
+        self, context: Context, order: Sequence[Head], setting: Setting, fitted: TokenWorth
     ) -> None:
         self.context, self.setting, self.fitted = context, setting, fitted
         self.begin, self.end = setting.sink, context.num_tokens - setting.recent
         self._rule = RefreshRule(KeepKV(), setting.merge)
-        self.counts = self._by_head() if setting.by_head else self._by_profile(order)
         self.compensates = setting.compensation
-        if setting.by_head:
-            self.compensates = setting.kept >= COMPENSATED_FROM
+        if setting.adaptive:
+            each = int(setting.kept * context.num_tokens) - setting.sink - setting.recent
+            self.compensates = is_compensated(each, self.end - self.begin)
+            worth = context.worth(fitted)[..., self.begin : self.end]
+            self.counts = (
+                adaptive_selection(worth.flatten(0, 1), each, compensation=self.compensates)
+                .view(worth.shape)
+                .sum(-1)
+            )
+        else:
+            self.counts = self._by_profile(order)
 
     @property
     def refresh(self) -> Refresh | None:
@@ -161,16 +162,6 @@ class Keeper:
             counts[layer, head] = each
         return counts
 
-    def _by_head(self) -> Tensor:
-        """The same by the calibrated shares, or by this context's own."""
-        setting, shape, tokens = self.setting, self.context.shape, self.context.num_tokens
-        total, edges = shape.num_layers * shape.num_kv_heads, setting.sink + setting.recent
-        left = int(setting.kept * total * tokens) - total * (edges + 1)
-        if setting.by_head == "share":
-            return self.fitted.shares.counts(setting.kept, tokens, edges, left)
-        worth = self.context.worth(self.fitted)[..., self.begin : self.end]
-        return best_of_all(worth, left).sum(-1)
-
     def _layer(self, layer: int, window: QueryWindow | None) -> Held:
         heads = range(self.context.shape.num_kv_heads)
         return stacked([self._head(layer, head, window) for head in heads])
@@ -178,11 +169,12 @@ class Keeper:
     def _head(self, layer: int, head: int, window: QueryWindow | None) -> Held:
         k, v = (x[head : head + 1] for x in self.context.kv[layer])
         middle_k, middle_v = k[:, self.begin : self.end], v[:, self.begin : self.end]
-        group, count = self.context.shape.group_size, int(self.counts[layer, head])
+        setting, group = self.setting, self.context.shape.group_size
+        count = int(self.counts[layer, head])
         if count >= middle_k.shape[1]:
             flat = k.new_zeros(group, middle_k.shape[1])
             return self._between(k, v, middle_k, middle_v, flat)
-        if self.setting.merge and count:
+        if setting.merge and count:
             scores = self._scores(layer, head)
             found = KeepKV().retain(middle_k, middle_v, count, scores=scores)
             parts = (found.entries, found.compensation)
@@ -194,15 +186,20 @@ class Keeper:
             )  # fmt: skip
         if window is not None and count:
             mine = QueryWindow(window.q[:, head : head + 1], window.scale)
-            chosen = self._rule.choose(middle_k, middle_v, count, mine)
-            kept_k, kept_v = chosen.k, chosen.v
+            if setting.adaptive:
+                worth = self._scores(layer, head)[0]
+                kept = choose_again(KeepKV(), middle_k, middle_v, worth, count, mine)
+                kept_k, kept_v = middle_k[:, kept], middle_v[:, kept]
+            else:
+                chosen = self._rule.choose(middle_k, middle_v, count, mine)
+                kept_k, kept_v = chosen.k, chosen.v
         elif count:
             kept = select(self._scores(layer, head), count)[0]
             kept_k, kept_v = middle_k[:, kept], middle_v[:, kept]
         else:
             kept_k, kept_v = middle_k[:, :0], middle_v[:, :0]
         votes = k.new_zeros(group, count)
-        if self.compensates and (self.setting.by_head or not count):
+        if self.compensates and (setting.adaptive or not count):
             # One entry for all others: their mean, with as many votes.
             others = middle_k.shape[1] - count
             rest = [
@@ -215,7 +212,7 @@ class Keeper:
 
     def _scores(self, layer: int, head: int) -> Tensor:
         """`[1, tokens of the middle]`, higher = keep."""
-        if self.setting.by_head:
+        if self.setting.adaptive:
             return self.context.worth(self.fitted)[layer, head : head + 1, self.begin : self.end]
         assert self.setting.scorer is not None, "all tokens of a CA head were not kept"
         scores = self.context.scores(self.setting.scorer, layer, self.begin, self.end)

@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
 from benchmarks.common.table import new_table, show
 from benchmarks.real.choices import Setup, chosen_heads
-from benchmarks.real.fitting import Fitted, fitted
+from benchmarks.real.fitting import fitted
 from benchmarks.real.held import Asker, Held, Refresh, entries
 from benchmarks.real.keeping import DUO, Context, Keeper, NoRoomError, masked, settings_at
 from benchmarks.real.picture import draw_worth
@@ -40,6 +40,7 @@ from kvtier.heads.profile import Head
 from kvtier.heads.progress import Progress, rich_progress
 from kvtier.heads.samples.questions import CalibrationSample
 from kvtier.heads.samples.synthetic import HELD_OUT, make_samples
+from kvtier.retention.token_worth import TokenWorth
 
 METHOD = "taylor"
 FULL, NONE = "all tokens", "no context"
@@ -80,7 +81,7 @@ class Bench(NamedTuple):
     model: Any
     setup: Setup
     order: Sequence[Head]
-    fitted: Fitted
+    worth: TokenWorth
     shares: Sequence[float]
 
 
@@ -100,7 +101,7 @@ def run(options: Options) -> Iterator[Measured]:
         probe = HeadProbe(model)
         order = chosen_heads(setup, [METHOD], records, probe, progress)[0].order
         known = fitted(
-            options.state / "fitted-by-layer.safetensors", model, options.model_path, setup.tasks,
+            options.state / "token-worth.safetensors", model, options.model_path, setup.tasks,
             options.fit_contexts, options.choose_len, options.seed, progress,
         )  # fmt: skip
         bench = Bench(model, setup, order, known, options.shares)
@@ -181,7 +182,7 @@ def ways(bench: Bench, context: Context, presses: Presses, name: str) -> Iterato
     for share in bench.shares:
         for setting in settings_at(share):
             try:
-                keeper = Keeper(context, bench.order, setting, bench.fitted)
+                keeper = Keeper(context, bench.order, setting, bench.worth)
             except NoRoomError:
                 continue
             yield Way(setting.name, share, keeper.layers(), keeper.refresh)

@@ -1,4 +1,4 @@
-"""What tokens are predicted to be worth, and how entries are divided among heads."""
+"""What tokens are predicted to be worth, and the best of all heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from kvtier.errors import UsageError
 from kvtier.retention import token_worth
 from kvtier.retention.head_budgets import best_of_all
-from kvtier.retention.head_shares import LEVELS, HeadShares, measured_shares
 from kvtier.retention.token_worth import SINK_TOKENS, Fit, TokenWorth, features
 from kvtier_kernels.scores import Rotation
 
@@ -116,45 +115,6 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, kind: str) -> None:
         TokenWorth(torch.full((1, 1, 3), torch.nan)).save(file)
     with pytest.raises(UsageError, match=r"scorer\.file: expected weights that"):
         TokenWorth.load(file)
-
-
-def shares(seed: int = 0, tokens: int = 400) -> HeadShares:
-    spread = normal(seed, LAYERS, HEADS, 1) * 3
-    return HeadShares.mean_of(
-        [measured_shares(normal(seed + i, LAYERS, HEADS, tokens) + spread) for i in range(3)]
-    )
-
-
-@given(share=st.floats(0, 1))
-def test_shares_of_heads_add_up_to_the_share_of_all(share: float) -> None:
-    found = shares().at(share)
-    assert float(found.mean()) == pytest.approx(share, abs=0.01)
-    assert bool(((found >= 0) & (found <= 1)).all())
-
-
-@given(low=st.floats(0, 1), more=st.floats(0, 0.5))
-def test_no_head_keeps_less_where_all_keep_more(low: float, more: float) -> None:
-    known = shares()
-    assert bool((known.at(min(1.0, low + more)) >= known.at(low) - 1e-6).all())
-
-
-@given(
-    share=st.sampled_from(LEVELS[1:]),
-    tokens=st.integers(100, 3000),
-    edges=st.integers(0, 80),
-    seed=st.integers(0, 5),
-)
-def test_counts_use_what_there_is_room_for(
-    share: float, tokens: int, edges: int, seed: int
-) -> None:
-    total, middle = LAYERS * HEADS, tokens - edges
-    entries = max(0, int(share * total * tokens) - total * edges)
-    counts = shares(seed).counts(share, tokens, edges, entries)
-    assert bool(((counts >= 0) & (counts <= middle)).all())
-    assert int(counts.sum()) <= entries
-    # Those that want any can hold no more than the middle; rounding costs less than one each.
-    wanting = int((shares(seed).at(share) * tokens > edges).sum())
-    assert int(counts.sum()) >= min(entries, wanting * middle) - total
 
 
 def test_the_best_of_all_heads_are_the_best() -> None:

@@ -10,14 +10,12 @@ import torch
 from text_models import write_llama
 
 from benchmarks.real import table
-from benchmarks.real.fitting import Fitted
 from benchmarks.real.held import Asker, entries
 from benchmarks.real.keeping import Context, Keeper, NoRoomError, masked, settings_at
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.probes.context import HeadProbe
 from kvtier.heads.samples.synthetic import make_samples, tasks_for
-from kvtier.retention.head_shares import HeadShares, measured_shares
 from kvtier.retention.token_worth import TokenWorth
 
 TOKENS = 900
@@ -35,14 +33,12 @@ def context(folder: Path) -> tuple[Context, Asker]:
     return Context(model, shape_of(model), sample), Asker(model, sample)
 
 
-def drawn_by_lot(context: Context) -> Fitted:
+def drawn_by_lot(context: Context) -> TokenWorth:
     shape = context.shape
     heads = (shape.num_layers, shape.num_kv_heads)
-    width = 3 * (2 * shape.head_dim + 2) + 1
+    width = 3 * shape.num_kv_heads * (2 * shape.head_dim + 2) + 1
     generator = torch.Generator().manual_seed(3)
-    weights = 0.1 * torch.randn(*heads, width, generator=generator)
-    worth = torch.randn(*heads, 500, generator=generator) + torch.arange(4.0).view(2, 2, 1)
-    return Fitted(TokenWorth(weights), HeadShares.mean_of([measured_shares(worth)]))
+    return TokenWorth(0.1 * torch.randn(*heads, width, generator=generator))
 
 
 @pytest.mark.parametrize("share", [0.75, 0.4, 0.25])
@@ -90,7 +86,7 @@ def test_a_run_writes_the_table_and_another_measures_nothing_again(
     picture = (tmp_path / f"real-table-{TOKENS}.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     first = json.loads(out.read_text())["kept"]
-    assert {"head profile", "shares by head"} <= {row["way"] for row in first}
+    assert {"head profile", "adaptive budgets + refresh"} <= {row["way"] for row in first}
     assert all(row["bytes"] <= row["share"] for row in first)
     with monkeypatch.context() as nothing_measures:
         nothing_measures.setattr(Asker, "quality", None)
