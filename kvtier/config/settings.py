@@ -109,9 +109,14 @@ class Settings(BaseModel):
         if self.head_profile is not None:
             expected = "none beside head_budgets = adaptive, which finds what each head keeps"
             raise refusal("head_profile", expected, self.head_profile)
-        if self.refresh.is_on:
-            expected = "off beside head_budgets = adaptive"
+        if self.merge.is_on:
+            raise refusal("merge.form", "off beside head_budgets = adaptive", self.merge.form)
+        if self.refresh.while_generating:
+            expected = "off or turn, and no refresh.moved, beside head_budgets = adaptive"
             raise refusal("refresh.when", expected, self.refresh.when)
+        if self.refresh.is_on and self.refresh.by != "fetch":
+            expected = "fetch beside head_budgets = adaptive"
+            raise refusal("refresh.by", expected, self.refresh.by)
         return self
 
     @model_validator(mode="after")

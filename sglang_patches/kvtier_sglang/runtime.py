@@ -167,8 +167,8 @@ class Runtime:
             rotary = find_rotary(runner.model, layers)
             selection = AdaptiveSelection if pool.packed is not None else TokenSelection
             self.selection = selection(pool, scorer_of(settings), rotary)
-            if isinstance(self.selection, AdaptiveSelection):
-                self.selection.compensation = settings.locality.compensation
+            if self._adaptive is not None:
+                self._adaptive.compensation = settings.locality.compensation
         self.backend = KvtierAttnBackend(
             runner, settings, selection=self.selection, refresh=self._pass_refresh
         )
@@ -235,11 +235,16 @@ class Runtime:
                 refresh_rule(settings),
                 near_data=settings.refresh.by == "near-data",
                 trigger=_trigger_rule(settings),
+                selection=self._adaptive,
             )
         self.cache = KvtierRadixCache(
             ctx.params, compressor, streaming=streaming, tier=tier, make_refresh=make_refresh
         )
         return self.cache
+
+    @property
+    def _adaptive(self) -> AdaptiveSelection | None:
+        return self.selection if isinstance(self.selection, AdaptiveSelection) else None
 
     def _compressor(self, ctx: TreeCacheBuildContext, allocator: HeadSplitAllocator) -> Compressor:
         settings, rule, pool = self.settings, locality_rule(self.settings), allocator.pool

@@ -151,7 +151,12 @@ class MiniScheduler:
             compressor,
             streaming=streaming,
             tier=tier,
-            make_refresh=make_turn_refresh(refresh, near_data=near_data, trigger=again),
+            make_refresh=make_turn_refresh(
+                refresh,
+                near_data=near_data,
+                trigger=again,
+                selection=selection if adaptive else None,
+            ),
         )
         self.running: list[Request] = []
         self.free_rows = list(range(1, 16))

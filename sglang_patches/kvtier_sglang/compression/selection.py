@@ -86,9 +86,20 @@ class TokenSelection:
         values = None
         if self.scorer.comparable:
             values = buffers.v.transpose(0, 1).index_select(1, slots)
+        return self.score(index, keys, values, state, first)
+
+    def score(
+        self,
+        index: int,
+        keys: torch.Tensor,
+        values: torch.Tensor | None,
+        state: torch.Tensor,
+        first: int,
+    ) -> torch.Tensor:
+        """Float32 `[heads, tokens]` of exact KV of the pool's `index`-th layer; see Span."""
         rotary, rotation = self.rotary[index], None
         if rotary is not None:
-            table = rotary.cos_sin_cache[first : first + slots.numel()]
+            table = rotary.cos_sin_cache[first : first + keys.shape[1]]
             cos, sin = table.to(keys.device).chunk(2, dim=-1)
             rotation = Rotation(cos, sin, interleaved=not rotary.is_neox_style)
         layer = self.pool.start_layer + index

@@ -66,11 +66,6 @@ class Refreshing:
     prompt_tokens: int
     slots: list[torch.Tensor] = field(default_factory=list)
 
-    @property
-    def entries(self) -> int:
-        """Private slots it needs: each range's kept entries and one compensation entry."""
-        return sum(pruned.kept + 1 for pruned in self.ranges)
-
 
 @dataclass(frozen=True)
 class Active:
@@ -82,7 +77,13 @@ class Active:
 
 
 class Refresher:
-    """See the module docstring."""
+    """See the module docstring.
+
+    spare_entries: private slots of a range beside those of its kept entries, here for the entry of
+                   what is like none of them.
+    """
+
+    spare_entries = 1
 
     def __init__(self, rule: RefreshRule, contexts: Contexts) -> None:
         self.contexts = contexts
@@ -178,15 +179,13 @@ class Refresher:
         return True
 
     def _allocate(self, refreshing: Refreshing) -> bool:
-        need = refreshing.entries
-        self.contexts.make_room(need)
-        slots = self.allocator.alloc(need)
+        needs = [pruned.kept + self.spare_entries for pruned in refreshing.ranges]
+        self.contexts.make_room(sum(needs))
+        slots = self.allocator.alloc(sum(needs))
         if slots is None:
             return False
-        self.contexts.hold_private(need)
-        refreshing.slots = list(
-            torch.split(slots, [pruned.kept + 1 for pruned in refreshing.ranges])
-        )
+        self.contexts.hold_private(sum(needs))
+        refreshing.slots = list(torch.split(slots, needs))
         return True
 
     def _point(self, refreshing: Refreshing, row: torch.Tensor) -> None:
@@ -234,15 +233,23 @@ class Refresher:
             windows.append((active.rid, window))
             if refreshing.source is None:
                 continue
-            chosen = refreshing.source.choose(index, buffers.heads, window, self._deadline)
-            if chosen is None:
+            if not self._refresh(index, refreshing, refreshing.source, window):
                 # The layer goes on with copies of the tree's entries.
                 self.counters["unrefreshed_layers"] += 1
-                continue
-            for slots, one in zip(refreshing.slots, chosen, strict=True):
-                self._write(index, slots, one)
         self.refresh_s += time.monotonic() - began
         return windows
+
+    def _refresh(
+        self, index: int, refreshing: Refreshing, source: RefreshSource, window: QueryWindow
+    ) -> bool:
+        """Choose a request's entries of one layer again; False where the source has failed."""
+        heads = self.pool.ca[index].heads
+        chosen = source.choose(index, heads, window, self._deadline)
+        if chosen is None:
+            return False
+        for slots, one in zip(refreshing.slots, chosen, strict=True):
+            self._write(index, slots, one)
+        return True
 
     def end_pass(self) -> None:
         """The pass is over: what was refreshed needs its source no more."""

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+
 from kvtier.errors import TierError
 from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
 from kvtier.tier.link.link import TierLink
-from kvtier.tier.near_data.exact_kv import ExactSpan, choose_ranges
+from kvtier.tier.near_data.exact_kv import ExactSpan, choose_ranges, exact_kv
 from kvtier.tier.near_data.session import NearData
 from kvtier.tier.prefetch.host import HostSpans, Layouts
 from kvtier.tier.transport.deadline import Deadline
@@ -61,6 +63,10 @@ class FetchedSource:
         self, layer: int, heads: Sequence[int], window: QueryWindow, deadline: Deadline
     ) -> list[Chosen] | None:
         return choose_ranges(self._rule, self._spans, layer, heads, self._ranges, window)
+
+    def exact(self, layer: int, heads: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each range's tokens, `[heads, tokens, dim]` on the host."""
+        return [exact_kv(self._spans, layer, heads, pruned) for pruned in self._ranges]
 
     def release(self) -> None:
         self._spans = []

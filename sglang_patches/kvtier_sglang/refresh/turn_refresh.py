@@ -16,6 +16,7 @@ import torch
 
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.tier.prefetch.host import HostSpans
+from kvtier_sglang.refresh.packed import HeadsCompete, PackedRefresher
 from kvtier_sglang.refresh.prefetch import CompactedContext, RefreshPrefetch
 from kvtier_sglang.refresh.refresher import Contexts, Refresher, Refreshing
 from kvtier_sglang.refresh.sources import FetchedSource, RefreshSource
@@ -143,12 +144,17 @@ MakeRefresh: TypeAlias = Callable[[TierConnector, Contexts], TurnRefresh]
 
 
 def make_turn_refresh(
-    rule: RefreshRule | None, *, near_data: bool = False, trigger: TriggerRule | None = None
+    rule: RefreshRule | None,
+    *,
+    near_data: bool = False,
+    trigger: TriggerRule | None = None,
+    selection: HeadsCompete | None = None,
 ) -> MakeRefresh | None:
     """How a cache's contexts are refreshed by a rule; None where there is none.
 
     near_data: whether the tier chooses where it can. trigger: when entries are chosen again while
-    a turn is generated, None: not at all.
+    a turn is generated, None: not at all. selection: how heads compete for entries, where they do;
+    then there is neither.
     """
     if rule is None:
         return None
@@ -156,6 +162,8 @@ def make_turn_refresh(
     def make(tier: TierConnector, contexts: Contexts) -> TurnRefresh:
         heads = [buffers.heads for buffers in contexts.allocator.pool.ca]
         refresher = Refresher(rule, contexts)
+        if selection is not None:
+            refresher = PackedRefresher(rule, contexts, selection)
         prefetch = RefreshPrefetch(
             tier.link, lambda: tier.names, tier.layouts, rule, heads, near_data=near_data
         )
