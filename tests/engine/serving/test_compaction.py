@@ -17,10 +17,8 @@ from thorough import THOROUGH
 from kvtier.calibration.documents import load_curve
 from kvtier.calibration.measuring.samples import dense_sample
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile
-from kvtier.heads.reference.compaction import AdaptiveSession, ScoredSession
-from kvtier.heads.tokens import fit_tokens
+from kvtier.heads.reference.compaction import ScoredSession
 from kvtier.retention.scorers import SCORERS
-from kvtier.retention.scorers.reconstruction import Reconstruction
 from kvtier.retention.shares import FixedShare, Turn
 
 pytestmark = pytest.mark.engine
@@ -99,53 +97,6 @@ def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, which, sco
     assert state["compacted_tokens"] > 1000
     assert state["retention"]["reasons"]["share"] >= 8
     assert state["retention"]["scorer"].items() >= {"name": scorer}.items()
-
-
-@pytest.mark.parametrize("share", [SHARE, 0.1])
-def test_heads_compete_for_what_is_kept_as_in_the_reference(tmp_path, share):
-    """Adaptive budgets, with an entry for what each head drops, and at the smaller share without;
-    six sessions at a time."""
-    from transformers import AutoModelForCausalLM
-
-    fit = fit_tokens(str(DEMO_MODEL), contexts=3, length=512)
-    fit.worth.save(tmp_path / "worth.safetensors")
-    scorer = Reconstruction.of(fit.worth)
-    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
-    rng, rule = random.Random(12), FixedShare(share)
-    sessions = [AdaptiveSession(model, RULE, 512, scorer) for _ in range(6)]
-    rounds, expected = [], []
-    for turn in range(4):
-        rounds.append([])
-        expected.append([])
-        for index, session in enumerate(sessions):
-            session.keep_count = lambda prompt, span: rule.choose(Turn(prompt, span)).kept_tokens
-            length = rng.randrange(300, 1500) if turn == 0 else rng.randrange(1, 400)
-            prompt = [rng.randrange(6, 384) for _ in range(length)]
-            request = {"input_ids": prompt, "max_new_tokens": 9}
-            if turn:
-                request["continues"] = [turn - 1, index]
-            rounds[-1].append(request)
-            expected[-1].append(session.turn(prompt, 9).token_ids)
-    counts = {tuple(session.retained(0).values()) for session in sessions}
-    assert any(len(set(heads)) > 1 for heads in counts), "every head keeps as much"
-    engine = {
-        "model_path": str(DEMO_MODEL),
-        "max_total_tokens": 30_000,
-        "chunked_prefill_size": 512,
-        **POLICIES["kvtier"],
-    }
-    env = {
-        **RULE_ENV,
-        "KVTIER_RETENTION": str(share),
-        "KVTIER_SCORER": "reconstruction",
-        "KVTIER_SCORER_FILE": str(tmp_path / "worth.safetensors"),
-        "KVTIER_HEAD_BUDGETS": "adaptive",
-    }
-    out = run_engine(tmp_path, engine, rounds, env)
-    got = [[request["output_ids"] for request in requests] for requests in out["rounds"]]
-    assert got == expected
-    assert out["state"]["integrity"] == []
-    assert out["state"]["compacted_tokens"] > 1000
 
 
 def test_contexts_of_one_batch_keep_what_each_of_them_can_afford(tmp_path):

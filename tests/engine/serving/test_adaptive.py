@@ -1,0 +1,148 @@
+"""Heads that compete for a context's entries, in the real engine: the tokens are the reference's,
+whichever kernels compute them, and a tier brings the context back as it was and refreshes it.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from engine_process import DEMO_MODEL, run_engine
+from test_exactness import POLICIES, RULE, RULE_ENV
+from tierd.live_tier import live_tier
+from tiered_engine import ENGINE
+from tiered_engine import RULE as TIERED_RULE
+
+from kvtier.heads.reference.compaction import AdaptiveSession
+from kvtier.heads.tokens import fit_tokens
+from kvtier.retention.scorers.reconstruction import Reconstruction
+from kvtier.retention.shares import FixedShare, Turn
+from kvtier.retention.token_worth import TokenWorth
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def worth() -> TokenWorth:
+    return fit_tokens(str(DEMO_MODEL), contexts=3, length=512).worth
+
+
+@pytest.fixture
+def adaptive(tmp_path, worth) -> dict[str, str]:
+    """The settings, without a share."""
+    worth.save(tmp_path / "worth.safetensors")
+    return {
+        "KVTIER_SCORER": "reconstruction",
+        "KVTIER_SCORER_FILE": str(tmp_path / "worth.safetensors"),
+        "KVTIER_HEAD_BUDGETS": "adaptive",
+    }
+
+
+def prompts(sessions: int, longest: int) -> list[list[list[int]]]:
+    """Of each session's turns."""
+    rng = random.Random(12)
+    lengths = [
+        [rng.randrange(longest // 5, longest), *(rng.randrange(1, longest // 4) for _ in "abc")]
+        for _ in range(sessions)
+    ]
+    return [[[rng.randrange(6, 384) for _ in range(n)] for n in turns] for turns in lengths]
+
+
+def side_by_side(sessions: list[list[list[int]]], new: int) -> list[list[dict]]:
+    """A round a turn, of all sessions at once."""
+    rounds: list[list[dict]] = []
+    for turn in range(len(sessions[0])):
+        requests = [{"input_ids": turns[turn], "max_new_tokens": new} for turns in sessions]
+        if turn:
+            for index, request in enumerate(requests):
+                request["continues"] = [turn - 1, index]
+        rounds.append(requests)
+    return rounds
+
+
+def said(out: dict) -> list[list[list[int]]]:
+    assert out["state"]["integrity"] == []
+    return [[request["output_ids"] for request in requests] for requests in out["rounds"]]
+
+
+@pytest.mark.parametrize("share", [0.35, 0.1])
+def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, adaptive, worth, share):
+    """With an entry for what each head drops, and at the smaller share without; six at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    rule, sessions, expected = FixedShare(share), prompts(6, 1500), []
+    for turns in sessions:
+        session = AdaptiveSession(model, RULE, 512, Reconstruction.of(worth))
+        session.keep_count = lambda prompt, span: rule.choose(Turn(prompt, span)).kept_tokens
+        expected.append([session.turn(prompt, 9).token_ids for prompt in turns])
+        counts = set(session.retained(0).values()) | set(session.retained(1).values())
+        assert len(counts) > 1, "every head keeps as much"
+    engine = {
+        "model_path": str(DEMO_MODEL),
+        "max_total_tokens": 30_000,
+        "chunked_prefill_size": 512,
+        **POLICIES["kvtier"],
+    }
+    env = {**RULE_ENV, **adaptive, "KVTIER_RETENTION": str(share)}
+    out = run_engine(tmp_path, engine, side_by_side(sessions, 9), env)
+    assert [list(turns) for turns in zip(*said(out), strict=True)] == expected
+    assert out["state"]["compacted_tokens"] > 1000
+
+
+def test_triton_kernels_say_the_same(tmp_path, adaptive):
+    """Without a GPU in Triton's interpreter, so contexts are short."""
+    engine = {
+        "model_path": str(DEMO_MODEL),
+        "max_total_tokens": 4000,
+        "chunked_prefill_size": 64,
+        **POLICIES["kvtier"],
+    }
+    rule = {
+        "KVTIER_LOCALITY_SINK_TOKENS": "8",
+        "KVTIER_LOCALITY_RECENT_TOKENS": "16",
+        "KVTIER_LOCALITY_BRANCH_RECENT_TOKENS": "12",
+    }
+    rounds = side_by_side([turns[:2] for turns in prompts(3, 120)], 4)
+    answers = []
+    for name in ("reference", "triton"):
+        interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+        env = {**rule, **adaptive, **interpreted, "KVTIER_RETENTION": "0.4", "KVTIER_KERNELS": name}
+        (tmp_path / name).mkdir()
+        out = run_engine(tmp_path / name, engine, rounds, env)
+        answers.append(said(out))
+        assert out["state"]["compacted_tokens"] > 50
+    assert answers[0] == answers[1]
+
+
+def test_a_restarted_server_restores_and_refreshes_what_heads_competed_for(tmp_path, adaptive):
+    """The answers of a turn that is refreshed are those of a server that never went away."""
+    env = {**TIERED_RULE, **adaptive, "KVTIER_RETENTION": "0.3", "KVTIER_REFRESH": "turn"}
+    del env["KVTIER_HEAD_PROFILE"]
+    # One at a time, and every turn of a session after the one before.
+    sessions = prompts(2, 1200)
+    rounds: list[list[dict]] = []
+    for turns in sessions:
+        for turn, prompt in enumerate(turns):
+            request: dict = {"input_ids": prompt, "max_new_tokens": 12}
+            if turn:
+                request["continues"] = [len(rounds) - 1, 0]
+            rounds.append([request])
+    with live_tier(tmp_path, "--memory", "512m") as tier:
+        env["KVTIER_TIER"] = tier.address
+        stayed = run_engine(tmp_path, ENGINE, rounds, {**env, "KVTIER_TIER_NAMESPACE": "stayed"})
+        said(stayed)
+        assert stayed["state"]["tier"]["refreshed_turns"] >= len(sessions)
+        assert "unrefreshed_layers" not in stayed["state"]["tier"]
+        before = run_engine(tmp_path, ENGINE, rounds[: len(sessions[0]) - 1], env)
+        (last,) = before["rounds"][-1]
+        request = rounds[len(sessions[0]) - 1][0]
+        again = {
+            "input_ids": [*last["prompt"], *last["output_ids"], *request["input_ids"]],
+            "max_new_tokens": 12,
+        }
+        back = run_engine(tmp_path, ENGINE, [[again]], env)
+    assert said(back)[0] == said(stayed)[len(sessions[0]) - 1]
+    assert back["state"]["tier"]["restored_requests"] == 1
+    assert back["state"]["tier"]["refreshed_turns"] == 1
