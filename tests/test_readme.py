@@ -102,7 +102,7 @@ def test_calibrating_and_serving_work_as_written(tmp_path, monkeypatch):
     embedded store, answering one request."""
     monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
     (tmp_path / "models").symlink_to(REPOSITORY / "models")
-    (calibrate,), (serve, _) = commands("kvtier calibrate "), commands("kvtier serve")
+    calibrate, serve = commands("kvtier calibrate ")[0], commands("kvtier serve")[0]
     done = run(in_this_environment(calibrate), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     files = {path.name for path in (tmp_path / "calibration").iterdir()}
@@ -117,12 +117,25 @@ def test_calibrating_and_serving_work_as_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.engine
+def test_fitting_tokens_and_letting_heads_compete_work_as_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
+    (tmp_path / "models").symlink_to(REPOSITORY / "models")
+    fit, serve = commands("kvtier calibrate tokens")[0], commands("kvtier serve")[1]
+    done = run(in_this_environment(fit), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "of the best entries" in done.stdout
+    state = ask_once(serve, tmp_path, " ".join(["river along stone"] * 200))
+    assert state["retention"]["scorer"]["name"] == "reconstruction"
+    assert state["compacted_tokens"] > 100
+
+
+@pytest.mark.engine
 def test_serving_with_a_tier_works_as_written(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
     # Exactly as users start it: see tests/forking.
     monkeypatch.setenv("TESTS_SPAWN", "1")
     (tmp_path / "models").symlink_to(REPOSITORY / "models")
-    (tier,), (_, serve) = commands("kvtier tier --store memory+disk"), commands("kvtier serve")
+    (tier,), serve = commands("kvtier tier --store memory+disk"), commands("kvtier serve")[-1]
     # Short, because a socket's path may not be long.
     runtime = tempfile.mkdtemp(prefix="kvt")
     monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
