@@ -123,12 +123,13 @@ def worker_environment(folder: Path, plan: Plan, settings: Mapping[str, str]) ->
     """This process's, with the plan's and the caller's settings and no other KVTIER_* variable."""
     config = folder / "kvtier.toml"
     config.touch()  # empty, so that no file of the working directory has a say
+    own = {"CONFIG": str(config), **settings}
+    if "HEAD_BUDGETS" not in settings:
+        own = {"HEAD_PROFILE": str(folder / PROFILE_FILE), **own}
     return {
         **clean_environment(),
         **plan.environment,
-        ENV_PREFIX + "CONFIG": str(config),
-        ENV_PREFIX + "HEAD_PROFILE": str(folder / PROFILE_FILE),
-        **{ENV_PREFIX + name: value for name, value in settings.items()},
+        **{ENV_PREFIX + name: value for name, value in own.items()},
     }
 
 

@@ -33,11 +33,17 @@ from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile
 from kvtier.heads.progress import Progress, rich_progress
-from kvtier.heads.reference.compaction import CompactingSession
+from kvtier.heads.reference.compaction import (
+    AdaptiveSession,
+    CompactingSession,
+    ScoredSession,
+)
 from kvtier.heads.samples.synthetic import HELD_OUT, make_samples, tasks_for
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.scorers import SCORERS
+from kvtier.retention.scorers.reconstruction import Reconstruction
 from kvtier.retention.shares import FixedShare, Turn
+from kvtier.retention.token_worth import TokenWorth
 from kvtier.synthetic.tokenizer import Tokenizer
 
 TASKS = ("quotation", "code", "key-value", "qa")
@@ -47,7 +53,10 @@ SETTINGS: Mapping[str, dict[str, str]] = {
     "head profile": {},
     "head profile, 35% by distinct-keys": {"RETENTION": str(SHARE), "SCORER": "distinct-keys"},
     "head profile, 35% by compactor": {"RETENTION": str(SHARE), "SCORER": "compactor"},
-}
+    "35% by adaptive budgets": {
+        "RETENTION": str(SHARE), "SCORER": "reconstruction", "HEAD_BUDGETS": "adaptive",
+    },
+}  # fmt: skip
 # Nats between the two best tokens below which float32 may go either way.
 ROUNDING = 1e-3
 RULE = LocalityRule(sink_tokens=16, recent_tokens=64, branch_recent_tokens=32)
@@ -67,6 +76,7 @@ Turns = list[list[int]]
 def declare(arguments: Arguments) -> None:
     arguments.add("--model-path", type=Path, required=True, help="local model directory")
     arguments.add("--head-profile", type=Path, help="(head_profile.json of the model)")
+    arguments.add("--token-worth", type=Path, help="(token_worth.safetensors of the model)")
     arguments.size("--len", "1k", "context tokens of a session's first turn", least=500)
     arguments.whole("--sessions", 40, f"sessions of {TURNS} turns")
     arguments.add(
@@ -88,9 +98,13 @@ def run(options: Options) -> Measured:
         sure = [[Said(answer, []) for answer in turns] for turns in stock]
         rows.append(compare("every head context-anchored", "stock SGLang", ours, sure))
         for name in options.settings:
-            settings = SETTINGS[name]
-            ours = ask_engine(sessions, options, "kvtier", profile, settings, progress)
-            theirs = ask_reference(sessions, model_path, profile, settings, progress)
+            settings, heads = dict(SETTINGS[name]), profile
+            if "HEAD_BUDGETS" in settings:
+                weights = options.token_worth or model_path / "token_worth.safetensors"
+                settings["SCORER_FILE"] = str(weights.resolve())
+                heads = everything
+            ours = ask_engine(sessions, options, "kvtier", heads, settings, progress)
+            theirs = ask_reference(sessions, model_path, heads, settings, progress)
             rows.append(compare(name, "the reference", ours, theirs))
     table = new_table("Greedy tokens, prompt by prompt", ("setting", "against", *rows[0]["counts"]),
                       left=("setting", "against"))  # fmt: skip
@@ -132,8 +146,15 @@ def ask_engine(
             "--workload": "text", "--policies": policy, "--turns": str(TURNS), "--questions": "1",
             "--len": str(options.len + 512), "--chunk": str(CHUNK_TOKENS), "--prefill": "exact",
             "--model-path": str(options.model_path),
-            "--head-profile": str(folder / "head_profile.json"),
         }  # fmt: skip
+        if "HEAD_BUDGETS" in settings:
+            flags |= {
+                "--retention": settings["RETENTION"], "--scorer": settings["SCORER"],
+                "--head-budgets": settings["HEAD_BUDGETS"],
+                "--scorer-file": settings["SCORER_FILE"],
+            }  # fmt: skip
+        else:
+            flags["--head-profile"] = str(folder / "head_profile.json")
         plan = bench_plan(flags)
         (folder / WORKER).write_text(plan.model_dump_json())
         environment = worker_environment(folder, plan, {**RULE_VARIABLES, **settings})
@@ -158,8 +179,13 @@ def ask_reference(
     answers = []
     for done, prompts in enumerate(sessions):
         progress("reference: sessions", done, len(sessions))
-        scorer = SCORERS[settings.get("SCORER", "distinct-keys")]()
-        session = WatchedSession(model, profile, RULE, CHUNK_TOKENS, scorer)
+        session: Watching
+        if "HEAD_BUDGETS" in settings:
+            fitted = Reconstruction.of(TokenWorth.load(Path(settings["SCORER_FILE"])))
+            session = WatchedAdaptive(model, RULE, CHUNK_TOKENS, fitted)
+        else:
+            scorer = SCORERS[settings.get("SCORER", "distinct-keys")]()
+            session = WatchedSession(model, profile, RULE, CHUNK_TOKENS, scorer)
         if "RETENTION" in settings:
             session.share = FixedShare(SHARE)
         answers.append([session.say(prompt, eos) for prompt in prompts])
@@ -178,9 +204,9 @@ class Said(NamedTuple):
     margin: float = math.inf
 
 
-class WatchedSession(CompactingSession):
-    """A reference session that remembers how sure it was. share: of what locality heads drop, what
-    CA heads keep; None: everything."""
+class Watching(ScoredSession):
+    """A reference session that remembers how sure it was. share: of what locality heads would drop,
+    what CA heads keep; None: everything."""
 
     share: FixedShare | None = None
     margin = math.inf
@@ -192,14 +218,6 @@ class WatchedSession(CompactingSession):
         if self.share is not None:
             self._keep = self.share.choose(Turn(prompt_tokens, droppable)).kept_tokens
         return self._keep
-
-    def scores(
-        self, layer: int, heads: Sequence[int], keys: Tensor, values: Tensor, first: int
-    ) -> Tensor:
-        found = super().scores(layer, heads, keys, values, first)
-        best = found.topk(self._keep + 1).values
-        self.margin = min(self.margin, float((best[:, -2] - best[:, -1]).min()))
-        return found
 
     def say(self, prompt: Sequence[int], eos: int) -> Said:
         """A turn of at most NEW_TOKENS."""
@@ -214,6 +232,22 @@ class WatchedSession(CompactingSession):
         best, second = logits.topk(2).values.tolist()
         self._leads.append(best - second)
         return logits
+
+
+class WatchedSession(Watching, CompactingSession):
+    """Every CA head keeps as much."""
+
+    def scores(
+        self, layer: int, heads: Sequence[int], keys: Tensor, values: Tensor, first: int
+    ) -> Tensor:
+        found = super().scores(layer, heads, keys, values, first)
+        best = found.topk(self._keep + 1).values
+        self.margin = min(self.margin, float((best[:, -2] - best[:, -1]).min()))
+        return found
+
+
+class WatchedAdaptive(Watching, AdaptiveSession):
+    """Heads compete; margins between them are not looked at."""
 
 
 def compare(
