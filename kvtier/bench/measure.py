@@ -87,6 +87,7 @@ def run_plan(plan: Plan, open_engine: EngineFactory, emit: Emit) -> RunResult:
         policy=plan.policy,
         recall_means=script.recall_means,
         ca_share=plan.ca_share,
+        heads_compete=plan.heads_compete,
         pools=plan.pools,
         kv_capacity_bytes=capacity,
         load_s=load_s,

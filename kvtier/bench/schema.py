@@ -73,6 +73,7 @@ class Plan(Frozen):
     environment: dict[str, str] = Field(description="KVTIER_* variables of the worker.")
     head_profile: HeadProfile | None = Field(None, description="None: nothing is ever dropped.")
     ca_share: float = Field(description="CA heads / all KV heads; 1 where nothing is dropped.")
+    heads_compete: bool = Field(False, description="Whether budgets are adaptive.")
 
 
 class RetainedTurn(Frozen):
@@ -222,6 +223,7 @@ class RunResult(Frozen):
     policy: str
     recall_means: str
     ca_share: float
+    heads_compete: bool = False
     pools: PoolSizes
     kv_capacity_bytes: int
     load_s: float

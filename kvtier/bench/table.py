@@ -109,6 +109,8 @@ def describe_workload(workload: Workload) -> str:
 def describe_policy(run: RunResult) -> str:
     """What a policy did, in one line: a head profile may leave it nothing to drop."""
     policy = POLICIES[run.policy]
+    if run.heads_compete:
+        return "all KV heads compete for what is kept of the context"
     if policy.needs_profile and run.ca_share == 1:
         return "every head keeps its whole context, so heads save nothing"
     share = "" if run.ca_share == 1 else f", {run.ca_share:.0%} CA heads"

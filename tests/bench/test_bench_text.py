@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from bench_models import write_model
 from text_models import CHATML, write_llama, write_tokenizer
 
@@ -15,7 +16,8 @@ from kvtier.bench.options import parse_options
 from kvtier.bench.planning import make_plans
 from kvtier.bench.schema import Document, RequestRecord
 from kvtier.bench.workload import longest_prompt, open_script, plan_sessions, turn_tokens
-from kvtier.errors import SizeError
+from kvtier.errors import HeadProfileError, SizeError
+from kvtier.retention.token_worth import TokenWorth
 
 TIMEOUT_S = 900
 
@@ -54,6 +56,24 @@ def test_a_context_that_the_model_has_no_positions_for_is_refused_by_name(tmp_pa
         workload_of(folder, "--turns", "5")
     with pytest.raises(SizeError, match=r"--len: expected at least \d+ tokens"):
         workload_of(folder, "--len", "64")
+
+
+def test_heads_that_compete_need_no_profile(tmp_path: Path):
+    folder = text_model(tmp_path / "model")
+    flags = ["--len", "1k", "--model-path", str(folder), "--retention", "0.5"]
+    adaptive = ["--head-budgets", "adaptive", "--scorer", "reconstruction"]
+    weights = ["--scorer-file", str(tmp_path / "worth.safetensors")]
+    TokenWorth(torch.zeros(1, 1, 3)).save(tmp_path / "worth.safetensors")
+    _, (full, ours) = make_plans(parse_options([*flags, *adaptive, *weights]))
+    assert ours.plan.heads_compete
+    assert not full.plan.heads_compete
+    assert ours.plan.head_profile is None
+    assert ours.plan.environment["KVTIER_HEAD_BUDGETS"] == "adaptive"
+    assert "KVTIER_HEAD_PROFILE" not in ours.plan.environment
+    # A vote for every head, and a number, beside the KV.
+    assert ours.slots.ca > full.slots.ca
+    with pytest.raises(HeadProfileError, match="--head-budgets: expected equal beside policy ran"):
+        make_plans(parse_options([*flags, *adaptive, *weights, "--policies", "random"]))
 
 
 def test_a_dry_run_needs_no_tokenizer(tmp_path: Path):

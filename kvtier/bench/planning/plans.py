@@ -129,6 +129,7 @@ def _plan(
         environment=worker_environment(options, model, policy, session, pools),
         head_profile=profile if policy.splits_heads and not packs else None,
         ca_share=profile.ca_share,
+        heads_compete=packs,
     )
     return PolicyPlan(policy, profile, note if policy.needs_profile else "", slots, session, plan)
 
