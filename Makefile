@@ -72,15 +72,15 @@ $(REAL)/source.json: | $(READY)
 $(REAL)/head_profile.json: $(REAL)/source.json
 	$(BIN)/kvtier calibrate heads --model-path $(REAL) --share 0.25 --len 2k --out $@
 
-$(REAL)/token_worth.safetensors: $(REAL)/source.json
+$(REAL)/token_worth.npz: $(REAL)/source.json
 	$(BIN)/kvtier calibrate tokens --model-path $(REAL) --out $@
 
 REAL_BENCH := $(BIN)/python -m kvtier.bench --model-path $(REAL) --workload text --turns 5 --len 7k
 
-real: $(REAL)/head_profile.json $(REAL)/token_worth.safetensors  ## Bench a model that others trained, SmolLM2-135M through pip: full KV, a head profile, adaptive budgets (12 minutes)
+real: $(REAL)/head_profile.json $(REAL)/token_worth.npz  ## Bench a model that others trained, SmolLM2-135M through pip: full KV, a head profile, adaptive budgets (12 minutes)
 	$(REAL_BENCH) --json out/real-profile.json --report out/real-profile.html
 	$(REAL_BENCH) --retention 0.25 --head-budgets adaptive --scorer reconstruction \
-		--scorer-file $(REAL)/token_worth.safetensors --json out/real.json --report out/real.html
+		--scorer-file $(REAL)/token_worth.npz --json out/real.json --report out/real.html
 
 test: $(READY)  ## Run all tests, engine tests included (about 20 minutes on 2 cores; PROCESSES=N)
 	$(call run_tests)

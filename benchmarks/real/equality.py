@@ -76,7 +76,7 @@ Turns = list[list[int]]
 def declare(arguments: Arguments) -> None:
     arguments.add("--model-path", type=Path, required=True, help="local model directory")
     arguments.add("--head-profile", type=Path, help="(head_profile.json of the model)")
-    arguments.add("--token-worth", type=Path, help="(token_worth.safetensors of the model)")
+    arguments.add("--token-worth", type=Path, help="(token_worth.npz of the model)")
     arguments.size("--len", "1k", "context tokens of a session's first turn", least=500)
     arguments.whole("--sessions", 40, f"sessions of {TURNS} turns")
     arguments.add(
@@ -100,7 +100,7 @@ def run(options: Options) -> Measured:
         for name in options.settings:
             settings, heads = dict(SETTINGS[name]), profile
             if "HEAD_BUDGETS" in settings:
-                weights = options.token_worth or model_path / "token_worth.safetensors"
+                weights = options.token_worth or model_path / "token_worth.npz"
                 settings["SCORER_FILE"] = str(weights.resolve())
                 heads = everything
             ours = ask_engine(sessions, options, "kvtier", heads, settings, progress)

@@ -101,7 +101,7 @@ def run(options: Options) -> Iterator[Measured]:
         probe = HeadProbe(model)
         order = chosen_heads(setup, [METHOD], records, probe, progress)[0].order
         known = fitted(
-            options.state / "token-worth.safetensors", model, options.model_path, setup.tasks,
+            options.state / "token-worth.npz", model, options.model_path, setup.tasks,
             options.fit_contexts, options.choose_len, options.seed, progress,
         )  # fmt: skip
         bench = Bench(model, setup, order, known, options.shares)

@@ -109,6 +109,8 @@ class Settings(BaseModel):
         if self.head_profile is not None:
             expected = "none beside head_budgets = adaptive, which finds what each head keeps"
             raise refusal("head_profile", expected, self.head_profile)
+        if self.prefill != "exact":
+            raise refusal("prefill", "exact beside head_budgets = adaptive", self.prefill)
         if self.merge.is_on:
             raise refusal("merge.form", "off beside head_budgets = adaptive", self.merge.form)
         if self.refresh.while_generating:

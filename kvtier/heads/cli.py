@@ -65,7 +65,7 @@ def add_tokens_parser(kinds: Subparsers) -> None:
     )
     add = tokens.add_argument
     add("--model-path", required=True, help="local model directory")
-    add("--out", type=Path, required=True, help="weights to write (safetensors)")
+    add("--out", type=Path, required=True, help="file to write, such as token_worth.npz")
     add("--len", default="1.5k", help="context length (default: %(default)s)")
     add("--contexts", type=int, default=22, help="contexts to fit on (default: %(default)s)")
     add("--seed", type=int, default=0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import UsageError
-from kvtier.heads.model.config import check_splittable, read_config, shape_of
+from kvtier.heads.model.config import check_splittable, read_config, shape_of, weights_revision
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.probes.reconstruction import attention_drawn, repeat_request
 from kvtier.heads.profile import full_profile
@@ -89,7 +89,7 @@ def fit_tokens(
     for repeated in repetitions(model, model_path, fitted, progress):
         add(fit, model, repeated)
         tokens += repeated.drawn.shape[-1]
-    worth = fit.solve()
+    worth = replace(fit.solve(), revision=weights_revision(model_path) or "")
     seconds = time.monotonic() - began
     found = [
         {share: _agreement(worth, model, one, share) for share in JUDGED_SHARES}

@@ -12,13 +12,13 @@ state, this the KV, which a pool holds anyway: prefilling computes and stores no
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from zipfile import BadZipFile
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -57,9 +57,11 @@ def features(keys: Tensor, values: Tensor, rotation: Rotation | None) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TokenWorth:
-    """weights: float32 `[layers, kv_heads, width]`"""
+    """weights: float32 `[layers, kv_heads, width]`; revision: digest of the model's weights that
+    they were fitted to, "" where it is not known."""
 
     weights: Tensor
+    revision: str = ""
 
     @cached_property
     def digest(self) -> str:
@@ -68,7 +70,17 @@ class TokenWorth:
         return hashlib.sha256(held).hexdigest()[:16]
 
     def to(self, device: torch.device) -> TokenWorth:
-        return TokenWorth(self.weights.to(device))
+        return replace(self, weights=self.weights.to(device))
+
+    def check_fits(self, layers: int, kv_heads: int, head_dim: int, revision: str | None) -> None:
+        """Raises UsageError for a model of another shape, or with other weights."""
+        width = 3 * kv_heads * 2 * (head_dim + 1) + 1
+        if tuple(self.weights.shape) != (layers, kv_heads, width):
+            expected = f"weights for {layers} layers of {kv_heads} KV heads of {head_dim}"
+            raise UsageError("scorer.file", expected, tuple(self.weights.shape))
+        if self.revision and revision and self.revision != revision:
+            expected = f"what was fitted to this model's weights ({revision})"
+            raise UsageError("scorer.file", expected, self.revision)
 
     def predict(
         self, layer: int, keys: Tensor, values: Tensor, rotation: Rotation | None
@@ -100,24 +112,27 @@ class TokenWorth:
         return found
 
     def save(self, file: Path) -> None:
-        """Write a file that `load` reads. Raises OSError."""
-        save_file({"weights": self.weights.contiguous()}, str(file), {"schema": SCHEMA})
+        """Write a file that `load` reads, in numpy's format: a second safetensors file beside a
+        model would be taken for weights of its. Raises OSError."""
+        weights = self.weights.cpu().numpy()
+        with file.open("wb") as stream:
+            np.savez(stream, schema=SCHEMA, revision=self.revision, weights=weights)
 
     @classmethod
     def load(cls, file: Path) -> TokenWorth:
         """Raises UsageError for a file that is not there or holds something else."""
         expected = "weights that `kvtier calibrate tokens` has written"
         try:
-            with safe_open(str(file), "pt") as stored:
-                schema = (stored.metadata() or {}).get("schema")
-                if schema != SCHEMA:
-                    raise UsageError("scorer.file", expected, f"{file}: schema {schema}")
-                weights = stored.get_tensor("weights")
-        except (OSError, SafetensorError) as error:
+            with np.load(file, allow_pickle=False) as stored:
+                schema, revision = str(stored["schema"]), str(stored["revision"])
+                weights = torch.from_numpy(stored["weights"])
+        except (OSError, ValueError, KeyError, TypeError, BadZipFile) as error:
             raise UsageError("scorer.file", expected, f"{file}: {error}") from error
+        if schema != SCHEMA:
+            raise UsageError("scorer.file", expected, f"{file}: schema {schema}")
         if weights.ndim != 3 or weights.dtype != torch.float32 or not weights.isfinite().all():
             raise UsageError("scorer.file", expected, f"{file}: {tuple(weights.shape)}")
-        return cls(weights)
+        return cls(weights, revision)
 
 
 class Fit:

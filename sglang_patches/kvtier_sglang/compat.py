@@ -100,7 +100,7 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
     if settings.packs and kernels.name not in PACKING_KERNELS:
         expected = f"{' or '.join(PACKING_KERNELS)} with head_budgets = adaptive"
         raise ConfigurationError("kernels", expected, kernels.name)
-    scorer_of(settings)
+    scorer = scorer_of(settings)
     asked_share(settings)
     if server_args.radix_cache_backend == NAME and server_args.attention_backend != NAME:
         raise IncompatibleFlagError(
@@ -114,6 +114,9 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
         if settings.head_profile is not None:
             profile = load_profile(settings.head_profile)
             profile.check_fits(model_shape(config), weights_revision(server_args.model_path))
+        if settings.compacts and scorer.is_fitted:
+            shape, revision = model_shape(config), weights_revision(server_args.model_path)
+            scorer.check_fits(shape.num_layers, shape.num_kv_heads, shape.head_dim, revision)
         if settings.curve is not None:
             curve = load_curve(settings.curve)
             revision = weights_revision(server_args.model_path)

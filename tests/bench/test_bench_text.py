@@ -62,8 +62,8 @@ def test_heads_that_compete_need_no_profile(tmp_path: Path):
     folder = text_model(tmp_path / "model")
     flags = ["--len", "1k", "--model-path", str(folder), "--retention", "0.5"]
     adaptive = ["--head-budgets", "adaptive", "--scorer", "reconstruction"]
-    weights = ["--scorer-file", str(tmp_path / "worth.safetensors")]
-    TokenWorth(torch.zeros(1, 1, 3)).save(tmp_path / "worth.safetensors")
+    weights = ["--scorer-file", str(tmp_path / "worth.npz")]
+    TokenWorth(torch.zeros(1, 1, 3)).save(tmp_path / "worth.npz")
     _, (full, ours) = make_plans(parse_options([*flags, *adaptive, *weights]))
     assert ours.plan.heads_compete
     assert not full.plan.heads_compete

@@ -90,7 +90,11 @@ def _valid_settings(draw):
     values |= draw(st.one_of(st.just({}), _RETENTION_RULES))
     if any(rule in values for rule in _RULES):
         values |= draw(st.one_of(st.just({}), _REFRESHING))
-        if "quality" not in values and not values.keys() & {"refresh_when", "head_profile"}:
+        if "quality" not in values and not values.keys() & {
+            "refresh_when",
+            "head_profile",
+            "prefill",
+        }:
             values |= draw(st.sampled_from([{}, {"head_budgets": "adaptive"}]))
     values |= draw(st.sampled_from([{}, _TLS_FILES]))
     if values.get("redis_url", "").startswith("rediss:"):

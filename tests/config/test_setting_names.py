@@ -47,7 +47,7 @@ EXAMPLES = {
     "scorer.leverage_weight": (0.3, {}),
     "scorer.window_tokens": (64, {}),
     "scorer.pool_width": (3, {}),
-    "scorer.file": ("w.safetensors", {}),
+    "scorer.file": ("w.npz", {}),
     "locality.sink_tokens": (8, {}),
     "locality.recent_tokens": (512, {}),
     "locality.branch_recent_tokens": (16, {}),

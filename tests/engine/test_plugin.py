@@ -7,6 +7,7 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
+import torch
 from engine_process import DEMO_MODEL
 from sglang.srt.plugins import hook_registry
 
@@ -20,8 +21,10 @@ from kvtier.errors import (
     IncompatibleFlagError,
     StartupError,
     UnsupportedModelError,
+    UsageError,
 )
 from kvtier.heads.profile import ModelShape, full_profile
+from kvtier.retention.token_worth import TokenWorth
 from kvtier_sglang import compat, hooks, platform, plugin, serve
 from kvtier_sglang.occupancy import Occupancy
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
@@ -286,3 +289,29 @@ def test_the_attention_backend_refuses_a_pool_that_is_not_ours():
     runner = SimpleNamespace(token_to_kv_pool=object())
     with pytest.raises(StartupError, match="HeadSplitKVPool"):
         KvtierAttnBackend(runner, load_settings())
+
+
+def test_fitted_weights_of_another_model_are_refused_at_start_up(tmp_path):
+    TokenWorth(torch.zeros(1, 1, 3)).save(tmp_path / "worth.npz")
+    settings = load_settings(
+        retention=0.5,
+        head_budgets="adaptive",
+        scorer="reconstruction",
+        scorer_file=tmp_path / "worth.npz",
+    )
+    with pytest.raises(UsageError, match=r"scorer\.file: expected weights for 3 layers of 4 KV"):
+        compat.check_server_args(server_args(model_path=str(DEMO_MODEL)), settings)
+
+
+def test_kernels_that_no_packed_span_was_tested_with_are_refused(tmp_path, monkeypatch):
+    TokenWorth(torch.zeros(1, 1, 3)).save(tmp_path / "worth.npz")
+    settings = load_settings(
+        retention=0.5,
+        head_budgets="adaptive",
+        scorer="reconstruction",
+        scorer_file=tmp_path / "worth.npz",
+    )
+    other = SimpleNamespace(name="other", plans_on_device=False)
+    monkeypatch.setattr(compat, "kernels_of", lambda *_: other)
+    with pytest.raises(ConfigurationError, match="reference or triton with head_budgets"):
+        compat.check_server_args(server_args(), settings)

@@ -52,7 +52,7 @@ def make_span(scorer: TokenScorer, chunk: Chunk, first: int = 0) -> Span:
 @pytest.fixture(scope="session")
 def weights(tmp_path_factory) -> Path:
     """What a fitted scorer reads."""
-    file = tmp_path_factory.mktemp("fitted") / "weights.safetensors"
+    file = tmp_path_factory.mktemp("fitted") / "weights.npz"
     TokenWorth(normal(0, 1, HEADS, 3 * HEADS * 2 * (DIM + 1) + 1)).save(file)
     return file
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from kvtier.errors import UsageError
 from kvtier.retention import token_worth
@@ -98,19 +98,30 @@ def test_weights_of_another_model_are_refused() -> None:
 
 def test_weights_come_back_from_their_file(tmp_path: Path) -> None:
     worth = TokenWorth(normal(0, LAYERS, HEADS, 11))
-    worth.save(tmp_path / "worth.safetensors")
-    again = TokenWorth.load(tmp_path / "worth.safetensors")
+    worth.save(tmp_path / "worth.npz")
+    again = TokenWorth.load(tmp_path / "worth.npz")
     assert torch.equal(again.weights, worth.weights)
     assert again.digest == worth.digest != TokenWorth(worth.weights + 1).digest
 
 
+def test_weights_of_another_models_file_are_refused_before_serving() -> None:
+    width = 3 * HEADS * (2 * DIM + 2) + 1
+    worth = TokenWorth(normal(0, LAYERS, HEADS, width), "ours")
+    worth.check_fits(LAYERS, HEADS, DIM, "ours")
+    worth.check_fits(LAYERS, HEADS, DIM, None)
+    others = ((LAYERS, HEADS, "new"), (4, HEADS, "ours"), (LAYERS, 1, "ours"))
+    for layers, heads, revision in others:
+        with pytest.raises(UsageError, match=r"scorer\.file: expected wh?"):
+            worth.check_fits(layers, heads, DIM, revision)
+
+
 @pytest.mark.parametrize("kind", ["missing", "text", "other", "nan"])
 def test_a_file_of_something_else_is_refused(tmp_path: Path, kind: str) -> None:
-    file = tmp_path / "worth.safetensors"
+    file = tmp_path / "worth.npz"
     if kind == "text":
         file.write_text("{}")
     elif kind == "other":
-        save_file({"weights": normal(0, 2, 3)}, str(file))
+        np.savez(file, weights=normal(0, 2, 3).numpy())
     elif kind == "nan":
         TokenWorth(torch.full((1, 1, 3), torch.nan)).save(file)
     with pytest.raises(UsageError, match=r"scorer\.file: expected weights that"):

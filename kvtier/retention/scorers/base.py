@@ -95,6 +95,12 @@ class TokenScorer(ABC):
         """Those of the parameters that decide the state."""
         return {}
 
+    def check_fits(  # noqa: B027, most scorers fit any model
+        self, layers: int, kv_heads: int, head_dim: int, revision: str | None
+    ) -> None:
+        """Raises UsageError for a model that the scorer was not fitted to. revision: the digest of
+        its weights, where it is known."""
+
     def observe(self, chunk: Chunk) -> torch.Tensor:
         """The state of new tokens: float32 `[heads, state_width, tokens]`. A prefill that is cut
         into chunks should give what it gives in one."""

@@ -56,6 +56,9 @@ class Reconstruction(TokenScorer):
     def parameters(self) -> dict[str, Any]:
         return {"digest": self.digest}
 
+    def check_fits(self, layers: int, kv_heads: int, head_dim: int, revision: str | None) -> None:
+        self.worth.check_fits(layers, kv_heads, head_dim, revision)
+
     def score(self, span: Span) -> torch.Tensor:
         assert span.values is not None, "a comparable scorer is given values"
         worth = _on_device(self.worth, span.keys.device)

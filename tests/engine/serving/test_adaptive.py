@@ -31,10 +31,10 @@ def worth() -> TokenWorth:
 @pytest.fixture
 def adaptive(tmp_path, worth) -> dict[str, str]:
     """The settings, without a share."""
-    worth.save(tmp_path / "worth.safetensors")
+    worth.save(tmp_path / "worth.npz")
     return {
         "KVTIER_SCORER": "reconstruction",
-        "KVTIER_SCORER_FILE": str(tmp_path / "worth.safetensors"),
+        "KVTIER_SCORER_FILE": str(tmp_path / "worth.npz"),
         "KVTIER_HEAD_BUDGETS": "adaptive",
     }
 
