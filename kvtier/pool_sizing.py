@@ -17,6 +17,8 @@ SLACK_SLOTS = 64
 # Beside its KV: what SGLang holds for each token of the longest pass there could be (48), a place
 # in its list of free slots, where the token's locality slot is, and a mark.
 CA_TABLE_BYTES = 48 + 8 + 8 + 1
+# What packing remembers of a CA slot: a number.
+PACKED_BYTES = 8
 # A vote, and a place among the free.
 LOCALITY_TABLE_BYTES = 4 + 8
 
@@ -87,11 +89,6 @@ def vote_bytes(profile: HeadProfile) -> int:
     return 4 * (profile.num_ca_heads * group + 1)
 
 
-def packed_bytes(profile: HeadProfile) -> int:
-    """Bytes per CA slot of what packing remembers of it: a vote per CA head, and a number."""
-    return 4 * profile.num_ca_heads + 8
-
-
 def slot_bytes(
     profile: HeadProfile,
     dtype_bytes: int,
@@ -108,7 +105,7 @@ def slot_bytes(
     ca = profile.num_ca_heads * head_bytes
     beside = 0 if state_width is None else score_bytes(profile, state_width)
     beside += vote_bytes(profile) if merges else 0
-    beside += packed_bytes(profile) if packs else 0
+    beside += PACKED_BYTES if packs else 0
     return SlotBytes(ca=ca + beside, locality=total * head_bytes - ca)
 
 

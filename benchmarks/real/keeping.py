@@ -17,7 +17,7 @@ from benchmarks.real.held import Held, Refresh, stacked
 from kvtier.heads.profile import Head, ModelShape, full_profile
 from kvtier.heads.reference.compaction import ScoredSession, rotation_of
 from kvtier.heads.samples.questions import CalibrationSample
-from kvtier.retention.head_budgets import adaptive_selection, is_compensated
+from kvtier.retention.head_budgets import adaptive_selection
 from kvtier.retention.keepkv import KeepKV, QueryWindow
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import RefreshRule, choose_again
@@ -66,7 +66,7 @@ class Setting:
 def settings_at(kept: float) -> list[Setting]:
     """All ways at one share of the bytes."""
     heads = min(1.0, CA_HEADS_PER_BYTE * kept)
-    adaptive = partial(Setting, kept=kept, sink=4, recent=16, adaptive=True)
+    adaptive = partial(Setting, kept=kept, sink=4, recent=16, compensation=False, adaptive=True)
     return [
         Setting("head profile", kept, heads=0.0),
         Setting("+ distinct-keys", kept, heads=heads, scorer="distinct-keys"),
@@ -122,16 +122,11 @@ class Keeper:
         self.context, self.setting, self.fitted = context, setting, fitted
         self.begin, self.end = setting.sink, context.num_tokens - setting.recent
         self._rule = RefreshRule(KeepKV(), setting.merge)
-        self.compensates = setting.compensation
         if setting.adaptive:
             each = int(setting.kept * context.num_tokens) - setting.sink - setting.recent
-            self.compensates = is_compensated(each, self.end - self.begin)
             worth = context.worth(fitted)[..., self.begin : self.end]
-            self.counts = (
-                adaptive_selection(worth.flatten(0, 1), each, compensation=self.compensates)
-                .view(worth.shape)
-                .sum(-1)
-            )
+            kept = adaptive_selection(worth.flatten(0, 1), each)
+            self.counts = kept.view(worth.shape).sum(-1)
         else:
             self.counts = self._by_profile(order)
 
@@ -199,7 +194,7 @@ class Keeper:
         else:
             kept_k, kept_v = middle_k[:, :0], middle_v[:, :0]
         votes = k.new_zeros(group, count)
-        if self.compensates and (setting.adaptive or not count):
+        if setting.compensation and not count:
             # One entry for all others: their mean, with as many votes.
             others = middle_k.shape[1] - count
             rest = [

@@ -167,8 +167,6 @@ class Runtime:
             rotary = find_rotary(runner.model, layers)
             selection = AdaptiveSelection if pool.packed is not None else TokenSelection
             self.selection = selection(pool, scorer_of(settings), rotary)
-            if self._adaptive is not None:
-                self._adaptive.compensation = settings.locality.compensation
         self.backend = KvtierAttnBackend(
             runner, settings, selection=self.selection, refresh=self._pass_refresh
         )

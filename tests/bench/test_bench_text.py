@@ -70,7 +70,7 @@ def test_heads_that_compete_need_no_profile(tmp_path: Path):
     assert ours.plan.head_profile is None
     assert ours.plan.environment["KVTIER_HEAD_BUDGETS"] == "adaptive"
     assert "KVTIER_HEAD_PROFILE" not in ours.plan.environment
-    # A vote for every head, and a number, beside the KV.
+    # A number beside the KV.
     assert ours.slots.ca > full.slots.ca
     with pytest.raises(HeadProfileError, match="--head-budgets: expected equal beside policy ran"):
         make_plans(parse_options([*flags, *adaptive, *weights, "--policies", "random"]))

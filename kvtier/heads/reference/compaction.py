@@ -16,14 +16,14 @@ from torch import Tensor
 from kvtier.errors import UnsupportedModelError
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.profile import HeadProfile, full_profile
-from kvtier.heads.reference.attention import Block, mean_entry
+from kvtier.heads.reference.attention import Block
 from kvtier.heads.reference.session import (
     CHUNK_TOKENS,
     DEFAULT_RULE,
     ClassCache,
     ReferenceSession,
 )
-from kvtier.retention.head_budgets import adaptive_selection, is_compensated
+from kvtier.retention.head_budgets import adaptive_selection
 from kvtier.retention.locality import DroppedSpan, LocalityRule
 from kvtier.retention.scorers import Chunk, Span, TokenScorer, select
 from kvtier.retention.scorers.distinct_keys import DistinctKeys
@@ -166,15 +166,14 @@ class AdaptiveSession(ScoredSession):
             for index, parts in enumerate(fresh):
                 k, v = (torch.cat(x)[:, span.begin : span.end] for x in zip(*parts, strict=True))
                 worth.append(self.scores(index, range(len(parts)), k, v, span.begin))
-            compensation = self.rule.compensation and is_compensated(keep, span.num_tokens)
-            kept = adaptive_selection(torch.cat(worth), keep, compensation=compensation)
+            kept = adaptive_selection(torch.cat(worth), keep)
             kept = kept.view(len(fresh), -1, span.num_tokens)
         for index, layer in enumerate(self._by_head):
             for head, cache in enumerate(layer):
-                blocks = [Block(*fresh[index][head])]
+                block = Block(*fresh[index][head])
                 if kept is not None:
-                    blocks = _pruned(blocks[0], span, kept[index, head], compensation)
-                cache.settled += blocks
+                    block = _pruned(block, span, kept[index, head])
+                cache.settled.append(block)
                 cache.fresh = []
         self.forget()
 
@@ -184,17 +183,15 @@ def _joined(blocks: Sequence[Block]) -> tuple[Tensor, Tensor]:
     return torch.cat([b.k for b in blocks], dim=1), torch.cat([b.v for b in blocks], dim=1)
 
 
-def _pruned(block: Block, span: DroppedSpan, kept: Tensor, compensation: bool) -> list[Block]:
-    """One head's turn with only the tokens of the span that are `kept`, bool `[tokens]`, and one
-    entry for the others, if asked."""
-    middle = [x[:, span.begin : span.end] for x in (block.k, block.v)]
+def _pruned(block: Block, span: DroppedSpan, kept: Tensor) -> Block:
+    """One head's turn with only the tokens of the span that are `kept`, bool `[tokens]`."""
     k, v = (
-        torch.cat([x[:, : span.begin], part[:, kept], x[:, span.end :]], dim=1)
-        for x, part in zip((block.k, block.v), middle, strict=True)
+        torch.cat(
+            [x[:, : span.begin], x[:, span.begin : span.end][:, kept], x[:, span.end :]], dim=1
+        )
+        for x in (block.k, block.v)
     )
-    if not compensation or bool(kept.all()):
-        return [Block(k, v)]
-    return [Block(k, v), mean_entry(middle[0][:, ~kept], middle[1][:, ~kept])]
+    return Block(k, v)
 
 
 def _with_chosen(k: Tensor, v: Tensor, begin: int, end: int, chosen: Tensor) -> Block:

@@ -36,7 +36,7 @@ class PackedPlan:
         assert pool.packed is not None, "a pool that does not pack"
         self.kernels, self.pool, self.spans = kernels, pool, spans
         self._cells = pool.packed.cells
-        self._kv = RaggedKV(self._cells.k, self._cells.v, self._cells.log_votes)
+        self._kv = RaggedKV(self._cells.k, self._cells.v)
         unique = {span for request in spans for span in request}
         self._of_span = {span: (span.cells(self._cells), span.indptr) for span in unique}
         sizes = [len(buffers.heads) for buffers in pool.ca]
@@ -110,7 +110,7 @@ class PackedPlan:
 
     def _plan(self, rows: list[torch.Tensor]) -> Any:
         indptr = (0, *accumulate(row.numel() for row in rows))
-        return self.kernels.plan(torch.cat(rows), indptr, self._cells.log_votes)
+        return self.kernels.plan(torch.cat(rows), indptr)
 
 
 def _by_head(q_indptr: Sequence[int], heads: int, device: torch.device) -> torch.Tensor:

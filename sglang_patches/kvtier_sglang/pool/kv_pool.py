@@ -24,7 +24,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVCache, KVWriteLoc, unwrap_write_loc
 
 from kvtier.heads.profile import HeadProfile
-from kvtier.pool_sizing import SlotBytes, packed_bytes, score_bytes, vote_bytes
+from kvtier.pool_sizing import PACKED_BYTES, SlotBytes, score_bytes, vote_bytes
 from kvtier_kernels import AttentionKernels, HeadMap, RaggedKV
 from kvtier_sglang.pool.packed import Cells, PackedSpans
 
@@ -181,7 +181,7 @@ class HeadSplitKVPool(KVCache):
         if self.ca_votes is not None:
             scores += vote_bytes(self.profile)
         if self.packed is not None:
-            scores += packed_bytes(self.profile)
+            scores += PACKED_BYTES
         return SlotBytes(
             ca=_bytes_per_slot(self.ca) + scores, locality=_bytes_per_slot(self.locality)
         )

@@ -33,8 +33,7 @@ MOVED_AT_A_TIME = 1 << 20
 class Cells:
     """All cells of a pool's CA heads: one buffer, one number each.
 
-    k, v:      `[cells, 1, dim]`: to kernels each cell is a slot of a class with a single head
-    log_votes: float32 `[cells]`, of entries that stand for others; read in packed spans only
+    k, v:           `[cells, 1, dim]`: to kernels each cell is a slot of a class with a single head
     bases, strides: int64 `[columns]`, where a column's (layer's CA head's) cells lie
     """
 
@@ -44,7 +43,6 @@ class Cells:
         self.k, self.v = k.unsqueeze(1), v.unsqueeze(1)
         self.bases = torch.tensor(bases, dtype=torch.int64, device=k.device)
         self.strides = torch.tensor(strides, dtype=torch.int64, device=k.device)
-        self.log_votes = torch.zeros(k.shape[0], dtype=torch.float32, device=k.device)
 
     def of(self, columns: torch.Tensor | slice, slots: torch.Tensor) -> torch.Tensor:
         """int64 `[columns, slots]`."""
@@ -111,7 +109,7 @@ class PackedSpans:
         torch.arange(self.dense_of.numel(), out=self.dense_of)
 
     def add(self, span: PackedSpan) -> None:
-        """The entries of `span` stand in its columns' first cells still: move what is beyond."""
+        """A span whose entries stand where its counts say."""
         slots = span.slots
         self.dense_of.index_fill_(0, slots, 0)
         self._by_first[int(slots[0])] = span

@@ -15,7 +15,6 @@ from typing import Protocol
 
 import torch
 
-from kvtier.retention.head_budgets import is_compensated
 from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import PrunedRange, RefreshRule, choose_again
 from kvtier_sglang.pool.packed import PackedSpan, PackedSpans
@@ -24,10 +23,7 @@ from kvtier_sglang.refresh.sources import FetchedSource, RefreshSource
 
 
 class HeadsCompete(Protocol):
-    """What chose the entries of the tree. compensation: whether heads get an entry for what they
-    drop, where the share allows it."""
-
-    compensation: bool
+    """What chose the entries of the tree."""
 
     def score(
         self,
@@ -66,9 +62,7 @@ class PackedRefresher(Refresher):
             part = slice(pruned.begin, pruned.begin + pruned.kept)
             (shared,) = self.packed.in_row(row[part].to(torch.int64))
             own = PackedSpan(slots, shared.counts)
-            source, target = shared.cells(cells), own.cells(cells)
-            cells.move(source, target)
-            cells.log_votes[target] = cells.log_votes[source]
+            cells.move(shared.cells(cells), own.cells(cells))
             self.packed.add(own)
             self.allocator.free_locality(slots)
             row[part] = slots.to(row.dtype)
@@ -98,26 +92,16 @@ class PackedRefresher(Refresher):
         worth = self.selection.score(index, k, v, state, pruned.begin)
         (span,) = self.packed.in_row(slots)
         place, indptr = span.cells(cells), span.indptr
-        compensation = self.selection.compensation and is_compensated(pruned.kept, tokens)
         for head in range(heads):
             column = self._first_column[index] + head
-            own = slice(indptr[column], indptr[column + 1])
-            count = span.counts[column]
-            # The last entry stands for the others; where nothing was dropped there is none.
-            stands = compensation and count < tokens
+            own = place[indptr[column] : indptr[column + 1]]
             mine = slice(head, head + 1)
             queries = QueryWindow(window.q[:, mine], window.scale)
             kept = choose_again(
-                self.rule.keepkv, k[mine], v[mine], worth[head], count - int(stands), queries
+                self.rule.keepkv, k[mine], v[mine], worth[head], span.counts[column], queries
             )
             for exact, target in ((k[head], cells.k), (v[head], cells.v)):
-                entries = exact[kept]
-                if stands:
-                    dropped = torch.ones(tokens, dtype=torch.bool, device=k.device)
-                    dropped[kept] = False
-                    mean = exact[dropped].float().mean(0, keepdim=True)
-                    entries = torch.cat([entries, mean.to(entries.dtype)])
-                target[place[own], 0] = entries.to(target.dtype)
+                target[own, 0] = exact[kept].to(target.dtype)
 
 
 __all__ = ["PackedRefresher"]

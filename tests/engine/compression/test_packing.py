@@ -6,13 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.heads.profile import ModelShape, full_profile
-from kvtier.retention.head_budgets import adaptive_selection, is_compensated
+from kvtier.retention.head_budgets import adaptive_selection
 from kvtier.retention.scorers import TokenScorer
 from kvtier_kernels import get_kernels
 from kvtier_sglang.attention.packed import PackedPlan
@@ -57,20 +56,10 @@ def entries(pool: HeadSplitKVPool, slots: torch.Tensor) -> list[torch.Tensor]:
     return [buffers.k[slots, head].clone() for buffers in pool.ca for head in range(HEADS)]
 
 
-def expected_of(keys: list[torch.Tensor], keep: int) -> list[tuple[torch.Tensor, float]]:
-    """What a column keeps: its entries, and the votes of the last one."""
-    worth = torch.stack([k[:, -1] for k in keys])
-    tokens = worth.shape[1]
-    compensation = is_compensated(keep, tokens)
-    kept = adaptive_selection(worth, keep, compensation=compensation)
-    found = []
-    for k, mine in zip(keys, kept, strict=True):
-        if compensation and not mine.all():
-            mean = k[~mine].mean(0, keepdim=True)
-            found.append((torch.cat([k[mine], mean]), math.log(int((~mine).sum()))))
-        else:
-            found.append((k[mine], 0.0))
-    return found
+def expected_of(keys: list[torch.Tensor], keep: int) -> list[torch.Tensor]:
+    """What every column keeps."""
+    kept = adaptive_selection(torch.stack([k[:, -1] for k in keys]), keep)
+    return [k[mine] for k, mine in zip(keys, kept, strict=True)]
 
 
 def packed_span(pool, slots, keep) -> PackedSpan:
@@ -103,7 +92,7 @@ def test_every_entry_has_a_cell_of_its_own_and_its_own_column_first(counts, data
 @given(
     seed=st.integers(0, 1000), tokens=st.integers(2, 40), share=st.floats(0.05, 0.95),
 )  # fmt: skip
-def test_the_best_entries_of_all_heads_stay_with_one_for_the_others(seed, tokens, share):
+def test_the_best_entries_of_all_heads_stay(seed, tokens, share):
     pool = a_pool(seed)
     slots = torch.randperm(SLOTS)[:tokens] + 1
     keep = min(max(int(share * tokens), 1), tokens - 1)
@@ -111,13 +100,11 @@ def test_the_best_entries_of_all_heads_stay_with_one_for_the_others(seed, tokens
     span = packed_span(pool, slots, keep)
     cells = pool.packed.cells
     place = span.cells(cells)
-    for column, (k, votes) in enumerate(expected):
+    for column, k in enumerate(expected):
         own = place[span.indptr[column] : span.indptr[column + 1]]
         torch.testing.assert_close(cells.k[own, 0], k)
         torch.testing.assert_close(cells.v[own, 0], -k)
-        held = cells.log_votes[own].tolist()
-        assert held == pytest.approx([0.0] * (len(held) - 1) + [votes] * bool(held))
-    assert sum(span.counts) <= keep * LAYERS * HEADS
+    assert sum(span.counts) == keep * LAYERS * HEADS
 
 
 @given(seed=st.integers(0, 1000), spans=st.integers(0, 2), tokens=st.integers(1, 5))
@@ -148,16 +135,10 @@ def test_attention_is_that_over_the_entries_that_stay(seed, spans, tokens):
             for head in range(HEADS):
                 column = layer * HEADS + head
                 of_spans = [span[column] for span in held] if request == 0 else []
-                keys = torch.cat([torch.empty(0, DIM), *(one for one, _ in of_spans)])
-                votes = torch.zeros(len(keys))
-                stop = 0
-                for one, last in of_spans:
-                    stop += len(one)
-                    if len(one):
-                        votes[stop - 1] = last
+                keys = torch.cat([torch.empty(0, DIM), *of_spans])
                 query = q[begin, head]
                 if len(keys):
-                    logits = query @ keys.T * 0.5 + votes
+                    logits = query @ keys.T * 0.5
                     torch.testing.assert_close(decoded.lse[request, head], logits.logsumexp(-1))
                     expected = logits.softmax(-1) @ -keys
                     torch.testing.assert_close(decoded.o[request, head], expected)
@@ -168,8 +149,7 @@ def test_attention_is_that_over_the_entries_that_stay(seed, spans, tokens):
                     new = slice(begin, begin + token + 1)
                     every = torch.cat([keys, mine, k[new, head]])
                     values = torch.cat([-keys, -mine, v[new, head]])
-                    bias = torch.cat([votes, torch.zeros(len(every) - len(votes))])
-                    logits = q[begin + token, head] @ every.T * 0.5 + bias
+                    logits = q[begin + token, head] @ every.T * 0.5
                     torch.testing.assert_close(
                         extended[begin + token, head], logits.softmax(-1) @ values
                     )

@@ -68,7 +68,7 @@ def said(out: dict) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("share", [0.35, 0.1])
 def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, adaptive, worth, share):
-    """With an entry for what each head drops, and at the smaller share without; six at a time."""
+    """Six sessions at a time."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)

@@ -8,7 +8,6 @@ from tiered_tree_harness import REFRESH, turn
 from tree_harness import QUERY_SCALE, SHAPE, AnyOrder, MiniScheduler
 from tree_requests import context, digest
 
-from kvtier.retention.head_budgets import is_compensated
 from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import choose_again
 from kvtier.retention.scorers import Span
@@ -35,7 +34,6 @@ def expected_after(s: MiniScheduler, request, pruned, counts, asked: int):
         float(digest(tokens[: p + 1])) for p in range(pruned.begin, pruned.end)
     ])  # fmt: skip
     exact = values[None, :, None].expand(SHAPE.num_kv_heads, -1, SHAPE.head_dim)
-    stands = is_compensated(pruned.kept, len(values))
     found = []
     for layer in range(SHAPE.num_layers):
         state = torch.empty(SHAPE.num_kv_heads, 0, len(values))
@@ -43,16 +41,12 @@ def expected_after(s: MiniScheduler, request, pruned, counts, asked: int):
         q = s._queries(request, asked, layer)[-REFRESH.keepkv.window_queries :]
         for head in range(SHAPE.num_kv_heads):
             count = counts[layer * SHAPE.num_kv_heads + head]
-            extra = int(stands and count < len(values))
             mine = slice(head, head + 1)
             kept = choose_again(
-                REFRESH.keepkv, exact[mine], exact[mine], worth[head], count - extra,
+                REFRESH.keepkv, exact[mine], exact[mine], worth[head], count,
                 QueryWindow(q[:, mine], QUERY_SCALE),
             )  # fmt: skip
-            others = torch.ones(len(values), dtype=torch.bool)
-            others[kept] = False
-            mean = values[others].mean()[None] if extra else values[:0]
-            found.append(torch.cat([values[kept], mean]))
+            found.append(values[kept])
     return found
 
 
