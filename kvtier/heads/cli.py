@@ -78,8 +78,11 @@ def run_calibrate_tokens(options: argparse.Namespace) -> int:
     length = parse_size(options.len, "--len")
     if options.seed < 0:
         raise UsageError("--seed", "at least 0", options.seed)
-    if not options.out.parent.is_dir():
+    if options.out.is_dir() or not options.out.parent.is_dir():
         raise UsageError("--out", "a file in an existing directory", str(options.out))
+    if options.out.suffix == ".safetensors":
+        # In a model's folder it would be taken for weights of the model.
+        raise UsageError("--out", "another name, such as token_worth.npz", str(options.out))
 
     from contextlib import nullcontext
 

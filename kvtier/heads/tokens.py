@@ -18,8 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvtier.errors import UsageError
-from kvtier.heads.model.config import check_splittable, read_config, shape_of, weights_revision
+from kvtier.errors import SizeError, UsageError
+from kvtier.heads.model.config import (
+    check_splittable,
+    context_length,
+    read_config,
+    shape_of,
+    weights_revision,
+)
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.probes.reconstruction import attention_drawn, repeat_request
 from kvtier.heads.profile import full_profile
@@ -79,6 +85,7 @@ def fit_tokens(
     if contexts < 1:
         raise UsageError("--contexts", "at least 1", contexts)
     check_splittable(read_config(model_path))
+    _check_length(model_path, length)
     tasks = tasks_for(model_path)
     fitted = make_samples(tasks.make, tasks.measuring, contexts, [length], seed, CALIBRATION)
     judged = make_samples(tasks.make, tasks.measuring, JUDGED_CONTEXTS, [length], seed, HELD_OUT)
@@ -103,10 +110,7 @@ def repetitions(
     model: Any, model_path: str, samples: Sequence[CalibrationSample], progress: Progress
 ) -> Iterator[Repeated]:
     """Each sample's context, prefilled and repeated; one at a time is held."""
-    request: list[int] = []
-    if not speaks_recall(model_path):
-        tokenizer = Tokenizer(model_path)
-        request = repeat_request(tokenizer, frame_of(tokenizer))
+    request = _request(model_path)
     shape = shape_of(model)
     for index, sample in enumerate(samples):
         progress(f"repeating, {sample.task}", index, len(samples))
@@ -115,6 +119,23 @@ def repetitions(
         kv = [session.exact_kv(layer) for layer in range(shape.num_layers)]
         yield Repeated(kv, attention_drawn(model, kv, sample.context_ids, request))
     progress("repeating", len(samples), len(samples))
+
+
+def _request(model_path: str) -> list[int]:
+    """The tokens that ask for a repetition; none in the recall language."""
+    if speaks_recall(model_path):
+        return []
+    tokenizer = Tokenizer(model_path)
+    return repeat_request(tokenizer, frame_of(tokenizer))
+
+
+def _check_length(model_path: str, length: int) -> None:
+    """Raises SizeError where a context and its repetition are longer than the model reads."""
+    longest = context_length(read_config(model_path))
+    most = (longest - len(_request(model_path))) // 2
+    if longest and length > most:
+        expected = f"at most {most} tokens: a context and its repetition"
+        raise SizeError("--len", expected, length)
 
 
 def add(fit: Fit, model: Any, repeated: Repeated) -> None:

@@ -12,6 +12,7 @@ state, this the KV, which a pool holds anyway: prefilling computes and stores no
 from __future__ import annotations
 
 import hashlib
+import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,10 @@ LEAST = 1e-6
 SINK_TOKENS = 4
 # Tokens whose features are held at a time.
 BLOCK_TOKENS = 8192
+# What numpy and zipfile raise about a file that is not there, cut off, changed, or not theirs.
+UNREADABLE = (
+    OSError, ValueError, KeyError, TypeError, RuntimeError, BadZipFile, zlib.error,
+)  # fmt: skip
 
 
 def own_features(keys: Tensor, values: Tensor, rotation: Rotation | None) -> Tensor:
@@ -123,10 +128,11 @@ class TokenWorth:
         """Raises UsageError for a file that is not there or holds something else."""
         expected = "weights that `kvtier calibrate tokens` has written"
         try:
-            with np.load(file, allow_pickle=False) as stored:
+            # Opened here: numpy does not close a file that it cannot read.
+            with file.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
                 schema, revision = str(stored["schema"]), str(stored["revision"])
                 weights = torch.from_numpy(stored["weights"])
-        except (OSError, ValueError, KeyError, TypeError, BadZipFile) as error:
+        except UNREADABLE as error:
             raise UsageError("scorer.file", expected, f"{file}: {error}") from error
         if schema != SCHEMA:
             raise UsageError("scorer.file", expected, f"{file}: schema {schema}")
@@ -146,12 +152,18 @@ class Fit:
         self, layer: int, keys: Tensor, values: Tensor, rotation: Rotation | None, drawn: Tensor
     ) -> None:
         """What a context's tokens drew, `[kv_heads, tokens]`; arguments as in `own_features`."""
-        x = features(keys, values, rotation)[SINK_TOKENS:].double()
-        y = drawn[:, SINK_TOKENS:].clamp_min(LEAST).log().double()
-        squares, products = x.T @ x, x.T @ y.T
-        known, more = self._squares[layer], self._products[layer]
-        self._squares[layer] = squares if known is None else known + squares
-        self._products[layer] = products if more is None else more + products
+        for begin in range(SINK_TOKENS, keys.shape[1], BLOCK_TOKENS):
+            end = min(begin + BLOCK_TOKENS, keys.shape[1])
+            # With the neighbours on both sides, whose own rows are not taken.
+            near, part = slice(begin - 1, end + 1), rotation
+            if part is not None:
+                part = part._replace(cos=part.cos[near], sin=part.sin[near])
+            x = features(keys[:, near], values[:, near], part)[1 : 1 + end - begin].double()
+            y = drawn[:, begin:end].clamp_min(LEAST).log().double()
+            squares, products = x.T @ x, x.T @ y.T
+            known, more = self._squares[layer], self._products[layer]
+            self._squares[layer] = squares if known is None else known + squares
+            self._products[layer] = products if more is None else more + products
 
     def solve(self) -> TokenWorth:
         """The weights. Every layer must have been added to."""

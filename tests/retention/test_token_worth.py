@@ -47,6 +47,21 @@ def test_a_fit_finds_the_weights_that_made_the_attention() -> None:
     assert float(torch.corrcoef(torch.stack([found.flatten(), expected.flatten()]))[0, 1]) > 0.999
 
 
+@pytest.mark.parametrize("tokens", [6, 11, 40])
+def test_a_fit_in_blocks_is_the_fit_in_one(tokens: int) -> None:
+    keys, rotation = rotated(normal(1, HEADS, tokens, DIM))
+    values, drawn = normal(2, HEADS, tokens, DIM), normal(3, HEADS, tokens).exp()
+    fits = []
+    for block in (1000, 7, 1):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(token_worth, "BLOCK_TOKENS", block)
+            fit = Fit(1)
+            fit.add(0, keys, values, rotation, drawn)
+            fits.append(fit.solve().weights)
+    torch.testing.assert_close(fits[1], fits[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(fits[2], fits[0], rtol=1e-4, atol=1e-6)
+
+
 def test_first_tokens_are_no_examples() -> None:
     keys, values = normal(1, HEADS, 50, DIM), normal(2, HEADS, 50, DIM)
     drawn = normal(3, HEADS, 50).exp()
@@ -115,10 +130,12 @@ def test_weights_of_another_models_file_are_refused_before_serving() -> None:
             worth.check_fits(layers, heads, DIM, revision)
 
 
-@pytest.mark.parametrize("kind", ["missing", "text", "other", "nan"])
+@pytest.mark.parametrize("kind", ["missing", "empty", "text", "other", "nan"])
 def test_a_file_of_something_else_is_refused(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "worth.npz"
-    if kind == "text":
+    if kind == "empty":
+        file.touch()
+    elif kind == "text":
         file.write_text("{}")
     elif kind == "other":
         np.savez(file, weights=normal(0, 2, 3).numpy())
@@ -126,6 +143,24 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, kind: str) -> None:
         TokenWorth(torch.full((1, 1, 3), torch.nan)).save(file)
     with pytest.raises(UsageError, match=r"scorer\.file: expected weights that"):
         TokenWorth.load(file)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_a_damaged_file_is_refused_or_reads_as_some_weights(tmp_path: Path, save) -> None:
+    file = tmp_path / "worth.npz"
+    save(file, schema=token_worth.SCHEMA, revision="", weights=np.ones((1, 1, 3), np.float32))
+    whole = file.read_bytes()
+    damaged = [whole[:size] for size in range(0, len(whole), 7)]
+    for at in range(len(whole)):
+        damaged += [whole[:at] + bytes([whole[at] ^ bits]) + whole[at + 1 :] for bits in (1, 255)]
+    refused = 0
+    for data in damaged:
+        file.write_bytes(data)
+        try:
+            TokenWorth.load(file)
+        except UsageError:
+            refused += 1
+    assert refused > len(damaged) // 2
 
 
 def test_the_best_of_all_heads_are_the_best() -> None:

@@ -1,0 +1,156 @@
+"""`kvtier calibrate tokens`, end to end on the demo model, and what it refuses before it starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.calibration.cli.calibrate import add_calibrate_parser
+from kvtier.errors import SizeError, UsageError
+from kvtier.heads import tokens
+from kvtier.heads.model.config import model_shape, read_config, weights_revision
+from kvtier.heads.samples.synthetic import CALIBRATION, HELD_OUT
+from kvtier.heads.tokens import Repeated, fit_tokens
+from kvtier.retention.scorers.reconstruction import Reconstruction
+from kvtier.retention.token_worth import TokenWorth
+
+DEMO = Path(__file__).parents[2] / "models" / "kvtier-demo"
+LENGTH = 256
+
+
+def run_cli(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    add_calibrate_parser(parser.add_subparsers())
+    options = parser.parse_args(["calibrate", "tokens", *map(str, arguments)])
+    code = options.handler(options)
+    assert isinstance(code, int)
+    return code
+
+
+def test_the_command_writes_what_the_scorer_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, again = tmp_path / "worth.npz", tmp_path / "again.npz"
+    arguments = ("--model-path", DEMO, "--len", LENGTH, "--contexts", 2, "--seed", 3)
+    assert run_cli(*arguments, "--out", out) == 0
+    shown = capsys.readouterr().out
+    assert f"fitted on 2 contexts, {2 * LENGTH} tokens" in shown
+    assert "of contexts it has not seen" in shown
+    worth, shape = TokenWorth.load(out), model_shape(read_config(str(DEMO)))
+    revision = weights_revision(str(DEMO))
+    assert worth.revision == revision
+    worth.check_fits(shape.num_layers, shape.num_kv_heads, shape.head_dim, revision)
+
+    assert run_cli(*arguments, "--out", again, "--quiet") == 0
+    assert capsys.readouterr() == ("", "")
+    assert TokenWorth.load(again).digest == worth.digest
+
+
+def test_it_finds_more_of_the_best_entries_than_chance() -> None:
+    """A draw without looking would find the share itself."""
+    fit = fit_tokens(str(DEMO), contexts=3, length=LENGTH)
+    assert fit.tokens == 3 * LENGTH
+    for share, found in fit.agreement.items():
+        assert share + 0.2 < found <= 1
+
+
+def test_it_is_judged_on_contexts_that_it_was_not_fitted_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams = []
+
+    def make(*arguments: Any) -> list[Any]:
+        streams.append((arguments[2], arguments[-1]))
+        return make_samples(*arguments)
+
+    make_samples = tokens.make_samples
+    monkeypatch.setattr(tokens, "make_samples", make)
+    fit_tokens(str(DEMO), contexts=1, length=LENGTH)
+    assert streams == [(1, CALIBRATION), (tokens.JUDGED_CONTEXTS, HELD_OUT)]
+    assert CALIBRATION != HELD_OUT
+
+
+def test_agreement_is_the_share_of_the_best_that_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = torch.arange(20.0).view(1, 2, 10)
+    kv = [(torch.zeros(2, 10, 4), torch.zeros(2, 10, 4))]
+    monkeypatch.setattr(tokens, "rotation_of", lambda *_: None)
+
+    def agreement(predicted: torch.Tensor) -> float:
+        worth: Any = SimpleNamespace(predict=lambda *_: predicted)
+        return tokens._agreement(worth, None, Repeated(kv, drawn), 0.2)
+
+    assert agreement(drawn[0].log()) == 1.0
+    assert agreement(-drawn[0]) == 0.0
+    # Two of the four best are the worst.
+    half = drawn[0].clone()
+    half[1, -2:] = -1
+    assert agreement(half) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"--contexts": 0}, UsageError, "--contexts"),
+        ({"--seed": -1}, UsageError, "--seed"),
+        ({"--len": "4q"}, UsageError, "--len"),
+        ({"--len": 2}, SizeError, "--len"),
+        # Its repetition would lie behind the model's last position.
+        ({"--len": "100k"}, SizeError, "--len: expected at most 69632 tokens"),
+        ({"--model-path": "/nowhere"}, UsageError, "--model-path"),
+        ({"--out": "/nowhere/worth.npz"}, UsageError, "--out"),
+        ({"--out": "."}, UsageError, "--out"),
+        # In the model's folder it would change the model's revision.
+        ({"--out": "worth.safetensors"}, UsageError, "--out: expected another name"),
+    ],
+)
+def test_bad_arguments_are_named_before_the_model_loads(
+    options: dict[str, object], error: type[Exception], match: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("kvtier.heads.tokens.load_model", lambda _: pytest.fail("too late"))
+    monkeypatch.chdir(tmp_path)
+    good: dict[str, object] = {"--model-path": DEMO, "--out": "worth.npz", "--contexts": 1}
+    given = [text for option in (good | options).items() for text in option]
+    with pytest.raises(error, match=match):
+        run_cli(*given, "--quiet")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_length_is_checked_where_the_model_names_its_positions(tmp_path: Path) -> None:
+    config = {"max_position_embeddings": 1000}
+    (tmp_path / "tokenizer.json").write_text((DEMO / "tokenizer.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokens._check_length(str(tmp_path), 500)
+    with pytest.raises(SizeError, match="at most 500 tokens"):
+        tokens._check_length(str(tmp_path), 501)
+    (tmp_path / "config.json").write_text("{}")
+    tokens._check_length(str(tmp_path), 501)
+
+
+def test_a_scorers_file_is_read_once_and_again_when_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvtier.config import load_settings
+    from kvtier.retention.rules import scorer_of
+
+    reads: list[Path] = []
+    load = TokenWorth.load
+    monkeypatch.setattr(TokenWorth, "load", lambda file: (reads.append(file), load(file))[1])
+    file = tmp_path / "worth.npz"
+    TokenWorth(torch.zeros(1, 1, 7)).save(file)
+    settings = load_settings(scorer=Reconstruction.name, scorer_file=file)
+    first = scorer_of(settings)
+    assert scorer_of(settings) == first
+    assert len(reads) == 1
+
+    TokenWorth(torch.ones(1, 1, 7)).save(file)
+    os.utime(file, ns=(0, file.stat().st_mtime_ns + 10**9))
+    assert scorer_of(settings) != first
+    assert len(reads) == 2
