@@ -19,9 +19,10 @@ import torch
 from kvtier.errors import UsageError
 from kvtier.retention.keepkv import KeepKV, QueryWindow
 
-# Share of a head's entries that a turn's own queries choose where heads compete: by trials on texts
-# that nothing is measured on, at a quarter of the bytes 1.00 of the context's worth is kept by a
-# half or a quarter, .96 by all, .98 by none; at a tenth .87, .78 and .86.
+# Share of a head's entries that a turn's own queries choose where heads compete. By trials on texts
+# that nothing is measured on, at a tenth of the bytes .87 of the context's worth is kept by a half
+# or a quarter, .78 by all, .86 by none; at a quarter of them, when each head still had an entry for
+# what it dropped, 1.00, .96 and .98.
 QUESTION_SHARE = 0.5
 
 

@@ -37,7 +37,7 @@ SINK_TOKENS = 4
 BLOCK_TOKENS = 8192
 # What numpy and zipfile raise about a file that is not there, cut off, changed, or not theirs.
 UNREADABLE = (
-    OSError, ValueError, KeyError, TypeError, RuntimeError, BadZipFile, zlib.error,
+    OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, BadZipFile, zlib.error,
 )  # fmt: skip
 
 
