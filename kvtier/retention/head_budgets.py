@@ -3,9 +3,9 @@
     equal      every head keeps the same number: its own best
     adaptive   the best entries of all heads and layers stay, however many of them a head has
 
-             head 0              head 1              head 2          8 entries for three heads
-    equal    a . c . . . .       a b . . . . .       . . . . e f .   (and two more somewhere)
-    adaptive a . c d e f g       . b . . . . .       . . . . . . .
+             head 0              head 1              head 2              6 entries
+    equal    a . c . . . .       a b . . . . .       . . . . e f .
+    adaptive a . c d e f .       . b . . . . .       . . . . . . .
 
 Adaptive budgets need scores that compare across heads (`TokenScorer.comparable`). Sources: AdaKV
 (arXiv 2407.11550) for budgets within a layer, KVzip (arXiv 2505.23416) for those over all layers.

@@ -58,7 +58,8 @@ def weights(tmp_path_factory) -> Path:
 
 
 def a_scorer(name: str, weights: Path) -> TokenScorer:
-    return scorer_of(load_settings(scorer=name, scorer_file=weights))
+    compete = {"head_budgets": "adaptive", "retention": 0.5} if SCORERS[name].comparable else {}
+    return scorer_of(load_settings(scorer=name, scorer_file=weights, **compete))
 
 
 @pytest.fixture(params=SCORERS, ids=str)
@@ -147,7 +148,12 @@ def test_a_curve_of_one_scorer_is_of_no_other(weights):
 
 def test_a_fitted_scorer_without_its_file_is_refused():
     with pytest.raises(UsageError, match=r"scorer\.file: expected a file that"):
-        scorer_of(load_settings(scorer="reconstruction"))
+        scorer_of(load_settings(scorer="reconstruction", head_budgets="adaptive", retention=0.5))
+
+
+def test_a_scorer_that_sees_all_heads_is_refused_where_some_are_locality_heads(weights):
+    with pytest.raises(UsageError, match="head_budgets: expected adaptive, with a share"):
+        scorer_of(load_settings(scorer="reconstruction", scorer_file=weights, retention=0.5))
 
 
 def test_heads_compete_by_scores_that_compare_only():
