@@ -40,7 +40,7 @@ def scorer_of(settings: Settings) -> TokenScorer:
         names = [name for name, one in SCORERS.items() if one.comparable]
         expected = f"{' or '.join(names)} with head_budgets = adaptive, where heads compete"
         raise UsageError("scorer", expected, settings.scorer.name)
-    if scorer.comparable and not settings.packs:
+    if scorer.comparable and settings.compacts and not settings.packs:
         # With a head profile it would not see all KV heads of a layer.
         expected = f"adaptive, with a share of the context, beside scorer = {scorer.name}"
         raise UsageError("head_budgets", expected, settings.head_budgets)

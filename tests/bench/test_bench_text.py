@@ -16,7 +16,9 @@ from kvtier.bench.options import parse_options
 from kvtier.bench.planning import make_plans
 from kvtier.bench.schema import Document, RequestRecord
 from kvtier.bench.workload import longest_prompt, open_script, plan_sessions, turn_tokens
+from kvtier.config import load_settings
 from kvtier.errors import HeadProfileError, SizeError
+from kvtier.retention.rules import scorer_of
 from kvtier.retention.token_worth import TokenWorth
 
 TIMEOUT_S = 900
@@ -152,3 +154,17 @@ def teacher_forced(
         picked = logits.log_softmax(-1).gather(1, torch.tensor(right)[:, None])
         found.append(-float(picked.mean()))
     return found
+
+
+def test_full_kv_beside_heads_that_compete_is_not_refused(tmp_path: Path, monkeypatch):
+    """Every worker reads the settings again: those of the baseline name the scorer, too."""
+    folder, file = text_model(tmp_path / "model"), tmp_path / "worth.npz"
+    TokenWorth(torch.zeros(1, 1, 3)).save(file)
+    flags = ["--len", "1k", "--model-path", str(folder), "--retention", "0.5"]
+    adaptive = ["--head-budgets", "adaptive", "--scorer", "reconstruction"]
+    _, plans = make_plans(parse_options([*flags, *adaptive, "--scorer-file", str(file)]))
+    for one in plans:
+        with monkeypatch.context() as worker:
+            for name, value in one.plan.environment.items():
+                worker.setenv(name, value)
+            assert scorer_of(load_settings()).name == "reconstruction"

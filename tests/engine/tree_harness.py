@@ -10,9 +10,10 @@ from __future__ import annotations
 import time
 from array import array
 from dataclasses import dataclass
-from typing import ClassVar
 
+import packed_checks
 import torch
+from packed_checks import SHAPE, AnyOrder
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
     InitLoadBackParams,
@@ -24,10 +25,9 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from tree_requests import Request, digest
 
-from kvtier.heads.profile import HeadProfile, ModelShape, full_profile
+from kvtier.heads.profile import HeadProfile, full_profile
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import RefreshRule
-from kvtier.retention.scorers import Span, TokenScorer
 from kvtier.retention.scorers.compactor import Compactor
 from kvtier.retention.shares import ShareRule
 from kvtier.tier.blobs.keys import KvIdentity
@@ -49,22 +49,9 @@ from kvtier_sglang.refresh.turn_refresh import make_turn_refresh
 from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.connector import TierConnector
 
-SHAPE = ModelShape(num_layers=2, num_kv_heads=3, num_attention_heads=6, head_dim=2)
 # Digests are large numbers: attention over them would only ever see the largest.
 QUERY_SCALE = 1e-4
 PROFILE = HeadProfile(model="test", shape=SHAPE, method="test", ca_heads=((), (1,)))
-
-
-@dataclass(frozen=True)
-class AnyOrder(TokenScorer):
-    """Heads want different tokens, and different numbers of them."""
-
-    name: ClassVar[str] = "any-order"
-    comparable: ClassVar[bool] = True
-
-    def score(self, span: Span) -> torch.Tensor:
-        factors = torch.arange(2, 2 + span.keys.shape[0]) + 3 * span.layer
-        return span.keys[..., 0] * factors[:, None] % 97
 
 
 @dataclass
@@ -304,7 +291,7 @@ class MiniScheduler:
         Where a span was compacted, CA entries may stand for any token of that span, each once.
         """
         if self.pool.packed is not None:
-            self.check_packed(row, tokens, node)
+            packed_checks.check_packed(self.pool, row, tokens, node)
             return
         slots = self.allocator.locality_of[row]
         votes = self.pool.log_votes[slots]
@@ -314,7 +301,7 @@ class MiniScheduler:
             self.pool.ca[1].k[row, 0, 0],
             self.pool.locality[0].k[slots, 0, 0],
         )
-        moved = self.compacted(row, node)
+        moved = packed_checks.compacted(row, node)
         assert torch.equal(found_ca[~moved], expected[~moved]), "a CA entry under the wrong prefix"
         for pruned in pruned_ranges(node):
             part = slice(pruned.begin, pruned.end)
@@ -325,31 +312,6 @@ class MiniScheduler:
         assert torch.equal(found_locality[plain], expected[plain]), "a locality entry misplaced"
         total = votes[slots > 0].exp().sum()
         torch.testing.assert_close(total, torch.tensor(float(len(row))), rtol=1e-4, atol=1e-2)
-
-    def check_packed(self, row: torch.Tensor, tokens: list[int], node: KvNode) -> None:
-        """The same where heads keep different numbers of entries."""
-        expected = torch.tensor([digest(tokens[: p + 1]) for p in range(len(row))])
-        moved = self.compacted(row, node)
-        for buffers in self.pool.ca:
-            for head in range(SHAPE.num_kv_heads):
-                found = buffers.k[row, head, 0]
-                assert torch.equal(found[~moved], expected[~moved]), "an entry misplaced"
-        cells = self.pool.packed.cells
-        for pruned, span in zip(pruned_ranges(node), self.pool.packed.in_row(row), strict=True):
-            part = slice(pruned.begin, pruned.end)
-            place = span.cells(cells)
-            for begin, count in zip(span.indptr, span.counts, strict=False):
-                own = place[begin : begin + count]
-                kept = cells.k[own, 0, 0]
-                assert torch.isin(kept, expected[part]).all(), "an entry of another context"
-                assert kept.unique().numel() == kept.numel(), "one token kept twice"
-
-    def compacted(self, row: torch.Tensor, node: KvNode) -> torch.Tensor:
-        """Which positions of a row lie in spans of which CA heads keep a part."""
-        moved = torch.zeros(len(row), dtype=torch.bool)
-        for pruned in pruned_ranges(node):
-            moved[pruned.begin : pruned.end] = True
-        return moved
 
 
 def run_turn(s: MiniScheduler, prompt: list[int], answer: list[int], chunk: int = 1000) -> Request:

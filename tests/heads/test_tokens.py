@@ -145,7 +145,9 @@ def test_a_scorers_file_is_read_once_and_again_when_it_has_changed(
     monkeypatch.setattr(TokenWorth, "load", lambda file: (reads.append(file), load(file))[1])
     file = tmp_path / "worth.npz"
     TokenWorth(torch.zeros(1, 1, 7)).save(file)
-    settings = load_settings(scorer=Reconstruction.name, scorer_file=file)
+    settings = load_settings(
+        scorer=Reconstruction.name, scorer_file=file, head_budgets="adaptive", retention=0.5
+    )
     first = scorer_of(settings)
     assert scorer_of(settings) == first
     assert len(reads) == 1

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packed_checks import SHAPE, AnyOrder
 from tiered_tree_harness import REFRESH, turn
-from tree_harness import QUERY_SCALE, SHAPE, AnyOrder, MiniScheduler
+from tree_harness import QUERY_SCALE, MiniScheduler
 from tree_requests import context, digest
 
 from kvtier.retention.keepkv import QueryWindow
