@@ -165,8 +165,11 @@ class Runtime:
         if pool.state is not None:
             layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
             rotary = find_rotary(runner.model, layers)
+            scorer, shape = scorer_of(settings), pool.profile.shape
+            # Again, for a model that was no local directory at start-up, or a file that changed.
+            scorer.check_fits(shape.num_layers, shape.num_kv_heads, shape.head_dim, None)
             selection = AdaptiveSelection if pool.packed is not None else TokenSelection
-            self.selection = selection(pool, scorer_of(settings), rotary)
+            self.selection = selection(pool, scorer, rotary)
         self.backend = KvtierAttnBackend(
             runner, settings, selection=self.selection, refresh=self._pass_refresh
         )

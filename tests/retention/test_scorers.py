@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.calibration.policy_digest import policy_digest
+from kvtier.cli import main
 from kvtier.config import load_settings
 from kvtier.errors import UsageError
 from kvtier.heads.profile import ModelShape, full_profile
@@ -269,3 +270,10 @@ def test_random_tokens_are_each_heads_own_and_of_their_place() -> None:
     here, there = (scorer.score(make_span(scorer, make_chunk(200), first)) for first in (0, 200))
     assert not torch.equal(here[0], here[1])
     assert not torch.equal(here, there)
+
+
+def test_no_curve_is_calibrated_for_a_scorer_by_which_heads_compete(weights, monkeypatch, capsys):
+    monkeypatch.setenv("KVTIER_SCORER_FILE", str(weights))
+    code = main(["calibrate", "curve", "--model-path", "anywhere", "--scorer", "reconstruction"])
+    assert code != 0
+    assert "--scorer: expected one of the others" in capsys.readouterr().err

@@ -112,7 +112,9 @@ def _checked(options: argparse.Namespace) -> tuple[Settings, list[int]]:
     lengths = [parse_size(text, "--len") for text in options.len.split(",")]
     from kvtier.retention.rules import scorer_of
 
-    scorer_of(settings)
+    if scorer_of(settings).comparable:
+        expected = "one of the others: a curve is measured with equal budgets"
+        raise UsageError("--scorer", expected, options.scorer)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

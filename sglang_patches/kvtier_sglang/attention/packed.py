@@ -7,8 +7,8 @@ To a kernel each head of each request is a request with one head, over the pool'
     request 1, head 0     cells  8 12
 
 A decoding pass attends to ordinary entries and to packed ones apart and merges both states; what is
-packed stays the same from token to token, so it is planned once per turn. An extend pass plans both
-together, layer by layer.
+packed stays the same from token to token, so it is planned again
+only when the batch changes. An extend pass plans both together, layer by layer.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _policy(settings: Settings, profile: HeadProfile, rule: LocalityRule) -> str
             "ca_heads": profile.ca_heads,
             "rule": asdict(rule),
             "prefill": settings.prefill,
-            "head_budgets": settings.head_budgets,
+            **({"head_budgets": settings.head_budgets} if settings.packs else {}),
             "share": None if share is None else [share.rule.name, share.number],
             scorer.name: scorer.parameters(),
         }
