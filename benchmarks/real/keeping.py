@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.real.held import Held, Refresh, stacked
+from kvtier.heads.probes.held import Held, Refresh, stacked
 from kvtier.heads.profile import Head, ModelShape, full_profile
 from kvtier.heads.reference.compaction import ScoredSession, rotation_of
 from kvtier.heads.samples.questions import CalibrationSample
@@ -222,17 +222,4 @@ class Keeper:
         return Held(sides[0], sides[1], torch.nn.functional.pad(votes, (before, after)))
 
 
-def masked(context: Context, mask: Tensor) -> list[Held]:
-    """What a press leaves: mask bool `[layers, kv_heads, tokens]`, nothing for the others."""
-    group = context.shape.group_size
-    layers = []
-    for (k, v), layer in zip(context.kv, mask, strict=True):
-        parts = []
-        for head, kept in enumerate(layer):
-            votes = k.new_zeros(group, int(kept.sum()))
-            parts.append(Held(k[head : head + 1, kept], v[head : head + 1, kept], votes))
-        layers.append(stacked(parts))
-    return layers
-
-
-__all__ = ["Context", "Keeper", "NoRoomError", "Setting", "masked", "settings_at"]
+__all__ = ["Context", "Keeper", "NoRoomError", "Setting", "settings_at"]

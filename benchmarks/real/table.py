@@ -27,8 +27,7 @@ from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured,
 from benchmarks.common.table import new_table, show
 from benchmarks.real.choices import Setup, chosen_heads
 from benchmarks.real.fitting import fitted
-from benchmarks.real.held import Asker, Held, Refresh, entries
-from benchmarks.real.keeping import DUO, Context, Keeper, NoRoomError, masked, settings_at
+from benchmarks.real.keeping import DUO, Context, Keeper, NoRoomError, settings_at
 from benchmarks.real.picture import draw_worth
 from benchmarks.real.presses import Presses, pressing
 from benchmarks.real.records import Records
@@ -36,6 +35,7 @@ from benchmarks.real.statistics import Interval, Losses, kept_worth
 from kvtier.errors import UsageError
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.probes.context import HeadProbe
+from kvtier.heads.probes.held import Asker, Held, Refresh, entries, selected
 from kvtier.heads.profile import Head
 from kvtier.heads.progress import Progress, rich_progress
 from kvtier.heads.samples.questions import CalibrationSample
@@ -176,9 +176,9 @@ def measure_context(
 def ways(bench: Bench, context: Context, presses: Presses, name: str) -> Iterator[Way]:
     """All that is measured of a context, each made when it is asked for."""
     shape, tokens = context.shape, context.num_tokens
-    every = (shape.num_layers, shape.num_kv_heads, tokens)
-    yield Way(FULL, 1.0, masked(context, ends(every, tokens, 0)))
-    yield Way(NONE, 0.0, masked(context, ends(every, *EDGES)))
+    every, group = (shape.num_layers, shape.num_kv_heads, tokens), shape.group_size
+    yield Way(FULL, 1.0, selected(context.kv, ends(every, tokens, 0), group))
+    yield Way(NONE, 0.0, selected(context.kv, ends(every, *EDGES), group))
     for share in bench.shares:
         for setting in settings_at(share):
             try:
@@ -188,7 +188,7 @@ def ways(bench: Bench, context: Context, presses: Presses, name: str) -> Iterato
             yield Way(setting.name, share, keeper.layers(), keeper.refresh)
     for (press, share), mask in presses.masks(name, every).items():
         if share in bench.shares:
-            yield Way(press.removesuffix("Press"), share, masked(context, mask))
+            yield Way(press.removesuffix("Press"), share, selected(context.kv, mask, group))
 
 
 def ends(shape: tuple[int, int, int], first: int, last: int) -> Tensor:

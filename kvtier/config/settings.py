@@ -102,9 +102,8 @@ class Settings(BaseModel):
     def _adaptive_budgets_have_what_they_need(self) -> Self:
         if not self.packs:
             return self
-        if not self.compacts or self.quality is not None:
-            # Curves are measured with equal budgets.
-            expected = "adaptive only with a share of the context: retention, or a budget"
+        if not self.compacts:
+            expected = "adaptive only with a share of the context: quality, retention, or a budget"
             raise refusal("head_budgets", expected, self.head_budgets)
         if self.head_profile is not None:
             expected = "none beside head_budgets = adaptive, which finds what each head keeps"

@@ -169,7 +169,6 @@ def test_a_scorer_that_there_is_none_of_is_named():
 
 def test_the_bench_and_calibration_take_the_scorer_by_flag(tmp_path, capsys):
     from kvtier.bench.options import parse_options
-    from kvtier.cli import main
 
     assert parse_options(["--scorer", "keydiff"]).settings.scorer.name == "keydiff"
     flags = ["--model-path", str(tmp_path), "--no-store", "--out", str(tmp_path)]
@@ -270,10 +269,3 @@ def test_random_tokens_are_each_heads_own_and_of_their_place() -> None:
     here, there = (scorer.score(make_span(scorer, make_chunk(200), first)) for first in (0, 200))
     assert not torch.equal(here[0], here[1])
     assert not torch.equal(here, there)
-
-
-def test_no_curve_is_calibrated_for_a_scorer_by_which_heads_compete(weights, monkeypatch, capsys):
-    monkeypatch.setenv("KVTIER_SCORER_FILE", str(weights))
-    code = main(["calibrate", "curve", "--model-path", "anywhere", "--scorer", "reconstruction"])
-    assert code != 0
-    assert "--scorer: expected one of the others" in capsys.readouterr().err

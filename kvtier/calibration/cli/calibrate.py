@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DEFAULT_LENGTHS, DEFAULT_CONTEXTS, DEFAULT_SHARE = "4k", 16, 0.25
-PROFILE_FILE, PROFILE_PICTURE, CURVE_FILE, CURVE_PICTURE = (
-    "head_profile.json", "head_profile.png", "curve.json", "curve.png",
+PROFILE_FILE, PROFILE_PICTURE, CURVE_FILE, CURVE_PICTURE, WORTH_FILE = (
+    "head_profile.json", "head_profile.png", "curve.json", "curve.png", "token_worth.npz",
 )  # fmt: skip
 
 
@@ -59,7 +59,14 @@ def _add_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
     add("--contexts", type=int, default=DEFAULT_CONTEXTS,
         help="contexts per length the curve is fitted on (default: %(default)s)")  # fmt: skip
     add("--samples-file", type=Path, metavar="FILE.jsonl", help="your own samples instead")
-    add("--scorer", metavar="NAME", help="which tokens CA heads keep (default: the settings')")
+    add(
+        "--scorer",
+        metavar="NAME",
+        help="which tokens stay (default: the settings'); with "
+        "reconstruction heads compete for entries, and no head profile is made",
+    )
+    add("--scorer-file", type=Path, metavar="FILE",
+        help="what `kvtier calibrate tokens` fitted (reconstruction)")  # fmt: skip
     add("--dtype", help="of the KV cache that will serve (default: what the model runs in here)")
     add("--seed", type=int, default=0)
     add("--no-store", action="store_true", help="write the files only")
@@ -71,6 +78,8 @@ def run_calibrate(options: argparse.Namespace) -> int:
     if options.model_path is None:
         raise UsageError("--model-path", "a local model directory", None)
     settings, lengths = _checked(options)
+    if _heads_compete(settings):
+        return _calibrate_tokens_and_curve(options, settings, lengths)
     share = options.share
     if share is None and options.budget is None:
         share = DEFAULT_SHARE
@@ -93,6 +102,31 @@ def run_calibrate(options: argparse.Namespace) -> int:
     return _finish(options, settings, found.profile, curve)
 
 
+def _calibrate_tokens_and_curve(
+    options: argparse.Namespace, settings: Settings, lengths: list[int]
+) -> int:
+    """Where heads compete: what tokens are worth, unless the settings name a file, and its curve."""
+    for name in ("share", "budget"):
+        if getattr(options, name) is not None:
+            expected = f"none with scorer {settings.scorer.name}, by which heads compete"
+            raise UsageError(f"--{name}", expected, getattr(options, name))
+    from kvtier.heads.tokens import fit_tokens, summary
+
+    said: list[str] = []
+    with _progress(options) as progress:
+        if settings.scorer.file is None:
+            file = options.out / WORTH_FILE
+            fit = fit_tokens(options.model_path, seed=options.seed, progress=progress)
+            fit.worth.save(file)
+            said = summary(fit, file)
+            settings = load_settings(scorer=options.scorer, scorer_file=file)
+        profile = _profile(options, settings)
+        curve = _curve(options, settings, profile, lengths, progress)
+    if not options.quiet:
+        print("\n".join(said))
+    return _finish(options, settings, None, curve)
+
+
 def run_calibrate_curve(options: argparse.Namespace) -> int:
     """Handler of `kvtier calibrate curve`. Raises KvtierError; returns the exit code 0."""
     settings, lengths = _checked(options)
@@ -104,7 +138,7 @@ def run_calibrate_curve(options: argparse.Namespace) -> int:
 
 def _checked(options: argparse.Namespace) -> tuple[Settings, list[int]]:
     """Settings and lengths; whatever can fail early fails here, the store included."""
-    settings = load_settings(scorer=options.scorer)
+    settings = load_settings(scorer=options.scorer, scorer_file=options.scorer_file)
     if options.contexts < 2:
         raise UsageError("--contexts", "at least 2", options.contexts)
     if options.seed < 0:
@@ -112,9 +146,8 @@ def _checked(options: argparse.Namespace) -> tuple[Settings, list[int]]:
     lengths = [parse_size(text, "--len") for text in options.len.split(",")]
     from kvtier.retention.rules import scorer_of
 
-    if scorer_of(settings).comparable:
-        expected = "one of the others: a curve is measured with equal budgets"
-        raise UsageError("--scorer", expected, options.scorer)
+    if not (_heads_compete(settings) and settings.scorer.file is None):
+        scorer_of(settings)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -127,13 +160,22 @@ def _checked(options: argparse.Namespace) -> tuple[Settings, list[int]]:
     return settings, lengths
 
 
+def _heads_compete(settings: Settings) -> bool:
+    from kvtier.retention.scorers import SCORERS
+
+    scorer = SCORERS.get(settings.scorer.name)
+    return scorer is not None and scorer.comparable
+
+
 def _profile(options: argparse.Namespace, settings: Settings) -> HeadProfile:
     from kvtier.calibration.documents import ProfileDocument
     from kvtier.calibration.documents.keys import profile_key
     from kvtier.calibration.store.opening import open_store
-    from kvtier.heads.model.config import model_name, weights_revision
-    from kvtier.heads.profile import load_profile
+    from kvtier.heads.model.config import model_name, model_shape, read_config, weights_revision
+    from kvtier.heads.profile import full_profile, load_profile
 
+    if _heads_compete(settings):
+        return full_profile(model_shape(read_config(options.model_path)))
     file = options.head_profile or settings.head_profile
     if file is not None:
         return load_profile(file)

@@ -17,7 +17,8 @@ from kvtier.calibration.documents import CurveDocument, Document, ProfileDocumen
 from kvtier.calibration.measuring.kept_shares import (
     ANSWER_FLOOR_NATS,
     RETENTIONS,
-    ScoredProbe,
+    AdaptiveBudgets,
+    EqualBudgets,
     measure_curve,
 )
 from kvtier.calibration.measuring.samples import curve_samples
@@ -26,6 +27,7 @@ from kvtier.calibration.store.base import CalibrationStore
 from kvtier.config import Settings
 from kvtier.heads.model.config import model_name, model_shape, read_config, weights_revision
 from kvtier.heads.model.loading import load_model
+from kvtier.heads.probes.context import HeadProbe
 from kvtier.heads.profile import HeadProfile
 from kvtier.heads.progress import Progress, no_progress
 from kvtier.heads.samples.plan import check_lengths, users_plan
@@ -58,6 +60,7 @@ def calibrate_curve(
 ) -> CalibratedCurve:
     """Measure and fit the curve of a local model under a head profile.
 
+    profile:       with every head CA where the settings' scorer is `comparable`: then heads compete
     contexts:      per length; ignored with samples_file, the user's own
     dtype:         of the KV cache that will serve; None: the dtype the model runs in here
 
@@ -75,14 +78,14 @@ def calibrate_curve(
     progress("loading the model", 0, 1)
     model = load_model(model_path)
     progress("loading the model", 1, 1)
+    stride = settings.nll_stride
     measurements = measure_curve(
-        ScoredProbe(model, rule),
-        profile,
+        AdaptiveBudgets(model, rule, scorer, stride)
+        if scorer.comparable
+        else EqualBudgets(HeadProbe(model, rule), profile, scorer, stride),
         samples,
-        scorer,
         retentions=retentions,
         floor_nats=floor_nats,
-        nll_stride=settings.nll_stride,
         progress=progress,
     )
     document = document_of_fit(

@@ -1,8 +1,12 @@
 """Measuring what a kept share costs: the triples (NLL, retention, quality) behind a curve.
 
 Per context: prefill once, score it as the engine would (`kvtier.heads.reference.compaction`), then
-ask its questions again for every retention. The reference is the same head profile with r = 1, so a
-curve says what compaction costs on top of the head split, whose own cost the profile carries.
+ask its questions again for every retention.
+
+    equal budgets      CA heads of a profile keep their own best (`EqualBudgets`). The reference is
+                       the same profile with r = 1: a curve says what compaction costs on top of the
+                       head split, whose own cost the profile carries
+    adaptive budgets   heads compete for entries (`AdaptiveBudgets`). The reference is the whole KV
 
     quality g = (NLL of the answers at r = 1 + floor) / (NLL of the answers at r + floor)
 
@@ -12,25 +16,49 @@ The floor keeps g meaningful for a model that recalls perfectly, whose NLL is ne
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kvtier.calibration.curves import Measurement
 from kvtier.errors import UsageError
+from kvtier.heads.model.config import shape_of
 from kvtier.heads.probes.context import HeadProbe, LayerParts, ProbeBatch
-from kvtier.heads.probes.quality import Kept
+from kvtier.heads.probes.held import Asker, selected
 from kvtier.heads.profile import HeadProfile, full_profile
 from kvtier.heads.progress import Progress, no_progress
 from kvtier.heads.reference.attention import Block
 from kvtier.heads.reference.compaction import NLL_STRIDE, ScoredSession, gather_tokens
 from kvtier.heads.samples.questions import CalibrationSample, middle_of
+from kvtier.retention.head_budgets import adaptive_selection
+from kvtier.retention.locality import DroppedSpan, LocalityRule
 from kvtier.retention.scorers import TokenScorer
 
 RETENTIONS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)
 ANSWER_FLOOR_NATS = 0.1
+
+
+class CompressibleContext(Protocol):
+    """A prefilled context, and what its answers lose when a part of it is kept.
+
+    nll: of the context, nats per token; middle_tokens: those that may be dropped
+    """
+
+    @property
+    def nll(self) -> float: ...
+
+    @property
+    def middle_tokens(self) -> int: ...
+
+    def loss(self, keep: int) -> float:
+        """Nats per answer token when heads hold `keep` tokens of the middle, each or on average."""
+
+
+Prepare = Callable[[CalibrationSample], CompressibleContext]
+"""Raises SizeError for a context without a middle."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +71,7 @@ class ScoredContext:
     """
 
     batch: ProbeBatch
+    profile: HeadProfile
     order: tuple[Tensor | None, ...]
     nll: float
 
@@ -50,19 +79,20 @@ class ScoredContext:
     def middle_tokens(self) -> int:
         return middle_of(self.batch.context_tokens, self.batch.probe.rule).num_tokens
 
-    def kept_tokens(self, retention: float) -> int:
-        """A share of the middle, in whole tokens and at least one; never undercut by rounding."""
-        wanted = math.ceil(retention * self.middle_tokens - 1e-9)
-        return min(max(wanted, 1), self.middle_tokens)
+    def loss(self, keep: int) -> float:
+        """See `CompressibleContext`."""
+        return self.at(keep).quality(self.batch.probe.mask(self.profile)).loss
 
-    def at(self, keep: int, profile: HeadProfile) -> ProbeBatch:
+    def at(self, keep: int) -> ProbeBatch:
         """The same questions when CA heads hold `keep` tokens of the middle."""
+        batch = self.batch
+        if keep == self.middle_tokens:
+            return batch
         layers = []
         for parts, order, heads in zip(
-            self.batch.layers, self.order, profile.ca_heads, strict=True
+            batch.layers, self.order, self.profile.ca_heads, strict=True
         ):
             layers.append(parts if order is None else _compacted(parts, order, heads, keep))
-        batch = self.batch
         return ProbeBatch(batch.probe, batch.sample, layers, batch.ids, batch.targets)
 
 
@@ -78,49 +108,112 @@ def _compacted(parts: LayerParts, order: Tensor, heads: Sequence[int], keep: int
     return parts._replace(middle=Block(sides[0], sides[1]))
 
 
-class ScoredProbe(HeadProbe):
-    """A head probe that also ranks a context's tokens; see `HeadProbe` for ownership."""
+@dataclass(frozen=True)
+class EqualBudgets:
+    """CA heads of a profile keep as many tokens each, their own best."""
 
-    def score(
-        self,
-        sample: CalibrationSample,
-        profile: HeadProfile,
-        scorer: TokenScorer,
-        nll_stride: int,
-    ) -> ScoredContext:
+    probe: HeadProbe
+    profile: HeadProfile
+    scorer: TokenScorer
+    nll_stride: int = NLL_STRIDE
+
+    def __call__(self, sample: CalibrationSample) -> ScoredContext:
         """Prefill and rank a sample's context. Raises SizeError when it has no middle."""
-        span = middle_of(len(sample.context_ids), self.rule)
-        session = ScoredSession(
-            self.model,
-            full_profile(self.shape),
-            self.rule,
-            self.chunk_tokens,
-            scorer,
-            nll_stride,
-        )
-        session.turn(sample.context_ids, 0)
+        probe = self.probe
+        span = middle_of(len(sample.context_ids), probe.rule)
+        session = _prefilled(probe.model, probe.rule, sample, self.scorer, self.nll_stride)
         order: list[Tensor | None] = []
-        for layer, heads in enumerate(profile.ca_heads):
+        for layer, heads in enumerate(self.profile.ca_heads):
             if not heads:
                 order.append(None)
                 continue
-            kv = session.exact_kv(layer)
-            keys, values = (x[list(heads), span.begin : span.end] for x in kv)
-            scores = session.scores(layer, heads, keys, values, span.begin)
+            scores = _scores(session, layer, heads, span)
             order.append(scores.argsort(dim=-1, descending=True))
         nll = session.mean_nll()
-        return ScoredContext(self.batch_of(sample, session), tuple(order), nll)
+        return ScoredContext(probe.batch_of(sample, session), self.profile, tuple(order), nll)
+
+
+@dataclass(frozen=True)
+class RankedContext:
+    """A prefilled context all of whose heads' middle tokens are ranked together.
+
+    kv:    per layer exact keys and values, `[kv_heads, tokens, dim]` each
+    worth: float32 `[layers, kv_heads, middle]`, higher = keep
+    """
+
+    asker: Asker
+    kv: list[tuple[Tensor, Tensor]]
+    worth: Tensor
+    span: DroppedSpan
+    group: int
+    nll: float
+
+    @property
+    def middle_tokens(self) -> int:
+        return self.span.num_tokens
+
+    def loss(self, keep: int) -> float:
+        """See `CompressibleContext`."""
+        layers, heads, _ = self.worth.shape
+        kept = torch.ones(layers, heads, self.kv[0][0].shape[1], dtype=torch.bool)
+        best = adaptive_selection(self.worth.flatten(0, 1), keep)
+        kept[..., self.span.begin : self.span.end] = best.view(self.worth.shape)
+        return self.asker.quality(selected(self.kv, kept, self.group)).loss
+
+
+@dataclass(frozen=True)
+class AdaptiveBudgets:
+    """All heads compete for entries; scorer: a `comparable` one."""
+
+    model: Any
+    rule: LocalityRule
+    scorer: TokenScorer
+    nll_stride: int = NLL_STRIDE
+
+    def __call__(self, sample: CalibrationSample) -> RankedContext:
+        """Prefill and rank a sample's context. Raises SizeError when it has no middle."""
+        span = middle_of(len(sample.context_ids), self.rule)
+        session = _prefilled(self.model, self.rule, sample, self.scorer, self.nll_stride)
+        shape = shape_of(self.model)
+        layers, heads = range(shape.num_layers), range(shape.num_kv_heads)
+        return RankedContext(
+            asker=Asker(self.model, sample),
+            kv=[session.exact_kv(layer) for layer in layers],
+            worth=torch.stack([_scores(session, layer, heads, span) for layer in layers]),
+            span=span,
+            group=shape.group_size,
+            nll=session.mean_nll(),
+        )
+
+
+def _prefilled(
+    model: Any, rule: LocalityRule, sample: CalibrationSample, scorer: TokenScorer, nll_stride: int
+) -> ScoredSession:
+    """A session whose one turn is the sample's context, every head CA."""
+    session = ScoredSession(
+        model, full_profile(shape_of(model)), rule, scorer=scorer, nll_stride=nll_stride
+    )
+    session.turn(sample.context_ids, 0)
+    return session
+
+
+def _scores(session: ScoredSession, layer: int, heads: Sequence[int], span: DroppedSpan) -> Tensor:
+    """Float32 `[heads, middle]` of some heads of a layer."""
+    keys, values = (x[list(heads), span.begin : span.end] for x in session.exact_kv(layer))
+    return session.scores(layer, heads, keys, values, span.begin)
+
+
+def kept_tokens(retention: float, middle_tokens: int) -> int:
+    """A share of the middle, in whole tokens and at least one; never undercut by rounding."""
+    return min(max(math.ceil(retention * middle_tokens - 1e-9), 1), middle_tokens)
 
 
 def measure_curve(
-    probe: ScoredProbe,
-    profile: HeadProfile,
+    prepare: Prepare,
     samples: Sequence[CalibrationSample],
-    scorer: TokenScorer,
     *,
     retentions: Sequence[float] = RETENTIONS,
     floor_nats: float = ANSWER_FLOOR_NATS,
-    nll_stride: int = NLL_STRIDE,
     progress: Progress = no_progress,
 ) -> list[Measurement]:
     """Every sample at every retention; one context at a time is held.
@@ -131,36 +224,31 @@ def measure_curve(
         raise UsageError("retentions", "numbers in (0, 1]", list(retentions))
     if not floor_nats > 0:
         raise UsageError("floor_nats", "more than 0 nats", floor_nats)
-    kept = probe.mask(profile)
     found = []
     for index, sample in enumerate(samples):
         progress("measuring kept shares", index, len(samples))
-        context = probe.score(sample, profile, scorer, nll_stride)
-        found += _measure(context, profile, kept, retentions, floor_nats, index)
+        found += _measure(prepare(sample), sample.task, retentions, floor_nats, index)
     progress("measuring kept shares", len(samples), len(samples))
     return found
 
 
 @torch.inference_mode()
 def _measure(
-    context: ScoredContext,
-    profile: HeadProfile,
-    kept: Kept,
+    context: CompressibleContext,
+    task: str,
     retentions: Sequence[float],
     floor_nats: float,
     index: int,
 ) -> list[Measurement]:
-    full = context.batch.quality(kept).loss
-    found = []
-    for keep in sorted({context.kept_tokens(r) for r in retentions}):
-        loss = context.at(keep, profile).quality(kept).loss
-        found.append(
-            Measurement(
-                nll=context.nll,
-                retention=keep / context.middle_tokens,
-                ratio=(full + floor_nats) / (loss + floor_nats),
-                context=index,
-                task=context.batch.sample.task,
-            )
+    middle = context.middle_tokens
+    full = context.loss(middle)
+    return [
+        Measurement(
+            nll=context.nll,
+            retention=keep / middle,
+            ratio=(full + floor_nats) / (context.loss(keep) + floor_nats),
+            context=index,
+            task=task,
         )
-    return found
+        for keep in sorted({kept_tokens(r, middle) for r in retentions})
+    ]

@@ -10,11 +10,11 @@ import torch
 from text_models import write_llama
 
 from benchmarks.real import table
-from benchmarks.real.held import Asker, entries
-from benchmarks.real.keeping import Context, Keeper, NoRoomError, masked, settings_at
+from benchmarks.real.keeping import Context, Keeper, NoRoomError, settings_at
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.probes.context import HeadProbe
+from kvtier.heads.probes.held import Asker, entries, selected
 from kvtier.heads.samples.synthetic import make_samples, tasks_for
 from kvtier.retention.token_worth import TokenWorth
 
@@ -62,7 +62,7 @@ def test_no_setting_holds_more_than_its_share(context: tuple[Context, Asker], sh
 def test_all_tokens_held_answer_as_the_model_does(context: tuple[Context, Asker]) -> None:
     ctx, asker = context
     every = torch.ones(2, 2, TOKENS, dtype=torch.bool)
-    held = asker.quality(masked(ctx, every))
+    held = asker.quality(selected(ctx.kv, every, ctx.shape.group_size))
     probe = HeadProbe(ctx.model)
     sample = make_samples(
         tasks_for(ctx.model.config.name_or_path).make, ["key-value"], 1, [TOKENS], 0

@@ -40,15 +40,18 @@ def test_dense_contexts_keep_clearly_more_than_filler():
 @pytest.mark.parametrize(("length", "contexts"), [(4096, 8), (8192, 4)])
 def test_the_curve_predicts_contexts_of_another_seed_and_another_length(length, contexts):
     pytest.importorskip("transformers")
-    from kvtier.calibration.measuring.kept_shares import ScoredProbe, measure_curve
+    from kvtier.calibration.measuring.kept_shares import EqualBudgets, measure_curve
     from kvtier.heads.model.loading import load_model
+    from kvtier.heads.probes.context import HeadProbe
 
     settings, profile = Settings(), load_profile(MODEL / "head_profile.json")
     measured = measure_curve(
-        ScoredProbe(load_model(str(MODEL)), locality_rule(settings)),
-        profile,
+        EqualBudgets(
+            HeadProbe(load_model(str(MODEL)), locality_rule(settings)),
+            profile,
+            scorer_of(settings),
+        ),
         curve_samples(str(MODEL), [length], contexts, seed=1),
-        scorer_of(settings),
     )
     # Few contexts: what 24 and 10 of them give is in the model card, at most 0.078.
     assert goodness(load_curve(MODEL / "curve.json").curve, measured).rmse < 0.1

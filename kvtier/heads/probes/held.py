@@ -1,12 +1,13 @@
-"""What is held of a context, and how well its questions are answered from that alone.
+"""What is held of a context, however many entries each KV head has, and how well its questions are
+answered from that alone.
 
-    exact KV of a context ── a setting ──> Held per layer ── questions ──> Quality
+    exact KV of a context ── what stays ──> Held per layer ── questions ──> Quality
                                              │ refresh: chosen again with each question's queries
                                              v
-    CA head         | sink | its best tokens             | recent |
-    locality head   | sink | one entry for all others    | recent |
+    a head that keeps its best tokens       | sink | its best tokens             | recent |
+    a locality head                         | sink | one entry for all others    | recent |
 
-Nothing of the engine is imported: this is the reference's arithmetic, all questions in one row.
+This is the reference's arithmetic, all questions in one row.
 """
 
 from __future__ import annotations
@@ -57,6 +58,23 @@ def stacked(parts: Sequence[Held]) -> Held:
         torch.cat([padded(part.v, 0.0) for part in parts]),
         torch.cat([padded(part.votes, -torch.inf) for part in parts]),
     )
+
+
+def selected(kv: Sequence[tuple[Tensor, Tensor]], kept: Tensor, group: int) -> list[Held]:
+    """Per layer the entries that stay of exact KV, and nothing for the others.
+
+    kv:    per layer keys and values, `[kv_heads, tokens, dim]` each
+    kept:  bool `[layers, kv_heads, tokens]`
+    group: query heads per KV head
+    """
+    layers = []
+    for (k, v), layer in zip(kv, kept, strict=True):
+        parts = []
+        for head, mine in enumerate(layer):
+            votes = k.new_zeros(group, int(mine.sum()))
+            parts.append(Held(k[head : head + 1, mine], v[head : head + 1, mine], votes))
+        layers.append(stacked(parts))
+    return layers
 
 
 def entries(layers: Sequence[Held], group: int) -> int:
@@ -114,4 +132,4 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, held: Held, sees: Tensor, scale: fl
     return scaled_dot_product_attention(q, keys, values, attn_mask=mask[None], scale=scale)
 
 
-__all__ = ["Asker", "Held", "Refresh", "entries", "stacked"]
+__all__ = ["Asker", "Held", "Refresh", "entries", "selected", "stacked"]
