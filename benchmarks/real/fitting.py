@@ -1,30 +1,51 @@
-"""What tokens are worth on a model, fitted once as `kvtier calibrate tokens` does, and kept beside
-the records."""
+"""What `kvtier calibrate --scorer reconstruction` finds on a model, kept beside the records."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from kvtier.heads.model.config import shape_of
+from kvtier.calibration.documents import CurveDocument, load_curve
+from kvtier.calibration.measuring.calibrate import calibrate_curve
+from kvtier.config import load_settings
+from kvtier.heads.model.config import model_shape, read_config
+from kvtier.heads.profile import full_profile
 from kvtier.heads.progress import Progress
-from kvtier.heads.samples.synthetic import CALIBRATION, Tasks, make_samples
-from kvtier.heads.tokens import add, repetitions
-from kvtier.retention.token_worth import Fit, TokenWorth
+from kvtier.heads.tokens import fit_tokens
+from kvtier.retention.token_worth import TokenWorth
 
 
-def fitted(
-    file: Path, model: Any, model_path: Path, tasks: Tasks, contexts: int, length: int, seed: int,
-    progress: Progress,
-) -> TokenWorth:  # fmt: skip
-    """Read `file`, or fit and write it."""
-    if not file.exists():
-        samples = make_samples(tasks.make, tasks.measuring, contexts, [length], seed, CALIBRATION)
-        fit = Fit(shape_of(model).num_layers)
-        for repeated in repetitions(model, str(model_path), samples, progress):
-            add(fit, model, repeated)
-        fit.solve().save(file)
-    return TokenWorth.load(file)
+class Calibrated(NamedTuple):
+    """What tokens are worth on a model, and what keeping a share of them costs."""
+
+    worth: TokenWorth
+    curve: CurveDocument
 
 
-__all__ = ["fitted"]
+def calibrated(
+    folder: Path, model_path: str, *, contexts: int, fit_lengths: Sequence[int],
+    curve_lengths: Sequence[int], sink: int, recent: int, seed: int, progress: Progress,
+) -> Calibrated:  # fmt: skip
+    """Read what is in `folder`, or calibrate on so many contexts per length."""
+    worth, curve = folder / "token_worth.npz", folder / "curve.json"
+    if not worth.exists():
+        fit = fit_tokens(
+            model_path, contexts=contexts, lengths=fit_lengths, seed=seed, progress=progress
+        )
+        fit.worth.save(worth)
+    if not curve.exists():
+        settings = load_settings(
+            scorer="reconstruction", scorer_file=worth, locality_sink_tokens=sink,
+            locality_recent_tokens=recent, locality_branch_recent_tokens=recent,
+        )  # fmt: skip
+        profile = full_profile(model_shape(read_config(model_path)))
+        found = calibrate_curve(
+            model_path, profile, settings, lengths=curve_lengths, contexts=contexts, seed=seed,
+            progress=progress,
+        )  # fmt: skip
+        curve.write_text(found.document.to_json() + "\n")
+    return Calibrated(TokenWorth.load(worth), load_curve(curve))
+
+
+__all__ = ["Calibrated", "calibrated"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from kvtier.retention.token_worth import TokenWorth
 
 # CA heads of a setting with a scorer, as a multiple of the bytes' share.
 CA_HEADS_PER_BYTE = 1.4
+# What every head keeps where heads compete.
+ADAPTIVE_SINK, ADAPTIVE_RECENT = 4, 16
 # DuoAttention's cache (arXiv 2410.10819) with our choice of heads.
 DUO = "DuoAttention-like"
 
@@ -63,18 +65,25 @@ class Setting:
     adaptive: bool = False
 
 
+def adaptive_setting(name: str, kept: float, *, refresh: bool = False) -> Setting:
+    """Heads compete for entries."""
+    return Setting(
+        name, kept, sink=ADAPTIVE_SINK, recent=ADAPTIVE_RECENT, compensation=False, adaptive=True,
+        refresh=refresh,
+    )  # fmt: skip
+
+
 def settings_at(kept: float) -> list[Setting]:
     """All ways at one share of the bytes."""
     heads = min(1.0, CA_HEADS_PER_BYTE * kept)
-    adaptive = partial(Setting, kept=kept, sink=4, recent=16, compensation=False, adaptive=True)
     return [
         Setting("head profile", kept, heads=0.0),
         Setting("+ distinct-keys", kept, heads=heads, scorer="distinct-keys"),
         Setting("+ distinct-keys, merged", kept, heads=heads, scorer="distinct-keys", merge=True),
         Setting("+ refresh", kept, heads=heads, scorer="distinct-keys", refresh=True),
         Setting(DUO, kept, heads=0.0, compensation=False),
-        adaptive("adaptive budgets"),
-        adaptive("adaptive budgets + refresh", refresh=True),
+        adaptive_setting("adaptive budgets", kept),
+        adaptive_setting("adaptive budgets + refresh", kept, refresh=True),
     ]
 
 
@@ -88,6 +97,7 @@ class Context:
             model, full_profile(shape), LocalityRule(1, 1, 1), scorer=Compactor()
         )
         self._session.turn(sample.context_ids, 0)
+        self.nll = self._session.mean_nll()
         self.kv = [self._session.exact_kv(layer) for layer in range(shape.num_layers)]
         # Each setting asks for the same again; what is remembered goes with the context.
         self.worth = cache(self._worth)
@@ -222,4 +232,4 @@ class Keeper:
         return Held(sides[0], sides[1], torch.nn.functional.pad(votes, (before, after)))
 
 
-__all__ = ["Context", "Keeper", "NoRoomError", "Setting", "settings_at"]
+__all__ = ["Context", "Keeper", "NoRoomError", "Setting", "adaptive_setting", "settings_at"]

@@ -26,12 +26,23 @@ from torch import Tensor
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
 from benchmarks.common.table import new_table, show
 from benchmarks.real.choices import Setup, chosen_heads
-from benchmarks.real.fitting import fitted
-from benchmarks.real.keeping import DUO, Context, Keeper, NoRoomError, settings_at
+from benchmarks.real.fitting import Calibrated, calibrated
+from benchmarks.real.keeping import (
+    ADAPTIVE_RECENT,
+    ADAPTIVE_SINK,
+    DUO,
+    Context,
+    Keeper,
+    NoRoomError,
+    Setting,
+    adaptive_setting,
+    settings_at,
+)
 from benchmarks.real.picture import draw_worth
 from benchmarks.real.presses import Presses, pressing
 from benchmarks.real.records import Records
 from benchmarks.real.statistics import Interval, Losses, kept_worth
+from kvtier.calibration.measuring.kept_shares import ANSWER_FLOOR_NATS
 from kvtier.errors import UsageError
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.probes.context import HeadProbe
@@ -40,12 +51,15 @@ from kvtier.heads.profile import Head
 from kvtier.heads.progress import Progress, rich_progress
 from kvtier.heads.samples.questions import CalibrationSample
 from kvtier.heads.samples.synthetic import HELD_OUT, make_samples
-from kvtier.retention.token_worth import TokenWorth
 
 METHOD = "taylor"
 FULL, NONE = "all tokens", "no context"
 # Of a context, when all that was asked for is measured.
 DONE = "done with"
+# Added to both losses of a quality, nats, as a curve's is measured.
+FLOOR = ANSWER_FLOOR_NATS
+# A quality target: each context keeps what its curve says.
+QUALITY, BY_QUALITY = 0.95, "adaptive budgets, quality 0.95"
 # What stays of no context: as much as locality heads hold.
 EDGES = (64, 64)
 OURS = tuple(setting.name for setting in settings_at(1.0) if setting.name != DUO)
@@ -59,7 +73,9 @@ def declare(arguments: Arguments) -> None:
     arguments.whole("--contexts", 2, "contexts per task and length", least=2)
     arguments.size("--choose-len", "1536", "context tokens to choose and fit on")
     arguments.whole("--choose-contexts", 4, "contexts to choose heads on")
-    arguments.whole("--fit-contexts", 22, "contexts to fit on")
+    arguments.sizes("--fit-lens", ("1536", "3072"), "context tokens to fit worth on")
+    arguments.sizes("--curve-lens", ("2k",), "context tokens to fit the curve on")
+    arguments.whole("--fit-contexts", 11, "contexts to fit on, per length", least=2)
     arguments.add("--kvpress-python", type=Path, help="Python of an environment with kvpress")
     arguments.whole("--kvpress-threads", 1, "threads of its process")
     arguments.add("--plots", type=Path, metavar="DIR", help="pictures to write, one per length")
@@ -81,7 +97,7 @@ class Bench(NamedTuple):
     model: Any
     setup: Setup
     order: Sequence[Head]
-    worth: TokenWorth
+    calibrated: Calibrated
     shares: Sequence[float]
 
 
@@ -93,29 +109,38 @@ def run(options: Options) -> Iterator[Measured]:
     if options.plots is not None and not options.plots.is_dir():
         raise UsageError("--plots", "an existing directory", str(options.plots))
     tasks = measured_tasks(setup, options.tasks)
-    described = {**setup.described(), "tasks": tasks, "fit_contexts": options.fit_contexts}
+    described = {
+        **setup.described(),
+        "tasks": tasks,
+        "fit_contexts": options.fit_contexts,
+        "fit_lens": options.fit_lens,
+    }
     records = Records(options.state, described)
     figures: list[dict[str, Any]] = []
     with rich_progress() as progress:
         model = setup.load()
         probe = HeadProbe(model)
         order = chosen_heads(setup, [METHOD], records, probe, progress)[0].order
-        known = fitted(
-            options.state / "token-worth.npz", model, options.model_path, setup.tasks,
-            options.fit_contexts, options.choose_len, options.seed, progress,
+        known = calibrated(
+            options.state, str(options.model_path), contexts=options.fit_contexts,
+            fit_lengths=options.fit_lens, curve_lengths=options.curve_lens, sink=ADAPTIVE_SINK,
+            recent=ADAPTIVE_RECENT, seed=options.seed, progress=progress,
         )  # fmt: skip
         bench = Bench(model, setup, order, known, options.shares)
         for length in options.lens:
             measure(bench, records, tasks, length, options, progress)
             figures += compare(records, tasks, length, options)
             if options.plots is not None:
-                draw_worth(figures, length, OURS, options.plots / f"real-table-{length}.png")
+                draw_worth(
+                    figures, length, (*OURS, BY_QUALITY), options.plots / f"real-table-{length}.png"
+                )
             yield Measured({"settings": described, "kept": figures})
     for length in options.lens:
         show(worth_table(figures, length, options.shares))
     for length in options.lens:
         for share in options.shares:
             show(task_table(figures, length, share, tasks))
+    show(quality_table(figures))
 
 
 def measured_tasks(setup: Setup, asked: Sequence[str] | None) -> list[str]:
@@ -182,13 +207,22 @@ def ways(bench: Bench, context: Context, presses: Presses, name: str) -> Iterato
     for share in bench.shares:
         for setting in settings_at(share):
             try:
-                keeper = Keeper(context, bench.order, setting, bench.worth)
+                keeper = Keeper(context, bench.order, setting, bench.calibrated.worth)
             except NoRoomError:
                 continue
             yield Way(setting.name, share, keeper.layers(), keeper.refresh)
+    keeper = Keeper(context, bench.order, by_quality(bench, context), bench.calibrated.worth)
+    yield Way(BY_QUALITY, QUALITY, keeper.layers())
     for (press, share), mask in presses.masks(name, every).items():
         if share in bench.shares:
             yield Way(press.removesuffix("Press"), share, selected(context.kv, mask, group))
+
+
+def by_quality(bench: Bench, context: Context) -> Setting:
+    """What the curve says of a context: the ends stay in any case."""
+    share = bench.calibrated.curve.retention(QUALITY, context.nll)
+    edges = (ADAPTIVE_SINK + ADAPTIVE_RECENT) / context.num_tokens
+    return adaptive_setting(BY_QUALITY, edges + share * (1 - edges))
 
 
 def ends(shape: tuple[int, int, int], first: int, last: int) -> Tensor:
@@ -207,24 +241,25 @@ def compare(
     assert full is not None, "every context measures it"
     assert none is not None, "every context measures it"
     rows = []
-    for share in options.shares:
-        for name in records.names(length, share):
-            mine = losses(records, length, (name, share), tasks, options)
-            if mine is None:
-                continue
-            used = [
-                records[length, index, name, share]["bytes"]
-                for index in range(options.contexts * len(tasks))
-            ]
-            rows.append({
-                "length": length, "share": share, "way": name,
-                "bytes": float(np.mean(used)),
-                "all": kept_worth(mine, full, none)._asdict(),
-                "tasks": {
-                    task: kept_worth(mine[[i]], full[[i]], none[[i]])._asdict()
-                    for i, task in enumerate(tasks)
-                },
-            })  # fmt: skip
+    ways = [(name, share) for share in options.shares for name in records.names(length, share)]
+    for name, share in dict.fromkeys([*ways, (BY_QUALITY, QUALITY)]):
+        mine = losses(records, length, (name, share), tasks, options)
+        if mine is None:
+            continue
+        used = [
+            records[length, index, name, share]["bytes"]
+            for index in range(options.contexts * len(tasks))
+        ]
+        rows.append({
+            "length": length, "share": share, "way": name,
+            "bytes": float(np.mean(used)), "most_bytes": max(used), "least_bytes": min(used),
+            "quality": float(np.mean((full + FLOOR) / (mine + FLOOR))),
+            "all": kept_worth(mine, full, none)._asdict(),
+            "tasks": {
+                task: kept_worth(mine[[i]], full[[i]], none[[i]])._asdict()
+                for i, task in enumerate(tasks)
+            },
+        })  # fmt: skip
     return rows
 
 
@@ -241,14 +276,26 @@ def losses(
 
 
 def worth_table(figures: Sequence[dict[str, Any]], length: int, shares: Sequence[float]) -> Table:
-    """A line per way, a column per share of the bytes."""
-    rows = [row for row in figures if row["length"] == length]
+    """A line per way, a column per share of the bytes; no share was chosen for a quality target."""
+    rows = [row for row in figures if row["length"] == length and row["way"] != BY_QUALITY]
     title = f"Kept of what {length} tokens of context are worth, by share of the KV bytes (95%)"
     table = new_table(title, ("way", *(f"{share:.0%}" for share in shares)))
     found = {(row["way"], row["share"]): Interval(**row["all"]) for row in rows}
     for way in dict.fromkeys(row["way"] for row in rows):
         cells = [found.get((way, share)) for share in shares]
         table.add_row(way, *("" if cell is None else str(cell) for cell in cells))
+    return table
+
+
+def quality_table(figures: Sequence[dict[str, Any]]) -> Table:
+    """What a quality target kept, and what it cost; a line per length."""
+    columns = ("tokens", "bytes", "least", "most", "quality", "kept worth")
+    table = new_table(f"Adaptive budgets, quality target {QUALITY}", columns)
+    for row in figures:
+        if row["way"] == BY_QUALITY:
+            shares = (f"{row[name]:.1%}" for name in ("bytes", "least_bytes", "most_bytes"))
+            kept = str(Interval(**row["all"]))
+            table.add_row(str(row["length"]), *shares, f"{row['quality']:.3f}", kept)
     return table
 
 

@@ -66,8 +66,8 @@ def add_tokens_parser(kinds: Subparsers) -> None:
     add = tokens.add_argument
     add("--model-path", required=True, help="local model directory")
     add("--out", type=Path, required=True, help="file to write, such as token_worth.npz")
-    add("--len", default="1.5k", help="context length (default: %(default)s)")
-    add("--contexts", type=int, default=22, help="contexts to fit on (default: %(default)s)")
+    add("--len", default="1.5k,3k", help="context lengths (default: %(default)s)")
+    add("--contexts", type=int, default=11, help="contexts per length (default: %(default)s)")
     add("--seed", type=int, default=0)
     add("-q", "--quiet", action="store_true", help="no progress and no summary")
     tokens.set_defaults(handler=run_calibrate_tokens)
@@ -75,7 +75,7 @@ def add_tokens_parser(kinds: Subparsers) -> None:
 
 def run_calibrate_tokens(options: argparse.Namespace) -> int:
     """Handler of `kvtier calibrate tokens`. Raises KvtierError; returns the exit code 0."""
-    length = parse_size(options.len, "--len")
+    lengths = [parse_size(text, "--len") for text in options.len.split(",")]
     if options.seed < 0:
         raise UsageError("--seed", "at least 0", options.seed)
     if options.out.is_dir() or not options.out.parent.is_dir():
@@ -91,7 +91,7 @@ def run_calibrate_tokens(options: argparse.Namespace) -> int:
 
     with nullcontext(no_progress) if options.quiet else rich_progress() as progress:
         fit = fit_tokens(
-            options.model_path, contexts=options.contexts, length=length, seed=options.seed,
+            options.model_path, contexts=options.contexts, lengths=lengths, seed=options.seed,
             progress=progress,
         )  # fmt: skip
     fit.worth.save(options.out)

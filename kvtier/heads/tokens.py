@@ -1,10 +1,10 @@
 """Fit what a token will be worth to later turns: `kvtier calibrate tokens`.
 
-    context ── prefill ──> exact KV ── repeat it ──> attention drawn by every token of every KV head
-                              └──────────── ridge regression ──────────────┘
+    context ── prefill ──> exact KV ── repeat it, ask about it ──> attention drawn by every token
+                              └──────── ridge regression ──────────────┘     of every KV head
 
-No question is looked at: any text of the kind that will be served will do. What comes of it is
-measured on contexts that it was not fitted on, of the other half of the texts.
+Contexts of two lengths tell what a length changes. What comes of it is measured on contexts that it
+was not fitted on, of the other half of the texts, by their repetition alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvtier.heads.model.config import (
     weights_revision,
 )
 from kvtier.heads.model.loading import load_model
-from kvtier.heads.probes.reconstruction import attention_drawn, repeat_request
+from kvtier.heads.probes.reconstruction import attention_asked, attention_drawn, repeat_request
 from kvtier.heads.profile import full_profile
 from kvtier.heads.progress import Progress, no_progress
 from kvtier.heads.reference.compaction import rotation_of
@@ -45,8 +45,8 @@ from kvtier.retention.token_worth import Fit, TokenWorth
 from kvtier.synthetic.frame import frame_of
 from kvtier.synthetic.tokenizer import Tokenizer
 
-# Every kind of text twice.
-DEFAULT_CONTEXTS, DEFAULT_LENGTH = 22, 1536
+# Every kind of text at every length.
+DEFAULT_CONTEXTS, DEFAULT_LENGTHS = 11, (1536, 3072)
 JUDGED_CONTEXTS = 2
 JUDGED_SHARES = (0.25, 0.1)
 
@@ -67,28 +67,30 @@ class TokenFit:
 
 class Repeated(NamedTuple):
     """A context's exact KV per layer, `[kv_heads, tokens, dim]` each, and the attention its tokens
-    drew when it was repeated, `[layers, kv_heads, tokens]`."""
+    drew when it was repeated, `[layers, kv_heads, tokens]`; `asked`: or by its questions."""
 
     kv: list[tuple[Tensor, Tensor]]
     drawn: Tensor
+    asked: Tensor
 
 
 def fit_tokens(
     model_path: str,
     *,
     contexts: int = DEFAULT_CONTEXTS,
-    length: int = DEFAULT_LENGTH,
+    lengths: Sequence[int] = DEFAULT_LENGTHS,
     seed: int = 0,
     progress: Progress = no_progress,
 ) -> TokenFit:
-    """Fit and judge. Raises KvtierError for a model or a length that will not do."""
+    """Fit on so many contexts per length, and judge. Raises KvtierError for a model or a length
+    that will not do."""
     if contexts < 1:
         raise UsageError("--contexts", "at least 1", contexts)
     check_splittable(read_config(model_path))
-    _check_length(model_path, length)
+    _check_length(model_path, max(lengths))
     tasks = tasks_for(model_path)
-    fitted = make_samples(tasks.make, tasks.measuring, contexts, [length], seed, CALIBRATION)
-    judged = make_samples(tasks.make, tasks.measuring, JUDGED_CONTEXTS, [length], seed, HELD_OUT)
+    fitted = make_samples(tasks.make, tasks.measuring, contexts, lengths, seed, CALIBRATION)
+    judged = make_samples(tasks.make, tasks.measuring, JUDGED_CONTEXTS, lengths, seed, HELD_OUT)
     began = time.monotonic()
     model = load_model(model_path)
     fit = Fit(shape_of(model).num_layers)
@@ -103,7 +105,7 @@ def fit_tokens(
         for one in repetitions(model, model_path, judged, progress)
     ]
     agreement = {share: sum(one[share] for one in found) / len(found) for share in JUDGED_SHARES}
-    return TokenFit(worth, contexts, tokens, seconds, agreement)
+    return TokenFit(worth, len(fitted), tokens, seconds, agreement)
 
 
 def repetitions(
@@ -117,7 +119,8 @@ def repetitions(
         session = ReferenceSession(model, full_profile(shape))
         session.turn(sample.context_ids, 0)
         kv = [session.exact_kv(layer) for layer in range(shape.num_layers)]
-        yield Repeated(kv, attention_drawn(model, kv, sample.context_ids, request))
+        asked = attention_asked(model, kv, sample.questions)
+        yield Repeated(kv, attention_drawn(model, kv, sample.context_ids, request), asked)
     progress("repeating", len(samples), len(samples))
 
 
@@ -139,10 +142,11 @@ def _check_length(model_path: str, length: int) -> None:
 
 
 def add(fit: Fit, model: Any, repeated: Repeated) -> None:
-    """Fit one more context."""
+    """Fit one more context: the most that anything that was asked of it drew."""
+    drawn = torch.maximum(repeated.drawn, repeated.asked)
     for layer, (k, v) in enumerate(repeated.kv):
         positions = torch.arange(k.shape[1], device=k.device)
-        fit.add(layer, k, v, rotation_of(model, k, positions), repeated.drawn[layer])
+        fit.add(layer, k, v, rotation_of(model, k, positions), drawn[layer])
 
 
 def _agreement(worth: TokenWorth, model: Any, repeated: Repeated, share: float) -> float:

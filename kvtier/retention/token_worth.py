@@ -1,17 +1,21 @@
 """What a token's entry in a KV head will be worth to later turns, told by the layer's KV.
 
     ln(attention drawn) ≈ w · [k, v, |k|, |v|  of all KV heads of the layer, of the token and of its
-                               two neighbours, 1]
+                               two neighbours; where it stands in the context, and in how long a
+                               one; 1]
 
-The keys are those before rotation. Every head's weights are fitted by ridge regression to what was
-measured on calibration contexts (`kvtier.heads.probes.reconstruction`). Sources: KVzip for what is
-predicted (arXiv 2505.23416), KVzap for predicting it (arXiv 2601.07891); KVzap reads the hidden
-state, this the KV, which a pool holds anyway: prefilling computes and stores nothing more.
+The keys are those before rotation. Heads differ in how they look at what is far away and in how
+much a length dilutes them, so without the place too much is lost of contexts that are longer than
+those of the fit. Every head's weights are fitted by ridge regression to what was measured on
+calibration contexts (`kvtier.heads.probes.reconstruction`). Sources: KVzip for what is predicted
+(arXiv 2505.23416), KVzap for predicting it (arXiv 2601.07891); KVzap reads the hidden state, this
+the KV, which a pool holds anyway: prefilling computes and stores nothing more.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,13 +30,17 @@ from torch.nn.functional import pad
 from kvtier.errors import UsageError
 from kvtier_kernels.scores import Rotation, unrotate
 
-SCHEMA = "kvtier/token-worth/1"
+SCHEMA = "kvtier/token-worth/2"
 # Share of a feature's mean square that is added to it in a fit.
 RIDGE = 1e-3
 # Attention below this counts as this much.
 LEAST = 1e-6
 # Tokens at a context's start that draw attention whatever they are: no example to learn from.
 SINK_TOKENS = 4
+# Numbers that say where a token stands; see `place_features`.
+PLACE_WIDTH = 5
+# Tokens of a context whose length counts as 0.
+LENGTH_UNIT = 2048
 # Tokens whose features are held at a time.
 BLOCK_TOKENS = 8192
 # What numpy and zipfile raise about a file that is not there, cut off, changed, or not theirs.
@@ -52,12 +60,30 @@ def own_features(keys: Tensor, values: Tensor, rotation: Rotation | None) -> Ten
     return torch.cat([*sides, *norms], dim=-1).transpose(0, 1).flatten(1)
 
 
-def features(keys: Tensor, values: Tensor, rotation: Rotation | None) -> Tensor:
-    """Float32 `[tokens, width]` of consecutive tokens; arguments as in `own_features`. Neighbours
-    outside are zero."""
+def place_features(begin: int, end: int, context: int, device: torch.device) -> Tensor:
+    """Float32 `[end - begin, PLACE_WIDTH]` of the positions begin … end of a context of so many
+    tokens."""
+    position = torch.arange(begin, end, device=device, dtype=torch.float32)
+    share, left = position / context, (context - position) / context
+    length = torch.full_like(share, math.log(context / LENGTH_UNIT))
+    return torch.stack(
+        [share, share.square(), ((position + 1) / context).log(), left.log(), length], dim=-1
+    )
+
+
+def features(keys: Tensor, values: Tensor, rotation: Rotation | None, first: int = 0) -> Tensor:
+    """Float32 `[tokens, width]` of the last tokens of a context, the first of them at position
+    `first`; other arguments as in `own_features`. Neighbours outside are zero."""
     own = own_features(keys, values, rotation)
     before, after = pad(own, (0, 0, 1, 0))[:-1], pad(own, (0, 0, 0, 1))[1:]
-    return torch.cat([own, before, after, torch.ones_like(own[:, :1])], dim=-1)
+    end = first + len(own)
+    place = place_features(first, end, end, own.device)
+    return torch.cat([own, before, after, place, torch.ones_like(own[:, :1])], dim=-1)
+
+
+def feature_width(kv_heads: int, head_dim: int) -> int:
+    """How many features a token has."""
+    return 3 * kv_heads * 2 * (head_dim + 1) + PLACE_WIDTH + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +105,7 @@ class TokenWorth:
 
     def check_fits(self, layers: int, kv_heads: int, head_dim: int, revision: str | None) -> None:
         """Raises UsageError for a model of another shape, or with other weights."""
-        width = 3 * kv_heads * 2 * (head_dim + 1) + 1
+        width = feature_width(kv_heads, head_dim)
         if tuple(self.weights.shape) != (layers, kv_heads, width):
             expected = f"weights for {layers} layers of {kv_heads} KV heads of {head_dim}"
             raise UsageError("scorer.file", expected, tuple(self.weights.shape))
@@ -88,21 +114,24 @@ class TokenWorth:
             raise UsageError("scorer.file", expected, self.revision)
 
     def predict(
-        self, layer: int, keys: Tensor, values: Tensor, rotation: Rotation | None
+        self, layer: int, keys: Tensor, values: Tensor, rotation: Rotation | None, first: int = 0
     ) -> Tensor:
         """ln(attention drawn), float32 `[kv_heads, tokens]`, of all KV heads of a layer, comparable
         over heads and layers.
 
-        keys, values: `[kv_heads, tokens, dim]` of consecutive tokens, keys rotated. Raises
-        UsageError for another shape of model.
+        keys, values: `[kv_heads, tokens, dim]` of a context's last tokens, keys rotated
+        first:        position of the first of them
+
+        Raises UsageError for another shape of model.
         """
         weights = self.weights[layer]
         heads, tokens, dim = keys.shape
         width = heads * 2 * (dim + 1)
-        if weights.shape != (heads, 3 * width + 1):
+        if weights.shape != (heads, feature_width(heads, dim)):
             expected = f"all {weights.shape[0]} KV heads of the model that weights were fitted to"
             raise UsageError("keys", expected, tuple(keys.shape))
-        by_place = weights[:, : 3 * width].view(heads, 3, width).transpose(0, 1).flatten(0, 1)
+        near, place, always = torch.split(weights, [3 * width, PLACE_WIDTH, 1], dim=-1)
+        by_neighbour = near.view(heads, 3, width).transpose(0, 1).flatten(0, 1)
         products = keys.new_empty(3, heads, tokens, dtype=torch.float32)
         for begin in range(0, tokens, BLOCK_TOKENS):
             some = slice(begin, begin + BLOCK_TOKENS)
@@ -110,8 +139,11 @@ class TokenWorth:
             if part is not None:
                 part = part._replace(cos=part.cos[some], sin=part.sin[some])
             own = own_features(keys[:, some], values[:, some], part)
-            products[:, :, some] = (by_place @ own.T).view(3, heads, -1)
-        found = products[0] + weights[:, -1:]
+            products[:, :, some] = (by_neighbour @ own.T).view(3, heads, -1)
+        end = first + tokens
+        found: Tensor = (
+            products[0] + place @ place_features(first, end, end, keys.device).T + always
+        )
         found[:, 1:] += products[1, :, :-1]
         found[:, :-1] += products[2, :, 1:]
         return found
@@ -151,14 +183,17 @@ class Fit:
     def add(
         self, layer: int, keys: Tensor, values: Tensor, rotation: Rotation | None, drawn: Tensor
     ) -> None:
-        """What a context's tokens drew, `[kv_heads, tokens]`; arguments as in `own_features`."""
-        for begin in range(SINK_TOKENS, keys.shape[1], BLOCK_TOKENS):
-            end = min(begin + BLOCK_TOKENS, keys.shape[1])
+        """What a whole context's tokens drew, `[kv_heads, tokens]`; arguments as in
+        `own_features`."""
+        tokens = keys.shape[1]
+        for begin in range(SINK_TOKENS, tokens, BLOCK_TOKENS):
+            end = min(begin + BLOCK_TOKENS, tokens)
             # With the neighbours on both sides, whose own rows are not taken.
             near, part = slice(begin - 1, end + 1), rotation
             if part is not None:
                 part = part._replace(cos=part.cos[near], sin=part.sin[near])
             x = features(keys[:, near], values[:, near], part)[1 : 1 + end - begin].double()
+            x[:, -1 - PLACE_WIDTH : -1] = place_features(begin, end, tokens, x.device)
             y = drawn[:, begin:end].clamp_min(LEAST).log().double()
             squares, products = x.T @ x, x.T @ y.T
             known, more = self._squares[layer], self._products[layer]
@@ -187,4 +222,4 @@ def _ridge(squares: Tensor, products: Tensor) -> Tensor:
     return weights.T.float().contiguous()
 
 
-__all__ = ["Fit", "TokenWorth", "features", "own_features"]
+__all__ = ["Fit", "TokenWorth", "feature_width", "features"]

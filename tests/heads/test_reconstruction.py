@@ -8,9 +8,10 @@ from tiny_llama import tiny_model
 
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.probes import reconstruction
-from kvtier.heads.probes.reconstruction import attention_drawn
+from kvtier.heads.probes.reconstruction import attention_asked, attention_drawn
 from kvtier.heads.profile import full_profile
 from kvtier.heads.reference.session import ReferenceSession
+from kvtier.heads.samples.questions import Question
 
 CONTEXT = [int(i) for i in torch.randint(0, 60, (37,), generator=torch.Generator().manual_seed(1))]
 REQUEST = [5, 9, 2]
@@ -36,3 +37,30 @@ def test_it_is_the_most_that_any_later_query_gives_a_token(
     for layer, one in enumerate(weights):
         later = one[0, :, tokens:, :tokens].unflatten(0, (shape.num_kv_heads, -1))
         torch.testing.assert_close(found[layer], later.amax((1, 2)).float(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk_tokens", [512, 3])
+def test_questions_draw_what_each_would_draw_alone(
+    monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
+) -> None:
+    monkeypatch.setattr(reconstruction, "CHUNK_TOKENS", chunk_tokens)
+    model = tiny_model()
+    shape = shape_of(model)
+    session = ReferenceSession(model, full_profile(shape))
+    session.turn(CONTEXT, 0)
+    kv = [session.exact_kv(layer) for layer in range(shape.num_layers)]
+    questions = [Question((7, 3, 11), (4, 8)), Question((60, 2), (9, 9, 1))]
+    found = attention_asked(model, kv, questions)
+
+    model.set_attn_implementation("eager")
+    expected = torch.zeros_like(found)
+    tokens = len(CONTEXT)
+    for question in questions:
+        # The last token of an answer is asked for, and asks for nothing.
+        ids = torch.tensor([[*CONTEXT, *question.prompt_ids, *question.answer_ids[:-1]]])
+        with torch.inference_mode():
+            weights = model(ids, output_attentions=True, use_cache=False).attentions
+        for layer, one in enumerate(weights):
+            later = one[0, :, tokens:, :tokens].unflatten(0, (shape.num_kv_heads, -1))
+            expected[layer] = torch.maximum(expected[layer], later.amax((1, 2)).float())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -55,7 +55,7 @@ def test_the_command_writes_what_the_scorer_reads(
 
 def test_it_finds_more_of_the_best_entries_than_chance() -> None:
     """A draw without looking would find the share itself."""
-    fit = fit_tokens(str(DEMO), contexts=3, length=LENGTH)
+    fit = fit_tokens(str(DEMO), contexts=3, lengths=[LENGTH])
     assert fit.tokens == 3 * LENGTH
     for share, found in fit.agreement.items():
         assert share + 0.2 < found <= 1
@@ -72,7 +72,7 @@ def test_it_is_judged_on_contexts_that_it_was_not_fitted_on(
 
     make_samples = tokens.make_samples
     monkeypatch.setattr(tokens, "make_samples", make)
-    fit_tokens(str(DEMO), contexts=1, length=LENGTH)
+    fit_tokens(str(DEMO), contexts=1, lengths=[LENGTH])
     assert streams == [(1, CALIBRATION), (tokens.JUDGED_CONTEXTS, HELD_OUT)]
     assert CALIBRATION != HELD_OUT
 
@@ -84,7 +84,7 @@ def test_agreement_is_the_share_of_the_best_that_is_found(monkeypatch: pytest.Mo
 
     def agreement(predicted: torch.Tensor) -> float:
         worth: Any = SimpleNamespace(predict=lambda *_: predicted)
-        return tokens._agreement(worth, None, Repeated(kv, drawn), 0.2)
+        return tokens._agreement(worth, None, Repeated(kv, drawn, drawn), 0.2)
 
     assert agreement(drawn[0].log()) == 1.0
     assert agreement(-drawn[0]) == 0.0

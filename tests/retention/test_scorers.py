@@ -22,7 +22,7 @@ from kvtier.retention.scorers import SCORERS, Chunk, Span, TokenScorer, select
 from kvtier.retention.scorers.base import pooled, z_score
 from kvtier.retention.scorers.compactor import Compactor
 from kvtier.retention.scorers.keydiff import KeyDiff
-from kvtier.retention.token_worth import TokenWorth
+from kvtier.retention.token_worth import TokenWorth, feature_width
 from kvtier_kernels.scores import Rotation
 
 HEADS, GROUP, DIM = 2, 3, 16
@@ -54,7 +54,7 @@ def make_span(scorer: TokenScorer, chunk: Chunk, first: int = 0) -> Span:
 def weights(tmp_path_factory) -> Path:
     """What a fitted scorer reads."""
     file = tmp_path_factory.mktemp("fitted") / "weights.npz"
-    TokenWorth(normal(0, 1, HEADS, 3 * HEADS * 2 * (DIM + 1) + 1)).save(file)
+    TokenWorth(normal(0, 1, HEADS, feature_width(HEADS, DIM))).save(file)
     return file
 
 

@@ -105,7 +105,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
 def _calibrate_tokens_and_curve(
     options: argparse.Namespace, settings: Settings, lengths: list[int]
 ) -> int:
-    """Where heads compete: what tokens are worth, unless the settings name a file, and its curve."""
+    """Where heads compete: what tokens are worth, unless a file says it, and the curve."""
     for name in ("share", "budget"):
         if getattr(options, name) is not None:
             expected = f"none with scorer {settings.scorer.name}, by which heads compete"

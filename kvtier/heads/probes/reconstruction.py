@@ -1,11 +1,16 @@
-"""How much attention each token of a context draws when the model is asked to repeat the context.
+"""How much attention each token of a context draws from what may come after it.
 
     | context | "repeat the context" | context again |
         ^ the most that any query of any head of the group, behind the context, gives a token
 
+    | context | question answer |
+        ^ the same
+
 What answers draw from a context, its repetition draws too, whatever will be asked. Source: KVzip
 (arXiv 2505.23416), whose score this is. It costs a second pass over the context, so it is
-measured on calibration contexts, and predicted for others (`kvtier.retention.token_worth`).
+measured on calibration contexts, and predicted for others (`kvtier.retention.token_worth`); there
+the questions of other contexts can be looked at, too: those of their own kind draw more from a
+token than the repetition does.
 """
 
 from __future__ import annotations
@@ -16,13 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtier.heads.probes.row import row_of
 from kvtier.heads.reference.attention import attending
+from kvtier.heads.samples.questions import Question
 from kvtier.synthetic.frame import Frame
 from kvtier.synthetic.tokenizer import Tokenizer
 
 REQUEST = "Repeat the previous context exactly."
-# Tokens of a pass; its logits over the context are in memory, one KV head at a time.
+# Queries of a pass; their weights over the context are in memory, one KV head at a time.
 CHUNK_TOKENS = 512
+
+LayerKV = tuple[Tensor, Tensor]
 
 
 def repeat_request(tokenizer: Tokenizer, frame: Frame) -> list[int]:
@@ -30,48 +39,81 @@ def repeat_request(tokenizer: Tokenizer, frame: Frame) -> list[int]:
     return tokenizer.encode(frame.first + REQUEST + frame.reply)
 
 
+class _Drawn:
+    """The most attention that tokens have drawn so far. kv: as in `attention_drawn`."""
+
+    def __init__(self, kv: Sequence[LayerKV]) -> None:
+        self.kv = kv
+        heads, tokens, _ = kv[0][0].shape
+        self.most = torch.zeros(len(kv), heads, tokens, device=kv[0][0].device)
+
+    def attend(self, layer: int, q: Tensor, own: LayerKV, sees: Tensor, scale: float) -> Tensor:
+        """q `[1, heads, rows, dim]` over the context and own keys and values
+        `[kv_heads, n, dim]`; sees: `[rows, n]`, added to the logits of those."""
+        context, out = self.kv[layer], torch.empty_like(q)
+        heads, tokens, _ = context[0].shape
+        grouped, answers = (x[0].unflatten(0, (heads, -1)) for x in (q, out))
+        for head in range(heads):
+            keys, values = (
+                torch.cat([x[head], y[head]]) for x, y in zip(context, own, strict=True)
+            )
+            for begin in range(0, q.shape[2], CHUNK_TOKENS):
+                some = slice(begin, begin + CHUNK_TOKENS)
+                logits = grouped[head, :, some] @ keys.T * scale
+                logits[..., tokens:] += sees[some]
+                weights = logits.softmax(-1)
+                answers[head, :, some] = weights @ values
+                most = weights[..., :tokens].amax((0, 1)).float()
+                self.most[layer, head] = torch.maximum(self.most[layer, head], most)
+        return out
+
+
 @torch.inference_mode()
 def attention_drawn(
     model: Any,
-    kv: Sequence[tuple[Tensor, Tensor]],
+    kv: Sequence[LayerKV],
     context_ids: Sequence[int],
     request_ids: Sequence[int],
 ) -> Tensor:
-    """Float32 `[layers, kv_heads, tokens]`, attention weights in [0, 1].
+    """By a repetition: float32 `[layers, kv_heads, tokens]`, attention weights in [0, 1].
 
     kv: per layer the context's rotated keys and values, `[kv_heads, tokens, dim]` each
     """
-    tokens = len(context_ids)
-    found = torch.zeros(len(kv), kv[0][0].shape[0], tokens, device=model.device)
-    own: dict[int, tuple[Tensor, Tensor]] = {}
+    drawn = _Drawn(kv)
+    own: dict[int, LayerKV] = {}
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         new = (k[0], v[0])
         if layer in own:
             new = (torch.cat([own[layer][0], k[0]], 1), torch.cat([own[layer][1], v[0]], 1))
         own[layer] = new
-        rows, heads = q.shape[2], k.shape[1]
+        rows, before = q.shape[2], new[0].shape[1] - q.shape[2]
         ahead = q.new_full((rows, rows), -torch.inf).triu(1)
-        grouped, out = q[0].unflatten(0, (heads, -1)), torch.empty_like(q)
-        for head in range(heads):
-            keys = torch.cat([kv[layer][0][head], new[0][head]])
-            values = torch.cat([kv[layer][1][head], new[1][head]])
-            logits = grouped[head] @ keys.T * scale
-            logits[..., -rows:] += ahead
-            weights = logits.softmax(-1)
-            out[0].unflatten(0, (heads, -1))[head] = weights @ values
-            most = weights[..., :tokens].amax((0, 1))
-            found[layer, head] = torch.maximum(found[layer, head], most.float())
-        return out
+        sees = torch.cat([q.new_zeros(rows, before), ahead], dim=1)
+        return drawn.attend(layer, q, new, sees, scale)
 
-    ids = [*request_ids, *context_ids]
+    ids, tokens = [*request_ids, *context_ids], len(context_ids)
     with attending(model, attend):
         for begin in range(0, len(ids), CHUNK_TOKENS):
             part = torch.tensor([ids[begin : begin + CHUNK_TOKENS]], device=model.device)
             first = tokens + begin
             positions = torch.arange(first, first + part.shape[1], device=model.device)[None]
             model(part, position_ids=positions, use_cache=False, logits_to_keep=1)
-    return found
+    return drawn.most
 
 
-__all__ = ["attention_drawn", "repeat_request"]
+@torch.inference_mode()
+def attention_asked(model: Any, kv: Sequence[LayerKV], questions: Sequence[Question]) -> Tensor:
+    """By questions and their answers, each asked alone; arguments and result as in
+    `attention_drawn`."""
+    drawn, row = _Drawn(kv), row_of(questions, kv[0][0].shape[1], model.device)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return drawn.attend(layer, q, (k[0], v[0]), row.sees, scale)
+
+    with attending(model, attend):
+        row.logits(model)
+    return drawn.most
+
+
+__all__ = ["attention_asked", "attention_drawn", "repeat_request"]

@@ -62,7 +62,7 @@ class Reconstruction(TokenScorer):
     def score(self, span: Span) -> torch.Tensor:
         assert span.values is not None, "a comparable scorer is given values"
         worth = _on_device(self.worth, span.keys.device)
-        return worth.predict(span.layer, span.keys, span.values, span.rotation)
+        return worth.predict(span.layer, span.keys, span.values, span.rotation, span.first)
 
 
 @lru_cache(maxsize=4)

@@ -16,7 +16,7 @@ from kvtier.heads.model.loading import load_model
 from kvtier.heads.probes.context import HeadProbe
 from kvtier.heads.probes.held import Asker, entries, selected
 from kvtier.heads.samples.synthetic import make_samples, tasks_for
-from kvtier.retention.token_worth import TokenWorth
+from kvtier.retention.token_worth import TokenWorth, feature_width
 
 TOKENS = 900
 
@@ -36,7 +36,7 @@ def context(folder: Path) -> tuple[Context, Asker]:
 def drawn_by_lot(context: Context) -> TokenWorth:
     shape = context.shape
     heads = (shape.num_layers, shape.num_kv_heads)
-    width = 3 * shape.num_kv_heads * (2 * shape.head_dim + 2) + 1
+    width = feature_width(shape.num_kv_heads, shape.head_dim)
     generator = torch.Generator().manual_seed(3)
     return TokenWorth(0.1 * torch.randn(*heads, width, generator=generator))
 
@@ -78,7 +78,8 @@ def test_a_run_writes_the_table_and_another_measures_nothing_again(
     arguments = [
         *("--model-path", str(folder), "--lens", str(TOKENS), "--shares", "0.5"),
         *("--contexts", "2", "--choose-len", "600", "--choose-contexts", "1"),
-        *("--fit-contexts", "1", "--state", str(tmp_path / "state")),
+        *("--fit-contexts", "2", "--fit-lens", "600", "--curve-lens", "600"),
+        *("--state", str(tmp_path / "state")),
         *("--tasks", "key-value", "--plots", str(tmp_path)),
     ]
     out = tmp_path / "table.json"
@@ -88,10 +89,14 @@ def test_a_run_writes_the_table_and_another_measures_nothing_again(
     first = json.loads(out.read_text())["kept"]
     assert {"head profile", "adaptive budgets + refresh"} <= {row["way"] for row in first}
     assert all(row["bytes"] <= row["share"] for row in first)
+    (by_quality,) = (row for row in first if row["way"] == table.BY_QUALITY)
+    assert by_quality["quality"] > 0
+    assert by_quality["least_bytes"] <= by_quality["bytes"] <= by_quality["most_bytes"]
     with monkeypatch.context() as nothing_measures:
         nothing_measures.setattr(Asker, "quality", None)
         assert table.main([*arguments, "--out", str(out)]) == 0
     assert json.loads(out.read_text())["kept"] == first
     # As many shares, but another one.
     assert table.main([*arguments, "--shares", "0.6", "--out", str(out)]) == 0
-    assert {row["share"] for row in json.loads(out.read_text())["kept"]} == {0.6}
+    again = json.loads(out.read_text())["kept"]
+    assert {row["share"] for row in again if row["way"] != table.BY_QUALITY} == {0.6}

@@ -36,7 +36,7 @@ LENGTH = 512
 
 @pytest.fixture(scope="module")
 def worth() -> TokenWorth:
-    return fit_tokens(str(MODEL), contexts=3, length=LENGTH).worth
+    return fit_tokens(str(MODEL), contexts=3, lengths=[LENGTH]).worth
 
 
 @pytest.fixture(scope="module")

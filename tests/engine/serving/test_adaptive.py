@@ -5,6 +5,7 @@ whichever kernels compute them, and a tier brings the context back as it was and
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,10 @@ from tierd.live_tier import live_tier
 from tiered_engine import ENGINE
 from tiered_engine import RULE as TIERED_RULE
 
+from kvtier.calibration.measuring.calibrate import calibrate_curve
+from kvtier.config import load_settings
+from kvtier.heads.model.config import model_shape, read_config
+from kvtier.heads.profile import full_profile
 from kvtier.heads.reference.compaction import AdaptiveSession
 from kvtier.heads.tokens import fit_tokens
 from kvtier.retention.scorers.reconstruction import Reconstruction
@@ -25,7 +30,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def worth() -> TokenWorth:
-    return fit_tokens(str(DEMO_MODEL), contexts=3, length=512).worth
+    return fit_tokens(str(DEMO_MODEL), contexts=3, lengths=[512]).worth
 
 
 @pytest.fixture
@@ -89,6 +94,28 @@ def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, adaptive, 
     out = run_engine(tmp_path, engine, side_by_side(sessions, 9), env)
     assert [list(turns) for turns in zip(*said(out), strict=True)] == expected
     assert out["state"]["compacted_tokens"] > 1000
+
+
+def test_a_quality_target_keeps_what_the_curve_says_of_each_context(tmp_path, adaptive):
+    file = Path(adaptive["KVTIER_SCORER_FILE"])
+    settings = load_settings(
+        scorer="reconstruction", scorer_file=file, head_budgets="adaptive", quality=0.95
+    )
+    profile = full_profile(model_shape(read_config(str(DEMO_MODEL))))
+    curve = calibrate_curve(str(DEMO_MODEL), profile, settings, lengths=[768], contexts=4).document
+    (tmp_path / "curve.json").write_text(curve.to_json())
+    contexts = [turns[0] for turns in prompts(3, 2500)]
+    engine = {"model_path": str(DEMO_MODEL), "max_total_tokens": 30_000, **POLICIES["kvtier"]}
+    env = {**adaptive, "KVTIER_QUALITY": "0.95", "KVTIER_CURVE": str(tmp_path / "curve.json")}
+    requests = [{"input_ids": ids, "max_new_tokens": 2} for ids in contexts]
+    state = run_engine(tmp_path, engine, [requests], env)["state"]
+    assert state["integrity"] == []
+    assert state["retention"]["reasons"] == {"quality": len(contexts)}
+    for turn in state["retention"]["recent"]:
+        edges = settings.locality.sink_tokens + settings.locality.recent_tokens
+        share = curve.retention(0.95, turn["nll"])
+        kept = edges + share * (turn["prompt_tokens"] - edges)
+        assert turn["kept_tokens"] == pytest.approx(kept, abs=2)
 
 
 def test_triton_kernels_say_the_same(tmp_path, adaptive):
