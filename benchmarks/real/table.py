@@ -76,6 +76,7 @@ def declare(arguments: Arguments) -> None:
     arguments.sizes("--fit-lens", ("1536", "3072"), "context tokens to fit worth on")
     arguments.sizes("--curve-lens", ("2k",), "context tokens to fit the curve on")
     arguments.whole("--fit-contexts", 11, "contexts to fit on, per length", least=2)
+    arguments.add("--settings", nargs="+", metavar="NAME", help="of kvtier's, by name (all)")
     arguments.add("--kvpress-python", type=Path, help="Python of an environment with kvpress")
     arguments.whole("--kvpress-threads", 1, "threads of its process")
     arguments.add("--plots", type=Path, metavar="DIR", help="pictures to write, one per length")
@@ -99,6 +100,7 @@ class Bench(NamedTuple):
     order: Sequence[Head]
     calibrated: Calibrated
     shares: Sequence[float]
+    settings: Sequence[str]
 
 
 def run(options: Options) -> Iterator[Measured]:
@@ -108,7 +110,8 @@ def run(options: Options) -> Iterator[Measured]:
     )
     if options.plots is not None and not options.plots.is_dir():
         raise UsageError("--plots", "an existing directory", str(options.plots))
-    tasks = measured_tasks(setup, options.tasks)
+    tasks = asked_for("--tasks", setup.tasks.measuring, options.tasks)
+    settings = asked_for("--settings", (*OURS, DUO), options.settings)
     described = {
         **setup.described(),
         "tasks": tasks,
@@ -126,7 +129,7 @@ def run(options: Options) -> Iterator[Measured]:
             fit_lengths=options.fit_lens, curve_lengths=options.curve_lens, sink=ADAPTIVE_SINK,
             recent=ADAPTIVE_RECENT, seed=options.seed, progress=progress,
         )  # fmt: skip
-        bench = Bench(model, setup, order, known, options.shares)
+        bench = Bench(model, setup, order, known, options.shares, settings)
         for length in options.lens:
             measure(bench, records, tasks, length, options, progress)
             figures += compare(records, tasks, length, options)
@@ -143,12 +146,11 @@ def run(options: Options) -> Iterator[Measured]:
     show(quality_table(figures))
 
 
-def measured_tasks(setup: Setup, asked: Sequence[str] | None) -> list[str]:
-    """The tasks asked for, or all. Raises UsageError for one that there is not."""
-    known = setup.tasks.measuring
-    for task in asked or ():
-        if task not in known:
-            raise UsageError("--tasks", f"some of {', '.join(known)}", task)
+def asked_for(flag: str, known: Sequence[str], asked: Sequence[str] | None) -> list[str]:
+    """The names asked for, or all. Raises UsageError for one that there is not."""
+    for name in asked or ():
+        if name not in known:
+            raise UsageError(flag, f"some of {', '.join(known)}", name)
     return list(asked or known)
 
 
@@ -162,7 +164,8 @@ def measure(
     samples = make_samples(setup.tasks.make, tasks, count, [length], options.seed, HELD_OUT)
     names = {index: f"{length}-{index:03d}" for index in range(count)}
     asked = ", ".join(f"{share:g}" for share in bench.shares)
-    finished = (f"{DONE} {asked}" + (" and presses" if options.kvpress_python else ""), 0.0)
+    by = [*bench.settings, *(["presses"] if options.kvpress_python else [])]
+    finished = (f"{DONE} {asked} by {', '.join(by)}", 0.0)
     missing = [i for i in range(count) if (length, i, *finished) not in records]
     contexts = {names[i]: samples[i].context_ids for i in missing}
     folder = options.state / f"presses-{length}-{asked.replace(', ', '-')}"
@@ -206,6 +209,8 @@ def ways(bench: Bench, context: Context, presses: Presses, name: str) -> Iterato
     yield Way(NONE, 0.0, selected(context.kv, ends(every, *EDGES), group))
     for share in bench.shares:
         for setting in settings_at(share):
+            if setting.name not in bench.settings:
+                continue
             try:
                 keeper = Keeper(context, bench.order, setting, bench.calibrated.worth)
             except NoRoomError:

@@ -38,7 +38,7 @@ LEAST = 1e-6
 # Tokens at a context's start that draw attention whatever they are: no example to learn from.
 SINK_TOKENS = 4
 # Numbers that say where a token stands; see `place_features`.
-PLACE_WIDTH = 5
+PLACE_WIDTH = 9
 # Tokens of a context whose length counts as 0.
 LENGTH_UNIT = 2048
 # Tokens whose features are held at a time.
@@ -65,10 +65,12 @@ def place_features(begin: int, end: int, context: int, device: torch.device) -> 
     tokens."""
     position = torch.arange(begin, end, device=device, dtype=torch.float32)
     share, left = position / context, (context - position) / context
-    length = torch.full_like(share, math.log(context / LENGTH_UNIT))
-    return torch.stack(
-        [share, share.square(), ((position + 1) / context).log(), left.log(), length], dim=-1
+    place = torch.stack(
+        [share, share.square(), ((position + 1) / context).log(), left.log()], dim=-1
     )
+    # What a place means may change with the length.
+    length = math.log(context / LENGTH_UNIT)
+    return torch.cat([place, place * length, torch.full_like(place[:, :1], length)], dim=-1)
 
 
 def features(keys: Tensor, values: Tensor, rotation: Rotation | None, first: int = 0) -> Tensor:
