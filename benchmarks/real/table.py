@@ -117,6 +117,7 @@ def run(options: Options) -> Iterator[Measured]:
         "tasks": tasks,
         "fit_contexts": options.fit_contexts,
         "fit_lens": options.fit_lens,
+        "curve_lens": options.curve_lens,
     }
     records = Records(options.state, described)
     figures: list[dict[str, Any]] = []

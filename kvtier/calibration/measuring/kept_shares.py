@@ -154,8 +154,8 @@ class RankedContext:
 
     def loss(self, keep: int) -> float:
         """See `CompressibleContext`."""
-        layers, heads, _ = self.worth.shape
-        kept = torch.ones(layers, heads, self.kv[0][0].shape[1], dtype=torch.bool)
+        shape = (*self.worth.shape[:2], self.kv[0][0].shape[1])
+        kept = torch.ones(shape, dtype=torch.bool, device=self.worth.device)
         best = adaptive_selection(self.worth.flatten(0, 1), keep)
         kept[..., self.span.begin : self.span.end] = best.view(self.worth.shape)
         return self.asker.quality(selected(self.kv, kept, self.group)).loss

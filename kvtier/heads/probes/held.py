@@ -129,7 +129,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, held: Held, sees: Tensor, scale: fl
     values = torch.cat([held.v[None], v], dim=2).repeat_interleave(group, dim=1)
     votes = held.votes[:, None].expand(-1, tokens, -1)
     mask = torch.cat([votes, sees.expand(heads, -1, -1)], dim=2)
-    return scaled_dot_product_attention(q, keys, values, attn_mask=mask[None], scale=scale)
+    return scaled_dot_product_attention(
+        q, keys, values, attn_mask=mask[None].to(q.dtype), scale=scale
+    )
 
 
 __all__ = ["Asker", "Held", "Refresh", "entries", "selected", "stacked"]

@@ -100,3 +100,12 @@ def test_a_run_writes_the_table_and_another_measures_nothing_again(
     assert table.main([*arguments, "--shares", "0.6", "--out", str(out)]) == 0
     again = json.loads(out.read_text())["kept"]
     assert {row["share"] for row in again if row["way"] != table.BY_QUALITY} == {0.6}
+
+
+@pytest.mark.parametrize("flag", ["--tasks", "--settings"])
+def test_what_there_is_none_of_is_refused_by_name(
+    folder: Path, tmp_path: Path, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model-path", str(folder), "--state", str(tmp_path / "state"), flag, "other"]
+    assert table.main([*arguments, "--out", str(tmp_path / "table.json")]) == 2
+    assert f"{flag}: expected some of" in capsys.readouterr().err
