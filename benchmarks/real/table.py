@@ -56,8 +56,6 @@ METHOD = "taylor"
 FULL, NONE = "all tokens", "no context"
 # Of a context, when all that was asked for is measured.
 DONE = "done with"
-# Added to both losses of a quality, nats, as a curve's is measured.
-FLOOR = ANSWER_FLOOR_NATS
 # A quality target: each context keeps what its curve says.
 QUALITY, BY_QUALITY = 0.95, "adaptive budgets, quality 0.95"
 # What stays of no context: as much as locality heads hold.
@@ -259,7 +257,7 @@ def compare(
         rows.append({
             "length": length, "share": share, "way": name,
             "bytes": float(np.mean(used)), "most_bytes": max(used), "least_bytes": min(used),
-            "quality": float(np.mean((full + FLOOR) / (mine + FLOOR))),
+            "quality": float(np.mean((full + ANSWER_FLOOR_NATS) / (mine + ANSWER_FLOOR_NATS))),
             "all": kept_worth(mine, full, none)._asdict(),
             "tasks": {
                 task: kept_worth(mine[[i]], full[[i]], none[[i]])._asdict()

@@ -47,7 +47,7 @@ from kvtier.synthetic.tokenizer import Tokenizer
 
 # Every kind of text at every length.
 DEFAULT_CONTEXTS, DEFAULT_LENGTHS = 11, (1536, 3072)
-JUDGED_CONTEXTS = 2
+JUDGED_CONTEXTS = 2  # per length
 JUDGED_SHARES = (0.25, 0.1)
 
 

@@ -73,13 +73,20 @@ def place_features(begin: int, end: int, context: int, device: torch.device) -> 
     return torch.cat([place, place * length, torch.full_like(place[:, :1], length)], dim=-1)
 
 
-def features(keys: Tensor, values: Tensor, rotation: Rotation | None, first: int = 0) -> Tensor:
-    """Float32 `[tokens, width]` of the last tokens of a context, the first of them at position
-    `first`; other arguments as in `own_features`. Neighbours outside are zero."""
+def features(
+    keys: Tensor,
+    values: Tensor,
+    rotation: Rotation | None,
+    first: int = 0,
+    context: int | None = None,
+) -> Tensor:
+    """Float32 `[tokens, width]` of consecutive tokens of a context of so many tokens, the first of
+    them at position `first`; other arguments as in `own_features`. Neighbours outside are zero.
+    Without `context` it ends with these tokens."""
     own = own_features(keys, values, rotation)
     before, after = pad(own, (0, 0, 1, 0))[:-1], pad(own, (0, 0, 0, 1))[1:]
     end = first + len(own)
-    place = place_features(first, end, end, own.device)
+    place = place_features(first, end, end if context is None else context, own.device)
     return torch.cat([own, before, after, place, torch.ones_like(own[:, :1])], dim=-1)
 
 
@@ -194,8 +201,8 @@ class Fit:
             near, part = slice(begin - 1, end + 1), rotation
             if part is not None:
                 part = part._replace(cos=part.cos[near], sin=part.sin[near])
-            x = features(keys[:, near], values[:, near], part)[1 : 1 + end - begin].double()
-            x[:, -1 - PLACE_WIDTH : -1] = place_features(begin, end, tokens, x.device)
+            x = features(keys[:, near], values[:, near], part, begin - 1, tokens)
+            x = x[1 : 1 + end - begin].double()
             y = drawn[:, begin:end].clamp_min(LEAST).log().double()
             squares, products = x.T @ x, x.T @ y.T
             known, more = self._squares[layer], self._products[layer]

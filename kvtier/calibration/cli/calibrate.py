@@ -41,7 +41,7 @@ def add_calibrate_parser(subparsers: Subparsers) -> None:
         help="largest share that may be lost of what the context is worth, instead",
     )
     parser.set_defaults(handler=run_calibrate)
-    kinds = parser.add_subparsers(dest="calibrate", metavar="heads | curve")
+    kinds = parser.add_subparsers(dest="calibrate", metavar="heads | tokens | curve")
     add_heads_parser(kinds)
     add_tokens_parser(kinds)
     curve = kinds.add_parser("curve", help="fit and store the curve of a model and head profile")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tiny_llama import tiny_model
@@ -17,6 +19,14 @@ CONTEXT = [int(i) for i in torch.randint(0, 60, (37,), generator=torch.Generator
 REQUEST = [5, 9, 2]
 
 
+def exact_kv(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of the context, per layer."""
+    shape = shape_of(model)
+    session = ReferenceSession(model, full_profile(shape))
+    session.turn(CONTEXT, 0)
+    return [session.exact_kv(layer) for layer in range(shape.num_layers)]
+
+
 @pytest.mark.parametrize("chunk_tokens", [512, 7])
 def test_it_is_the_most_that_any_later_query_gives_a_token(
     monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
@@ -24,9 +34,7 @@ def test_it_is_the_most_that_any_later_query_gives_a_token(
     monkeypatch.setattr(reconstruction, "CHUNK_TOKENS", chunk_tokens)
     model = tiny_model()
     shape = shape_of(model)
-    session = ReferenceSession(model, full_profile(shape))
-    session.turn(CONTEXT, 0)
-    kv = [session.exact_kv(layer) for layer in range(shape.num_layers)]
+    kv = exact_kv(model)
     found = attention_drawn(model, kv, CONTEXT, REQUEST)
 
     model.set_attn_implementation("eager")
@@ -46,9 +54,7 @@ def test_questions_draw_what_each_would_draw_alone(
     monkeypatch.setattr(reconstruction, "CHUNK_TOKENS", chunk_tokens)
     model = tiny_model()
     shape = shape_of(model)
-    session = ReferenceSession(model, full_profile(shape))
-    session.turn(CONTEXT, 0)
-    kv = [session.exact_kv(layer) for layer in range(shape.num_layers)]
+    kv = exact_kv(model)
     questions = [Question((7, 3, 11), (4, 8)), Question((60, 2), (9, 9, 1))]
     found = attention_asked(model, kv, questions)
 
