@@ -24,15 +24,17 @@ class Calibrated(NamedTuple):
 
 
 def calibrated(
-    folder: Path, model_path: str, *, contexts: int, fit_lengths: Sequence[int],
-    curve_lengths: Sequence[int], sink: int, recent: int, seed: int, progress: Progress,
+    folder: Path, model_path: str, *, tasks: Sequence[str], contexts: int,
+    fit_lengths: Sequence[int], curve_lengths: Sequence[int], sink: int, recent: int, seed: int,
+    progress: Progress,
 ) -> Calibrated:  # fmt: skip
-    """Read what is in `folder`, or calibrate on so many contexts per length."""
+    """Read what is in `folder`, or calibrate on so many contexts per length, of these tasks."""
     worth, curve = folder / "token_worth.npz", folder / "curve.json"
     if not worth.exists():
         fit = fit_tokens(
-            model_path, contexts=contexts, lengths=fit_lengths, seed=seed, progress=progress
-        )
+            model_path, tasks=tasks, contexts=contexts, lengths=fit_lengths, seed=seed,
+            progress=progress,
+        )  # fmt: skip
         fit.worth.save(worth)
     if not curve.exists():
         settings = load_settings(
@@ -41,8 +43,8 @@ def calibrated(
         )  # fmt: skip
         profile = full_profile(model_shape(read_config(model_path)))
         found = calibrate_curve(
-            model_path, profile, settings, lengths=curve_lengths, contexts=contexts, seed=seed,
-            progress=progress,
+            model_path, profile, settings, tasks=tasks, lengths=curve_lengths, contexts=contexts,
+            seed=seed, progress=progress,
         )  # fmt: skip
         curve.write_text(found.document.to_json() + "\n")
     return Calibrated(TokenWorth.load(worth), load_curve(curve))

@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
-from benchmarks.common.table import new_table, show
+from benchmarks.common.table import show
 from benchmarks.real.choices import Setup, chosen_heads
 from benchmarks.real.fitting import Calibrated, calibrated
 from benchmarks.real.keeping import (
@@ -41,7 +40,8 @@ from benchmarks.real.keeping import (
 from benchmarks.real.picture import draw_worth
 from benchmarks.real.presses import Presses, pressing
 from benchmarks.real.records import Records
-from benchmarks.real.statistics import Interval, Losses, kept_worth
+from benchmarks.real.statistics import Losses, kept_worth
+from benchmarks.real.tables import cheapest_table, quality_table, task_table, worth_table
 from kvtier.calibration.measuring.kept_shares import ANSWER_FLOOR_NATS
 from kvtier.errors import UsageError
 from kvtier.heads.model.config import shape_of
@@ -71,8 +71,9 @@ def declare(arguments: Arguments) -> None:
     arguments.whole("--contexts", 2, "contexts per task and length", least=2)
     arguments.size("--choose-len", "1536", "context tokens to choose and fit on")
     arguments.whole("--choose-contexts", 4, "contexts to choose heads on")
+    arguments.add("--fit-tasks", nargs="+", metavar="TASK", help="to fit on (default: all)")
     arguments.sizes("--fit-lens", ("1536", "3072"), "context tokens to fit worth on")
-    arguments.sizes("--curve-lens", ("2k",), "context tokens to fit the curve on")
+    arguments.sizes("--curve-lens", ("2k", "4k"), "context tokens to fit the curve on")
     arguments.whole("--fit-contexts", 11, "contexts to fit on, per length", least=2)
     arguments.add("--settings", nargs="+", metavar="NAME", help="of kvtier's, by name (all)")
     arguments.add("--kvpress-python", type=Path, help="Python of an environment with kvpress")
@@ -109,10 +110,12 @@ def run(options: Options) -> Iterator[Measured]:
     if options.plots is not None and not options.plots.is_dir():
         raise UsageError("--plots", "an existing directory", str(options.plots))
     tasks = asked_for("--tasks", setup.tasks.measuring, options.tasks)
+    fit_tasks = asked_for("--fit-tasks", setup.tasks.measuring, options.fit_tasks)
     settings = asked_for("--settings", (*OURS, DUO), options.settings)
     described = {
         **setup.described(),
         "tasks": tasks,
+        "fit_tasks": fit_tasks,
         "fit_contexts": options.fit_contexts,
         "fit_lens": options.fit_lens,
         "curve_lens": options.curve_lens,
@@ -124,7 +127,7 @@ def run(options: Options) -> Iterator[Measured]:
         probe = HeadProbe(model)
         order = chosen_heads(setup, [METHOD], records, probe, progress)[0].order
         known = calibrated(
-            options.state, str(options.model_path), contexts=options.fit_contexts,
+            options.state, str(options.model_path), tasks=fit_tasks, contexts=options.fit_contexts,
             fit_lengths=options.fit_lens, curve_lengths=options.curve_lens, sink=ADAPTIVE_SINK,
             recent=ADAPTIVE_RECENT, seed=options.seed, progress=progress,
         )  # fmt: skip
@@ -138,11 +141,12 @@ def run(options: Options) -> Iterator[Measured]:
                 )
             yield Measured({"settings": described, "kept": figures})
     for length in options.lens:
-        show(worth_table(figures, length, options.shares))
+        show(worth_table(figures, length, options.shares, BY_QUALITY))
     for length in options.lens:
         for share in options.shares:
             show(task_table(figures, length, share, tasks))
-    show(quality_table(figures))
+    show(quality_table(figures, BY_QUALITY))
+    show(cheapest_table(figures, QUALITY, BY_QUALITY))
 
 
 def asked_for(flag: str, known: Sequence[str], asked: Sequence[str] | None) -> list[str]:
@@ -277,42 +281,6 @@ def losses(
     # The tasks took turns.
     row = np.array([records[key]["loss"] for key in keys])
     return row.reshape(options.contexts, len(tasks)).T
-
-
-def worth_table(figures: Sequence[dict[str, Any]], length: int, shares: Sequence[float]) -> Table:
-    """A line per way, a column per share of the bytes; no share was chosen for a quality target."""
-    rows = [row for row in figures if row["length"] == length and row["way"] != BY_QUALITY]
-    title = f"Kept of what {length} tokens of context are worth, by share of the KV bytes (95%)"
-    table = new_table(title, ("way", *(f"{share:.0%}" for share in shares)))
-    found = {(row["way"], row["share"]): Interval(**row["all"]) for row in rows}
-    for way in dict.fromkeys(row["way"] for row in rows):
-        cells = [found.get((way, share)) for share in shares]
-        table.add_row(way, *("" if cell is None else str(cell) for cell in cells))
-    return table
-
-
-def quality_table(figures: Sequence[dict[str, Any]]) -> Table:
-    """What a quality target kept, and what it cost; a line per length."""
-    columns = ("tokens", "bytes", "least", "most", "quality", "kept worth")
-    table = new_table(f"Adaptive budgets, quality target {QUALITY}", columns)
-    for row in figures:
-        if row["way"] == BY_QUALITY:
-            shares = (f"{row[name]:.1%}" for name in ("bytes", "least_bytes", "most_bytes"))
-            kept = str(Interval(**row["all"]))
-            table.add_row(str(row["length"]), *shares, f"{row['quality']:.3f}", kept)
-    return table
-
-
-def task_table(
-    figures: Sequence[dict[str, Any]], length: int, share: float, tasks: Sequence[str]
-) -> Table:
-    """A line per way, a column per task."""
-    table = new_table(f"By task: {share:.0%} of the bytes, {length} tokens", ("way", *tasks))
-    for row in figures:
-        if (row["length"], row["share"]) == (length, share):
-            means = (row["tasks"][task]["mean"] for task in tasks)
-            table.add_row(row["way"], *(f"{mean:.2f}" for mean in means))
-    return table
 
 
 BENCHMARK = Benchmark(

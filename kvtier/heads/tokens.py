@@ -77,20 +77,24 @@ class Repeated(NamedTuple):
 def fit_tokens(
     model_path: str,
     *,
+    tasks: Sequence[str] | None = None,
     contexts: int = DEFAULT_CONTEXTS,
     lengths: Sequence[int] = DEFAULT_LENGTHS,
     seed: int = 0,
     progress: Progress = no_progress,
 ) -> TokenFit:
-    """Fit on so many contexts per length, and judge. Raises KvtierError for a model or a length
-    that will not do."""
+    """Fit on so many contexts per length, and judge. tasks: those of the contexts; None for all.
+
+    Raises KvtierError for a model or a length that will not do.
+    """
     if contexts < 1:
         raise UsageError("--contexts", "at least 1", contexts)
     check_splittable(read_config(model_path))
     _check_length(model_path, max(lengths))
-    tasks = tasks_for(model_path)
-    fitted = make_samples(tasks.make, tasks.measuring, contexts, lengths, seed, CALIBRATION)
-    judged = make_samples(tasks.make, tasks.measuring, JUDGED_CONTEXTS, lengths, seed, HELD_OUT)
+    known = tasks_for(model_path)
+    tasks = tasks or known.measuring
+    fitted = make_samples(known.make, tasks, contexts, lengths, seed, CALIBRATION)
+    judged = make_samples(known.make, tasks, JUDGED_CONTEXTS, lengths, seed, HELD_OUT)
     began = time.monotonic()
     model = load_model(model_path)
     fit = Fit(shape_of(model).num_layers)

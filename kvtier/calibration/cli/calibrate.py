@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from kvtier.heads.progress import no_progress
 from kvtier.sizes import parse_size
 
 if TYPE_CHECKING:
+    from kvtier.calibration.curves import Measurement
     from kvtier.calibration.measuring.calibrate import CalibratedCurve
     from kvtier.heads.profile import HeadProfile
     from kvtier.heads.progress import Progress
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DEFAULT_LENGTHS, DEFAULT_CONTEXTS, DEFAULT_SHARE = "4k", 16, 0.25
+# What a curve is explained by.
+SHOWN_QUALITY = 0.95
 PROFILE_FILE, PROFILE_PICTURE, CURVE_FILE, CURVE_PICTURE, WORTH_FILE = (
     "head_profile.json", "head_profile.png", "curve.json", "curve.png", "token_worth.npz",
 )  # fmt: skip
@@ -247,10 +251,29 @@ def describe_curve(curve: CalibratedCurve) -> list[str]:
     held_out = document.held_out_rmse
     error = "not measured" if held_out is None else f"{held_out:.3f}"
     low, high = document.nll_min, document.nll_max
-    shares = [f"{document.retention(0.95, nll):.0%}" for nll in (low, (low + high) / 2, high)]
+    shares = [
+        f"{document.retention(SHOWN_QUALITY, nll):.0%}" for nll in (low, (low + high) / 2, high)
+    ]
     return [
         f"curve: {document.measurements} measurements of {document.contexts} contexts, "
         f"RMSE {document.rmse:.3f}, held out {error}, R2 {document.r2:.3f}",
-        f"share kept at quality 0.95: {shares[0]} at NLL {low:.2f} nats, {shares[1]} halfway, "
-        f"{shares[2]} at {high:.2f}",
+        f"share kept at quality {SHOWN_QUALITY}: {shares[0]} at NLL {low:.2f} nats, "
+        f"{shares[1]} halfway, {shares[2]} at {high:.2f}",
+        *_unseen(curve.measurements),
+    ]
+
+
+def _unseen(measurements: Sequence[Measurement]) -> list[str]:
+    """Whether the target holds where the curve was fitted to all other tasks."""
+    from kvtier.calibration.unseen_tasks import unseen_tasks
+
+    found = unseen_tasks(measurements, SHOWN_QUALITY)
+    if not found:
+        return []
+    share = sum(task.share for task in found) / len(found)
+    quality = sum(task.quality for task in found) / len(found)
+    worst = min(found, key=lambda task: task.quality)
+    return [
+        f"tasks left out of the fit, quality {SHOWN_QUALITY}: {share:.0%} kept, quality "
+        f"{quality:.3f}; the worst is {worst.task}, {worst.share:.0%} and {worst.quality:.3f}"
     ]

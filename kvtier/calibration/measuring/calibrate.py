@@ -50,6 +50,7 @@ def calibrate_curve(
     settings: Settings,
     *,
     lengths: Sequence[int],
+    tasks: Sequence[str] | None = None,
     contexts: int = DEFAULT_CONTEXTS,
     seed: int = 0,
     samples_file: Path | None = None,
@@ -61,6 +62,7 @@ def calibrate_curve(
     """Measure and fit the curve of a local model under a head profile.
 
     profile:       with every head CA where the settings' scorer is `comparable`: then heads compete
+    tasks:         of the contexts; None for all that fit the tokenizer
     contexts:      per length; ignored with samples_file, the user's own
     dtype:         of the KV cache that will serve; None: the dtype the model runs in here
 
@@ -74,7 +76,7 @@ def calibrate_curve(
         samples = list(users_plan(model_path, samples_file, rule).calibration)
     else:
         check_lengths(model_path, lengths, rule)
-        samples = curve_samples(model_path, lengths, contexts, seed)
+        samples = curve_samples(model_path, lengths, contexts, seed, tasks)
     progress("loading the model", 0, 1)
     model = load_model(model_path)
     progress("loading the model", 1, 1)

@@ -24,15 +24,20 @@ STREAM = 2
 
 
 def curve_samples(
-    model_path: str, lengths: Sequence[int], count: int, seed: int
+    model_path: str,
+    lengths: Sequence[int],
+    count: int,
+    seed: int,
+    tasks: Sequence[str] | None = None,
 ) -> list[CalibrationSample]:
-    """`count` contexts per length; equal arguments give equal samples.
+    """`count` contexts per length; equal arguments give equal samples. tasks: of real text; None
+    for all.
 
     Raises UsageError for a count below 1 and SizeError for contexts that hold no fact.
     """
     if not speaks_recall(model_path):
-        tasks = tasks_for(model_path)
-        return make_samples(tasks.make, tasks.measuring, count, lengths, seed, STREAM)
+        known = tasks_for(model_path)
+        return make_samples(known.make, tasks or known.measuring, count, lengths, seed, STREAM)
     if count < 1:
         raise UsageError("--samples", "at least 1", count)
     samples = []

@@ -11,6 +11,7 @@ from text_models import write_llama
 
 from benchmarks.real import table
 from benchmarks.real.keeping import Context, Keeper, NoRoomError, settings_at
+from benchmarks.real.tables import fewest_bytes
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.probes.context import HeadProbe
@@ -79,6 +80,7 @@ def test_a_run_writes_the_table_and_another_measures_nothing_again(
         *("--model-path", str(folder), "--lens", str(TOKENS), "--shares", "0.5"),
         *("--contexts", "2", "--choose-len", "600", "--choose-contexts", "1"),
         *("--fit-contexts", "2", "--fit-lens", "600", "--curve-lens", "600"),
+        *("--fit-tasks", "quotation", "qa"),
         *("--state", str(tmp_path / "state")),
         *("--tasks", "key-value", "--plots", str(tmp_path)),
     ]
@@ -102,10 +104,29 @@ def test_a_run_writes_the_table_and_another_measures_nothing_again(
     assert {row["share"] for row in again if row["way"] != table.BY_QUALITY} == {0.6}
 
 
-@pytest.mark.parametrize("flag", ["--tasks", "--settings"])
+@pytest.mark.parametrize("flag", ["--tasks", "--fit-tasks", "--settings"])
 def test_what_there_is_none_of_is_refused_by_name(
     folder: Path, tmp_path: Path, flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--model-path", str(folder), "--state", str(tmp_path / "state"), flag, "other"]
     assert table.main([*arguments, "--out", str(tmp_path / "table.json")]) == 2
     assert f"{flag}: expected some of" in capsys.readouterr().err
+
+
+def test_the_fewest_bytes_for_a_quality_lie_between_two_measured_shares() -> None:
+    points = [(0.1, 0.8), (0.5, 1.0), (0.25, 0.9)]
+    assert fewest_bytes(points, 0.95) == pytest.approx(0.375)
+    assert fewest_bytes(points, 0.9) == pytest.approx(0.25)
+
+
+def test_the_fewest_bytes_are_none_where_no_share_has_the_quality() -> None:
+    assert fewest_bytes([(0.5, 0.9), (0.1, 0.2)], 0.95) is None
+
+
+def test_a_quality_that_is_lost_and_had_again_with_fewer_bytes_counts_from_above() -> None:
+    points = [(0.5, 1.0), (0.25, 0.9), (0.1, 0.96)]
+    assert fewest_bytes(points, 0.95) == pytest.approx(0.375)
+
+
+def test_the_fewest_bytes_are_those_measured_where_all_have_the_quality() -> None:
+    assert fewest_bytes([(0.5, 1.0), (0.1, 0.97)], 0.95) == 0.1

@@ -1,0 +1,86 @@
+"""What `benchmarks.real.table` prints. figures: its rows, one per length, share and way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.common.table import new_table
+from benchmarks.real.statistics import Interval
+
+
+def worth_table(
+    figures: Sequence[dict[str, Any]], length: int, shares: Sequence[float], target: str
+) -> Table:
+    """A line per way, a column per share of the bytes. target: the way whose share follows from a
+    quality, and has no column."""
+    rows = [row for row in figures if row["length"] == length and row["way"] != target]
+    title = f"Kept of what {length} tokens of context are worth, by share of the KV bytes (95%)"
+    table = new_table(title, ("way", *(f"{share:.0%}" for share in shares)))
+    found = {(row["way"], row["share"]): Interval(**row["all"]) for row in rows}
+    for way in dict.fromkeys(row["way"] for row in rows):
+        cells = [found.get((way, share)) for share in shares]
+        table.add_row(way, *("" if cell is None else str(cell) for cell in cells))
+    return table
+
+
+def quality_table(figures: Sequence[dict[str, Any]], target: str) -> Table:
+    """What a quality target kept, and what it cost; a line per length."""
+    columns = ("tokens", "bytes", "least", "most", "quality", "kept worth")
+    table = new_table(target, columns)
+    for row in figures:
+        if row["way"] == target:
+            shares = (f"{row[name]:.1%}" for name in ("bytes", "least_bytes", "most_bytes"))
+            kept = str(Interval(**row["all"]))
+            table.add_row(str(row["length"]), *shares, f"{row['quality']:.3f}", kept)
+    return table
+
+
+def task_table(
+    figures: Sequence[dict[str, Any]], length: int, share: float, tasks: Sequence[str]
+) -> Table:
+    """A line per way, a column per task."""
+    table = new_table(f"By task: {share:.0%} of the bytes, {length} tokens", ("way", *tasks))
+    for row in figures:
+        if (row["length"], row["share"]) == (length, share):
+            means = (row["tasks"][task]["mean"] for task in tasks)
+            table.add_row(row["way"], *(f"{mean:.2f}" for mean in means))
+    return table
+
+
+def cheapest_table(figures: Sequence[dict[str, Any]], quality: float, target: str) -> Table:
+    """The fewest bytes with which each way has the quality, on average over contexts; a column per
+    length."""
+    lengths = list(dict.fromkeys(row["length"] for row in figures))
+    table = new_table(f"Bytes for quality {quality}", ("way", *map(str, lengths)))
+    for way in dict.fromkeys(row["way"] for row in figures):
+        cells = []
+        for length in lengths:
+            mine = [row for row in figures if (row["length"], row["way"]) == (length, way)]
+            fewest = fewest_bytes([(row["bytes"], row["quality"]) for row in mine], quality)
+            if way == target:
+                cells.append(f"{mine[0]['bytes']:.1%} (quality {mine[0]['quality']:.3f})")
+            else:
+                cells.append("" if fewest is None else f"{fewest:.1%}")
+        table.add_row(way, *cells)
+    return table
+
+
+def fewest_bytes(points: Sequence[tuple[float, float]], quality: float) -> float | None:
+    """The share of the bytes at which quality is reached, by straight lines between measured
+    (share, quality) from the most bytes down; None where it is at no measured share."""
+    fewest = below = None
+    for share, found in sorted(points, reverse=True):
+        if found < quality:
+            below = (share, found)
+            break
+        fewest = (share, found)
+    if fewest is None or below is None:
+        return None if fewest is None else fewest[0]
+    part = (quality - below[1]) / (fewest[1] - below[1])
+    return below[0] + part * (fewest[0] - below[0])
+
+
+__all__ = ["cheapest_table", "fewest_bytes", "quality_table", "task_table", "worth_table"]
