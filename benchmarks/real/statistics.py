@@ -20,13 +20,16 @@ LOW, HIGH = 2.5, 97.5
 
 
 class Interval(NamedTuple):
-    """A mean and the bounds between which 95% of the bootstrap's means lie."""
+    """A mean and the bounds between which 95% of the bootstrap's means lie: the mean itself where
+    every task has one context."""
 
     mean: float
     low: float
     high: float
 
     def __str__(self) -> str:
+        if self.low == self.high:
+            return f"{self.mean:.3f}"
         return f"{self.mean:.3f} ({self.low:.2f} … {self.high:.2f})"
 
 

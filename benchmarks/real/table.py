@@ -68,7 +68,7 @@ def declare(arguments: Arguments) -> None:
     arguments.shares("--shares", (0.75, 0.5, 0.35, 0.25, 0.15, 0.1), "shares of the bytes")
     arguments.sizes("--lens", ("2k", "4k", "7500"), "context tokens")
     arguments.add("--tasks", nargs="+", metavar="TASK", help="to measure on (default: all)")
-    arguments.whole("--contexts", 2, "contexts per task and length", least=2)
+    arguments.whole("--contexts", 2, "contexts per task and length; an interval needs 2")
     arguments.size("--choose-len", "1536", "context tokens to choose and fit on")
     arguments.whole("--choose-contexts", 4, "contexts to choose heads on")
     arguments.add("--fit-tasks", nargs="+", metavar="TASK", help="to fit on (default: all)")
