@@ -25,19 +25,21 @@ LABELS = (
 )
 SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 VOCAB_SIZE = 640
-KINDS = ("bytes", "pieces")
+NO_BOS = "bytes, no BOS"
+KINDS = ("bytes", "pieces", NO_BOS)
 
 
 def write_tokenizer(
     folder: Path, kind: str = "bytes", template: str | None = None, eos: str = "</s>"
 ) -> Path:
-    """Train a BPE tokenizer on prose. kind: bytes (GPT-2's way) or pieces (SentencePiece's)."""
+    """Train a BPE tokenizer on prose. kind: bytes (GPT-2's way), as some are without BOS (Qwen's),
+    or pieces (SentencePiece's)."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     alphabet = []
-    if kind == "bytes":
+    if kind != "pieces":
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),
@@ -59,7 +61,7 @@ def write_tokenizer(
     tokenizer.train_from_iterator([*reference_paragraphs()[:150], numbers, "\n\n"], trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token="<s>",
+        bos_token=None if kind == NO_BOS else "<s>",
         eos_token=eos,
         unk_token="<unk>",
         additional_special_tokens=SPECIALS[3:],

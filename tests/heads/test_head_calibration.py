@@ -150,7 +150,10 @@ def test_the_command_names_a_bad_option(options: dict[str, object], tiny_folder:
         run_cli("--model-path", tiny_folder, "--share", 0.5, "--out", "p.json", name, value)
 
 
-def test_any_tokenizer_gets_english_samples(tiny_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bos", ["<s>", None])
+def test_any_tokenizer_gets_english_samples(
+    tiny_folder: Path, tmp_path: Path, bos: str | None
+) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -158,11 +161,12 @@ def test_any_tokenizer_gets_english_samples(tiny_folder: Path, tmp_path: Path) -
     vocab = {symbol: index for index, symbol in enumerate(["<s>", *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos).save_pretrained(tmp_path)
     tasks = tasks_for(str(tmp_path))
     (sample,) = make_samples(tasks.make, tasks.choosing, 1, [4096], seed=0)
     assert len(sample.context_ids) == 4096
-    assert sample.context_ids[0] == 0
+    assert sample.context_ids.count(0) == (bos is not None)
+    assert (sample.context_ids[0] == 0) == (bos is not None)
     assert max(sample.context_ids) < DEFAULT_LANGUAGE.vocab_size
     probe = HeadProbe(load_model(str(tiny_folder)))
     assert probe.prepare(sample).quality(probe.full()).loss > 0

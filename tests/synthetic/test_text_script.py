@@ -1,5 +1,5 @@
 """Sessions in English: exact lengths, facts that stand in the context, one conversation that only
-grows, for tokenizers of two kinds with and without chat templates."""
+grows, for tokenizers of three kinds with and without chat templates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_models import CHATML, INSTRUCT, KINDS, LABELS, write_tokenizer
+from text_models import CHATML, INSTRUCT, KINDS, LABELS, NO_BOS, write_tokenizer
 
 from kvtier.bench.measure import Conversation
 from kvtier.bench.workload import open_script
@@ -158,6 +158,13 @@ def test_plain_text_begins_with_bos_and_asks_on_lines_of_their_own():
     assert first.startswith("\n\nQuestion: Which vault code")
     assert second.startswith("Question: Which vault code")
     assert tokenizer.encode("\n")[0] in script.stop_ids
+
+
+def test_plain_text_begins_with_its_first_word_where_a_tokenizer_has_no_bos():
+    script, tokenizer = script_of(NO_BOS, "plain"), tokenizer_of(NO_BOS, "plain")
+    assert tokenizer.first_ids == ()
+    session = hold(script, (3, 500, 2, 1))
+    assert not set(tokenizer.special_tokens().values()).intersection(session.context_ids)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(13, 700))
