@@ -44,6 +44,7 @@ from benchmarks.real.statistics import Losses, kept_worth
 from benchmarks.real.tables import cheapest_table, quality_table, task_table, worth_table
 from kvtier.calibration.measuring.kept_shares import ANSWER_FLOOR_NATS
 from kvtier.errors import UsageError
+from kvtier.heads.methods import DEFAULT_METHOD
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.probes.context import HeadProbe
 from kvtier.heads.probes.held import Asker, Held, Refresh, entries, selected
@@ -52,7 +53,6 @@ from kvtier.heads.progress import Progress, rich_progress
 from kvtier.heads.samples.questions import CalibrationSample
 from kvtier.heads.samples.synthetic import HELD_OUT, make_samples
 
-METHOD = "taylor"
 FULL, NONE = "all tokens", "no context"
 # Of a context, when all that was asked for is measured.
 DONE = "done with"
@@ -125,7 +125,7 @@ def run(options: Options) -> Iterator[Measured]:
     with rich_progress() as progress:
         model = setup.load()
         probe = HeadProbe(model)
-        order = chosen_heads(setup, [METHOD], records, probe, progress)[0].order
+        order = chosen_heads(setup, [DEFAULT_METHOD], records, probe, progress)[0].order
         known = calibrated(
             options.state, str(options.model_path), tasks=fit_tasks, contexts=options.fit_contexts,
             fit_lengths=options.fit_lens, curve_lengths=options.curve_lens, sink=ADAPTIVE_SINK,

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from test_head_probe import CONTEXT, MIXED, QUESTIONS
 from tiny_llama import RULE, SHAPE
 
 from kvtier.errors import UsageError
 from kvtier.heads.methods import make_method
-from kvtier.heads.methods.taylor import Taylor, stage_sizes
+from kvtier.heads.methods.gates import Gates
+from kvtier.heads.methods.ranking import best_heads
+from kvtier.heads.methods.taylor import Taylor
 from kvtier.heads.probes.context import IGNORE, HeadProbe, ProbeBatch
 from kvtier.heads.probes.gates import answer_logits, gate_gradient
 from kvtier.heads.probes.quality import Kept
@@ -103,42 +103,19 @@ def test_bad_parameters_are_named(name: str, parameters: dict[str, Any], argumen
     assert error.value.argument == argument
 
 
-@given(st.integers(1, 2000))
-def test_stages_end_at_a_third_of_the_heads(total: int) -> None:
-    sizes = list(stage_sizes(total))
-    assert all(size >= 1 for size in sizes)
-    assert total - sum(sizes) == max(1, round(total / 3))
-    assert sizes == sorted(sizes, reverse=True)
+def test_the_best_third_of_learned_gates_goes_by_taylors_order(batch: ProbeBatch) -> None:
+    scores = Gates(steps=8, seed=3).score([batch])
+    worth = Taylor(seed=3).score([batch]).mean
+    learned = best_heads(scores.mean, 6)
+    assert sorted(scores.order) == sorted(learned)
+    first, second, *others = scores.order
+    assert {first, second} == set(learned[:2])
+    assert others == learned[2:]
+    assert worth[first[0]][first[1]] >= worth[second[0]][second[1]]
+    assert Gates(steps=8, seed=3).ranking(scores, SHAPE) == list(scores.order)
 
 
-def test_heads_that_went_in_stages_come_last_the_last_of_them_first(
-    batch: ProbeBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[torch.Tensor] = []
-    worth = torch.arange(6.0).view(3, 2)
-
-    def gradient(_: ProbeBatch, gates: torch.Tensor) -> tuple[float, torch.Tensor]:
-        drawn.append(gates.clone())
-        # As they are at one draw of all gates; in stages the other way round.
-        return 0.0, -worth if len(drawn) == 1 else worth
-
-    monkeypatch.setattr("kvtier.heads.probes.gates.gate_gradient", gradient)
+def test_a_ranking_is_the_scores_where_they_say_no_other(batch: ProbeBatch) -> None:
     scores = Taylor(seed=3).score([batch])
-    heads = [(layer, head) for layer in range(3) for head in range(2)]
-    # 6 heads, then 4, 3 and 2 that are left: the worst of a stage are the best of the draw.
-    assert scores.order == ((0, 1), (0, 0), (1, 0), (1, 1), (2, 0), (2, 1))
-    assert scores.mean == ((0.0, 1.0), (2.0, 3.0), (4.0, 5.0))
-    assert Taylor(seed=3).ranking(scores, SHAPE) == list(scores.order)
-    gone: list[tuple[int, int]] = []
-    for size, gates in zip([0, 2, 1], drawn[1:], strict=True):
-        gone += list(reversed(heads[len(heads) - len(gone) - size : len(heads) - len(gone)]))
-        at = [float(gates[layer, head]) for layer, head in gone]
-        assert at == [0.0] * len(gone)
-        left = [float(gates[place]) for place in heads if place not in gone]
-        assert all(0.5 <= gate <= 1 for gate in left)
-
-
-def test_equal_seeds_give_equal_orders(batch: ProbeBatch) -> None:
-    first, second = (Taylor(seed=5).score([batch]) for _ in range(2))
-    assert first.order == second.order
-    assert sorted(first.order) == [(layer, head) for layer in range(3) for head in range(2)]
+    assert scores.order == ()
+    assert Taylor().ranking(scores, SHAPE) == best_heads(scores.mean, 6)

@@ -29,7 +29,7 @@ METHODS: dict[str, type[HeadMethod]] = {
         Taylor,
     )
 }
-DEFAULT_METHOD = Taylor.name
+DEFAULT_METHOD = Gates.name
 
 
 def make_method(name: str, **parameters: Any) -> HeadMethod:

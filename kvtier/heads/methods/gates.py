@@ -5,6 +5,10 @@ the answers' distribution as the full model has it while the gates' sum falls:
 
     loss = KL(full ‖ gated) over the answers' tokens + price × mean gate
 
+Learned gates say which heads to drop from many; which are the last to drop they say less well, as
+most of those end at 1. The best third therefore goes by the loss's gradient at one random draw of
+all gates (`kvtier.heads.methods.taylor`), where few others stand in for a head.
+
 DuoAttention's local branch is sink and recent tokens alone, its loss the distance of the last
 hidden states; here what is optimised is what is served, the compensation entry included.
 """
@@ -16,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import UsageError
 from kvtier.heads.methods.base import HeadMethod, HeadScores
-from kvtier.heads.profile import ModelShape
+from kvtier.heads.methods.ranking import best_heads
+from kvtier.heads.methods.taylor import Taylor
+from kvtier.heads.profile import Matrix, ModelShape
 from kvtier.heads.progress import Progress, no_progress
 
 if TYPE_CHECKING:
@@ -24,19 +30,25 @@ if TYPE_CHECKING:
 
 # At 1 all heads stand in for one another, and no gate moves.
 START = 0.9
+# Of all heads, those that go by their gradient.
+LAST_SHARE = 1 / 3
 
 
 class Gates(HeadMethod):
-    """The learned gates themselves.
+    """The learned gates; the best third in `Taylor`'s order.
 
+    seed:       of the random draw
     steps:      of Adam, one context each, in turn
     step_size:  of Adam
     price:      nats per answer token that all gates together cost
     """
 
     name = "gates"
+    takes_seed = True
 
-    def __init__(self, steps: int = 60, step_size: float = 0.05, price: float = 0.2) -> None:
+    def __init__(
+        self, steps: int = 20, step_size: float = 0.1, price: float = 0.2, seed: int = 0
+    ) -> None:
         if steps < 1:
             raise UsageError("steps", "at least 1", steps)
         for name, value in (("step_size", step_size), ("price", price)):
@@ -45,6 +57,7 @@ class Gates(HeadMethod):
         self.steps = steps
         self.step_size = step_size
         self.price = price
+        self._last = Taylor(seed)
 
     def score(self, batches: Sequence[ProbeBatch], progress: Progress = no_progress) -> HeadScores:
         """The gates after the last step, in [0, 1]; equal ones by how strongly they are held."""
@@ -75,7 +88,17 @@ class Gates(HeadMethod):
         progress("learning the gates", self.steps, self.steps)
         # Many end at 0 or 1 exactly: the mean gradient on the way orders those.
         learned = gates.detach() + 1e-3 * torch.tanh(held)
-        return HeadScores(tuple(tuple(map(float, row)) for row in learned))
+        scores: Matrix = tuple(tuple(map(float, row)) for row in learned)
+        order = best_heads(scores, ones.numel())
+        last = max(1, round(LAST_SHARE * len(order)))
+        worth = self._last.score(batches, progress).mean
+        best = sorted(order[:last], key=lambda at: -worth[at[0]][at[1]])
+        return HeadScores(scores, order=(*best, *order[last:]))
 
     def found_by(self, scores: HeadScores, shape: ModelShape) -> dict[str, Any]:
-        return {"steps": self.steps, "step_size": self.step_size, "price": self.price}
+        return {
+            "seed": self._last.seed,
+            "steps": self.steps,
+            "step_size": self.step_size,
+            "price": self.price,
+        }
