@@ -69,7 +69,7 @@ def declare(arguments: Arguments) -> None:
     arguments.sizes("--lens", ("2k", "4k", "7500"), "context tokens")
     arguments.add("--tasks", nargs="+", metavar="TASK", help="to measure on (default: all)")
     arguments.whole("--contexts", 2, "contexts per task and length; an interval needs 2")
-    arguments.size("--choose-len", "1536", "context tokens to choose and fit on")
+    arguments.size("--choose-len", "1536", "context tokens to choose heads on")
     arguments.whole("--choose-contexts", 4, "contexts to choose heads on")
     arguments.add("--fit-tasks", nargs="+", metavar="TASK", help="to fit on (default: all)")
     arguments.sizes("--fit-lens", ("1536", "3072"), "context tokens to fit worth on")

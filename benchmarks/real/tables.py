@@ -59,28 +59,28 @@ def cheapest_table(figures: Sequence[dict[str, Any]], quality: float, target: st
         cells = []
         for length in lengths:
             mine = [row for row in figures if (row["length"], row["way"]) == (length, way)]
-            fewest = fewest_bytes([(row["bytes"], row["quality"]) for row in mine], quality)
             if way == target:
                 cells.append(f"{mine[0]['bytes']:.1%} (quality {mine[0]['quality']:.3f})")
-            else:
-                cells.append("" if fewest is None else f"{fewest:.1%}")
+                continue
+            fewest = fewest_bytes([(row["bytes"], row["quality"]) for row in mine], quality)
+            cells.append("" if fewest is None else f"{fewest:.1%}")
         table.add_row(way, *cells)
     return table
 
 
 def fewest_bytes(points: Sequence[tuple[float, float]], quality: float) -> float | None:
-    """The share of the bytes at which quality is reached, by straight lines between measured
-    (share, quality) from the most bytes down; None where it is at no measured share."""
-    fewest = below = None
+    """The share of the bytes down to which the quality holds: on a straight line between the last
+    of the measured (share, quality) that has it, going down, and the next. None where the most
+    bytes do not have it; the fewest measured where all have it."""
+    last = None
     for share, found in sorted(points, reverse=True):
-        if found < quality:
-            below = (share, found)
-            break
-        fewest = (share, found)
-    if fewest is None or below is None:
-        return None if fewest is None else fewest[0]
-    part = (quality - below[1]) / (fewest[1] - below[1])
-    return below[0] + part * (fewest[0] - below[0])
+        if found >= quality:
+            last = (share, found)
+        elif last is None:
+            return None
+        else:
+            return share + (quality - found) / (last[1] - found) * (last[0] - share)
+    return None if last is None else last[0]
 
 
 __all__ = ["cheapest_table", "fewest_bytes", "quality_table", "task_table", "worth_table"]

@@ -2,7 +2,8 @@
 
 Each task is left out in turn: the curve of all others says what its contexts keep, and their
 measurements what quality that gives. Held-out contexts of known tasks tell less: what decides how
-much may go is what will be asked.
+much may go is what will be asked. Only the curve leaves the task out; a scorer that was fitted to
+its questions (`kvtier.heads.tokens`) has still seen them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.calibration.curves import UNDERESTIMATE_WEIGHT, Measurement, fit_curve
+from kvtier.calibration.curves import Measurement, fit_curve
 from kvtier.errors import UsageError
 
 
@@ -25,21 +26,16 @@ class UnseenTask(NamedTuple):
     quality: float
 
 
-def unseen_tasks(
-    measurements: Sequence[Measurement],
-    target: float,
-    *,
-    underestimate_weight: float = UNDERESTIMATE_WEIGHT,
-) -> list[UnseenTask]:
-    """Every task under the curve of the others, those left out whose others are too few to fit a
-    curve to. target: quality in (0, 1]"""
+def unseen_tasks(measurements: Sequence[Measurement], target: float) -> list[UnseenTask]:
+    """Each task under the curve of the others. A task is skipped where the others are too few to
+    fit a curve to. target: quality in (0, 1]"""
     nll = [measurement.nll for measurement in measurements]
     tasks = list(dict.fromkeys(measurement.task for measurement in measurements))
     found = []
     for task in tasks:
         rest = [m for m in measurements if m.task != task]
         try:
-            curve = fit_curve(rest, underestimate_weight=underestimate_weight)
+            curve = fit_curve(rest)
         except UsageError:
             continue
         # Over the range of all contexts: the curve that is served knows the outermost ones too.

@@ -274,6 +274,6 @@ def _unseen(measurements: Sequence[Measurement]) -> list[str]:
     quality = sum(task.quality for task in found) / len(found)
     worst = min(found, key=lambda task: task.quality)
     return [
-        f"tasks left out of the fit, quality {SHOWN_QUALITY}: {share:.0%} kept, quality "
+        f"tasks left out of the curve's fit, quality {SHOWN_QUALITY}: {share:.0%} kept, quality "
         f"{quality:.3f}; the worst is {worst.task}, {worst.share:.0%} and {worst.quality:.3f}"
     ]

@@ -62,7 +62,7 @@ def calibrate_curve(
     """Measure and fit the curve of a local model under a head profile.
 
     profile:       with every head CA where the settings' scorer is `comparable`: then heads compete
-    tasks:         of the contexts; None for all that fit the tokenizer
+    tasks:         of contexts of real text; None for all. Ignored with samples_file
     contexts:      per length; ignored with samples_file, the user's own
     dtype:         of the KV cache that will serve; None: the dtype the model runs in here
 

@@ -5,9 +5,9 @@ the answers' distribution as the full model has it while the gates' sum falls:
 
     loss = KL(full ‖ gated) over the answers' tokens + price × mean gate
 
-Learned gates say which heads to drop from many; which are the last to drop they say less well, as
-most of those end at 1. The best third therefore goes by the loss's gradient at one random draw of
-all gates (`kvtier.heads.methods.taylor`), where few others stand in for a head.
+Learned gates say which heads can be dropped. Which of the best are needed most is told better by
+the loss's gradient at one random draw of all gates (`kvtier.heads.methods.taylor`), where fewer
+heads stand in for one another; so the best third goes by that.
 
 DuoAttention's local branch is sink and recent tokens alone, its loss the distance of the last
 hidden states; here what is optimised is what is served, the compensation entry included.
@@ -35,7 +35,7 @@ LAST_SHARE = 1 / 3
 
 
 class Gates(HeadMethod):
-    """The learned gates; the best third in `Taylor`'s order.
+    """Heads by their learned gates, the best third of them in `Taylor`'s order.
 
     seed:       of the random draw
     steps:      of Adam, one context each, in turn
@@ -60,7 +60,8 @@ class Gates(HeadMethod):
         self._last = Taylor(seed)
 
     def score(self, batches: Sequence[ProbeBatch], progress: Progress = no_progress) -> HeadScores:
-        """The gates after the last step, in [0, 1]; equal ones by how strongly they are held."""
+        """The gates after the last step, in [0, 1]; equal ones by how strongly they are held. The
+        order is theirs but for the best third."""
         import torch
 
         from kvtier.heads.probes.gates import answer_logits, gate_gradient
@@ -96,9 +97,4 @@ class Gates(HeadMethod):
         return HeadScores(scores, order=(*best, *order[last:]))
 
     def found_by(self, scores: HeadScores, shape: ModelShape) -> dict[str, Any]:
-        return {
-            "seed": self._last.seed,
-            "steps": self.steps,
-            "step_size": self.step_size,
-            "price": self.price,
-        }
+        return {"steps": self.steps, "step_size": self.step_size, "price": self.price}
