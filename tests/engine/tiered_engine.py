@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from engine_process import DEMO_MODEL
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_process import DEMO_MODEL, run_engine
 
 ENGINE = {
     "model_path": str(DEMO_MODEL),
@@ -18,3 +22,17 @@ RULE = {
     "KVTIER_TIER_SPAN_TOKENS": "64",
     "KVTIER_HEAD_PROFILE": str(DEMO_MODEL / "head_profile.json"),
 }
+
+
+def run_never_missing(
+    folder: Path, rounds: list[list[dict[str, Any]]], env: dict[str, str]
+) -> dict[str, Any]:
+    """What an engine answers where every turn was refreshed that could be. On a busy machine a turn
+    may find computing faster than its tier and go on without: then once more, with an empty tier.
+    """
+    for attempt in range(4):
+        namespace = f"{env.get('KVTIER_TIER_NAMESPACE', 'default')}-{attempt}"
+        out = run_engine(folder, ENGINE, rounds, {**env, "KVTIER_TIER_NAMESPACE": namespace})
+        if not out["state"]["tier"].get("refresh_missed"):
+            return out | {"namespace": namespace}
+    pytest.skip("this machine found computing faster than its tier four times")

@@ -12,7 +12,7 @@ import torch
 from engine_process import DEMO_MODEL, run_engine
 from test_exactness import POLICIES, RULE, RULE_ENV
 from tierd.live_tier import live_tier
-from tiered_engine import ENGINE
+from tiered_engine import ENGINE, run_never_missing
 from tiered_engine import RULE as TIERED_RULE
 
 from kvtier.calibration.measuring.calibrate import calibrate_curve
@@ -158,11 +158,12 @@ def test_a_restarted_server_restores_and_refreshes_what_heads_competed_for(tmp_p
             rounds.append([request])
     with live_tier(tmp_path, "--memory", "512m") as tier:
         env["KVTIER_TIER"] = tier.address
-        stayed = run_engine(tmp_path, ENGINE, rounds, {**env, "KVTIER_TIER_NAMESPACE": "stayed"})
-        said(stayed)
-        assert stayed["state"]["tier"]["refreshed_turns"] >= len(sessions)
+        stayed = run_never_missing(tmp_path, rounds, {**env, "KVTIER_TIER_NAMESPACE": "stayed"})
+        assert stayed["state"]["tier"]["refreshed_turns"] == len(rounds) - len(sessions)
         assert "unrefreshed_layers" not in stayed["state"]["tier"]
-        before = run_engine(tmp_path, ENGINE, rounds[: len(sessions[0]) - 1], env)
+        before = run_never_missing(tmp_path, rounds[: len(sessions[0]) - 1], env)
+        assert said(before) == said(stayed)[: len(before["rounds"])]
+        env["KVTIER_TIER_NAMESPACE"] = before["namespace"]
         (last,) = before["rounds"][-1]
         request = rounds[len(sessions[0]) - 1][0]
         again = {

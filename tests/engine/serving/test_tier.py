@@ -9,7 +9,7 @@ import random
 import pytest
 from engine_process import run_engine
 from tierd.live_tier import live_tier
-from tiered_engine import ENGINE, RULE
+from tiered_engine import ENGINE, RULE, run_never_missing
 
 pytestmark = pytest.mark.engine
 
@@ -124,7 +124,7 @@ def test_entries_chosen_by_the_tier_give_the_tokens_of_entries_chosen_here(tmp_p
         wanted = {"KVTIER_REFRESH": "turn", "KVTIER_REFRESH_BY": refresh_by}
         # Of its own, or the second run would have nothing to compute.
         wanted["KVTIER_TIER_NAMESPACE"] = refresh_by
-        found = run_engine(tmp_path, ENGINE, sessions, env | wanted)
+        found = run_never_missing(tmp_path, sessions, env | wanted)
         answers.append([one["output_ids"] for (one,) in found["rounds"]])
         states.append(found["state"])
         assert found["state"]["integrity"] == []
