@@ -71,6 +71,7 @@ def test_heads_that_compete_need_no_profile(tmp_path: Path):
     assert not full.plan.heads_compete
     assert ours.plan.head_profile is None
     assert ours.plan.environment["KVTIER_HEAD_BUDGETS"] == "adaptive"
+    assert ours.notes == (), "heads that compete save what they do not keep"
     assert "KVTIER_HEAD_PROFILE" not in ours.plan.environment
     # A number beside the KV.
     assert ours.slots.ca > full.slots.ca

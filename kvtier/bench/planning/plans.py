@@ -13,7 +13,7 @@ from kvtier.bench import workload as work
 from kvtier.bench.options import Options
 from kvtier.bench.planning.model import Model, find_model, script_name
 from kvtier.bench.planning.pools import pool_sizes, session_shape
-from kvtier.bench.planning.profiles import find_curve, find_profile
+from kvtier.bench.planning.profiles import ADAPTIVE, find_curve, find_profile
 from kvtier.bench.policies import Policy
 from kvtier.bench.schema import Plan, PoolSizes, Workload
 from kvtier.errors import SizeError
@@ -42,6 +42,8 @@ class PolicyPlan:
     def notes(self) -> tuple[str, ...]:
         """What a reader of this policy's numbers has to know before."""
         if not self.policy.needs_profile or self.profile.ca_share < 1:
+            return ()
+        if self.profile_note == ADAPTIVE:
             return ()
         return (
             f"{self.policy.name} drops no KV of any head (head profile: {self.profile_note}). "

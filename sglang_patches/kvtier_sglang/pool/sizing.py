@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtier.config import Settings
+from kvtier.errors import StartupError
 from kvtier.heads.profile import HeadProfile
 from kvtier.pool_sizing import SessionShape, locality_slots_for, plan_pools, slot_bytes, with_tables
 from kvtier.retention.rules import state_width
@@ -22,9 +23,11 @@ def size_pools(
 ) -> tuple[Any, int]:
     """SGLang's answer to how many tokens fit, which are our CA slots, and our locality slots.
 
-    SGLang divides the budget by the bytes of a whole token. Handing it the bytes that as many
+    SGLang divides the budget by the bytes of a whole token's KV. Handing it the bytes that as many
     whole tokens as we have CA slots would cost makes it arrive at our number; a token cap of
     the user (--max-total-tokens) caps the CA slots as it always did.
+
+    Raises StartupError where SGLang arrives at more than was planned.
     """
     itemsize = configurator.kv_cache_dtype.itemsize
     merges = settings.merge.is_on
@@ -32,8 +35,15 @@ def size_pools(
     per_slot = slot_bytes(profile, itemsize, state_width=width, merges=merges, packs=packs)
     longest = configurator.model_config.context_len
     plan = plan_pools(budget_bytes, with_tables(per_slot), session_shape(settings, longest))
-    config = original(configurator, plan.ca_slots * per_slot.full, **kwargs)
+    # What is kept beside the KV is not in SGLang's bytes of a token.
+    token_bytes = slot_bytes(profile, itemsize).full
+    config = original(configurator, plan.ca_slots * token_bytes, **kwargs)
     ca_slots = config.max_total_num_tokens
+    if ca_slots > plan.ca_slots:
+        raise StartupError(
+            f"{plan.ca_slots} CA slots fit the memory, but SGLang made {ca_slots} of them: it does "
+            f"not count {token_bytes} bytes for a token"
+        )
     derived = plan.locality_slots
     if ca_slots < plan.ca_slots:
         derived = locality_slots_for(ca_slots, session_shape(settings, min(longest, ca_slots)))

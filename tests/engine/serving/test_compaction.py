@@ -168,3 +168,16 @@ def test_every_slot_is_accounted_for_after_hundreds_of_random_operations(tmp_pat
     assert out["state"]["compacted_tokens"] > 0
     assert out["after_flush"]["ca_slots_used"] == 0
     assert out["after_flush"]["locality_slots_used"] == 0
+
+
+def test_without_a_token_cap_the_pool_has_the_slots_that_its_memory_was_planned_for(tmp_path):
+    """Else the server does not start. What scores take is not in SGLang's bytes of a token."""
+    engine = {"model_path": str(DEMO_MODEL), "mem_fraction_static": 0.4, **POLICIES["kvtier"]}
+    env = {
+        "KVTIER_HEAD_PROFILE": str(DEMO_MODEL / "head_profile.json"),
+        "KVTIER_RETENTION": "0.5",
+    }
+    request = {"input_ids": list(range(6, 300)), "max_new_tokens": 2}
+    state = run_engine(tmp_path, engine, [[request]], env)["state"]
+    assert state["ca_slots"] > 30_000
+    assert state["integrity"] == []
