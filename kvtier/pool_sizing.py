@@ -7,6 +7,7 @@ that both say the same.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import BudgetError
@@ -148,22 +149,35 @@ def plan_pools(budget_bytes: int, bytes_per_slot: SlotBytes, shape: SessionShape
 
     Raises BudgetError when not even one session fits.
     """
-    reserve = _prefill_reserve(shape) * bytes_per_slot.locality
-    reserve += _ca_reserve(shape) * bytes_per_slot.ca
-    one = session_bytes(bytes_per_slot, shape)
+    return plan_ranks(budget_bytes, [bytes_per_slot], shape)
+
+
+def plan_ranks(budget_bytes: int, ranks: Sequence[SlotBytes], shape: SessionShape) -> PoolPlan:
+    """The same for tensor parallel ranks, each with such a budget and such bytes per slot. A slot
+    is the same token on all of them, so all have as many: those that the poorest can pay for.
+
+    Raises BudgetError when not even one session fits every rank.
+    """
+    sessions = min(_sessions(budget_bytes, per_slot, shape) for per_slot in ranks)
+    ca_slots = int(sessions * shape.ca_slots) + _ca_reserve(shape)
+    return PoolPlan(
+        ca_slots=ca_slots,
+        # Without locality heads the class costs nothing and must never be the bottleneck.
+        locality_slots=int(sessions * shape.locality_slots) + _prefill_reserve(shape)
+        if any(per_slot.locality for per_slot in ranks)
+        else ca_slots,
+        sessions=sessions,
+    )
+
+
+def _sessions(budget_bytes: int, per_slot: SlotBytes, shape: SessionShape) -> float:
+    """How many sessions rest in a budget beside one running prefill; at least one."""
+    reserve = _prefill_reserve(shape) * per_slot.locality + _ca_reserve(shape) * per_slot.ca
+    one = session_bytes(per_slot, shape)
     if budget_bytes < reserve + one:
         raise BudgetError(
             "KV budget",
             f"at least {reserve + one} bytes for one session of {shape.total_tokens} tokens",
             budget_bytes,
         )
-    sessions = (budget_bytes - reserve) / one
-    ca_slots = int(sessions * shape.ca_slots) + _ca_reserve(shape)
-    return PoolPlan(
-        ca_slots=ca_slots,
-        # Without locality heads the class costs nothing and must never be the bottleneck.
-        locality_slots=ca_slots
-        if bytes_per_slot.locality == 0
-        else int(sessions * shape.locality_slots) + _prefill_reserve(shape),
-        sessions=sessions,
-    )
+    return (budget_bytes - reserve) / one

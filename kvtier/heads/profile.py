@@ -40,6 +40,13 @@ class ModelShape(BaseModel):
         """Query heads per KV head."""
         return self.num_attention_heads // self.num_kv_heads
 
+    def of_rank(self, ranks: int) -> ModelShape:
+        """What each of `ranks` tensor parallel ranks holds. With more ranks than KV heads several
+        ranks hold the same head."""
+        kv_heads = max(1, self.num_kv_heads // ranks)
+        heads = self.num_attention_heads // ranks
+        return self.model_copy(update={"num_kv_heads": kv_heads, "num_attention_heads": heads})
+
 
 class MeasuredCost(BaseModel):
     """What keeping only the CA heads cost when it was verified by measurement."""
@@ -102,6 +109,19 @@ class HeadProfile(BaseModel):
         """The other KV heads of a layer, ascending."""
         chosen = set(self.ca_heads[layer])
         return tuple(h for h in range(self.shape.num_kv_heads) if h not in chosen)
+
+    def of_rank(self, rank: int, ranks: int) -> HeadProfile:
+        """What the `rank`-th of `ranks` tensor parallel ranks holds, its KV heads counted from 0,
+        shared out as SGLang's QKVParallelLinear does."""
+        shape = self.shape.of_rank(ranks)
+        first = rank * self.shape.num_kv_heads // ranks
+        held = range(first, first + shape.num_kv_heads)
+        ca_heads = tuple(
+            tuple(head - first for head in layer if head in held) for layer in self.ca_heads
+        )
+        scores = self.scores and tuple(row[held.start : held.stop] for row in self.scores)
+        update = {"shape": shape, "ca_heads": ca_heads, "scores": scores, "costs": ()}
+        return self.model_copy(update=update)
 
     def check_fits(self, shape: ModelShape, revision: str | None = None) -> None:
         """Raise HeadProfileMismatchError unless this profile was made for such a model."""

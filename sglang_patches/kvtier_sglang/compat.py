@@ -53,7 +53,6 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "kv_events_config": (lambda v: not v, "no KV cache events"),
     "page_size": (lambda v: v in (None, 1), "a page size of 1"),
     "pp_size": (lambda v: v in (None, 1), "a pipeline of one stage"),
-    "tp_size": (lambda v: v in (None, 1), "tensor parallelism of 1"),
     "dcp_size": (lambda v: v in (None, 1), "a decode context parallelism of 1"),
     "kv_cache_dtype": (
         lambda v: v in (None, "auto", "bfloat16", "bf16", "float16", "float32"),
@@ -96,6 +95,7 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
         raise IncompatibleFlagError(
             "--enable-mixed-chunk", "no mixed chunks together with --prefill streaming", True
         )
+    _check_ranks(server_args, settings)
     kernels = kernels_of(settings, server_args)
     if settings.packs and kernels.name not in PACKING_KERNELS:
         expected = f"{' or '.join(PACKING_KERNELS)} with head_budgets = adaptive"
@@ -123,6 +123,27 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
             curve.check_fits(
                 model_name(server_args.model_path), revision, curve.policy, curve.dtype
             )
+
+
+def _check_ranks(server_args: Any, settings: Settings) -> None:
+    """Raise IncompatibleFlagError for what tensor parallel ranks cannot do together."""
+    ranks = getattr(server_args, "tp_size", None) or 1
+    if ranks == 1:
+        return
+    obstacles = {
+        "--head-budgets adaptive": settings.packs,
+        "--refresh N or --refresh-moved": settings.refresh.while_generating,
+        "--refresh-by near-data": settings.refresh.by == "near-data",
+        "--enable-dp-attention": bool(getattr(server_args, "enable_dp_attention", False)),
+    }
+    for other, is_asked in obstacles.items():
+        if is_asked:
+            raise IncompatibleFlagError("--tp-size", f"1 together with kvtier and {other}", ranks)
+    if settings.compacts and Path(server_args.model_path).is_dir():
+        heads = model_shape(read_config(server_args.model_path)).num_kv_heads
+        if ranks > heads:
+            expected = f"at most the model's {heads} KV heads where a retention is set"
+            raise IncompatibleFlagError("--tp-size", expected, ranks)
 
 
 def is_resolved(server_args: Any) -> bool:

@@ -29,7 +29,13 @@ from kvtier_sglang.attention.backend import KvtierAttnBackend, PassRefresh, head
 from kvtier_sglang.attention.cuda_graphs import room_bytes
 from kvtier_sglang.attention.warm_up import warm_up
 from kvtier_sglang.compat import backends_are_ours
-from kvtier_sglang.compression.calibration import curve_source, stored_profile
+from kvtier_sglang.compression.calibration import (
+    FixedCurve,
+    NoCurve,
+    WatchedCurve,
+    curve_source,
+    stored_profile,
+)
 from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.compression.metrics import RetentionMetrics
 from kvtier_sglang.compression.packing import AdaptiveSelection
@@ -40,6 +46,7 @@ from kvtier_sglang.pool.allocator import HeadSplitAllocator
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
 from kvtier_sglang.pool.sizing import size_pools
 from kvtier_sglang.radix.cache import KvtierRadixCache
+from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.refresh.trigger import TriggerRule
 from kvtier_sglang.refresh.turn_refresh import make_turn_refresh
 from kvtier_sglang.tier.codec import SpanCodec
@@ -55,6 +62,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self.locality_slots = 0
+        self._whole: HeadProfile | None = None
         self.selection: TokenSelection | None = None
         self.backend: KvtierAttnBackend | None = None
         self.cache: KvtierRadixCache | None = None
@@ -62,6 +70,10 @@ class Runtime:
     @cached_property
     def settings(self) -> Settings:
         return load_settings()
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        return Ranks.of_this_process()
 
     # -- pools --
 
@@ -74,16 +86,27 @@ class Runtime:
             room = _graph_bytes(configurator, 1) if attention else 0
             return original(configurator, budget_bytes - room, **kwargs)
         profile = self._profile(configurator)
-        every = profile.shape.num_layers * profile.shape.num_kv_heads
-        budget_bytes -= _graph_bytes(configurator, 1 if profile.num_ca_heads == every else 2)
+        budget_bytes -= _graph_bytes(configurator, 1 if profile.ca_share == 1 else 2)
+        profiles = self.ranks.profiles(profile)
         config, self.locality_slots = size_pools(
-            original, configurator, budget_bytes, self.settings, profile, **kwargs
+            original, configurator, budget_bytes, self.settings, profiles, **kwargs
         )
         return config
 
+    @property
+    def profile(self) -> HeadProfile:
+        """The whole model's profile in force, once pools are built."""
+        assert self._whole is not None, "no pool was built"
+        return self._whole
+
     def _profile(self, configurator: Any) -> HeadProfile:
-        """The profile in force: the user's or the stored one for kvtier's cache, every head CA for
-        SGLang's own."""
+        """The whole model's profile in force, the same on every rank."""
+        if self._whole is None:
+            self._whole = self.ranks.first(lambda: self._find_profile(configurator))
+        return self._whole
+
+    def _find_profile(self, configurator: Any) -> HeadProfile:
+        """The user's or the stored one for kvtier's cache, every head CA for SGLang's own."""
         config = configurator.model_config
         shape = ModelShape(
             num_layers=configurator.layer_info.num_effective_layers,
@@ -117,7 +140,7 @@ class Runtime:
         pool = HeadSplitKVPool(
             max_total_num_tokens,
             self.locality_slots if radix else 0,
-            profile=profile,
+            profile=profile.of_rank(self.ranks.rank, self.ranks.size),
             dtype=configurator.kv_cache_dtype,
             device=configurator.device,
             start_layer=configurator.layer_info.start_layer,
@@ -239,7 +262,12 @@ class Runtime:
                 selection=self._adaptive,
             )
         self.cache = KvtierRadixCache(
-            ctx.params, compressor, streaming=streaming, tier=tier, make_refresh=make_refresh
+            ctx.params,
+            compressor,
+            streaming=streaming,
+            tier=tier,
+            make_refresh=make_refresh,
+            ranks=self.ranks,
         )
         return self.cache
 
@@ -252,8 +280,9 @@ class Runtime:
         share = asked_share(settings)
         if share is None:
             return Compressor(allocator, rule)
-        source, metrics = None, None
-        if ctx.server_args.enable_metrics:
+        source: WatchedCurve | FixedCurve | NoCurve | None = None
+        metrics = None
+        if ctx.server_args.enable_metrics and self.ranks.is_first:
             name = ctx.server_args.served_model_name or ctx.server_args.model_path
             target = share.number if share.rule is QualityTarget else None
             metrics = RetentionMetrics(name, target)
@@ -261,9 +290,13 @@ class Runtime:
             dtype = str(pool.dtype).removeprefix("torch.")
             told = metrics.calibration_event if metrics is not None else None
             path, scorer = ctx.server_args.model_path, scorer_of(settings)
-            source = curve_source(settings, path, pool.profile, rule, scorer, dtype, told)
-        serving = Serving(pool.slot_bytes.ca, source)
-        retention = Retention(share.rule.of(share.number, serving), source, metrics)
+            # The first rank decides what contexts keep.
+            source = NoCurve()
+            if self.ranks.is_first:
+                source = curve_source(settings, path, self.profile, rule, scorer, dtype, told)
+        entry_bytes = sum(self.ranks.every(pool.slot_bytes.ca))
+        chosen = share.rule.of(share.number, Serving(entry_bytes, source))
+        retention = Retention(chosen, source, metrics, self.ranks)
         return Compressor(allocator, rule, retention=retention, selection=self.selection)
 
     def _tier(
@@ -273,7 +306,15 @@ class Runtime:
         identity = ModelIdentity(ctx.tp_worker.model_runner, ctx.server_args)
         return TierConnector(
             tier_link(settings.tier),
-            NamedModel(settings, ctx.server_args.model_path, identity, pool, rule),
+            NamedModel(
+                settings,
+                ctx.server_args.model_path,
+                identity,
+                pool,
+                rule,
+                self.profile,
+                self.ranks,
+            ),
             SpanCodec(pool),
             TurnRules(rule, compressor.share, streaming),
             drain_s=settings.tier.drain_s,

@@ -29,6 +29,8 @@ from kvtier_sglang import compat, hooks, platform, plugin, serve
 from kvtier_sglang.occupancy import Occupancy
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
 
+TIERED = {"tier": "tier:7400", "retention": 0.3}
+
 
 def server_args(**changes):
     args = {
@@ -48,7 +50,6 @@ def server_args(**changes):
         ("enable_lmcache", True),
         ("page_size", 16),
         ("pp_size", 2),
-        ("tp_size", 2),
         ("kv_cache_dtype", "fp8_e4m3"),
         ("decode_attention_backend", "triton"),
         ("kv_events_config", "{}"),
@@ -60,6 +61,25 @@ def test_an_incompatible_flag_is_refused_by_name(field, value):
     flag = "--" + field.replace("_", "-")
     with pytest.raises(IncompatibleFlagError, match=f"^{flag}: expected"):
         compat.check_server_args(server_args(**{field: value}), load_settings())
+
+
+@pytest.mark.parametrize(
+    ("other", "settings", "flags"),
+    [
+        ("--head-budgets adaptive", {"head_budgets": "adaptive", "retention": 0.3}, {}),
+        ("--refresh N", {**TIERED, "refresh": "8"}, {}),
+        ("--refresh-by near-data", {**TIERED, "refresh": "turn", "refresh_by": "near-data"}, {}),
+        ("--enable-dp-attention", {}, {"enable_dp_attention": True}),
+        ("retention", {"retention": 0.3}, {"tp_size": 8}),
+    ],
+)
+def test_what_ranks_cannot_do_together_is_refused(other, settings, flags):
+    """Eight ranks for the demo model's four KV heads: each would score but a part of a head's
+    queries."""
+    compat.check_server_args(server_args(tp_size=2), load_settings())
+    arguments = server_args(**{"tp_size": 2, **flags})
+    with pytest.raises(IncompatibleFlagError, match=f"^--tp-size: expected .*{other}"):
+        compat.check_server_args(arguments, load_settings(**settings))
 
 
 def test_mixed_chunks_are_refused_with_streaming_only():

@@ -138,3 +138,29 @@ def test_another_revision_is_refused() -> None:
     profile.check_fits(SHAPE, None)
     with pytest.raises(HeadProfileMismatchError, match="revision"):
         profile.check_fits(SHAPE, "bb")
+
+
+@given(profiles(), st.data())
+def test_ranks_share_the_heads_of_a_profile_in_order(profile, data):
+    heads = profile.shape.num_kv_heads
+    ranks = data.draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
+    parts = [profile.of_rank(rank, ranks) for rank in range(ranks)]
+    width = heads // ranks
+    for layer, chosen in enumerate(profile.ca_heads):
+        held = [
+            rank * width + head for rank, part in enumerate(parts) for head in part.ca_heads[layer]
+        ]
+        assert tuple(held) == chosen
+    for part in parts:
+        HeadProfile.model_validate(part.model_dump())
+        assert part.shape.group_size == profile.shape.group_size
+
+
+@given(profiles(), st.integers(2, 3))
+def test_with_more_ranks_than_heads_neighbours_hold_the_same_head(profile, copies):
+    ranks = copies * profile.shape.num_kv_heads
+    for rank in range(ranks):
+        part = profile.of_rank(rank, ranks)
+        assert part.shape.num_kv_heads == 1
+        for layer, chosen in enumerate(profile.ca_heads):
+            assert part.ca_heads[layer] == ((0,) if rank // copies in chosen else ())

@@ -11,6 +11,7 @@ from kvtier.pool_sizing import (
     SlotBytes,
     locality_slots_for,
     plan_pools,
+    plan_ranks,
     session_bytes,
     slot_bytes,
     with_tables,
@@ -85,3 +86,18 @@ def test_slots_for_a_token_cap_hold_one_running_prefill(ca_slots, context):
     shape = session(context)
     slots = locality_slots_for(ca_slots, shape)
     assert slots >= min(shape.prefill_tokens, max(ca_slots, shape.prefill_tokens))
+
+
+@given(st.integers(500, 50_000), st.lists(st.integers(0, 6), min_size=2, max_size=2))
+def test_ranks_have_the_slots_that_the_poorest_of_them_can_pay_for(context, ca_heads):
+    half, shape = SHAPE.of_rank(2), session(context)
+    ranks = [slot_bytes(random_profile(half, n, seed=4), dtype_bytes=2) for n in ca_heads]
+    budget = 5 * ranks[0].full * shape.total_tokens + 64 * ranks[0].full
+    plan = plan_ranks(budget, ranks, shape)
+    alone = [plan_pools(budget, per_slot, shape) for per_slot in ranks]
+    assert plan.sessions == min(plan.sessions for plan in alone)
+    assert plan.ca_slots == min(plan.ca_slots for plan in alone)
+    if any(per_slot.locality for per_slot in ranks):
+        for per_slot in ranks:
+            used = plan.ca_slots * per_slot.ca + plan.locality_slots * per_slot.locality
+            assert used <= budget

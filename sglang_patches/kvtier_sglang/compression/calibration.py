@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
+from typing import ClassVar
 
 from kvtier.calibration.documents import CurveDocument, ProfileDocument, load_curve
 from kvtier.calibration.documents.keys import profile_key
@@ -59,6 +60,15 @@ class FixedCurve:
 
     def curve(self) -> CurveDocument | None:
         return self._document
+
+
+class NoCurve:
+    """For a rank that does not decide."""
+
+    counters: ClassVar[dict[str, int]] = {}
+
+    def curve(self) -> CurveDocument | None:
+        return None
 
 
 def curve_source(

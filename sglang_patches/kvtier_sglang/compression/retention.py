@@ -11,6 +11,7 @@ import torch
 
 from kvtier.retention.shares import Choice, ShareRule, Turn
 from kvtier_sglang.compression.metrics import RetentionMetrics
+from kvtier_sglang.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -20,12 +21,18 @@ MIN_ASKED = 16
 
 
 class Retention:
-    """Chooses how many CA entries a turn keeps and remembers why. Scheduler thread only."""
+    """Chooses how many CA entries a turn keeps and remembers why; the first of `ranks` chooses for
+    all. Scheduler thread only."""
 
     def __init__(
-        self, rule: ShareRule, source: Any = None, metrics: RetentionMetrics | None = None
+        self,
+        rule: ShareRule,
+        source: Any = None,
+        metrics: RetentionMetrics | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.rule = rule
+        self.ranks = ranks or Ranks()
         self.source = source
         self.metrics = metrics
         self.reasons: Counter[str] = Counter()
@@ -35,7 +42,7 @@ class Retention:
 
     def keep(self, turn: Turn) -> int:
         """Entries of a turn's droppable span that its CA heads keep: 1 … all of them."""
-        choice = self.rule.choose(turn)
+        choice = self.ranks.first(lambda: self.rule.choose(turn))
         self._record(turn, choice)
         return choice.kept_tokens
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
 from kvtier_sglang.pool.prefill_budget import HeadSplitPrefillBudget
@@ -80,6 +81,9 @@ class HeadSplitAllocator(TokenToKVPoolAllocator):
     def locality_available_size(self) -> int:
         return int(self.locality_free.numel())
 
+    @rank_consensus(
+        same_params=["need_size"], same_results=["result if result is None else result.tolist()"]
+    )
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """CA slots for new tokens, each with a locality slot; None when either class is short."""
         if need_size > self.locality_free.numel():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvtier.config import Settings
 from kvtier.errors import StartupError
 from kvtier.heads.profile import HeadProfile
-from kvtier.pool_sizing import SessionShape, locality_slots_for, plan_pools, slot_bytes, with_tables
+from kvtier.pool_sizing import SessionShape, locality_slots_for, plan_ranks, slot_bytes, with_tables
 from kvtier.retention.rules import state_width
 from kvtier.retention.shares import expected_share
 
@@ -18,10 +18,12 @@ def size_pools(
     configurator: Any,
     budget_bytes: int,
     settings: Settings,
-    profile: HeadProfile,
+    profiles: Sequence[HeadProfile],
     **kwargs: Any,
 ) -> tuple[Any, int]:
     """SGLang's answer to how many tokens fit, which are our CA slots, and our locality slots.
+
+    profiles: what each tensor parallel rank holds of the model's; the budget is that of each.
 
     SGLang divides the budget by the bytes of a whole token's KV. Handing it the bytes that as many
     whole tokens as we have CA slots would cost makes it arrive at our number; a token cap of
@@ -32,11 +34,14 @@ def size_pools(
     itemsize = configurator.kv_cache_dtype.itemsize
     merges = settings.merge.is_on
     width, packs = state_width(settings), settings.packs
-    per_slot = slot_bytes(profile, itemsize, state_width=width, merges=merges, packs=packs)
+    ranks = [
+        with_tables(slot_bytes(profile, itemsize, state_width=width, merges=merges, packs=packs))
+        for profile in profiles
+    ]
     longest = configurator.model_config.context_len
-    plan = plan_pools(budget_bytes, with_tables(per_slot), session_shape(settings, longest))
+    plan = plan_ranks(budget_bytes, ranks, session_shape(settings, longest))
     # What is kept beside the KV is not in SGLang's bytes of a token.
-    token_bytes = slot_bytes(profile, itemsize).full
+    token_bytes = slot_bytes(profiles[0], itemsize).full
     config = original(configurator, plan.ca_slots * token_bytes, **kwargs)
     ca_slots = config.max_total_num_tokens
     if ca_slots > plan.ca_slots:

@@ -23,7 +23,6 @@ here and call nothing here, but for `refresh.Contexts`. Scheduler thread only.
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any
 
@@ -35,21 +34,21 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from kvtier.retention.refreshing import PrunedRange
-from kvtier.tier.prefetch.lookup import Landed
 from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.radix.contexts import compacted_context, outgrows, pruned_ranges
 from kvtier_sglang.radix.matching import cached_length
 from kvtier_sglang.radix.node import KvNode
 from kvtier_sglang.radix.prompt_logprobs import note_recomputed, wants_prompt_logprobs
+from kvtier_sglang.radix.restored_refresh import offer_restored
 from kvtier_sglang.radix.restorer import Restorer, continues
 from kvtier_sglang.radix.tree import VariantRadixTree
 from kvtier_sglang.radix.turn_end import compress_path, slide_window
+from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.refresh.turn_refresh import MakeRefresh, TurnRefresh
 from kvtier_sglang.tier.connector import TierConnector
-
-logger = logging.getLogger(__name__)
 
 
 class KvtierRadixCache(VariantRadixTree):
@@ -58,6 +57,7 @@ class KvtierRadixCache(VariantRadixTree):
     streaming:    locality heads drop what leaves their window already during prefill.
     tier:         where exact KV goes and comes from; None: nowhere.
     make_refresh: how compressed contexts are refreshed from the tier; None: they are not.
+    ranks:        which decide together; None: this one alone.
     """
 
     def __init__(
@@ -68,7 +68,9 @@ class KvtierRadixCache(VariantRadixTree):
         streaming: bool = False,
         tier: TierConnector | None = None,
         make_refresh: MakeRefresh | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks or Ranks()
         self.compressor = compressor
         self.tier = tier
         self.refresh: TurnRefresh | None = None
@@ -114,9 +116,10 @@ class KvtierRadixCache(VariantRadixTree):
 
     @property
     def uses_tier(self) -> bool:
-        """Whether SGLang's scheduler must ask here before it admits a request."""
+        """Whether SGLang's scheduler must ask here before it admits a request; ranks always do, as
+        they must ask all at once and one's tier may be away."""
         return self.tier is not None and (
-            self.tier.link.healthy or self.has_pending_cache_operations()
+            self.ranks.size > 1 or self.tier.link.healthy or self.has_pending_cache_operations()
         )
 
     def prefetch_from_storage(
@@ -137,7 +140,9 @@ class KvtierRadixCache(VariantRadixTree):
             return
         tier.forget_prefetch(rid)
         scope = tier.scope(extra_key, cache_salt)
-        if scope is None or not tier.link.healthy or rid in self._asks_exactly:
+        if scope is None or rid in self._asks_exactly:
+            return
+        if self.ranks.size == 1 and not tier.link.healthy:
             return
         matched = matched_prefix_tokens or ()
         if self.refresh is not None and rid in self._matched:
@@ -146,10 +151,13 @@ class KvtierRadixCache(VariantRadixTree):
                 self.refresh.ask(rid, context, tier.patience_s(node.stop))
         tier.prefetch(rid, matched, new_input_tokens, scope)
 
+    @rank_consensus(same_params=["handle.rid"], same_results=True)
     def check_prefetch_progress(self, handle: CacheRequestHandle) -> bool:
         """Whether the request need not wait for the tier (any longer)."""
         if self.tier is None:
             return True
+        if self.ranks.size == 1:
+            self._settle()
         _, filled = self._matched.get(handle.rid, (self.root_node, 0))
         if self.refresh is not None and not self.refresh.settled(handle.rid, filled):
             return False
@@ -168,7 +176,11 @@ class KvtierRadixCache(VariantRadixTree):
             self.tier.forget_spilling(handle.rid)
 
     def check_hicache_events(self) -> None:
-        """Nothing waits for a safe point: loads are written when they are admitted."""
+        """A round of the scheduler begins: ranks settle what they all have by now."""
+        self._settle()
+
+    def _settle(self) -> None:
+        self.ranks.settle([one for part in (self.tier, self.refresh) if part for one in part.open])
 
     def has_pending_cache_operations(self) -> bool:
         return any(part is not None and part.is_awaited for part in (self.tier, self.refresh))
@@ -184,6 +196,7 @@ class KvtierRadixCache(VariantRadixTree):
 
     # -- it is matched, and restored --
 
+    @rank_consensus(same_results=["result.device_prefix_len", "result.host_hit_length"])
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """The device's prefix, and what landed behind it as a host hit."""
         key, req = params.key, params.req
@@ -221,6 +234,7 @@ class KvtierRadixCache(VariantRadixTree):
             best_match_node=node,
         )
 
+    @rank_consensus(same_params=["params.req.rid"], same_results=["result[0]"])
     def init_load_back(self, params: InitLoadBackParams) -> tuple[int, KvNode]:
         """Write what landed behind the request's prefix into the pool: all of it or nothing."""
         assert self.tier is not None, "a host hit without a tier"
@@ -237,31 +251,11 @@ class KvtierRadixCache(VariantRadixTree):
             return 0, node
         loaded = landed.stop - node.stop
         self.tier.restored(pending, loaded, time.monotonic() - began)
-        if not self._refreshes_restored(self.tier, req, restored, landed):
+        self._matched[req.rid] = (restored, len(req.full_untruncated_fill_ids))
+        offered = self.refresh and offer_restored(self.refresh, self.tier, req, restored, landed)
+        if not offered:
             pending.drop()
         return loaded, restored
-
-    def _refreshes_restored(
-        self, tier: TierConnector, req: Any, node: KvNode, landed: Landed
-    ) -> bool:
-        """Whether a restored context will be refreshed from what it was restored from. What came
-        from elsewhere must not end the scheduler here, either."""
-        filled = len(req.full_untruncated_fill_ids)
-        self._matched[req.rid] = (node, filled)
-        if self.refresh is None:
-            return False
-        try:
-            scope = tier.scope(req.extra_key, req.cache_salt)
-            ids = req.full_untruncated_fill_ids[: node.stop]
-            context = None if scope is None else compacted_context(node, ids, scope)
-            if context is None or context.ranges[0].begin < landed.begin:
-                return False
-            self.refresh.offer_restored(req.rid, context, landed.host, filled)
-        except Exception:
-            logger.exception("a restored context cannot be refreshed; it is used as it was")
-            tier.counters["refresh_restored_failed"] += 1
-            return False
-        return True
 
     # -- what a refresh asks of its contexts (refresh.Contexts) --
 
@@ -275,6 +269,7 @@ class KvtierRadixCache(VariantRadixTree):
 
     # -- it computes, and ends --
 
+    @rank_consensus(same_params=["req.rid", "up_to"])
     def checkpoint(self, req: Any, *, up_to: int) -> None:
         """Publish the request's KV up to `up_to`; see BasePrefixCache.checkpoint.
 
@@ -310,6 +305,7 @@ class KvtierRadixCache(VariantRadixTree):
         if self.matching.streaming and not req.finished():
             slide_window(self, self.compressor, node)
 
+    @rank_consensus(same_params=["req.rid", "checkpointed"])
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         """The turn ended or was aborted: compress what no other request uses of its path.
 

@@ -32,6 +32,7 @@ from kvtier.tier.near_data.messages import Context
 from kvtier.tier.near_data.session import NearData
 from kvtier.tier.prefetch.host import Layouts, fetch_spans
 from kvtier.tier.transport.deadline import Deadline
+from kvtier_sglang.ranks import Answer
 from kvtier_sglang.refresh.sources import FetchedSource, NearSource, RefreshSource
 from kvtier_sglang.streams import Background
 
@@ -65,12 +66,25 @@ class CompactedContext:
 
 @dataclass
 class PendingRefresh:
-    """One request's wait. asked, deadline: time.monotonic()."""
+    """One request's wait. asked, deadline: time.monotonic(); came: whether all ranks have their
+    part, None until they have settled it."""
 
     fetch: Fetch[RefreshSource | None]
     context: CompactedContext
     asked: float
     deadline: float
+    came: bool | None = None
+
+    @property
+    def answer(self) -> object:
+        """See ranks.Awaited. All ranks ask for the same tokens of the same context."""
+        if self.fetch.done:
+            return Answer.LOST if self.fetch.result is None else "came"
+        return Answer.LOST if time.monotonic() >= self.deadline else Answer.AWAITED
+
+    def settle(self, *, came: bool) -> None:
+        """See ranks.Awaited."""
+        self.came = came
 
 
 @dataclass(frozen=True)
@@ -128,6 +142,11 @@ class RefreshPrefetch:
     def __bool__(self) -> bool:
         return bool(self._pending)
 
+    @property
+    def open(self) -> list[PendingRefresh]:
+        """In the order in which they were asked for."""
+        return [pending for pending in self._pending.values() if pending.came is None]
+
     def ask(self, rid: str, context: CompactedContext, patience_s: float) -> None:
         """Ask for what a refresh of the context needs. patience_s: how long computing it takes."""
         self.forget(rid)
@@ -174,7 +193,7 @@ class RefreshPrefetch:
     def settled(self, rid: str) -> bool:
         """Whether the request need not wait (any longer)."""
         pending = self._pending.get(rid)
-        return pending is None or pending.fetch.done or time.monotonic() >= pending.deadline
+        return pending is None or pending.came is not None
 
     def take(self, rid: str) -> tuple[CompactedContext, RefreshSource | None] | None:
         """What a settled request waited for, once, and what came, which the caller owns; None
@@ -182,7 +201,7 @@ class RefreshPrefetch:
         pending = self._pending.pop(rid, None)
         if pending is None:
             return None
-        source = pending.fetch.result if pending.fetch.done else None
+        source = pending.fetch.result if pending.came else None
         if source is None:
             pending.fetch.cancel(_release)
             self.counters["refresh_missed"] += 1

@@ -9,13 +9,14 @@ Scheduler thread only (the forward pass runs in it).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.tier.prefetch.host import HostSpans
+from kvtier_sglang.ranks import Awaited
 from kvtier_sglang.refresh.packed import HeadsCompete, PackedRefresher
 from kvtier_sglang.refresh.prefetch import CompactedContext, RefreshPrefetch
 from kvtier_sglang.refresh.refresher import Contexts, Refresher, Refreshing
@@ -42,6 +43,11 @@ class TurnRefresh:
     def ask(self, rid: str, context: CompactedContext, patience_s: float) -> None:
         """A request arrived whose prefix is compressed: fetch what its refresh needs."""
         self.prefetch.ask(rid, context, patience_s)
+
+    @property
+    def open(self) -> Sequence[Awaited]:
+        """What requests wait for and the ranks have not settled yet."""
+        return self.prefetch.open
 
     @property
     def is_awaited(self) -> bool:

@@ -36,6 +36,7 @@ from kvtier.tier.blobs.turns import NodeRecord
 from kvtier.tier.link.link import TierLink
 from kvtier.tier.prefetch.host import Layouts
 from kvtier.tier.prefetch.lookup import Landed, Lookup
+from kvtier_sglang.ranks import Awaited
 from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.cost_model import CostModel
 from kvtier_sglang.tier.prefetch import PendingFetch, PendingFetches
@@ -162,6 +163,11 @@ class TierConnector:
         """What one token's exact KV and scores take in the tier."""
         span = self.names.span_tokens
         return self.codec.layout(span).num_bytes // span
+
+    @property
+    def open(self) -> Sequence[Awaited]:
+        """What requests wait for and the ranks have not settled yet."""
+        return self.fetches.open
 
     @property
     def is_awaited(self) -> bool:

@@ -1,6 +1,7 @@
 """Requests that wait for what the tier has of their prompt.
 
     ask        the request arrived: in the background exact KV comes into host memory
+    open       those of which the ranks have not settled yet whether all have their part
     settled    it waits in the queue until that is there, or until its patience ends
     landed     what came, still the fetch's
     take       it is admitted: the fetch is the caller's
@@ -18,21 +19,36 @@ from dataclasses import dataclass
 from kvtier.tier.link.fetch import Fetch
 from kvtier.tier.link.link import TierLink
 from kvtier.tier.prefetch.lookup import Landed, Lookup
+from kvtier_sglang.ranks import Answer
 
 
 @dataclass
 class PendingFetch:
     """One request's question. asked, deadline: time.monotonic(), the second when it gives up;
-    waited_s: until the answer was there."""
+    waited_s: until it was settled; came: whether all ranks have their part, None until then."""
 
     fetch: Fetch[Landed | None]
     asked: float
     deadline: float
     waited_s: float = 0.0
+    came: bool | None = None
+
+    @property
+    def answer(self) -> object:
+        """See ranks.Awaited."""
+        landed = self.fetch.result if self.fetch.done else None
+        if landed is not None:
+            return landed.begin, landed.stop, landed.exact_stop, landed.places
+        gives_up = self.fetch.done or time.monotonic() >= self.deadline
+        return Answer.LOST if gives_up else Answer.AWAITED
+
+    def settle(self, *, came: bool) -> None:
+        """See ranks.Awaited."""
+        self.came, self.waited_s = came, time.monotonic() - self.asked
 
     @property
     def landed(self) -> Landed | None:
-        return self.fetch.result if self.fetch.done else None
+        return self.fetch.result if self.came else None
 
     def drop(self) -> None:
         """The answer is not wanted (any more)."""
@@ -50,6 +66,11 @@ class PendingFetches:
     def __bool__(self) -> bool:
         return bool(self._pending)
 
+    @property
+    def open(self) -> list[PendingFetch]:
+        """In the order in which they were asked for."""
+        return [pending for pending in self._pending.values() if pending.came is None]
+
     def ask(self, rid: str, lookup: Lookup, patience_s: float) -> None:
         """Ask for a request that has not asked yet."""
         now = time.monotonic()
@@ -61,14 +82,14 @@ class PendingFetches:
     def settled(self, rid: str) -> bool:
         """Whether the request need not wait (any longer). One that gives up is forgotten."""
         pending = self._pending.get(rid)
-        if pending is None:
+        if pending is None or pending.came:
             return True
-        if pending.fetch.done:
-            pending.waited_s = pending.waited_s or time.monotonic() - pending.asked
-            return True
-        if time.monotonic() < pending.deadline:
+        if pending.came is None:
             return False
-        self.counters["gave_up_waiting"] += 1
+        if not pending.fetch.done:
+            self.counters["gave_up_waiting"] += 1
+        elif pending.fetch.result is not None:
+            self.counters["lost_by_another_rank"] += 1
         self.forget(rid)
         return True
 

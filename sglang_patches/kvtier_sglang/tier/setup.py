@@ -18,6 +18,7 @@ from kvtier.tier.blobs.names import ContextNames
 from kvtier.tier.client import TierClient, TlsPaths
 from kvtier.tier.link.link import TierLink
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.tier.identity import ModelIdentity
 
 # Of what the stored bytes and records mean; counts up whenever old ones would be misread.
@@ -46,6 +47,7 @@ class NamedModel:
     """A model runner's model as the tree asks about it (tiered.ServedModel).
 
     identity: of what computes its KV; the rest decides what is kept of it, and with what.
+    profile:  of the whole model, of which the pool has this rank's part.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class NamedModel:
         identity: ModelIdentity,
         pool: HeadSplitKVPool,
         rule: LocalityRule,
+        profile: HeadProfile,
+        ranks: Ranks,
     ) -> None:
         self._identity = identity
         self._span_tokens = settings.tier.span_tokens
@@ -66,8 +70,10 @@ class NamedModel:
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            policy=_policy(settings, pool.profile, rule),
-            scores=_scores(settings, pool.profile) if pool.state is not None else "",
+            tp_rank=ranks.rank,
+            tp_size=ranks.size,
+            policy=_policy(settings, profile, rule),
+            scores=_scores(settings, profile) if pool.state is not None else "",
         )
 
     def names(self) -> ContextNames:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from compressing import POLICIES, RULE, RULE_ENV
 from engine_process import DEMO_MODEL, run_engine
-from test_exactness import POLICIES, RULE, RULE_ENV
 from tierd.live_tier import live_tier
 from tiered_engine import ENGINE, run_never_missing
 from tiered_engine import RULE as TIERED_RULE

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from compressing import POLICIES, RULE, RULE_ENV, uneven_profile
 from engine_process import DEMO_MODEL, run_engine, run_script
-from test_exactness import POLICIES, RULE, RULE_ENV, uneven_profile
 from thorough import THOROUGH
 
 from kvtier.calibration.documents import load_curve

@@ -7,11 +7,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from compressing import POLICIES, RULE, RULE_ENV, uneven_profile
 from engine_process import DEMO_MODEL, run_engine
 
-from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.profile import HeadProfile, load_profile
-from kvtier.retention.locality import LocalityRule
 
 pytestmark = pytest.mark.engine
 
@@ -43,13 +42,6 @@ def mixed_rounds(seed: int) -> list[list[dict]]:
         for request in requests:
             request["logprobs"] = True
     return rounds
-
-
-POLICIES = {
-    "stock": {"attention_backend": "torch_native"},
-    "full": {"attention_backend": "kvtier"},
-    "kvtier": {"attention_backend": "kvtier", "radix_cache_backend": "kvtier"},
-}
 
 
 @pytest.fixture(scope="module")
@@ -101,14 +93,6 @@ def test_the_engine_ends_with_sound_accounts(outputs):
     assert outputs["kvtier"]["state"]["integrity"] == []
 
 
-RULE = LocalityRule(sink_tokens=16, recent_tokens=48, branch_recent_tokens=24)
-RULE_ENV = {
-    "KVTIER_LOCALITY_SINK_TOKENS": str(RULE.sink_tokens),
-    "KVTIER_LOCALITY_RECENT_TOKENS": str(RULE.recent_tokens),
-    "KVTIER_LOCALITY_BRANCH_RECENT_TOKENS": str(RULE.branch_recent_tokens),
-}
-
-
 def policy_session_rounds(profile: HeadProfile, model, sessions: int, turns: int):
     """Sessions with long contexts for the engine, and the oracle's answers to the same prompts."""
     from kvtier.heads.reference.session import ReferenceSession
@@ -127,14 +111,6 @@ def policy_session_rounds(profile: HeadProfile, model, sessions: int, turns: int
             rounds[turn].append(request)
             expected[turn].append(session.turn(prompt, 9).token_ids)
     return rounds, expected
-
-
-def uneven_profile() -> HeadProfile:
-    """A layer with all heads CA, one with a gap in its CA heads, and one with none."""
-    shape = model_shape(read_config(str(DEMO_MODEL)))
-    return HeadProfile(
-        model="test", shape=shape, method="test", ca_heads=((), (0, 2), (0, 1, 2, 3))
-    )
 
 
 @pytest.mark.parametrize("which", ["stored", "uneven"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from compressing import POLICIES, RULE_ENV, uneven_profile
 from engine_process import DEMO_MODEL, run_script
-from test_exactness import POLICIES, RULE_ENV, uneven_profile
 from thorough import THOROUGH
 
 pytestmark = pytest.mark.engine

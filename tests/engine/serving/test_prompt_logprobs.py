@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from compressing import RULE_ENV
 from engine_process import DEMO_MODEL, run_engine
-from test_exactness import RULE_ENV
 from tierd.live_tier import live_tier
 
 pytestmark = pytest.mark.engine

@@ -1,0 +1,108 @@
+"""What the tensor parallel ranks of a server decide together.
+
+Every rank runs the same scheduler over the same requests, so all must decide the same. What could
+differ between them (what a store or a tier answers, a clock, the last digits of a float) is found
+by the first rank and told to the others.
+
+The calls here wait for all ranks. They belong to the thread that starts the engine and then runs
+the scheduler, at places that every rank comes by, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from kvtier.heads.profile import HeadProfile
+
+T = TypeVar("T")
+
+
+class Answer(Enum):
+    """What a rank has of an answer that all ranks wait for, where it has none."""
+
+    AWAITED = auto()
+    LOST = auto()
+
+
+class Awaited(Protocol):
+    """An answer that every rank waits for, each for its own part."""
+
+    @property
+    def answer(self) -> object:
+        """An `Answer`, or what describes the rank's part that came: equal where parts fit."""
+
+    def settle(self, *, came: bool) -> None:
+        """All ranks have their parts and they fit, or it is not waited for any longer."""
+
+
+class Ranks:
+    """The ranks that share the KV heads of one replica, and this process's place among them.
+
+    group: SGLang's GroupCoordinator of them; None for a server of one rank.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.size: int = 1 if group is None else group.world_size
+        self.rank: int = 0 if group is None else group.rank_in_group
+        self._group = group
+
+    @classmethod
+    def of_this_process(cls) -> Ranks:
+        """Those that SGLang has set up, once it has."""
+        from sglang.srt.runtime_context import get_parallel
+
+        parallel = get_parallel()
+        return cls(parallel.attn_tp_group) if parallel.attn_tp_size > 1 else cls()
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def first(self, find: Callable[[], T]) -> T:
+        """What the first rank finds, on every rank; or what it raises."""
+        if self.size == 1:
+            return find()
+        told: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                told = [find(), None]
+            except Exception as error:
+                told = [None, error]
+        group = self._group
+        dist.broadcast_object_list(told, src=group.ranks[0], group=group.cpu_group)
+        found, failure = told
+        if failure is not None:
+            raise failure
+        return found
+
+    def every(self, found: T) -> list[T]:
+        """What each rank found, on every rank."""
+        if self.size == 1:
+            return [found]
+        told: list[Any] = [None] * self.size
+        dist.all_gather_object(told, found, group=self._group.cpu_group)
+        return told
+
+    def settle(self, waiting: Sequence[Awaited]) -> None:
+        """Settle those of the answers that are, on every rank: what all have and is the same came;
+        what any has lost is lost to all. waiting: the same ones in the same order on every rank.
+        """
+        if not waiting:
+            return
+        told = self.every([one.answer for one in waiting])
+        for one, *answers in zip(waiting, *told, strict=True):
+            if Answer.LOST in answers:
+                one.settle(came=False)
+            elif Answer.AWAITED not in answers:
+                one.settle(came=all(answer == answers[0] for answer in answers))
+
+    def profiles(self, profile: HeadProfile) -> list[HeadProfile]:
+        """What each rank holds of a model's head profile."""
+        return [profile.of_rank(rank, self.size) for rank in range(self.size)]
+
+
+__all__ = ["Ranks"]
