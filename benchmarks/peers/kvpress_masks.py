@@ -1,6 +1,6 @@
 """Which entries NVIDIA kvpress's presses keep of given contexts, as one bit per layer, head, token.
 
-    python kvpress_masks.py CONTEXTS.jsonl FOLDER --model DIR [--shares 0.5,0.25,0.1]
+    python kvpress_masks.py CONTEXTS.jsonl FOLDER --model DIR [--shares 0.5,0.25,0.1] [--presses …]
 
     CONTEXTS.jsonl    {"name": …, "ids": […]} per line
     FOLDER/NAME.npz   "PRESS SHARE" -> numpy.packbits of bool [layers, kv_heads, tokens]
@@ -40,26 +40,29 @@ PRESSES = (
 )
 RAGGED = "AdaKV ExpectedAttentionPress"
 KVZIP = "KVzipPress"
+EVERY = (*PRESSES, RAGGED, KVZIP)
 
 
-def masks(model: Any, ids: Any, shares: Sequence[float], threads: int) -> dict[str, Any]:
-    """All presses at all shares of one context."""
+def masks(model: Any, ids: Any, shares: Sequence[float], presses: Sequence[str]) -> dict[str, Any]:
+    """The presses at all shares of one context."""
     import kvpress
 
-    recorded = Recorded()
-    prefill(model, ids, recording_press(recorded))
+    recorded, found = Recorded(), {}
+    single = [name for name in presses if name != KVZIP]
+    if single:
+        prefill(model, ids, recording_press(recorded))
     tokens = int(ids.shape[1])
-    found = {}
     for share in shares:
         ratio = compression_ratio(kept_tokens(share, tokens), tokens)
-        for name in (*PRESSES, RAGGED):
+        for name in single:
             torch.manual_seed(0)
             press = getattr(kvpress, name.split()[-1])(compression_ratio=ratio)
             if name == RAGGED:
                 press = kvpress.AdaKVPress(press)
             found[f"{name} {share}"] = np.stack([kept(press, layer) for layer in recorded.layers])
-    for share, mask in kvzip_masks(model, ids, shares).items():
-        found[f"{KVZIP} {share}"] = mask
+    if KVZIP in presses:
+        for share, mask in kvzip_masks(model, ids, shares).items():
+            found[f"{KVZIP} {share}"] = mask
     return found
 
 
@@ -114,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--shares", default="0.5,0.25,0.1", help="shares kept")
+    parser.add_argument("--presses", nargs="+", choices=EVERY, default=EVERY)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(argv)
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -124,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         context = json.loads(line)
         file = options.folder / f"{context['name']}.npz"
         if not file.exists():
-            found = masks(model, torch.tensor([context["ids"]]), shares, options.threads)
+            found = masks(model, torch.tensor([context["ids"]]), shares, options.presses)
             part = file.with_suffix(".part.npz")
             packed: Any = {name: np.packbits(mask) for name, mask in found.items()}
             np.savez(part, **packed)

@@ -39,7 +39,9 @@ class Presses:
         while not file.exists():
             code = self._process.poll()
             if code is not None and not file.exists():
-                raise UsageError("--kvpress-python", "a Python that has kvpress", f"exit {code}")
+                log = self.folder / "log"
+                expected = f"a Python that has kvpress and the presses asked for; {log} says more"
+                raise UsageError("--kvpress-python", expected, f"exit {code}")
             time.sleep(POLL_S)
         found = {}
         size = int(np.prod(shape))
@@ -53,9 +55,10 @@ class Presses:
 @contextmanager
 def pressing(
     python: Path | None, model_path: Path, folder: Path, contexts: Mapping[str, Sequence[int]],
-    shares: Sequence[float], threads: int,
+    shares: Sequence[float], threads: int, names: Sequence[str] | None,
 ) -> Iterator[Presses]:  # fmt: skip
-    """Presses at work, for as long as the block lasts. python: None for no presses."""
+    """Presses at work, for as long as the block lasts. python: None for no presses; names: of
+    them, by kvpress_masks.py's; None for all."""
     if python is None:
         yield Presses(folder, None)
         return
@@ -67,6 +70,7 @@ def pressing(
     command = [
         *(str(python), str(SCRIPT), str(file), str(folder), "--model", str(model_path.resolve())),
         *("--shares", asked, "--threads", str(threads)),
+        *(("--presses", *names) if names else ()),
     ]
     with (folder / "log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -77,6 +77,7 @@ def declare(arguments: Arguments) -> None:
     arguments.whole("--fit-contexts", 11, "contexts to fit on, per length", least=2)
     arguments.add("--settings", nargs="+", metavar="NAME", help="of kvtier's, by name (all)")
     arguments.add("--kvpress-python", type=Path, help="Python of an environment with kvpress")
+    arguments.add("--presses", nargs="+", metavar="NAME", help="of kvpress's, as KVzipPress (all)")
     arguments.whole("--kvpress-threads", 1, "threads of its process")
     arguments.add("--plots", type=Path, metavar="DIR", help="pictures to write, one per length")
     arguments.add("--state", type=Path, default=Path("out/real-table"), help="(%(default)s)")
@@ -167,14 +168,16 @@ def measure(
     samples = make_samples(setup.tasks.make, tasks, count, [length], options.seed, HELD_OUT)
     names = {index: f"{length}-{index:03d}" for index in range(count)}
     asked = ", ".join(f"{share:g}" for share in bench.shares)
-    by = [*bench.settings, *(["presses"] if options.kvpress_python else [])]
+    presses_are = " ".join(["presses", *(options.presses or ())])
+    by = [*bench.settings, *([presses_are] if options.kvpress_python else [])]
     finished = (f"{DONE} {asked} by {', '.join(by)}", 0.0)
     missing = [i for i in range(count) if (length, i, *finished) not in records]
     contexts = {names[i]: samples[i].context_ids for i in missing}
-    folder = options.state / f"presses-{length}-{asked.replace(', ', '-')}"
+    where = [presses_are, f"{length}", asked]
+    folder = options.state / "-".join(where).replace(", ", "-").replace(" ", "-")
     with pressing(
         options.kvpress_python, options.model_path, folder, contexts, bench.shares,
-        options.kvpress_threads,
+        options.kvpress_threads, options.presses,
     ) as presses:  # fmt: skip
         began = time.perf_counter()
         for done, index in enumerate(missing):
