@@ -184,7 +184,10 @@ class MiniScheduler:
         ids = request.full_untruncated_fill_ids[: len(request.prompt) - 1]
         node = match.last_device_node
         self.tree.prefetch_from_storage(handle, node, ids[held:], matched_prefix_tokens=ids[:held])
-        while not self.tree.check_prefetch_progress(handle):
+        while True:
+            self.tree.check_hicache_events()
+            if self.tree.check_prefetch_progress(handle):
+                break
             time.sleep(0.001)
         return self.tree.match_prefix(MatchPrefixParams(key=key, req=request))
 

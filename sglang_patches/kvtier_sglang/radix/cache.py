@@ -149,7 +149,7 @@ class KvtierRadixCache(VariantRadixTree):
             context = compacted_context(node, matched, scope)
             if context is not None:
                 self.refresh.ask(rid, context, tier.patience_s(node.stop))
-        tier.prefetch(rid, matched, new_input_tokens, scope)
+        tier.prefetch(rid, matched, new_input_tokens, scope, shared=self.ranks.size > 1)
 
     @rank_consensus(same_params=["handle.rid"], same_results=True)
     def check_prefetch_progress(self, handle: CacheRequestHandle) -> bool:

@@ -136,10 +136,15 @@ class TierConnector:
 
     # -- prefetching --
 
-    def prefetch(self, rid: str, matched: Any, new: Any, scope: Scope) -> None:
-        """Ask for a request's `new` tokens, which follow those that the cache has."""
+    def prefetch(self, rid: str, matched: Any, new: Any, scope: Scope, *, shared: bool) -> None:
+        """Ask for a request's `new` tokens, which follow those that the cache has. shared: other
+        ranks may ask for it where this one does not, and will want to know."""
         least = self.names.span_tokens
-        if len(new) < least or not self.cost_model.loading_pays(self.token_bytes):
+        if len(new) < least:
+            return
+        if not self.cost_model.loading_pays(self.token_bytes):
+            if shared:
+                self.fetches.decline(rid)
             return
         lookup = Lookup(
             names=self.names,

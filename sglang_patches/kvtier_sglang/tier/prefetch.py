@@ -79,6 +79,14 @@ class PendingFetches:
         )
         self.counters["asked"] += 1
 
+    def decline(self, rid: str) -> None:
+        """Other ranks ask for the request, this one does not: it has lost its part."""
+        fetch: Fetch[Landed | None] = Fetch(lambda client: None)
+        fetch.end(None)
+        now = time.monotonic()
+        self._pending[rid] = PendingFetch(fetch, now, now)
+        self.counters["declined"] += 1
+
     def settled(self, rid: str) -> bool:
         """Whether the request need not wait (any longer). One that gives up is forgotten."""
         pending = self._pending.get(rid)
