@@ -100,7 +100,8 @@ class Runtime:
         return self._whole
 
     def _profile(self, configurator: Any) -> HeadProfile:
-        """The whole model's profile in force, the same on every rank."""
+        """The whole model's profile in force, the same on every rank. It is looked up once, so that
+        all that is built from it sees the same one."""
         if self._whole is None:
             self._whole = self.ranks.first(lambda: self._find_profile(configurator))
         return self._whole

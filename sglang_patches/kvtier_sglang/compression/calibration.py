@@ -8,7 +8,6 @@ known document, then its local copy, then every head and the whole context.
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
 from typing import ClassVar
 
 from kvtier.calibration.documents import CurveDocument, ProfileDocument, load_curve
@@ -63,7 +62,7 @@ class FixedCurve:
 
 
 class NoCurve:
-    """For a rank that does not decide."""
+    """The curve of a rank that does not decide what contexts keep."""
 
     counters: ClassVar[dict[str, int]] = {}
 
@@ -112,12 +111,8 @@ def _watched(settings: Settings, served: Served, on_event: OnEvent | None) -> Wa
     return WatchedCurve(watcher)
 
 
-@lru_cache(maxsize=4)
 def stored_profile(settings: Settings, model_path: str, shape: ModelShape) -> HeadProfile | None:
-    """The stored head profile of a model, or None: then every head keeps the whole context.
-
-    Asked once per process, so that all that is built from it sees the same one.
-    """
+    """The stored head profile of a model, or None: then every head keeps the whole context."""
     if settings.redis.url is None and not has_data(settings.data_dir):
         return None
     model, revision = model_name(model_path), weights_revision(model_path)

@@ -156,8 +156,6 @@ class KvtierRadixCache(VariantRadixTree):
         """Whether the request need not wait for the tier (any longer)."""
         if self.tier is None:
             return True
-        if self.ranks.size == 1:
-            self._settle()
         _, filled = self._matched.get(handle.rid, (self.root_node, 0))
         if self.refresh is not None and not self.refresh.settled(handle.rid, filled):
             return False
@@ -177,9 +175,6 @@ class KvtierRadixCache(VariantRadixTree):
 
     def check_hicache_events(self) -> None:
         """A round of the scheduler begins: ranks settle what they all have by now."""
-        self._settle()
-
-    def _settle(self) -> None:
         self.ranks.settle([one for part in (self.tier, self.refresh) if part for one in part.open])
 
     def has_pending_cache_operations(self) -> bool:
