@@ -53,6 +53,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "kv_events_config": (lambda v: not v, "no KV cache events"),
     "page_size": (lambda v: v in (None, 1), "a page size of 1"),
     "pp_size": (lambda v: v in (None, 1), "a pipeline of one stage"),
+    "attn_cp_size": (lambda v: v in (None, 1), "an attention context parallelism of 1"),
     "dcp_size": (lambda v: v in (None, 1), "a decode context parallelism of 1"),
     "kv_cache_dtype": (
         lambda v: v in (None, "auto", "bfloat16", "bf16", "float16", "float32"),

@@ -50,6 +50,7 @@ def server_args(**changes):
         ("enable_lmcache", True),
         ("page_size", 16),
         ("pp_size", 2),
+        ("attn_cp_size", 2),
         ("kv_cache_dtype", "fp8_e4m3"),
         ("decode_attention_backend", "triton"),
         ("kv_events_config", "{}"),
