@@ -57,8 +57,8 @@ def pressing(
     python: Path | None, model_path: Path, folder: Path, contexts: Mapping[str, Sequence[int]],
     shares: Sequence[float], threads: int, names: Sequence[str] | None,
 ) -> Iterator[Presses]:  # fmt: skip
-    """Presses at work, for as long as the block lasts. python: None for no presses; names: of
-    them, by kvpress_masks.py's; None for all."""
+    """Presses at work, for as long as the block lasts. python: None for no presses. names: the
+    presses to run, by their names in kvpress_masks.py; None runs all of them."""
     if python is None:
         yield Presses(folder, None)
         return

@@ -168,13 +168,12 @@ def measure(
     samples = make_samples(setup.tasks.make, tasks, count, [length], options.seed, HELD_OUT)
     names = {index: f"{length}-{index:03d}" for index in range(count)}
     asked = ", ".join(f"{share:g}" for share in bench.shares)
-    presses_are = " ".join(["presses", *(options.presses or ())])
-    by = [*bench.settings, *([presses_are] if options.kvpress_python else [])]
+    pressed = " ".join(["presses", *(options.presses or ())])
+    by = [*bench.settings, *([pressed] if options.kvpress_python else [])]
     finished = (f"{DONE} {asked} by {', '.join(by)}", 0.0)
     missing = [i for i in range(count) if (length, i, *finished) not in records]
     contexts = {names[i]: samples[i].context_ids for i in missing}
-    where = [presses_are, f"{length}", asked]
-    folder = options.state / "-".join(where).replace(", ", "-").replace(" ", "-")
+    folder = options.state / "-".join([*pressed.split(), f"{length}", *asked.split(", ")])
     with pressing(
         options.kvpress_python, options.model_path, folder, contexts, bench.shares,
         options.kvpress_threads, options.presses,

@@ -8,21 +8,15 @@ import random
 from pathlib import Path
 
 import pytest
-from compressing import POLICIES, uneven_profile
+from compressing import uneven_profile
 from engine_process import DEMO_MODEL, run_engine
 from tierd.live_tier import live_tier
+from tiered_engine import ENGINE, RULE
 
 from kvtier.heads.profile import HeadProfile, load_profile
 
 pytestmark = pytest.mark.engine
 
-RULE = {
-    "KVTIER_LOCALITY_SINK_TOKENS": "32",
-    "KVTIER_LOCALITY_RECENT_TOKENS": "64",
-    "KVTIER_LOCALITY_BRANCH_RECENT_TOKENS": "24",
-    "KVTIER_TIER_SPAN_TOKENS": "64",
-}
-ENGINE = {"model_path": str(DEMO_MODEL), "chunked_prefill_size": 512, **POLICIES["kvtier"]}
 TWO_RANKS = {
     "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
     "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
@@ -61,7 +55,7 @@ def said(out: dict) -> list[list[list[int]]]:
 
 
 def serve(folder: Path, ranks: int, rounds: list[list[dict]], env: dict[str, str], **flags) -> dict:
-    engine = {"max_total_tokens": 20_000, **ENGINE, "tp_size": ranks, **flags}
+    engine = {**ENGINE, "tp_size": ranks, **flags}
     return run_engine(folder, engine, rounds, env | (TWO_RANKS if ranks == 2 else {}))
 
 
