@@ -81,7 +81,7 @@ class KvtierRadixCache(VariantRadixTree):
         self._asks_exactly: set[str] = set()
         super().__init__(params, compressor.rule, streaming=streaming)
         if tier is not None:
-            self.restorer = Restorer(self, compressor, tier.codec)
+            self.restorer = Restorer(self, compressor, tier.codec, self.ranks)
             if make_refresh is not None:
                 self.refresh = make_refresh(tier, self)
 

@@ -4,6 +4,9 @@ they were, whatever today's rule would choose, and what follows them as if it ha
     landed     [ recorded node ][ recorded node ][ run of exact spans ]
     tree       anchor - node ---- node ---------- node
 
+Nodes and slots are the same on every tensor parallel rank, so what a rank cannot write does not keep
+it from building them: only then do the ranks tell each other, and all keep the path or none.
+
 Scheduler thread only.
 """
 
@@ -20,36 +23,47 @@ from kvtier.tier.prefetch.lookup import Landed
 from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.radix.node import KvNode
 from kvtier_sglang.radix.tree import VariantRadixTree
+from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.tier.codec import SpanCodec
 
 logger = logging.getLogger(__name__)
 
 
 class Restorer:
-    """Writes what landed into one tree."""
+    """Writes what landed into one tree. ranks: which do so together."""
 
-    def __init__(self, tree: VariantRadixTree, compressor: Compressor, codec: SpanCodec) -> None:
+    def __init__(
+        self, tree: VariantRadixTree, compressor: Compressor, codec: SpanCodec, ranks: Ranks
+    ) -> None:
         self.tree = tree
         self.compressor = compressor
         self.codec = codec
+        self.ranks = ranks
         self.counters: Counter[str] = Counter()
+        # What was not written of the path that is being restored.
+        self._unwritten = 0
 
     def restore(self, req: Any, anchor: KvNode, landed: Landed) -> KvNode | None:
         """Write what landed behind `anchor`; the deepest node of the restored path, or None where
         there is no room: what was written by then is a prefix like any other.
 
-        None, too, where something went wrong: what came from elsewhere must not end the scheduler,
-        now and after every restart. Then tree and slots are as they were before, but for what was
-        evicted.
+        None, too, where something went wrong on any rank: what came from elsewhere must not end the
+        scheduler, now and after every restart. Then tree and slots are as they were before, but for
+        what was evicted.
         """
         first_id = TreeNode.counter
         taken: list[torch.Tensor] = []
+        restored, self._unwritten = None, 0
         try:
             restored = self._restore(req, anchor, landed, taken)
         except Exception:
-            self._take_back(first_id, taken)
             logger.exception("what the tier had could not be restored; it is computed instead")
-            self.counters["restore_failed"] += 1
+            self._unwritten += 1
+        failed = self.ranks.every(self._unwritten > 0)
+        if any(failed):
+            self._take_back(first_id, taken)
+            here = failed[self.ranks.rank]
+            self.counters["restore_failed" if here else "restore_failed_on_another_rank"] += 1
             return None
         if restored is None:
             self.counters["no_room"] += 1
@@ -125,9 +139,17 @@ class Restorer:
             first, last = max(span.begin, begin), min(span.stop, stop)
             if first < last:
                 part = slots[first - begin : last - begin]
-                tokens = span.stop - span.begin
-                self.codec.scatter(torch.from_numpy(payload), tokens, first - span.begin, part)
+                self._scatter(payload, span.stop - span.begin, first - span.begin, part)
         return self.tree.hang(parent, key, slots, 0, prompt_stop)
+
+    def _scatter(self, payload: Any, tokens: int, skipped: int, slots: torch.Tensor) -> None:
+        """See SpanCodec.scatter. Where it fails that is counted, for the end."""
+        try:
+            self.codec.scatter(torch.from_numpy(payload), tokens, skipped, slots)
+        except Exception:
+            if not self._unwritten:
+                logger.exception("what the tier had could not be written; it is computed instead")
+            self._unwritten += 1
 
 
 def continues(landed: Landed, held: int) -> bool:

@@ -15,16 +15,18 @@ from kvtier_sglang.ranks import Answer, Ranks
 
 
 class Partner(Ranks):
-    """The first of two ranks; the other says the same, or always `says`. heard: what it was told
-    in each round."""
+    """The first of two ranks; the other says the same, or always `says` of what both wait for, and
+    `fails` to restore. heard: what it was told in each round."""
 
-    def __init__(self, says: Answer | None = None) -> None:
+    def __init__(self, says: Answer | None = None, *, fails: bool = False) -> None:
         super().__init__()
-        self.size, self.says = 2, says
-        self.heard: list[list[Any]] = []
+        self.size, self.says, self.fails = 2, says, fails
+        self.heard: list[Any] = []
 
     def every(self, found: Any) -> list[Any]:
         self.heard.append(found)
+        if isinstance(found, bool):
+            return [found, self.fails]
         return [found, found if self.says is None else [self.says for _ in found]]
 
 
@@ -36,7 +38,7 @@ def spilled(connect) -> list[int]:
 
 def server(link, partner: Partner) -> MiniScheduler:
     s = MiniScheduler(link=link, share=FixedShare(0.5), refresh=REFRESH)
-    s.tree.ranks = partner
+    s.tree.ranks = s.tree.restorer.ranks = partner
     return s
 
 
@@ -81,3 +83,42 @@ def test_a_prompt_shorter_than_a_span_is_asked_for_by_no_rank(connect):
     s = server(connect(), partner)
     turn(s, context(3), [1])
     assert partner.heard == []
+
+
+def full_of_others(connect) -> MiniScheduler:
+    """Where something must be evicted before a context can be restored; the tier has nothing of
+    what it is full of."""
+    s = server(connect(), Partner())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TierLink, "healthy", False)
+        for seed in range(20, 30):
+            turn(s, context(60, seed=seed), [1])
+    return s
+
+
+def test_what_one_rank_cannot_write_is_computed_by_both_who_stay_alike(connect, spilled):
+    """Nodes, slots and what was evicted are the same on the rank that fails and on its partner."""
+    left, evicted = {}, {}
+    for name in ("this rank", "its partner", "neither"):
+        s = full_of_others(connect)
+        partner = s.tree.ranks
+        partner.fails = name == "its partner"
+        before = s.tree.total_size()
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "this rank":
+                patch.setattr(s.tree.tier.codec, "scatter", raise_broken)
+            request = s.admit([*spilled, 7])
+        assert (request.restored > 60) == (name == "neither")
+        s.check()
+        report = s.tree.report()["tier"]
+        assert report.get("restore_failed", 0) == (name == "this rank")
+        assert report.get("restore_failed_on_another_rank", 0) == (name == "its partner")
+        assert partner.heard[-1] is (name == "this rank")
+        evicted[name] = before - s.tree.total_size()
+        left[name] = s.allocator.alloc(20).tolist(), s.tree.total_size()
+    assert evicted["this rank"] > 0
+    assert left["this rank"] == left["its partner"] != left["neither"]
+
+
+def raise_broken(*args: Any) -> None:
+    raise RuntimeError("out of memory")
