@@ -4,8 +4,8 @@ they were, whatever today's rule would choose, and what follows them as if it ha
     landed     [ recorded node ][ recorded node ][ run of exact spans ]
     tree       anchor - node ---- node ---------- node
 
-Nodes and slots are the same on every tensor parallel rank, so what a rank cannot write does not keep
-it from building them: only then do the ranks tell each other, and all keep the path or none.
+Nodes and slots are the same on every tensor parallel rank, so a rank that cannot write what it has
+builds them nonetheless; then the ranks tell each other, and all keep the path or none.
 
 Scheduler thread only.
 """
