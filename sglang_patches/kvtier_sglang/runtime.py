@@ -156,6 +156,10 @@ class Runtime:
             profile.num_ca_heads,
             profile.shape.num_layers * profile.shape.num_kv_heads,
         )
+        self.ranks.compare_pools(sum(pool.get_kv_size_bytes()))
+        if any(self.ranks.idle_shares):
+            idle = ", ".join(f"{share:.0%}" for share in self.ranks.idle_shares)
+            logger.info("ranks hold unequally many CA heads: %s of their KV budgets lie idle", idle)
         return pool
 
     def build_allocator(

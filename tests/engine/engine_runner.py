@@ -5,8 +5,8 @@ plan: {"engine": {...}, "rounds": [[{"input_ids", "max_new_tokens", "logprobs"?,
 Every round is sent at once (continuous batching); a request may name the round and index it
 continues ({"continues": [round, index], "input_ids": tail}): its prompt is then that request's
 prompt, its answer, and the tail. Instead of requests a round may be {"weights": model directory},
-which are loaded over the ones before and flush the cache. out: per round and request the answer,
-and the final state.
+which are loaded over the ones before and flush the cache, or {"flush": true}. out: per round and
+request the answer, and the final state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ async def run_rounds(engine: Any, rounds: list[list[dict[str, Any]]]) -> list[li
     finished: list[list[dict[str, Any]]] = []
     for requests in rounds:
         if isinstance(requests, dict):
-            await _load(engine, requests["weights"])
+            if "weights" in requests:
+                await _load(engine, requests["weights"])
+            else:
+                await _flush(engine)
             finished.append([])
             continue
         prompts = [_prompt(request, finished) for request in requests]
@@ -63,6 +66,10 @@ async def _load(engine: Any, model_path: str) -> None:
     request = UpdateWeightFromDiskReqInput(model_path=model_path, flush_cache=True)
     success, message, *_ = await engine.tokenizer_manager.update_weights_from_disk(request, None)
     assert success, message
+
+
+async def _flush(engine: Any) -> None:
+    assert (await engine.tokenizer_manager.flush_cache()).success
 
 
 def _prompt(request: dict[str, Any], finished: list[list[dict[str, Any]]]) -> list[int]:

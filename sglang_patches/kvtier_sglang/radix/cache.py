@@ -331,6 +331,8 @@ class KvtierRadixCache(VariantRadixTree):
             **self.counters,
             **self.compressor.report(),
         }
+        if self.ranks.size > 1:
+            report["idle_share_of_ranks"] = self.ranks.idle_shares
         if self.tier is not None and self.restorer is not None:
             refresh = {} if self.refresh is None else self.refresh.report()
             report["tier"] = {**self.tier.report(), **self.restorer.counters, **refresh}

@@ -1,0 +1,65 @@
+"""What can go wrong on the last tensor parallel rank, for runners whose schedulers are forked from
+them: `play(fault)` before the engine is made. A server of one rank is its own last rank.
+
+    slow       its tier answers late
+    losing     none of its tier's answers comes
+    parting    it keeps a token less of every context than its partners do: a planted divergence
+
+In all of these, and with None, loading is taken to be faster than computing, whatever this machine
+measures: which of both a request does, and so what it is computed from, is no matter of time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+SLOW_S = 0.1
+FAULTS = ("slow", "losing", "parting")
+
+
+def play(fault: str | None) -> None:
+    from kvtier_sglang.tier.cost_model import CostModel
+
+    assert fault is None or fault in FAULTS
+    CostModel.computed = lambda self, seconds, tokens: None
+    if fault in ("slow", "losing"):
+        _play_on_the_link(late=fault == "slow")
+    elif fault == "parting":
+        _part()
+
+
+def _is_last() -> bool:
+    from kvtier_sglang.ranks import Ranks
+
+    ranks = Ranks.of_this_process()
+    return ranks.rank == ranks.size - 1
+
+
+def _play_on_the_link(*, late: bool) -> None:
+    from kvtier.tier.link.link import TierLink
+
+    submit = TierLink.submit
+
+    def faulty(self: TierLink, work: Callable[[Any], Any], **kwargs: Any) -> Any:
+        def worse(client: Any) -> Any:
+            if late:
+                time.sleep(SLOW_S)
+                return work(client)
+            return None
+
+        return submit(self, worse if _is_last() else work, **kwargs)
+
+    TierLink.submit = faulty
+
+
+def _part() -> None:
+    from kvtier_sglang.compression.retention import Retention
+
+    keep = Retention.keep
+
+    def alone(self: Retention, turn: Any) -> int:
+        return max(1, keep(self, turn) - _is_last())
+
+    Retention.keep = alone

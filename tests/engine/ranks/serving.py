@@ -1,0 +1,76 @@
+"""Servers of one rank and of several, and the sessions that they are asked."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from compressing import uneven_profile
+from engine_process import DEMO_MODEL, run_script
+from tiered_engine import ENGINE
+
+from kvtier.heads.profile import HeadProfile, load_profile
+
+RUNNER = Path(__file__).with_name("ranks_runner.py")
+Requests = list[dict[str, Any]]
+
+
+def ranks_environment(ranks: int) -> dict[str, str]:
+    """What a server of several ranks wants on a CPU, with SGLang's own checker on."""
+    if ranks == 1:
+        return {}
+    return {
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(f"{rank % 2}" for rank in range(ranks)),
+        "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
+        # Without a compiler SGLang's all-reduce on a CPU cannot be traced.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+
+def serve(
+    folder: Path, ranks: int, rounds: list[Any], env: dict[str, str], *, fault: str | None = None,
+    **flags: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What a server of so many ranks answers; see engine_runner.py and faulty_ranks.py."""
+    plan = {"engine": {**ENGINE, "tp_size": ranks, **flags}, "rounds": rounds, "fault": fault}
+    return run_script(RUNNER, folder, plan, env | ranks_environment(ranks))
+
+
+def said(out: dict[str, Any]) -> list[list[list[int]]]:
+    assert out["state"]["integrity"] == []
+    return [[request["output_ids"] for request in requests] for requests in out["rounds"]]
+
+
+def demo_profile() -> HeadProfile:
+    """Two CA heads on the first of two ranks, one on the second."""
+    return load_profile(DEMO_MODEL / "head_profile.json")
+
+
+def empty_rank() -> HeadProfile:
+    """The demo model's heads without those of the second of two ranks."""
+    profile = demo_profile()
+    first = profile.shape.num_kv_heads // 2
+    heads = tuple(tuple(head for head in layer if head < first) for layer in profile.ca_heads)
+    return profile.model_copy(update={"ca_heads": heads, "scores": None})
+
+
+# By how they split between two ranks: that of compressing.py has three CA heads on each.
+PROFILES = {"even": uneven_profile, "uneven": demo_profile, "an empty rank": empty_rank}
+
+
+def tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(6, 384) for _ in range(count)]
+
+
+def first_turns(rng: random.Random, count: int, longest: int) -> Requests:
+    lengths = [rng.randrange(longest // 3, longest) for _ in range(count)]
+    return [{"input_ids": tokens(rng, n), "max_new_tokens": 9} for n in lengths]
+
+
+def next_turns(rng: random.Random, round_index: int, count: int) -> Requests:
+    """Every session of that round goes on."""
+    return [
+        {"input_ids": tokens(rng, 70), "max_new_tokens": 9, "continues": [round_index, index]}
+        for index in range(count)
+    ]
