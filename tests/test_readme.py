@@ -129,6 +129,16 @@ def test_fitting_tokens_and_letting_heads_compete_work_as_written(tmp_path, monk
     assert state["compacted_tokens"] > 100
 
 
+def test_putting_heads_into_another_order_works_as_written(tmp_path):
+    (tmp_path / "models").symlink_to(REPOSITORY / "models")
+    (permute,) = commands("kvtier calibrate permute")
+    done = run(in_this_environment(permute), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    # One head more cannot be split.
+    assert "CA heads of each rank: 2 + 1, now 2 + 1" in done.stdout
+    assert (tmp_path / "even" / "head_profile.json").exists()
+
+
 @pytest.mark.engine
 def test_serving_with_a_tier_works_as_written(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))

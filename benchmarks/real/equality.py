@@ -1,18 +1,20 @@
 """Does the engine say what the reference implementation says, on a model that others trained?
 
-    python -m benchmarks.real.equality --model-path out/smollm2
+    python -m benchmarks.real.equality --model-path out/smollm2 [--ranks 3]
 
 Sessions of three turns over real text, greedily: with the model's head profile alone, and with a
 share of the tokens chosen by two scorers, against the reference on transformers; with every head
 context-anchored against stock SGLang. A difference counts unless the reference itself is in two
 minds there: unless its two best tokens are nearer to each other than rounding. By how little a
-token of the context was kept before another is told beside it, and excuses nothing.
+token of the context was kept before another is told beside it, and excuses nothing. With --ranks
+kvtier's engine has so many tensor parallel ranks, stock SGLang's one.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -79,6 +81,7 @@ def declare(arguments: Arguments) -> None:
     arguments.add("--token-worth", type=Path, help="(token_worth.npz of the model)")
     arguments.size("--len", "1k", "context tokens of a session's first turn", least=500)
     arguments.whole("--sessions", 40, f"sessions of {TURNS} turns")
+    arguments.whole("--ranks", 1, "tensor parallel ranks; as many as divide the model's heads")
     arguments.add(
         "--settings", nargs="*", choices=list(SETTINGS), default=list(SETTINGS), metavar="NAME",
         help="besides every head context-anchored (default: all)",
@@ -115,6 +118,7 @@ def run(options: Options) -> Measured:
         "model": model_path.name, "context_tokens": options.len, "turns": TURNS,
         "new_tokens": NEW_TOKENS, "sink_tokens": RULE.sink_tokens,
         "recent_tokens": RULE.recent_tokens, "ca_heads": profile.num_ca_heads,
+        "ranks": options.ranks,
     }  # fmt: skip
     bars = [
         at_most(f"{row['setting']}: prompts that differ", row["counts"]["different"], 0)
@@ -156,8 +160,12 @@ def ask_engine(
         else:
             flags["--head-profile"] = str(folder / "head_profile.json")
         plan = bench_plan(flags)
+        ranks = options.ranks if policy == "kvtier" else 1
+        plan.engine_args["tp_size"] = ranks
         (folder / WORKER).write_text(plan.model_dump_json())
         environment = worker_environment(folder, plan, {**RULE_VARIABLES, **settings})
+        if ranks > 1 and plan.engine_args["device"] == "cpu":
+            environment |= ranks_on_a_cpu(ranks)
         answers = []
         worker = running_module(
             "benchmarks.real.equality", [folder / WORKER], environment, folder / "worker.log"
@@ -167,6 +175,17 @@ def ask_engine(
                 progress(f"{policy}: sessions", done, len(sessions))
                 answers.append(remote.tell("hold", prompts=prompts)["answers"])
     return answers
+
+
+def ranks_on_a_cpu(ranks: int) -> dict[str, str]:
+    """What SGLang's ranks want there: cores, and without a compiler no traced all-reduce. Its own
+    checker ends a server whose ranks part."""
+    cores = os.cpu_count() or 1
+    return {
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(f"{rank % cores}" for rank in range(ranks)),
+        "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
 
 
 def ask_reference(

@@ -1,23 +1,28 @@
 """Random life of a server: `python fuzz_runner.py plan.json out.json`.
 
-plan: {"engine": {...}, "operations": int, "seed": int}. Operations are arrivals (half of them
-forks somewhere inside an earlier conversation), aborts, waits and flushes, with far more work in
-flight than the pools hold. SGLang's own memory checks are on, busy and idle: a violation kills
-the scheduler and with it this process.
+plan: {"engine": {...}, "operations": int, "seed": int, "seconds"?: float, "fault"?: str}.
+Operations are arrivals (half of them forks somewhere inside an earlier conversation), aborts, waits
+and flushes, with far more work in flight than the pools hold; after that many, or after that long
+if that is given. SGLang's own memory checks are on, busy and idle: a violation kills the scheduler
+and with it this process. fault: of the last rank, see ranks/faulty_ranks.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from engine_runner import ENGINE_DEFAULTS
 
 MAX_PROMPT_TOKENS = 700
+# More only wait, and would still wait when the time is over.
+MOST_RUNNING = 64
 
 
 class Fuzzer:
@@ -82,8 +87,11 @@ class Fuzzer:
             self.counts["aborts"] += 1
             self.engine.tokenizer_manager.abort_request(rid=self.rng.choice(list(self.running)))
 
-    async def run(self, operations: int) -> None:
-        for _ in range(operations):
+    async def run(self, operations: int, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while sum(self.counts.values()) < operations and time.monotonic() < until:
+            while len(self.running) > MOST_RUNNING:
+                await asyncio.sleep(0.05)
             await self.operate()
             await asyncio.sleep(0.01)
         await asyncio.gather(*list(self.running.values()))
@@ -95,10 +103,17 @@ def main(plan_path: str, out_path: str) -> None:
     import sglang
 
     plan = json.loads(Path(plan_path).read_text())
+    if "fault" in plan:
+        sys.path.append(str(Path(__file__).with_name("ranks")))
+        import faulty_ranks
+
+        faulty_ranks.play(plan["fault"])
     engine = sglang.Engine(**{**ENGINE_DEFAULTS, **plan["engine"]})
     fuzzer = Fuzzer(engine, plan["seed"])
     try:
-        engine.loop.run_until_complete(fuzzer.run(plan["operations"]))
+        engine.loop.run_until_complete(
+            fuzzer.run(plan["operations"], plan.get("seconds", math.inf))
+        )
         busy = engine.get_server_info()["internal_states"][0]["kvtier"]
         engine.flush_cache()
         empty = engine.get_server_info()["internal_states"][0]["kvtier"]

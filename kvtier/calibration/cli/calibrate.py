@@ -12,6 +12,7 @@ from kvtier.config import Settings, load_settings
 from kvtier.errors import StoreError, UsageError
 from kvtier.heads.cli import add_heads_parser, add_tokens_parser
 from kvtier.heads.methods import DEFAULT_METHOD, Target
+from kvtier.heads.parallel.cli import add_permute_parser
 from kvtier.heads.progress import no_progress
 from kvtier.sizes import parse_size
 
@@ -45,9 +46,10 @@ def add_calibrate_parser(subparsers: Subparsers) -> None:
         help="largest share that may be lost of what the context is worth, instead",
     )
     parser.set_defaults(handler=run_calibrate)
-    kinds = parser.add_subparsers(dest="calibrate", metavar="heads | tokens | curve")
+    kinds = parser.add_subparsers(dest="calibrate", metavar="heads | tokens | curve | permute")
     add_heads_parser(kinds)
     add_tokens_parser(kinds)
+    add_permute_parser(kinds)
     curve = kinds.add_parser("curve", help="fit and store the curve of a model and head profile")
     _add_options(curve, required=True)
     curve.add_argument("--head-profile", type=Path, help="file; default: the stored profile")

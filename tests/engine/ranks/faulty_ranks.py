@@ -3,6 +3,7 @@ them: `play(fault)` before the engine is made. A server of one rank is its own l
 
     slow       its tier answers late
     losing     none of its tier's answers comes
+    unsteady   of three of its tier's answers one is late and one does not come, by chance
     parting    it keeps a token less of every context than its partners do: a planted divergence
 
 In all of these, and with None, loading is taken to be faster than computing, whatever this machine
@@ -11,12 +12,13 @@ measures: which of both a request does, and so what it is computed from, is no m
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from typing import Any
 
 SLOW_S = 0.1
-FAULTS = ("slow", "losing", "parting")
+FAULTS = ("slow", "losing", "unsteady", "parting")
 
 
 def play(fault: str | None) -> None:
@@ -24,10 +26,10 @@ def play(fault: str | None) -> None:
 
     assert fault is None or fault in FAULTS
     CostModel.computed = lambda self, seconds, tokens: None
-    if fault in ("slow", "losing"):
-        _play_on_the_link(late=fault == "slow")
-    elif fault == "parting":
+    if fault == "parting":
         _part()
+    elif fault is not None:
+        _play_on_the_link(fault)
 
 
 def _is_last() -> bool:
@@ -37,17 +39,17 @@ def _is_last() -> bool:
     return ranks.rank == ranks.size - 1
 
 
-def _play_on_the_link(*, late: bool) -> None:
+def _play_on_the_link(fault: str) -> None:
     from kvtier.tier.link.link import TierLink
 
-    submit = TierLink.submit
+    submit, rng = TierLink.submit, random.Random(0)
 
     def faulty(self: TierLink, work: Callable[[Any], Any], **kwargs: Any) -> Any:
         def worse(client: Any) -> Any:
-            if late:
+            now = rng.choice(("slow", "losing", None)) if fault == "unsteady" else fault
+            if now == "slow":
                 time.sleep(SLOW_S)
-                return work(client)
-            return None
+            return None if now == "losing" else work(client)
 
         return submit(self, worse if _is_last() else work, **kwargs)
 

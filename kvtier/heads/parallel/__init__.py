@@ -1,0 +1,1 @@
+"""Head profiles for tensor parallel ranks."""
