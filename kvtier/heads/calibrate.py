@@ -26,6 +26,7 @@ from kvtier.heads.model.config import (
     weights_revision,
 )
 from kvtier.heads.model.loading import load_model
+from kvtier.heads.parallel.balance import balanced_heads, check_ranks
 from kvtier.heads.probes.context import HeadProbe, ProbeBatch
 from kvtier.heads.profile import Head, HeadProfile
 from kvtier.heads.progress import Progress, no_progress
@@ -83,12 +84,15 @@ class CalibrationRun:
     description:      samples, seed and rule, as the profiles' parameters carry them
     curve:            what other shares of the first method would cost, most heads first; one
                       measurement per group of held-out samples each; empty when not asked for
+    unbalanced:       what the first method would have chosen for one rank, and what was measured of
+                      it; None when ranks were not asked for
     """
 
     results: tuple[Calibrated, ...]
     prefill_seconds: float
     description: dict[str, Any]
     curve: tuple[CurvePoint, ...] = ()
+    unbalanced: Calibrated | None = None
 
 
 def calibrate_heads(
@@ -133,17 +137,21 @@ def run_methods(
     rule: LocalityRule = DEFAULT_RULE,
     samples_file: Path | None = None,
     curve: bool = False,
+    ranks: int = 1,
     progress: Progress = no_progress,
 ) -> CalibrationRun:
     """Run every entry on the same samples; the first one's profile goes to `out`, if given.
 
     curve:  measure CURVE_SHARES of the first entry's heads as well
+    ranks:  tensor parallel ranks that will serve: the first entry's heads are chosen so that all
+            have equally many, and what that costs is measured
 
     Other arguments and errors as in `calibrate_heads`.
     """
     if out is not None and not out.parent.is_dir():
         raise UsageError("--out", "a file in an existing directory", str(out))
     check_model(model_path, entries)
+    check_ranks(model_shape(read_config(model_path)), ranks)
     if samples_file is not None:
         plan = users_plan(model_path, samples_file, rule)
     else:
@@ -156,10 +164,13 @@ def run_methods(
     chosen = choose_all(entries, probe, plan, progress, clock)
     profiles = _profiles(model_path, probe, entries, [choice.selection for choice in chosen])
     points = curve_profiles(profiles[0], chosen[0].selection.order) if curve else []
-    measured = measure_all(probe, plan, [*profiles, *points], seed, progress, clock)
+    one_rank = [profiles[0]] if ranks > 1 else []
+    if ranks > 1:
+        profiles[0] = _balanced(profiles[0], chosen[0].selection.order, ranks)
+    measured = measure_all(probe, plan, [*profiles, *points, *one_rank], seed, progress, clock)
     shares = tuple(
         CurvePoint(point.num_ca_heads, found)
-        for point, found in zip(points, measured[len(profiles) :], strict=True)
+        for point, found in zip(points, measured[len(profiles) :], strict=False)
     )
     description = {
         **plan.description,
@@ -167,6 +178,7 @@ def run_methods(
         "sink_tokens": rule.sink_tokens,
         "recent_tokens": rule.recent_tokens,
         "compensation": rule.compensation,
+        "ranks": ranks,
     }
     weights = layer_weights(probe.model)
     results = tuple(
@@ -177,7 +189,8 @@ def run_methods(
     )
     if out is not None:
         results[0].profile.save(out)
-    return CalibrationRun(results, clock.seconds, description, shares)
+    unbalanced = Calibrated(one_rank[0], measured[-1]) if one_rank else None
+    return CalibrationRun(results, clock.seconds, description, shares, unbalanced)
 
 
 def curve_profiles(profile: HeadProfile, order: Sequence[Head]) -> list[HeadProfile]:
@@ -188,6 +201,12 @@ def curve_profiles(profile: HeadProfile, order: Sequence[Head]) -> list[HeadProf
         profile.model_copy(update={"ca_heads": heads_by_layer(order[:count], layers)})
         for count in counts
     ]
+
+
+def _balanced(profile: HeadProfile, order: Sequence[Head], ranks: int) -> HeadProfile:
+    heads = balanced_heads(order, profile.num_ca_heads, profile.shape, ranks)
+    layers = profile.shape.num_layers
+    return profile.model_copy(update={"ca_heads": heads_by_layer(heads, layers)})
 
 
 class _Clock:

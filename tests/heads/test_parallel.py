@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,12 @@ from tiny_llama import VOCAB, tiny_model
 from kvtier.cli import main
 from kvtier.errors import UnsupportedModelError, UsageError
 from kvtier.heads.model.config import weights_revision
-from kvtier.heads.parallel.balance import balance, even_orders, reordered
+from kvtier.heads.parallel.balance import balance, balanced_heads, even_orders, reordered
 from kvtier.heads.parallel.checkpoint import permute_checkpoint
 from kvtier.heads.profile import HeadProfile, ModelShape, load_profile, random_profile
 
 SHAPE = ModelShape(num_layers=3, num_kv_heads=4, num_attention_heads=8, head_dim=16)
+DEMO = Path(__file__).resolve().parents[2] / "models" / "kvtier-demo"
 # Rank 0 of two has all CA heads but one.
 UNEVEN = HeadProfile(
     model="tiny", shape=SHAPE, method="by hand", ca_heads=((0, 1), (1,), (0, 1, 3)),
@@ -53,6 +56,51 @@ def test_an_even_order_is_as_even_as_whole_heads_can_be(case):
     assert sum(held) == profile.num_ca_heads
     assert max(held) - min(held) <= 1
     assert balance(new, ranks).slowest <= balance(profile, ranks).slowest
+
+
+@given(profiles(), st.integers(0, 99))
+def test_balanced_heads_are_the_first_of_an_order_as_far_as_ranks_allow(case, seed):
+    profile, ranks = case
+    shape, count = profile.shape, profile.num_ca_heads
+    order = [(layer, h) for layer in range(shape.num_layers) for h in range(shape.num_kv_heads)]
+    random.Random(seed).shuffle(order)
+    chosen = balanced_heads(order, count, shape, ranks)
+    places = shape.num_kv_heads // ranks
+    held = Counter(head // places for _, head in chosen)
+    assert len(set(chosen)) == len(chosen)
+    if places == 1:
+        assert len(set(held.values())) == 1, "whole layers"
+        assert len(chosen) == ranks * max(1, round(count / ranks))
+        return
+    assert len(chosen) == count
+    assert max(held.values(), default=0) - min(held[rank] for rank in range(ranks)) <= 1
+    for rank in range(ranks):
+        of_rank = [head for head in order if head[1] // places == rank]
+        assert [head for head in chosen if head in set(of_rank)] == of_rank[: held[rank]]
+
+
+def test_calibrating_for_ranks_says_what_balance_costs(tmp_path, capsys):
+    out = tmp_path / "profile.json"
+    flags = [
+        "--model-path",
+        str(DEMO),
+        "--method",
+        "attention-mass",
+        "--share",
+        "0.5",
+        "--len",
+        "600",
+    ]
+    flags += ["--samples", "2", "--seed", "3", "--out", str(out), "-q", "--format", "table"]
+    assert main(["calibrate", "heads", *flags, "--tp", "4"]) == 0
+    told = capsys.readouterr().out
+    profile = load_profile(out)
+    assert balance(profile, 4).heads == (2, 2, 2, 2)
+    assert "for 4 ranks: 2 + 2 + 2 + 2 CA heads instead of" in told
+    assert "of what the context is worth is kept instead of" in told
+    assert profile.parameters["ranks"] == 4
+    assert main(["calibrate", "heads", *flags, "--tp", "3"]) == 2
+    assert "--tp" in capsys.readouterr().err
 
 
 def test_what_is_unbalanced_is_told():

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvtier.errors import UsageError
-from kvtier.heads.profile import HeadProfile, ModelShape
+from kvtier.heads.profile import Head, HeadProfile, ModelShape
 
 Order = tuple[int, ...]
 """Of a layer: which KV head comes to each place."""
@@ -69,6 +69,39 @@ def even_orders(profile: HeadProfile, ranks: int) -> list[Order]:
     return orders
 
 
+def balanced_heads(order: Sequence[Head], count: int, shape: ModelShape, ranks: int) -> list[Head]:
+    """About `count` CA heads, the first of an order as far as ranks have equally many of them.
+
+    order: every head, best first. With one KV head a rank whole layers are taken, those whose heads
+    come first on average, and count is rounded to whole layers; otherwise a rank that has its part
+    takes no more. Raises UsageError, see `check_ranks`.
+    """
+    check_ranks(shape, ranks)
+    places = shape.num_kv_heads // ranks
+    if places == 1:
+        at = {head: place for place, head in enumerate(order)}
+        layers = sorted(
+            range(shape.num_layers),
+            key=lambda layer: sum(at[layer, head] for head in range(shape.num_kv_heads)),
+        )
+        taken = layers[: max(1, round(count / ranks))]
+        return [(layer, head) for layer in taken for head in range(shape.num_kv_heads)]
+    # As many ranks have one more as do not come out even.
+    extra, held = count % ranks, [0] * ranks
+    heads: list[Head] = []
+    for layer, head in order:
+        rank = head // places
+        if held[rank] < count // ranks:
+            pass
+        elif held[rank] == count // ranks and extra:
+            extra -= 1
+        else:
+            continue
+        held[rank] += 1
+        heads.append((layer, head))
+    return heads
+
+
 def reordered(profile: HeadProfile, orders: Sequence[Order]) -> HeadProfile:
     """The same heads of a model whose heads were put into another order."""
     ca_heads = tuple(
@@ -82,4 +115,12 @@ def reordered(profile: HeadProfile, orders: Sequence[Order]) -> HeadProfile:
     return profile.model_copy(update={"ca_heads": ca_heads, "scores": scores, "revision": None})
 
 
-__all__ = ["Balance", "Order", "balance", "check_ranks", "even_orders", "reordered"]
+__all__ = [
+    "Balance",
+    "Order",
+    "balance",
+    "balanced_heads",
+    "check_ranks",
+    "even_orders",
+    "reordered",
+]
