@@ -1,5 +1,6 @@
-"""Two tensor parallel ranks say what one says, whatever is compressed, evicted, restored and
-refreshed. SGLang's own checker compares what the ranks decide, and ends a server whose ranks part.
+"""Two tensor parallel ranks say what one says, whatever is compressed and evicted. SGLang's own
+checker compares what the ranks decide, and ends a server whose ranks part. Over a tier:
+test_faulty_ranks.py.
 """
 
 from __future__ import annotations
@@ -62,6 +63,19 @@ def test_two_ranks_keep_what_the_curve_says_of_each_context(tmp_path):
         [turn["kept_tokens"] for turn in out["state"]["retention"]["recent"]] for out in (one, two)
     ]
     assert kept[0] == kept[1]
+
+
+def test_without_a_token_cap_both_ranks_have_the_slots_that_the_poorer_pays_for(tmp_path):
+    """Else the server does not start: what scores take is not in SGLang's bytes of a token, and a
+    rank without CA heads could pay for more."""
+    PROFILES["an empty rank"]().save(tmp_path / "profile.json")
+    env = {**RULE, "KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json"), "KVTIER_RETENTION": "0.5"}
+    rounds = sessions(6, 2, 600)
+    uncapped = {"max_total_tokens": None, "mem_fraction_static": 0.2}
+    one, two = (serve(tmp_path, ranks, rounds, env, **uncapped) for ranks in (1, 2))
+    assert said(two) == said(one)
+    assert two["state"]["ca_slots"] > 30_000
+    assert 0 < two["state"]["idle_share_of_ranks"][1] < 1
 
 
 def test_a_rank_that_parts_is_caught(tmp_path):
