@@ -81,16 +81,8 @@ def test_balanced_heads_are_the_first_of_an_order_as_far_as_ranks_allow(case, se
 
 def test_calibrating_for_ranks_says_what_balance_costs(tmp_path, capsys):
     out = tmp_path / "profile.json"
-    flags = [
-        "--model-path",
-        str(DEMO),
-        "--method",
-        "attention-mass",
-        "--share",
-        "0.5",
-        "--len",
-        "600",
-    ]
+    flags = ["--model-path", str(DEMO), "--method", "attention-mass", "--share", "0.5"]
+    flags += ["--len", "600"]
     flags += ["--samples", "2", "--seed", "3", "--out", str(out), "-q", "--format", "table"]
     assert main(["calibrate", "heads", *flags, "--tp", "4"]) == 0
     told = capsys.readouterr().out
@@ -207,6 +199,13 @@ def test_fused_projections_are_refused_and_leave_nothing(tmp_path):
     with pytest.raises(UnsupportedModelError, match="qkv_proj"):
         permute_checkpoint(folder, even_orders(UNEVEN, 2), tmp_path / "even")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_norms_over_all_heads_together_are_refused(tmp_path):
+    """As Olmo2's: their weights would have to move with the heads."""
+    folder = write(tmp_path / "model", "Olmo2")
+    with pytest.raises(UnsupportedModelError, match="norm"):
+        permute_checkpoint(folder, even_orders(UNEVEN, 2), tmp_path / "even")
 
 
 def test_weights_of_other_names_are_refused(tmp_path):

@@ -31,6 +31,7 @@ _COLUMNS = {"o_proj.weight"}
 _NEEDED = {"q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"}
 # The same for all heads of a layer.
 _SHARED = {"o_proj.bias", "q_norm.weight", "k_norm.weight", "rotary_emb.inv_freq"}
+_NORMS = {"q_norm.weight", "k_norm.weight"}
 # Other forms of the weights, and what was measured on the weights as they were.
 _LEFT_OUT = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz", "head_profile*.json",
              "curve*.json", "*.png")  # fmt: skip
@@ -85,6 +86,9 @@ def _permute_file(
         for name in weights.keys():  # noqa: SIM118
             tensor = weights.get_tensor(name)
             match = _ATTENTION.match(name)
+            if match is not None and match[2] in _NORMS and tensor.numel() != shape.head_dim:
+                expected = "norms of queries and keys that all heads share"
+                raise UnsupportedModelError("--model-path", expected, f"{name} {len(tensor)}")
             if match is not None and match[2] not in _SHARED:
                 layer, part = int(match[1]), match[2]
                 if part not in _ROWS | _COLUMNS or layer >= shape.num_layers:
