@@ -21,7 +21,7 @@ from typing import Any
 from engine_runner import ENGINE_DEFAULTS
 
 MAX_PROMPT_TOKENS = 700
-# More only wait, and would still wait when the time is over.
+# Requests in flight where time ends a run: more would still wait when it is over.
 MOST_RUNNING = 64
 
 
@@ -89,9 +89,12 @@ class Fuzzer:
 
     async def run(self, operations: int, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while sum(self.counts.values()) < operations and time.monotonic() < until:
-            while len(self.running) > MOST_RUNNING:
+        most_running = math.inf if math.isinf(seconds) else MOST_RUNNING
+        for _ in range(operations):
+            while len(self.running) > most_running and time.monotonic() < until:
                 await asyncio.sleep(0.05)
+            if time.monotonic() >= until:
+                break
             await self.operate()
             await asyncio.sleep(0.01)
         await asyncio.gather(*list(self.running.values()))
