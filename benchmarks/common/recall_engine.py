@@ -16,6 +16,7 @@ the whole context from its cache, or it would be an answer from exact KV.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -130,6 +131,17 @@ def worker_environment(folder: Path, plan: Plan, settings: Mapping[str, str]) ->
         **clean_environment(),
         **plan.environment,
         **{ENV_PREFIX + name: value for name, value in own.items()},
+    }
+
+
+def ranks_on_a_cpu(ranks: int) -> dict[str, str]:
+    """What SGLang's ranks want there: cores, and without a compiler no traced all-reduce. Its own
+    checker ends a server whose ranks part."""
+    cores = os.cpu_count() or 1
+    return {
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(f"{rank % cores}" for rank in range(ranks)),
+        "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
+        "TORCHDYNAMO_DISABLE": "1",
     }
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.common.bars import at_most
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
-from benchmarks.common.recall_engine import bench_plan, worker_environment
+from benchmarks.common.recall_engine import bench_plan, ranks_on_a_cpu, worker_environment
 from benchmarks.common.remote import parents_lines, running_module
 from benchmarks.common.table import new_table, show
 from kvtier.bench.engine import SglangEngine
@@ -175,17 +174,6 @@ def ask_engine(
                 progress(f"{policy}: sessions", done, len(sessions))
                 answers.append(remote.tell("hold", prompts=prompts)["answers"])
     return answers
-
-
-def ranks_on_a_cpu(ranks: int) -> dict[str, str]:
-    """What SGLang's ranks want there: cores, and without a compiler no traced all-reduce. Its own
-    checker ends a server whose ranks part."""
-    cores = os.cpu_count() or 1
-    return {
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(f"{rank % cores}" for rank in range(ranks)),
-        "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-    }
 
 
 def ask_reference(

@@ -170,7 +170,7 @@ def run_methods(
     measured = measure_all(probe, plan, [*profiles, *points, *one_rank], seed, progress, clock)
     shares = tuple(
         CurvePoint(point.num_ca_heads, found)
-        for point, found in zip(points, measured[len(profiles) :], strict=False)
+        for point, found in zip(points, measured[len(profiles) :][: len(points)], strict=True)
     )
     description = {
         **plan.description,

@@ -57,8 +57,8 @@ def balance_lines(run: CalibrationRun) -> list[str]:
     ranks, mine, other = run.description["ranks"], run.results[0], run.unbalanced
     after, before = balance(mine.profile, ranks), balance(other.profile, ranks)
     lines = [
-        f"for {ranks} ranks: {' + '.join(map(str, after.heads))} CA heads instead of "
-        f"{' + '.join(map(str, before.heads))}; each layer's fullest rank holds "
+        f"for {ranks} ranks: {after.listed} CA heads instead of {before.listed}; each layer's "
+        f"fullest rank holds "
         f"{after.slowest:.2f} times the mean instead of {before.slowest:.2f} times"
     ]
     for found, without in zip(mine.verifications, other.verifications, strict=True):

@@ -25,6 +25,11 @@ class Balance(NamedTuple):
     heads: tuple[int, ...]
     slowest: float
 
+    @property
+    def listed(self) -> str:
+        """The heads of each rank, for people."""
+        return " + ".join(map(str, self.heads))
+
 
 def check_ranks(shape: ModelShape, ranks: int) -> None:
     """Raise UsageError unless every rank has as many whole KV heads."""

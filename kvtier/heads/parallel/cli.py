@@ -47,21 +47,17 @@ def run_permute(options: argparse.Namespace) -> int:
     new.save(options.out / PROFILE_FILE)
     if not options.quiet:
         print("\n".join(summary(balance(profile, options.tp), balance(new, options.tp))))
-        print(f"{options.out} holds the model and {PROFILE_FILE}; its answers are the same")
+        print(f"{options.out} holds the model and {PROFILE_FILE}; it computes the same")
     return 0
 
 
 def summary(before: Balance, after: Balance) -> list[str]:
     """What the order changed, for people."""
     return [
-        f"CA heads of each rank: {_listed(before)}, now {_listed(after)}",
+        f"CA heads of each rank: {before.listed}, now {after.listed}",
         f"each layer's fullest rank holds {before.slowest:.2f} times the mean, "
         f"now {after.slowest:.2f} times",
     ]
-
-
-def _listed(one: Balance) -> str:
-    return " + ".join(map(str, one.heads))
 
 
 __all__ = ["add_permute_parser", "run_permute", "summary"]

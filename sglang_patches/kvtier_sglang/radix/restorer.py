@@ -40,8 +40,8 @@ class Restorer:
         self.codec = codec
         self.ranks = ranks
         self.counters: Counter[str] = Counter()
-        # What was not written of the path that is being restored.
-        self._unwritten = 0
+        # Whether some of the path that is being restored could not be written.
+        self._failed = False
 
     def restore(self, req: Any, anchor: KvNode, landed: Landed) -> KvNode | None:
         """Write what landed behind `anchor`; the deepest node of the restored path, or None where
@@ -53,13 +53,13 @@ class Restorer:
         """
         first_id = TreeNode.counter
         taken: list[torch.Tensor] = []
-        restored, self._unwritten = None, 0
+        restored, self._failed = None, False
         try:
             restored = self._restore(req, anchor, landed, taken)
         except Exception:
             logger.exception("what the tier had could not be restored; it is computed instead")
-            self._unwritten += 1
-        failed = self.ranks.every(self._unwritten > 0)
+            self._failed = True
+        failed = self.ranks.every(self._failed)
         if any(failed):
             self._take_back(first_id, taken)
             here = failed[self.ranks.rank]
@@ -143,13 +143,13 @@ class Restorer:
         return self.tree.hang(parent, key, slots, 0, prompt_stop)
 
     def _scatter(self, payload: Any, tokens: int, skipped: int, slots: torch.Tensor) -> None:
-        """See SpanCodec.scatter. Where it fails that is counted, for the end."""
+        """See SpanCodec.scatter. A failure is remembered, for `restore`."""
         try:
             self.codec.scatter(torch.from_numpy(payload), tokens, skipped, slots)
         except Exception:
-            if not self._unwritten:
+            if not self._failed:
                 logger.exception("what the tier had could not be written; it is computed instead")
-            self._unwritten += 1
+            self._failed = True
 
 
 def continues(landed: Landed, held: int) -> bool:

@@ -10,6 +10,7 @@ from compressing import uneven_profile
 from engine_process import DEMO_MODEL, run_script
 from tiered_engine import ENGINE
 
+from benchmarks.common.recall_engine import ranks_on_a_cpu
 from kvtier.heads.profile import HeadProfile, load_profile
 
 RUNNER = Path(__file__).with_name("ranks_runner.py")
@@ -17,15 +18,8 @@ Requests = list[dict[str, Any]]
 
 
 def ranks_environment(ranks: int) -> dict[str, str]:
-    """What a server of several ranks wants on a CPU, with SGLang's own checker on."""
-    if ranks == 1:
-        return {}
-    return {
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(f"{rank % 2}" for rank in range(ranks)),
-        "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
-        # Without a compiler SGLang's all-reduce on a CPU cannot be traced.
-        "TORCHDYNAMO_DISABLE": "1",
-    }
+    """What a server of so many ranks wants on a CPU."""
+    return {} if ranks == 1 else ranks_on_a_cpu(ranks)
 
 
 def serve(

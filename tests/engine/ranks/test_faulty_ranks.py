@@ -77,12 +77,11 @@ def rounds_of(life: Life, seed: int) -> list[Any]:
     rng = random.Random(seed)
     turns = [first_turns(rng, SESSIONS, LONGEST)]
     turns.append(next_turns(rng, 0, SESSIONS))
-    turns.append(next_turns(rng, 2 if life.flushes else 1, SESSIONS))
+    turns.append(next_turns(rng, 1, SESSIONS))
     if life.one_by_one:
         return one_by_one(turns, flushes=life.flushes)
     if life.flushes:
         turns.insert(2, {"flush": True})
-        turns[3] = [{**turn, "continues": [1, at]} for at, turn in enumerate(turns[3])]
     return turns
 
 
