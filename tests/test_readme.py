@@ -102,7 +102,8 @@ def test_calibrating_and_serving_work_as_written(tmp_path, monkeypatch):
     embedded store, answering one request."""
     monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
     (tmp_path / "models").symlink_to(REPOSITORY / "models")
-    calibrate, serve = commands("kvtier calibrate ")[0], commands("kvtier serve")[0]
+    (calibrate,) = commands("kvtier calibrate --model-path models/")
+    serve = commands("kvtier serve")[0]
     done = run(in_this_environment(calibrate), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     files = {path.name for path in (tmp_path / "calibration").iterdir()}
@@ -120,7 +121,7 @@ def test_calibrating_and_serving_work_as_written(tmp_path, monkeypatch):
 def test_fitting_tokens_and_letting_heads_compete_work_as_written(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
     (tmp_path / "models").symlink_to(REPOSITORY / "models")
-    fit, serve = commands("kvtier calibrate tokens")[0], commands("kvtier serve")[1]
+    (fit,), serve = commands("kvtier calibrate tokens"), commands("kvtier serve")[1]
     done = run(in_this_environment(fit), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "of the best entries" in done.stdout
