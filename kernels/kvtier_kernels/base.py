@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvtier_kernels.fp8 import put
 from kvtier_kernels.selection import SelectionKernels
 
 
@@ -119,6 +120,10 @@ class AttentionKernels(ABC):
     name: str
     selection: SelectionKernels
     plans_on_device = False
+
+    def reads(self, dtype: torch.dtype) -> bool:
+        """Whether KV may be of that dtype on this machine."""
+        return True
 
     @abstractmethod
     def plan(
@@ -219,8 +224,8 @@ class AttentionKernels(ABC):
         k, v: [tokens, all KV heads, dim]; slots: [tokens] int64, where each goes in kv.k and kv.v,
         which may have another dtype (fp8).
         """
-        kv.k[slots] = heads.select(k).to(kv.k.dtype)
-        kv.v[slots] = heads.select(v).to(kv.v.dtype)
+        put(kv.k, slots, heads.select(k))
+        put(kv.v, slots, heads.select(v))
 
     def decode_heads(
         self,

@@ -302,29 +302,6 @@ def test_a_class_in_which_no_request_has_entries_gives_empty_states(name):
 
 
 @backends
-def test_fp8_entries_are_attended_to_in_the_querys_precision(name):
-    torch.manual_seed(3)
-    kernels, dtype = get_kernels(name), torch.float16
-    k, v = make_cache(2, 64, dtype)
-    k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
-    slots = torch.randperm(2999)[:700] + 1
-    q = torch.randn(1, 2, 4, 64).to(dtype)
-    state = kernels.decode(q, RaggedKV(k, v), kernels.plan(slots, [0, 700]), 0.125)
-    keys, values = k.to(dtype)[slots], v.to(dtype)[slots]
-    everything = torch.ones(1, 700, dtype=torch.bool)
-    o, lse = oracle(q, keys, values, torch.zeros(700), everything)
-    assert_close(state, o, lse, dtype)
-    q, (own_k, own_v) = torch.randn(9, 2, 4, 64).to(dtype), torch.randn(2, 9, 2, 64).to(dtype)
-    state = kernels.extend(
-        q, own_k, own_v, [0, 9], RaggedKV(k, v), kernels.plan(slots, [0, 700]), 0.125
-    )
-    visible = torch.arange(709)[None, :] <= (700 + torch.arange(9))[:, None]
-    keys, values = torch.cat([keys, own_k]), torch.cat([values, own_v])
-    o, lse = oracle(q, keys, values, torch.zeros(709), visible)
-    assert_close(state, o, lse, dtype)
-
-
-@backends
 @settings(max_examples=20)
 @given(rows=st.integers(1, 40), gaps=st.integers(0, 3), seed=st.integers(0, 1000))
 def test_merging_states_in_a_backend_is_merging_states(name, rows, gaps, seed):

@@ -76,6 +76,9 @@ class FlashInferKernels(AttentionKernels):
         self.selection = self._triton.selection
         self._wrappers = Wrappers(make)
 
+    def reads(self, dtype: torch.dtype) -> bool:
+        return self._triton.reads(dtype)
+
     def plan(
         self,
         slots: torch.Tensor,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from kvtier_kernels.base import RaggedKV
+from kvtier_kernels.fp8 import FP8_DTYPES
 
 HEAD_DIMS = (64, 128, 256)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 # It copies KV in pieces of so many bytes, and a query's rows too.
 PIECE_BYTES = 16
 # It keeps strides as unsigned 32-bit numbers.

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from kvtier_kernels.base import AttentionKernels, AttentionState, RaggedKV, Window
+from kvtier_kernels.fp8 import take
 from kvtier_kernels.reference_backend.selection import ReferenceSelection
 from kvtier_kernels.reference_backend.slots import RequestSlots, plan_batch, plan_request
 from kvtier_kernels.states import empty_state, merge_states
@@ -97,7 +98,7 @@ def _over_entries(
         part = _dense(q, k, v, None, scale)
         state = part if state is None else merge_states(state, part)
     if request.scattered is not None:
-        k, v = (x.index_select(0, request.scattered).to(q.dtype) for x in (kv.k, kv.v))
+        k, v = (take(x, 0, request.scattered).to(q.dtype) for x in (kv.k, kv.v))
         bias = None
         if request.voted and kv.log_votes is not None:
             bias = kv.log_votes.index_select(0, request.scattered)
@@ -244,8 +245,8 @@ def _extend_windowed(
     near = ~settled & (positions > q_start - window.recent_tokens)
     slots = request.all_slots
     # Everything a band can see of this turn, in order of position.
-    k = torch.cat([kv.k[slots[near]], k_new])
-    v = torch.cat([kv.v[slots[near]], v_new])
+    near_k, near_v = (take(x, 0, slots[near]).to(q.dtype) for x in (kv.k, kv.v))
+    k, v = torch.cat([near_k, k_new]), torch.cat([near_v, v_new])
     new_positions = torch.arange(q_start, q_start + q.shape[0], device=q.device)
     key_positions = torch.cat([positions[near], new_positions])
     bands = []

@@ -25,12 +25,10 @@ from triton.backends.compiler import GPUTarget
 from kvtier_kernels.base import AttentionState, HeadMap, RaggedKV, Window
 from kvtier_kernels.selection import SelectionKernels, Stretch
 from kvtier_kernels.triton_backend.kernels import TritonKernels
-from kvtier_kernels.triton_backend.launching import Launch, is_interpreted
+from kvtier_kernels.triton_backend.launching import FIRST_WITH_E4M3, Launch, is_interpreted
 from kvtier_kernels.triton_backend.planning.plans import schedule_for
 
 HOPPER = 90
-# Ada: before it, Triton has no such numbers.
-FIRST_WITH_FP8 = 89
 MANY_REQUESTS = 512
 # Of models in float32, such as the demo model: head dimension and GQA group.
 FLOAT32_SHAPES = ((32, 2), (64, 4))
@@ -85,7 +83,7 @@ def compile_all(capability: int = HOPPER) -> Iterator[Compiled]:
     ):
         if (dim, group) != (128, 4) and (votes == 2 or kv_dtype != torch.bfloat16):
             continue
-        if kv_dtype == torch.float8_e4m3fn and capability < FIRST_WITH_FP8:
+        if kv_dtype == torch.float8_e4m3fn and capability < FIRST_WITH_E4M3:
             continue
         name = f"dim {dim}, group {group}, {str(kv_dtype).removeprefix('torch.')}, votes {votes}"
         found: list[Compiled] = []

@@ -18,7 +18,13 @@ from kvtier_kernels.triton_backend.attention.dense import CUDNN, DensePrefixes, 
 from kvtier_kernels.triton_backend.attention.merge import merge_two
 from kvtier_kernels.triton_backend.attention.output import Output
 from kvtier_kernels.triton_backend.attention.store import store_entries
-from kvtier_kernels.triton_backend.launching import Launch, dim_contiguous, launch, to_device
+from kvtier_kernels.triton_backend.launching import (
+    Launch,
+    dim_contiguous,
+    has_numbers_of,
+    launch,
+    to_device,
+)
 from kvtier_kernels.triton_backend.merging.bins import SortedBins
 from kvtier_kernels.triton_backend.merging.homes import find_homes
 from kvtier_kernels.triton_backend.planning.on_device import fill_plan
@@ -83,6 +89,9 @@ class TritonKernels(AttentionKernels):
         self.selection = TritonSelection(launch)
         self._launch = launch
         self._dense = dense
+
+    def reads(self, dtype: torch.dtype) -> bool:
+        return has_numbers_of(dtype)
 
     def plan(
         self,

@@ -15,6 +15,9 @@ from kvtier_kernels.triton_backend.softmax import log_of
 # Without a GPU: as many as the smallest current one has.
 INTERPRETED_SMS = 16
 
+# Compute capability of Ada.
+FIRST_WITH_E4M3 = 89
+
 # Runs a kernel on a grid; its other arguments are the kernel's.
 Launch = Callable[..., Any]
 
@@ -53,6 +56,13 @@ def has_wide_products() -> bool:
     return triton.runtime.driver.active.get_current_target().arch // 10 in (9, 10, 11)
 
 
+def has_numbers_of(dtype: torch.dtype) -> bool:
+    """Whether kernels can be compiled for KV of that dtype: before Ada, Triton has no e4m3."""
+    if dtype != torch.float8_e4m3fn or is_interpreted():
+        return True
+    return int(triton.runtime.driver.active.get_current_target().arch) >= FIRST_WITH_E4M3
+
+
 def is_ieee(q: torch.Tensor) -> bool:
     """float32 is for comparing: tensor cores' TF32 would not do. Nor does the interpreter, which
     takes bfloat16 for integers, multiply anything else."""
@@ -73,9 +83,11 @@ def to_device(values: Sequence[Any], device: torch.device) -> torch.Tensor:
 
 
 __all__ = [
+    "FIRST_WITH_E4M3",
     "Launch",
     "check_device",
     "dim_contiguous",
+    "has_numbers_of",
     "has_wide_products",
     "is_ieee",
     "is_interpreted",

@@ -19,6 +19,7 @@ import torch
 from torch.backends import cuda as sdpa
 
 from kvtier_kernels.base import AttentionState, RaggedKV
+from kvtier_kernels.fp8 import take
 from kvtier_kernels.triton_backend.launching import has_wide_products, is_interpreted, to_device
 from kvtier_kernels.triton_backend.planning.plans import TritonPlan
 
@@ -148,7 +149,7 @@ class DensePrefixes:
                 total = state.o[rows, head].float()
                 lse = state.lse[rows, index]
                 for slots in blocks:
-                    k, v = (x[:, index].index_select(0, slots).to(q.dtype) for x in (kv.k, kv.v))
+                    k, v = (take(x[:, index], 0, slots).to(q.dtype) for x in (kv.k, kv.v))
                     part = self.attend(queries, k, v, scale, causal=False)
                     o, log = (x[: len(lse)] for x in part)
                     both = torch.logaddexp(lse, log)

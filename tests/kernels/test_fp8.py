@@ -1,0 +1,141 @@
+"""KV of one byte a number: what is stored, and that every backend attends to exactly that."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_equivalence import assert_close, backends, device, make_cache, oracle  # noqa: F401
+
+from kvtier_kernels import AttentionState, RaggedKV, Window, get_kernels
+from kvtier_kernels.fp8 import FP8_DTYPES, as_stored, narrowed, put, restored, take, widened
+
+dtypes = pytest.mark.parametrize("fp8", FP8_DTYPES, ids=["e4m3", "e5m2"])
+# Largest relative error of a rounding to 3 and 2 bits behind the first.
+ROUNDING = {torch.float8_e4m3fn: 2**-4, torch.float8_e5m2: 2**-3}
+# Root mean square error of an output beside its own root mean square, for KV of normal numbers.
+OUTPUT_ERROR = {torch.float8_e4m3fn: 0.05, torch.float8_e5m2: 0.10}
+
+
+@dtypes
+@given(exponent=st.integers(-4, 4), scale=st.floats(1e-3, 1e3), seed=st.integers(0, 1000))
+def test_a_number_is_stored_as_sglang_stores_it_and_comes_back_within_a_rounding(
+    fp8, exponent, scale, seed
+):
+    generator = torch.Generator("cpu").manual_seed(seed)
+    x = torch.randn(50, generator=generator, device="cpu") * 2.0**exponent * scale
+    stored = as_stored(x, fp8, scale)
+    assert torch.equal(stored, x.div(scale).to(fp8).float())
+    # Exactly a number of the cache, in whatever dtype it is computed with.
+    assert torch.equal(as_stored(stored, fp8, 1.0), stored)
+    assert torch.equal(widened(stored.to(fp8)).float(), stored)
+    normal = x.abs() / scale > torch.finfo(fp8).smallest_normal
+    error = ((restored(stored, scale) - x).abs() / x.abs())[normal]
+    assert error.max() <= ROUNDING[fp8] * (1 + 1e-5)
+
+
+@dtypes
+def test_what_is_too_large_is_stored_as_the_largest_number(fp8):
+    x = torch.tensor([1e9, -1e9, float("inf"), 3.0])
+    largest = torch.finfo(fp8).max
+    assert narrowed(x, fp8).float().tolist() == [largest, -largest, largest, 3.0]
+
+
+def test_a_cache_of_the_models_dtype_takes_numbers_as_they_are():
+    x = torch.randn(3).bfloat16()
+    assert as_stored(x, torch.bfloat16, 2.0) is x
+
+
+@pytest.mark.parametrize("dtype", [*FP8_DTYPES, torch.bfloat16, torch.float32], ids=str)
+def test_entries_are_moved_bit_by_bit(dtype):
+    bits = torch.randint(0, 256, (8, 2, 3 * dtype.itemsize), dtype=torch.uint8)
+    x, index = bits.view(dtype), torch.tensor([5, 1, 1])
+    for dim in (0, 1):
+        of_dim = index % x.shape[dim]
+        expected = x.view(torch.uint8).index_select(dim, of_dim)
+        assert torch.equal(take(x, dim, of_dim).view(torch.uint8), expected)
+    target = torch.zeros(8, 2, 3, dtype=dtype)
+    put(target, torch.tensor([2, 0]), x[:2])
+    assert torch.equal(target.view(torch.uint8)[[2, 0]], bits[:2])
+
+
+@backends
+@dtypes
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("votes", ["none", "per entry", "per head"])
+def test_entries_are_attended_to_in_the_querys_precision(name, fp8, dtype, votes):
+    torch.manual_seed(3)
+    kernels, (heads, group, dim) = get_kernels(name), (2, 4, 64)
+    prefixes, news = [700, 0, 130], [9, 20, 33]
+    k, v = make_cache(heads, dim, torch.float32)
+    kv = RaggedKV(k.to(fp8), v.to(fp8))
+    indptr, q_indptr = ([0, *itertools.accumulate(each)] for each in (prefixes, news))
+    slots = torch.randperm(2999)[: indptr[-1]] + 1
+    bias = torch.rand(3000, heads, group) * 6 - 3
+    bias = {"none": torch.zeros(3000), "per entry": bias[:, 0, 0], "per head": bias}[votes]
+    if votes != "none":
+        kv = kv._replace(log_votes=bias)
+    plan = kernels.plan(slots, indptr, kv.log_votes)
+    q = torch.randn(q_indptr[-1], heads, group, dim).to(dtype)
+    k_new, v_new = (as_stored(torch.randn(len(q), heads, dim), fp8, 1.0).to(dtype) for _ in "kv")
+    decoded = kernels.decode(q[:3], kv, plan, dim**-0.5)
+    extended = kernels.extend(q, k_new, v_new, q_indptr, kv, plan, dim**-0.5)
+    k, v = kv.k.to(dtype), kv.v.to(dtype)
+    for i, (n, m) in enumerate(zip(prefixes, news, strict=True)):
+        own, part = slots[indptr[i] : indptr[i + 1]], slice(q_indptr[i], q_indptr[i + 1])
+        everything = torch.ones(1, n, dtype=torch.bool)
+        o, lse = oracle(q[i : i + 1], k[own], v[own], bias[own], everything)
+        assert_close(AttentionState(decoded.o[i : i + 1], decoded.lse[i : i + 1]), o, lse, dtype)
+        keys, values = torch.cat([k[own], k_new[part]]), torch.cat([v[own], v_new[part]])
+        votes_of = torch.cat([bias[own], torch.zeros(m, *bias.shape[1:])])
+        visible = torch.arange(n + m)[None, :] <= (n + torch.arange(m))[:, None]
+        o, lse = oracle(q[part], keys, values, votes_of, visible)
+        assert_close(AttentionState(extended.o[part], extended.lse[part]), o, lse, dtype)
+
+
+@backends
+@dtypes
+def test_a_streaming_prefill_reads_the_window_as_it_is_stored(name, fp8):
+    torch.manual_seed(4)
+    kernels, prefix, new, sink, recent = get_kernels(name), 300, 90, 8, 40
+    k, v = (x.to(fp8) for x in make_cache(2, 32, torch.float32))
+    slots, positions = torch.arange(1, prefix + 1), torch.arange(prefix)
+    window = Window(sink, recent, [prefix], positions, positions < 100)
+    q, (k_new, v_new) = torch.randn(new, 2, 2, 32), torch.randn(2, new, 2, 32)
+    plan = kernels.plan(slots, [0, prefix])
+    state = kernels.extend(q, k_new, v_new, [0, new], RaggedKV(k, v), plan, 32**-0.5, window)
+    t, p = torch.arange(prefix + new)[None, :], (prefix + torch.arange(new))[:, None]
+    visible = (t <= p) & ((t < 100) | (t < sink) | (t > p - recent))
+    keys, values = (torch.cat([a.float()[slots], b]) for a, b in ((k, k_new), (v, v_new)))
+    o, lse = oracle(q, keys, values, torch.zeros(prefix + new), visible)
+    assert_close(state, o, lse, torch.float32)
+
+
+@backends
+@dtypes
+def test_the_output_is_off_by_no_more_than_the_documented_error(name, fp8):
+    torch.manual_seed(5)
+    kernels, entries = get_kernels(name), 2000
+    k, v = make_cache(4, 64, torch.float32)
+    q, slots = torch.randn(16, 4, 4, 64), torch.randperm(2999)[:entries] + 1
+    plan = kernels.plan(slots.repeat(16), [entries * i for i in range(17)])
+    state = kernels.decode(q, RaggedKV(k.to(fp8), v.to(fp8)), plan, 64**-0.5)
+    everything = torch.ones(16, entries, dtype=torch.bool)
+    exact, _ = oracle(q, k[slots], v[slots], torch.zeros(entries), everything)
+    error = (state.o - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert error < OUTPUT_ERROR[fp8]
+
+
+@backends
+@dtypes
+def test_new_tokens_are_written_as_they_are_attended_to(name, fp8):
+    from kvtier_kernels import HeadMap
+
+    kernels = get_kernels(name)
+    k, v = (torch.zeros(50, 2, 32).to(fp8) for _ in "kv")
+    new = as_stored(torch.randn(2, 5, 4, 32), fp8, 1.0)
+    slots, heads = torch.tensor([7, 3, 9, 1, 20]), HeadMap((1, 3), torch.tensor([1, 3]))
+    kernels.store(new[0], new[1], RaggedKV(k, v), slots, heads)
+    assert torch.equal(k.float()[slots], new[0][:, [1, 3]])
+    assert torch.equal(v.float()[slots], new[1][:, [1, 3]])
