@@ -50,8 +50,10 @@ class ScoredSession(ReferenceSession):
         chunk_tokens: int = CHUNK_TOKENS,
         scorer: TokenScorer | None = None,
         nll_stride: int = NLL_STRIDE,
+        *,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(model, profile, rule, chunk_tokens)
+        super().__init__(model, profile, rule, chunk_tokens, kv_dtype=kv_dtype)
         self.scorer = scorer or DistinctKeys()
         self.nll_stride = nll_stride
         self.state: list[list[Tensor]] = [[] for _ in range(profile.shape.num_layers)]
@@ -147,11 +149,13 @@ class AdaptiveSession(ScoredSession):
         rule: LocalityRule = DEFAULT_RULE,
         chunk_tokens: int = CHUNK_TOKENS,
         scorer: TokenScorer | None = None,
+        *,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         shape = shape_of(model)
-        super().__init__(model, full_profile(shape), rule, chunk_tokens, scorer)
-        heads = range(shape.num_kv_heads)
-        self._by_head = [[ClassCache((head,)) for head in heads] for _ in range(shape.num_layers)]
+        super().__init__(model, full_profile(shape), rule, chunk_tokens, scorer, kv_dtype=kv_dtype)
+        layers, heads = range(shape.num_layers), range(shape.num_kv_heads)
+        self._by_head = [[ClassCache((head,), kv_dtype) for head in heads] for _ in layers]
 
     def _caches(self, layer: int) -> Sequence[ClassCache]:
         return self._by_head[layer]

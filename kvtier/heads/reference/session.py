@@ -45,10 +45,12 @@ COALESCE_TOKENS = 4096
 class ClassCache:
     """KV of one head class in one layer: `settled` from earlier turns, `fresh` from this one.
 
-    heads: ascending KV head indices. Blocks are never changed in place, so forks share them.
+    heads: ascending KV head indices. dtype: what KV is rounded to, computed with as before; None:
+    not at all. Blocks are never changed in place, so forks share them.
     """
 
     heads: tuple[int, ...]
+    dtype: torch.dtype | None = None
     settled: list[Block] = field(default_factory=list)
     fresh: list[Block] = field(default_factory=list)
 
@@ -59,6 +61,7 @@ class ClassCache:
 
     def attend_state(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:
         """As `attend`, with the log-sum-exp; rows as in `attend_own`."""
+        k, v = self._rounded(k), self._rounded(v)
         state = attend_own(q, k, v, scale)
         rows = q.flatten(1, 2)
         for block in (*self.settled, *self.fresh):
@@ -73,9 +76,17 @@ class ClassCache:
         self.fresh = []
         if end > begin:
             if compensation:
-                self.settled.append(mean_entry(k[:, begin:end], v[:, begin:end]))
+                mean = mean_entry(k[:, begin:end], v[:, begin:end])
+                rounded = self._rounded(mean.k), self._rounded(mean.v)
+                self.settled.append(Block(*rounded, mean.log_votes))
             k, v = (torch.cat([t[:, :begin], t[:, end:]], dim=1) for t in (k, v))
         _push(self.settled, Block(k, v))
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        if self.dtype is None or self.dtype == x.dtype:
+            return x
+        largest = torch.finfo(self.dtype).max
+        return x.clamp(-largest, largest).to(self.dtype).to(x.dtype)
 
     @property
     def num_entries(self) -> int:
@@ -112,24 +123,29 @@ class ReferenceSession:
         profile: HeadProfile,
         rule: LocalityRule = DEFAULT_RULE,
         chunk_tokens: int = CHUNK_TOKENS,
+        *,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """Raises HeadProfileMismatchError when the profile is for another shape of model."""
+        """kv_dtype: of the KV cache that is imitated, such as fp8; None: the model's own.
+
+        Raises HeadProfileMismatchError when the profile is for another shape of model.
+        """
         profile.check_fits(shape_of(model))
         self.model = model
         self.rule = rule
         self.chunk_tokens = chunk_tokens
         self.num_tokens = 0
         self._pending: list[int] = []
-        self._anchored = [ClassCache(heads) for heads in profile.ca_heads]
+        self._anchored = [ClassCache(heads, kv_dtype) for heads in profile.ca_heads]
         layers = range(profile.shape.num_layers)
-        self._local = [ClassCache(profile.locality_heads(layer)) for layer in layers]
+        self._local = [ClassCache(profile.locality_heads(layer), kv_dtype) for layer in layers]
 
     def fork(self) -> ReferenceSession:
         """An independent session with the same past."""
         other = copy.copy(self)
         other._pending = list(self._pending)
         for name in ("_anchored", "_local"):
-            caches = [ClassCache(c.heads, list(c.settled)) for c in getattr(self, name)]
+            caches = [ClassCache(c.heads, c.dtype, list(c.settled)) for c in getattr(self, name)]
             setattr(other, name, caches)
         return other
 
