@@ -33,6 +33,8 @@ from kvtier_kernels import (
 NAME = "kvtier"
 # Attention kernels that are tested over packed spans.
 PACKING_KERNELS = ("reference", "triton")
+# KV caches of one byte a number.
+FP8 = ("fp8_e4m3", "fp8_e5m2")
 logger = logging.getLogger(__name__)
 
 # field -> (is it acceptable?, what is expected). Checked when attention or radix is ours.
@@ -56,8 +58,8 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "attn_cp_size": (lambda v: v in (None, 1), "an attention context parallelism of 1"),
     "dcp_size": (lambda v: v in (None, 1), "a decode context parallelism of 1"),
     "kv_cache_dtype": (
-        lambda v: v in (None, "auto", "bfloat16", "bf16", "float16", "float32"),
-        "an unquantised KV cache",
+        lambda v: v in (None, "auto", "bfloat16", "bf16", *FP8),
+        f"an unquantised KV cache, {' or '.join(FP8)}",
     ),
     "decode_attention_backend": (lambda v: v in (None, NAME), "the same backend throughout"),
     "prefill_attention_backend": (lambda v: v in (None, NAME), "the same backend throughout"),

@@ -44,6 +44,7 @@ from kvtier_sglang.compression.retention import Retention
 from kvtier_sglang.compression.selection import TokenSelection, find_rotary
 from kvtier_sglang.pool.allocator import HeadSplitAllocator
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.pool.scales import KvScales
 from kvtier_sglang.pool.sizing import size_pools
 from kvtier_sglang.radix.cache import KvtierRadixCache
 from kvtier_sglang.ranks import Ranks
@@ -190,9 +191,9 @@ class Runtime:
     def attention_backend(self, runner: Any) -> KvtierAttnBackend:
         """Behind `--attention-backend kvtier`. Raises StartupError over a pool that is not ours."""
         settings, pool = self.settings, head_split_pool(runner)
+        pool.scales = KvScales.of_model(runner.model, pool.layers, pool.dtype)
         if pool.state is not None:
-            layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
-            rotary = find_rotary(runner.model, layers)
+            rotary = find_rotary(runner.model, pool.layers)
             scorer, shape = scorer_of(settings), pool.profile.shape
             # Again, for a model that was no local directory at start-up, or a file that changed.
             scorer.check_fits(shape.num_layers, shape.num_kv_heads, shape.head_dim, None)

@@ -51,7 +51,7 @@ def server_args(**changes):
         ("page_size", 16),
         ("pp_size", 2),
         ("attn_cp_size", 2),
-        ("kv_cache_dtype", "fp8_e4m3"),
+        ("kv_cache_dtype", "mxfp8"),
         ("decode_attention_backend", "triton"),
         ("kv_events_config", "{}"),
         ("disable_radix_cache", True),

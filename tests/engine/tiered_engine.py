@@ -25,14 +25,17 @@ RULE = {
 
 
 def run_never_missing(
-    folder: Path, rounds: list[list[dict[str, Any]]], env: dict[str, str]
+    folder: Path,
+    rounds: list[list[dict[str, Any]]],
+    env: dict[str, str],
+    engine: dict[str, Any] = ENGINE,
 ) -> dict[str, Any]:
     """What an engine answers where every turn was refreshed that could be. On a busy machine a turn
     may find computing faster than its tier and go on without: then once more, with an empty tier.
     """
     for attempt in range(4):
         namespace = f"{env.get('KVTIER_TIER_NAMESPACE', 'default')}-{attempt}"
-        out = run_engine(folder, ENGINE, rounds, {**env, "KVTIER_TIER_NAMESPACE": namespace})
+        out = run_engine(folder, engine, rounds, {**env, "KVTIER_TIER_NAMESPACE": namespace})
         if not out["state"]["tier"].get("refresh_missed"):
             return out | {"namespace": namespace}
     pytest.skip("this machine found computing faster than its tier four times")

@@ -12,6 +12,7 @@ from kvtier.errors import UsageError
 from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
 from kvtier.tier.blobs.payload import SpanLayout
+from kvtier_kernels.fp8 import raw, widened
 
 
 class ExactSpan(NamedTuple):
@@ -26,7 +27,8 @@ class ExactSpan(NamedTuple):
 def exact_kv(
     spans: Sequence[ExactSpan], layer: int, heads: Sequence[int], pruned: PrunedRange
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a pruned range's tokens, of some heads of a layer: `[heads, tokens, dim]`.
+    """Keys and values of a pruned range's tokens, of some heads of a layer: `[heads, tokens, dim]`,
+    in the spans' dtype, or of fp8 in one that arithmetic works in.
 
     Raises UsageError where the spans have a gap in the pruned range.
     """
@@ -35,7 +37,8 @@ def exact_kv(
         first, last = max(span.begin, pruned.begin), min(span.stop, pruned.end)
         if first < last and first == stop:
             kv = span_layer(span.payload, span.layout, layer)
-            parts.append(kv[:, first - span.begin : last - span.begin, list(heads)])
+            part = raw(kv)[:, first - span.begin : last - span.begin, list(heads)].view(kv.dtype)
+            parts.append(widened(part))
             stop = last
     if stop != pruned.end:
         raise UsageError("spans", f"tokens {pruned.begin} … {pruned.end} without a gap", stop)

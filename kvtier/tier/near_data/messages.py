@@ -20,6 +20,7 @@ from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
 from kvtier.tier.blobs.names import SpanName
 from kvtier.tier.blobs.payload import DTYPE_BYTES
 from kvtier.v1 import tier_pb2 as pb
+from kvtier_kernels.fp8 import narrowed
 
 _VOTE_BYTES = 4
 # What one call may ask for.
@@ -142,11 +143,14 @@ class Entries:
         return pb.Layout(entries=entries).SerializeToString(deterministic=True)
 
     def encode(self, chosen: Sequence[Chosen]) -> np.ndarray:
-        """The payload, uint8 `[num_bytes]`. chosen: of each pruned range, of this layout."""
+        """The payload, uint8 `[num_bytes]`. chosen: of each pruned range, of this layout but for
+        the dtype of its keys and values."""
         parts = []
+        dtype: torch.dtype = getattr(torch, self.dtype)
         for one in chosen:
             votes = [] if one.log_votes is None else [one.log_votes]
-            parts += [_bytes(tensor) for tensor in (*votes, one.k, one.v)]
+            sides = [narrowed(side, dtype) for side in (one.k, one.v)]
+            parts += [_bytes(tensor) for tensor in (*votes, *sides)]
         payload = np.concatenate(parts) if parts else np.empty(0, np.uint8)
         assert payload.nbytes == self.num_bytes, "entries of another layout"
         return payload

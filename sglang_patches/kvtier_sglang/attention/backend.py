@@ -17,8 +17,9 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 
 from kvtier.config import Settings
-from kvtier.errors import StartupError
+from kvtier.errors import IncompatibleFlagError, StartupError
 from kvtier_kernels import AttentionKernels, HeadMap, RaggedKV, get_kernels
+from kvtier_kernels.fp8 import as_stored
 from kvtier_kernels.side_by_side import SideBySide
 from kvtier_sglang.attention.cuda_graphs import DecodeGraphs
 from kvtier_sglang.attention.packed import PackedPlan
@@ -82,6 +83,10 @@ class KvtierAttnBackend(AttentionBackend):
         self.device = model_runner.device
         self.settings = settings
         self.kernels: AttentionKernels = get_kernels(settings.kernels, str(self.device))
+        if not self.kernels.reads(self.pool.dtype):
+            raise IncompatibleFlagError(
+                "--kv-cache-dtype", f"one that {self.kernels.name} reads on this GPU", "fp8_e4m3"
+            )
         self.planner = Planner(self.kernels, self.pool, self.req_to_token, settings)
         self.selection = selection
         self.refresh = refresh
@@ -180,21 +185,22 @@ class KvtierAttnBackend(AttentionBackend):
         batch = self._metadata()
         q, k, v = self._shaped(q, k, v, layer)
         index = layer.layer_id - self.pool.start_layer
-        if save_kv_cache:
-            self.pool.store(self.kernels, index, batch.write, k, v)
         if self.selection is not None and batch.prefill is not None:
             self.selection.observe(index, q, k, v, batch.prefill, layer.scaling)
+        k, v, scale = self._in_stored_units(index, k, v, layer.scaling)
+        if save_kv_cache:
+            self.pool.store(self.kernels, index, batch.write, k, v)
         refresh = self.refresh()
         if refresh is not None:
             # Requests that begin a turn in this pass choose this layer's entries anew.
-            refresh.layer(index, q, layer.scaling)
+            refresh.layer(index, q, scale)
             if index == self.pool.layer_num - 1:
                 refresh.end_pass()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for buffers, part, votes in self._classes(index, batch):
             if batch.packed is not None and buffers is self.pool.ca[index]:
                 own = buffers.select(q), buffers.select(k), buffers.select(v)
-                o = batch.packed.extend(index, *own, batch.q_indptr, batch.dense, layer.scaling)
+                o = batch.packed.extend(index, *own, batch.q_indptr, batch.dense, scale)
                 buffers.head_map.place(out, o)
                 continue
             self.kernels.extend_heads(
@@ -204,12 +210,12 @@ class KvtierAttnBackend(AttentionBackend):
                 batch.q_indptr,
                 RaggedKV(buffers.k, buffers.v, votes),
                 part.plan,
-                layer.scaling,
+                scale,
                 buffers.head_map,
                 out,
                 part.window,
             )
-        return out.view(out.shape[0], -1)
+        return self._in_model_units(index, out)
 
     def forward_decode(
         self,
@@ -224,6 +230,7 @@ class KvtierAttnBackend(AttentionBackend):
         batch = self._metadata()
         q, k, v = self._shaped(q, k, v, layer)
         index = layer.layer_id - self.pool.start_layer
+        k, v, scale = self._in_stored_units(index, k, v, layer.scaling)
         if save_kv_cache:
             self.pool.store(self.kernels, index, batch.write, k, v)
         watching = self._watching
@@ -233,13 +240,13 @@ class KvtierAttnBackend(AttentionBackend):
         calls: list[Callable[[], None]] = []
         for buffers, part, votes in self._classes(index, batch):
             kv = RaggedKV(buffers.k, buffers.v, votes)
-            args = (q, kv, part.plan, layer.scaling, buffers.head_map, out)
+            args = (q, kv, part.plan, scale, buffers.head_map, out)
             if batch.packed is not None and buffers is self.pool.ca[index]:
                 calls.append(partial(self._decode_packed, index, batch.packed, *args))
             else:
                 calls.append(partial(self.kernels.decode_heads, *args))
         self._side_by_side.run(calls)
-        return out.view(out.shape[0], -1)
+        return self._in_model_units(index, out)
 
     def _decode_packed(
         self,
@@ -257,6 +264,25 @@ class KvtierAttnBackend(AttentionBackend):
         dense = self.kernels.decode(q, kv, plan, scale)
         both = self.kernels.merge_states(dense, packed.decode(index, q, scale))
         heads.place(out, both.o)
+
+    def _in_stored_units(
+        self, index: int, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """A layer's new tokens and softmax scale for a cache of another dtype (kvtier_kernels.fp8).
+
+        New tokens are attended to as they will be stored, so what a context says does not depend
+        on where its chunks and turns ended.
+        """
+        scales, dtype = self.pool.scales.of(index), self.pool.dtype
+        stored = as_stored(k, dtype, scales.k), as_stored(v, dtype, scales.v)
+        return *stored, scale * scales.k
+
+    def _in_model_units(self, index: int, out: torch.Tensor) -> torch.Tensor:
+        """A layer's output `[tokens, heads * dim]`, which was summed over values as stored."""
+        scale = self.pool.scales.of(index).v
+        if scale != 1.0:
+            out.mul_(scale)
+        return out.view(out.shape[0], -1)
 
     def _metadata(self) -> BatchPlan:
         assert self.forward_metadata is not None, "init_forward_metadata was not called"

@@ -35,7 +35,7 @@ class AdaptiveSelection(TokenSelection):
         heads = [(b, head) for b in self.pool.ca for head in range(len(b.heads))]
         for (buffers, head), mine, count in zip(heads, kept, counts, strict=True):
             chosen = slots[mine]
-            for side in (buffers.k, buffers.v):
+            for side in buffers.sides:
                 column = side[:, head]
                 # The right-hand side is a copy, so overlapping slots are no danger.
                 column[slots[:count]] = column[chosen]

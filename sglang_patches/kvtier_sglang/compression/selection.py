@@ -24,6 +24,7 @@ from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 
 from kvtier.errors import StartupError
 from kvtier.retention.scorers import Chunk, Span, TokenScorer, select
+from kvtier_kernels.fp8 import restored, take
 from kvtier_kernels.scores import Rotation
 from kvtier_sglang.pool.kv_pool import ClassBuffers, HeadSplitKVPool
 
@@ -82,10 +83,10 @@ class TokenSelection:
         assert self.pool.state is not None, "a selection over a pool that keeps everything"
         state = self.pool.state[index][:, slots]
         state = state.view(len(buffers.heads), self.scorer.state_width, slots.numel())
-        keys = buffers.k.transpose(0, 1).index_select(1, slots)
+        keys = take(buffers.k.transpose(0, 1), 1, slots)
         values = None
         if self.scorer.comparable:
-            values = buffers.v.transpose(0, 1).index_select(1, slots)
+            values = take(buffers.v.transpose(0, 1), 1, slots)
         return self.score(index, keys, values, state, first)
 
     def score(
@@ -96,13 +97,16 @@ class TokenSelection:
         state: torch.Tensor,
         first: int,
     ) -> torch.Tensor:
-        """Float32 `[heads, tokens]` of exact KV of the pool's `index`-th layer; see Span."""
+        """Float32 `[heads, tokens]` of exact KV of the pool's `index`-th layer, as it is stored;
+        see Span."""
         rotary, rotation = self.rotary[index], None
         if rotary is not None:
             table = rotary.cos_sin_cache[first : first + keys.shape[1]]
             cos, sin = table.to(keys.device).chunk(2, dim=-1)
             rotation = Rotation(cos, sin, interleaved=not rotary.is_neox_style)
-        layer = self.pool.start_layer + index
+        layer, scales = self.pool.start_layer + index, self.pool.scales.of(index)
+        keys = restored(keys, scales.k)
+        values = None if values is None else restored(values, scales.v)
         return self.scorer.score(Span(keys, state, first, rotation, values, layer))
 
 
@@ -121,9 +125,10 @@ class PrefillRows(NamedTuple):
 def _gather_in_place(buffers: ClassBuffers, slots: torch.Tensor, selected: torch.Tensor) -> None:
     source, target = slots[selected], slots[: selected.shape[1]]
     heads = torch.arange(len(buffers.heads), device=slots.device).unsqueeze(1)
-    for side in (buffers.k.transpose(0, 1), buffers.v.transpose(0, 1)):
+    for side in buffers.sides:
         # The right-hand side is a copy, so overlapping slots are no danger.
-        side[heads, target] = side[heads, source]
+        by_head = side.transpose(0, 1)
+        by_head[heads, target] = by_head[heads, source]
 
 
 def find_rotary(model: Any, layers: range) -> list[Rotary]:

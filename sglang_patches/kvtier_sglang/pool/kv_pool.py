@@ -13,6 +13,8 @@ sliding-window models, carries the locality slot here.
 Physical layout on a CPU is [heads, slots, dim], which streams 3-7 times faster through
 matrix products than [slots, heads, dim] (measured at 128k x 4 heads x 32); accelerators use
 [slots, heads, dim], the layout of paged kernels. Callers always see [slots, heads, dim].
+
+An fp8 cache holds bytes, as SGLang's own pools do, in stored units (kvtier_kernels.fp8).
 """
 
 from __future__ import annotations
@@ -26,19 +28,26 @@ from sglang.srt.mem_cache.memory_pool import KVCache, KVWriteLoc, unwrap_write_l
 from kvtier.heads.profile import HeadProfile
 from kvtier.pool_sizing import PACKED_BYTES, SlotBytes, score_bytes, vote_bytes
 from kvtier_kernels import AttentionKernels, HeadMap, RaggedKV
+from kvtier_kernels.fp8 import put, raw, take
 from kvtier_sglang.pool.packed import Cells, PackedSpans
+from kvtier_sglang.pool.scales import KvScales
 
 
 class ClassBuffers(NamedTuple):
     """One head class of one layer.
 
     head_map: which of the layer's KV heads.
-    k, v:     [slots, heads, dim] views, whatever the physical layout.
+    k, v:     [slots, heads, dim] views, whatever the physical layout, to compute with.
     """
 
     head_map: HeadMap
     k: torch.Tensor
     v: torch.Tensor
+
+    @property
+    def sides(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v to move entries in: the same memory, of fp8 its bytes."""
+        return raw(self.k), raw(self.v)
 
     @property
     def heads(self) -> tuple[int, ...]:
@@ -63,6 +72,7 @@ class HeadSplitKVPool(KVCache):
     locality_of: [ca_size + 1] int64, the locality slot of a CA slot, 0 where it has none.
     settled:     [ca_size + 1] bool, whether the CA slot's turn has ended and was compressed.
     log_votes:   [locality_size + 1] float32, 0 for a token, ln N for a compensation entry.
+    scales:      what its numbers stand for; those of the model, once it is known.
 
     What selection will want to know of a CA slot, written during prefill (with a `state_width`):
 
@@ -105,6 +115,7 @@ class HeadSplitKVPool(KVCache):
             start_layer + shape.num_layers - 1,
         )
         self.profile = profile
+        self.scales = KvScales([None] * shape.num_layers)
         self.locality_size = locality_size
         self.head_num = shape.num_kv_heads
         self.head_dim = shape.head_dim
@@ -147,7 +158,9 @@ class HeadSplitKVPool(KVCache):
         """
         slots, dim, every = size + self.page_size, self.head_dim, sum(map(len, layers))
         sides = [
-            torch.zeros((every * slots, dim), dtype=self.store_dtype, device=self.device)
+            torch.zeros((every * slots, dim), dtype=self.store_dtype, device=self.device).view(
+                self.dtype
+            )
             for _ in range(2)
         ]
         buffers: list[ClassBuffers] = []
@@ -167,6 +180,11 @@ class HeadSplitKVPool(KVCache):
             index = torch.tensor(heads, dtype=torch.int64, device=self.device)
             buffers.append(ClassBuffers(HeadMap(heads, index), views[0], views[1]))
         return buffers, lambda: Cells(sides[0], sides[1], bases, strides)
+
+    @property
+    def layers(self) -> range:
+        """The model's layers that are here."""
+        return range(self.start_layer, self.start_layer + self.layer_num)
 
     @property
     def splits_heads(self) -> bool:
@@ -220,12 +238,13 @@ class HeadSplitKVPool(KVCache):
         votes = self.log_votes[dropped].exp()
         total = votes.sum()
         weights = (votes / total).unsqueeze(0)
+        to = dropped.new_full((1,), into)
         for buffers in self.locality:
             # Head by head, so that the gather stays small for a 128k span.
             for head in range(len(buffers.heads)):
                 for side in (buffers.k, buffers.v):
-                    mean = weights @ side[dropped, head].float()
-                    side[into, head] = mean.squeeze(0).to(side.dtype)
+                    column = side[:, head]
+                    put(column, to, weights @ take(column, 0, dropped).float())
         self.log_votes[into] = total.log()
 
     def forget_scores(self, ca_slots: torch.Tensor) -> None:

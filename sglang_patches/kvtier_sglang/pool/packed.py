@@ -26,6 +26,8 @@ from itertools import accumulate
 
 import torch
 
+from kvtier_kernels.fp8 import raw
+
 # Entries moved at a time, to bound the copy.
 MOVED_AT_A_TIME = 1 << 20
 
@@ -52,7 +54,7 @@ class Cells:
         """Copy entries between cells, of which none is both."""
         for begin in range(0, source.numel(), MOVED_AT_A_TIME):
             some = slice(begin, begin + MOVED_AT_A_TIME)
-            for side in (self.k, self.v):
+            for side in (raw(self.k), raw(self.v)):
                 side[target[some]] = side[source[some]]
 
 

@@ -17,6 +17,7 @@ import torch
 
 from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import PrunedRange, RefreshRule, choose_again
+from kvtier_kernels.fp8 import put
 from kvtier_sglang.pool.packed import PackedSpan, PackedSpans
 from kvtier_sglang.refresh.refresher import Contexts, Refresher, Refreshing
 from kvtier_sglang.refresh.sources import FetchedSource, RefreshSource
@@ -101,7 +102,7 @@ class PackedRefresher(Refresher):
                 self.rule.keepkv, k[mine], v[mine], worth[head], span.counts[column], queries
             )
             for exact, target in ((k[head], cells.k), (v[head], cells.v)):
-                target[own, 0] = exact[kept].to(target.dtype)
+                put(target[:, 0], own, exact[kept])
 
 
 __all__ = ["PackedRefresher"]

@@ -28,6 +28,7 @@ import torch
 from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
 from kvtier.tier.transport.deadline import Deadline
+from kvtier_kernels.fp8 import put
 from kvtier_sglang.pool.allocator import HeadSplitAllocator
 from kvtier_sglang.refresh.sources import RefreshSource
 
@@ -194,7 +195,7 @@ class Refresher:
             own, compensation = slots[: pruned.kept], slots[pruned.kept :]
             held = row[pruned.begin : pruned.begin + pruned.kept].to(torch.int64)
             for buffers in self.pool.ca:
-                for side in (buffers.k, buffers.v):
+                for side in buffers.sides:
                     side[own] = side[held]
                     side.index_fill_(0, compensation, 0)
             self._keep_compensation(int(held[0]), slots)
@@ -210,7 +211,7 @@ class Refresher:
         if source:
             target = int(self.pool.locality_of[slots[0]])
             for buffers in self.pool.locality:
-                for side in (buffers.k, buffers.v):
+                for side in buffers.sides:
                     side[target] = side[source]
             self.pool.log_votes[target] = self.pool.log_votes[source]
         self.allocator.free_locality(slots[1:] if source else slots)
@@ -264,7 +265,7 @@ class Refresher:
         """Put what was chosen of a pruned range into its slots."""
         buffers, own = self.pool.ca[index], slots[: chosen.k.shape[1]]
         for target, source in ((buffers.k, chosen.k), (buffers.v, chosen.v)):
-            target[own] = source.transpose(0, 1).to(target.device, target.dtype)
+            put(target, own, source.transpose(0, 1).to(target.device))
         if chosen.log_votes is not None:
             votes = chosen.log_votes.to(self.pool.device)
             self.pool.set_votes(index, own, votes.permute(2, 0, 1))

@@ -22,6 +22,7 @@ import torch
 
 from kvtier.errors import UsageError
 from kvtier.retention.keepkv import QueryWindow
+from kvtier_kernels.fp8 import take
 from kvtier_sglang.refresh.prefetch import CompactedContext, RefreshPrefetch
 from kvtier_sglang.refresh.refresher import Refresher, Refreshing
 
@@ -145,7 +146,7 @@ class RefreshTrigger:
         slots = torch.cat(watched.refreshing.slots)
         found = {}
         for index, window in self._windows(watched).items():
-            keys = self.refresher.pool.ca[index].k[slots].float()
+            keys = take(self.refresher.pool.ca[index].k, 0, slots).float()
             logits = torch.einsum("whgd,nhd->whgn", window.q.float(), keys) * window.scale
             votes = self.refresher.pool.ca_votes
             if votes is not None:

@@ -63,7 +63,7 @@ class SpanCodec:
         payload = torch.empty(shape, dtype=torch.uint8, device=self.pool.device)
         kv, state, nll = self._views(payload, layout)
         for index, buffers, slots in self._classes(ca_slots):
-            for side, source in enumerate((buffers.k, buffers.v)):
+            for side, source in enumerate(buffers.sides):
                 kv[:, index, side].index_copy_(
                     2, buffers.head_ids, _spans(source[slots], num_spans)
                 )
@@ -85,7 +85,7 @@ class SpanCodec:
         kv, state, nll = self._views(self._copies.to_device(payload).unsqueeze(0), layout)
         rows = slice(begin, begin + ca_slots.numel())
         for index, buffers, slots in self._classes(ca_slots):
-            for side, target in enumerate((buffers.k, buffers.v)):
+            for side, target in enumerate(buffers.sides):
                 target[slots] = kv[0, index, side, rows].index_select(1, buffers.head_ids)
         if self.pool.state is not None:
             for source, held in zip(state, self.pool.state, strict=True):

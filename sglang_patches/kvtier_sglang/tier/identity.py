@@ -4,6 +4,7 @@
                  file, format, quantization, update or other process they came from
     config       the model's configuration as it was resolved, overrides included (RoPE, norms, ...)
     arguments    server arguments that change what is computed with the same parameters
+    scales       of an fp8 cache, which may come from a file beside the parameters
     adapters     each LoRA adapter's weights and scaling, apart: they are part of a request's scope
 
 The digest is made when the server starts, and again by the first request after a change of the
@@ -71,6 +72,7 @@ class ModelIdentity:
         found = xxhash.xxh3_128()
         found.update(_canonical(self._arguments))
         found.update(_canonical(self._config()))
+        found.update(_canonical(self._runner.token_to_kv_pool.scales.all()))
         digest_tensors(found, self._runner.model.state_dict())
         return found.hexdigest()
 

@@ -27,7 +27,14 @@ FUZZER = Path(__file__).parents[1] / "fuzz_runner.py"
 SHARE = 0.35
 
 
-def compacting_rounds(profile: HeadProfile, model, scorer: str, sessions: int, turns: int):
+def compacting_rounds(
+    profile: HeadProfile,
+    model,
+    scorer: str,
+    sessions: int,
+    turns: int,
+    kv_dtype: torch.dtype | None = None,
+):
     """Sessions with long contexts for the engine, and the compacting reference's answers.
 
     One request at a time: prompts that share a prefill chunk cut each other's windows, and then
@@ -41,7 +48,9 @@ def compacting_rounds(profile: HeadProfile, model, scorer: str, sessions: int, t
     expected: list[list[list[int]]] = []
     for _ in range(sessions):
         chosen = SCORERS[scorer]()
-        session = CompactingSession(model, profile, RULE, chunk_tokens=512, scorer=chosen)
+        session = CompactingSession(
+            model, profile, RULE, chunk_tokens=512, scorer=chosen, kv_dtype=kv_dtype
+        )
         rule = Retention(FixedShare(SHARE))
         session.keep_count = lambda prompt, span, rule=rule: rule.keep(Turn(prompt, span))
         for turn in range(turns):
@@ -56,15 +65,16 @@ def compacting_rounds(profile: HeadProfile, model, scorer: str, sessions: int, t
 
 
 @pytest.mark.parametrize(
-    ("which", "scorer"),
+    ("which", "scorer", "kv"),
     [
-        ("stored", "compactor"),
-        ("uneven", "compactor"),
-        ("uneven", "distinct-keys"),
-        ("all", "keydiff"),
+        ("stored", "compactor", "auto"),
+        ("uneven", "compactor", "auto"),
+        ("uneven", "distinct-keys", "auto"),
+        ("all", "keydiff", "auto"),
+        ("uneven", "compactor", "fp8_e4m3"),
     ],
 )
-def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, which, scorer):
+def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, which, scorer, kv):
     from transformers import AutoModelForCausalLM
 
     stored = load_profile(DEMO_MODEL / "head_profile.json")
@@ -72,11 +82,13 @@ def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, which, sco
     profile = profiles[which]
     profile.save(tmp_path / "profile.json")
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
-    rounds, expected = compacting_rounds(profile, model, scorer, sessions=8, turns=4)
+    kv_dtype = torch.float8_e4m3fn if kv == "fp8_e4m3" else None
+    rounds, expected = compacting_rounds(profile, model, scorer, 8, 4, kv_dtype)
     engine = {
         "model_path": str(DEMO_MODEL),
         "max_total_tokens": 30_000,
         "chunked_prefill_size": 512,
+        "kv_cache_dtype": kv,
         **POLICIES["kvtier"],
     }
     # Two ways to say the same.

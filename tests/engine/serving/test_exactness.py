@@ -93,6 +93,29 @@ def test_the_engine_ends_with_sound_accounts(outputs):
     assert outputs["kvtier"]["state"]["integrity"] == []
 
 
+def test_an_fp8_cache_gives_the_greedy_tokens_of_stock_sglangs(tmp_path):
+    rounds = [requests[:30] for requests in mixed_rounds(seed=2)]
+    engine = {
+        "model_path": str(DEMO_MODEL),
+        "max_total_tokens": 30_000,
+        "chunked_prefill_size": 512,
+        "kv_cache_dtype": "fp8_e4m3",
+    }
+    ours, theirs = (
+        run_engine(tmp_path, {**engine, **POLICIES[name]}, rounds) for name in ("kvtier", "stock")
+    )
+    pairs = [
+        (a, b)
+        for one, other in zip(ours["rounds"], theirs["rounds"], strict=True)
+        for a, b in zip(one, other, strict=True)
+    ]
+    assert [a["output_ids"] for a, _ in pairs] == [b["output_ids"] for _, b in pairs]
+    # A rounding of float32 may be one of fp8, which is a million times as large.
+    both = [xy for a, b in pairs for xy in zip(a["logprobs"], b["logprobs"], strict=True)]
+    assert max(abs(x - y) for x, y in both) < 0.05
+    assert ours["state"]["integrity"] == []
+
+
 def policy_session_rounds(profile: HeadProfile, model, sessions: int, turns: int):
     """Sessions with long contexts for the engine, and the oracle's answers to the same prompts."""
     from kvtier.heads.reference.session import ReferenceSession

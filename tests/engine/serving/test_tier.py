@@ -57,18 +57,21 @@ def continued(rounds: list[list[dict]], answers: list[list[dict]]) -> list[list[
     ]
 
 
-@pytest.mark.parametrize("retention", [None, "0.5"])
+@pytest.mark.parametrize(
+    ("retention", "kv"), [(None, "auto"), ("0.5", "auto"), ("0.5", "fp8_e4m3")]
+)
 def test_a_session_that_comes_back_to_a_restarted_server_goes_on_as_if_it_never_left(
-    tmp_path, tier, retention
+    tmp_path, tier, retention, kv
 ):
+    engine = {**ENGINE, "kv_cache_dtype": kv}
     env = RULE if retention is None else {**RULE, "KVTIER_RETENTION": retention}
     rounds = session_rounds()
-    stayed = run_engine(tmp_path, ENGINE, rounds, env)
+    stayed = run_engine(tmp_path, engine, rounds, env)
     env = {**env, "KVTIER_TIER": tier.address}
-    before = run_engine(tmp_path, ENGINE, rounds[:-SESSIONS], env)
+    before = run_engine(tmp_path, engine, rounds[:-SESSIONS], env)
     assert before["state"]["tier"]["spans_spilled"] > 0
     last = continued(rounds, before["rounds"])
-    back = run_engine(tmp_path, ENGINE, last, env)
+    back = run_engine(tmp_path, engine, last, env)
     for (a,), (b,) in zip(back["rounds"], stayed["rounds"][-SESSIONS:], strict=True):
         assert a["prompt"] == b["prompt"]
         assert a["output_ids"] == b["output_ids"]
@@ -109,9 +112,10 @@ def test_a_fork_in_the_middle_of_a_compressed_context_answers_like_one_never_com
     assert forked["state"]["integrity"] == []
 
 
-def test_entries_chosen_by_the_tier_give_the_tokens_of_entries_chosen_here(tmp_path, tier):
+@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
+def test_entries_chosen_by_the_tier_give_the_tokens_of_entries_chosen_here(tmp_path, tier, kv):
     """And while a turn is generated they are chosen again, by either, without a slot lost."""
-    retention = 0.25
+    retention, engine = 0.25, {**ENGINE, "kv_cache_dtype": kv}
     sessions = session_rounds()[: 2 * SESSIONS]
     env = {
         **RULE,
@@ -124,7 +128,7 @@ def test_entries_chosen_by_the_tier_give_the_tokens_of_entries_chosen_here(tmp_p
         wanted = {"KVTIER_REFRESH": "turn", "KVTIER_REFRESH_BY": refresh_by}
         # Of its own, or the second run would have nothing to compute.
         wanted["KVTIER_TIER_NAMESPACE"] = refresh_by
-        found = run_never_missing(tmp_path, sessions, env | wanted)
+        found = run_never_missing(tmp_path, sessions, env | wanted, engine)
         answers.append([one["output_ids"] for (one,) in found["rounds"]])
         states.append(found["state"])
         assert found["state"]["integrity"] == []
@@ -138,6 +142,6 @@ def test_entries_chosen_by_the_tier_give_the_tokens_of_entries_chosen_here(tmp_p
     longer = [[{**one, "max_new_tokens": 80} for one in requests] for requests in sessions]
     for refresh_by in ("fetch", "near-data"):
         wanted = {"KVTIER_REFRESH": "4", "KVTIER_REFRESH_BY": refresh_by}
-        found = run_engine(tmp_path, ENGINE, longer, env | wanted)
+        found = run_engine(tmp_path, engine, longer, env | wanted)
         assert found["state"]["integrity"] == []
         assert found["state"]["tier"]["refreshed_again"] > 0

@@ -16,6 +16,7 @@ from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWei
 from sglang.srt.server_args import ServerArgs
 
 from kvtier_sglang.plugin import WEIGHT_CHANGES, hooks_of
+from kvtier_sglang.pool.scales import KvScales
 from kvtier_sglang.runtime import Runtime
 from kvtier_sglang.tier.identity import KV_ARGUMENTS, ModelIdentity, adapter_digest
 
@@ -96,6 +97,7 @@ def model_identity(**changes):
         model=model,
         model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: config)),
         lora_manager=None,
+        token_to_kv_pool=SimpleNamespace(scales=KvScales([changes.get("layer")])),
     )
     arguments = dict.fromkeys(KV_ARGUMENTS) | changes.get("arguments", {})
     return ModelIdentity(runner, SimpleNamespace(**arguments)), model
@@ -112,6 +114,7 @@ def test_equal_models_share_their_kv_wherever_they_lie():
         {"config": {"rope_theta": 20_000.0}},
         {"config": {"rope_scaling": {"type": "yarn"}}},
         {"dtype": torch.bfloat16},
+        {"layer": SimpleNamespace(k_scale=0.5, v_scale=1.0)},
         *({"arguments": {name: "other"}} for name in KV_ARGUMENTS),
     ],
     ids=str,
