@@ -88,6 +88,7 @@ def describe_model(model: Model, plans: Sequence[PolicyPlan]) -> dict[str, Any]:
         "shape": model.shape.model_dump(),
         "device": model.device,
         "dtype": model.dtype,
+        "kv_dtype": model.kv_dtype,
         "head_profiles": profiles,
     }
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from kvtier.bench.policies import BASELINES
+from kvtier.bench.policies import BASELINES, POLICIES
 from kvtier.bench.schema import Ratios, RequestRecord, RunResult, Summary, TurnResult
 
 # A session is resident when at least this share of its history is still cached.
@@ -147,5 +147,5 @@ def compare_all(runs: Sequence[RunResult]) -> tuple[Ratios | None, tuple[Ratios,
         for run in runs
         if run.policy != base.policy and (run.policy not in BASELINES or base.policy == "stock")
     ]
-    main = next((pair for pair in pairs if pair.policy == "kvtier"), None)
+    main = next((pair for pair in pairs if POLICIES[pair.policy].keeps == "kvtier"), None)
     return main, tuple(pair for pair in pairs if pair is not main)

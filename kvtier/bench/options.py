@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from kvtier.bench.policies import POLICIES, Policy, parse_policies
+from kvtier.bench.policies import FP8, POLICIES, Policy, parse_policies
 from kvtier.bench.schema import Workload
 from kvtier.config import Settings, load_settings
 from kvtier.errors import BudgetError, SizeError, UsageError
@@ -27,6 +27,7 @@ PREFILLS = ("exact", "streaming")
 HEAD_BUDGETS = ("equal", "adaptive")
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "bfloat16", FP8)
 FORMATS = ("table", "json")
 SCRIPTS = ("auto", "recall", "text")
 
@@ -63,6 +64,7 @@ class Options:
     model_path: Path | None
     device: str | None
     dtype: str | None
+    kv_dtype: str
     json_path: Path | None
     report_path: Path | None
     json_output: bool
@@ -125,6 +127,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--kv-budget", help="KV budget in bytes: 512m, 8g, …")
     add("--device", help=f"{' or '.join(DEVICES)} (cuda where there is one)")
     add("--dtype", help=f"{', '.join(DTYPES)} (float32 on CPU, else the model's 16 bits)")
+    add("--kv-dtype", default="auto", help=f"{', '.join(KV_DTYPES)}: of the KV cache, but for -fp8 "
+        "policies (--dtype)")  # fmt: skip
     add = parser.add_argument_group("output").add_argument
     add("--json", metavar="FILE", help="write the whole outcome as JSON")
     add("--report", metavar="FILE", help="write one self-contained HTML page")
@@ -173,6 +177,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         model_path=None if args.model_path is None else Path(args.model_path),
         device=_choice(args.device, "--device", DEVICES),
         dtype=_choice(args.dtype, "--dtype", DTYPES),
+        kv_dtype=_choice(args.kv_dtype, "--kv-dtype", KV_DTYPES) or "auto",
         json_path=_output(args.json, "--json"),
         report_path=_output(args.report, "--report"),
         json_output=_choice(args.format, "--format", FORMATS) == "json",

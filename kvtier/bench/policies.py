@@ -13,6 +13,9 @@ from kvtier.heads.profile import (
     window_profile,
 )
 
+# What a policy's name ends with that keeps its KV in fp8, and what SGLang calls that.
+FP8_SUFFIX = "-fp8"
+FP8 = "fp8_e4m3"
 # One fixed draw: a control that changed with the workload would compare nothing.
 RANDOM_HEADS_SEED = 0
 
@@ -31,14 +34,24 @@ class Policy:
     splits_heads: bool
 
     @property
+    def keeps(self) -> str:
+        """What of a context is kept: the name of the policy that keeps the same in --kv-dtype."""
+        return self.name.removesuffix(FP8_SUFFIX)
+
+    @property
+    def kv_dtype(self) -> str | None:
+        """SGLang's name of what KV is kept in; None where --kv-dtype says."""
+        return FP8 if self.keeps != self.name else None
+
+    @property
     def needs_profile(self) -> bool:
         """Whether the user's head profile decides what, or how much, is kept."""
-        return self.name in ("kvtier", "random")
+        return self.keeps in ("kvtier", "random")
 
     @property
     def compacts(self) -> bool:
         """Whether --quality and --retention are for this policy; the controls keep everything."""
-        return self.name == "kvtier"
+        return self.keeps == "kvtier"
 
     def profile(self, shape: ModelShape, given: HeadProfile | None) -> HeadProfile:
         """The head profile in force; `given` is the user's, for the policy that needs one."""
@@ -58,6 +71,8 @@ _ALL = (
     Policy("kvtier", "CA heads keep the context, the others sink + recent", True, True),
     Policy("random", "as many CA heads as kvtier has, drawn at random: the control", True, True),
     Policy("window", "no head keeps the context: the floor", True, True),
+    Policy("full-fp8", "full, with KV of one byte a number", True, False),
+    Policy("kvtier-fp8", "kvtier, with KV of one byte a number", True, True),
 )
 POLICIES = {policy.name: policy for policy in _ALL}
 BASELINES = ("full", "stock")

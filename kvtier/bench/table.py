@@ -194,7 +194,7 @@ def print_plan(model: Model, plans: Sequence[PolicyPlan], console: Console) -> N
     console.print(f"[bold]{describe_workload(workload)}[/bold]  {model.path}")
     console.print(
         f"{shape.num_layers} layers x {shape.num_kv_heads} KV heads x head_dim {shape.head_dim}, "
-        f"{model.dtype} KV on {model.device}, positions up to {format_size(model.max_positions)}"
+        f"{model.kv_dtype} KV on {model.device}, positions up to {format_size(model.max_positions)}"
     )
     table = Table(title="KV memory, predicted", title_justify="left")
     for column in ("", *(entry.policy.name for entry in plans)):

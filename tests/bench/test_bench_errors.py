@@ -28,7 +28,7 @@ CASES = [
         ["--policies", "full,ful"],
         UnknownPolicyError,
         "--policies",
-        "stock, full, kvtier, random, window",
+        "stock, full, kvtier, random, window, full-fp8, kvtier-fp8",
     ),
     (["--policies", "full,full"], UnknownPolicyError, "--policies", "each once"),
     (["--len", "long"], SizeError, "--len", "a size such as"),

@@ -58,6 +58,21 @@ def test_a_budget_gives_every_policy_the_same_bytes(model_path: Path):
     assert plans["window"].plan.pools.sessions > plans["kvtier"].plan.pools.sessions
 
 
+def test_an_fp8_policy_pays_for_half_of_each_byte_of_16_bits_out_of_the_same_budget(
+    model_path: Path,
+):
+    policies = ["--policies", "full,full-fp8,kvtier-fp8"]
+    plans = plans_for(model_path, *policies, "--kv-dtype", "bfloat16", "--budget-sessions", "3")
+    assert plans["full"].slots.full == TOKEN_BYTES // 2
+    for name in ("full-fp8", "kvtier-fp8"):
+        assert plans[name].slots.full == TOKEN_BYTES // 4
+        assert plans[name].plan.pools.budget_bytes == plans["full"].plan.pools.budget_bytes
+    assert plans["full-fp8"].plan.pools.sessions == pytest.approx(6, rel=0.01)
+    assert plans["kvtier-fp8"].profile.ca_share < 1
+    dtypes = {name: entry.plan.engine_args["kv_cache_dtype"] for name, entry in plans.items()}
+    assert dtypes == {"full": "bfloat16", "full-fp8": "fp8_e4m3", "kvtier-fp8": "fp8_e4m3"}
+
+
 def test_without_a_budget_each_policy_gets_room_for_one_session(model_path: Path):
     for entry in plans_for(model_path).values():
         pools = entry.plan.pools

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.bench.options import Options
+from kvtier.bench.policies import FP8, Policy
 from kvtier.bench.schema import ScriptName
 from kvtier.errors import UsageError
 from kvtier.heads.model.config import check_splittable, context_length, model_shape, read_config
@@ -18,12 +19,13 @@ from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 DEMO_MODEL = Path("models/kvtier-demo")
 # Of an NVIDIA driver; a container may show the second only.
 _NVIDIA_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
 
 
 @dataclass(frozen=True)
 class Model:
-    """What the bench knows of the model, from files alone."""
+    """What the bench knows of the model, from files alone. kv_dtype: of the KV cache, but for
+    policies that have another."""
 
     path: Path
     shape: ModelShape
@@ -31,10 +33,12 @@ class Model:
     vocab_size: int
     device: str
     dtype: str
+    kv_dtype: str
 
-    @property
-    def dtype_bytes(self) -> int:
-        return _DTYPE_BYTES[self.dtype]
+    def kv_bytes(self, policy: Policy | None = None) -> int:
+        """Bytes of a number in the KV cache, or under a policy that may have its own."""
+        own = None if policy is None else policy.kv_dtype
+        return _DTYPE_BYTES[own or self.kv_dtype]
 
 
 def find_model(options: Options) -> Model:
@@ -49,8 +53,15 @@ def find_model(options: Options) -> Model:
         raise UsageError("--model-path", "a directory with model weights", str(path))
     device = options.device or ("cuda" if _has_cuda() else "cpu")
     dtype = options.dtype or _default_dtype(device, config)
-    vocab_size = int(config.get("vocab_size") or 0)
-    return Model(path, model_shape(config), context_length(config), vocab_size, device, dtype)
+    return Model(
+        path,
+        model_shape(config),
+        max_positions=context_length(config),
+        vocab_size=int(config.get("vocab_size") or 0),
+        device=device,
+        dtype=dtype,
+        kv_dtype=dtype if options.kv_dtype == "auto" else options.kv_dtype,
+    )
 
 
 def script_name(options: Options, model: Model) -> ScriptName:

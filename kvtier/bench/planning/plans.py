@@ -120,9 +120,10 @@ def _plan(
 
         width = state_width(options.settings)
     packs = policy.compacts and options.settings.packs
-    slots = slot_bytes(profile, model.dtype_bytes, state_width=width, packs=packs)
+    slots = slot_bytes(profile, model.kv_bytes(policy), state_width=width, packs=packs)
     session = session_shape(options, policy)
-    pools = pool_sizes(options.budget, policy, slots, session)
+    token_bytes = slot_bytes(profile, model.kv_bytes()).full
+    pools = pool_sizes(options.budget, policy, slots, session, token_bytes)
     plan = Plan(
         policy=policy.name,
         workload=options.workload,
@@ -153,6 +154,9 @@ def engine_args(options: Options, model: Model, policy: Policy, pools: PoolSizes
     }
     if model.device == "cpu":
         args |= {"disable_cuda_graph": True, "attention_backend": "torch_native"}
+    kv_dtype = policy.kv_dtype or model.kv_dtype
+    if kv_dtype != model.dtype:
+        args["kv_cache_dtype"] = kv_dtype
     if policy.kvtier_attention:
         args["attention_backend"] = "kvtier"
     if policy.splits_heads:

@@ -43,16 +43,23 @@ def session_shape(options: Options, policy: Policy) -> SessionShape:
 
 
 def pool_sizes(
-    budget: Budget | None, policy: Policy, slots: SlotBytes, session: SessionShape
+    budget: Budget | None,
+    policy: Policy,
+    slots: SlotBytes,
+    session: SessionShape,
+    token_bytes: int,
 ) -> PoolSizes:
-    """Slots for a policy. Raises BudgetError naming the budget's flag when no session fits."""
+    """Slots for a policy. token_bytes: of a full session's token, whatever the policy.
+
+    Raises BudgetError naming the budget's flag when no session fits.
+    """
     if budget is None:
         return _room_for_one(policy, slots, session)
     if budget.num_bytes is not None:
         num_bytes = budget.num_bytes
     else:
         assert budget.full_sessions is not None, "a budget is either bytes or sessions"
-        num_bytes = int(budget.full_sessions * slots.full * session.total_tokens)
+        num_bytes = int(budget.full_sessions * token_bytes * session.total_tokens)
     try:
         return _cut(num_bytes, policy, slots, session)
     except BudgetError as error:

@@ -27,6 +27,8 @@ from kvtier.retention.token_worth import TokenWorth
 
 pytestmark = pytest.mark.engine
 
+FP8 = torch.float8_e4m3fn
+
 
 @pytest.fixture(scope="module")
 def worth() -> TokenWorth:
@@ -71,15 +73,16 @@ def said(out: dict) -> list[list[list[int]]]:
     return [[request["output_ids"] for request in requests] for requests in out["rounds"]]
 
 
-@pytest.mark.parametrize("share", [0.35, 0.1])
-def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, adaptive, worth, share):
+@pytest.mark.parametrize(("share", "kv"), [(0.35, "auto"), (0.1, "auto"), (0.2, "fp8_e4m3")])
+def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, adaptive, worth, share, kv):
     """Six sessions at a time."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     rule, sessions, expected = FixedShare(share), prompts(6, 1500), []
     for turns in sessions:
-        session = AdaptiveSession(model, RULE, 512, Reconstruction.of(worth))
+        scorer, kv_dtype = Reconstruction.of(worth), FP8 if kv == "fp8_e4m3" else None
+        session = AdaptiveSession(model, RULE, 512, scorer, kv_dtype=kv_dtype)
         session.keep_count = lambda prompt, span: rule.choose(Turn(prompt, span)).kept_tokens
         expected.append([session.turn(prompt, 9).token_ids for prompt in turns])
         counts = set(session.retained(0).values()) | set(session.retained(1).values())
@@ -88,6 +91,7 @@ def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, adaptive, 
         "model_path": str(DEMO_MODEL),
         "max_total_tokens": 30_000,
         "chunked_prefill_size": 512,
+        "kv_cache_dtype": kv,
         **POLICIES["kvtier"],
     }
     env = {**RULE_ENV, **adaptive, "KVTIER_RETENTION": str(share)}
@@ -143,8 +147,10 @@ def test_triton_kernels_say_the_same(tmp_path, adaptive):
     assert answers[0] == answers[1]
 
 
-def test_a_restarted_server_restores_and_refreshes_what_heads_competed_for(tmp_path, adaptive):
+@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
+def test_a_restarted_server_restores_and_refreshes_what_heads_competed_for(tmp_path, adaptive, kv):
     """The answers of a turn that is refreshed are those of a server that never went away."""
+    engine = {**ENGINE, "kv_cache_dtype": kv}
     env = {**TIERED_RULE, **adaptive, "KVTIER_RETENTION": "0.3", "KVTIER_REFRESH": "turn"}
     del env["KVTIER_HEAD_PROFILE"]
     # One at a time, and every turn of a session after the one before.
@@ -158,10 +164,11 @@ def test_a_restarted_server_restores_and_refreshes_what_heads_competed_for(tmp_p
             rounds.append([request])
     with live_tier(tmp_path, "--memory", "512m") as tier:
         env["KVTIER_TIER"] = tier.address
-        stayed = run_never_missing(tmp_path, rounds, {**env, "KVTIER_TIER_NAMESPACE": "stayed"})
+        named = {**env, "KVTIER_TIER_NAMESPACE": "stayed"}
+        stayed = run_never_missing(tmp_path, rounds, named, engine)
         assert stayed["state"]["tier"]["refreshed_turns"] == len(rounds) - len(sessions)
         assert "unrefreshed_layers" not in stayed["state"]["tier"]
-        before = run_never_missing(tmp_path, rounds[: len(sessions[0]) - 1], env)
+        before = run_never_missing(tmp_path, rounds[: len(sessions[0]) - 1], env, engine)
         assert said(before) == said(stayed)[: len(before["rounds"])]
         env["KVTIER_TIER_NAMESPACE"] = before["namespace"]
         (last,) = before["rounds"][-1]
@@ -170,7 +177,7 @@ def test_a_restarted_server_restores_and_refreshes_what_heads_competed_for(tmp_p
             "input_ids": [*last["prompt"], *last["output_ids"], *request["input_ids"]],
             "max_new_tokens": 12,
         }
-        back = run_engine(tmp_path, ENGINE, [[again]], env)
+        back = run_engine(tmp_path, engine, [[again]], env)
     found = back["state"]["tier"]
     if found.get("gave_up_waiting") or found.get("refresh_missed"):
         pytest.skip("this machine found computing faster than its tier just then")
