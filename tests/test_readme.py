@@ -44,6 +44,11 @@ def commands(prefix: str) -> list[str]:
     return [command for command in COMMANDS if command.startswith(prefix)]
 
 
+def serving_with(flag: str) -> list[str]:
+    """What serves with a flag that other pages do not serve with."""
+    return [command for command in commands("kvtier serve") if flag in command]
+
+
 def test_every_command_of_readme_and_docs_is_covered_here():
     known = (
         *("make ", "pip install ", "python -m"),
@@ -103,7 +108,7 @@ def test_calibrating_and_serving_work_as_written(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
     (tmp_path / "models").symlink_to(REPOSITORY / "models")
     (calibrate,) = commands("kvtier calibrate --model-path models/")
-    serve = commands("kvtier serve")[0]
+    (serve,) = serving_with("--quality")
     done = run(in_this_environment(calibrate), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     files = {path.name for path in (tmp_path / "calibration").iterdir()}
@@ -121,13 +126,27 @@ def test_calibrating_and_serving_work_as_written(tmp_path, monkeypatch):
 def test_fitting_tokens_and_letting_heads_compete_work_as_written(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
     (tmp_path / "models").symlink_to(REPOSITORY / "models")
-    (fit,), serve = commands("kvtier calibrate tokens"), commands("kvtier serve")[1]
+    (fit,), (serve,) = commands("kvtier calibrate tokens"), serving_with("--head-budgets")
     done = run(in_this_environment(fit), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "of the best entries" in done.stdout
     state = ask_once(serve, tmp_path, " ".join(["river along stone"] * 200))
     assert state["retention"]["scorer"]["name"] == "reconstruction"
     assert state["compacted_tokens"] > 100
+
+
+@pytest.mark.engine
+def test_serving_with_fp8_kv_works_as_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
+    (tmp_path / "models").symlink_to(REPOSITORY / "models")
+    (serve,) = serving_with("fp8_e4m3")
+    state = ask_once(serve, tmp_path, " ".join(["river along stone"] * 200))
+    assert state["compacted_tokens"] > 100
+    # A byte a number, a score of each head beside it, and a pool of whole slots.
+    shape = json.loads((REPOSITORY / "models" / "kvtier-demo" / "config.json").read_text())
+    heads = shape["num_hidden_layers"] * shape["num_key_value_heads"]
+    dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    assert state["kv_capacity_bytes"] / state["ca_slots"] < 2 * dim * heads + 4 * (heads + 1) + 8
 
 
 def test_putting_heads_into_another_order_works_as_written(tmp_path):
@@ -146,7 +165,7 @@ def test_serving_with_a_tier_works_as_written(tmp_path, monkeypatch):
     # Exactly as users start it: see tests/forking.
     monkeypatch.setenv("TESTS_SPAWN", "1")
     (tmp_path / "models").symlink_to(REPOSITORY / "models")
-    (tier,), serve = commands("kvtier tier --store memory+disk"), commands("kvtier serve")[-1]
+    (tier,), (serve,) = commands("kvtier tier --store memory+disk"), serving_with("--tier ")
     # Short, because a socket's path may not be long.
     runtime = tempfile.mkdtemp(prefix="kvt")
     monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)

@@ -73,7 +73,8 @@ def _add_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
     )
     add("--scorer-file", type=Path, metavar="FILE",
         help="what `kvtier calibrate tokens` fitted (reconstruction)")  # fmt: skip
-    add("--dtype", help="of the KV cache that will serve (default: what the model runs in here)")
+    add("--dtype", help="of the KV cache that will serve, as fp8_e4m3 (default: what the model "
+        "runs in here)")  # fmt: skip
     add("--seed", type=int, default=0)
     add("--no-store", action="store_true", help="write the files only")
     add("-q", "--quiet", action="store_true", help="no progress and no summary")

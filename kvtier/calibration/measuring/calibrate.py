@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from kvtier.calibration.curves import Measurement
 from kvtier.calibration.documents import CurveDocument, Document, ProfileDocument, document_of_fit
 from kvtier.calibration.measuring.kept_shares import (
@@ -25,6 +27,7 @@ from kvtier.calibration.measuring.samples import curve_samples
 from kvtier.calibration.policy_digest import policy_digest
 from kvtier.calibration.store.base import CalibrationStore
 from kvtier.config import Settings
+from kvtier.errors import UsageError
 from kvtier.heads.model.config import model_name, model_shape, read_config, weights_revision
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.probes.context import HeadProbe
@@ -32,6 +35,7 @@ from kvtier.heads.profile import HeadProfile
 from kvtier.heads.progress import Progress, no_progress
 from kvtier.heads.samples.plan import check_lengths, users_plan
 from kvtier.retention.rules import locality_rule, scorer_of
+from kvtier.tier.blobs.payload import DTYPE_BYTES
 
 DEFAULT_CONTEXTS = 16
 
@@ -64,12 +68,14 @@ def calibrate_curve(
     profile:       with every head CA where the settings' scorer is `comparable`: then heads compete
     tasks:         of contexts of real text; None for all. Ignored with samples_file
     contexts:      per length; ignored with samples_file, the user's own
-    dtype:         of the KV cache that will serve; None: the dtype the model runs in here
+    dtype:         of the KV cache that will serve, by PyTorch's or SGLang's name; what contexts
+                   hold is rounded to it. None: the dtype the model runs in here
 
     Raises UsageError, naming the argument, before anything heavy starts, and
     HeadProfileMismatchError when the profile is another model's.
     """
     rule, scorer = locality_rule(settings), scorer_of(settings)
+    dtype = None if dtype is None else _torch_name(dtype)
     revision = weights_revision(model_path)
     profile.check_fits(model_shape(read_config(model_path)), revision)
     if samples_file is not None:
@@ -81,10 +87,11 @@ def calibrate_curve(
     model = load_model(model_path)
     progress("loading the model", 1, 1)
     stride = settings.nll_stride
+    kv_dtype = None if dtype is None else getattr(torch, dtype)
     measurements = measure_curve(
-        AdaptiveBudgets(model, rule, scorer, stride)
+        AdaptiveBudgets(model, rule, scorer, stride, kv_dtype)
         if scorer.comparable
-        else EqualBudgets(HeadProbe(model, rule), profile, scorer, stride),
+        else EqualBudgets(HeadProbe(model, rule), profile, scorer, stride, kv_dtype),
         samples,
         retentions=retentions,
         floor_nats=floor_nats,
@@ -100,6 +107,14 @@ def calibrate_curve(
         parameters={"lengths": list(lengths), "contexts_per_length": contexts, "seed": seed},
     )
     return CalibratedCurve(document, tuple(measurements))
+
+
+def _torch_name(dtype: str) -> str:
+    """Raises UsageError for what no KV cache is kept in."""
+    name = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}.get(dtype, dtype)
+    if name not in DTYPE_BYTES:
+        raise UsageError("--dtype", f"one of {', '.join(DTYPE_BYTES)}", dtype)
+    return name
 
 
 def publish(

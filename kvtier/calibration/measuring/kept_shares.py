@@ -110,18 +110,22 @@ def _compacted(parts: LayerParts, order: Tensor, heads: Sequence[int], keep: int
 
 @dataclass(frozen=True)
 class EqualBudgets:
-    """CA heads of a profile keep as many tokens each, their own best."""
+    """CA heads of a profile keep as many tokens each, their own best. kv_dtype: what the context's
+    KV is rounded to, as in ReferenceSession."""
 
     probe: HeadProbe
     profile: HeadProfile
     scorer: TokenScorer
     nll_stride: int = NLL_STRIDE
+    kv_dtype: torch.dtype | None = None
 
     def __call__(self, sample: CalibrationSample) -> ScoredContext:
         """Prefill and rank a sample's context. Raises SizeError when it has no middle."""
         probe = self.probe
         span = middle_of(len(sample.context_ids), probe.rule)
-        session = _prefilled(probe.model, probe.rule, sample, self.scorer, self.nll_stride)
+        session = _prefilled(
+            probe.model, probe.rule, sample, self.scorer, self.nll_stride, self.kv_dtype
+        )
         order: list[Tensor | None] = []
         for layer, heads in enumerate(self.profile.ca_heads):
             if not heads:
@@ -163,17 +167,20 @@ class RankedContext:
 
 @dataclass(frozen=True)
 class AdaptiveBudgets:
-    """All heads compete for entries; scorer: a `comparable` one."""
+    """All heads compete for entries; scorer: a `comparable` one; kv_dtype: see EqualBudgets."""
 
     model: Any
     rule: LocalityRule
     scorer: TokenScorer
     nll_stride: int = NLL_STRIDE
+    kv_dtype: torch.dtype | None = None
 
     def __call__(self, sample: CalibrationSample) -> RankedContext:
         """Prefill and rank a sample's context. Raises SizeError when it has no middle."""
         span = middle_of(len(sample.context_ids), self.rule)
-        session = _prefilled(self.model, self.rule, sample, self.scorer, self.nll_stride)
+        session = _prefilled(
+            self.model, self.rule, sample, self.scorer, self.nll_stride, self.kv_dtype
+        )
         shape = shape_of(self.model)
         layers, heads = range(shape.num_layers), range(shape.num_kv_heads)
         return RankedContext(
@@ -187,11 +194,17 @@ class AdaptiveBudgets:
 
 
 def _prefilled(
-    model: Any, rule: LocalityRule, sample: CalibrationSample, scorer: TokenScorer, nll_stride: int
+    model: Any,
+    rule: LocalityRule,
+    sample: CalibrationSample,
+    scorer: TokenScorer,
+    nll_stride: int,
+    kv_dtype: torch.dtype | None,
 ) -> ScoredSession:
     """A session whose one turn is the sample's context, every head CA."""
+    profile = full_profile(shape_of(model))
     session = ScoredSession(
-        model, full_profile(shape_of(model)), rule, scorer=scorer, nll_stride=nll_stride
+        model, profile, rule, scorer=scorer, nll_stride=nll_stride, kv_dtype=kv_dtype
     )
     session.turn(sample.context_ids, 0)
     return session
