@@ -39,7 +39,10 @@ logger = logging.getLogger(__name__)
 
 # field -> (is it acceptable?, what is expected). Checked when attention or radix is ours.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "speculative_algorithm": (lambda v: v is None, "no speculative decoding"),
+    "speculative_algorithm": (
+        lambda v: v is None or str(v).upper() == "NGRAM",
+        "NGRAM or no speculative decoding",
+    ),
     "disaggregation_mode": (lambda v: v in (None, "null"), "no disaggregation"),
     "enable_hierarchical_cache": (lambda v: not v, "no HiCache"),
     "enable_lmcache": (lambda v: not v, "no LMCache"),
@@ -99,6 +102,7 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
             "--enable-mixed-chunk", "no mixed chunks together with --prefill streaming", True
         )
     _check_ranks(server_args, settings)
+    _check_drafts(server_args, settings)
     kernels = kernels_of(settings, server_args)
     if settings.packs and kernels.name not in PACKING_KERNELS:
         expected = f"{' or '.join(PACKING_KERNELS)} with head_budgets = adaptive"
@@ -147,6 +151,21 @@ def _check_ranks(server_args: Any, settings: Settings) -> None:
         if ranks > heads:
             expected = f"at most the model's {heads} KV heads where a retention is set"
             raise IncompatibleFlagError("--tp-size", expected, ranks)
+
+
+def _check_drafts(server_args: Any, settings: Settings) -> None:
+    """Raise IncompatibleFlagError for what does not go together with drafted tokens."""
+    algorithm = getattr(server_args, "speculative_algorithm", None)
+    if algorithm is None:
+        return
+    obstacles = {
+        "--merge": settings.merge.is_on,
+        "--refresh N or --refresh-moved": settings.refresh.while_generating,
+    }
+    for other, is_asked in obstacles.items():
+        if is_asked:
+            expected = f"none together with kvtier and {other}"
+            raise IncompatibleFlagError("--speculative-algorithm", expected, algorithm)
 
 
 def is_resolved(server_args: Any) -> bool:
@@ -210,6 +229,8 @@ def _graph_obstacle(settings: Settings, server_args: Any) -> str | None:
         return f"together with --kernels {settings.kernels}, which plans on the host"
     if settings.packs:
         return "together with --head-budgets adaptive, whose entries are planned on the host"
+    if getattr(server_args, "speculative_algorithm", None) is not None:
+        return "together with --speculative-algorithm, whose drafts are verified without them"
     if settings.refresh.while_generating:
         return "together with --refresh N and --refresh-moved, which look at each token's queries"
     return None

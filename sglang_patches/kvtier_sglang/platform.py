@@ -8,12 +8,14 @@ available, so that installing kvtier never changes a GPU server's platform.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformCapabilities, PlatformEnum, SRTPlatform
 
 from kvtier.config import ENV_PREFIX
+from kvtier_sglang.cpu_drafts import slots_of_drafts
 
 
 def activate() -> str | None:
@@ -22,10 +24,13 @@ def activate() -> str | None:
     Read from the environment, not from Settings: SGLang asks before any configuration exists,
     and a broken configuration file must not change which device is served.
     """
+    return f"{__name__}:KvtierCpuPlatform" if is_cpu() else None
+
+
+def is_cpu() -> bool:
+    """Whether this process serves on a CPU, by the platform below."""
     forced = os.environ.get(ENV_PREFIX + "FORCE_CPU", "").lower() in ("1", "true", "yes")
-    if torch.cuda.is_available() and not forced:
-        return None
-    return f"{__name__}:KvtierCpuPlatform"
+    return forced or not torch.cuda.is_available()
 
 
 class KvtierCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -36,6 +41,9 @@ class KvtierCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
+        return slots_of_drafts
 
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False

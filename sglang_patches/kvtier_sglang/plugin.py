@@ -13,9 +13,10 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kvtier.errors import StartupError
-from kvtier_sglang import hooks, requests
+from kvtier_sglang import cpu_drafts, hooks, requests
 from kvtier_sglang.compat import NAME
 from kvtier_sglang.occupancy import Occupancy
+from kvtier_sglang.platform import is_cpu
 from kvtier_sglang.runtime import Runtime
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
@@ -44,6 +45,7 @@ def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]
     """What is hooked, and where. runtime: of this process; it makes the parts."""
     occupancy = Occupancy()
     before, around, after = HookType.BEFORE, HookType.AROUND, HookType.AFTER
+    on_cpu = cpu_drafts.functions() if is_cpu() else {}
     return {
         "sglang.srt.server_args.ServerArgs.resolve_once": (hooks.check_flags, before),
         f"{_CONFIGURATOR}.config_from_budget": (runtime.size_pools, around),
@@ -63,6 +65,7 @@ def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]
         f"{_CONTROL}.release_memory_occupation": (requests.refuse_offload, before),
         f"{_CONTROL}.resume_memory_occupation": (requests.refuse_offload, before),
         **{f"{_WEIGHTS}.{name}": (hooks.weights_change, before) for name in WEIGHT_CHANGES},
+        **{target: (ours, HookType.REPLACE) for target, ours in on_cpu.items()},
     }
 
 
@@ -73,6 +76,8 @@ def register() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
     runtime = Runtime()
+    if is_cpu():
+        cpu_drafts.make_importable()
 
     def attention_backend(runner: Any) -> Any:
         verify()

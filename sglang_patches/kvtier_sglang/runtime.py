@@ -25,7 +25,7 @@ from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_pro
 from kvtier.retention.rules import locality_rule, refresh_rule, scorer_of, state_width
 from kvtier.retention.shares import QualityTarget, Serving, asked_share
 from kvtier.tier.blobs.turn_rules import TurnRules
-from kvtier_sglang.attention.backend import KvtierAttnBackend, PassRefresh, head_split_pool
+from kvtier_sglang.attention.backend import KvtierAttnBackend, PassRefresh
 from kvtier_sglang.attention.cuda_graphs import room_bytes
 from kvtier_sglang.attention.warm_up import warm_up
 from kvtier_sglang.compat import backends_are_ours
@@ -43,7 +43,7 @@ from kvtier_sglang.compression.prompt_nll import observe_nll
 from kvtier_sglang.compression.retention import Retention
 from kvtier_sglang.compression.selection import TokenSelection, find_rotary
 from kvtier_sglang.pool.allocator import HeadSplitAllocator
-from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.pool.kv_pool import HeadSplitKVPool, head_split_pool
 from kvtier_sglang.pool.scales import KvScales
 from kvtier_sglang.pool.sizing import size_pools
 from kvtier_sglang.radix.cache import KvtierRadixCache

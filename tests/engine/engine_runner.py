@@ -88,6 +88,8 @@ def _result(prompt: list[int], answer: dict[str, Any]) -> dict[str, Any]:
         "cached_tokens": meta["cached_tokens"],
         "cached_tokens_details": meta["cached_tokens_details"],
         "logprobs": [entry[0] for entry in meta.get("output_token_logprobs") or []],
+        # With drafts: tokens for each pass that verified some.
+        "accept_length": meta.get("spec_accept_length"),
         "prompt_logprobs": [entry[0] for entry in meta.get("input_token_logprobs") or []],
     }
 

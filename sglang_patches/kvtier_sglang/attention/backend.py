@@ -17,15 +17,16 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 
 from kvtier.config import Settings
-from kvtier.errors import IncompatibleFlagError, StartupError
+from kvtier.errors import IncompatibleFlagError
 from kvtier_kernels import AttentionKernels, HeadMap, RaggedKV, get_kernels
 from kvtier_kernels.fp8 import as_stored
 from kvtier_kernels.side_by_side import SideBySide
 from kvtier_sglang.attention.cuda_graphs import DecodeGraphs
+from kvtier_sglang.attention.drafts import fold, over_branches, unfold
 from kvtier_sglang.attention.packed import PackedPlan
 from kvtier_sglang.attention.plans import BatchPlan, ClassPlan, Planner, indptr
 from kvtier_sglang.compression.selection import PrefillRows, TokenSelection
-from kvtier_sglang.pool.kv_pool import ClassBuffers, HeadSplitKVPool
+from kvtier_sglang.pool.kv_pool import ClassBuffers, head_split_pool
 
 
 class PassRefresh(Protocol):
@@ -109,7 +110,9 @@ class KvtierAttnBackend(AttentionBackend):
         if forward_batch.forward_mode.is_idle():
             self.forward_metadata = None
             return
-        if forward_batch.forward_mode.is_extend():
+        if forward_batch.forward_mode.is_target_verify():
+            self.forward_metadata = self.planner.verify(forward_batch)
+        elif forward_batch.forward_mode.is_extend():
             self.forward_metadata = self._begin_extend(forward_batch)
         else:
             self.forward_metadata = self._begin_decode(forward_batch)
@@ -190,6 +193,9 @@ class KvtierAttnBackend(AttentionBackend):
         k, v, scale = self._in_stored_units(index, k, v, layer.scaling)
         if save_kv_cache:
             self.pool.store(self.kernels, index, batch.write, k, v)
+        if batch.drafts is not None:
+            out = self._verify(index, q, k, v, scale, batch, batch.drafts)
+            return self._in_model_units(index, out)
         refresh = self.refresh()
         if refresh is not None:
             # Requests that begin a turn in this pass choose this layer's entries anew.
@@ -247,6 +253,31 @@ class KvtierAttnBackend(AttentionBackend):
                 calls.append(partial(self.kernels.decode_heads, *args))
         self._side_by_side.run(calls)
         return self._in_model_units(index, out)
+
+    def _verify(
+        self,
+        index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        batch: BatchPlan,
+        masks: torch.Tensor,
+    ) -> torch.Tensor:
+        """Drafts over their requests' prefixes and their own branches (attention/drafts.py)."""
+        count = masks.shape[-1]
+        q = fold(q, count)
+        out = torch.empty_like(q)
+        for buffers, part, votes in self._classes(index, batch):
+            heads = buffers.select
+            kv = RaggedKV(buffers.k, buffers.v, votes)
+            state = self.kernels.decode(heads(q), kv, part.plan, scale)
+            if batch.packed is not None and buffers is self.pool.ca[index]:
+                packed = batch.packed.decode(index, heads(q), scale)
+                state = self.kernels.merge_states(state, packed)
+            branches = over_branches(heads(q), heads(k), heads(v), masks, scale)
+            buffers.head_map.place(out, self.kernels.merge_states(state, branches).o)
+        return unfold(out, count)
 
     def _decode_packed(
         self,
@@ -310,15 +341,4 @@ class KvtierAttnBackend(AttentionBackend):
         return classes
 
 
-def head_split_pool(model_runner: Any) -> HeadSplitKVPool:
-    """A model runner's pool. Raises StartupError for one that is not kvtier's."""
-    pool = model_runner.token_to_kv_pool
-    if not isinstance(pool, HeadSplitKVPool):
-        raise StartupError(
-            f"attention backend kvtier: expected a HeadSplitKVPool, got "
-            f"{type(pool).__name__}; the pool hook did not take"
-        )
-    return pool
-
-
-__all__ = ["KvtierAttnBackend", "PassRefresh", "head_split_pool"]
+__all__ = ["KvtierAttnBackend", "PassRefresh"]

@@ -8,7 +8,7 @@ in each layer.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from kvtier.config import Settings
 from kvtier_kernels import AttentionKernels, Window
 from kvtier_kernels.positions import positions_of
+from kvtier_sglang.attention.drafts import tree_masks
 from kvtier_sglang.attention.packed import PackedPlan
 from kvtier_sglang.compression.selection import PrefillRows
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
@@ -41,6 +42,8 @@ class BatchPlan:
     prefill:      what an extend pass computes, where selection wants to know; else None.
     packed:       CA entries of packed spans, which `ca` leaves out; None where there are none.
     dense:        beside `packed` in an extend pass: each request's other CA slots.
+    drafts:       in a pass that verifies drafts, bool [requests, drafts, drafts]: which drafts each
+                  of them sees. It is planned like a decoding one, over what was there before.
     """
 
     ca: ClassPlan
@@ -50,6 +53,7 @@ class BatchPlan:
     prefill: PrefillRows | None = None
     packed: PackedPlan | None = None
     dense: tuple[torch.Tensor, ...] = ()
+    drafts: torch.Tensor | None = None
 
 
 class Planner:
@@ -104,6 +108,10 @@ class Planner:
             rows = self._all_rows(forward_batch)
             ca, locality = self._ca(rows), self._locality(rows, streaming=False)
         return BatchPlan(ca, locality, self.write(forward_batch.out_cache_loc), (), packed=packed)
+
+    def verify(self, forward_batch: Any) -> BatchPlan:
+        """Drafts over prefixes that are as long as the batch says."""
+        return replace(self.decode(forward_batch), drafts=tree_masks(forward_batch))
 
     def write(self, written: torch.Tensor) -> KVWriteLoc:
         """Where a pass's new tokens go, in both slot spaces."""

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache, KVWriteLoc, unwrap_write_loc
 
+from kvtier.errors import StartupError
 from kvtier.heads.profile import HeadProfile
 from kvtier.pool_sizing import PACKED_BYTES, SlotBytes, score_bytes, vote_bytes
 from kvtier_kernels import AttentionKernels, HeadMap, RaggedKV
@@ -229,6 +230,16 @@ class HeadSplitKVPool(KVCache):
                 assert slots is not None, "locality slots were not resolved for this batch"
                 kernels.store(k, v, RaggedKV(buffers.k, buffers.v), slots, buffers.head_map)
 
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """Copy what CA slots hold, and their locality slots, to others: SGLang puts drafts that
+        were accepted where their positions are."""
+        images = self.locality_of[tgt_loc], self.locality_of[src_loc]
+        for classes, (target, source) in ((self.ca, (tgt_loc, src_loc)), (self.locality, images)):
+            for buffers in classes:
+                for side in buffers.sides:
+                    # The right-hand side is a copy, so overlapping slots are no danger.
+                    side[target] = side[source]
+
     def compensate(self, dropped: torch.Tensor, into: int) -> None:
         """Write the compensation entry of `dropped` locality slots into slot `into`.
 
@@ -288,8 +299,19 @@ class HeadSplitKVPool(KVCache):
         raise RuntimeError("a head-split pool has no single KV buffer; use .ca and .locality")
 
 
+def head_split_pool(model_runner: Any) -> HeadSplitKVPool:
+    """A model runner's pool. Raises StartupError for one that is not kvtier's."""
+    pool = model_runner.token_to_kv_pool
+    if not isinstance(pool, HeadSplitKVPool):
+        raise StartupError(
+            f"attention backend kvtier: expected a HeadSplitKVPool, got "
+            f"{type(pool).__name__}; the pool hook did not take"
+        )
+    return pool
+
+
 def _bytes_per_slot(layers: list[ClassBuffers]) -> int:
     return sum(len(b.heads) * (b.k.shape[-1] + b.v.shape[-1]) * b.k.element_size() for b in layers)
 
 
-__all__ = ["ClassBuffers", "HeadSplitKVPool"]
+__all__ = ["ClassBuffers", "HeadSplitKVPool", "head_split_pool"]

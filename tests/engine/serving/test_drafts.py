@@ -1,0 +1,123 @@
+"""Drafted tokens (n-gram) in the real engine: the answers are those without them, in fewer passes,
+and every slot that a draft had comes back.
+
+SGLang's functions of indices for drafts run on GPUs; here they are `kvtier_sglang.cpu_drafts`.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from compressing import POLICIES, RULE_ENV
+from engine_process import DEMO_MODEL, run_engine
+from tierd.live_tier import live_tier
+from tiered_engine import RULE as TIERED_RULE
+
+pytestmark = pytest.mark.engine
+
+DRAFTS = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8}
+CHAIN = {**DRAFTS, "speculative_ngram_max_bfs_breadth": 1}
+ENGINE = {
+    "model_path": str(DEMO_MODEL),
+    "max_total_tokens": 20_000,
+    "chunked_prefill_size": 512,
+    **POLICIES["kvtier"],
+}
+PROFILE = {"KVTIER_HEAD_PROFILE": str(DEMO_MODEL / "head_profile.json")}
+SHARE = {**PROFILE, "KVTIER_RETENTION": "0.3"}
+# What is dropped of prompts that share a chunk depends on time: one by one.
+ALONE = {"max_running_requests": 1}
+
+
+def rounds(*, one_by_one: bool) -> list[list[dict]]:
+    """Four contexts that repeat themselves, and two questions about each of them.
+
+    A context's turn ends with its first answered token: where it ends later, drafts may have
+    written the KV of one token more, and the turn is compressed there.
+    """
+    rng = random.Random(4)
+    phrases = [[rng.randrange(6, 384) for _ in range(rng.randrange(20, 50))] for _ in range(4)]
+    contexts = [{"input_ids": one * rng.randrange(8, 16), "max_new_tokens": 1} for one in phrases]
+    asked: list[list[dict]] = [contexts]
+    for length in (2, 9):
+        new = {"max_new_tokens": 40, "logprobs": True}
+        tails = [one + one[:length] for one in phrases]
+        asked.append([{"input_ids": tail, **new} for tail in tails])
+    alone = [[one] for requests in asked for one in requests]
+    for step in (1, 2):
+        for index in range(4):
+            asked[step][index]["continues"] = [index, 0] if one_by_one else [0, index]
+    return alone if one_by_one else asked
+
+
+def said(out: dict) -> list[list[list[int]]]:
+    assert out["state"]["integrity"] == []
+    return [[one["output_ids"] for one in requests] for requests in out["rounds"]]
+
+
+def accepted(out: dict) -> float:
+    """Tokens for each pass, on average over requests."""
+    found = [one["accept_length"] for requests in out["rounds"] for one in requests]
+    lengths = [length for length in found if length is not None]
+    assert len(lengths) >= 8
+    return sum(lengths) / len(lengths)
+
+
+CASES = {
+    "trees": ({}, PROFILE, DRAFTS),
+    "chains": ({}, PROFILE, CHAIN),
+    "share": (ALONE, SHARE, DRAFTS),
+    "streaming": (ALONE, {**SHARE, "KVTIER_PREFILL": "streaming"}, DRAFTS),
+    "fp8": ({"kv_cache_dtype": "fp8_e4m3"}, PROFILE, DRAFTS),
+}
+
+
+@pytest.mark.parametrize(("limits", "settings", "drafts"), CASES.values(), ids=CASES)
+def test_drafts_change_how_many_passes_it_takes_and_nothing_else(
+    tmp_path, limits, settings, drafts
+):
+    env, engine = {**RULE_ENV, **settings}, {**ENGINE, **limits}
+    asked = rounds(one_by_one=limits.get("max_running_requests") == 1)
+    plain = run_engine(tmp_path, engine, asked, env)
+    drafted = run_engine(tmp_path, {**engine, **drafts}, asked, env)
+    assert said(drafted) == said(plain)
+    assert logprobs(drafted) == pytest.approx(
+        logprobs(plain), abs=0.05 if "kv_cache_dtype" in limits else 1e-3
+    )
+    assert accepted(drafted) > 1.5
+    assert drafted["state"]["dropped_tokens"] > 100
+
+
+def logprobs(out: dict) -> list[float]:
+    return [x for requests in out["rounds"] for one in requests for x in one["logprobs"]]
+
+
+def test_slots_come_back_where_turns_are_evicted_and_requests_retracted(tmp_path):
+    """Room for two of the four contexts. What is computed again is not compressed as it was."""
+    limits = {"max_total_tokens": 1400, "max_running_requests": 3}
+    asked = rounds(one_by_one=False)
+    out = run_engine(tmp_path, {**ENGINE, **limits, **DRAFTS}, asked, {**RULE_ENV, **PROFILE})
+    lengths = [[len(answer) for answer in answers] for answers in said(out)]
+    assert lengths == [[1] * 4, [40] * 4, [40] * 4]
+    state = out["state"]
+    assert state["ca_slots_used"] <= state["ca_slots"]
+    assert accepted(out) > 1.2
+
+
+def test_a_context_that_a_tier_brought_back_is_asked_with_drafts(tmp_path):
+    """And its entries are chosen again by the question, whose answer is drafted."""
+    contexts, *questions = rounds(one_by_one=False)
+    asked = [contexts, {"flush": True}, *([one] for one in questions[0])]
+    env = {**TIERED_RULE, "KVTIER_RETENTION": "0.5", "KVTIER_REFRESH": "turn"}
+    answers = []
+    with live_tier(tmp_path, "--memory", "256m") as tier:
+        for name, drafts in (("plain", {}), ("drafted", DRAFTS)):
+            named = {**env, "KVTIER_TIER": tier.address, "KVTIER_TIER_NAMESPACE": name}
+            out = run_engine(tmp_path, {**ENGINE, **drafts}, asked, named)
+            found = out["state"]["tier"]
+            if found["restored_requests"] < 4 or found.get("refresh_missed"):
+                pytest.skip("this machine found computing faster than its tier just then")
+            assert found["refreshed_turns"] == 4
+            answers.append(said(out))
+    assert answers[0] == answers[1]
