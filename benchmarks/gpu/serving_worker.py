@@ -1,5 +1,5 @@
-"""An engine in a process of its own, and sessions held in it: one policy of `gpu.serving`, or of
-`cost.decoding`.
+"""An engine in a process of its own, and sessions held in it: one policy of `gpu.serving`, of
+`cost.decoding` or of `cost.drafts`.
 
 python -m benchmarks.gpu.serving_worker PLAN.json OUT.json
 """
@@ -12,7 +12,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ STATE = ("kv_used_bytes", "kv_peak_bytes", "integrity")
 class Load(BaseModel):
     """What is asked of every policy: `sessions` contexts of `context` tokens, and then so many
     turns of all at once. chunk: of a prefill, in tokens; ids: tokens are drawn from the first to
-    below the second; seed: of all tokens."""
+    below the second; seed: of all tokens; phrase: of so many tokens, which a session says over and
+    over instead of new ones."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -39,6 +41,7 @@ class Load(BaseModel):
     chunk: int
     ids: tuple[int, int]
     seed: int
+    phrase: int | None = None
 
 
 class Plan(BaseModel):
@@ -64,6 +67,8 @@ async def ask(engine: Any, prompt: Sequence[int], new_tokens: int) -> dict[str, 
     return {
         "output_ids": list(answer["output_ids"]),
         "cached_tokens": answer["meta_info"]["cached_tokens"],
+        # With drafts: tokens for each pass that verified some.
+        "accept_length": answer["meta_info"].get("spec_accept_length", 1.0),
         "ttft_s": first - began,
         "tpot_s": (ended - first) / max(1, new_tokens - 1),
     }
@@ -76,19 +81,26 @@ async def hold(engine: Any, load: Load) -> dict[str, Any]:
     def tokens(count: int) -> list[int]:
         return [chance.randrange(*load.ids) for _ in range(count)]
 
+    def new_text() -> Callable[[int], list[int]]:
+        """What a session says next: new tokens, or its phrase from where it stopped."""
+        if load.phrase is None:
+            return tokens
+        phrase = cycle(tokens(load.phrase))
+        return lambda count: list(islice(phrase, count))
+
     # Compiles what is compiled on first use.
     await ask(engine, tokens(2 * load.chunk), 4)
     await engine.tokenizer_manager.flush_cache()
-    histories, first = [], []
-    for _ in range(load.sessions):
-        prompt = tokens(load.context)
+    histories, first, texts = [], [], [new_text() for _ in range(load.sessions)]
+    for text in texts:
+        prompt = text(load.context)
         answer = await ask(engine, prompt, load.answer_tokens)
         first.append(answer)
         histories.append([*prompt, *answer["output_ids"]])
     later = []
     for _ in range(load.turns - 1):
-        for history in histories:
-            history += tokens(load.turn_tokens)
+        for history, text in zip(histories, texts, strict=True):
+            history += text(load.turn_tokens)
         answers = await asyncio.gather(
             *(ask(engine, history, load.answer_tokens) for history in histories)
         )
@@ -101,6 +113,8 @@ async def hold(engine: Any, load: Load) -> dict[str, Any]:
         "ttft_s": statistics.median(one["ttft_s"] for one in later),
         "tpot_s": statistics.median(one["tpot_s"] for one in later),
         "cached_tokens": min(one["cached_tokens"] for one in later),
+        "accept_length": statistics.mean(one["accept_length"] for one in (*first, *later)),
+        "first_answers": [one["output_ids"] for one in first],
     }
 
 

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "speculative_algorithm": (
         lambda v: v is None or str(v).upper() == "NGRAM",
-        "NGRAM or no speculative decoding",
+        "NGRAM, or none (docs/speculation.md says what draft models lack),",
     ),
     "disaggregation_mode": (lambda v: v in (None, "null"), "no disaggregation"),
     "enable_hierarchical_cache": (lambda v: not v, "no HiCache"),

@@ -9,7 +9,7 @@ import random
 
 import pytest
 from engine_process import DEMO_MODEL
-from serving import PROFILES, first_turns, next_turns, said, serve
+from serving import PROFILES, first_turns, next_turns, said, serve, tokens
 from tiered_engine import RULE
 
 pytestmark = pytest.mark.engine
@@ -46,6 +46,22 @@ def test_two_ranks_say_what_one_says(tmp_path, profile, slots, settings):
     assert min(idle) == 0
     assert max(idle) < 1
     assert "idle_share_of_ranks" not in one["state"]
+
+
+def test_two_ranks_verify_drafts_over_an_fp8_cache_as_one_does(tmp_path):
+    """Where a text repeats itself, so that drafts are accepted."""
+    PROFILES["uneven"]().save(tmp_path / "profile.json")
+    rng = random.Random(5)
+    phrases = [tokens(rng, 35) for _ in range(4)]
+    contexts = [{"input_ids": one * 12, "max_new_tokens": 1} for one in phrases]
+    new = {"max_new_tokens": 30}
+    questions = [{"input_ids": one, "continues": [0, i], **new} for i, one in enumerate(phrases)]
+    env = {**RULE, "KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json")}
+    flags = {"speculative_algorithm": "NGRAM", "kv_cache_dtype": "fp8_e4m3"}
+    one, two = (serve(tmp_path, ranks, [contexts, questions], env, **flags) for ranks in (1, 2))
+    assert said(two) == said(one)
+    assert two["state"]["dropped_tokens"] == one["state"]["dropped_tokens"] > 0
+    assert min(answer["accept_length"] for answer in two["rounds"][1]) > 1
 
 
 def test_two_ranks_keep_what_the_curve_says_of_each_context(tmp_path):

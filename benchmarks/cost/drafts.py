@@ -1,0 +1,138 @@
+"""What n-gram drafts bring where a text repeats itself: tokens a pass, and time a token.
+
+The same sessions with and without SGLang's drafts, over kvtier. Each says one phrase over and over,
+and so does the model. Both engines take turns, because a machine's speed drifts.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.bars import at_least, at_most
+from benchmarks.common.benchmark import RESULTS, ROOT, Arguments, Benchmark, Measured, Options
+from benchmarks.common.remote import clean_environment, run_module
+from benchmarks.common.table import new_table, show
+from benchmarks.gpu.serving_worker import Load, Plan
+from kvtier.config import ENV_PREFIX
+from kvtier.sizes import format_size
+
+# Of the demo model's vocabulary, and any other's, without special ids.
+IDS = (6, 384)
+TURNS, TURN_TOKENS, SLACK_TOKENS = 3, 16, 4096
+LEAST_ACCEPTED = 1.5
+
+
+def declare(arguments: Arguments) -> None:
+    arguments.add(
+        "--model-path", type=Path, default=ROOT / "models" / "kvtier-demo", metavar="DIR",
+        help="a model whose ids 6 … 383 are no special ones",
+    )  # fmt: skip
+    arguments.add("--head-profile", type=Path, help="(head_profile.json of the model)")
+    arguments.size("--len", "1k", "context tokens")
+    arguments.whole("--phrase", 40, "tokens that a session repeats", least=2)
+    arguments.whole("--sessions", 4, "sessions, each with a phrase of its own")
+    arguments.whole("--answer-tokens", 128, "of every answer", least=2)
+    arguments.whole("--drafts", 8, "tokens that a pass verifies, the newest among them", least=2)
+    arguments.whole("--rounds", 3, "engines with drafts, and without")
+
+
+def run(options: Options) -> Measured:
+    found: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    for number in range(options.rounds):
+        # Forwards and backwards, so that what drifts meets both alike.
+        for drafted in (False, True) if number % 2 == 0 else (True, False):
+            with tempfile.TemporaryDirectory(prefix="kvtier-drafts-") as folder:
+                found[drafted].append(serve(options, Path(folder), drafted=drafted))
+    plain, drafted_ms = (
+        statistics.median(1000 * one["tpot_s"] for one in found[drafted])
+        for drafted in (False, True)
+    )
+    accepted = statistics.mean(one["accept_length"] for one in found[True])
+    answers = [one["first_answers"] for rounds in found.values() for one in rounds]
+    differing = sum(a != b for one in answers[1:] for a, b in zip(one, answers[0], strict=True))
+    table = new_table(
+        f"Answers that repeat a phrase of {options.phrase} tokens, behind "
+        f"{format_size(options.len)} of it",
+        ("", "ms per token", "tokens a pass", "without / with"),
+        left=("",),
+    )
+    table.add_row("without drafts", f"{plain:.2f}", "1.00", "")
+    ratio = plain / drafted_ms
+    table.add_row("with drafts", f"{drafted_ms:.2f}", f"{accepted:.2f}", f"{ratio:.2f}x")
+    show(table)
+    figures = {
+        "model": options.model_path.name, "context_tokens": options.len, "phrase": options.phrase,
+        "sessions": options.sessions, "answer_tokens": options.answer_tokens,
+        "drafts": options.drafts, "tpot_ms": {"without": plain, "with": drafted_ms},
+        "tpot_ratio": ratio, "accept_length": accepted, "differing_answers": differing,
+    }  # fmt: skip
+    bars = [
+        at_least("tokens a pass", accepted, LEAST_ACCEPTED),
+        at_most("first answers that differ", differing, 0),
+    ]
+    return Measured(figures, bars)
+
+
+def serve(options: Options, folder: Path, *, drafted: bool) -> dict[str, Any]:
+    """One engine and its sessions. folder: for its files."""
+    plan, out, log = (folder / name for name in ("plan.json", "out.json", "log"))
+    plan.write_text(make_plan(options, drafted=drafted).model_dump_json())
+    environment = clean_environment()
+    profile = options.head_profile or options.model_path / "head_profile.json"
+    environment[ENV_PREFIX + "HEAD_PROFILE"] = str(profile)
+    run_module("benchmarks.gpu.serving_worker", [plan, out], environment, log)
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def make_plan(options: Options, *, drafted: bool) -> Plan:
+    chunk = min(options.len, 4096)
+    session = options.len + TURNS * (TURN_TOKENS + options.answer_tokens)
+    engine: dict[str, Any] = {
+        "model_path": str(options.model_path),
+        "device": "cpu",
+        "dtype": "float32",
+        "disable_cuda_graph": True,
+        "skip_tokenizer_init": True,
+        "grammar_backend": "none",
+        "skip_server_warmup": True,
+        "chunked_prefill_size": chunk,
+        "max_total_tokens": options.sessions * session + chunk + SLACK_TOKENS,
+        # One by one: what is timed is a request's own passes.
+        "max_running_requests": 1,
+        "random_seed": options.seed,
+        "log_level": "warning",
+        "attention_backend": "kvtier",
+        "radix_cache_backend": "kvtier",
+    }
+    if drafted:
+        engine |= {
+            "speculative_algorithm": "NGRAM",
+            "speculative_num_draft_tokens": options.drafts,
+        }
+    load = Load(
+        sessions=options.sessions,
+        context=options.len,
+        turns=TURNS,
+        turn_tokens=TURN_TOKENS,
+        answer_tokens=options.answer_tokens,
+        chunk=chunk,
+        ids=IDS,
+        seed=options.seed,
+        phrase=options.phrase,
+    )
+    return Plan(engine=engine, load=load)
+
+
+BENCHMARK = Benchmark(
+    "cost.drafts", __doc__, declare, run, out=RESULTS / "drafts.json", seeded="of all phrases"
+)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    sys.exit(main())
