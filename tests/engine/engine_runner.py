@@ -6,7 +6,7 @@ Every round is sent at once (continuous batching); a request may name the round 
 continues ({"continues": [round, index], "input_ids": tail}): its prompt is then that request's
 prompt, its answer, and the tail. Instead of requests a round may be {"weights": model directory},
 which are loaded over the ones before and flush the cache, or {"flush": true}. out: per round and
-request the answer, and the final state.
+request the answer, and the final state; of data parallel replicas the first one's, and all of them.
 """
 
 from __future__ import annotations
@@ -94,13 +94,14 @@ def _result(prompt: list[int], answer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _settled_state(engine: Any) -> dict[str, Any]:
-    """The final state, once nothing is on its way to a tier any more."""
+def _settled_states(engine: Any) -> list[dict[str, Any]]:
+    """The final states, once nothing is on its way to a tier any more."""
     deadline = time.monotonic() + 30
     while True:
-        state = engine.get_server_info()["internal_states"][0]["kvtier"]
-        if not state.get("tier", {}).get("pending") or time.monotonic() > deadline:
-            return state
+        states = [one["kvtier"] for one in engine.get_server_info()["internal_states"]]
+        pending = any(state.get("tier", {}).get("pending") for state in states)
+        if not pending or time.monotonic() > deadline:
+            return states
         time.sleep(0.05)
 
 
@@ -111,10 +112,10 @@ def main(plan_path: str, out_path: str) -> None:
     engine = sglang.Engine(**{**ENGINE_DEFAULTS, **plan["engine"]})
     try:
         rounds = engine.loop.run_until_complete(run_rounds(engine, plan["rounds"]))
-        state = _settled_state(engine)
+        states = _settled_states(engine)
     finally:
         engine.shutdown()
-    report = {"rounds": rounds, "state": state}
+    report = {"rounds": rounds, "state": states[0], "states": states}
     Path(out_path).write_text(json.dumps(report, default=int))
 
 
