@@ -83,21 +83,6 @@ def test_what_ranks_cannot_do_together_is_refused(other, settings, flags):
         compat.check_server_args(arguments, load_settings(**settings))
 
 
-@pytest.mark.parametrize(
-    ("other", "settings"),
-    [
-        ("--merge", {**TIERED, "refresh": "turn", "merge": "beta"}),
-        ("--refresh N", {**TIERED, "refresh": "8"}),
-    ],
-)
-def test_what_does_not_go_together_with_drafts_is_refused(other, settings):
-    arguments = server_args(speculative_algorithm="NGRAM")
-    compat.check_server_args(arguments, load_settings())
-    expected = f"^--speculative-algorithm: expected none together with kvtier and {other}"
-    with pytest.raises(IncompatibleFlagError, match=expected):
-        compat.check_server_args(arguments, load_settings(**settings))
-
-
 def test_mixed_chunks_are_refused_with_streaming_only():
     compat.check_server_args(server_args(enable_mixed_chunk=True), load_settings())
     with pytest.raises(IncompatibleFlagError, match="--enable-mixed-chunk"):

@@ -26,6 +26,7 @@ import torch
 from kvtier_kernels.base import KernelUnavailableError
 from kvtier_kernels.flashinfer_backend.machine import check_compiler
 from kvtier_kernels.flashinfer_backend.variant import jit_args
+from kvtier_kernels.fp8 import FP8_DTYPES
 
 HOPPER = "9.0a"
 # Without a mask, over pages: what decoding and a prefix run. The others are for the module's sake.
@@ -36,7 +37,7 @@ CALLED = (
     "batch_prefill_jit_binding.cu",
 )
 # Query type, KV type, head dimension.
-VARIANTS = ((torch.bfloat16, torch.bfloat16, 128), (torch.bfloat16, torch.float8_e4m3fn, 128))
+VARIANTS = tuple((torch.bfloat16, kv, 128) for kv in (torch.bfloat16, *FP8_DTYPES))
 
 
 class Compiled(NamedTuple):

@@ -23,6 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kvtier_kernels.base import AttentionState, HeadMap, RaggedKV, Window
+from kvtier_kernels.fp8 import FP8_DTYPES
 from kvtier_kernels.selection import SelectionKernels, Stretch
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 from kvtier_kernels.triton_backend.launching import FIRST_WITH_E4M3, Launch, is_interpreted
@@ -79,7 +80,7 @@ def compile_all(capability: int = HOPPER) -> Iterator[Compiled]:
         raise RuntimeError("TRITON_INTERPRET is set: nothing is compiled")
     triton.runtime.driver.set_active(AbsentDevice(capability))
     for dim, group, kv_dtype, votes in itertools.product(
-        (64, 128, 256), (1, 4, 8), (torch.bfloat16, torch.float8_e4m3fn), (0, 1, 2)
+        (64, 128, 256), (1, 4, 8), (torch.bfloat16, *FP8_DTYPES), (0, 1, 2)
     ):
         if (dim, group) != (128, 4) and (votes == 2 or kv_dtype != torch.bfloat16):
             continue

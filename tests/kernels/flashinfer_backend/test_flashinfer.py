@@ -256,7 +256,7 @@ def test_attention_with_votes_compiles_for_hopper(tmp_path):
         check_compiler()
     except KernelUnavailableError as error:
         pytest.skip(str(error))
-    # Both variants are the same code but for the type of KV.
+    # All variants are the same code but for the type of KV.
     kernel = "batch_prefill_paged_kernel_mask_0.cu"
     one = [] if THOROUGH else ["--kv", "float8_e4m3fn", "--file", kernel]
     done = subprocess.run(

@@ -1,4 +1,5 @@
-"""Drafted tokens: who sees whom, and SGLang's functions of indices as they are on a CPU."""
+"""Drafted tokens: what they go together with, who sees whom, and SGLang's functions of indices as
+they are on a CPU."""
 
 from __future__ import annotations
 
@@ -8,10 +9,28 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_plugin import TIERED, server_args
 
+from kvtier.config import load_settings
+from kvtier.errors import IncompatibleFlagError
 from kvtier_kernels import RaggedKV, get_kernels
-from kvtier_sglang import cpu_drafts
+from kvtier_sglang import compat, cpu_drafts
 from kvtier_sglang.attention.drafts import fold, over_branches, tree_masks, unfold
+
+
+@pytest.mark.parametrize(
+    ("other", "settings"),
+    [
+        ("--merge", {**TIERED, "refresh": "turn", "merge": "beta"}),
+        ("--refresh N", {**TIERED, "refresh": "8"}),
+    ],
+)
+def test_what_does_not_go_together_with_drafts_is_refused(other, settings):
+    arguments = server_args(speculative_algorithm="NGRAM")
+    compat.check_server_args(arguments, load_settings())
+    expected = f"^--speculative-algorithm: expected none together with kvtier and {other}"
+    with pytest.raises(IncompatibleFlagError, match=expected):
+        compat.check_server_args(arguments, load_settings(**settings))
 
 
 @st.composite
