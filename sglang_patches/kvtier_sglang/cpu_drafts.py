@@ -16,6 +16,7 @@ import torch
 
 _WORKER = "sglang.srt.speculative.ngram_worker"
 _UTILS = "sglang.srt.speculative.spec_utils"
+_EAGLE = "sglang.srt.speculative.eagle_utils"
 
 
 def make_importable() -> None:
@@ -34,9 +35,17 @@ def functions() -> dict[str, Callable[..., Any]]:
         f"{_WORKER}.reconstruct_indices_from_tree_mask_func": links_of_tree,
         f"{_UTILS}.fill_front_out_cache_loc_func": slots_in_front,
         f"{_UTILS}.fill_accept_out_cache_loc_func": accepted_slots,
-        "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func": accept_greedily,
+        f"{_EAGLE}.verify_tree_greedy_func": accept_greedily,
+        f"{_EAGLE}._verify_uses_greedy": verifies_greedily,
         "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": write_rows,
     }
+
+
+def verifies_greedily(
+    *, is_all_greedy: bool, is_cpu: bool, is_hip: bool, is_xpu: bool, use_rejection_sampling: bool
+) -> bool:
+    """Whatever requests ask for: so does SGLang on a CPU, which has no tree sampling."""
+    return True
 
 
 def links_of_tree(

@@ -45,7 +45,7 @@ async def run_rounds(engine: Any, rounds: list[list[dict[str, Any]]]) -> list[li
                 engine.async_generate(
                     input_ids=prompt,
                     sampling_params={
-                        "temperature": 0,
+                        "temperature": request.get("temperature", 0),
                         "max_new_tokens": request["max_new_tokens"],
                         "ignore_eos": True,
                     },

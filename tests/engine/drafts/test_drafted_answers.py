@@ -93,6 +93,13 @@ def logprobs(out: dict) -> list[float]:
     return [x for requests in out["rounds"] for one in requests for x in one["logprobs"]]
 
 
+def test_a_request_with_a_temperature_is_served(tmp_path):
+    """SGLang has no sampling of drafts on a CPU, and accepts them greedily."""
+    asked = [[{**one, "temperature": 0.8} for one in some] for some in rounds(one_by_one=False)]
+    out = run_engine(tmp_path, {**ENGINE, **DRAFTS}, asked, {**RULE_ENV, **PROFILE})
+    assert [len(answer) for answer in said(out)[1]] == [40] * 4
+
+
 def test_slots_come_back_where_turns_are_evicted_and_requests_retracted(tmp_path):
     """Room for two of the four contexts. What is computed again is not compressed as it was."""
     limits = {"max_total_tokens": 1400, "max_running_requests": 3}
