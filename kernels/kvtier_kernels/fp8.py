@@ -1,8 +1,8 @@
 """KV of one byte a number: what a number becomes, and how such tensors are indexed.
 
 An fp8 KV cache holds x / scale, one scale for the keys and one for the values of a layer (1 unless
-the checkpoint brings others). What reads it works in these *stored units*: k·scale is in the
-softmax scale, v·scale in the output, so kernels and rules never see a scale.
+the checkpoint brings others). What reads it works in these *stored units*: queries are multiplied
+by the scale of keys and outputs by that of values, so kernels and rules never see a scale.
 """
 
 from __future__ import annotations

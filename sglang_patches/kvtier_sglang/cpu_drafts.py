@@ -149,6 +149,7 @@ def write_rows(
     at = 0
     rows = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
     for row, begin, end in rows:
+        assert end <= req_to_token.shape[1], "a row without room for what is reserved ahead"
         new = out_cache_loc[at : at + end - begin]
         req_to_token[row, begin:end] = new.to(req_to_token.dtype)
         at += end - begin

@@ -47,6 +47,19 @@ def ask_tier(scheduler: Any, *args: Any, **kwargs: Any) -> None:
         scheduler.enable_lmcache = cache.uses_tier
 
 
+def make_room_for_drafts(original: Callable[[], int]) -> int:
+    """AROUND get_req_to_token_extra_context_len: a request's row must hold what SGLang reserves
+    ahead of its drafts. Near the context's end that is more than SGLang counts, which then writes
+    into the next request's row."""
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+    from sglang.srt.runtime_context import get_spec
+
+    extra = original()
+    if get_spec().speculative_algorithm is None or not any(compat.backends_are_ours()):
+        return extra
+    return max(extra, get_alloc_reserve_per_decode() + 1)
+
+
 def weights_change(manager: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE every call of SGLang's that can change weights: KV of the weights before must not be
     taken for KV of those after."""

@@ -55,6 +55,10 @@ def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]
             runtime.measure_prompt_nll,
             around,
         ),
+        "sglang.srt.mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len": (
+            hooks.make_room_for_drafts,
+            around,
+        ),
         "sglang.srt.models.utils.enable_fused_set_kv_buffer": (hooks.refuse_fused_write, around),
         "sglang.srt.mem_cache.allocation.alloc_token_slots": (occupancy.observe_peak, after),
         "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache": (hooks.ask_tier, before),

@@ -22,7 +22,7 @@ from kvtier_kernels import AttentionKernels, HeadMap, RaggedKV, get_kernels
 from kvtier_kernels.fp8 import as_stored
 from kvtier_kernels.side_by_side import SideBySide
 from kvtier_sglang.attention.cuda_graphs import DecodeGraphs
-from kvtier_sglang.attention.drafts import fold, over_branches, unfold
+from kvtier_sglang.attention.drafts import fold, over_branches, over_prefixes, unfold
 from kvtier_sglang.attention.packed import PackedPlan
 from kvtier_sglang.attention.plans import BatchPlan, ClassPlan, Planner, indptr
 from kvtier_sglang.compression.selection import PrefillRows, TokenSelection
@@ -190,23 +190,23 @@ class KvtierAttnBackend(AttentionBackend):
         index = layer.layer_id - self.pool.start_layer
         if self.selection is not None and batch.prefill is not None:
             self.selection.observe(index, q, k, v, batch.prefill, layer.scaling)
-        k, v, scale = self._in_stored_units(index, k, v, layer.scaling)
+        q, k, v = self._in_stored_units(index, q, k, v)
         if save_kv_cache:
             self.pool.store(self.kernels, index, batch.write, k, v)
         if batch.drafts is not None:
-            out = self._verify(index, q, k, v, scale, batch, batch.drafts)
+            out = self._verify(index, q, k, v, layer.scaling, batch, batch.drafts)
             return self._in_model_units(index, out)
         refresh = self.refresh()
         if refresh is not None:
             # Requests that begin a turn in this pass choose this layer's entries anew.
-            refresh.layer(index, q, scale)
+            refresh.layer(index, q, layer.scaling)
             if index == self.pool.layer_num - 1:
                 refresh.end_pass()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for buffers, part, votes in self._classes(index, batch):
             if batch.packed is not None and buffers is self.pool.ca[index]:
                 own = buffers.select(q), buffers.select(k), buffers.select(v)
-                o = batch.packed.extend(index, *own, batch.q_indptr, batch.dense, scale)
+                o = batch.packed.extend(index, *own, batch.q_indptr, batch.dense, layer.scaling)
                 buffers.head_map.place(out, o)
                 continue
             self.kernels.extend_heads(
@@ -216,7 +216,7 @@ class KvtierAttnBackend(AttentionBackend):
                 batch.q_indptr,
                 RaggedKV(buffers.k, buffers.v, votes),
                 part.plan,
-                scale,
+                layer.scaling,
                 buffers.head_map,
                 out,
                 part.window,
@@ -236,7 +236,7 @@ class KvtierAttnBackend(AttentionBackend):
         batch = self._metadata()
         q, k, v = self._shaped(q, k, v, layer)
         index = layer.layer_id - self.pool.start_layer
-        k, v, scale = self._in_stored_units(index, k, v, layer.scaling)
+        q, k, v = self._in_stored_units(index, q, k, v)
         if save_kv_cache:
             self.pool.store(self.kernels, index, batch.write, k, v)
         watching = self._watching
@@ -246,7 +246,7 @@ class KvtierAttnBackend(AttentionBackend):
         calls: list[Callable[[], None]] = []
         for buffers, part, votes in self._classes(index, batch):
             kv = RaggedKV(buffers.k, buffers.v, votes)
-            args = (q, kv, part.plan, scale, buffers.head_map, out)
+            args = (q, kv, part.plan, layer.scaling, buffers.head_map, out)
             if batch.packed is not None and buffers is self.pool.ca[index]:
                 calls.append(partial(self._decode_packed, index, batch.packed, *args))
             else:
@@ -271,10 +271,11 @@ class KvtierAttnBackend(AttentionBackend):
         for buffers, part, votes in self._classes(index, batch):
             heads = buffers.select
             kv = RaggedKV(buffers.k, buffers.v, votes)
-            state = self.kernels.decode(heads(q), kv, part.plan, scale)
+            decode = partial(self.kernels.decode, kv=kv, plan=part.plan, scale=scale)
+            state = over_prefixes(decode, heads(q))
             if batch.packed is not None and buffers is self.pool.ca[index]:
-                packed = batch.packed.decode(index, heads(q), scale)
-                state = self.kernels.merge_states(state, packed)
+                decode = partial(batch.packed.decode, index, scale=scale)
+                state = self.kernels.merge_states(state, over_prefixes(decode, heads(q)))
             branches = over_branches(heads(q), heads(k), heads(v), masks, scale)
             buffers.head_map.place(out, self.kernels.merge_states(state, branches).o)
         return unfold(out, count)
@@ -297,16 +298,18 @@ class KvtierAttnBackend(AttentionBackend):
         heads.place(out, both.o)
 
     def _in_stored_units(
-        self, index: int, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """A layer's new tokens and softmax scale for a cache of another dtype (kvtier_kernels.fp8).
+        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A layer's new tokens for a cache of another dtype (kvtier_kernels.fp8).
 
-        New tokens are attended to as they will be stored, so what a context says does not depend
-        on where its chunks and turns ended.
+        They are attended to as they will be stored, so what a context says does not depend on where
+        its chunks and turns ended. The scale of keys goes into the queries: then plans, and queries
+        that a refresh remembers, are alike in all layers.
         """
         scales, dtype = self.pool.scales.of(index), self.pool.dtype
-        stored = as_stored(k, dtype, scales.k), as_stored(v, dtype, scales.v)
-        return *stored, scale * scales.k
+        if scales.k != 1.0:
+            q = q * scales.k
+        return q, as_stored(k, dtype, scales.k), as_stored(v, dtype, scales.v)
 
     def _in_model_units(self, index: int, out: torch.Tensor) -> torch.Tensor:
         """A layer's output `[tokens, heads * dim]`, which was summed over values as stored."""

@@ -10,11 +10,16 @@ heads of one decoding query. What drafts see of each other is small, and compute
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from kvtier_kernels import AttentionState
+
+# Query heads that a decoding kernel is given at once: with more, Triton's spill, and before Hopper
+# they do not fit at all.
+MOST_ROWS = 128
 
 
 def tree_masks(forward_batch: Any) -> torch.Tensor:
@@ -49,6 +54,17 @@ def unfold(x: torch.Tensor, drafts: int) -> torch.Tensor:
     return by_request.contiguous().view(requests * drafts, heads, rows // drafts, dim)
 
 
+def over_prefixes(
+    decode: Callable[[torch.Tensor], AttentionState], q: torch.Tensor
+) -> AttentionState:
+    """Folded queries `[requests, heads, rows, dim]` over what `decode` reads, as many rows a time
+    as one program of a GPU can hold."""
+    if q.shape[2] <= MOST_ROWS:
+        return decode(q)
+    parts = [decode(rows.contiguous()) for rows in torch.split(q, MOST_ROWS, dim=2)]
+    return AttentionState(*(torch.cat(sides, dim=2) for sides in zip(*parts, strict=True)))
+
+
 def over_branches(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: torch.Tensor, scale: float
 ) -> AttentionState:
@@ -68,4 +84,4 @@ def over_branches(
     return AttentionState(o.to(q.dtype), lse)
 
 
-__all__ = ["fold", "over_branches", "tree_masks", "unfold"]
+__all__ = ["fold", "over_branches", "over_prefixes", "tree_masks", "unfold"]

@@ -19,7 +19,7 @@ An fp8 cache holds bytes, as SGLang's own pools do, in stored units (kvtier_kern
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -123,10 +123,11 @@ class HeadSplitKVPool(KVCache):
         self.v_head_dim = shape.head_dim
         self.ca, cells = self._buffers(ca_size, profile.ca_heads)
         every = range(shape.num_layers)
-        self.locality, _ = self._buffers(
+        self.locality, locality_cells = self._buffers(
             locality_size, [profile.locality_heads(layer) for layer in every]
         )
-        self.packed = PackedSpans(ca_size + page_size, cells()) if packs else None
+        self._cells = cells, locality_cells
+        self.packed = PackedSpans(ca_size + page_size, cells) if packs else None
         self.locality_of = torch.zeros(ca_size + 1, dtype=torch.int64, device=device)
         self.settled = torch.zeros(ca_size + 1, dtype=torch.bool, device=device)
         self.log_votes = torch.zeros(locality_size + 1, dtype=torch.float32, device=device)
@@ -152,7 +153,7 @@ class HeadSplitKVPool(KVCache):
 
     def _buffers(
         self, size: int, layers: Sequence[tuple[int, ...]]
-    ) -> tuple[list[ClassBuffers], Callable[[], Cells]]:
+    ) -> tuple[list[ClassBuffers], Cells]:
         """The buffers of one class, layer by layer, and their memory as cells.
 
         layers: the class's heads of each layer.
@@ -180,7 +181,7 @@ class HeadSplitKVPool(KVCache):
                 strides += [count] * count
             index = torch.tensor(heads, dtype=torch.int64, device=self.device)
             buffers.append(ClassBuffers(HeadMap(heads, index), views[0], views[1]))
-        return buffers, lambda: Cells(sides[0], sides[1], bases, strides)
+        return buffers, Cells(sides[0], sides[1], bases, strides)
 
     @property
     def layers(self) -> range:
@@ -234,11 +235,12 @@ class HeadSplitKVPool(KVCache):
         """Copy what CA slots hold, and their locality slots, to others: SGLang puts drafts that
         were accepted where their positions are."""
         images = self.locality_of[tgt_loc], self.locality_of[src_loc]
-        for classes, (target, source) in ((self.ca, (tgt_loc, src_loc)), (self.locality, images)):
-            for buffers in classes:
-                for side in buffers.sides:
-                    # The right-hand side is a copy, so overlapping slots are no danger.
-                    side[target] = side[source]
+        every = slice(None)
+        for cells, (target, source) in zip(self._cells, ((tgt_loc, src_loc), images), strict=True):
+            into, held = cells.of(every, target), cells.of(every, source)
+            for side in (raw(cells.k), raw(cells.v)):
+                # The right-hand side is a copy, so overlapping slots are no danger.
+                side[into] = side[held]
 
     def compensate(self, dropped: torch.Tensor, into: int) -> None:
         """Write the compensation entry of `dropped` locality slots into slot `into`.

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import xxhash
 
+from kvtier_sglang.pool.scales import LayerScales
+
 # Server arguments under which equal parameters and configurations compute other KV, and not by
 # rounding alone. All others of SGLang's are in `tests/engine/weights/server_arguments.txt`, as
 # reviewed.
@@ -72,7 +74,9 @@ class ModelIdentity:
         found = xxhash.xxh3_128()
         found.update(_canonical(self._arguments))
         found.update(_canonical(self._config()))
-        found.update(_canonical(self._runner.token_to_kv_pool.scales.all()))
+        scales = self._runner.token_to_kv_pool.scales.all()
+        if any(one != LayerScales() for one in scales):
+            found.update(_canonical(scales))
         digest_tensors(found, self._runner.model.state_dict())
         return found.hexdigest()
 

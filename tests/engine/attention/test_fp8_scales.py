@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from kvtier.config import load_settings
 from kvtier.errors import StartupError
@@ -70,7 +71,7 @@ def run_pass(backend, inputs, slots, held):
     """One request's new tokens through both layers; a single one is decoded."""
     new = slots.numel()
     backend.req_to_token[1, held : held + new] = slots.to(torch.int32)
-    mode = SimpleNamespace(is_idle=lambda: False, is_extend=lambda: new > 1)
+    mode = ForwardMode.EXTEND if new > 1 else ForwardMode.DECODE
     batch = SimpleNamespace(
         forward_mode=mode,
         req_pool_indices=torch.tensor([1]),

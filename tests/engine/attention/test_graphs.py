@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtier.config import load_settings
@@ -104,7 +105,7 @@ def fill(batch: SimpleNamespace, runner, lengths: list[int], seed: int) -> None:
 
 
 def eager(batch: SimpleNamespace) -> SimpleNamespace:
-    mode = SimpleNamespace(is_idle=lambda: False, is_extend=lambda: False)
+    mode = ForwardMode.DECODE
     return SimpleNamespace(**vars(batch), seq_lens_cpu=batch.seq_lens.cpu(), forward_mode=mode)
 
 

@@ -4,6 +4,7 @@ they are on a CPU."""
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from test_plugin import TIERED, server_args
 
 from kvtier.config import load_settings
 from kvtier.errors import IncompatibleFlagError
+from kvtier.heads.profile import HeadProfile, ModelShape
 from kvtier_kernels import RaggedKV, get_kernels
 from kvtier_sglang import compat, cpu_drafts
+from kvtier_sglang.attention import drafts
 from kvtier_sglang.attention.drafts import fold, over_branches, tree_masks, unfold
+from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
 
 
 @pytest.mark.parametrize(
@@ -69,14 +73,19 @@ def test_both_of_sglangs_masks_say_who_sees_whom(parents, seed):
         for mask, length in zip(masks, lengths, strict=True)
     ]
     for form in (torch.cat(whole), masks.flatten()):
-        drafts = SimpleNamespace(draft_token_num=len(parents[0]), custom_mask=form)
-        batch = SimpleNamespace(spec_info=drafts, seq_lens=lengths)
+        info = SimpleNamespace(draft_token_num=len(parents[0]), custom_mask=form)
+        batch = SimpleNamespace(spec_info=info, seq_lens=lengths)
         assert torch.equal(tree_masks(batch), masks)
 
 
 @settings(max_examples=15)
-@given(parents=several, name=st.sampled_from(["reference", "triton"]), seed=st.integers(0, 1000))
-def test_a_draft_sees_its_prefix_and_its_branch(parents, name, seed):
+@given(
+    parents=several,
+    name=st.sampled_from(["reference", "triton"]),
+    most=st.sampled_from([3, 128]),
+    seed=st.integers(0, 1000),
+)
+def test_a_draft_sees_its_prefix_and_its_branch(parents, name, most, seed):
     torch.manual_seed(seed)
     kernels, (heads, group, dim) = get_kernels(name), (2, 2, 32)
     masks = torch.stack([mask_of(one) for one in parents])
@@ -89,7 +98,10 @@ def test_a_draft_sees_its_prefix_and_its_branch(parents, name, seed):
     new_k, new_v = torch.randn(2, requests * count, heads, dim)
     plan, scale = kernels.plan(torch.cat(slots), indptr), dim**-0.5
     folded = fold(q, count)
-    prefix = kernels.decode(folded, RaggedKV(k, v), plan, scale)
+    with patch.object(drafts, "MOST_ROWS", most):
+        prefix = drafts.over_prefixes(
+            lambda rows: kernels.decode(rows, RaggedKV(k, v), plan, scale), folded
+        )
     branch = over_branches(folded, new_k, new_v, masks, scale)
     out = unfold(kernels.merge_states(prefix, branch).o, count)
     for request, own in enumerate(slots):
@@ -100,6 +112,30 @@ def test_a_draft_sees_its_prefix_and_its_branch(parents, name, seed):
             logits = torch.einsum("hgd,ehd->hge", q[row], keys) * scale
             expected = torch.einsum("hge,ehd->hgd", logits.softmax(-1), values)
             torch.testing.assert_close(out[row], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_an_accepted_draft_is_moved_in_all_heads_of_both_classes(dtype):
+    shape = ModelShape(num_layers=3, num_kv_heads=3, num_attention_heads=6, head_dim=4)
+    profile = HeadProfile(
+        model="test", shape=shape, method="test", ca_heads=((0, 2), (), (0, 1, 2))
+    )
+    pool = HeadSplitKVPool(30, 20, profile=profile, dtype=dtype, device="cpu", start_layer=0)
+    pool.locality_of[5:25] = torch.arange(1, 21)
+    classes = [(one, False) for one in pool.ca] + [(one, True) for one in pool.locality]
+    for buffers, _ in classes:
+        for side in buffers.sides:
+            side.copy_(torch.randint(0, 99, side.shape))
+    held = [[side.clone() for side in buffers.sides] for buffers, _ in classes]
+    # Drafts 8 and 9 go where 7 and 8 were; the rest of SGLang's list is its padding slot.
+    target, source = torch.tensor([6, 7, 8, 0, 0]), torch.tensor([6, 8, 9, 0, 0])
+    pool.move_kv_cache(target, source)
+    for (buffers, is_locality), before in zip(classes, held, strict=True):
+        shift = 4 if is_locality else 0
+        for side, was in zip(buffers.sides, before, strict=True):
+            expected = was.clone()
+            expected[target[:3] - shift] = was[source[:3] - shift]
+            assert torch.equal(side, expected)
 
 
 @given(parents=several, lengths=st.lists(st.integers(1, 50), min_size=4, max_size=4))

@@ -93,6 +93,19 @@ def logprobs(out: dict) -> list[float]:
     return [x for requests in out["rounds"] for one in requests for x in one["logprobs"]]
 
 
+def test_answers_may_end_where_the_models_context_does(tmp_path):
+    """With SGLang's default number of drafts, of which it reserves two passes' ahead."""
+    engine = {**ENGINE, "context_length": 300, "speculative_algorithm": "NGRAM"}
+    rng = random.Random(6)
+    phrases = [[rng.randrange(6, 384) for _ in range(24)] for _ in range(3)]
+    asked = [{"input_ids": one * 10, "max_new_tokens": 58} for one in phrases]
+    plain = {**engine, "speculative_algorithm": None}
+    drafted, alone = (run_engine(tmp_path, one, [asked], RULE_ENV) for one in (engine, plain))
+    assert said(drafted) == said(alone)
+    # SGLang leaves a token or two of the context free.
+    assert {len(answer) for answer in said(drafted)[0]} == {58}
+
+
 def test_a_request_with_a_temperature_is_served(tmp_path):
     """SGLang has no sampling of drafts on a CPU, and accepts them greedily."""
     asked = [[{**one, "temperature": 0.8} for one in some] for some in rounds(one_by_one=False)]
