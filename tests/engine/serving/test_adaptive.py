@@ -122,6 +122,24 @@ def test_a_quality_target_keeps_what_the_curve_says_of_each_context(tmp_path, ad
         assert turn["kept_tokens"] == pytest.approx(kept, abs=2)
 
 
+def test_drafts_are_verified_over_what_heads_competed_for(tmp_path, adaptive):
+    """Contexts that repeat a phrase, compressed, and asked for more of it."""
+    phrases = [turns[0][:35] for turns in prompts(4, 400)]
+    contexts = [{"input_ids": one * 12, "max_new_tokens": 1} for one in phrases]
+    questions = [
+        {"input_ids": one, "max_new_tokens": 30, "continues": [index, 0]}
+        for index, one in enumerate(phrases)
+    ]
+    rounds = [[one] for one in (*contexts, *questions)]
+    engine = {"model_path": str(DEMO_MODEL), "max_total_tokens": 10_000, **POLICIES["kvtier"]}
+    env = {**RULE_ENV, **adaptive, "KVTIER_RETENTION": "0.35"}
+    drafts = {"speculative_algorithm": "NGRAM"}
+    plain, drafted = (run_engine(tmp_path, engine | more, rounds, env) for more in ({}, drafts))
+    assert said(drafted) == said(plain)
+    assert drafted["state"]["compacted_tokens"] > 500
+    assert max(one["accept_length"] or 1 for (one,) in drafted["rounds"]) > 1.5
+
+
 def test_triton_kernels_say_the_same(tmp_path, adaptive):
     """Without a GPU in Triton's interpreter, so contexts are short."""
     engine = {
