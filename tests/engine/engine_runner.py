@@ -69,7 +69,11 @@ async def _load(engine: Any, model_path: str) -> None:
 
 
 async def _flush(engine: Any) -> None:
-    assert (await engine.tokenizer_manager.flush_cache()).success
+    """SGLang refuses while a request is still being put away, which its answer does not wait for."""
+    deadline = time.monotonic() + 10
+    while not (await engine.tokenizer_manager.flush_cache()).success:
+        assert time.monotonic() < deadline, "the cache was not flushed"
+        await asyncio.sleep(0.05)
 
 
 def _prompt(request: dict[str, Any], finished: list[list[dict[str, Any]]]) -> list[int]:
