@@ -69,7 +69,7 @@ async def _load(engine: Any, model_path: str) -> None:
 
 
 async def _flush(engine: Any) -> None:
-    """SGLang refuses while a request is still being put away, which its answer does not wait for."""
+    """SGLang refuses while a request is being put away, which its answer does not wait for."""
     deadline = time.monotonic() + 10
     while not (await engine.tokenizer_manager.flush_cache()).success:
         assert time.monotonic() < deadline, "the cache was not flushed"
