@@ -82,7 +82,7 @@ real: $(REAL)/head_profile.json $(REAL)/token_worth.npz  ## Bench a model that o
 	$(REAL_BENCH) --retention 0.25 --head-budgets adaptive --scorer reconstruction \
 		--scorer-file $(REAL)/token_worth.npz --json out/real.json --report out/real.html
 
-test: $(READY)  ## Run all tests, engine tests included (about 20 minutes on 2 cores; PROCESSES=N)
+test: $(READY)  ## Run all tests, engine tests included (about half an hour on 2 cores; PROCESSES=N)
 	$(call run_tests)
 
 test-fast: $(READY)  ## Run the tests that start no engine
