@@ -68,6 +68,30 @@ def assert_close(state, o, lse, dtype):
     )
 
 
+def assert_attends(kernels, q, k_new, v_new, kv, slots, bias, prefixes, news):
+    """Decoding and extending of requests, each with so many prefix entries and new tokens.
+
+    kv: its k and v count as q's dtype has them; slots: of all entries, in order; bias: log-votes,
+    zeros where kv has none.
+    """
+    dtype, scale = q.dtype, q.shape[-1] ** -0.5
+    k, v = kv.k.to(dtype), kv.v.to(dtype)
+    indptr, q_indptr = ([0, *itertools.accumulate(each)] for each in (prefixes, news))
+    plan = kernels.plan(slots, indptr, kv.log_votes)
+    decoded = kernels.decode(q[: len(prefixes)], kv, plan, scale)
+    extended = kernels.extend(q, k_new, v_new, q_indptr, kv, plan, scale)
+    for i, (n, m) in enumerate(zip(prefixes, news, strict=True)):
+        own, part = slots[indptr[i] : indptr[i + 1]], slice(q_indptr[i], q_indptr[i + 1])
+        everything = torch.ones(1, n, dtype=torch.bool)
+        o, lse = oracle(q[i : i + 1], k[own], v[own], bias[own], everything)
+        assert_close(AttentionState(decoded.o[i : i + 1], decoded.lse[i : i + 1]), o, lse, dtype)
+        keys, values = torch.cat([k[own], k_new[part]]), torch.cat([v[own], v_new[part]])
+        votes_of = torch.cat([bias[own], torch.zeros(m, *bias.shape[1:])])
+        visible = torch.arange(n + m)[None, :] <= (n + torch.arange(m))[:, None]
+        o, lse = oracle(q[part], keys, values, votes_of, visible)
+        assert_close(AttentionState(extended.o[part], extended.lse[part]), o, lse, dtype)
+
+
 @backends
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("layout", ["slot-major", "head-major"])
@@ -191,27 +215,14 @@ def test_half_precision_with_and_without_a_prefix(name, votes, layout):
     heads, group, dim = 2, 4, 128
     prefixes, news = [0, 1, 2000, 130], [70, 1, 5, 33]
     k, v = make_cache(heads, dim, dtype, layout=layout)
-    indptr, q_indptr = ([0, *itertools.accumulate(each)] for each in (prefixes, news))
-    slots = torch.randperm(2999)[: indptr[-1]] + 1
+    slots = torch.randperm(2999)[: sum(prefixes)] + 1
     # Small ones: the reference rounds them to bfloat16.
     bias = torch.rand(3000, heads, group) * 6 - 3
     bias = {"none": torch.zeros(3000), "per entry": bias[:, 0, 0], "per head": bias}[votes]
     kv = RaggedKV(k, v, None if votes == "none" else bias)
-    plan = kernels.plan(slots, indptr, kv.log_votes)
-    q = torch.randn(q_indptr[-1], heads, group, dim).to(dtype)
-    k_new, v_new = torch.randn(2, q_indptr[-1], heads, dim).to(dtype)
-    decoded = kernels.decode(q[:4], kv, plan, dim**-0.5)
-    extended = kernels.extend(q, k_new, v_new, q_indptr, kv, plan, dim**-0.5)
-    for i, (n, m) in enumerate(zip(prefixes, news, strict=True)):
-        own, part = slots[indptr[i] : indptr[i + 1]], slice(q_indptr[i], q_indptr[i + 1])
-        everything = torch.ones(1, n, dtype=torch.bool)
-        o, lse = oracle(q[i : i + 1], k[own], v[own], bias[own], everything)
-        assert_close(AttentionState(decoded.o[i : i + 1], decoded.lse[i : i + 1]), o, lse, dtype)
-        keys, values = torch.cat([k[own], k_new[part]]), torch.cat([v[own], v_new[part]])
-        votes_of = torch.cat([bias[own], torch.zeros(m, *bias.shape[1:])])
-        visible = torch.arange(n + m)[None, :] <= (n + torch.arange(m))[:, None]
-        o, lse = oracle(q[part], keys, values, votes_of, visible)
-        assert_close(AttentionState(extended.o[part], extended.lse[part]), o, lse, dtype)
+    q = torch.randn(sum(news), heads, group, dim).to(dtype)
+    k_new, v_new = torch.randn(2, sum(news), heads, dim).to(dtype)
+    assert_attends(kernels, q, k_new, v_new, kv, slots, bias, prefixes, news)
 
 
 @backends

@@ -1,14 +1,19 @@
 """KV of one byte a number: what is stored, and that every backend attends to exactly that."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_equivalence import assert_close, backends, device, make_cache, oracle  # noqa: F401
+from test_equivalence import (  # noqa: F401
+    assert_attends,
+    assert_close,
+    backends,
+    device,
+    make_cache,
+    oracle,
+)
 
-from kvtier_kernels import AttentionState, RaggedKV, Window, get_kernels
+from kvtier_kernels import RaggedKV, Window, get_kernels
 from kvtier_kernels.fp8 import FP8_DTYPES, as_stored, narrowed, put, restored, take, widened
 
 dtypes = pytest.mark.parametrize("fp8", FP8_DTYPES, ids=["e4m3", "e5m2"])
@@ -70,28 +75,14 @@ def test_entries_are_attended_to_in_the_querys_precision(name, fp8, dtype, votes
     prefixes, news = [700, 0, 130], [9, 20, 33]
     k, v = make_cache(heads, dim, torch.float32)
     kv = RaggedKV(k.to(fp8), v.to(fp8))
-    indptr, q_indptr = ([0, *itertools.accumulate(each)] for each in (prefixes, news))
-    slots = torch.randperm(2999)[: indptr[-1]] + 1
+    slots = torch.randperm(2999)[: sum(prefixes)] + 1
     bias = torch.rand(3000, heads, group) * 6 - 3
     bias = {"none": torch.zeros(3000), "per entry": bias[:, 0, 0], "per head": bias}[votes]
     if votes != "none":
         kv = kv._replace(log_votes=bias)
-    plan = kernels.plan(slots, indptr, kv.log_votes)
-    q = torch.randn(q_indptr[-1], heads, group, dim).to(dtype)
+    q = torch.randn(sum(news), heads, group, dim).to(dtype)
     k_new, v_new = (as_stored(torch.randn(len(q), heads, dim), fp8, 1.0).to(dtype) for _ in "kv")
-    decoded = kernels.decode(q[:3], kv, plan, dim**-0.5)
-    extended = kernels.extend(q, k_new, v_new, q_indptr, kv, plan, dim**-0.5)
-    k, v = kv.k.to(dtype), kv.v.to(dtype)
-    for i, (n, m) in enumerate(zip(prefixes, news, strict=True)):
-        own, part = slots[indptr[i] : indptr[i + 1]], slice(q_indptr[i], q_indptr[i + 1])
-        everything = torch.ones(1, n, dtype=torch.bool)
-        o, lse = oracle(q[i : i + 1], k[own], v[own], bias[own], everything)
-        assert_close(AttentionState(decoded.o[i : i + 1], decoded.lse[i : i + 1]), o, lse, dtype)
-        keys, values = torch.cat([k[own], k_new[part]]), torch.cat([v[own], v_new[part]])
-        votes_of = torch.cat([bias[own], torch.zeros(m, *bias.shape[1:])])
-        visible = torch.arange(n + m)[None, :] <= (n + torch.arange(m))[:, None]
-        o, lse = oracle(q[part], keys, values, votes_of, visible)
-        assert_close(AttentionState(extended.o[part], extended.lse[part]), o, lse, dtype)
+    assert_attends(kernels, q, k_new, v_new, kv, slots, bias, prefixes, news)
 
 
 @backends
