@@ -6,7 +6,6 @@ policies take turns, because a machine's speed drifts by more than what is compa
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import tempfile
@@ -14,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.benchmark import RESULTS, ROOT, Arguments, Benchmark, Measured, Options
-from benchmarks.common.remote import clean_environment, run_module
 from benchmarks.common.table import new_table, show
+from benchmarks.cost.engine import engine_arguments, serve
 from benchmarks.gpu.serving_worker import Load, Plan
-from kvtier.config import ENV_PREFIX
 from kvtier.sizes import format_size
 
 POLICIES = ("stock", "full", "kvtier")
@@ -42,7 +40,8 @@ def run(options: Options) -> Measured:
         # Forwards and backwards, so that what drifts meets all alike.
         for policy in POLICIES if number % 2 == 0 else POLICIES[::-1]:
             with tempfile.TemporaryDirectory(prefix="kvtier-decoding-") as folder:
-                found[policy].append(serve(options, policy, Path(folder)))
+                profile = options.model_path / "head_profile.json" if policy == "kvtier" else None
+                found[policy].append(serve(make_plan(options, policy), Path(folder), profile))
     policies = {policy: summary(rounds) for policy, rounds in found.items()}
     table = new_table(
         f"A decoding step behind {format_size(options.len)} tokens",
@@ -76,36 +75,12 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def serve(options: Options, policy: str, folder: Path) -> dict[str, Any]:
-    """One engine: a context and its turns. folder: for its files."""
-    plan, out, log = (folder / name for name in ("plan.json", "out.json", "log"))
-    plan.write_text(make_plan(options, policy).model_dump_json())
-    environment = clean_environment()
-    if policy == "kvtier":
-        environment[ENV_PREFIX + "HEAD_PROFILE"] = str(options.model_path / "head_profile.json")
-    run_module("benchmarks.gpu.serving_worker", [plan, out], environment, log)
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
-
-
 def make_plan(options: Options, policy: str) -> Plan:
     chunk = min(options.len, 4096)
     turn = TURN_TOKENS + options.answer_tokens
-    engine: dict[str, Any] = {
-        "model_path": str(options.model_path),
-        "device": "cpu",
-        "dtype": "float32",
-        "disable_cuda_graph": True,
-        "skip_tokenizer_init": True,
-        "grammar_backend": "none",
-        "skip_server_warmup": True,
-        "chunked_prefill_size": chunk,
-        "max_total_tokens": options.len + TURNS * turn + chunk + SLACK_TOKENS,
-        "max_running_requests": 1,
-        "random_seed": options.seed,
-        "log_level": "warning",
-        "attention_backend": "torch_native" if policy == "stock" else "kvtier",
-    }
+    room = options.len + TURNS * turn + chunk + SLACK_TOKENS
+    engine = engine_arguments(options.model_path, chunk, room, options.seed)
+    engine["attention_backend"] = "torch_native" if policy == "stock" else "kvtier"
     if policy == "kvtier":
         engine["radix_cache_backend"] = "kvtier"
     load = Load(

@@ -6,7 +6,6 @@ and so does the model. Both engines take turns, because a machine's speed drifts
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import tempfile
@@ -15,10 +14,9 @@ from typing import Any
 
 from benchmarks.common.bars import at_least, at_most
 from benchmarks.common.benchmark import RESULTS, ROOT, Arguments, Benchmark, Measured, Options
-from benchmarks.common.remote import clean_environment, run_module
 from benchmarks.common.table import new_table, show
+from benchmarks.cost.engine import engine_arguments, serve
 from benchmarks.gpu.serving_worker import Load, Plan
-from kvtier.config import ENV_PREFIX
 from kvtier.sizes import format_size
 
 # Of the demo model's vocabulary, and any other's, without special ids.
@@ -42,12 +40,14 @@ def declare(arguments: Arguments) -> None:
 
 
 def run(options: Options) -> Measured:
+    profile = options.head_profile or options.model_path / "head_profile.json"
     found: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     for number in range(options.rounds):
         # Forwards and backwards, so that what drifts meets both alike.
         for drafted in (False, True) if number % 2 == 0 else (True, False):
             with tempfile.TemporaryDirectory(prefix="kvtier-drafts-") as folder:
-                found[drafted].append(serve(options, Path(folder), drafted=drafted))
+                plan = make_plan(options, drafted=drafted)
+                found[drafted].append(serve(plan, Path(folder), profile))
     plain, drafted_ms = (
         statistics.median(1000 * one["tpot_s"] for one in found[drafted])
         for drafted in (False, True)
@@ -78,38 +78,12 @@ def run(options: Options) -> Measured:
     return Measured(figures, bars)
 
 
-def serve(options: Options, folder: Path, *, drafted: bool) -> dict[str, Any]:
-    """One engine and its sessions. folder: for its files."""
-    plan, out, log = (folder / name for name in ("plan.json", "out.json", "log"))
-    plan.write_text(make_plan(options, drafted=drafted).model_dump_json())
-    environment = clean_environment()
-    profile = options.head_profile or options.model_path / "head_profile.json"
-    environment[ENV_PREFIX + "HEAD_PROFILE"] = str(profile)
-    run_module("benchmarks.gpu.serving_worker", [plan, out], environment, log)
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
-
-
 def make_plan(options: Options, *, drafted: bool) -> Plan:
     chunk = min(options.len, 4096)
     session = options.len + TURNS * (TURN_TOKENS + options.answer_tokens)
-    engine: dict[str, Any] = {
-        "model_path": str(options.model_path),
-        "device": "cpu",
-        "dtype": "float32",
-        "disable_cuda_graph": True,
-        "skip_tokenizer_init": True,
-        "grammar_backend": "none",
-        "skip_server_warmup": True,
-        "chunked_prefill_size": chunk,
-        "max_total_tokens": options.sessions * session + chunk + SLACK_TOKENS,
-        # One by one: what is timed is a request's own passes.
-        "max_running_requests": 1,
-        "random_seed": options.seed,
-        "log_level": "warning",
-        "attention_backend": "kvtier",
-        "radix_cache_backend": "kvtier",
-    }
+    room = options.sessions * session + chunk + SLACK_TOKENS
+    engine = engine_arguments(options.model_path, chunk, room, options.seed)
+    engine |= {"attention_backend": "kvtier", "radix_cache_backend": "kvtier"}
     if drafted:
         engine |= {
             "speculative_algorithm": "NGRAM",

@@ -24,7 +24,10 @@ def test_policies_differ_in_attention_and_cache_alone() -> None:
 def test_engines_of_all_policies_take_turns(monkeypatch, capsys) -> None:
     asked = []
 
-    def serve(options, policy, folder):
+    def serve(plan, folder, profile):
+        cache = plan.engine.get("radix_cache_backend")
+        policy = cache or {"torch_native": "stock"}.get(plan.engine["attention_backend"], "full")
+        assert (profile is not None) == (policy == "kvtier")
         asked.append(policy)
         step_s = {"stock": 0.010, "full": 0.009, "kvtier": 0.008}[policy]
         return {"tpot_s": step_s * len(asked), "cached_tokens": 1000 + len(asked)}
