@@ -17,8 +17,7 @@ import torch
 
 from kvtier_kernels import AttentionState
 
-# Query heads that a decoding kernel is given at once: with more, Triton's spill, and before Hopper
-# they do not fit at all.
+# Query heads that a decoding kernel is given at once: one program of Triton's holds them all.
 MOST_ROWS = 128
 
 
