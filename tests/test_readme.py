@@ -191,10 +191,11 @@ def test_serving_with_a_tier_works_as_written(tmp_path, monkeypatch):
 
 def ask_once(command: str, folder: Path, text: str) -> dict:
     """Serve as the command says, but on a free port and in a part of the memory, as other tests
-    run beside this; the server's kvtier state after one answer."""
+    run beside this (what they take meanwhile is of the other part); the server's kvtier state
+    after one answer."""
     port = free_port()
     arguments = in_this_environment(command.replace("30000", str(port)))
-    arguments += ["--mem-fraction-static", "0.2"]
+    arguments += ["--mem-fraction-static", "0.5"]
     with serving(arguments, port, log=folder / "server.log", cwd=folder) as url:
         body = json.dumps({"text": text, "sampling_params": {"max_new_tokens": 2}})
         request = Request(f"{url}/generate", body.encode(), {"Content-Type": "application/json"})

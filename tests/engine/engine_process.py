@@ -20,6 +20,8 @@ TIMEOUT_S = 900
 CLEAN_ENVIRONMENT = {
     k: v for k, v in os.environ.items() if not k.startswith("KVTIER_") and k != "TRITON_INTERPRET"
 }
+# On a busy machine, too, a tier that answers is waited for.
+PATIENT = {"KVTIER_TIER_TIMEOUT_S": "10"}
 
 
 def run_script(
@@ -28,7 +30,7 @@ def run_script(
     """Run `script plan.json out.json` in a process of its own and return what it wrote."""
     plan_path, out_path = folder / "plan.json", folder / "out.json"
     plan_path.write_text(json.dumps(plan))
-    environment = {**CLEAN_ENVIRONMENT, "KVTIER_DATA_DIR": str(folder), **(env or {})}
+    environment = {**CLEAN_ENVIRONMENT, **PATIENT, "KVTIER_DATA_DIR": str(folder), **(env or {})}
     log = folder / "script.log"
     command = [sys.executable, str(script), str(plan_path), str(out_path)]
     with log.open("wb") as stream:

@@ -87,7 +87,7 @@ def test_without_a_token_cap_both_ranks_have_the_slots_that_the_poorer_pays_for(
     PROFILES["an empty rank"]().save(tmp_path / "profile.json")
     env = {**RULE, "KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json"), "KVTIER_RETENTION": "0.5"}
     rounds = sessions(6, 2, 600)
-    uncapped = {"max_total_tokens": None, "mem_fraction_static": 0.2}
+    uncapped = {"max_total_tokens": None, "mem_fraction_static": 0.5}
     one, two = (serve(tmp_path, ranks, rounds, env, **uncapped) for ranks in (1, 2))
     assert said(two) == said(one)
     assert two["state"]["ca_slots"] > 30_000

@@ -184,7 +184,7 @@ def test_every_slot_is_accounted_for_after_hundreds_of_random_operations(tmp_pat
 
 def test_without_a_token_cap_the_pool_has_the_slots_that_its_memory_was_planned_for(tmp_path):
     """Else the server does not start. What scores take is not in SGLang's bytes of a token."""
-    engine = {"model_path": str(DEMO_MODEL), "mem_fraction_static": 0.4, **POLICIES["kvtier"]}
+    engine = {"model_path": str(DEMO_MODEL), "mem_fraction_static": 0.5, **POLICIES["kvtier"]}
     env = {
         "KVTIER_HEAD_PROFILE": str(DEMO_MODEL / "head_profile.json"),
         "KVTIER_RETENTION": "0.5",
