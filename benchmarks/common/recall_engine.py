@@ -136,7 +136,9 @@ def worker_environment(folder: Path, plan: Plan, settings: Mapping[str, str]) ->
 
 def ranks_on_a_cpu(ranks: int) -> dict[str, str]:
     """What SGLang's ranks want there: cores, and without a compiler no traced all-reduce. Its own
-    checker ends a server whose ranks part."""
+    checker ends a server whose ranks part. Nothing for one rank."""
+    if ranks == 1:
+        return {}
     cores = os.cpu_count() or 1
     return {
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(f"{rank % cores}" for rank in range(ranks)),

@@ -106,7 +106,7 @@ def run(options: Options) -> Measured:
                 settings["SCORER_FILE"] = str(weights.resolve())
                 heads = everything
             ours = ask_engine(sessions, options, "kvtier", heads, settings, progress)
-            theirs = ask_reference(sessions, model_path, heads, settings, progress)
+            theirs = ask_reference(sessions, options, heads, settings, progress)
             rows.append(compare(name, "the reference", ours, theirs))
     table = new_table("Greedy tokens, prompt by prompt", ("setting", "against", *rows[0]["counts"]),
                       left=("setting", "against"))  # fmt: skip
@@ -163,7 +163,7 @@ def ask_engine(
         plan.engine_args["tp_size"] = ranks
         (folder / WORKER).write_text(plan.model_dump_json())
         environment = worker_environment(folder, plan, {**RULE_VARIABLES, **settings})
-        if ranks > 1 and plan.engine_args["device"] == "cpu":
+        if plan.engine_args["device"] == "cpu":
             environment |= ranks_on_a_cpu(ranks)
         answers = []
         worker = running_module(
@@ -177,19 +177,19 @@ def ask_engine(
 
 
 def ask_reference(
-    sessions: Sequence[Turns], model_path: Path, profile: HeadProfile,
+    sessions: Sequence[Turns], options: Options, profile: HeadProfile,
     settings: Mapping[str, str], progress: Progress,
 ) -> list[list[Said]]:  # fmt: skip
     """The reference's answers."""
-    model = load_model(str(model_path))
-    (eos,) = Tokenizer(str(model_path)).eos_ids
+    model = load_model(str(options.model_path))
+    (eos,) = Tokenizer(str(options.model_path)).eos_ids
     answers = []
     for done, prompts in enumerate(sessions):
         progress("reference: sessions", done, len(sessions))
         session: Watching
         if "HEAD_BUDGETS" in settings:
             fitted = Reconstruction.of(TokenWorth.load(Path(settings["SCORER_FILE"])))
-            session = WatchedAdaptive(model, RULE, CHUNK_TOKENS, fitted)
+            session = WatchedAdaptive(model, RULE, CHUNK_TOKENS, fitted, ranks=options.ranks)
         else:
             scorer = SCORERS[settings.get("SCORER", "distinct-keys")]()
             session = WatchedSession(model, profile, RULE, CHUNK_TOKENS, scorer)

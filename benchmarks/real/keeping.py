@@ -31,6 +31,7 @@ CA_HEADS_PER_BYTE = 1.4
 ADAPTIVE_SINK, ADAPTIVE_RECENT = 4, 16
 # DuoAttention's cache (arXiv 2410.10819) with our choice of heads.
 DUO = "DuoAttention-like"
+RANKED = "adaptive budgets, one head a rank"
 
 
 class NoRoomError(ValueError):
@@ -51,6 +52,8 @@ class Setting:
     compensation: whether locality heads keep one entry for what they drop
     merge:    what is not kept is merged into what is ("beta"), or dropped
     adaptive: heads compete for entries, by their tokens' predicted worth
+    head_per_rank: as on as many tensor parallel ranks as there are KV heads: only heads of a rank
+              compete
     """
 
     name: str
@@ -63,13 +66,16 @@ class Setting:
     compensation: bool = True
     merge: bool = False
     adaptive: bool = False
+    head_per_rank: bool = False
 
 
-def adaptive_setting(name: str, kept: float, *, refresh: bool = False) -> Setting:
+def adaptive_setting(
+    name: str, kept: float, *, refresh: bool = False, head_per_rank: bool = False
+) -> Setting:
     """Heads compete for entries."""
     return Setting(
         name, kept, sink=ADAPTIVE_SINK, recent=ADAPTIVE_RECENT, compensation=False, adaptive=True,
-        refresh=refresh,
+        refresh=refresh, head_per_rank=head_per_rank,
     )  # fmt: skip
 
 
@@ -84,6 +90,7 @@ def settings_at(kept: float) -> list[Setting]:
         Setting(DUO, kept, heads=0.0, compensation=False),
         adaptive_setting("adaptive budgets", kept),
         adaptive_setting("adaptive budgets + refresh", kept, refresh=True),
+        adaptive_setting(RANKED, kept, head_per_rank=True),
     ]
 
 
@@ -135,8 +142,11 @@ class Keeper:
         if setting.adaptive:
             each = int(setting.kept * context.num_tokens) - setting.sink - setting.recent
             worth = context.worth(fitted)[..., self.begin : self.end]
-            kept = adaptive_selection(worth.flatten(0, 1), each)
-            self.counts = kept.view(worth.shape).sum(-1)
+            rivals = 1 if setting.head_per_rank else context.shape.num_kv_heads
+            self.counts = torch.cat([
+                adaptive_selection(ranks_worth.flatten(0, 1), each).view(ranks_worth.shape).sum(-1)
+                for ranks_worth in torch.split(worth, rivals, dim=1)
+            ], dim=1)  # fmt: skip
         else:
             self.counts = self._by_profile(order)
 

@@ -30,6 +30,7 @@ from benchmarks.real.keeping import (
     ADAPTIVE_RECENT,
     ADAPTIVE_SINK,
     DUO,
+    RANKED,
     Context,
     Keeper,
     NoRoomError,
@@ -60,7 +61,9 @@ DONE = "done with"
 QUALITY, BY_QUALITY = 0.95, "adaptive budgets, quality 0.95"
 # What stays of no context: as much as locality heads hold.
 EDGES = (64, 64)
-OURS = tuple(setting.name for setting in settings_at(1.0) if setting.name != DUO)
+# Beside our settings in tables, not in the pictures.
+NOT_DRAWN = (DUO, RANKED)
+OURS = tuple(setting.name for setting in settings_at(1.0) if setting.name not in NOT_DRAWN)
 
 
 def declare(arguments: Arguments) -> None:
@@ -112,7 +115,7 @@ def run(options: Options) -> Iterator[Measured]:
         raise UsageError("--plots", "an existing directory", str(options.plots))
     tasks = asked_for("--tasks", setup.tasks.measuring, options.tasks)
     fit_tasks = asked_for("--fit-tasks", setup.tasks.measuring, options.fit_tasks)
-    settings = asked_for("--settings", (*OURS, DUO), options.settings)
+    settings = asked_for("--settings", (*OURS, *NOT_DRAWN), options.settings)
     described = {
         **setup.described(),
         "tasks": tasks,

@@ -47,6 +47,12 @@ class ModelShape(BaseModel):
         heads = self.num_attention_heads // ranks
         return self.model_copy(update={"num_kv_heads": kv_heads, "num_attention_heads": heads})
 
+    def kv_heads_of_rank(self, rank: int, ranks: int) -> range:
+        """Which KV heads the `rank`-th of `ranks` tensor parallel ranks holds, counted from 0,
+        shared out as SGLang's QKVParallelLinear does."""
+        first = rank * self.num_kv_heads // ranks
+        return range(first, first + self.of_rank(ranks).num_kv_heads)
+
 
 class MeasuredCost(BaseModel):
     """What keeping only the CA heads cost when it was verified by measurement."""
@@ -111,13 +117,11 @@ class HeadProfile(BaseModel):
         return tuple(h for h in range(self.shape.num_kv_heads) if h not in chosen)
 
     def of_rank(self, rank: int, ranks: int) -> HeadProfile:
-        """What the `rank`-th of `ranks` tensor parallel ranks holds, its KV heads counted from 0,
-        shared out as SGLang's QKVParallelLinear does."""
-        shape = self.shape.of_rank(ranks)
-        first = rank * self.shape.num_kv_heads // ranks
-        held = range(first, first + shape.num_kv_heads)
+        """What the `rank`-th of `ranks` tensor parallel ranks holds, its KV heads counted from
+        0."""
+        shape, held = self.shape.of_rank(ranks), self.shape.kv_heads_of_rank(rank, ranks)
         ca_heads = tuple(
-            tuple(head - first for head in layer if head in held) for layer in self.ca_heads
+            tuple(head - held.start for head in layer if head in held) for layer in self.ca_heads
         )
         scores = self.scores and tuple(row[held.start : held.stop] for row in self.scores)
         update = {"shape": shape, "ca_heads": ca_heads, "scores": scores, "costs": ()}

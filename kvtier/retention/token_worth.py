@@ -133,29 +133,63 @@ class TokenWorth:
 
         Raises UsageError for another shape of model.
         """
-        weights = self.weights[layer]
-        heads, tokens, dim = keys.shape
-        width = heads * 2 * (dim + 1)
-        if weights.shape != (heads, feature_width(heads, dim)):
-            expected = f"all {weights.shape[0]} KV heads of the model that weights were fitted to"
+        heads = self.weights.shape[1]
+        if keys.shape[0] != heads:
+            expected = f"all {heads} KV heads of the model that weights were fitted to"
             raise UsageError("keys", expected, tuple(keys.shape))
-        near, place, always = torch.split(weights, [3 * width, PLACE_WIDTH, 1], dim=-1)
-        by_neighbour = near.view(heads, 3, width).transpose(0, 1).flatten(0, 1)
-        products = keys.new_empty(3, heads, tokens, dtype=torch.float32)
+        found = self.told_by_heads(layer, keys, values, rotation, range(heads))
+        return found + self.told_by_place(layer, keys.shape[1], first)
+
+    def told_by_place(self, layer: int, tokens: int, first: int = 0) -> Tensor:
+        """The part of a prediction that no KV tells, float32 `[kv_heads, tokens]`, of all KV heads;
+        see `predict`."""
+        *_, place, always = self._split(layer)
+        end = first + tokens
+        return place @ place_features(first, end, end, place.device).T + always
+
+    def told_by_heads(
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        rotation: Rotation | None,
+        heads: range,
+    ) -> Tensor:
+        """The part of a prediction that the KV of some heads tells, float32 `[kv_heads, tokens]`,
+        of all KV heads: such parts add up.
+
+        keys, values: `[heads, tokens, dim]` of those heads; see `predict`
+
+        Raises UsageError for another shape of model.
+        """
+        near, *_ = self._split(layer)
+        _, tokens, dim = keys.shape
+        everyone = near.shape[0]
+        if near.shape[1] != 3 * everyone * 2 * (dim + 1) or keys.shape[0] != len(heads):
+            expected = f"heads {heads} of the {everyone} KV heads that weights were fitted to"
+            raise UsageError("keys", expected, tuple(keys.shape))
+        theirs = near.view(everyone, 3, everyone, -1)[:, :, heads.start : heads.stop]
+        by_neighbour = theirs.flatten(2).transpose(0, 1).flatten(0, 1)
+        products = keys.new_empty(3, everyone, tokens, dtype=torch.float32)
         for begin in range(0, tokens, BLOCK_TOKENS):
             some = slice(begin, begin + BLOCK_TOKENS)
             part = rotation
             if part is not None:
                 part = part._replace(cos=part.cos[some], sin=part.sin[some])
             own = own_features(keys[:, some], values[:, some], part)
-            products[:, :, some] = (by_neighbour @ own.T).view(3, heads, -1)
-        end = first + tokens
-        found: Tensor = (
-            products[0] + place @ place_features(first, end, end, keys.device).T + always
-        )
+            products[:, :, some] = (by_neighbour @ own.T).view(3, everyone, -1)
+        found = products[0]
         found[:, 1:] += products[1, :, :-1]
         found[:, :-1] += products[2, :, 1:]
         return found
+
+    def _split(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A layer's weights of what the KV tells, of what the place tells, and of what is
+        always so."""
+        weights = self.weights[layer]
+        told_by_kv = weights.shape[-1] - PLACE_WIDTH - 1
+        near, place, always = torch.split(weights, [told_by_kv, PLACE_WIDTH, 1], dim=-1)
+        return near, place, always
 
     def save(self, file: Path) -> None:
         """Write a file that `load` reads, in numpy's format: a second safetensors file beside a

@@ -138,7 +138,6 @@ def _check_ranks(server_args: Any, settings: Settings) -> None:
     if ranks == 1:
         return
     obstacles = {
-        "--head-budgets adaptive": settings.packs,
         "--refresh N or --refresh-moved": settings.refresh.while_generating,
         "--refresh-by near-data": settings.refresh.by == "near-data",
         "--enable-dp-attention": bool(getattr(server_args, "enable_dp_attention", False)),

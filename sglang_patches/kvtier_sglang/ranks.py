@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
-from kvtier.heads.profile import HeadProfile
+from kvtier.heads.profile import HeadProfile, ModelShape
+from kvtier.retention.scorers import TokenScorer
 
 T = TypeVar("T")
 
@@ -88,6 +90,19 @@ class Ranks:
         told: list[Any] = [None] * self.size
         dist.all_gather_object(told, found, group=self._group.cpu_group)
         return told
+
+    def total(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of what each rank has, on every rank; may be `part` itself."""
+        if self.size == 1:
+            return part
+        summed: torch.Tensor = self._group.all_reduce(part)
+        return summed
+
+    def scorer(self, scorer: TokenScorer, shape: ModelShape) -> TokenScorer:
+        """A model's scorer as this rank uses it."""
+        if self.size == 1:
+            return scorer
+        return scorer.among_ranks(shape.kv_heads_of_rank(self.rank, self.size), self.total)
 
     def settle(self, waiting: Sequence[Awaited]) -> None:
         """Settle those of the answers that are, on every rank: what all have and is the same came;

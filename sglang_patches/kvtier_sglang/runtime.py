@@ -194,11 +194,11 @@ class Runtime:
         pool.scales = KvScales.of_model(runner.model, pool.layers, pool.dtype)
         if pool.state is not None:
             rotary = find_rotary(runner.model, pool.layers)
-            scorer, shape = scorer_of(settings), pool.profile.shape
+            scorer, shape = scorer_of(settings), self.profile.shape
             # Again, for a model that was no local directory at start-up, or a file that changed.
             scorer.check_fits(shape.num_layers, shape.num_kv_heads, shape.head_dim, None)
             selection = AdaptiveSelection if pool.packed is not None else TokenSelection
-            self.selection = selection(pool, scorer, rotary)
+            self.selection = selection(pool, self.ranks.scorer(scorer, shape), rotary)
         self.backend = KvtierAttnBackend(
             runner, settings, selection=self.selection, refresh=self._pass_refresh
         )

@@ -67,7 +67,6 @@ def test_an_incompatible_flag_is_refused_by_name(field, value):
 @pytest.mark.parametrize(
     ("other", "settings", "flags"),
     [
-        ("--head-budgets adaptive", {"head_budgets": "adaptive", "retention": 0.3}, {}),
         ("--refresh N", {**TIERED, "refresh": "8"}, {}),
         ("--refresh-by near-data", {**TIERED, "refresh": "turn", "refresh_by": "near-data"}, {}),
         ("--enable-dp-attention", {}, {"enable_dp_attention": True}),

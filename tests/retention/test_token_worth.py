@@ -12,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import UsageError
+from kvtier.heads.profile import ModelShape
 from kvtier.retention import token_worth
 from kvtier.retention.head_budgets import best_of_all
+from kvtier.retention.scorers.base import Span
+from kvtier.retention.scorers.reconstruction import Reconstruction
 from kvtier.retention.token_worth import (
     PLACE_WIDTH,
     SINK_TOKENS,
@@ -142,11 +145,49 @@ def test_predicting_needs_no_features_of_neighbours(tokens: int, seed: int, firs
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@given(
+    tokens=st.integers(1, 40),
+    seed=st.integers(0, 20),
+    first=st.integers(0, 90),
+    kv_heads=st.sampled_from([2, 4, 6]),
+    ranks=st.sampled_from([1, 2]),
+)
+def test_ranks_together_score_as_one_that_holds_all_heads(
+    tokens: int, seed: int, first: int, kv_heads: int, ranks: int
+) -> None:
+    worth = TokenWorth(normal(seed, LAYERS, kv_heads, feature_width(kv_heads, DIM)))
+    keys, rotation = rotated(normal(seed, kv_heads, tokens, DIM))
+    values = normal(seed + 1, kv_heads, tokens, DIM)
+    shape = ModelShape(
+        num_layers=LAYERS, num_kv_heads=kv_heads, num_attention_heads=kv_heads, head_dim=DIM
+    )
+    held = [shape.kv_heads_of_rank(rank, ranks) for rank in range(ranks)]
+    parts: list[torch.Tensor] = []
+
+    def scored(heads: range, total) -> torch.Tensor:
+        scorer = Reconstruction.of(worth).among_ranks(heads, total)
+        mine = slice(heads.start, heads.stop)
+        state = torch.empty(len(heads), 0, tokens)
+        return scorer.score(Span(keys[mine], state, first, rotation, values[mine], 1))
+
+    def remember(part: torch.Tensor) -> torch.Tensor:
+        parts.append(part.clone())
+        return part
+
+    for heads in held:
+        scored(heads, remember)
+    found = [scored(heads, lambda _: torch.stack(parts).sum(0)) for heads in held]
+    expected = worth.predict(1, keys, values, rotation, first)
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_weights_of_another_model_are_refused() -> None:
     worth = TokenWorth(normal(0, LAYERS, HEADS, WIDTH))
     keys = normal(1, HEADS + 1, 9, DIM)
     with pytest.raises(UsageError, match="all 2 KV heads"):
         worth.predict(0, keys, keys, None)
+    with pytest.raises(UsageError, match=r"range\(0, 2\) of the 2 KV heads"):
+        worth.told_by_heads(0, keys, keys, None, range(2))
 
 
 def test_weights_come_back_from_their_file(tmp_path: Path) -> None:

@@ -139,7 +139,11 @@ class CompactingSession(ScoredSession):
 class AdaptiveSession(ScoredSession):
     """A session whose heads compete for entries: all heads together keep `keep_count` times their
     number of what locality heads would drop, each as many as are among the best of all
-    (kvtier.retention.head_budgets). The scorer is `comparable`, and every head is CA."""
+    (kvtier.retention.head_budgets). The scorer is `comparable`, and every head is CA.
+
+    ranks: tensor parallel ranks of the server that this is the reference of. The heads of a rank
+    compete with each other.
+    """
 
     keep_count: KeepCount
 
@@ -151,8 +155,10 @@ class AdaptiveSession(ScoredSession):
         scorer: TokenScorer | None = None,
         *,
         kv_dtype: torch.dtype | None = None,
+        ranks: int = 1,
     ) -> None:
         shape = shape_of(model)
+        self._held = [shape.kv_heads_of_rank(rank, ranks) for rank in range(ranks)]
         super().__init__(model, full_profile(shape), rule, chunk_tokens, scorer, kv_dtype=kv_dtype)
         layers, heads = range(shape.num_layers), range(shape.num_kv_heads)
         self._by_head = [[ClassCache((head,), kv_dtype) for head in heads] for _ in layers]
@@ -170,8 +176,13 @@ class AdaptiveSession(ScoredSession):
             for index, parts in enumerate(fresh):
                 k, v = (torch.cat(x)[:, span.begin : span.end] for x in zip(*parts, strict=True))
                 worth.append(self.scores(index, range(len(parts)), k, v, span.begin))
-            kept = adaptive_selection(torch.cat(worth), keep)
-            kept = kept.view(len(fresh), -1, span.num_tokens)
+            every = torch.stack(worth)
+            kept = torch.zeros_like(every, dtype=torch.bool)
+            for held in self._held:
+                mine = every[:, held.start : held.stop]
+                kept[:, held.start : held.stop] = adaptive_selection(mine.flatten(0, 1), keep).view(
+                    mine.shape
+                )
         for index, layer in enumerate(self._by_head):
             for head, cache in enumerate(layer):
                 block = Block(*fresh[index][head])

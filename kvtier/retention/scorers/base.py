@@ -11,7 +11,7 @@ tier are bound to. docs/extending.md writes one, from its file to the running se
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -73,7 +73,8 @@ class TokenScorer(ABC):
     name:        what users choose it by.
     state_width: how many float32 numbers a token and head keep from the prefill; 0 for none.
     comparable:  whether scores compare across heads and layers, so that heads can compete for
-                 entries (`head_budgets = adaptive`). Such a scorer sees all KV heads of a layer.
+                 entries (`head_budgets = adaptive`). Such a scorer sees all KV heads of a layer,
+                 of a server with tensor parallel ranks those of its rank; see `among_ranks`.
     is_fitted:   whether it was fitted to a model and comes from a file (`scorer.file`).
     """
 
@@ -105,6 +106,14 @@ class TokenScorer(ABC):
         """The state of new tokens: float32 `[heads, state_width, tokens]`. A prefill that is cut
         into chunks should give what it gives in one."""
         raise NotImplementedError(f"{self.name}: observe is only for a state_width above 0")
+
+    def among_ranks(
+        self, heads: range, total: Callable[[torch.Tensor], torch.Tensor]
+    ) -> TokenScorer:
+        """As a tensor parallel rank uses it that holds these of the model's KV heads. For scores of
+        a head that need what the others hold: total(part) adds up what each rank calls it with, and
+        waits for all of them; ranks score the same spans in the same order."""
+        return self
 
     @abstractmethod
     def score(self, span: Span) -> torch.Tensor:

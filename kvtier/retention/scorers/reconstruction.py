@@ -8,7 +8,8 @@ so heads can compete for entries (`head_budgets = adaptive`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,7 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reconstruction(TokenScorer):
-    """See the module docstring. worth: the fitted map; digest: its own, which names it."""
+    """See the module docstring.
+
+    worth:  the fitted map; digest: its own, which names it
+    heads:  which of a layer's KV heads this sees; None: all
+    total:  adds up what tensor parallel ranks have, where it sees a rank's heads only
+    """
 
     name: ClassVar[str] = "reconstruction"
     comparable: ClassVar[bool] = True
@@ -35,6 +41,10 @@ class Reconstruction(TokenScorer):
 
     worth: TokenWorth = field(compare=False, repr=False)
     digest: str = ""
+    heads: range | None = field(default=None, compare=False)
+    total: Callable[[torch.Tensor], torch.Tensor] = field(
+        default=lambda part: part, compare=False, repr=False
+    )
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
@@ -59,10 +69,19 @@ class Reconstruction(TokenScorer):
     def check_fits(self, layers: int, kv_heads: int, head_dim: int, revision: str | None) -> None:
         self.worth.check_fits(layers, kv_heads, head_dim, revision)
 
+    def among_ranks(
+        self, heads: range, total: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Reconstruction:
+        return replace(self, heads=heads, total=total)
+
     def score(self, span: Span) -> torch.Tensor:
         assert span.values is not None, "a comparable scorer is given values"
-        worth = _on_device(self.worth, span.keys.device)
-        return worth.predict(span.layer, span.keys, span.values, span.rotation, span.first)
+        worth, layer = _on_device(self.worth, span.keys.device), span.layer
+        if self.heads is None:
+            return worth.predict(layer, span.keys, span.values, span.rotation, span.first)
+        told = worth.told_by_heads(layer, span.keys, span.values, span.rotation, self.heads)
+        told = self.total(told) + worth.told_by_place(layer, span.keys.shape[1], span.first)
+        return told[self.heads.start : self.heads.stop]
 
 
 @lru_cache(maxsize=4)

@@ -17,18 +17,13 @@ RUNNER = Path(__file__).with_name("ranks_runner.py")
 Requests = list[dict[str, Any]]
 
 
-def ranks_environment(ranks: int) -> dict[str, str]:
-    """What a server of so many ranks wants on a CPU."""
-    return {} if ranks == 1 else ranks_on_a_cpu(ranks)
-
-
 def serve(
     folder: Path, ranks: int, rounds: list[Any], env: dict[str, str], *, fault: str | None = None,
     **flags: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """What a server of so many ranks answers; see engine_runner.py and faulty_ranks.py."""
     plan = {"engine": {**ENGINE, "tp_size": ranks, **flags}, "rounds": rounds, "fault": fault}
-    return run_script(RUNNER, folder, plan, env | ranks_environment(ranks))
+    return run_script(RUNNER, folder, plan, env | ranks_on_a_cpu(ranks))
 
 
 def said(out: dict[str, Any]) -> list[list[list[int]]]:

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from compressing import uneven_profile
 from engine_process import run_script
-from serving import ranks_environment
 from thorough import THOROUGH
 from tierd.live_tier import LiveTier, live_tier
 from tiered_engine import ENGINE, RULE
+
+from benchmarks.common.recall_engine import ranks_on_a_cpu
 
 pytestmark = pytest.mark.engine
 
@@ -65,7 +66,7 @@ def test_two_ranks_live_on_whatever_their_tier_does(tmp_path: Path):
     }
     env = {
         **RULE,
-        **ranks_environment(2),
+        **ranks_on_a_cpu(2),
         "KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json"),
         "KVTIER_RETENTION": "0.4",
         "KVTIER_REFRESH": "turn",

@@ -15,6 +15,7 @@ from tierd.live_tier import live_tier
 from tiered_engine import ENGINE, run_never_missing
 from tiered_engine import RULE as TIERED_RULE
 
+from benchmarks.common.recall_engine import ranks_on_a_cpu
 from kvtier.calibration.measuring.calibrate import calibrate_curve
 from kvtier.config import load_settings
 from kvtier.heads.model.config import model_shape, read_config
@@ -73,16 +74,21 @@ def said(out: dict) -> list[list[list[int]]]:
     return [[request["output_ids"] for request in requests] for requests in out["rounds"]]
 
 
-@pytest.mark.parametrize(("share", "kv"), [(0.35, "auto"), (0.1, "auto"), (0.2, "fp8_e4m3")])
-def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, adaptive, worth, share, kv):
-    """Six sessions at a time."""
+@pytest.mark.parametrize(
+    ("share", "kv", "ranks"),
+    [(0.35, "auto", 1), (0.1, "auto", 1), (0.2, "fp8_e4m3", 1), (0.25, "auto", 2)],
+)
+def test_the_tokens_are_those_of_the_transformers_reference(
+    tmp_path, adaptive, worth, share, kv, ranks
+):
+    """Six sessions at a time. Of two ranks, each has its own heads compete."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     rule, sessions, expected = FixedShare(share), prompts(6, 1500), []
     for turns in sessions:
         scorer, kv_dtype = Reconstruction.of(worth), FP8 if kv == "fp8_e4m3" else None
-        session = AdaptiveSession(model, RULE, 512, scorer, kv_dtype=kv_dtype)
+        session = AdaptiveSession(model, RULE, 512, scorer, kv_dtype=kv_dtype, ranks=ranks)
         session.keep_count = lambda prompt, span: rule.choose(Turn(prompt, span)).kept_tokens
         expected.append([session.turn(prompt, 9).token_ids for prompt in turns])
         counts = set(session.retained(0).values()) | set(session.retained(1).values())
@@ -92,9 +98,10 @@ def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, adaptive, 
         "max_total_tokens": 30_000,
         "chunked_prefill_size": 512,
         "kv_cache_dtype": kv,
+        "tp_size": ranks,
         **POLICIES["kvtier"],
     }
-    env = {**RULE_ENV, **adaptive, "KVTIER_RETENTION": str(share)}
+    env = {**RULE_ENV, **adaptive, "KVTIER_RETENTION": str(share), **ranks_on_a_cpu(ranks)}
     out = run_engine(tmp_path, engine, side_by_side(sessions, 9), env)
     assert [list(turns) for turns in zip(*said(out), strict=True)] == expected
     assert out["state"]["compacted_tokens"] > 1000
@@ -165,11 +172,14 @@ def test_triton_kernels_say_the_same(tmp_path, adaptive):
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
-def test_a_restarted_server_restores_and_refreshes_what_heads_competed_for(tmp_path, adaptive, kv):
+@pytest.mark.parametrize(("kv", "ranks"), [("auto", 1), ("fp8_e4m3", 1), ("auto", 2)])
+def test_a_restarted_server_restores_and_refreshes_what_heads_competed_for(
+    tmp_path, adaptive, kv, ranks
+):
     """The answers of a turn that is refreshed are those of a server that never went away."""
-    engine = {**ENGINE, "kv_cache_dtype": kv}
+    engine = {**ENGINE, "kv_cache_dtype": kv, "tp_size": ranks}
     env = {**TIERED_RULE, **adaptive, "KVTIER_RETENTION": "0.3", "KVTIER_REFRESH": "turn"}
+    env |= ranks_on_a_cpu(ranks)
     del env["KVTIER_HEAD_PROFILE"]
     # One at a time, and every turn of a session after the one before.
     sessions = prompts(2, 1200)
