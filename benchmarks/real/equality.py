@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from benchmarks.common.bars import at_most
@@ -67,6 +68,9 @@ RULE_VARIABLES = {
     "LOCALITY_BRANCH_RECENT_TOKENS": str(RULE.branch_recent_tokens),
 }
 
+# As users write them; None: the model's own.
+KV_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
+
 # Its plan's name tells the worker from the command.
 WORKER = "plan.json"
 
@@ -80,6 +84,9 @@ def declare(arguments: Arguments) -> None:
     arguments.add("--token-worth", type=Path, help="(token_worth.npz of the model)")
     arguments.size("--len", "1k", "context tokens of a session's first turn", least=500)
     arguments.whole("--sessions", 40, f"sessions of {TURNS} turns")
+    arguments.add(
+        "--kv-dtype", choices=KV_DTYPES, default="auto", help="of the cache (%(default)s)"
+    )
     arguments.whole("--ranks", 1, "tensor parallel ranks; as many as divide the model's heads")
     arguments.add(
         "--settings", nargs="*", choices=list(SETTINGS), default=list(SETTINGS), metavar="NAME",
@@ -117,7 +124,7 @@ def run(options: Options) -> Measured:
         "model": model_path.name, "context_tokens": options.len, "turns": TURNS,
         "new_tokens": NEW_TOKENS, "sink_tokens": RULE.sink_tokens,
         "recent_tokens": RULE.recent_tokens, "ca_heads": profile.num_ca_heads,
-        "ranks": options.ranks,
+        "ranks": options.ranks, "kv_dtype": options.kv_dtype,
     }  # fmt: skip
     bars = [
         at_most(f"{row['setting']}: prompts that differ", row["counts"]["different"], 0)
@@ -148,7 +155,7 @@ def ask_engine(
         flags = {
             "--workload": "text", "--policies": policy, "--turns": str(TURNS), "--questions": "1",
             "--len": str(options.len + 512), "--chunk": str(CHUNK_TOKENS), "--prefill": "exact",
-            "--model-path": str(options.model_path),
+            "--model-path": str(options.model_path), "--kv-dtype": options.kv_dtype,
         }  # fmt: skip
         if "HEAD_BUDGETS" in settings:
             flags |= {
@@ -183,16 +190,19 @@ def ask_reference(
     """The reference's answers."""
     model = load_model(str(options.model_path))
     (eos,) = Tokenizer(str(options.model_path)).eos_ids
+    kv_dtype = KV_DTYPES[options.kv_dtype]
     answers = []
     for done, prompts in enumerate(sessions):
         progress("reference: sessions", done, len(sessions))
         session: Watching
         if "HEAD_BUDGETS" in settings:
             fitted = Reconstruction.of(TokenWorth.load(Path(settings["SCORER_FILE"])))
-            session = WatchedAdaptive(model, RULE, CHUNK_TOKENS, fitted, ranks=options.ranks)
+            session = WatchedAdaptive(
+                model, RULE, CHUNK_TOKENS, fitted, kv_dtype=kv_dtype, ranks=options.ranks
+            )
         else:
             scorer = SCORERS[settings.get("SCORER", "distinct-keys")]()
-            session = WatchedSession(model, profile, RULE, CHUNK_TOKENS, scorer)
+            session = WatchedSession(model, profile, RULE, CHUNK_TOKENS, scorer, kv_dtype=kv_dtype)
         if "RETENTION" in settings:
             session.share = FixedShare(SHARE)
         answers.append([session.say(prompt, eos) for prompt in prompts])
