@@ -7,6 +7,7 @@
     │   ├── BudgetError                     a KV budget that cannot hold one session
     │   ├── ConfigurationError              kvtier's own settings or configuration file
     │   ├── SamplesFileError                --samples-file: which line and field of it
+    │   ├── TracesFileError                 --traces: which line and field of it
     │   ├── UnsupportedModelError           MLA, SSM, sliding-window layers: heads cannot be split
     │   └── IncompatibleFlagError           an SGLang flag that cannot be combined with kvtier
     ├── HeadProfileError (also ValueError)  a head profile that is malformed
@@ -22,6 +23,8 @@
     │   ├── TierExhaustedError              no room: quota, in-flight limit, memory or disk full
     │   ├── TierIntegrityError              bytes that are not what was stored under their name
     │   └── TierProtocolError               another protocol version, or nonsense
+    ├── MemoryFileError (also ValueError)   a prefix memory's directory that is malformed
+    │   └── MemoryMismatchError             ... or is of another model, prefix or dtype
     └── StartupError (also RuntimeError)    the SGLang plugin did not take; the server must stop
 
 Anything else that escapes is a bug.
@@ -67,6 +70,10 @@ class SamplesFileError(UsageError):
     """A file of calibration samples that is malformed; `argument` names file, line and field."""
 
 
+class TracesFileError(UsageError):
+    """A file of traces that is malformed; `argument` names file, line and field."""
+
+
 class UnsupportedModelError(UsageError):
     """A model whose KV heads kvtier cannot split."""
 
@@ -89,6 +96,15 @@ class CalibrationDocumentError(KvtierError, ValueError):
 
 class CalibrationMismatchError(CalibrationDocumentError):
     """A calibration document measured on another model, revision, policy or dtype."""
+
+
+class MemoryFileError(KvtierError, ValueError):
+    """A prefix memory's directory that cannot be read or violates its own format."""
+
+
+class MemoryMismatchError(MemoryFileError):
+    """A prefix memory of another model, revision, tokenizer, dtype or rotation, or whose card says
+    that it must not be served."""
 
 
 class StoreError(KvtierError, RuntimeError):

@@ -28,22 +28,13 @@ from typing import Any, NamedTuple
 import torch
 
 from kvtier_kernels.fp8 import put
+from kvtier_kernels.memory.base import MemoryKernels
 from kvtier_kernels.selection import SelectionKernels
+from kvtier_kernels.states import AttentionState as AttentionState
 
 
 class KernelUnavailableError(RuntimeError):
     """A kernel backend was asked for that is unknown or cannot run here."""
-
-
-class AttentionState(NamedTuple):
-    """Normalised output and log-sum-exp of queries over one block of KV.
-
-    o:   [tokens, heads, group, dim] in the query's dtype.
-    lse: [tokens, heads, group] float32, natural log; -inf where the block is empty.
-    """
-
-    o: torch.Tensor
-    lse: torch.Tensor
 
 
 class HeadMap(NamedTuple):
@@ -114,11 +105,13 @@ class AttentionKernels(ABC):
 
     name:            what users choose it by.
     selection:       how it selects and merges; unlike the rest, for any thread and stream.
+    memory:          how it attends over fixed prefixes that memories stand for.
     plans_on_device: whether `plan_on_device` and `empty_plan` are there.
     """
 
     name: str
     selection: SelectionKernels
+    memory: MemoryKernels
     plans_on_device = False
 
     def reads(self, dtype: torch.dtype) -> bool:

@@ -1,10 +1,21 @@
-"""The algebra of attention states: a commutative monoid under `merge_states`."""
+"""Attention states and their algebra: a commutative monoid under `merge_states`."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from kvtier_kernels.base import AttentionState
+
+class AttentionState(NamedTuple):
+    """Normalised output and log-sum-exp of queries over one block of KV.
+
+    o:   [tokens, heads, group, dim] in the query's dtype.
+    lse: [tokens, heads, group] float32, natural log; -inf where the block is empty.
+    """
+
+    o: torch.Tensor
+    lse: torch.Tensor
 
 
 def empty_state(like: torch.Tensor) -> AttentionState:

@@ -69,6 +69,11 @@ class Settings(BaseModel):
     nll_stride: int = Field(
         4, ge=1, description="Every how many prompt tokens the model's surprise is measured."
     )
+    memory: Path | None = Field(
+        None,
+        description="Directory of a prefix memory, or of several, that requests are answered from "
+        "(`kvtier memory build`).",
+    )
     kernels: str = Field(
         "auto",
         description="Attention kernels: reference, triton, flashinfer, or auto (triton on a GPU).",

@@ -20,6 +20,7 @@ from kvtier.heads.model.config import (
     weights_revision,
 )
 from kvtier.heads.profile import load_profile
+from kvtier.memory.storage import check_may_be_served, directories, load_card
 from kvtier.retention.rules import scorer_of
 from kvtier.retention.shares import asked_share
 from kvtier_kernels import (
@@ -103,6 +104,7 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
         )
     _check_ranks(server_args, settings)
     _check_drafts(server_args, settings)
+    _check_memory(server_args, settings)
     kernels = kernels_of(settings, server_args)
     if settings.packs and kernels.name not in PACKING_KERNELS:
         expected = f"{' or '.join(PACKING_KERNELS)} with head_budgets = adaptive"
@@ -149,6 +151,31 @@ def _check_ranks(server_args: Any, settings: Settings) -> None:
         heads = model_shape(read_config(server_args.model_path)).num_kv_heads
         if ranks > heads:
             expected = f"at most the model's {heads} KV heads where a retention is set"
+            raise IncompatibleFlagError("--tp-size", expected, ranks)
+
+
+def _check_memory(server_args: Any, settings: Settings) -> None:
+    """Raise IncompatibleFlagError for what does not go together with prefix memories."""
+    if settings.memory is None:
+        return
+    obstacles = {
+        "--head-budgets adaptive": settings.packs,
+        "--speculative-algorithm": bool(getattr(server_args, "speculative_algorithm", None)),
+        "--radix-cache-backend of another cache": (
+            getattr(server_args, "radix_cache_backend", None) != NAME
+        ),
+    }
+    for other, is_asked in obstacles.items():
+        if is_asked:
+            expected = f"none together with {other}"
+            raise IncompatibleFlagError("--memory", expected, str(settings.memory))
+    for folder in directories(settings.memory):
+        check_may_be_served(load_card(folder))
+    ranks = getattr(server_args, "tp_size", None) or 1
+    if Path(server_args.model_path).is_dir():
+        heads = model_shape(read_config(server_args.model_path)).num_kv_heads
+        if ranks > heads:
+            expected = f"at most the model's {heads} KV heads beside --memory"
             raise IncompatibleFlagError("--tp-size", expected, ranks)
 
 

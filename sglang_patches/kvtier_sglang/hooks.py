@@ -12,7 +12,6 @@ from kvtier_sglang import compat
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
 from kvtier_sglang.radix.cache import KvtierRadixCache
 from kvtier_sglang.radix.prompt_logprobs import recomputed_tokens
-from kvtier_sglang.tier.scopes import separate_adapters
 
 
 def check_flags(server_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -66,12 +65,6 @@ def weights_change(manager: Any, *args: Any, **kwargs: Any) -> None:
     cache = getattr(manager.scheduler, "tree_cache", None)
     if isinstance(cache, KvtierRadixCache):
         cache.weights_change()
-
-
-def scope_request(result: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER Req.__init__: extra keys and adapters cannot be taken for each other."""
-    if compat.backends_are_ours()[1]:
-        separate_adapters(req)
 
 
 def report_recomputed(

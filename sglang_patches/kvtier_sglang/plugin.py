@@ -15,6 +15,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from kvtier.errors import StartupError
 from kvtier_sglang import cpu_drafts, hooks, requests
 from kvtier_sglang.compat import NAME
+from kvtier_sglang.memory.hooks import RequestHooks
 from kvtier_sglang.occupancy import Occupancy
 from kvtier_sglang.platform import is_cpu
 from kvtier_sglang.runtime import Runtime
@@ -43,7 +44,7 @@ WEIGHT_CHANGES = (
 
 def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]:
     """What is hooked, and where. runtime: of this process; it makes the parts."""
-    occupancy = Occupancy()
+    occupancy, on_requests = Occupancy(), RequestHooks(runtime)
     before, around, after = HookType.BEFORE, HookType.AROUND, HookType.AFTER
     on_cpu = cpu_drafts.functions() if is_cpu() else {}
     return {
@@ -64,7 +65,11 @@ def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]
         "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache": (hooks.ask_tier, before),
         f"{_STREAMER}.get_cached_tokens_details": (hooks.report_recomputed, after),
         f"{_STATE}._add_memory_usage": (occupancy.report_state, after),
-        "sglang.srt.managers.schedule_batch.Req.__init__": (hooks.scope_request, after),
+        "sglang.srt.managers.schedule_batch.Req.__init__": (on_requests.scope_request, after),
+        "sglang.srt.managers.scheduler.Scheduler.process_batch_result": (
+            on_requests.process_batch_result,
+            around,
+        ),
         f"{_TOKENIZER}._validate_one_request": (requests.check_request, before),
         f"{_CONTROL}.release_memory_occupation": (requests.refuse_offload, before),
         f"{_CONTROL}.resume_memory_occupation": (requests.refuse_offload, before),

@@ -25,8 +25,9 @@ from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_pro
 from kvtier.retention.rules import locality_rule, refresh_rule, scorer_of, state_width
 from kvtier.retention.shares import QualityTarget, Serving, asked_share
 from kvtier.tier.blobs.turn_rules import TurnRules
-from kvtier_sglang.attention.backend import KvtierAttnBackend, PassRefresh
-from kvtier_sglang.attention.cuda_graphs import room_bytes
+from kvtier_sglang.attention.backend import KvtierAttnBackend
+from kvtier_sglang.attention.cuda_graphs import graph_bytes
+from kvtier_sglang.attention.pass_refresh import PassRefresh
 from kvtier_sglang.attention.warm_up import warm_up
 from kvtier_sglang.compat import backends_are_ours
 from kvtier_sglang.compression.calibration import (
@@ -42,6 +43,7 @@ from kvtier_sglang.compression.packing import AdaptiveSelection
 from kvtier_sglang.compression.prompt_nll import observe_nll
 from kvtier_sglang.compression.retention import Retention
 from kvtier_sglang.compression.selection import TokenSelection, find_rotary
+from kvtier_sglang.memory.server import Memories
 from kvtier_sglang.pool.allocator import HeadSplitAllocator
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool, head_split_pool
 from kvtier_sglang.pool.scales import KvScales
@@ -67,6 +69,7 @@ class Runtime:
         self.selection: TokenSelection | None = None
         self.backend: KvtierAttnBackend | None = None
         self.cache: KvtierRadixCache | None = None
+        self.memories: Memories | None = None
 
     @cached_property
     def settings(self) -> Settings:
@@ -84,10 +87,10 @@ class Runtime:
         """AROUND config_from_budget: turn the byte budget into slots of both classes."""
         attention, radix = backends_are_ours()
         if not radix:
-            room = _graph_bytes(configurator, 1) if attention else 0
+            room = graph_bytes(configurator, 1) if attention else 0
             return original(configurator, budget_bytes - room, **kwargs)
         profile = self._profile(configurator)
-        budget_bytes -= _graph_bytes(configurator, 1 if profile.ca_share == 1 else 2)
+        budget_bytes -= graph_bytes(configurator, 1 if profile.ca_share == 1 else 2)
         profiles = self.ranks.profiles(profile)
         config, self.locality_slots = size_pools(
             original, configurator, budget_bytes, self.settings, profiles, **kwargs
@@ -202,6 +205,11 @@ class Runtime:
         self.backend = KvtierAttnBackend(
             runner, settings, selection=self.selection, refresh=self._pass_refresh
         )
+        if settings.memory is not None and backends_are_ours()[1]:
+            ranks, kernels = self.ranks, self.backend.kernels
+            heads = self.profile.shape.kv_heads_of_rank(ranks.rank, ranks.size)
+            self.memories = Memories.open(settings.memory, runner, pool, kernels, ranks, heads)
+            self.backend.memories = self.memories.passes
         if torch.device(runner.device).type == "cuda":
             context = int(runner.model_config.context_len)
             chunk = runner.server_args.chunked_prefill_size
@@ -274,6 +282,7 @@ class Runtime:
             tier=tier,
             make_refresh=make_refresh,
             ranks=self.ranks,
+            memories=None if self.memories is None else self.memories.bank,
         )
         return self.cache
 
@@ -330,19 +339,6 @@ class Runtime:
 def _trigger_rule(settings: Settings) -> TriggerRule | None:
     refresh = settings.refresh
     return TriggerRule(refresh.every_tokens, refresh.moved) if refresh.while_generating else None
-
-
-def _graph_bytes(configurator: Any, classes: int) -> int:
-    """What recording decoding will take on top of what SGLang sets aside for graphs."""
-    from sglang.srt.runtime_context import get_exec
-
-    if not str(configurator.device).startswith("cuda"):
-        return 0
-    decode = get_exec().graph.cuda_graph_config.decode
-    if decode.backend == "disabled":
-        return 0
-    requests = max(decode.bs or [decode.max_bs or 0])
-    return room_bytes(requests, configurator.model_config.context_len, classes)
 
 
 __all__ = ["Runtime"]

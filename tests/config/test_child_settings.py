@@ -31,6 +31,7 @@ _LOOSE = {
     "prefill": st.sampled_from(["exact", "streaming"]),
     "curve": _paths,
     "nll_stride": _counts,
+    "memory": _paths,
     "kernels": st.sampled_from(["auto", "reference", "triton", "flashinfer"]),
     "force_cpu": st.booleans(),
     "data_dir": _paths,

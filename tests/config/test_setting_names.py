@@ -38,6 +38,7 @@ EXAMPLES = {
     "share_rule": ("budget-tokens=64", {}),
     "head_budgets": ("adaptive", {"retention": 0.5}),
     "nll_stride": (2, {}),
+    "memory": ("memories", {}),
     "kernels": ("reference", {}),
     "force_cpu": (True, {}),
     "data_dir": ("elsewhere", {}),

@@ -1,7 +1,7 @@
 """Runs a real SGLang engine in its own process: `python engine_runner.py plan.json out.json`.
 
 plan: {"engine": {...}, "rounds": [[{"input_ids", "max_new_tokens", "logprobs"?,
-"logprob_start_len"?}, ...], ...]}
+"logprob_start_len"?, "custom_params"?}, ...], ...]}
 Every round is sent at once (continuous batching); a request may name the round and index it
 continues ({"continues": [round, index], "input_ids": tail}): its prompt is then that request's
 prompt, its answer, and the tail. Instead of requests a round may be {"weights": model directory},
@@ -48,6 +48,7 @@ async def run_rounds(engine: Any, rounds: list[list[dict[str, Any]]]) -> list[li
                         "temperature": request.get("temperature", 0),
                         "max_new_tokens": request["max_new_tokens"],
                         "ignore_eos": True,
+                        "custom_params": request.get("custom_params"),
                     },
                     return_logprob=request.get("logprobs", False),
                     lora_path=request.get("adapter"),

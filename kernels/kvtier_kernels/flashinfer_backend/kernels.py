@@ -10,9 +10,9 @@ share that (`FlashInferPlan`). It cannot be recorded by CUDA graphs, so `plan_on
 there; what runs after planning can.
 
 The Triton kernels serve what FlashInfer does not: streaming windows, head dimensions other than 64,
-128 and 256, float32 queries, K and V in layouts that differ (`limits.fits`), selection, of which
-FlashInfer has nothing, and merging of states, for which its kernel has no room with many heads of
-dimension 256.
+128 and 256, float32 queries, K and V in layouts that differ (`limits.fits`), selection and
+memories, of which FlashInfer has nothing, and merging of states, for which its kernel has no room
+with many heads of dimension 256.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class FlashInferKernels(AttentionKernels):
     def __init__(self, make: Make = make_wrapper) -> None:
         self._triton = TritonKernels()
         self.selection = self._triton.selection
+        self.memory = self._triton.memory
         self._wrappers = Wrappers(make)
 
     def reads(self, dtype: torch.dtype) -> bool:

@@ -1,6 +1,7 @@
 """The backend `reference`, in PyTorch:
 
 kernels.py     attention, the contract's face; slots.py cuts its slot tables in runs
+memory.py      fixed prefixes
 selection.py   what selecting and merging ask for -> homes.py
 """
 

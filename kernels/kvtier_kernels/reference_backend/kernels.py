@@ -12,6 +12,7 @@ import torch
 
 from kvtier_kernels.base import AttentionKernels, AttentionState, RaggedKV, Window
 from kvtier_kernels.fp8 import take
+from kvtier_kernels.reference_backend.memory import ReferenceMemory
 from kvtier_kernels.reference_backend.selection import ReferenceSelection
 from kvtier_kernels.reference_backend.slots import RequestSlots, plan_batch, plan_request
 from kvtier_kernels.states import empty_state, merge_states
@@ -27,6 +28,7 @@ Plan = tuple[RequestSlots, ...]
 class ReferenceKernels(AttentionKernels):
     name = "reference"
     selection = ReferenceSelection()
+    memory = ReferenceMemory()
 
     def plan(
         self,

@@ -6,6 +6,7 @@
     attention/     by_slots.py, dense.py, output.py   -> decode.py, extend.py, merge.py, store.py
     selection/     window_mass.py, prediction.py      -> mass.py, newest.py
     merging/       homes.py, bins.py                  -> nearest.py, segments.py
+    memory/        attend.py                          -> lookup.py, answer.py
     softmax.py     what kernels compute of a tile; attention/entries.py loads its entries
     ahead.py       compiles all of it for a GPU that is not there
 

@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 
 from kvtier_kernels.base import AttentionState, HeadMap, RaggedKV, Window
 from kvtier_kernels.fp8 import FP8_DTYPES
+from kvtier_kernels.memory.base import PLACE_WIDTH, MemoryKernels, MemoryLayer
 from kvtier_kernels.selection import SelectionKernels, Stretch
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 from kvtier_kernels.triton_backend.launching import FIRST_WITH_E4M3, Launch, is_interpreted
@@ -33,6 +34,8 @@ HOPPER = 90
 MANY_REQUESTS = 512
 # Of models in float32, such as the demo model: head dimension and GQA group.
 FLOAT32_SHAPES = ((32, 2), (64, 4))
+# Numbers of a query that memories are looked up by.
+RANKS = (16, 64)
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 LOOPS = (
     "schedule_units",
@@ -45,6 +48,8 @@ LOOPS = (
     "segment_sum",
     "mean_of_queries",
     "sum_over_keys",
+    "nearest_entry",
+    "answer_token",
 )
 
 
@@ -94,6 +99,11 @@ def compile_all(capability: int = HOPPER) -> Iterator[Compiled]:
         found = []
         name = f"dim {dim}, group {group}, float32, votes {votes}"
         _use(_compiler(found, name), dim, group, torch.float32, votes, torch.float32)
+        yield from found
+    for dim, rank, dtype in itertools.product((64, 128), RANKS, (torch.bfloat16, torch.float32)):
+        found = []
+        name = f"dim {dim}, group 4, {str(dtype).removeprefix('torch.')}, rank {rank}"
+        _use_memory(TritonKernels(_compiler(found, name)).memory, dim, rank, dtype)
         yield from found
 
 
@@ -180,6 +190,30 @@ def _use_merging(kernels: SelectionKernels, keys: torch.Tensor, q: torch.Tensor)
     bins.mix(logits[:, 0], keys)
     kernels.predicted_logits(q, keys, 0.1, torch.zeros(heads, group, len(q)))
     kernels.window_lse(q, keys, 0.1, None)
+
+
+def _use_memory(kernels: MemoryKernels, dim: int, rank: int, dtype: torch.dtype) -> None:
+    memories, heads, group, tokens, entries, kept = 2, 2, 4, 64, 1024, 4096
+    each = torch.ones(memories)
+    states = torch.empty(entries, heads, group, dim, dtype=dtype)
+    kv = torch.empty(kept, dim, dtype=dtype)
+    layer = MemoryLayer(
+        projection=torch.empty(memories, rank, heads, group, dim, dtype=dtype),
+        keys=torch.empty(entries, rank + PLACE_WIDTH, dtype=dtype),
+        key_indptr=torch.zeros(memories + 1, dtype=torch.int32),
+        place_weight=each,
+        nearness=each,
+        prefix_tokens=each.int(),
+        o=states,
+        lse=torch.empty(states.shape[:-1]),
+        looks_up=torch.ones(memories, heads, dtype=torch.bool),
+        kept_k=kv,
+        kept_v=kv,
+        kept_indptr=torch.zeros(memories * heads + 1, dtype=torch.int32),
+    )
+    ids = torch.zeros(tokens, dtype=torch.int32)
+    x = torch.empty(tokens, memories, rank)
+    kernels.attend(states[:tokens], x, ids.long(), ids, layer, 0.1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,6 +25,7 @@ from kvtier_kernels.triton_backend.launching import (
     launch,
     to_device,
 )
+from kvtier_kernels.triton_backend.memory.attend import TritonMemory
 from kvtier_kernels.triton_backend.merging.bins import SortedBins
 from kvtier_kernels.triton_backend.merging.homes import find_homes
 from kvtier_kernels.triton_backend.planning.on_device import fill_plan
@@ -87,6 +88,7 @@ class TritonKernels(AttentionKernels):
     def __init__(self, launch: Launch = launch, dense: DensePrefixes | None = None) -> None:
         """dense: computes long prefixes on any device. None: cuDNN does, where it can."""
         self.selection = TritonSelection(launch)
+        self.memory = TritonMemory(launch)
         self._launch = launch
         self._dense = dense
 

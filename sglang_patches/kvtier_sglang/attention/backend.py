@@ -10,57 +10,26 @@ empty and never touched, so the same backend serves SGLang's own radix cache.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 
 from kvtier.config import Settings
 from kvtier.errors import IncompatibleFlagError
-from kvtier_kernels import AttentionKernels, HeadMap, RaggedKV, get_kernels
+from kvtier_kernels import AttentionKernels, AttentionState, HeadMap, RaggedKV, get_kernels
 from kvtier_kernels.fp8 import as_stored
 from kvtier_kernels.side_by_side import SideBySide
 from kvtier_sglang.attention.cuda_graphs import DecodeGraphs
 from kvtier_sglang.attention.drafts import fold, over_branches, over_prefixes, unfold
 from kvtier_sglang.attention.packed import PackedPlan
+from kvtier_sglang.attention.pass_refresh import PassRefresh, no_refresh
 from kvtier_sglang.attention.plans import BatchPlan, ClassPlan, Planner, indptr
 from kvtier_sglang.compression.selection import PrefillRows, TokenSelection
+from kvtier_sglang.memory.passes import MemoryPasses, merge_into
 from kvtier_sglang.pool.kv_pool import ClassBuffers, head_split_pool
-
-
-class PassRefresh(Protocol):
-    """What is told of passes, to choose entries again with the queries of a turn."""
-
-    @property
-    def watches_decoding(self) -> bool:
-        """Whether decode passes matter."""
-
-    def begin_prefill(
-        self,
-        rids: list[str],
-        requests: list[int],
-        stops: list[int],
-        q_indptr: tuple[int, ...],
-        rows: torch.Tensor,
-    ) -> None:
-        """A prefill pass begins; see Refresher.begin_pass."""
-
-    def layer(self, index: int, q: torch.Tensor, scale: float) -> None:
-        """A layer of it has stored its KV, and attends next."""
-
-    def end_pass(self) -> None:
-        """Its last layer has been told of."""
-
-    def begin_decode(self, rids: list[str], requests: list[int], rows: torch.Tensor) -> None:
-        """A decode pass begins; see RefreshTrigger.begin_pass."""
-
-    def record(self, index: int, q: torch.Tensor) -> None:
-        """The queries of one of its layers."""
-
-
-def no_refresh() -> None:
-    """For a backend whose contexts are never refreshed."""
 
 
 class KvtierAttnBackend(AttentionBackend):
@@ -92,6 +61,8 @@ class KvtierAttnBackend(AttentionBackend):
         self.selection = selection
         self.refresh = refresh
         self.forward_metadata: BatchPlan | None = None
+        # Set where there are prefix memories.
+        self.memories: MemoryPasses | None = None
         # Set by the runner that captures CUDA graphs.
         self.graphs: DecodeGraphs | None = None
         self._side_by_side = SideBySide(self.device)
@@ -142,6 +113,7 @@ class KvtierAttnBackend(AttentionBackend):
             locality=None if locality is None else ClassPlan(locality),
             write=self.planner.write(forward_batch.out_cache_loc),
             q_indptr=(),
+            memory=None if self.memories is None else self.memories.recorded(forward_batch),
         )
 
     def _begin_extend(self, forward_batch: Any) -> BatchPlan:
@@ -154,14 +126,20 @@ class KvtierAttnBackend(AttentionBackend):
             refresh.begin_prefill(
                 forward_batch.rids, requests, stops, indptr(new), self.req_to_token
             )
-        return self.planner.extend(forward_batch, requests)
+        plan = self.planner.extend(forward_batch, requests)
+        if self.memories is None:
+            return plan
+        return replace(plan, memory=self.memories.extend(forward_batch))
 
     def _begin_decode(self, forward_batch: Any) -> BatchPlan:
         watching = self._watching
         if watching is not None:
             requests = forward_batch.req_pool_indices.tolist()
             watching.begin_decode(forward_batch.rids, requests, self.req_to_token)
-        return self.planner.decode(forward_batch)
+        plan = self.planner.decode(forward_batch)
+        if self.memories is None:
+            return plan
+        return replace(plan, memory=self.memories.decode(forward_batch))
 
     @property
     def _watching(self) -> PassRefresh | None:
@@ -190,6 +168,7 @@ class KvtierAttnBackend(AttentionBackend):
         index = layer.layer_id - self.pool.start_layer
         if self.selection is not None and batch.prefill is not None:
             self.selection.observe(index, q, k, v, batch.prefill, layer.scaling)
+        memory = None if batch.memory is None else batch.memory.state(index, q, layer.scaling)
         q, k, v = self._in_stored_units(index, q, k, v)
         if save_kv_cache:
             self.pool.store(self.kernels, index, batch.write, k, v)
@@ -209,18 +188,15 @@ class KvtierAttnBackend(AttentionBackend):
                 o = batch.packed.extend(index, *own, batch.q_indptr, batch.dense, layer.scaling)
                 buffers.head_map.place(out, o)
                 continue
-            self.kernels.extend_heads(
-                q,
-                k,
-                v,
-                batch.q_indptr,
-                RaggedKV(buffers.k, buffers.v, votes),
-                part.plan,
-                layer.scaling,
-                buffers.head_map,
-                out,
-                part.window,
-            )
+            kv = RaggedKV(buffers.k, buffers.v, votes)
+            rest = batch.q_indptr, kv, part.plan, layer.scaling
+            if memory is not None:
+                mine, own_k, own_v = buffers.select(q), buffers.select(k), buffers.select(v)
+                state = self.kernels.extend(mine, own_k, own_v, *rest, part.window)
+                v_scale = self.pool.scales.of(index).v
+                merge_into(out, buffers.head_map, state, memory, self.kernels, v_scale)
+                continue
+            self.kernels.extend_heads(q, k, v, *rest, buffers.head_map, out, part.window)
         return self._in_model_units(index, out)
 
     def forward_decode(
@@ -236,6 +212,7 @@ class KvtierAttnBackend(AttentionBackend):
         batch = self._metadata()
         q, k, v = self._shaped(q, k, v, layer)
         index = layer.layer_id - self.pool.start_layer
+        memory = None if batch.memory is None else batch.memory.state(index, q, layer.scaling)
         q, k, v = self._in_stored_units(index, q, k, v)
         if save_kv_cache:
             self.pool.store(self.kernels, index, batch.write, k, v)
@@ -249,6 +226,9 @@ class KvtierAttnBackend(AttentionBackend):
             args = (q, kv, part.plan, layer.scaling, buffers.head_map, out)
             if batch.packed is not None and buffers is self.pool.ca[index]:
                 calls.append(partial(self._decode_packed, index, batch.packed, *args))
+            elif memory is not None:
+                v_scale = self.pool.scales.of(index).v
+                calls.append(partial(self._decode_behind, memory, v_scale, *args))
             else:
                 calls.append(partial(self.kernels.decode_heads, *args))
         self._side_by_side.run(calls)
@@ -297,6 +277,21 @@ class KvtierAttnBackend(AttentionBackend):
         both = self.kernels.merge_states(dense, packed.decode(index, q, scale))
         heads.place(out, both.o)
 
+    def _decode_behind(
+        self,
+        memory: AttentionState,
+        v_scale: float,
+        q: torch.Tensor,
+        kv: RaggedKV,
+        plan: Any,
+        scale: float,
+        heads: HeadMap,
+        out: torch.Tensor,
+    ) -> None:
+        """`decode_heads` where requests have prefix memories."""
+        state = self.kernels.decode(heads.select(q), kv, plan, scale)
+        merge_into(out, heads, state, memory, self.kernels, v_scale)
+
     def _in_stored_units(
         self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -344,4 +339,4 @@ class KvtierAttnBackend(AttentionBackend):
         return classes
 
 
-__all__ = ["KvtierAttnBackend", "PassRefresh"]
+__all__ = ["KvtierAttnBackend"]

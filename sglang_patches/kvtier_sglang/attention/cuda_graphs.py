@@ -87,4 +87,17 @@ class DecodeGraphs:
                 )
 
 
-__all__ = ["DecodeGraphs", "GraphPlans", "room_bytes"]
+def graph_bytes(configurator: Any, classes: int) -> int:
+    """What recording decoding will take on top of what SGLang sets aside for graphs."""
+    from sglang.srt.runtime_context import get_exec
+
+    if not str(configurator.device).startswith("cuda"):
+        return 0
+    decode = get_exec().graph.cuda_graph_config.decode
+    if decode.backend == "disabled":
+        return 0
+    requests = max(decode.bs or [decode.max_bs or 0])
+    return room_bytes(requests, configurator.model_config.context_len, classes)
+
+
+__all__ = ["DecodeGraphs", "GraphPlans", "graph_bytes", "room_bytes"]

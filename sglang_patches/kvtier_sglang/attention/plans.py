@@ -21,6 +21,7 @@ from kvtier_kernels.positions import positions_of
 from kvtier_sglang.attention.drafts import tree_masks
 from kvtier_sglang.attention.packed import PackedPlan
 from kvtier_sglang.compression.selection import PrefillRows
+from kvtier_sglang.memory.passes import MemoryPass
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
 
 
@@ -44,6 +45,7 @@ class BatchPlan:
     dense:        beside `packed` in an extend pass: each request's other CA slots.
     drafts:       in a pass that verifies drafts, bool [requests, drafts, drafts]: which drafts each
                   of them sees. It is planned like a decoding one, over what was there before.
+    memory:       what the pass asks of prefix memories; None where no request has one.
     """
 
     ca: ClassPlan
@@ -54,6 +56,7 @@ class BatchPlan:
     packed: PackedPlan | None = None
     dense: tuple[torch.Tensor, ...] = ()
     drafts: torch.Tensor | None = None
+    memory: MemoryPass | None = None
 
 
 class Planner:

@@ -38,6 +38,8 @@ from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from kvtier.retention.refreshing import PrunedRange
 from kvtier_sglang.compression.compressor import Compressor
+from kvtier_sglang.memory.bank import MemoryBank
+from kvtier_sglang.radix import prefix_nodes
 from kvtier_sglang.radix.contexts import compacted_context, outgrows, pruned_ranges
 from kvtier_sglang.radix.matching import cached_length
 from kvtier_sglang.radix.node import KvNode
@@ -58,6 +60,7 @@ class KvtierRadixCache(VariantRadixTree):
     tier:         where exact KV goes and comes from; None: nowhere.
     make_refresh: how compressed contexts are refreshed from the tier; None: they are not.
     ranks:        which decide together; None: this one alone.
+    memories:     prefix memories that requests may begin with; None: none.
     """
 
     def __init__(
@@ -69,8 +72,10 @@ class KvtierRadixCache(VariantRadixTree):
         tier: TierConnector | None = None,
         make_refresh: MakeRefresh | None = None,
         ranks: Ranks | None = None,
+        memories: MemoryBank | None = None,
     ) -> None:
         self.ranks = ranks or Ranks()
+        self.memories = memories
         self.compressor = compressor
         self.tier = tier
         self.refresh: TurnRefresh | None = None
@@ -89,8 +94,9 @@ class KvtierRadixCache(VariantRadixTree):
         for rid in list(self._matched):
             self._forget(rid)
         super().reset()
-        if self.tier is not None:
-            self.tier.cache_flushed()
+        for part in (self.tier, self.memories):
+            if part is not None:
+                part.cache_flushed()
 
     def weights_change(self) -> None:
         """The weights are about to change, or may; see TierConnector.weights_change."""
@@ -184,8 +190,9 @@ class KvtierRadixCache(VariantRadixTree):
         """The request is gone: nothing is fetched or held for it any more."""
         self._matched.pop(rid, None)
         self._asks_exactly.discard(rid)
-        if self.tier is not None:
-            self.tier.forget(rid)
+        for part in (self.tier, self.memories):
+            if part is not None:
+                part.forget(rid)
         if self.refresh is not None:
             self.hold_private(-self.refresh.forget(rid))
 
@@ -217,10 +224,13 @@ class KvtierRadixCache(VariantRadixTree):
         """What the tree has of a key."""
         if self.disable or len(key) == 0:
             return self._empty_match_result
-        node, length = self.walk(self.root_node, key, 0, exact_only=exact_only)
+        begin, offset = prefix_nodes.begin(self, self.memories, key, req)
+        node, length = self.walk(begin, key, offset, exact_only=exact_only)
         if exact_only:
             note_recomputed(req, cached_length(self.root_node, key) - length)
-        if length == 0 or outgrows(node, self.allocator):
+        if outgrows(node, self.allocator):
+            node, length = begin, offset
+        if length == 0:
             return self._empty_match_result
         return MatchResult(
             device_prefix_len=length,
@@ -326,11 +336,9 @@ class KvtierRadixCache(VariantRadixTree):
 
     def report(self) -> dict[str, Any]:
         """For the server's internal state."""
-        report = {
-            "integrity": self.check_integrity(),
-            **self.counters,
-            **self.compressor.report(),
-        }
+        report = {"integrity": self.check_integrity(), **self.counters, **self.compressor.report()}
+        if self.memories is not None:
+            report["memories"] = self.memories.report()
         if self.ranks.size > 1:
             report["idle_share_of_ranks"] = self.ranks.idle_shares
         if self.tier is not None and self.restorer is not None:

@@ -40,7 +40,7 @@ from kvtier_sglang.ranks import Awaited
 from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.cost_model import CostModel
 from kvtier_sglang.tier.prefetch import PendingFetch, PendingFetches
-from kvtier_sglang.tier.scopes import separated
+from kvtier_sglang.tier.scopes import memory_in, separated
 from kvtier_sglang.tier.spiller import Spiller
 
 logger = logging.getLogger(__name__)
@@ -127,8 +127,11 @@ class TierConnector:
 
     def scope(self, extra_key: str | None, cache_salt: str | None) -> Scope | None:
         """Where a request's KV is in the tier, by its `extra_key` (scopes.py); None where it has no
-        place there now: while the weights change, or for an adapter that is not loaded."""
+        place there now: while the weights change, for an adapter that is not loaded, or behind a
+        prefix memory."""
         if not self._is_usable:
+            return None
+        if memory_in(extra_key) is not None:
             return None
         extra, lora_id = separated(extra_key)
         adapter = "" if lora_id is None else self.model.adapter(lora_id)

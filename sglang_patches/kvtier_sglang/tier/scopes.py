@@ -7,11 +7,14 @@ which; SGLang's tree and all that is derived from it then use that:
     no adapter, no extra key     None
     extra key "tenant"           "e" + "tenant"
     adapter 7f3…, "tenant"       "a6:" + "tenant" + "7f3…"      6: the length of the extra key
+    behind a prefix memory       "m" + its digest + what it would be without
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+DIGEST_DIGITS = 16
 
 
 def separate_adapters(req: Any) -> None:
@@ -29,6 +32,28 @@ def joined(extra_key: str, lora_id: str | None) -> str | None:
     return f"e{extra_key}" if extra_key else None
 
 
+def with_memory(extra_key: str | None, digest: str) -> str:
+    """What SGLang's tree is to know of a request that a prefix memory answers. digest: as long as
+    DIGEST_DIGITS says."""
+    assert len(digest) == DIGEST_DIGITS, "not a memory's digest"
+    return f"m{digest}{extra_key or ''}"
+
+
+def memory_in(extra_key: str | None) -> str | None:
+    """The digest of the memory in an extra key of this module's; None where there is none."""
+    if not extra_key or extra_key[0] != "m":
+        return None
+    return extra_key[1 : 1 + DIGEST_DIGITS]
+
+
+def without_memory(extra_key: str | None) -> str | None:
+    """An extra key as it would be without the memory."""
+    if memory_in(extra_key) is None:
+        return extra_key
+    assert extra_key is not None, "a memory in no extra key"
+    return extra_key[1 + DIGEST_DIGITS :] or None
+
+
 def separated(text: str | None) -> tuple[str, str | None]:
     """The extra key and the adapter's id of what `joined` gave."""
     if not text:
@@ -41,4 +66,11 @@ def separated(text: str | None) -> tuple[str, str | None]:
     return rest[: int(length)], rest[int(length) :]
 
 
-__all__ = ["joined", "separate_adapters", "separated"]
+__all__ = [
+    "joined",
+    "memory_in",
+    "separate_adapters",
+    "separated",
+    "with_memory",
+    "without_memory",
+]

@@ -1,0 +1,180 @@
+"""The prefix memories that a server has loaded, on its device, layer by layer.
+
+    memory 0 | entries | kept KV |  memory 1 | entries | kept KV |      one `MemoryLayer` a layer
+    request ──> index of its memory, -1 for none
+
+A memory that is dropped answers the requests that it has; new ones do not get it. Its room is given
+back when the cache is flushed, which SGLang does when no request is there.
+Scheduler thread only (the forward pass runs in it).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvtier.errors import UsageError
+from kvtier.memory.storage import IN_MODEL_DTYPE, PrefixMemory
+from kvtier_kernels.memory.base import PLACE_WIDTH, MemoryLayer
+from kvtier_sglang.compression.selection import Rotary
+
+NONE = -1
+
+
+class MemoryBank:
+    """See the module docstring.
+
+    rotary: per layer, how its queries are rotated. heads: the KV heads that this rank has; total:
+    adds up what ranks have.
+    """
+
+    def __init__(
+        self,
+        rotary: Sequence[Rotary],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        heads: range,
+        total: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self.rotary = rotary
+        self.total = total
+        self.counters: Counter[str] = Counter()
+        self._dtype, self._device, self._heads = dtype, device, heads
+        self._held: list[PrefixMemory] = []
+        self._retired: set[str] = set()
+        self._of_request: dict[str, str] = {}
+        self.layers: list[MemoryLayer] = []
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    # -- memories --
+
+    def load(self, memory: PrefixMemory) -> None:
+        """Raises UsageError for one that is loaded already, or for a second one of its prefix."""
+        for one in self._served():
+            if one.prefix_ids == memory.prefix_ids:
+                raise UsageError("memory", "a prefix that no other memory has", memory.digest)
+        known = [one for one in self._held if one.digest == memory.digest]
+        self._retired.discard(memory.digest)
+        if not known:
+            self._held.append(memory)
+            self._stack()
+
+    def drop(self, digest: str) -> None:
+        """Raises UsageError for one that is not loaded."""
+        if digest not in {one.digest for one in self._served()}:
+            raise UsageError("memory", "one that is loaded", digest)
+        self._retired.add(digest)
+
+    def cache_flushed(self) -> None:
+        """No request is there, running or waiting: what was dropped is given back."""
+        self._of_request.clear()
+        if self._retired:
+            self._held, self._retired = self._served(), set()
+            self._stack()
+
+    def _served(self) -> list[PrefixMemory]:
+        return [one for one in self._held if one.digest not in self._retired]
+
+    def _stack(self) -> None:
+        mine = [memory.of_heads(self._heads).layers for memory in self._held]
+        self.layers = [
+            stacked(layers, self._dtype, self._device) for layers in zip(*mine, strict=True)
+        ]
+
+    def report(self) -> dict[str, Any]:
+        """For the server's internal state."""
+        return {
+            "loaded": [
+                {"digest": one.digest, "prefix_tokens": len(one.prefix_ids)}
+                for one in self._served()
+            ],
+            "bytes": sum(x.numel() * x.element_size() for layer in self.layers for x in layer),
+            **self.counters,
+        }
+
+    # -- requests --
+
+    def of_prompt(self, ids: Sequence[int]) -> PrefixMemory | None:
+        """The longest prefix that a prompt begins with, and has a token behind."""
+        found = None
+        for memory in self._served():
+            length = len(memory.prefix_ids)
+            longer = found is None or length > len(found.prefix_ids)
+            if longer and len(ids) > length and tuple(ids[:length]) == memory.prefix_ids:
+                found = memory
+        return found
+
+    def answer(self, rid: str, digest: str | None) -> None:
+        """A request was matched behind that memory's prefix; None: behind no memory's."""
+        if digest is None:
+            self._of_request.pop(rid, None)
+        else:
+            self._of_request[rid] = digest
+
+    def forget(self, rid: str) -> None:
+        """The request ended, or will be matched again."""
+        self._of_request.pop(rid, None)
+
+    def named(self, digest: str) -> PrefixMemory | None:
+        """A memory that is held, retired ones included."""
+        return next((one for one in self._held if one.digest == digest), None)
+
+    def index_of(self, rid: str) -> int:
+        """Where a request's memory is in the layers; NONE for none."""
+        digest = self._of_request.get(rid)
+        if digest is None:
+            return NONE
+        return [one.digest for one in self._held].index(digest)
+
+    def memory_of(self, rid: str) -> PrefixMemory | None:
+        index = self.index_of(rid)
+        return None if index == NONE else self._held[index]
+
+
+def stacked(layers: Sequence[MemoryLayer], dtype: torch.dtype, device: torch.device) -> MemoryLayer:
+    """The same layer of several memories, N = 1 each, as one; narrower lookups are padded with
+    directions that no query has."""
+    width = max(layer.projection.shape[1] for layer in layers)
+
+    def padded_projection(layer: MemoryLayer) -> torch.Tensor:
+        missing = width - layer.projection.shape[1]
+        return torch.nn.functional.pad(layer.projection, (0, 0, 0, 0, 0, 0, 0, missing))
+
+    def padded_keys(layer: MemoryLayer) -> torch.Tensor:
+        direction, place = layer.keys[:, :-PLACE_WIDTH], layer.keys[:, -PLACE_WIDTH:]
+        missing = width - direction.shape[1]
+        return torch.cat([torch.nn.functional.pad(direction, (0, missing)), place], dim=1)
+
+    def joined(name: str) -> torch.Tensor:
+        return torch.cat([getattr(layer, name) for layer in layers])
+
+    tensors = {
+        name: joined(name)
+        for name in MemoryLayer._fields
+        if name not in ("projection", "keys", "key_indptr", "kept_indptr")
+    }
+    tensors["projection"] = torch.cat([padded_projection(layer) for layer in layers])
+    tensors["keys"] = torch.cat([padded_keys(layer) for layer in layers])
+    tensors["key_indptr"] = _bounds([layer.key_indptr for layer in layers])
+    tensors["kept_indptr"] = _bounds([layer.kept_indptr for layer in layers])
+    return MemoryLayer(
+        **{
+            name: tensor.to(device, dtype if name in IN_MODEL_DTYPE else None)
+            for name, tensor in tensors.items()
+        }
+    )
+
+
+def _bounds(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Where parts begin and end that lie behind one another, of their own bounds."""
+    counts = torch.cat([bounds.diff() for bounds in parts])
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+
+
+__all__ = ["NONE", "MemoryBank", "stacked"]

@@ -1,0 +1,43 @@
+"""What SGLang's requests and schedulers are hooked with, where there may be prefix memories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kvtier_sglang.compat import backends_are_ours
+from kvtier_sglang.memory.server import Memories
+from kvtier_sglang.tier.scopes import separate_adapters
+
+
+class HasMemories(Protocol):
+    """The owner of a process's memories; None before they are opened, and where there are none."""
+
+    memories: Memories | None
+
+
+class RequestHooks:
+    """Of one process."""
+
+    def __init__(self, owner: HasMemories) -> None:
+        self._owner = owner
+
+    def scope_request(self, result: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+        """AFTER Req.__init__: extra keys and adapters cannot be taken for each other, nor what was
+        computed behind a prefix memory for what was computed behind the exact prefix."""
+        if backends_are_ours()[1]:
+            separate_adapters(req)
+            if self._owner.memories is not None:
+                self._owner.memories.scope_request(req)
+
+    def process_batch_result(
+        self, original: Callable[..., None], scheduler: Any, batch: Any, result: Any
+    ) -> None:
+        """AROUND Scheduler.process_batch_result: who is not answered well by a memory begins
+        again."""
+        if self._owner.memories is None:
+            return original(scheduler, batch, result)
+        return self._owner.memories.process(original, scheduler, batch, result)
+
+
+__all__ = ["RequestHooks"]

@@ -1,0 +1,89 @@
+"""Requests that no memory answers well: those begin again, with the exact prefix.
+
+    prompt prefilled ── more lookups fell back than the memory's card allows ──> queued again
+                     └─ else ──> its answer
+
+No token of such a request has been sent, and nothing of it is kept: it is retracted, as SGLang
+retracts requests when memory is short, and matches the exact prefix when it is admitted again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kvtier_sglang.memory.assigning import leave
+from kvtier_sglang.memory.bank import MemoryBank
+from kvtier_sglang.memory.passes import MemoryPasses
+
+logger = logging.getLogger(__name__)
+
+
+class Requeueing:
+    """Of one scheduler, whose thread alone calls it."""
+
+    def __init__(self, bank: MemoryBank, passes: MemoryPasses) -> None:
+        self.bank = bank
+        self.passes = passes
+        # By request that is not through its prompt: lookups, and how many fell back.
+        self._so_far: dict[str, tuple[int, int]] = {}
+        self._leaving: list[Any] = []
+
+    def process(
+        self, original: Callable[..., None], scheduler: Any, batch: Any, result: Any
+    ) -> None:
+        """AROUND Scheduler.process_batch_result."""
+        leaving = self._not_answered(batch) if batch.forward_mode.is_extend() else []
+        for req in leaving:
+            self._retract(scheduler, req)
+        original(scheduler, batch, result)
+        # What was launched meanwhile has been looked at: it cannot be taken for the new start.
+        waiting, self._leaving = self._leaving, leaving
+        if not scheduler.enable_overlap:
+            waiting, self._leaving = [*waiting, *self._leaving], []
+        for req in waiting:
+            scheduler._add_request_to_queue(req, is_retracted=True)
+        # Where passes overlap, `batch` is a copy, and the one launched meanwhile has them, too.
+        batches = [batch]
+        if scheduler.enable_overlap:
+            batches = [scheduler.last_batch, scheduler.running_batch]
+        for one in batches if leaving else ():
+            if one is not None and not one.is_empty():
+                one.filter_batch(reqs_to_exclude=leaving)
+
+    def _not_answered(self, batch: Any) -> list[Any]:
+        """The requests of an extend pass whose prompts are through and were answered too seldom."""
+        for rid, (asked, fell) in self.passes.fell_back().items():
+            before = self._so_far.get(rid, (0, 0))
+            self._so_far[rid] = (before[0] + asked, before[1] + fell)
+        found = []
+        for req in batch.reqs:
+            if req.inflight_middle_chunks > 0 or req.rid not in self._so_far:
+                continue
+            asked, fell = self._so_far.pop(req.rid)
+            memory = self.bank.memory_of(req.rid)
+            self.bank.counters["lookups"] += asked
+            self.bank.counters["fell_back"] += fell
+            if memory is None or req.finished() or req.output_ids:
+                continue
+            if fell > memory.card.requeue_above * asked:
+                found.append(req)
+        return found
+
+    def _retract(self, scheduler: Any, req: Any) -> None:
+        from sglang.srt.managers.schedule_batch import release_req
+
+        release_req(
+            req=req,
+            remaing_req_count=0,
+            req_to_token_pool=scheduler.req_to_token_pool,
+            token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+            tree_cache=scheduler.tree_cache,
+            hisparse_coordinator=None,
+        )
+        leave(req)
+        self.bank.counters["requeued"] += 1
+
+
+__all__ = ["Requeueing"]

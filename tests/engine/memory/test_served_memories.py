@@ -1,0 +1,155 @@
+"""Requests that begin with a memory's prefix, in the real engine: their tokens are those of the
+reference behind that memory, whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from compressing import POLICIES, RULE_ENV
+from engine_process import DEMO_MODEL, run_engine
+
+from kvtier.heads.model.loading import load_model
+from kvtier.memory.building import Recipe, build
+from kvtier.memory.card import Identity
+from kvtier.memory.collecting import prefix_kv
+from kvtier.memory.prefixes import ExactPrefix, MemoryPrefix, Prefix, generate_behind
+from kvtier.memory.storage import Card, PrefixMemory, load, save
+from kvtier.memory.traces import Trace
+
+pytestmark = pytest.mark.engine
+
+ENGINE = {
+    "model_path": str(DEMO_MODEL),
+    "max_total_tokens": 8000,
+    "chunked_prefill_size": 32,
+    **POLICIES["kvtier"],
+}
+NEW = 6
+
+
+def tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(6, 384) for _ in range(count)]
+
+
+class Stored(NamedTuple):
+    """A memory in its directory."""
+
+    folder: Path
+    memory: PrefixMemory
+
+    @property
+    def prefix(self) -> list[int]:
+        return list(self.memory.prefix_ids)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return load_model(str(DEMO_MODEL))
+
+
+@pytest.fixture(scope="module")
+def stored(model, tmp_path_factory) -> list[Stored]:
+    """Two memories of other lengths, with other numbers of entries and widths of lookups."""
+    parent = tmp_path_factory.mktemp("memories")
+    return [
+        make_memory(model, parent / "long", 500, Recipe(96, 24, 0.2, 12, 0.25, 200), seed=1),
+        make_memory(model, parent / "short", 150, Recipe(40, 7, 0.0, 5, 0.5, None), seed=2),
+    ]
+
+
+def make_memory(model: Any, folder: Path, length: int, recipe: Recipe, seed: int) -> Stored:
+    rng = random.Random(seed)
+    prefix = tokens(rng, length)
+    traces = [
+        Trace(tuple(tokens(rng, rng.randrange(8, 30))), tuple(tokens(rng, 4))) for _ in range(24)
+    ]
+    built = build(model, prefix, traces, recipe)
+    card = Card(
+        model="kvtier-demo", identity=Identity.of(str(DEMO_MODEL), "float32", prefix), recipe={},
+        requeue_above=1.0, traces={}, least_members=1, positions=34, build_seconds=0, rows={},
+        target_nats=1, refusals=[],
+    )  # fmt: skip
+    save(folder, card, prefix, built.layers)
+    return Stored(folder, load(folder))
+
+
+def said(out: dict[str, Any]) -> list[list[list[int]]]:
+    assert out["state"]["integrity"] == []
+    return [[request["output_ids"] for request in requests] for requests in out["rounds"]]
+
+
+def expected(
+    model: Any, prefix: Prefix, length: int, turns: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Turn by turn, where nothing of a context is dropped."""
+    context, answers = list[int](), list[list[int]]()
+    for turn in turns:
+        context += turn
+        answers.append(generate_behind(model, prefix, length, context, NEW))
+        context += answers[-1]
+    return answers
+
+
+@pytest.fixture
+def env(stored) -> dict[str, str]:
+    return {
+        **RULE_ENV,
+        "KVTIER_MEMORY": str(stored[0].folder.parent),
+        "KVTIER_HEAD_PROFILE": str(DEMO_MODEL / "head_profile.json"),
+    }
+
+
+def test_tokens_are_those_of_the_reference_in_mixed_batches(tmp_path, model, stored, env):
+    """Two memories and requests without one, chunked prefills, two turns of which nothing is
+    dropped; one request leaves its memory by its own wish, and has the exact prefix, which is
+    compressed when its turn ends."""
+    rng = random.Random(3)
+    sessions = [(0, 40), (1, 55), (None, 50), (0, 3), (1, 1), (None, 20), ("exact", 10)]
+    rounds, wanted = [[], []], []
+    for index, (which, count) in enumerate(sessions):
+        own, second = tokens(rng, count), tokens(rng, 15)
+        at = 0 if which == "exact" else which
+        first = own if at is None else [*stored[at].prefix, *own]
+        extra = {"custom_params": {"kvtier_memory": False}} if which == "exact" else {}
+        rounds[0].append({"input_ids": first, "max_new_tokens": NEW, **extra})
+        rounds[1].append(
+            {"input_ids": second, "max_new_tokens": NEW, "continues": [0, index], **extra}
+        )
+        if which is None or which == "exact":
+            cut = len(first) // 2
+            exact = ExactPrefix(prefix_kv(model, first[:cut]))
+            wanted.append(expected(model, exact, cut, [first[cut:], second]))
+        else:
+            prefix = MemoryPrefix(stored[which].memory.layers)
+            wanted.append(expected(model, prefix, len(stored[which].prefix), [own, second]))
+    out = run_engine(tmp_path, ENGINE, rounds, env)
+    found = [list(turns) for turns in zip(*said(out), strict=True)]
+    assert found[:-1] == wanted[:-1]
+    assert found[-1][0] == wanted[-1][0]
+    memories = out["state"]["memories"]
+    assert len(memories["loaded"]) == 2
+    assert 0 < memories["fell_back"] < memories["lookups"]
+    assert memories["opted_out"] == 2
+    assert [one["cached_tokens"] for one in out["rounds"][0]][:2] == [500, 150]
+
+
+def test_a_request_that_entries_do_not_know_is_answered_from_the_exact_prefix(
+    tmp_path, model, stored, env
+):
+    """Where a memory's card allows no lookup to fall back."""
+    strict = stored[0].memory.card.model_copy(update={"requeue_above": 0.0})
+    folder = tmp_path / "strict"
+    save(folder, strict, stored[0].prefix, stored[0].memory.layers)
+    rng = random.Random(4)
+    own = [tokens(rng, count) for count in (30, 80, 130)]
+    requests = [{"input_ids": [*stored[0].prefix, *ids], "max_new_tokens": NEW} for ids in own]
+    out = run_engine(tmp_path, ENGINE, [requests], {**env, "KVTIER_MEMORY": str(folder)})
+    kv = prefix_kv(model, stored[0].prefix)
+    wanted = [expected(model, ExactPrefix(kv), 500, [ids])[0] for ids in own]
+    assert said(out) == [wanted]
+    assert out["state"]["memories"]["requeued"] == 3
