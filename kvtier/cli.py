@@ -5,6 +5,7 @@
     kvtier calibrate heads    only find out which KV heads need the whole context
     kvtier calibrate curve    only fit the curve of a head profile
     kvtier calibration        list, show, export, import and delete stored calibrations
+    kvtier memory             build, show and verify prefix memories
     kvtier serve              SGLang's server with kvtier's cache (installed by kvtier_sglang)
 
 Commands of other packages arrive through the entry point group `kvtier.commands`, so that the
@@ -23,6 +24,7 @@ from kvtier.calibration.cli.calibrate import add_calibrate_parser
 from kvtier.calibration.cli.store import add_calibration_parser
 from kvtier.config import SETTINGS, config_file, load_settings
 from kvtier.errors import KvtierError
+from kvtier.memory.cli import add_memory_parser
 
 COMMANDS_GROUP = "kvtier.commands"
 _SHOWN_VERSIONS = ("sglang", "torch", "transformers", "triton", "flashinfer_python", "numpy")
@@ -57,6 +59,7 @@ def _parser(external: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     env.set_defaults(handler=lambda options: print_environment())
     add_calibrate_parser(commands)
     add_calibration_parser(commands)
+    add_memory_parser(commands)
     for name, entry in sorted(external.items()):
         # Listed for --help only: `main` hands their arguments over before parsing.
         commands.add_parser(name, help=f"see `kvtier {name} --help` ({entry.value})")

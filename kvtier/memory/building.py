@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,56 +22,16 @@ from kvtier.heads.progress import Progress, no_progress
 from kvtier.memory.collecting import Collected, LayerQueries, collect, prefix_kv
 from kvtier.memory.entries import Entries, make_entries, query_keys
 from kvtier.memory.prefixes import LayerKV
+from kvtier.memory.recipe import Recipe
 from kvtier.memory.traces import Trace, split
 from kvtier_kernels.memory.base import PLACE_WIDTH, MemoryLayer
 
 # Of the traces, for what entries are judged by.
 JUDGING_SHARE = 0.25
+# Of the judging traces, how many may be read with the exact prefix after all.
+FEW = 0.02
 # A cosine that none reaches.
 NEVER = 2.0
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a memory is made.
-
-    entries:       attention states per layer, M; 0: kept KV alone
-    key_width:     numbers that a query is projected to for a lookup, R
-    place_weight:  how much the place behind the prefix counts in a lookup
-    kept_tokens:   tokens of the prefix that a KV head keeps, for queries that no entry is near to
-    exact_heads:   share of all KV heads that entries serve worst: they do not look up
-    exact_tokens:  tokens of the prefix that each of those keeps; None: all
-    gate:          share of the judging traces' queries that count as too far from every entry
-    least_members: entries that stand for fewer queries are left out
-    """
-
-    entries: int = 256
-    key_width: int = 64
-    place_weight: float = 0.1
-    kept_tokens: int = 128
-    exact_heads: float = 0.25
-    exact_tokens: int | None = 512
-    gate: float = 0.1
-    least_members: int = 1
-
-    def __post_init__(self) -> None:
-        least = {"entries": 0, "key_width": 1, "kept_tokens": 0, "least_members": 1}
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise UsageError(f"--{_flag(name)}", f"at least {bound}", getattr(self, name))
-        for name in ("exact_heads", "gate"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(f"--{_flag(name)}", "0 to 1", getattr(self, name))
-        if self.place_weight < 0:
-            raise UsageError("--place-weight", "at least 0", self.place_weight)
-        if self.exact_tokens is not None and self.exact_tokens < 1:
-            raise UsageError("--exact-tokens", "at least 1", self.exact_tokens)
-        if not self.entries and not self.kept_tokens:
-            raise UsageError("--kept-tokens", "at least 1 without entries", self.kept_tokens)
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -81,12 +41,15 @@ class Built:
     members:     int64 `[M]` per layer, queries that each entry stands for
     head_errors: float32 `[layers, kv_heads]`, what entries lose of each head's answers on the
                  judging traces, as a share of all; None without entries
+    requeue_above: share of a prompt's lookups that fall back which few of the judging traces
+                 reach (FEW)
     """
 
     layers: tuple[MemoryLayer, ...]
     members: tuple[Tensor, ...]
     head_errors: Tensor | None
-    seconds: float
+    requeue_above: float = 1.0
+    seconds: float = 0.0
 
 
 def build(
@@ -107,7 +70,7 @@ def build(
     made = collect(model, kv, making, progress)
     judged = collect(model, kv, judging, progress, with_own=True) if recipe.entries else None
     built = assemble(kv, made, judged, recipe, seed)
-    return Built(built.layers, built.members, built.head_errors, time.monotonic() - began)
+    return replace(built, seconds=time.monotonic() - began)
 
 
 def assemble(
@@ -119,8 +82,8 @@ def assemble(
             _layer(kv[at], queries, None, NEVER, _no_heads(queries), recipe)
             for at, queries in enumerate(made.layers)
         ]
-        return Built(tuple(layers), (), None, 0.0)
-    entries, nearness, errors = [], [], []
+        return Built(tuple(layers), (), None)
+    entries, nearness, errors, fell = [], [], [], []
     for queries, others in zip(made.layers, judged.layers, strict=True):
         mine = make_entries(
             queries, made.behind, entries=recipe.entries, width=recipe.key_width,
@@ -134,6 +97,7 @@ def assemble(
         cosine, nearest = (keys @ mine.keys.T).max(-1)
         entries.append(mine)
         nearness.append(float(torch.quantile(cosine, recipe.gate)) if recipe.gate else -1.0)
+        fell.append(cosine < nearness[-1])
         errors.append(_errors(others, mine, nearest))
     found = torch.stack(errors)
     looks_up = ~worst_heads(found, recipe.exact_heads)
@@ -141,7 +105,21 @@ def assemble(
         _layer(kv[at], queries, entries[at], nearness[at], looks_up[at], recipe)
         for at, queries in enumerate(made.layers)
     ]
-    return Built(tuple(layers), tuple(one.members for one in entries), found / found.sum(), 0.0)
+    return Built(
+        tuple(layers),
+        tuple(one.members for one in entries),
+        found / found.sum(),
+        _reached_by_few(torch.stack(fell)[looks_up.any(-1)], judged.trace),
+    )
+
+
+def _reached_by_few(fell: Tensor, trace: Tensor) -> float:
+    """The share of fallen lookups that few traces are above. fell: bool `[layers, tokens]`."""
+    if not len(fell):
+        return 1.0
+    by_token = fell.float().mean(0)
+    sums = torch.zeros(int(trace.max()) + 1).index_add_(0, trace, by_token)
+    return float(torch.quantile(sums / torch.bincount(trace), 1 - FEW))
 
 
 def worst_heads(errors: Tensor, share: float) -> Tensor:
@@ -212,4 +190,4 @@ def _layer(
     )
 
 
-__all__ = ["Built", "Recipe", "assemble", "build", "most_drawn", "worst_heads"]
+__all__ = ["Built", "assemble", "build", "most_drawn", "worst_heads"]

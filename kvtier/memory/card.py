@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvtier.calibration.documents.base import Stored
 from kvtier.errors import MemoryMismatchError
@@ -62,7 +62,7 @@ class Identity(Stored):
                 )
 
 
-class Row(Stored):
+class Row(BaseModel):
     """What requests lose in one way of holding the prefix.
 
     nll_gap:      nats per token of the answers, beside the exact prefix
@@ -73,6 +73,8 @@ class Row(Stored):
     fell_back:    share of lookups that no entry was near enough to
     requeued:     share of the requests that were read with the exact prefix instead
     """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     way: str
     requests: int = Field(ge=1)

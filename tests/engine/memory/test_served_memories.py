@@ -14,10 +14,11 @@ from compressing import POLICIES, RULE_ENV
 from engine_process import DEMO_MODEL, run_engine
 
 from kvtier.heads.model.loading import load_model
-from kvtier.memory.building import Recipe, build
+from kvtier.memory.building import build
 from kvtier.memory.card import Identity
 from kvtier.memory.collecting import prefix_kv
 from kvtier.memory.prefixes import ExactPrefix, MemoryPrefix, Prefix, generate_behind
+from kvtier.memory.recipe import Recipe
 from kvtier.memory.storage import Card, PrefixMemory, load, save
 from kvtier.memory.traces import Trace
 

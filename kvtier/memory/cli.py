@@ -1,0 +1,205 @@
+"""`kvtier memory build`, `show` and `verify`."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtier.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvtier.memory.card import Row
+    from kvtier.memory.making import Source
+    from kvtier.memory.storage import Card
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+TARGET_NATS = 0.05
+# Differences of a row that verifying overlooks: sums are made in another order.
+SAME = 1e-3
+
+
+def add_memory_parser(commands: Subparsers) -> None:
+    """Add `kvtier memory`; parsed arguments carry `handler`."""
+    memory = commands.add_parser("memory", help="prefix memories: build, show and verify")
+    kinds = memory.add_subparsers(required=True, metavar="ACTION")
+    build = kinds.add_parser("build", help="build a memory of a prefix from traces of requests")
+    _add_source(build)
+    build.add_argument("--out", type=Path, required=True, help="directory to write")
+    _add_recipe(build.add_argument_group("what the memory is made of"))
+    build.add_argument(
+        "--target-nats", type=float, default=TARGET_NATS,
+        help="what answers may lose per token before the memory is not served (%(default)s)",
+    )  # fmt: skip
+    build.set_defaults(handler=run_build)
+    show = kinds.add_parser("show", help="print a memory's card")
+    show.add_argument("memory", type=Path, help="its directory")
+    show.add_argument("--format", choices=("table", "json"), default="table")
+    show.set_defaults(handler=run_show)
+    check = kinds.add_parser("verify", help="measure a memory again, and compare with its card")
+    check.add_argument("memory", type=Path, help="its directory")
+    _add_source(check)
+    check.set_defaults(handler=run_verify)
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model-path", required=True, help="local model directory")
+    add("--prefix-file", type=Path, required=True, help="text that the requests begin with")
+    add(
+        "--traces", type=Path, required=True, metavar="FILE.jsonl",
+        help='requests, one per line: {"prompt": …, "answer": …, "group": …}, or {"messages": …}',
+    )  # fmt: skip
+    add(
+        "--chat", action="store_true",
+        help="the prefix is a system message, in whose chat template the requests are",
+    )  # fmt: skip
+    add("--seed", type=int, default=0)
+    add("-q", "--quiet", action="store_true", help="no progress")
+
+
+def _add_recipe(group: argparse._ArgumentGroup) -> None:
+    from kvtier.memory.recipe import Recipe
+
+    default, add = Recipe(), group.add_argument
+    add("--entries", type=int, default=default.entries,
+        help="attention states per layer; 0: the prefix's own KV alone (%(default)s)")  # fmt: skip
+    add("--key-width", type=int, default=default.key_width,
+        help="numbers that a query is looked up by (%(default)s)")  # fmt: skip
+    add("--place-weight", type=float, default=default.place_weight,
+        help="how much the place behind the prefix counts in a lookup (%(default)s)")  # fmt: skip
+    add("--kept-tokens", type=int, default=default.kept_tokens,
+        help="tokens of the prefix that each KV head keeps (%(default)s)")  # fmt: skip
+    add("--exact-heads", type=float, default=default.exact_heads,
+        help="share of the KV heads that entries serve worst and that do not look up "
+        "(%(default)s)")  # fmt: skip
+    add("--exact-tokens", type=int, default=default.exact_tokens,
+        help="tokens of the prefix that each of those keeps (%(default)s)")  # fmt: skip
+    add("--gate", type=float, default=default.gate,
+        help="share of the traces' lookups that count as too far from every entry "
+        "(%(default)s)")  # fmt: skip
+    add("--no-store-queries", type=int, nargs="?", const=5, default=1, metavar="MEMBERS",
+        dest="least_members",
+        help="store no entry that stands for fewer queries than this (5): nobody's own "
+        "question can be read back")  # fmt: skip
+
+
+def run_build(options: argparse.Namespace) -> int:
+    """Handler of `kvtier memory build`. Raises KvtierError; returns 0, and 1 for a memory that must
+    not be served."""
+    from kvtier.memory.making import make
+    from kvtier.memory.recipe import Recipe
+
+    recipe = Recipe(
+        entries=options.entries,
+        key_width=options.key_width,
+        place_weight=options.place_weight,
+        kept_tokens=options.kept_tokens,
+        exact_heads=options.exact_heads,
+        exact_tokens=options.exact_tokens,
+        gate=options.gate,
+        least_members=options.least_members,
+    )
+    if options.target_nats < 0:
+        raise UsageError("--target-nats", "at least 0", options.target_nats)
+    if options.out.exists() and not options.out.is_dir():
+        raise UsageError("--out", "a directory", str(options.out))
+    with _progress(options) as progress:
+        card = make(
+            _source(options), options.out, recipe, target_nats=options.target_nats,
+            progress=progress,
+        )  # fmt: skip
+    print_card(card)
+    return 1 if card.refusals else 0
+
+
+def run_show(options: argparse.Namespace) -> int:
+    """Handler of `kvtier memory show`. Raises MemoryFileError."""
+    from kvtier.memory.storage import load_card
+
+    card = load_card(options.memory)
+    if options.format == "json":
+        print(card.to_json())
+    else:
+        print_card(card)
+    return 0
+
+
+def run_verify(options: argparse.Namespace) -> int:
+    """Handler of `kvtier memory verify`. Raises KvtierError; returns 0, and 1 where the card says
+    something else."""
+    from kvtier.memory.making import verify
+    from kvtier.memory.storage import load_card
+
+    card = load_card(options.memory)
+    with _progress(options) as progress:
+        found = verify(_source(options), options.memory, progress)
+    differ = False
+    for kind, rows in found.items():
+        for row, before in zip(rows, card.rows[kind], strict=True):
+            same = abs(row.nll_gap - before.nll_gap) < SAME and abs(row.kl - before.kl) < SAME
+            differ = differ or not same
+            said = "as its card says" if same else f"its card says {before.nll_gap:.3f}"
+            print(f"{kind}, {row.way}: {row.nll_gap:.3f} nats lost per token, {said}")
+    return 1 if differ else 0
+
+
+def print_card(card: Card) -> None:
+    """A card as a person reads it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    identity = card.identity
+    console.print(
+        f"prefix memory {card.digest[:16]}: {identity.prefix_tokens} tokens for {identity.model} "
+        f"({identity.dtype}), of {sum(card.traces.values())} traces"
+    )
+    for kind, rows in card.rows.items():
+        table = Table(title=f"{kind} ({rows[0].requests})", title_justify="left")
+        table.add_column("held of the prefix")
+        for name in ("nats lost", "KL", "right", "KiB held", "KiB read", "fell back", "requeued"):
+            table.add_column(name, justify="right")
+        for row in rows:
+            table.add_row(row.way, *_cells(row))
+        console.print(table)
+    console.print(
+        f"a prompt more than {card.requeue_above:.0%} of whose lookups fall back is read with the "
+        f"exact prefix; positions up to {card.positions} behind the prefix were seen"
+    )
+    console.print(
+        f"entries stand for {card.least_members} queries or more: "
+        + ("they may hold what single users asked" if card.least_members < 2 else "no one's alone")
+    )
+    for reason in card.refusals:
+        console.print(f"must not be served: {reason}")
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        f"{row.nll_gap:.3f}", f"{row.kl:.3f}", f"{row.right:.2f}", f"{row.bytes_held / 1024:.0f}",
+        f"{row.bytes_read / 1024:.0f}", f"{row.fell_back:.0%}", f"{row.requeued:.0%}",
+    ]  # fmt: skip
+
+
+def _source(options: argparse.Namespace) -> Source:
+    from kvtier.memory.making import Source
+
+    try:
+        prefix = options.prefix_file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError("--prefix-file", "a readable text", str(error)) from error
+    if options.seed < 0:
+        raise UsageError("--seed", "at least 0", options.seed)
+    return Source(options.model_path, prefix, options.traces, options.chat, options.seed)
+
+
+def _progress(options: argparse.Namespace) -> Any:
+    from kvtier.heads.progress import no_progress, rich_progress
+
+    return nullcontext(no_progress) if options.quiet else rich_progress()
+
+
+__all__ = ["add_memory_parser", "print_card"]

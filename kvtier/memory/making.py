@@ -1,0 +1,177 @@
+"""What `kvtier memory build` and `kvtier memory verify` do, from files to files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtier.errors import MemoryMismatchError, UsageError
+from kvtier.heads.model.config import check_splittable, model_name, read_config, shape_of
+from kvtier.heads.model.loading import load_model
+from kvtier.heads.progress import Progress, no_progress
+from kvtier.memory.building import JUDGING_SHARE, Built, assemble
+from kvtier.memory.card import Identity, Row
+from kvtier.memory.collecting import Collected, collect, prefix_kv
+from kvtier.memory.measured.off_topic import off_topic_requests
+from kvtier.memory.measured.rows import Held, Way, refusals, rows, ways
+from kvtier.memory.measured.sizes import held_bytes, read_bytes
+from kvtier.memory.prefixes import LayerKV, MemoryPrefix
+from kvtier.memory.recipe import Recipe
+from kvtier.memory.storage import Card, load, save
+from kvtier.memory.traces import Trace, Traced, read_traces, split
+from kvtier.synthetic.tokenizer import Tokenizer
+
+# Of the traces, those that a card is measured on.
+HELD_OUT_SHARE = 0.25
+OFF_TOPIC_REQUESTS = 40
+# The kinds of requests of a card's rows.
+HELD_OUT, OFF_TOPIC = "held-out requests", "requests off its topic"
+# Shares of the entries whose memories a card compares.
+CURVE = (0.25, 0.5)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a memory comes from. chat: the prefix is a system message; see traces.py."""
+
+    model_path: str
+    prefix: str
+    traces: Path
+    chat: bool = False
+    seed: int = 0
+
+
+class _Material:
+    """What is needed of a source to build a memory of it, and to measure one."""
+
+    def __init__(self, source: Source, progress: Progress) -> None:
+        check_splittable(read_config(source.model_path))
+        tokenizer = Tokenizer(source.model_path)
+        self.traced: Traced = read_traces(source.traces, source.prefix, tokenizer, chat=source.chat)
+        for trace in self.traced.traces:
+            if not trace.answer_ids:
+                raise UsageError("--traces", "an answer in every trace", "a trace without one")
+        known, self.held_out = split(self.traced.traces, HELD_OUT_SHARE, source.seed)
+        self.making, self.judging = split(known, JUDGING_SHARE, source.seed)
+        self.off_topic = off_topic_requests(
+            tokenizer, source.model_path, OFF_TOPIC_REQUESTS, source.seed
+        )
+        self.model: Any = load_model(source.model_path)
+        self.kv: list[LayerKV] = prefix_kv(self.model, self.traced.prefix_ids)
+        self.made: Collected = collect(self.model, self.kv, self.making, progress)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = self.model.dtype
+        return found
+
+    @property
+    def asked(self) -> Mapping[str, Sequence[Trace]]:
+        return {HELD_OUT: self.held_out, OFF_TOPIC: self.off_topic}
+
+    def held(self, built: Built) -> Held:
+        mass = [layer.mass for layer in self.made.layers]
+        return Held(self.kv, mass, built.layers, self.dtype)
+
+
+def make(
+    source: Source,
+    out: Path,
+    recipe: Recipe,
+    *,
+    target_nats: float,
+    progress: Progress = no_progress,
+) -> Card:
+    """Build a memory, measure it, and write its directory, whether or not it may be served.
+
+    Raises UsageError and TracesFileError for what cannot be built from.
+    """
+    material = _Material(source, progress)
+    judged = None
+    if recipe.entries:
+        judged = collect(material.model, material.kv, material.judging, progress, with_own=True)
+    built = assemble(material.kv, material.made, judged, recipe, source.seed)
+    found = _measured(material, built, source.seed, progress)
+    if judged is not None:
+        found["other numbers of entries"] = _curve(material, judged, recipe, source.seed, progress)
+    identity = Identity.of(source.model_path, _name(material.dtype), material.traced.prefix_ids)
+    longest = max(len(trace.ids) for trace in material.traced.traces)
+    members = torch.cat([*built.members, torch.tensor([2**31])])
+    card = Card(
+        model=model_name(source.model_path),
+        revision=identity.revision,
+        identity=identity,
+        recipe={**asdict(recipe), "seed": source.seed},
+        requeue_above=built.requeue_above,
+        traces={
+            "making": len(material.making),
+            "judging": len(material.judging),
+            "held_out": len(material.held_out),
+        },
+        least_members=int(members.min()) if recipe.entries else 1,
+        positions=longest,
+        build_seconds=built.seconds,
+        rows=found,
+        target_nats=target_nats,
+        refusals=refusals(found, HELD_OUT, OFF_TOPIC, target_nats),
+    )
+    return save(out, card, material.traced.prefix_ids, built.layers)
+
+
+def verify(source: Source, folder: Path, progress: Progress = no_progress) -> dict[str, list[Row]]:
+    """A stored memory's rows, measured again from the same source.
+
+    Raises MemoryFileError and MemoryMismatchError for a memory that is damaged, or of something
+    else.
+    """
+    memory = load(folder)
+    material = _Material(source, progress)
+    memory.card.identity.check_serves(
+        source.model_path, _name(material.dtype), material.traced.prefix_ids
+    )
+    if int(memory.card.recipe.get("seed") or 0) != source.seed:
+        raise MemoryMismatchError(f"memory: made with --seed {memory.card.recipe.get('seed')}")
+    layers = memory.layers
+    built = Built(layers, (), None, memory.card.requeue_above)
+    return _measured(material, built, source.seed, progress)
+
+
+def _measured(
+    material: _Material, built: Built, seed: int, progress: Progress
+) -> dict[str, list[Row]]:
+    held = material.held(built)
+    compared = ways(shape_of(material.model), held, seed)
+    return rows(
+        material.model, held, material.asked, compared, built.requeue_above, off_topic=OFF_TOPIC,
+        progress=progress,
+    )  # fmt: skip
+
+
+def _curve(
+    material: _Material, judged: Collected, recipe: Recipe, seed: int, progress: Progress
+) -> list[Row]:
+    """Held-out requests behind memories of fewer entries."""
+    compared: dict[str, Way] = {}
+    for share in CURVE:
+        entries = max(1, round(share * recipe.entries))
+        fewer = replace(recipe, entries=entries)
+        layers = assemble(material.kv, material.made, judged, fewer, seed).layers
+        size, read = (
+            held_bytes(layers, material.dtype),
+            read_bytes(layers, material.dtype, 0.0),
+        )
+        compared[f"{entries} entries"] = Way(MemoryPrefix(layers), size, read)
+    held = Held(material.kv, [], [], material.dtype)
+    asked = {HELD_OUT: material.held_out}
+    return rows(material.model, held, asked, compared, 1.0, progress=progress)[HELD_OUT]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+__all__ = ["HELD_OUT", "OFF_TOPIC", "Source", "make", "verify"]

@@ -1,0 +1,173 @@
+"""A card's rows: what held-out requests, requests in new wording and requests that have nothing to
+do with the prefix lose by a memory, beside other ways to hold the prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvtier.heads.model.config import shape_of
+from kvtier.heads.profile import ModelShape
+from kvtier.heads.progress import Progress, no_progress
+from kvtier.memory.building import most_drawn
+from kvtier.memory.card import Row
+from kvtier.memory.measured.losses import EXACT, RequestLoss, losses, mean_loss, requeued
+from kvtier.memory.measured.sizes import exact_bytes, held_bytes, kept_bytes, read_bytes
+from kvtier.memory.prefixes import KeptPrefix, LayerKV, MemoryPrefix, NoPrefix, Prefix
+from kvtier.memory.traces import Trace
+from kvtier_kernels.memory.base import MemoryLayer
+
+# The ways that a card compares.
+MEMORY, UNGATED, NONE = "memory", "memory without its gate", "nothing"
+KEPT_HELD, KEPT_READ = "kept KV, as many bytes", "kept KV, as many bytes read"
+RANDOM = "random KV, as many bytes"
+
+
+class Way(NamedTuple):
+    """How a prefix is held, and what that takes; bytes_read for a token none of whose lookups falls
+    back, where there are lookups."""
+
+    prefix: Prefix
+    bytes_held: int
+    bytes_read: int
+
+
+class Held(NamedTuple):
+    """A prefix, and a memory of it.
+
+    mass: per layer, float32 `[kv_heads, prefix tokens]`, what the traces' queries drew
+    """
+
+    kv: Sequence[LayerKV]
+    mass: Sequence[Tensor]
+    layers: Sequence[MemoryLayer]
+    dtype: torch.dtype
+
+
+def ways(shape: ModelShape, held: Held, seed: int = 0) -> dict[str, Way]:
+    """What a memory is compared with, and it."""
+    mine, reads = held_bytes(held.layers, held.dtype), read_bytes(held.layers, held.dtype, 0.0)
+    token = kept_bytes(shape, 1, held.dtype) * shape.num_kv_heads * shape.num_layers
+    length = held.mass[0].shape[1]
+    by_bytes, by_reads = (min(length, max(1, size // token)) for size in (mine, reads))
+    rng = torch.Generator().manual_seed(seed)
+    random = [torch.rand(mass.shape, generator=rng) for mass in held.mass]
+    found = {
+        NONE: Way(NoPrefix(), 0, 0),
+        MEMORY: Way(MemoryPrefix(held.layers), mine, reads),
+        KEPT_HELD: _kept(held.kv, held.mass, by_bytes, token),
+        RANDOM: _kept(held.kv, random, by_bytes, token),
+    }
+    if any(bool(layer.looks_up.any()) for layer in held.layers):
+        found[UNGATED] = Way(MemoryPrefix(held.layers, gated=False), mine, reads)
+        found[KEPT_READ] = _kept(held.kv, held.mass, by_reads, token)
+    return found
+
+
+def _kept(kv: Sequence[LayerKV], worth: Sequence[Tensor], tokens: int, token_bytes: int) -> Way:
+    """Each head's best tokens."""
+    kept = [[most_drawn(head, tokens) for head in layer] for layer in worth]
+    return Way(KeptPrefix(kv, kept), tokens * token_bytes, tokens * token_bytes)
+
+
+def rows(
+    model: Any,
+    held: Held,
+    asked: Mapping[str, Sequence[Trace]],
+    compared: Mapping[str, Way],
+    requeue_above: float,
+    *,
+    off_topic: str | None = None,
+    progress: Progress = no_progress,
+) -> dict[str, list[Row]]:
+    """Of each kind of requests, what they lose by each way, the exact prefix first.
+
+    off_topic: the kind whose KL is over all tokens, because no answer of its is the right one.
+    """
+    shape = shape_of(model)
+    length = held.kv[0][0].shape[1]
+    whole = exact_bytes(shape, length, held.dtype)
+    found: dict[str, list[Row]] = {}
+    for kind, requests in asked.items():
+        if not requests:
+            continue
+        prefixes = {name: way.prefix for name, way in compared.items()}
+        lost = losses(
+            model, held.kv, prefixes, requests, every_token=kind == off_topic, progress=progress
+        )
+        exact = lost[EXACT]
+        found[kind] = [_row(EXACT, exact, exact, whole, whole)]
+        for name, way in compared.items():
+            mine, again = lost[name], 0.0
+            if name == MEMORY:
+                again = sum(one.fell_back > requeue_above for one in mine) / len(mine)
+                mine = requeued(mine, exact, requeue_above)
+            reads = way.bytes_read
+            if isinstance(way.prefix, MemoryPrefix):
+                fell = mean_loss(mine).fell_back if way.prefix.gated else 0.0
+                reads = read_bytes(way.prefix.layers, held.dtype, fell)
+            row = _row(name, mine, exact, way.bytes_held, reads)
+            found[kind].append(row.model_copy(update={"requeued": again}))
+    return found
+
+
+def _row(
+    name: str, mine: Sequence[RequestLoss], exact: Sequence[RequestLoss], held: int, read: int
+) -> Row:
+    loss, whole = mean_loss(mine), mean_loss(exact)
+    return Row(
+        way=name,
+        requests=len(mine),
+        nll_gap=loss.nll - whole.nll,
+        kl=max(0.0, loss.kl),
+        right=loss.right,
+        bytes_held=held,
+        bytes_read=read,
+        fell_back=loss.fell_back,
+    )
+
+
+def refusals(
+    found: Mapping[str, Sequence[Row]], held_out: str, off_topic: str, target_nats: float
+) -> list[str]:
+    """Why a memory must not be served; empty where it may be."""
+    by_kind = {kind: {row.way: row for row in some} for kind, some in found.items()}
+    mine, reasons = by_kind[held_out][MEMORY], []
+    if mine.nll_gap > target_nats:
+        reasons.append(
+            f"held-out requests lose {mine.nll_gap:.3f} nats per token, {target_nats:g} are allowed"
+        )
+    if off_topic in by_kind:
+        gated, none = by_kind[off_topic][MEMORY].kl, by_kind[off_topic][NONE].kl
+        if gated >= none:
+            reasons.append(
+                f"requests off its topic are further from the exact prefix ({gated:.2f} nats) than "
+                f"without any prefix ({none:.2f})"
+            )
+    kept = by_kind[held_out][KEPT_HELD]
+    exact = by_kind[held_out][EXACT]
+    if mine.bytes_read >= exact.bytes_read:
+        reasons.append("a token reads as many bytes as of the exact prefix")
+    has_lookups = UNGATED in by_kind[held_out]
+    if has_lookups and kept.nll_gap <= mine.nll_gap and kept.bytes_read <= mine.bytes_read:
+        reasons.append("as many bytes of the prefix's own KV lose less and read less")
+    return reasons
+
+
+__all__ = [
+    "KEPT_HELD",
+    "KEPT_READ",
+    "MEMORY",
+    "NONE",
+    "RANDOM",
+    "UNGATED",
+    "Held",
+    "Way",
+    "refusals",
+    "rows",
+    "ways",
+]

@@ -1,0 +1,210 @@
+"""Entries of a memory: what they say of the queries that they were made of, and of others."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from heads.tiny_llama import KV_HEADS, LAYERS, VOCAB, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import UsageError
+from kvtier.memory.building import NEVER, assemble, build, most_drawn, worst_heads
+from kvtier.memory.collecting import Collected, collect, prefix_kv
+from kvtier.memory.entries import averaged, make_entries
+from kvtier.memory.prefixes import (
+    ExactPrefix,
+    KeptPrefix,
+    MemoryPrefix,
+    NoPrefix,
+    generate_behind,
+    logits_behind,
+)
+from kvtier.memory.recipe import Recipe
+from kvtier.memory.traces import Trace
+
+PREFIX_TOKENS = 60
+PREFIX = [random.Random(1).randrange(VOCAB) for _ in range(PREFIX_TOKENS)]
+# With as many entries as queries, each finds its own: none is grouped, none falls back.
+EVERYTHING = Recipe(entries=10**6, key_width=256, place_weight=0.3, exact_heads=0, gate=0)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model(dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def kv(model):
+    return prefix_kv(model, PREFIX)
+
+
+def traces(count: int, seed: int) -> list[Trace]:
+    rng = random.Random(seed)
+    return [
+        Trace(
+            tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(3, 14))),
+            tuple(rng.randrange(VOCAB) for _ in range(3)),
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def made(model, kv) -> Collected:
+    return collect(model, kv, traces(30, 2))
+
+
+@pytest.fixture(scope="module")
+def judged(model, kv) -> Collected:
+    return collect(model, kv, traces(9, 3), with_own=True)
+
+
+def test_a_memory_of_all_queries_gives_the_traces_own_outputs(model, kv, made, judged):
+    built = assemble(kv, made, judged, EVERYTHING)
+    assert [len(layer.keys) for layer in built.layers] == [len(made.behind)] * LAYERS
+    memory = MemoryPrefix(built.layers)
+    for trace in traces(30, 2):
+        expected = logits_behind(model, ExactPrefix(kv), PREFIX_TOKENS, trace.ids)
+        found = logits_behind(model, memory, PREFIX_TOKENS, trace.ids)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert memory.fell_back == 0
+
+
+def test_keeping_all_of_the_prefix_is_the_prefix(model, kv, made, judged):
+    """In all three ways: as kept KV, as what every query falls back to, and as exact heads."""
+    whole = [[torch.arange(PREFIX_TOKENS)] * KV_HEADS] * LAYERS
+    fewer = replace(EVERYTHING, entries=7, kept_tokens=PREFIX_TOKENS)
+    far = [
+        layer._replace(nearness=torch.tensor([NEVER]))
+        for layer in assemble(kv, made, judged, fewer).layers
+    ]
+    exact = replace(EVERYTHING, entries=7, exact_heads=1.0, exact_tokens=None)
+    (trace,) = traces(1, 5)
+    expected = logits_behind(model, ExactPrefix(kv), PREFIX_TOKENS, trace.ids)
+    for way in (
+        KeptPrefix(kv, whole),
+        MemoryPrefix(far),
+        MemoryPrefix(assemble(kv, made, judged, exact).layers),
+        MemoryPrefix(assemble(kv, made, None, Recipe(0, kept_tokens=PREFIX_TOKENS)).layers),
+    ):
+        found = logits_behind(model, way, PREFIX_TOKENS, trace.ids)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    # Nothing of the prefix is something else.
+    without = logits_behind(model, NoPrefix(), PREFIX_TOKENS, trace.ids)
+    assert not torch.allclose(without, expected, atol=1e-2)
+
+
+def test_tokens_that_are_generated_one_by_one_are_those_of_the_whole(model, kv):
+    prompt = list(traces(1, 6)[0].prompt_ids)
+    answer = generate_behind(model, ExactPrefix(kv), PREFIX_TOKENS, prompt, 5)
+    logits = logits_behind(model, ExactPrefix(kv), PREFIX_TOKENS, [*prompt, *answer[:-1]])
+    assert logits[len(prompt) - 1 :].argmax(-1).tolist() == answer
+
+
+def test_the_share_of_attention_adds_up_to_what_the_prefix_got(model, kv, made):
+    """Each head's mass is below one for every query head and query."""
+    queries = len(made.behind)
+    for layer in made.layers:
+        total = layer.mass.sum(-1)
+        group = layer.q.shape[2]
+        assert (layer.mass >= 0).all()
+        assert (total < queries * group).all()
+        assert (total > 0).all()
+
+
+def test_chunks_that_do_not_see_each_other_are_another_prefix(model, kv):
+    """The first chunk is the same; later ones were computed without it."""
+    chunked = prefix_kv(model, PREFIX, chunk_tokens=25)
+    for (k, v), (chunk_k, chunk_v) in zip(kv, chunked, strict=True):
+        assert k.shape == chunk_k.shape
+        torch.testing.assert_close(chunk_k[:, :25], k[:, :25], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(chunk_v[:, :25], v[:, :25], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(kv[-1][0], chunked[-1][0], atol=1e-4, rtol=1e-4)
+    # The first layer's KV is of the token and its place alone.
+    torch.testing.assert_close(kv[0][0], chunked[0][0], atol=1e-4, rtol=1e-4)
+    with pytest.raises(UsageError, match="chunk_tokens"):
+        prefix_kv(model, PREFIX, chunk_tokens=0)
+
+
+@given(members=st.lists(st.integers(0, 4), min_size=1, max_size=20), seed=st.integers(0, 99))
+def test_an_entry_is_the_average_merge_of_its_members(members, seed):
+    """Its lse is that of all members' keys together, less ln n; equal members are one of them."""
+    group = torch.unique(torch.tensor(members), return_inverse=True)[1]
+    generator = torch.Generator().manual_seed(seed)
+    o = torch.randn(len(members), 2, 3, 5, generator=generator)
+    lse = 4 * torch.randn(len(members), 2, 3, generator=generator)
+    count = int(group.max()) + 1
+    found_o, found_lse = averaged(o, lse, group, count)
+    for entry in range(count):
+        mine = group == entry
+        weights = lse[mine].double().exp()
+        expected = (o[mine].double() * weights.unsqueeze(-1)).sum(0) / weights.sum(0).unsqueeze(-1)
+        torch.testing.assert_close(found_o[entry].double(), expected, atol=1e-4, rtol=1e-4)
+        mean = weights.mean(0).log()
+        torch.testing.assert_close(found_lse[entry].double(), mean, atol=1e-4, rtol=1e-4)
+
+
+def test_entries_that_stand_for_too_few_are_left_out(made):
+    few = make_entries(made.layers[1], made.behind, entries=40, width=8, place_weight=0.1)
+    many = make_entries(
+        made.layers[1], made.behind, entries=40, width=8, place_weight=0.1, least_members=6
+    )
+    assert len(few.keys) <= 40
+    assert int(few.members.sum()) == len(made.behind)
+    assert int(many.members.min()) >= 6
+    assert len(many.keys) == int((few.members >= 6).sum()) < len(few.keys)
+
+
+def test_no_entry_that_stands_for_enough_is_an_error(kv, made, judged):
+    with pytest.raises(UsageError, match="least-members"):
+        assemble(kv, made, judged, replace(EVERYTHING, least_members=1000))
+
+
+def test_the_gate_turns_away_the_share_that_it_was_set_to(kv, made, judged):
+    built = assemble(kv, made, judged, replace(EVERYTHING, entries=20, gate=0.25))
+    assert all(-1 < float(layer.nearness) < 1 for layer in built.layers)
+    assert 0.2 < built.requeue_above < 1
+    assert assemble(kv, made, judged, EVERYTHING).requeue_above == 0
+
+
+def test_the_worst_heads_do_not_look_up(kv, made, judged):
+    built = assemble(kv, made, judged, replace(EVERYTHING, entries=10, exact_heads=0.5))
+    looks_up = torch.cat([layer.looks_up for layer in built.layers])
+    assert int((~looks_up).sum()) == LAYERS * KV_HEADS // 2
+    errors = built.head_errors
+    assert float(errors.sum()) == pytest.approx(1)
+    assert errors[~looks_up].min() >= errors[looks_up].max()
+    assert worst_heads(errors, 0.5).equal(~looks_up)
+
+
+def test_kept_tokens_are_those_that_drew_most():
+    assert most_drawn(torch.tensor([1.0, 9, 3, 7]), 2).tolist() == [1, 3]
+    assert most_drawn(torch.tensor([1.0, 9, 3, 7]), 9).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("entries", -1), ("key_width", 0), ("kept_tokens", -1), ("least_members", 0),
+        ("exact_heads", 1.5), ("gate", -0.1), ("place_weight", -1.0), ("exact_tokens", 0),
+    ],
+)  # fmt: skip
+def test_a_recipe_that_makes_no_memory_is_refused(field, value):
+    with pytest.raises(UsageError, match=f"--{field.replace('_', '-')}"):
+        replace(Recipe(), **{field: value})
+
+
+def test_a_memory_of_nothing_is_refused():
+    with pytest.raises(UsageError, match="--kept-tokens"):
+        Recipe(entries=0, kept_tokens=0)
+
+
+def test_building_splits_the_traces_by_itself(model):
+    built = build(model, PREFIX, traces(20, 9), Recipe(entries=6, kept_tokens=5), seed=1)
+    assert len(built.layers) == LAYERS
+    assert built.seconds > 0
