@@ -28,7 +28,7 @@ from kvtier.memory.recipe import Recipe
 from kvtier.memory.traces import Trace
 
 PREFIX_TOKENS = 60
-PREFIX = [random.Random(1).randrange(VOCAB) for _ in range(PREFIX_TOKENS)]
+PREFIX = random.Random(1).choices(range(VOCAB), k=PREFIX_TOKENS)
 # With as many entries as queries, each finds its own: none is grouped, none falls back.
 EVERYTHING = Recipe(entries=10**6, key_width=256, place_weight=0.3, exact_heads=0, gate=0)
 
@@ -124,7 +124,7 @@ def test_chunks_that_do_not_see_each_other_are_another_prefix(model, kv):
         assert k.shape == chunk_k.shape
         torch.testing.assert_close(chunk_k[:, :25], k[:, :25], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(chunk_v[:, :25], v[:, :25], atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(kv[-1][0], chunked[-1][0], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(kv[-1][0], chunked[-1][0], atol=1e-2)
     # The first layer's KV is of the token and its place alone.
     torch.testing.assert_close(kv[0][0], chunked[0][0], atol=1e-4, rtol=1e-4)
     with pytest.raises(UsageError, match="chunk_tokens"):
