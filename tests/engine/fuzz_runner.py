@@ -1,6 +1,7 @@
 """Random life of a server: `python fuzz_runner.py plan.json out.json`.
 
-plan: {"engine": {...}, "operations": int, "seed": int, "seconds"?: float, "fault"?: str}.
+plan: {"engine": {...}, "operations": int, "seed": int, "seconds"?: float, "fault"?: str,
+"prefixes"?: [[...], ...]}, what half of the arrivals begin with.
 Operations are arrivals (half of them forks somewhere inside an earlier conversation), aborts, waits
 and flushes, with far more work in flight than the pools hold; after that many, or after that long
 if that is given. SGLang's own memory checks are on, busy and idle: a violation kills the scheduler
@@ -28,8 +29,9 @@ MOST_RUNNING = 64
 class Fuzzer:
     """Issues operations and remembers every finished conversation to fork from."""
 
-    def __init__(self, engine: Any, seed: int) -> None:
+    def __init__(self, engine: Any, seed: int, prefixes: list[list[int]]) -> None:
         self.engine = engine
+        self.prefixes = prefixes
         self.rng = random.Random(seed)
         self.running: dict[str, asyncio.Task[Any]] = {}
         self.history: list[list[int]] = [self._tokens(400)]
@@ -58,6 +60,8 @@ class Fuzzer:
         if self.rng.random() < 0.5:
             base = base[: self.rng.randrange(len(base) + 1)]
             self.counts["forks"] += 1
+        elif self.prefixes and self.rng.random() < 0.5:
+            base = self.rng.choice(self.prefixes)
         prompt = (base + self._tokens(self.rng.randrange(1, 200)))[:MAX_PROMPT_TOKENS]
         rid = f"request-{self.counts['arrivals']}"
         self.counts["arrivals"] += 1
@@ -112,7 +116,7 @@ def main(plan_path: str, out_path: str) -> None:
 
         faulty_ranks.play(plan["fault"])
     engine = sglang.Engine(**{**ENGINE_DEFAULTS, **plan["engine"]})
-    fuzzer = Fuzzer(engine, plan["seed"])
+    fuzzer = Fuzzer(engine, plan["seed"], plan.get("prefixes", []))
     try:
         engine.loop.run_until_complete(
             fuzzer.run(plan["operations"], plan.get("seconds", math.inf))

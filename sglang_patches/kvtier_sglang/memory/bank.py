@@ -48,6 +48,8 @@ class MemoryBank:
         self._retired: set[str] = set()
         self._of_request: dict[str, str] = {}
         self.layers: list[MemoryLayer] = []
+        # Per layer, bool [memories]: whether any head of any rank looks up.
+        self.looked_up: list[torch.Tensor] = []
 
     def __len__(self) -> int:
         return len(self._held)
@@ -85,6 +87,10 @@ class MemoryBank:
         mine = [memory.of_heads(self._heads).layers for memory in self._held]
         self.layers = [
             stacked(layers, self._dtype, self._device) for layers in zip(*mine, strict=True)
+        ]
+        self.looked_up = [
+            torch.stack([layer.looks_up.any() for layer in layers]).to(self._device)
+            for layers in zip(*(memory.layers for memory in self._held), strict=True)
         ]
 
     def report(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class MemoryPass:
         x = self.bank.total(project(self._unrotated(index, q), layer.projection))
         answer = self.kernels.memory.attend(q, x, self.positions, self.ids, layer, scale)
         if self.answered is not None:
-            self.answered.add(answer.entry, layer.looks_up, self.ids)
+            self.answered.add(answer.entry, self.bank.looked_up[index], self.ids)
         return answer.state
 
     def _unrotated(self, index: int, q: torch.Tensor) -> torch.Tensor:
@@ -62,10 +62,10 @@ class FallBacks:
     _fell: torch.Tensor | None = field(default=None, repr=False)
     _asked: torch.Tensor | None = field(default=None, repr=False)
 
-    def add(self, entry: torch.Tensor, looks_up: torch.Tensor, ids: torch.Tensor) -> None:
-        """One layer's answers."""
-        # A layer none of whose heads looks up has nothing to fall back from.
-        asked = (ids >= 0) & looks_up.any(-1)[ids.clamp_min(0).long()]
+    def add(self, entry: torch.Tensor, looked_up: torch.Tensor, ids: torch.Tensor) -> None:
+        """One layer's answers. looked_up: of which memories any of its heads looks up; where none
+        does there is nothing to fall back from."""
+        asked = (ids >= 0) & looked_up[ids.clamp_min(0).long()]
         fell = asked & (entry < 0)
         self._asked = asked.int() if self._asked is None else self._asked + asked
         self._fell = fell.int() if self._fell is None else self._fell + fell

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from compressing import POLICIES, RULE_ENV
-from engine_process import DEMO_MODEL, run_engine
+from engine_process import DEMO_MODEL, run_engine, run_script
 
+from benchmarks.common.recall_engine import ranks_on_a_cpu
 from kvtier.heads.model.loading import load_model
 from kvtier.memory.building import build
 from kvtier.memory.card import Identity
@@ -31,6 +32,7 @@ ENGINE = {
     **POLICIES["kvtier"],
 }
 NEW = 6
+FUZZER = Path(__file__).parents[1] / "fuzz_runner.py"
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:
@@ -154,3 +156,62 @@ def test_a_request_that_entries_do_not_know_is_answered_from_the_exact_prefix(
     wanted = [expected(model, ExactPrefix(kv), 500, [ids])[0] for ids in own]
     assert said(out) == [wanted]
     assert out["state"]["memories"]["requeued"] == 3
+
+
+def test_two_ranks_say_what_one_says(tmp_path, stored, env):
+    """States are per head; what decides the lookup is added up over ranks."""
+    rng = random.Random(5)
+    requests = [
+        {"input_ids": [*stored[which].prefix, *tokens(rng, count)], "max_new_tokens": NEW}
+        for which, count in ((0, 45), (1, 20), (0, 9), (1, 70))
+    ]
+    follow = [
+        {"input_ids": tokens(rng, 30), "max_new_tokens": NEW, "continues": [0, index]}
+        for index in range(len(requests))
+    ]
+    one, two = (
+        run_engine(
+            tmp_path, {**ENGINE, "tp_size": ranks}, [requests, follow],
+            {**env, **ranks_on_a_cpu(ranks), "KVTIER_RETENTION": "0.4"},
+        )
+        for ranks in (1, 2)
+    )  # fmt: skip
+    assert said(two) == said(one)
+    for name in ("lookups", "fell_back"):
+        assert two["state"]["memories"][name] == one["state"]["memories"][name] > 0
+
+
+def test_nothing_leaks_in_a_life_of_forks_aborts_evictions_and_new_beginnings(
+    tmp_path, stored, env
+):
+    """Pools that hold a fraction of what is asked for, and a card that sends some requests to the
+    exact prefix. SGLang's checks end a server that loses a slot."""
+    for one, above in zip(stored, (0.2, 1.0), strict=True):
+        card = one.memory.card.model_copy(update={"requeue_above": above})
+        save(tmp_path / "memories" / one.folder.name, card, one.prefix, one.memory.layers)
+    operations = 160
+    plan = {
+        "engine": {**ENGINE, "max_total_tokens": 3000, "chunked_prefill_size": 256},
+        "operations": operations,
+        "seed": 3,
+        "prefixes": [one.prefix for one in stored],
+    }
+    out = run_script(
+        FUZZER,
+        tmp_path,
+        plan,
+        {
+            **env,
+            "KVTIER_MEMORY": str(tmp_path / "memories"),
+            "KVTIER_RETENTION": "0.5",
+            "KVTIER_LOCALITY_SLOTS": "1100",
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+        },
+    )
+    assert out["finished"] > 0.1 * operations
+    assert out["state"]["integrity"] == []
+    memories = out["state"]["memories"]
+    assert memories["lookups"] > 0
+    assert memories["requeued"] > 0
+    assert out["after_flush"]["ca_slots_used"] == 0
+    assert out["after_flush"]["locality_slots_used"] == 0
