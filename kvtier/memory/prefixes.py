@@ -95,13 +95,18 @@ class MemoryPrefix(Prefix):
     """A memory of one prefix: layers of N = 1. gated: whether queries that no entry is near to get
     the kept KV; else they get the nearest entry, whatever it is.
 
-    looked_up, fell_back: queries so far, of all layers.
+    fell: of every pass and layer that looked up so far, bool `[tokens]`, which queries fell back
     """
 
     layers: Sequence[MemoryLayer]
     gated: bool = True
-    looked_up: int = field(default=0, compare=False)
-    fell_back: int = field(default=0, compare=False)
+    fell: list[Tensor] = field(default_factory=list, compare=False, repr=False)
+
+    def fell_back(self, tokens: int) -> float:
+        """The share of lookups that fell back, of the first so many tokens of the passes so far."""
+        if not self.fell:
+            return 0.0
+        return float(torch.stack([layer[:tokens].float().mean() for layer in self.fell]).mean())
 
     def state(self, layer: int, asked: Asked) -> AttentionState | None:
         memory = self.layers[layer]
@@ -136,8 +141,7 @@ class MemoryPrefix(Prefix):
         cosine, entry = (keys @ memory.keys.float().T).max(-1)
         near = cosine >= memory.nearness[0] if self.gated else torch.ones_like(cosine).bool()
         if bool(memory.looks_up.any()):
-            self.looked_up += tokens
-            self.fell_back += int((~near).sum())
+            self.fell.append(~near)
         return entry, near
 
 

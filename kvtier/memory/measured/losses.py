@@ -67,10 +67,12 @@ def losses(
         exact = logits_behind(model, ExactPrefix(kv), length, request.ids).log_softmax(-1)
         found[EXACT].append(_compared(exact, exact, request, every_token))
         for name, way in ways.items():
+            if isinstance(way, MemoryPrefix):
+                way = MemoryPrefix(way.layers, way.gated)
             mine = logits_behind(model, way, length, request.ids).log_softmax(-1)
             loss = _compared(exact, mine, request, every_token)
             if isinstance(way, MemoryPrefix):
-                loss = loss._replace(fell_back=_fallen(model, way, length, request))
+                loss = loss._replace(fell_back=way.fell_back(len(request.prompt_ids)))
             found[name].append(loss)
     progress("measuring", len(requests), len(requests))
     return found
@@ -89,14 +91,6 @@ def requeued(
         whole._replace(fell_back=one.fell_back) if one.fell_back > above else one
         for one, whole in zip(mine, exact, strict=True)
     ]
-
-
-def _fallen(model: Any, way: MemoryPrefix, length: int, request: Trace) -> float:
-    """The share of the prompt's lookups that fell back; what the prompt finds does not depend on
-    the answer."""
-    alone = MemoryPrefix(way.layers, way.gated)
-    logits_behind(model, alone, length, request.prompt_ids)
-    return alone.fell_back / alone.looked_up if alone.looked_up else 0.0
 
 
 def _compared(exact: Tensor, mine: Tensor, request: Trace, every_token: bool) -> RequestLoss:

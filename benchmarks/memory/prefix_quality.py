@@ -1,0 +1,220 @@
+"""What do requests lose where a fixed prefix is held as a memory, beside other ways to hold it?
+
+    python -m benchmarks.memory.prefix_quality --model-path out/smollm2
+
+Three families of requests: labels that only the prefix's examples define, calls of tools that only
+the prefix describes, answers in a format that only the prefix prescribes. Of each, traces make the
+memories, and others are measured: in the wording of the traces, in other wording, and requests that
+have nothing to do with the prefix. Every way is compared with the exact prefix: nats that the right
+answer loses, and KL, over bytes held and bytes that a generated token reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common.bars import Bar, at_most
+from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
+from benchmarks.common.table import new_table, show
+from benchmarks.memory.families import FAMILIES, Request, make_family, off_topic_requests
+from kvtier.heads.model.config import shape_of
+from kvtier.heads.model.loading import load_model
+from kvtier.heads.profile import ModelShape, full_profile
+from kvtier.heads.progress import Progress, rich_progress
+from kvtier.heads.reference.compaction import ScoredSession
+from kvtier.memory.building import JUDGING_SHARE, Built, assemble, most_drawn
+from kvtier.memory.card import Row
+from kvtier.memory.collecting import Collected, collect, prefix_kv
+from kvtier.memory.measured.rows import Held, Way, rows
+from kvtier.memory.measured.sizes import exact_bytes, held_bytes, kept_bytes, read_bytes
+from kvtier.memory.prefixes import KeptPrefix, LayerKV, MemoryPrefix, NoPrefix
+from kvtier.memory.recipe import Recipe
+from kvtier.memory.traces import Trace, split, tokenized
+from kvtier.retention.locality import LocalityRule
+from kvtier.retention.scorers import SCORERS
+from kvtier.synthetic.tokenizer import Tokenizer
+
+HELD_OUT, NEW_WORDING, OFF_TOPIC = "held out", "new wording", "off topic"
+TARGET_NATS = 0.05
+SHARE_HELD, SHARE_READ = 0.35, 0.10
+OURS = ("states", "hybrid", "kept")
+# That a prefix is computed in, each without the others.
+CHUNKS = 4
+
+
+def declare(arguments: Arguments) -> None:
+    arguments.add("--model-path", type=Path, required=True, help="local model directory")
+    arguments.add("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    arguments.whole("--traces", 220, "traces of a family")
+    arguments.whole("--held-out", 120, "requests of a family in the traces' wording")
+    arguments.whole("--off-topic", 40, "requests that have nothing to do with it")
+    arguments.add("--entries", type=int, nargs="+", default=[64, 256], help="(%(default)s)")
+    arguments.add("--kept", type=int, nargs="+", default=[50, 100, 200, 400], help="(%(default)s)")
+
+
+def run(options: Options) -> Iterator[Measured]:
+    """Family by family; the table as far as it is after each."""
+    model = load_model(str(options.model_path))
+    tokenizer = Tokenizer(str(options.model_path))
+    figures: dict[str, Any] = {}
+    bars: list[Bar] = []
+    for name in options.families:
+        with rich_progress() as progress:
+            found = measure(model, tokenizer, name, options, progress)
+        figures[name] = {kind: [row.model_dump() for row in some] for kind, some in found.items()}
+        bars += judged(name, found)
+        for kind, some in found.items():
+            show_rows(f"{name}, {kind}", some)
+        yield Measured({"model": options.model_path.name, "families": figures}, bars)
+
+
+def measure(
+    model: Any, tokenizer: Tokenizer, name: str, options: Options, progress: Progress
+) -> dict[str, list[Row]]:
+    """Rows of one family, by kind of requests."""
+    family = make_family(name, options.seed, traces=options.traces, held_out=options.held_out)
+    kinds = {
+        "traces": family.traces, HELD_OUT: family.held_out, NEW_WORDING: family.new_wording,
+        OFF_TOPIC: off_topic_requests(options.seed, options.off_topic),
+    }  # fmt: skip
+    texts = [
+        (f"{kind} {at}", request.prompt, request.answer, "")
+        for kind, requests in kinds.items()
+        for at, request in enumerate(requests)
+    ]
+    traced = tokenized(texts, family.prefix, tokenizer)
+    asked = by_kind(traced.traces, kinds)
+    kv = prefix_kv(model, traced.prefix_ids)
+    making, judging = split(asked.pop("traces"), JUDGING_SHARE, options.seed)
+    made = collect(model, kv, making, progress)
+    judges = collect(model, kv, judging, progress, with_own=True)
+    shape = shape_of(model)
+    held = Held(kv, [layer.mass for layer in made.layers], (), model.dtype)
+    compared = memories(model, held, made, judges, options)
+    compared |= kept(model, shape, held, traced.prefix_ids, options)
+    chunk = -(-len(traced.prefix_ids) // CHUNKS)
+    apart = prefix_kv(model, traced.prefix_ids, chunk_tokens=chunk)
+    whole = exact_bytes(shape, len(traced.prefix_ids), model.dtype)
+    everything = [[torch.arange(len(traced.prefix_ids))] * shape.num_kv_heads] * len(kv)
+    compared[f"all KV, computed in {CHUNKS} chunks apart"] = Way(
+        KeptPrefix(apart, everything), whole, whole
+    )
+    return rows(model, held, asked, compared, 1.0, off_topic=OFF_TOPIC, progress=progress)
+
+
+def by_kind(
+    traces: Sequence[Trace], kinds: Mapping[str, Sequence[Request]]
+) -> dict[str, Sequence[Trace]]:
+    """The traces of each kind, which lie behind one another."""
+    found, begin = {}, 0
+    for kind, requests in kinds.items():
+        found[kind] = traces[begin : begin + len(requests)]
+        begin += len(requests)
+    return found
+
+
+def memories(
+    model: Any, held: Held, made: Collected, judges: Collected, options: Options
+) -> dict[str, Way]:
+    """States alone and the hybrid, with and without a gate. No request begins again here."""
+    ways = {}
+    for entries in options.entries:
+        for kind, heads in (("states", 0.0), ("hybrid", 0.25)):
+            recipe = Recipe(entries=entries, exact_heads=heads, kept_tokens=64, exact_tokens=400)
+            built: Built = assemble(held.kv, made, judges, recipe, options.seed)
+            size = held_bytes(built.layers, model.dtype)
+            read = read_bytes(built.layers, model.dtype, 0.0)
+            ways[f"{kind}, {entries} entries"] = Way(MemoryPrefix(built.layers), size, read)
+            if entries == options.entries[-1]:
+                ungated = MemoryPrefix(built.layers, gated=False)
+                ways[f"{kind}, {entries} entries, no gate"] = Way(ungated, size, read)
+    return ways
+
+
+def kept(
+    model: Any, shape: ModelShape, held: Held, prefix_ids: Sequence[int], options: Options
+) -> dict[str, Way]:
+    """Some of the prefix's own KV, chosen in four ways, and nothing."""
+    rng = torch.Generator().manual_seed(options.seed)
+    worth: dict[str, Sequence[Tensor]] = {"kept": held.mass}
+    for name in ("compactor", "keydiff"):
+        worth[name] = scores(model, held.kv, prefix_ids, name)
+    worth["random"] = [torch.rand(mass.shape, generator=rng) for mass in held.mass]
+    token = kept_bytes(shape, 1, model.dtype) * shape.num_kv_heads * shape.num_layers
+    ways = {"nothing": Way(NoPrefix(), 0, 0)}
+    for name, by_layer in worth.items():
+        for tokens in options.kept:
+            if name != "kept" and tokens == options.kept[0]:
+                continue
+            chosen = [[most_drawn(head, tokens) for head in layer] for layer in by_layer]
+            size = tokens * token
+            ways[f"{name}, {tokens} tokens"] = Way(KeptPrefix(held.kv, chosen), size, size)
+    return ways
+
+
+def scores(model: Any, kv: Sequence[LayerKV], prefix_ids: Sequence[int], name: str) -> list[Tensor]:
+    """What a token scorer says of the prefix, per layer `[kv_heads, tokens]`."""
+    rule = LocalityRule(1, 1, 1)
+    scorer = SCORERS[name]()
+    session = ScoredSession(model, full_profile(shape_of(model)), rule, scorer=scorer)
+    session.turn(prefix_ids, 0)
+    heads = range(kv[0][0].shape[0])
+    return [session.scores(layer, heads, k, v, 0) for layer, (k, v) in enumerate(kv)]
+
+
+def judged(name: str, found: Mapping[str, Sequence[Row]]) -> list[Bar]:
+    """Whether the best of ours is within the target for a third of the bytes or a tenth of the
+    reads, and whether a gate helps where a memory knows nothing."""
+    exact, *others = found[HELD_OUT]
+    ours = [row for row in others if row.way.split(",")[0] in OURS and "no gate" not in row.way]
+    cheap = [
+        row
+        for row in ours
+        if row.bytes_held <= SHARE_HELD * exact.bytes_held
+        or row.bytes_read <= SHARE_READ * exact.bytes_read
+    ]
+    best = min(cheap, key=lambda row: row.nll_gap)
+    off = {row.way: row.kl for row in found[OFF_TOPIC]}
+    gated = [way for way in off if way.startswith(OURS[:2]) and "no gate" not in way]
+    worst = max(gated, key=off.__getitem__)
+    return [
+        at_most(f"{name}: nats lost by {best.way}", best.nll_gap, TARGET_NATS),
+        at_most(f"{name}: off-topic KL of {worst}, beside nothing's", off[worst], off["nothing"]),
+    ]
+
+
+def show_rows(title: str, some: Sequence[Row]) -> None:
+    table = new_table(
+        f"{title} ({some[0].requests} requests)",
+        ("held", "nats lost", "KL", "right", "% held", "% read", "fell back"),
+    )
+    for row in some:
+        table.add_row(
+            row.way,
+            f"{row.nll_gap:.3f}",
+            f"{row.kl:.3f}",
+            f"{row.right:.2f}",
+            f"{100 * row.bytes_held / some[0].bytes_held:.1f}",
+            f"{100 * row.bytes_read / some[0].bytes_read:.1f}",
+            f"{row.fell_back:.0%}",
+        )
+    show(table)
+
+
+BENCHMARK = Benchmark(
+    "memory.prefix_quality",
+    __doc__,
+    declare,
+    run,
+    out=RESULTS / "memory-quality.json",
+    seeded="of the families, and of what is drawn",
+)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    main()
