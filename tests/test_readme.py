@@ -16,6 +16,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from live_server import free_port, serving
+from text_models import write_llama
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -53,6 +54,7 @@ def test_every_command_of_readme_and_docs_is_covered_here():
     known = (
         *("make ", "pip install ", "python -m"),
         *("kvtier calibrate ", "kvtier calibration ", "kvtier serve", "kvtier env"),
+        "kvtier memory ",
         *("kvtier tier --store memory+disk", "kvtier tier --store mooncake", "mooncake_master "),
     )
     assert [c for c in COMMANDS if not c.startswith(known)] == []
@@ -147,6 +149,31 @@ def test_serving_with_fp8_kv_works_as_written(tmp_path, monkeypatch):
     heads = shape["num_hidden_layers"] * shape["num_key_value_heads"]
     dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
     assert state["kv_capacity_bytes"] / state["ca_slots"] < 2 * dim * heads + 4 * (heads + 1) + 8
+
+
+@pytest.mark.engine
+def test_prefix_memories_are_built_shown_verified_and_served_as_written(tmp_path, monkeypatch):
+    """On a random model, whose memory says nothing worth serving: its card is told to allow it."""
+    monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
+    write_llama(tmp_path / "out" / "smollm2")
+    prefix = "Letters are put into boxes, by their first word. " * 12
+    (tmp_path / "prefix.txt").write_text(prefix)
+    traces = [{"prompt": f"\nWhere is letter {n}? ", "answer": f"Box {n % 3}."} for n in range(24)]
+    (tmp_path / "traces.jsonl").write_text("\n".join(map(json.dumps, traces)))
+    build, show, verify = commands("kvtier memory ")
+    (serve,) = serving_with("--memory")
+    built = run(in_this_environment(build), cwd=tmp_path)
+    assert built.returncode in (0, 1), built.stderr
+    shown = run(in_this_environment(show), cwd=tmp_path)
+    assert shown.stdout == built.stdout
+    verified = run(in_this_environment(verify), cwd=tmp_path)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    card = tmp_path / "memories" / "tools" / "memory.json"
+    fields = json.loads(card.read_text())
+    assert (built.returncode == 1) == bool(fields["refusals"])
+    card.write_text(json.dumps(fields | {"refusals": []}))
+    state = ask_once(serve + " --dtype float32", tmp_path, prefix + traces[0]["prompt"])
+    assert state["memories"]["lookups"] > 0
 
 
 def test_putting_heads_into_another_order_works_as_written(tmp_path):

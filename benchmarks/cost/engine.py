@@ -1,4 +1,5 @@
-"""An engine on this CPU for one session at a time: what `cost.decoding` and `cost.drafts` start."""
+"""An engine on this CPU for one session at a time: what `cost.decoding`, `cost.drafts` and
+`memory.decoding` start."""
 
 from __future__ import annotations
 
@@ -31,14 +32,17 @@ def engine_arguments(model_path: Path, chunk: int, max_tokens: int, seed: int) -
     }
 
 
-def serve(plan: Plan, folder: Path, profile: Path | None) -> dict[str, Any]:
-    """What an engine and its sessions found. folder: for its files; profile: of the heads, for
-    kvtier's cache."""
+def serve(
+    plan: Plan, folder: Path, profile: Path | None = None, memory: Path | None = None
+) -> dict[str, Any]:
+    """What an engine and its sessions found. folder: for its files; profile: of the heads, and
+    memory: of a prefix, for kvtier's cache."""
     file, out, log = (folder / name for name in ("plan.json", "out.json", "log"))
     file.write_text(plan.model_dump_json())
     environment = clean_environment()
-    if profile is not None:
-        environment[ENV_PREFIX + "HEAD_PROFILE"] = str(profile)
+    for name, path in (("HEAD_PROFILE", profile), ("MEMORY", memory)):
+        if path is not None:
+            environment[ENV_PREFIX + name] = str(path)
     run_module("benchmarks.gpu.serving_worker", [file, out], environment, log)
     found: dict[str, Any] = json.loads(out.read_text())
     return found

@@ -29,7 +29,7 @@ class Load(BaseModel):
     """What is asked of every policy: `sessions` contexts of `context` tokens, and then so many
     turns of all at once. chunk: of a prefill, in tokens; ids: tokens are drawn from the first to
     below the second; seed: of all tokens; phrase: of so many tokens, which a session says over and
-    over instead of new ones."""
+    over instead of new ones; prefix: what every context begins with."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -42,6 +42,7 @@ class Load(BaseModel):
     ids: tuple[int, int]
     seed: int
     phrase: int | None = None
+    prefix: tuple[int, ...] = ()
 
 
 class Plan(BaseModel):
@@ -93,7 +94,7 @@ async def hold(engine: Any, load: Load) -> dict[str, Any]:
     await engine.tokenizer_manager.flush_cache()
     histories, first, texts = [], [], [new_text() for _ in range(load.sessions)]
     for text in texts:
-        prompt = text(load.context)
+        prompt = [*load.prefix, *text(load.context)]
         answer = await ask(engine, prompt, load.answer_tokens)
         first.append(answer)
         histories.append([*prompt, *answer["output_ids"]])

@@ -68,7 +68,9 @@ def read_traces(file: Path, prefix: str, tokenizer: Tokenizer, *, chat: bool = F
     if not texts:
         raise TracesFileError(str(file), "at least one trace", "none")
     text = system_prefix(prefix, tokenizer) if chat else prefix
-    return tokenized(texts, text, tokenizer, str(file))
+    # A chat template writes out what begins a conversation.
+    begin = () if chat else tokenizer.added_ids
+    return tokenized(texts, text, tokenizer, str(file), begin)
 
 
 def tokenized(
@@ -76,18 +78,20 @@ def tokenized(
     prefix: str,
     tokenizer: Tokenizer,
     where: str = "traces",
+    begin: Sequence[int] = (),
 ) -> Traced:
-    """Traces of texts: (where it is, prompt, answer, group) each, behind the prefix's text.
+    """Traces of texts: (where it is, prompt, answer, group) each, behind the prefix's text. begin:
+    tokens before all of them.
 
     The prefix ends where the tokens of all requests still are those of its own text: a token that
     joins its end with a request's beginning is not part of it. Raises TracesFileError for a request
     that does not begin with the prefix's tokens at all, or has none of its own.
     """
-    begin = list(tokenizer.first_ids)
-    alone = begin + tokenizer.encode(prefix)
-    whole = [begin + tokenizer.encode(prefix + prompt) for _, prompt, _, _ in texts]
+    first = list(begin)
+    alone = first + tokenizer.encode(prefix)
+    whole = [first + tokenizer.encode(prefix + prompt) for _, prompt, _, _ in texts]
     shared = min([len(alone), *(_common(alone, ids) for ids in whole)])
-    if shared <= len(begin):
+    if shared <= len(first):
         raise TracesFileError(where, "requests that begin with the prefix's tokens", "none")
     traces = []
     for (place, _, answer, group), ids in zip(texts, whole, strict=True):

@@ -31,6 +31,17 @@ class Tokenizer:
         return () if bos is None else (int(bos),)
 
     @property
+    def added_ids(self) -> tuple[int, ...]:
+        """What the tokenizer by itself puts before a text, as servers tokenize prompts: BOS, or
+        nothing."""
+        whole = list(self._tokenizer("a")["input_ids"])
+        plain = self.encode("a")
+        for begin in range(len(whole)):
+            if whole[begin : begin + len(plain)] == plain:
+                return tuple(whole[:begin])
+        return ()
+
+    @property
     def eos_ids(self) -> tuple[int, ...]:
         """What ends a text, where the tokenizer says."""
         eos = self._tokenizer.eos_token_id

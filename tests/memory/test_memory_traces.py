@@ -34,7 +34,7 @@ def test_texts_follow_the_prefix_token_by_token(tmp_path, tokenizer):
     traced = read_traces(written(tmp_path, *lines, ""), PREFIX, tokenizer)
     for trace, line in zip(traced.traces, lines, strict=True):
         ids = [*traced.prefix_ids, *trace.prompt_ids]
-        assert ids == [*tokenizer.first_ids, *tokenizer.encode(PREFIX + line["prompt"])]
+        assert ids == [*tokenizer.added_ids, *tokenizer.encode(PREFIX + line["prompt"])]
         assert tokenizer.decode(trace.answer_ids) == line["answer"]
 
 
@@ -43,12 +43,12 @@ def test_a_token_that_joins_prefix_and_request_is_not_the_prefixs(tokenizer):
     prefix = "The letter is for th"
     texts = [("1", "e captain", "", ""), ("2", "\nme", "", "")]
     traced = tokenized(texts, prefix, tokenizer)
-    alone = [*tokenizer.first_ids, *tokenizer.encode(prefix)]
-    whole = [*tokenizer.first_ids, *tokenizer.encode(prefix + "e captain")]
+    alone = tokenizer.encode(prefix)
+    whole = tokenizer.encode(prefix + "e captain")
     assert whole[: len(alone)] != alone
     assert len(traced.prefix_ids) < len(alone)
     for (_, prompt, _, _), trace in zip(texts, traced.traces, strict=True):
-        ids = [*tokenizer.first_ids, *tokenizer.encode(prefix + prompt)]
+        ids = tokenizer.encode(prefix + prompt)
         assert [*traced.prefix_ids, *trace.prompt_ids] == ids
 
 
@@ -63,7 +63,7 @@ def test_conversations_have_the_prefix_as_their_system_message(tmp_path, tokeniz
     traced = read_traces(file, PREFIX, tokenizer, chat=True)
     whole = tokenizer.render_chat([{"role": "system", "content": PREFIX}, *messages[:3]])
     first, second = traced.traces
-    ids = [*tokenizer.first_ids, *tokenizer.encode(whole)]
+    ids = tokenizer.encode(whole)
     assert [*traced.prefix_ids, *first.prompt_ids] == ids
     assert tokenizer.decode(first.answer_ids) == "The red one."
     assert second.answer_ids == ()
