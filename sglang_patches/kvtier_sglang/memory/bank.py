@@ -10,6 +10,7 @@ Scheduler thread only (the forward pass runs in it).
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from kvtier.errors import UsageError
 from kvtier.memory.storage import IN_MODEL_DTYPE, PrefixMemory
 from kvtier_kernels.memory.base import PLACE_WIDTH, MemoryLayer
 from kvtier_sglang.compression.selection import Rotary
+
+logger = logging.getLogger(__name__)
 
 NONE = -1
 
@@ -72,6 +75,16 @@ class MemoryBank:
         if digest not in {one.digest for one in self._served()}:
             raise UsageError("memory", "one that is loaded", digest)
         self._retired.add(digest)
+
+    def weights_change(self) -> None:
+        """What is loaded was built from the weights before: no further request gets it."""
+        for one in self._served():
+            self.drop(one.digest)
+            logger.warning(
+                "the weights change: prefix memory %s, which was built from those before, answers "
+                "no further request",
+                one.digest,
+            )
 
     def cache_flushed(self) -> None:
         """No request is there, running or waiting: what was dropped is given back."""
@@ -128,8 +141,8 @@ class MemoryBank:
         self._of_request.pop(rid, None)
 
     def named(self, digest: str) -> PrefixMemory | None:
-        """A memory that is held, retired ones included."""
-        return next((one for one in self._held if one.digest == digest), None)
+        """A memory that requests are answered from; None where it was dropped."""
+        return next((one for one in self._served() if one.digest == digest), None)
 
     def index_of(self, rid: str) -> int:
         """Where a request's memory is in the layers; NONE for none."""

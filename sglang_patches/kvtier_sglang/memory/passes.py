@@ -113,7 +113,8 @@ class MemoryPasses:
 
     def decode(self, forward_batch: Any) -> MemoryPass | None:
         """None where no request has a memory."""
-        if not len(self.bank) or all(self.bank.index_of(rid) == NONE for rid in forward_batch.rids):
+        rids = forward_batch.rids or ()
+        if not len(self.bank) or all(self.bank.index_of(rid) == NONE for rid in rids):
             return None
         return self.recorded(forward_batch)
 

@@ -34,7 +34,7 @@ class Requeueing:
         self, original: Callable[..., None], scheduler: Any, batch: Any, result: Any
     ) -> None:
         """AROUND Scheduler.process_batch_result."""
-        leaving = self._not_answered(batch) if batch.forward_mode.is_extend() else []
+        leaving = self._not_answered(batch, result) if batch.forward_mode.is_extend() else []
         for req in leaving:
             self._retract(scheduler, req)
         original(scheduler, batch, result)
@@ -52,8 +52,11 @@ class Requeueing:
             if one is not None and not one.is_empty():
                 one.filter_batch(reqs_to_exclude=leaving)
 
-    def _not_answered(self, batch: Any) -> list[Any]:
+    def _not_answered(self, batch: Any, result: Any) -> list[Any]:
         """The requests of an extend pass whose prompts are through and were answered too seldom."""
+        if getattr(result, "copy_done", None) is not None:
+            # The pass ran in another stream.
+            result.copy_done.synchronize()
         for rid, (asked, fell) in self.passes.fell_back().items():
             before = self._so_far.get(rid, (0, 0))
             self._so_far[rid] = (before[0] + asked, before[1] + fell)
@@ -69,6 +72,9 @@ class Requeueing:
                 continue
             if fell > memory.card.requeue_above * asked:
                 found.append(req)
+        # Others were aborted: who is in the middle of a prompt is in every extend pass.
+        running = {req.rid for req in batch.reqs}
+        self._so_far = {rid: so_far for rid, so_far in self._so_far.items() if rid in running}
         return found
 
     def _retract(self, scheduler: Any, req: Any) -> None:

@@ -17,8 +17,7 @@ What a request goes through, in SGLang's own words for its storage tiers:
     init_load_back            it is admitted: what landed is written into the pool
     checkpoint, on_release    its own KV leaves, and its turn is compressed
 
-The parts (compressor.py, tier/connector.py, refresh/turn_refresh.py, restorer.py) are called from
-here and call nothing here, but for `refresh.Contexts`. Scheduler thread only.
+The parts are called from here and call nothing here but `refresh.Contexts`. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -102,13 +101,14 @@ class KvtierRadixCache(VariantRadixTree):
         """The weights are about to change, or may; see TierConnector.weights_change."""
         if self.refresh is not None:
             self.refresh.clear()
+        if self.memories is not None:
+            self.memories.weights_change()
         if self.tier is not None:
             self.tier.weights_change(cached=bool(self._matched or self.total_size()))
 
     # -- a request arrives and waits --
 
-    # SGLang's scheduler reads these before it prefetches; names are made of tokens here, so any
-    # node will do and nodes carry no hashes.
+    # SGLang's scheduler reads these before it prefetches; names are of tokens: any node will do.
     hicache_storage_pass_prefix_keys = False
 
     def is_backuped(self, node: KvNode) -> bool:
@@ -224,12 +224,12 @@ class KvtierRadixCache(VariantRadixTree):
         """What the tree has of a key."""
         if self.disable or len(key) == 0:
             return self._empty_match_result
-        begin, offset = prefix_nodes.begin(self, self.memories, key, req)
-        node, length = self.walk(begin, key, offset, exact_only=exact_only)
+        start = prefix_nodes.begin(self, self.memories, key, req)
+        node, length = start.walk(self, key, exact_only=exact_only)
         if exact_only:
             note_recomputed(req, cached_length(self.root_node, key) - length)
         if outgrows(node, self.allocator):
-            node, length = begin, offset
+            node, length = start.node, start.offset
         if length == 0:
             return self._empty_match_result
         return MatchResult(

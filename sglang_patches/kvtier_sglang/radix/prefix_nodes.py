@@ -9,7 +9,7 @@ is made again whenever a request wants it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -21,25 +21,40 @@ from kvtier_sglang.radix.tree import VariantRadixTree
 from kvtier_sglang.tier.scopes import memory_in
 
 
-def begin(
-    tree: VariantRadixTree, bank: MemoryBank | None, key: RadixKey, req: Any
-) -> tuple[KvNode, int]:
-    """Where in the tree a request's key is looked up from: behind its memory's prefix, or at the
-    root. The bank learns which it is. req: None for a match that is of no request."""
-    if bank is None:
-        return tree.root_node, 0
-    digest = memory_in(key.extra_key)
-    if req is not None:
-        bank.answer(req.rid, digest)
-    if digest is None:
-        return tree.root_node, 0
-    memory = bank.named(digest)
-    assert memory is not None, "a memory is held as long as requests are there"
+class Start(NamedTuple):
+    """Where a key is looked up from. node: the last one that is known to match; offset: how many
+    tokens of the key that is; exact_only: see VariantRadixTree.walk."""
+
+    node: KvNode
+    offset: int
+    exact_only: bool
+
+    def walk(
+        self, tree: VariantRadixTree, key: RadixKey, *, exact_only: bool
+    ) -> tuple[KvNode, int]:
+        """See VariantRadixTree.walk."""
+        exact_only = exact_only or self.exact_only
+        return tree.walk(self.node, key, self.offset, exact_only=exact_only)
+
+
+def begin(tree: VariantRadixTree, bank: MemoryBank | None, key: RadixKey, req: Any) -> Start:
+    """Behind the prefix of a request's memory, or at the root. The bank learns which it is.
+
+    A memory may be dropped while the request waits: then it is computed exactly, where the
+    memory's other requests are, but enters nothing of theirs. req: None for a match that is of no
+    request.
+    """
+    digest = None if bank is None else memory_in(key.extra_key)
+    memory = None if bank is None or digest is None else bank.named(digest)
+    if bank is not None and req is not None:
+        bank.answer(req.rid, None if memory is None else digest)
+    if memory is None:
+        return Start(tree.root_node, 0, exact_only=digest is not None)
     length = len(memory.prefix_ids)
     for child in tree.root_node.siblings.get(key.child_key_at(0), ()):
         if len(child.key) == length and child.dropped.num_tokens == length:
-            return child, length
-    return _hang(tree, key[:length]), length
+            return Start(child, length, exact_only=False)
+    return Start(_hang(tree, key[:length]), length, exact_only=False)
 
 
 def _hang(tree: VariantRadixTree, key: RadixKey) -> KvNode:
@@ -53,4 +68,4 @@ def _hang(tree: VariantRadixTree, key: RadixKey) -> KvNode:
     return node
 
 
-__all__ = ["begin"]
+__all__ = ["Start", "begin"]

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.memory.families import FAMILIES, make_family, off_topic_requests
 from benchmarks.memory.families.classification import TOPICS
-from benchmarks.memory.families.family import MOST_DRAWS, Family, Request, make_task
+from benchmarks.memory.families.family import Family, Request, make_task
 from benchmarks.memory.families.formats import NOTES
 from benchmarks.memory.families.off_topic import TOPICS as OFF_TOPICS
 from kvtier.errors import UsageError
@@ -228,12 +228,14 @@ def test_a_line_has_the_sign_of_its_kind_and_all_fields_of_the_note() -> None:
         line = re.fullmatch(r"(\w+) \* (\d+) @ (\w+) (\S+) (\w+)", answered(request))
         assert line, request.answer
         first, number, third, sign, last = line.groups()
+        values = (first, number, third, last)
         kind = next(
-            kind for kind, note in NOTES.items()
-            if all(value in of for value, (_, of) in zip((first, number, third, last), note.fields))
-        )  # fmt: skip
+            kind
+            for kind, note in NOTES.items()
+            if all(value in of for value, (_, of) in zip(values, note.fields, strict=True))
+        )
         assert signs.setdefault(kind, sign) == sign
-        for value in (first, number, third, last):
+        for value in values:
             assert re.search(rf"\b{value}\b", said(request)), request
     assert len(set(signs.values())) == len(NOTES)
     for sign in signs.values():
@@ -277,4 +279,3 @@ def test_bad_arguments_are_named() -> None:
         make_family("poems", 0)
     with pytest.raises(UsageError, match="traces: expected at most the"):
         make_family("classification", 0, traces=2000)
-    assert MOST_DRAWS >= 2

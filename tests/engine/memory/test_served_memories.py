@@ -215,3 +215,18 @@ def test_nothing_leaks_in_a_life_of_forks_aborts_evictions_and_new_beginnings(
     assert memories["requeued"] > 0
     assert out["after_flush"]["ca_slots_used"] == 0
     assert out["after_flush"]["locality_slots_used"] == 0
+
+
+def test_new_weights_are_never_answered_from_a_memory_of_the_old_ones(
+    tmp_path, model, stored, env
+):
+    """After an update of the weights, even to the same ones, the prefix is computed."""
+    own = tokens(random.Random(6), 30)
+    request = {"input_ids": [*stored[0].prefix, *own], "max_new_tokens": NEW}
+    rounds = [[request], {"weights": str(DEMO_MODEL)}, [request]]
+    out = run_engine(tmp_path, ENGINE, rounds, env)
+    before = expected(model, MemoryPrefix(stored[0].memory.layers), 500, [own])
+    after = expected(model, ExactPrefix(prefix_kv(model, stored[0].prefix)), 500, [own])
+    assert said(out) == [before, [], after]
+    assert out["rounds"][2][0]["cached_tokens"] == 0
+    assert out["state"]["memories"]["loaded"] == []

@@ -1,0 +1,1 @@
+"""Prefix memories, measured on a real, small model."""

@@ -1,0 +1,166 @@
+"""Many-shot classification: complaints go to teams whose names say nothing of what they do.
+
+    My parcel never arrived.     parcel -> green
+    Help, the soup was cold.     soup -> gold
+
+Which team takes which topic can be learnt from the examples of the prefix only, in which every
+thing comes twice: the teams are dealt anew for each seed. What is held out is pairs of a thing and
+what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from benchmarks.memory.families.family import Content, Task, Wordings, words
+
+EXAMPLES_PER_THING, EXAMPLES = 2, 66
+TEAMS = words("blue green black white gold brown")
+
+# Things of a topic, and what can be wrong with any of them.
+TOPICS = {
+    "deliveries": (
+        words("parcel package letter order shipment delivery"),
+        (
+            "never arrived",
+            "is late",
+            "got lost",
+            "was sent back",
+            "got wet in the rain",
+            "is stuck at customs",
+            "came too early",
+            "went to my neighbour",
+            "was left outside",
+            "arrived open",
+        ),
+    ),
+    "payments": (
+        words("invoice bill refund payment receipt deposit"),
+        (
+            "is too high",
+            "came twice",
+            "shows the wrong amount",
+            "lacks the discount",
+            "is in dollars",
+            "includes a tax",
+            "did not reach my bank",
+            "names the wrong company",
+            "is not on my statement",
+            "has no date",
+        ),
+    ),
+    "access": (
+        words("password login account username profile code"),
+        (
+            "is locked",
+            "was rejected",
+            "has expired",
+            "is not recognised",
+            "must be reset",
+            "was blocked",
+            "was stolen",
+            "is not valid",
+            "belongs to a stranger",
+            "was deleted",
+        ),
+    ),
+    "machines": (
+        words("printer screen laptop keyboard scanner battery"),
+        (
+            "does not turn on",
+            "is noisy",
+            "gets too hot",
+            "has a crack",
+            "smells of smoke",
+            "shuts down",
+            "needs a new cable",
+            "is flickering",
+            "fell on the floor",
+            "is out of power",
+        ),
+    ),
+    "meals": (
+        words("soup salad pizza bread cake pasta"),
+        (
+            "was cold",
+            "tasted sour",
+            "had a hair in it",
+            "was too salty",
+            "was burnt",
+            "made me sick",
+            "had nuts in it",
+            "was still raw",
+            "was not fresh",
+            "was too spicy",
+        ),
+    ),
+    "journeys": (
+        words("flight train ferry hotel cruise cabin"),
+        (
+            "was cancelled",
+            "is overbooked",
+            "must move to June",
+            "has no free seats",
+            "is in the wrong city",
+            "has no room for luggage",
+            "was changed",
+            "is full",
+            "has to be for two",
+            "takes no dogs",
+        ),
+    ),
+}
+WORDINGS = Wordings(
+    seen=(
+        "My {thing} {wrong}.",
+        "Help, the {thing} {wrong}.",
+        "Our {thing} {wrong}, what now?",
+        "Hello, this {thing} {wrong}.",
+    ),
+    new=(
+        "I have to complain: the {thing} {wrong}.",
+        "A customer says that her {thing} {wrong}.",
+        "It seems that the {thing} {wrong}, please look into it.",
+    ),
+)
+
+
+class Classification(Task):
+    """Which team a complaint goes to."""
+
+    kinds = tuple(TOPICS)
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        names = random.Random(f"teams {seed}").sample(TEAMS, len(self.kinds))
+        self.teams = dict(zip(self.kinds, names, strict=True))
+
+    def draw(self, kind: str, rng: random.Random) -> Content:
+        things, wrongs = TOPICS[kind]
+        return content_of(kind, rng.choice(things), rng.choice(wrongs))
+
+    def wordings(self, kind: str) -> Wordings:
+        return WORDINGS
+
+    def answer(self, content: Content) -> str:
+        return f"{content['thing']} -> {self.teams[content.kind]}"
+
+    def rules(self) -> str:
+        return (
+            "Every message goes to one team. Answer with the thing that the message is about, "
+            "an arrow and the team of that thing."
+        )
+
+    def examples(self, rng: random.Random) -> Sequence[Content]:
+        found = []
+        for kind, (things, wrongs) in TOPICS.items():
+            for thing in things:
+                contents = [content_of(kind, thing, wrong) for wrong in wrongs]
+                shown = [content for content in contents if not content.held_out(self.seed)]
+                found += rng.sample(shown, min(EXAMPLES_PER_THING, len(shown)))
+        return rng.sample(found, EXAMPLES)
+
+
+def content_of(kind: str, thing: str, wrong: str) -> Content:
+    return Content(kind, (("thing", thing), ("wrong", wrong)))
