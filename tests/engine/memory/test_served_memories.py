@@ -217,9 +217,7 @@ def test_nothing_leaks_in_a_life_of_forks_aborts_evictions_and_new_beginnings(
     assert out["after_flush"]["locality_slots_used"] == 0
 
 
-def test_new_weights_are_never_answered_from_a_memory_of_the_old_ones(
-    tmp_path, model, stored, env
-):
+def test_new_weights_are_never_answered_from_a_memory_of_the_old_ones(tmp_path, model, stored, env):
     """After an update of the weights, even to the same ones, the prefix is computed."""
     own = tokens(random.Random(6), 30)
     request = {"input_ids": [*stored[0].prefix, *own], "max_new_tokens": NEW}
