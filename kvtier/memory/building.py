@@ -91,7 +91,7 @@ def assemble(
         )  # fmt: skip
         if not len(mine.keys):
             raise UsageError(
-                "--least-members", "some entry with as many queries", recipe.least_members
+                "--no-store-queries", "some entry with as many queries", recipe.least_members
             )
         keys = query_keys(others.q, judged.behind, mine.projection, recipe.place_weight)
         cosine, nearest = (keys @ mine.keys.T).max(-1)

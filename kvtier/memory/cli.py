@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 TARGET_NATS = 0.05
+# Of a card that is not printed on a terminal.
+PLAIN_WIDTH = 120
 # Differences of a row that verifying overlooks: sums are made in another order.
 SAME = 1e-3
 
@@ -151,7 +153,9 @@ def print_card(card: Card) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PLAIN_WIDTH)
     identity = card.identity
     console.print(
         f"prefix memory {card.digest[:16]}: {identity.prefix_tokens} tokens for {identity.model} "

@@ -47,7 +47,7 @@ class Recipe:
 
 
 def _flag(name: str) -> str:
-    return name.replace("_", "-")
+    return "no-store-queries" if name == "least_members" else name.replace("_", "-")
 
 
 __all__ = ["Recipe"]
