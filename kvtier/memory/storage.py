@@ -123,6 +123,15 @@ def directories(folder: Path) -> list[Path]:
     return found
 
 
+def stored_bytes(folder: Path) -> int:
+    """What a memory's tensors, or those of all that are in a folder, take. Raises
+    MemoryFileError."""
+    try:
+        return sum((directory / TENSORS).stat().st_size for directory in directories(folder))
+    except OSError as error:
+        raise MemoryFileError(f"{folder}: {error}") from error
+
+
 def check_may_be_served(card: Card) -> None:
     """Raises MemoryMismatchError for a memory whose card says that it must not be."""
     if card.refusals:
@@ -225,4 +234,5 @@ __all__ = [
     "load",
     "load_card",
     "save",
+    "stored_bytes",
 ]

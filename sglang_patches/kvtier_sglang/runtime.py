@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 from kvtier.config import Settings, load_settings
 from kvtier.errors import StartupError
 from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_profile
+from kvtier.memory.storage import stored_bytes
 from kvtier.retention.rules import locality_rule, refresh_rule, scorer_of, state_width
 from kvtier.retention.shares import QualityTarget, Serving, asked_share
 from kvtier.tier.blobs.turn_rules import TurnRules
@@ -91,6 +92,8 @@ class Runtime:
             return original(configurator, budget_bytes - room, **kwargs)
         profile = self._profile(configurator)
         budget_bytes -= graph_bytes(configurator, 1 if profile.ca_share == 1 else 2)
+        if self.settings.memory is not None:
+            budget_bytes -= stored_bytes(self.settings.memory) // self.ranks.size
         profiles = self.ranks.profiles(profile)
         config, self.locality_slots = size_pools(
             original, configurator, budget_bytes, self.settings, profiles, **kwargs

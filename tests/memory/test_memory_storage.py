@@ -26,6 +26,7 @@ from kvtier.memory.storage import (
     load,
     load_card,
     save,
+    stored_bytes,
 )
 from kvtier.memory.traces import Trace
 from kvtier_kernels.memory.base import MemoryLayer
@@ -85,6 +86,7 @@ def test_heads_of_a_rank_are_a_part_of_all(folder):
 def test_a_folder_of_memories_is_all_of_them(folder):
     assert directories(folder) == [folder]
     assert directories(folder.parent) == [folder]
+    assert stored_bytes(folder.parent) == (folder / TENSORS).stat().st_size
     with pytest.raises(MemoryFileError, match="no prefix memory"):
         directories(folder.parent.parent / "nowhere")
 
