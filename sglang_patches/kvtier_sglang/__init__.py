@@ -15,6 +15,10 @@ The cache calls these two, and they call nothing above themselves:
     tier/           exact KV on its way to the tier and back, and what it is called there
     refresh/        CA entries chosen again, with the turn's own questions
 
+And attention, cache and scheduler call this one:
+
+    memory/         prefixes that memories stand for, and requests that begin with them
+
 Beside them: compat.py and requests.py (what is refused), hooks.py and occupancy.py (what only
 observes), streams.py (work beside the engine's own streams), serve.py (the command), platform.py
 (stock SGLang on any CPU). docs/architecture.md follows one turn through all of this.
