@@ -1,7 +1,7 @@
 """Runs a real SGLang engine in its own process: `python engine_runner.py plan.json out.json`.
 
 plan: {"engine": {...}, "rounds": [[{"input_ids", "max_new_tokens", "logprobs"?,
-"logprob_start_len"?, "custom_params"?}, ...], ...]}
+"logprob_start_len"?, "custom_params"?, "stream"?}, ...], ...]}
 Every round is sent at once (continuous batching); a request may name the round and index it
 continues ({"continues": [round, index], "input_ids": tail}): its prompt is then that request's
 prompt, its answer, and the tail. Instead of requests a round may be {"weights": model directory},
@@ -40,25 +40,35 @@ async def run_rounds(engine: Any, rounds: list[list[dict[str, Any]]]) -> list[li
             finished.append([])
             continue
         prompts = [_prompt(request, finished) for request in requests]
-        answers = await asyncio.gather(
-            *(
-                engine.async_generate(
-                    input_ids=prompt,
-                    sampling_params={
-                        "temperature": request.get("temperature", 0),
-                        "max_new_tokens": request["max_new_tokens"],
-                        "ignore_eos": True,
-                        "custom_params": request.get("custom_params"),
-                    },
-                    return_logprob=request.get("logprobs", False),
-                    lora_path=request.get("adapter"),
-                    logprob_start_len=request.get("logprob_start_len", -1),
-                )
-                for prompt, request in zip(prompts, requests, strict=True)
-            )
-        )
+        asked = zip(prompts, requests, strict=True)
+        answers = await asyncio.gather(*(_ask(engine, *one) for one in asked))
         finished.append([_result(prompt, a) for prompt, a in zip(prompts, answers, strict=True)])
     return finished
+
+
+async def _ask(engine: Any, prompt: list[int], request: dict[str, Any]) -> dict[str, Any]:
+    """The answer; with "stream" its last part, and how many tokens each part had."""
+    stream = request.get("stream", False)
+    answer = await engine.async_generate(
+        input_ids=prompt,
+        sampling_params={
+            "temperature": request.get("temperature", 0),
+            "max_new_tokens": request["max_new_tokens"],
+            "ignore_eos": True,
+            "custom_params": request.get("custom_params"),
+        },
+        return_logprob=request.get("logprobs", False),
+        lora_path=request.get("adapter"),
+        logprob_start_len=request.get("logprob_start_len", -1),
+        stream=stream,
+    )
+    if not stream:
+        return answer
+    lengths = []
+    async for part in answer:
+        # It grows while it is streamed.
+        lengths.append(len(part["output_ids"]))
+    return part | {"parts": lengths}
 
 
 async def _load(engine: Any, model_path: str) -> None:
@@ -90,6 +100,7 @@ def _result(prompt: list[int], answer: dict[str, Any]) -> dict[str, Any]:
     return {
         "prompt": prompt,
         "output_ids": answer["output_ids"],
+        "parts": answer.get("parts"),
         "cached_tokens": meta["cached_tokens"],
         "cached_tokens_details": meta["cached_tokens_details"],
         "logprobs": [entry[0] for entry in meta.get("output_token_logprobs") or []],

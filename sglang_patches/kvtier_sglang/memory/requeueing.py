@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier_sglang.memory.assigning import leave
 from kvtier_sglang.memory.bank import MemoryBank
@@ -29,6 +29,8 @@ class Requeueing:
         # By request that is not through its prompt: lookups, and how many fell back.
         self._so_far: dict[str, tuple[int, int]] = {}
         self._leaving: list[Any] = []
+        # By request that is to be queued again: how it was streamed.
+        self._silent: dict[str, Streamed] = {}
 
     def process(
         self, original: Callable[..., None], scheduler: Any, batch: Any, result: Any
@@ -43,6 +45,7 @@ class Requeueing:
         if not scheduler.enable_overlap:
             waiting, self._leaving = [*waiting, *self._leaving], []
         for req in waiting:
+            self._silent.pop(req.rid).restore(req)
             scheduler._add_request_to_queue(req, is_retracted=True)
         # Where passes overlap, `batch` is a copy, and the one launched meanwhile has them, too.
         batches = [batch]
@@ -70,7 +73,13 @@ class Requeueing:
             self.bank.counters["fell_back"] += fell
             if memory is None or req.finished() or req.output_ids:
                 continue
-            if fell > memory.card.requeue_above * asked:
+            if fell <= memory.card.requeue_above * asked:
+                continue
+            if batch.return_logprob:
+                # SGLang counts log-probabilities of a pass request by request: with one less, the
+                # others' would be shifted.
+                self.bank.counters["not_requeued"] += 1
+            else:
                 found.append(req)
         # Others were aborted: who is in the middle of a prompt is in every extend pass.
         running = {req.rid for req in batch.reqs}
@@ -89,7 +98,27 @@ class Requeueing:
             hisparse_coordinator=None,
         )
         leave(req)
+        self._silent[req.rid] = Streamed.silence(req)
         self.bank.counters["requeued"] += 1
+
+
+class Streamed(NamedTuple):
+    """How a request's answer is streamed."""
+
+    stream: bool
+    interval: int | None
+
+    @classmethod
+    def silence(cls, req: Any) -> Streamed:
+        """Have SGLang send nothing of a request that has no token yet: it would send that there is
+        none. Returns how it was."""
+        before = cls(req.stream, req.sampling_params.stream_interval)
+        req.stream, req.sampling_params.stream_interval = True, 2
+        return before
+
+    def restore(self, req: Any) -> None:
+        """Have it streamed as it was."""
+        req.stream, req.sampling_params.stream_interval = self.stream, self.interval
 
 
 __all__ = ["Requeueing"]

@@ -144,18 +144,24 @@ def test_tokens_are_those_of_the_reference_in_mixed_batches(tmp_path, model, sto
 def test_a_request_that_entries_do_not_know_is_answered_from_the_exact_prefix(
     tmp_path, model, stored, env
 ):
-    """Where a memory's card allows no lookup to fall back."""
+    """Where a memory's card allows no lookup to fall back. Nothing is sent before its answer."""
     strict = stored[0].memory.card.model_copy(update={"requeue_above": 0.0})
     folder = tmp_path / "strict"
     save(folder, strict, stored[0].prefix, stored[0].memory.layers)
     rng = random.Random(4)
     own = [tokens(rng, count) for count in (30, 80, 130)]
-    requests = [{"input_ids": [*stored[0].prefix, *ids], "max_new_tokens": NEW} for ids in own]
+    requests = [
+        {"input_ids": [*stored[0].prefix, *ids], "max_new_tokens": NEW, "stream": streams}
+        for ids, streams in zip(own, (True, False, True), strict=True)
+    ]
     out = run_engine(tmp_path, ENGINE, [requests], {**env, "KVTIER_MEMORY": str(folder)})
     kv = prefix_kv(model, stored[0].prefix)
     wanted = [expected(model, ExactPrefix(kv), 500, [ids])[0] for ids in own]
     assert said(out) == [wanted]
     assert out["state"]["memories"]["requeued"] == 3
+    assert [one["parts"] for one in out["rounds"][0]] == [
+        [*range(1, NEW + 1)], None, [*range(1, NEW + 1)],
+    ]  # fmt: skip
 
 
 def test_two_ranks_say_what_one_says(tmp_path, stored, env):
