@@ -33,7 +33,7 @@ class Identity(Stored):
     tokenizer: str
     rotation: str
     dtype: str
-    prefix_tokens: int = Field(ge=1)
+    prefix_tokens: int = Field(ge=0)
     prefix_digest: str
 
     @classmethod
@@ -51,9 +51,14 @@ class Identity(Stored):
             prefix_digest=_digest(list(prefix_ids)),
         )
 
-    def check_serves(self, model_path: str, dtype: str, prefix_ids: Sequence[int]) -> None:
-        """Raises MemoryMismatchError, naming what differs, for another model than this one's."""
-        served = Identity.of(model_path, dtype, prefix_ids)
+    def with_prefix(self, prefix_ids: Sequence[int]) -> Identity:
+        """The same model behind another prefix."""
+        update = {"prefix_tokens": len(prefix_ids), "prefix_digest": _digest(list(prefix_ids))}
+        return self.model_copy(update=update)
+
+    def check_serves(self, served: Identity) -> None:
+        """Raises MemoryMismatchError, naming what differs, for another model or prefix than this
+        one's."""
         for name in type(self).model_fields:
             mine, theirs = getattr(self, name), getattr(served, name)
             if name not in ("created_at", "schema_version", "model") and mine != theirs:

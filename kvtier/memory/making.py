@@ -131,7 +131,7 @@ def verify(source: Source, folder: Path, progress: Progress = no_progress) -> di
     memory = load(folder)
     material = _Material(source, progress)
     memory.card.identity.check_serves(
-        source.model_path, _name(material.dtype), material.traced.prefix_ids
+        Identity.of(source.model_path, _name(material.dtype), material.traced.prefix_ids)
     )
     if int(memory.card.recipe.get("seed") or 0) != source.seed:
         raise MemoryMismatchError(f"memory: made with --seed {memory.card.recipe.get('seed')}")

@@ -65,6 +65,7 @@ def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]
         "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache": (hooks.ask_tier, before),
         f"{_STREAMER}.get_cached_tokens_details": (hooks.report_recomputed, after),
         f"{_STATE}._add_memory_usage": (occupancy.report_state, after),
+        f"{_STATE}._update_handlers": (on_requests.update_handlers, after),
         "sglang.srt.managers.schedule_batch.Req.__init__": (on_requests.scope_request, after),
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result": (
             on_requests.process_batch_result,

@@ -212,7 +212,7 @@ class Runtime:
             ranks, kernels = self.ranks, self.backend.kernels
             heads = self.profile.shape.kv_heads_of_rank(ranks.rank, ranks.size)
             self.memories = Memories.open(settings.memory, runner, pool, kernels, ranks, heads)
-            self.backend.memories = self.memories.passes
+            self.backend.use_memories(self.memories.passes)
         if torch.device(runner.device).type == "cuda":
             context = int(runner.model_config.context_len)
             chunk = runner.server_args.chunked_prefill_size

@@ -5,7 +5,8 @@ plan: {"engine": {...}, "rounds": [[{"input_ids", "max_new_tokens", "logprobs"?,
 Every round is sent at once (continuous batching); a request may name the round and index it
 continues ({"continues": [round, index], "input_ids": tail}): its prompt is then that request's
 prompt, its answer, and the tail. Instead of requests a round may be {"weights": model directory},
-which are loaded over the ones before and flush the cache, or {"flush": true}. out: per round and
+which are loaded over the ones before and flush the cache, {"flush": true}, or {"memories": [from,
+to]}: a directory is moved, and the folder of prefix memories read again. out: per round and
 request the answer, and the final state; of data parallel replicas the first one's, and all of them.
 """
 
@@ -35,6 +36,9 @@ async def run_rounds(engine: Any, rounds: list[list[dict[str, Any]]]) -> list[li
         if isinstance(requests, dict):
             if "weights" in requests:
                 await _load(engine, requests["weights"])
+            elif "memories" in requests:
+                finished.append([await _reload(engine, *requests["memories"])])
+                continue
             else:
                 await _flush(engine)
             finished.append([])
@@ -77,6 +81,15 @@ async def _load(engine: Any, model_path: str) -> None:
     request = UpdateWeightFromDiskReqInput(model_path=model_path, flush_cache=True)
     success, message, *_ = await engine.tokenizer_manager.update_weights_from_disk(request, None)
     assert success, message
+
+
+async def _reload(engine: Any, source: str, target: str) -> bool:
+    """Whether the server took what is in its folder of memories now."""
+    from sglang.srt.managers.io_struct import SetInternalStateReq
+
+    Path(source).rename(target)
+    request = SetInternalStateReq(server_args={"kvtier_reload_memories": 1})
+    return all(await engine.tokenizer_manager.set_internal_state(request))
 
 
 async def _flush(engine: Any) -> None:

@@ -138,10 +138,17 @@ def test_tensors_that_do_not_fit_each_other_are_refused(tmp_path, made, name):
 )  # fmt: skip
 def test_a_memory_of_another_model_or_prefix_is_refused(model_path, made, change):
     card, prefix, _ = made
-    card.identity.check_serves(str(model_path), "float32", prefix)
+    served = Identity.of(str(model_path), "float32", prefix)
+    card.identity.check_serves(served)
     other = card.identity.model_copy(update=change)
     with pytest.raises(MemoryMismatchError, match=next(iter(change))):
-        other.check_serves(str(model_path), "float32", prefix)
+        other.check_serves(served)
+    longer = served.with_prefix([*prefix, 1])
+    assert longer == Identity.of(str(model_path), "float32", [*prefix, 1]).model_copy(
+        update={"created_at": longer.created_at}
+    )
+    with pytest.raises(MemoryMismatchError, match="prefix_tokens"):
+        card.identity.check_serves(longer)
 
 
 def test_what_its_card_forbids_is_not_served(folder):

@@ -67,6 +67,11 @@ class KvtierAttnBackend(AttentionBackend):
         self.graphs: DecodeGraphs | None = None
         self._side_by_side = SideBySide(self.device)
 
+    def use_memories(self, memories: MemoryPasses) -> None:
+        """Requests may begin with prefixes that these stand for."""
+        self.memories = memories
+        self.planner.has_gaps = True
+
     def support_triton(self) -> bool:
         return False
 

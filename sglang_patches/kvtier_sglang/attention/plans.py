@@ -73,6 +73,8 @@ class Planner:
         self.pool = pool
         self.req_to_token = req_to_token
         self.settings = settings
+        # Whether tokens of a request may have no CA slot: compressed ones, and a memory's prefix.
+        self.has_gaps = pool.state is not None
         # Of the last pass: decoding asks for the same again.
         self._packed: PackedPlan | None = None
 
@@ -169,7 +171,7 @@ class Planner:
         """Each row without what compression took, and without packed spans."""
         if self.pool.packed is not None:
             rows = [self.pool.packed.dense_of[row] for row in rows]
-        if self.pool.state is not None:
+        if self.has_gaps:
             rows = [row.index_select(0, positions_of(row > 0)) for row in rows]
         return rows
 

@@ -1,9 +1,9 @@
 """Prefix memories in the engine.
 
-    server.py       those of one scheduler, opened when its model is there
-    hooks.py        what SGLang's requests and schedulers are hooked with
-    bank.py         the memories that are loaded, on the device
-    assigning.py    which memory a request is answered from
-    passes.py       what a forward pass asks of them
-    requeueing.py   requests that no memory answers well
+server.py       those of one scheduler, opened when its model is there
+hooks.py        what SGLang's requests and schedulers are hooked with
+bank.py         the memories that are loaded, on the device
+assigning.py    which memory a request is answered from
+passes.py       what a forward pass asks of them
+requeueing.py   requests that no memory answers well
 """

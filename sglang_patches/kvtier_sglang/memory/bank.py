@@ -49,6 +49,10 @@ class MemoryBank:
         self._dtype, self._device, self._heads = dtype, device, heads
         self._held: list[PrefixMemory] = []
         self._retired: set[str] = set()
+        # Whether the weights are others than memories were built from.
+        self.is_outdated = False
+        # Whether CUDA graphs read what is loaded.
+        self.is_recorded = False
         self._of_request: dict[str, str] = {}
         self.layers: list[MemoryLayer] = []
         # Per layer, bool [memories]: whether any head of any rank looks up.
@@ -60,8 +64,10 @@ class MemoryBank:
     # -- memories --
 
     def load(self, memory: PrefixMemory) -> None:
-        """Raises UsageError for one that is loaded already, or for a second one of its prefix."""
-        for one in self._served():
+        """Raises UsageError for one that is loaded already, for a second one of its prefix, or
+        after the weights have changed."""
+        self.check_loads()
+        for one in self.served():
             if one.prefix_ids == memory.prefix_ids:
                 raise UsageError("memory", "a prefix that no other memory has", memory.digest)
         known = [one for one in self._held if one.digest == memory.digest]
@@ -70,15 +76,24 @@ class MemoryBank:
             self._held.append(memory)
             self._stack()
 
+    def check_loads(self) -> None:
+        """Raises UsageError where none can be loaded."""
+        if self.is_outdated:
+            raise UsageError("memory", "the weights that memories are built from", "others")
+        if self.is_recorded:
+            raise UsageError("memory", "no CUDA graphs, which remember those before", "some")
+
     def drop(self, digest: str) -> None:
         """Raises UsageError for one that is not loaded."""
-        if digest not in {one.digest for one in self._served()}:
+        if digest not in {one.digest for one in self.served()}:
             raise UsageError("memory", "one that is loaded", digest)
         self._retired.add(digest)
 
     def weights_change(self) -> None:
-        """What is loaded was built from the weights before: no further request gets it."""
-        for one in self._served():
+        """What is loaded was built from the weights before: no further request gets it, and none
+        is loaded any more."""
+        self.is_outdated = True
+        for one in self.served():
             self.drop(one.digest)
             logger.warning(
                 "the weights change: prefix memory %s, which was built from those before, answers "
@@ -90,13 +105,17 @@ class MemoryBank:
         """No request is there, running or waiting: what was dropped is given back."""
         self._of_request.clear()
         if self._retired:
-            self._held, self._retired = self._served(), set()
+            self._held, self._retired = self.served(), set()
             self._stack()
 
-    def _served(self) -> list[PrefixMemory]:
+    def served(self) -> list[PrefixMemory]:
+        """Those that new requests get."""
         return [one for one in self._held if one.digest not in self._retired]
 
     def _stack(self) -> None:
+        if self._device.type == "cuda":
+            # A pass that reads what is replaced may be under way in another stream.
+            torch.cuda.synchronize(self._device)
         mine = [memory.of_heads(self._heads).layers for memory in self._held]
         self.layers = [
             stacked(layers, self._dtype, self._device) for layers in zip(*mine, strict=True)
@@ -111,7 +130,7 @@ class MemoryBank:
         return {
             "loaded": [
                 {"digest": one.digest, "prefix_tokens": len(one.prefix_ids)}
-                for one in self._served()
+                for one in self.served()
             ],
             "bytes": sum(x.numel() * x.element_size() for layer in self.layers for x in layer),
             **self.counters,
@@ -122,7 +141,7 @@ class MemoryBank:
     def of_prompt(self, ids: Sequence[int]) -> PrefixMemory | None:
         """The longest prefix that a prompt begins with, and has a token behind."""
         found = None
-        for memory in self._served():
+        for memory in self.served():
             length = len(memory.prefix_ids)
             longer = found is None or length > len(found.prefix_ids)
             if longer and len(ids) > length and tuple(ids[:length]) == memory.prefix_ids:
@@ -142,7 +161,7 @@ class MemoryBank:
 
     def named(self, digest: str) -> PrefixMemory | None:
         """A memory that requests are answered from; None where it was dropped."""
-        return next((one for one in self._served() if one.digest == digest), None)
+        return next((one for one in self.served() if one.digest == digest), None)
 
     def index_of(self, rid: str) -> int:
         """Where a request's memory is in the layers; NONE for none."""

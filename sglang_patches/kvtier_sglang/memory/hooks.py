@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from kvtier.errors import KvtierError
+from kvtier.memory.storage import PrefixMemory
 from kvtier_sglang.compat import backends_are_ours
 from kvtier_sglang.memory.server import Memories
 from kvtier_sglang.tier.scopes import separate_adapters
+
+# In the `server_args` of `/set_internal_state`, with any number.
+RELOAD = "kvtier_reload_memories"
 
 
 class HasMemories(Protocol):
@@ -39,5 +44,28 @@ class RequestHooks:
             return original(scheduler, batch, result)
         return self._owner.memories.process(original, scheduler, batch, result)
 
+    def update_handlers(
+        self, handlers: dict[str, Any], controller: Any, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """AFTER SchedulerInternalStateController._update_handlers: `/set_internal_state` with
+        RELOAD reads the folder of memories again. All of it, or nothing."""
+        from sglang.srt.managers.scheduler_components.internal_state import (
+            UpdateRejected,
+            _UpdateHandler,
+        )
 
-__all__ = ["RequestHooks"]
+        memories = self._owner.memories
+        if memories is None:
+            return handlers
+        found: dict[str, PrefixMemory] = {}
+
+        def validate(key: str, value: Any) -> None:
+            try:
+                found.update(memories.readable())
+            except KvtierError as error:
+                raise UpdateRejected(f"{key}: {error}") from error
+
+        return {**handlers, RELOAD: _UpdateHandler(validate, lambda *_: memories.apply(found))}
+
+
+__all__ = ["RELOAD", "RequestHooks"]

@@ -116,10 +116,14 @@ class MemoryPasses:
         rids = forward_batch.rids or ()
         if not len(self.bank) or all(self.bank.index_of(rid) == NONE for rid in rids):
             return None
-        return self.recorded(forward_batch)
+        return self._decoding(forward_batch)
 
     def recorded(self, forward_batch: Any) -> MemoryPass:
         """A decoding pass that asks the device alone, as CUDA graphs want it."""
+        self.bank.is_recorded = True
+        return self._decoding(forward_batch)
+
+    def _decoding(self, forward_batch: Any) -> MemoryPass:
         ids = self._table(forward_batch.req_pool_indices.device)[forward_batch.req_pool_indices]
         return MemoryPass(self.bank, self.kernels, ids, forward_batch.positions)
 

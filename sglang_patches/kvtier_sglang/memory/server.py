@@ -1,14 +1,16 @@
-"""The prefix memories of one scheduler: opened when its model is there."""
+"""The prefix memories of one scheduler: opened when its model is there, read again when asked."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvtier.errors import MemoryFileError
+from kvtier.memory.card import Identity
 from kvtier.memory.storage import PrefixMemory, check_may_be_served, directories, load
 from kvtier_kernels import AttentionKernels
 from kvtier_sglang.compression.selection import find_rotary
@@ -23,11 +25,19 @@ logger = logging.getLogger(__name__)
 
 
 class Memories:
-    """See the module docstring."""
+    """See the module docstring.
 
-    def __init__(self, bank: MemoryBank, passes: MemoryPasses) -> None:
+    folder: the memory's directory, or one that has several. served: the model that serves, behind
+    whatever prefix.
+    """
+
+    def __init__(
+        self, folder: Path, served: Identity, bank: MemoryBank, passes: MemoryPasses
+    ) -> None:
+        self.folder = folder
         self.bank = bank
         self.passes = passes
+        self._served = served
         self._requeueing = Requeueing(bank, passes)
 
     @classmethod
@@ -40,8 +50,8 @@ class Memories:
         ranks: Ranks,
         heads: range,
     ) -> Memories:
-        """Load a memory's directory, or all that are in one. heads: this rank's, of the model's KV
-        heads. Raises MemoryFileError and MemoryMismatchError."""
+        """Load what is in the folder. heads: this rank's, of the model's KV heads. Raises
+        MemoryFileError and MemoryMismatchError."""
         bank = MemoryBank(
             find_rotary(runner.model, pool.layers),
             dtype=runner.dtype,
@@ -49,18 +59,41 @@ class Memories:
             heads=heads,
             total=ranks.total,
         )
-        for directory in directories(folder):
-            memory = load(directory)
-            check_served(memory, runner)
-            bank.load(memory)
-            logger.info(
-                "prefix memory %s: %d tokens, from %s",
-                memory.digest,
-                len(memory.prefix_ids),
-                directory,
-            )
+        dtype = str(runner.dtype).removeprefix("torch.")
+        served = Identity.of(runner.server_args.model_path, dtype, ())
         rows = runner.req_to_token_pool.req_to_token.shape[0]
-        return cls(bank, MemoryPasses(bank, kernels, rows))
+        memories = cls(folder, served, bank, MemoryPasses(bank, kernels, rows))
+        memories.apply(memories.found())
+        return memories
+
+    def found(self) -> dict[str, PrefixMemory]:
+        """What is in the folder now, by digest. Raises MemoryFileError, and MemoryMismatchError for
+        one that must not be served here."""
+        found: dict[str, PrefixMemory] = {}
+        for directory in directories(self.folder):
+            memory = load(directory)
+            memory.card.identity.check_serves(self._served.with_prefix(memory.prefix_ids))
+            check_may_be_served(memory.card)
+            if any(other.prefix_ids == memory.prefix_ids for other in found.values()):
+                raise MemoryFileError(f"{directory}: another memory there has the same prefix")
+            found[memory.digest] = memory
+        return found
+
+    def readable(self) -> dict[str, PrefixMemory]:
+        """As `found`, where they can be loaded into a server that runs. Raises UsageError, too."""
+        self.bank.check_loads()
+        return self.found()
+
+    def apply(self, found: Mapping[str, PrefixMemory]) -> None:
+        """Serve these, and no others. Raises UsageError, see MemoryBank.load."""
+        for memory in self.bank.served():
+            if memory.digest not in found:
+                self.bank.drop(memory.digest)
+        loaded = {memory.digest for memory in self.bank.served()}
+        for digest, memory in found.items():
+            if digest not in loaded:
+                self.bank.load(memory)
+                logger.info("prefix memory %s: %d tokens", digest, len(memory.prefix_ids))
 
     def scope_request(self, req: Any) -> None:
         """A new request, as SGLang's constructor and kvtier's scopes leave it."""
@@ -73,12 +106,4 @@ class Memories:
         self._requeueing.process(original, scheduler, batch, result)
 
 
-def check_served(memory: PrefixMemory, runner: Any) -> None:
-    """Raises MemoryMismatchError for a memory that this model must not be served with."""
-    card = memory.card
-    dtype = str(runner.dtype).removeprefix("torch.")
-    card.identity.check_serves(runner.server_args.model_path, dtype, memory.prefix_ids)
-    check_may_be_served(card)
-
-
-__all__ = ["Memories", "check_served"]
+__all__ = ["Memories"]

@@ -107,10 +107,13 @@ def env(stored) -> dict[str, str]:
     }
 
 
-def test_tokens_are_those_of_the_reference_in_mixed_batches(tmp_path, model, stored, env):
+@pytest.mark.parametrize("splits", [True, False], ids=["a head profile", "every head CA"])
+def test_tokens_are_those_of_the_reference_in_mixed_batches(tmp_path, model, stored, env, splits):
     """Two memories and requests without one, chunked prefills, two turns of which nothing is
     dropped; one request leaves its memory by its own wish, and has the exact prefix, which is
     compressed when its turn ends."""
+    if not splits:
+        del env["KVTIER_HEAD_PROFILE"]
     rng = random.Random(3)
     sessions = [(0, 40), (1, 55), (None, 50), (0, 3), (1, 1), (None, 20), ("exact", 10)]
     rounds, wanted = [[], []], []
@@ -234,3 +237,46 @@ def test_new_weights_are_never_answered_from_a_memory_of_the_old_ones(tmp_path, 
     assert said(out) == [before, [], after]
     assert out["rounds"][2][0]["cached_tokens"] == 0
     assert out["state"]["memories"]["loaded"] == []
+
+
+def test_memories_come_and_go_while_a_server_runs(tmp_path, model, stored, env):
+    """What is in the folder when it is read again is served from then on, and nothing else; a
+    directory that cannot be served changes nothing."""
+    served, away = tmp_path / "served", tmp_path / "away"
+    for folder, one in ((served, stored[0]), (away, stored[1])):
+        save(folder / one.folder.name, one.memory.card, one.prefix, one.memory.layers)
+    forbidden = stored[1].memory.card.model_copy(update={"refusals": ["it is bad"]})
+    save(away / "bad", forbidden, stored[1].prefix, stored[1].memory.layers)
+    rng = random.Random(7)
+    own = [tokens(rng, 20), tokens(rng, 30)]
+    both = [
+        {"input_ids": [*one.prefix, *ids], "max_new_tokens": NEW}
+        for one, ids in zip(stored, own, strict=True)
+    ]
+    moves = [
+        {"memories": [str(away / "bad"), str(served / "bad")]},
+        {"memories": [str(served / "bad"), str(away / "bad")]},
+        {"memories": [str(away / "short"), str(served / "short")]},
+        {"memories": [str(served / "long"), str(away / "long")]},
+    ]
+    rounds = [both, moves[0], both, moves[1], moves[2], both, moves[3], both]
+    # Nothing is dropped, so that asking twice says the same.
+    del env["KVTIER_HEAD_PROFILE"]
+    out = run_engine(tmp_path, ENGINE, rounds, env | {"KVTIER_MEMORY": str(served)})
+    assert [out["rounds"][at] for at in (1, 3, 4, 6)] == [[False], [True], [True], [True]]
+    behind, exact = [], []
+    for one, ids in zip(stored, own, strict=True):
+        length = len(one.prefix)
+        memory, kv = MemoryPrefix(one.memory.layers), prefix_kv(model, one.prefix)
+        behind.append(expected(model, memory, length, [ids])[0])
+        exact.append(expected(model, ExactPrefix(kv), length, [ids])[0])
+    assert behind[0] != exact[0]
+    assert behind[1] != exact[1]
+    found = [
+        [request["output_ids"] for request in out["rounds"][at]] for at in (0, 2, 5, 7)
+    ]  # fmt: skip
+    assert found[0] == found[1] == [behind[0], exact[1]]
+    assert found[2] == behind
+    assert found[3] == [exact[0], behind[1]]
+    assert out["state"]["integrity"] == []
+    assert [one["prefix_tokens"] for one in out["state"]["memories"]["loaded"]] == [150]
