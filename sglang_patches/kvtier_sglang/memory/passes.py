@@ -5,6 +5,7 @@ Each request's row remembers its memory on the device, so that decoding need not
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,8 +92,8 @@ class MemoryPasses:
         self.kernels = kernels
         self._of_row: torch.Tensor | None = None
         self._rows = rows
-        # Of the extend passes whose results have not been looked at.
-        self.answered: list[FallBacks] = []
+        # Of the extend passes whose results have not been looked at, in their order.
+        self._answered: deque[FallBacks] = deque()
 
     def extend(self, forward_batch: Any) -> MemoryPass | None:
         """None where no request has a memory, nor had one in its row before."""
@@ -108,7 +109,7 @@ class MemoryPasses:
         lengths = torch.tensor(counts).to(device, non_blocking=True)
         tokens = torch.repeat_interleave(ids, lengths, output_size=sum(counts))
         answered = FallBacks(list(forward_batch.rids), counts)
-        self.answered.append(answered)
+        self._answered.append(answered)
         return MemoryPass(self.bank, self.kernels, tokens, forward_batch.positions, answered)
 
     def decode(self, forward_batch: Any) -> MemoryPass | None:
@@ -127,16 +128,18 @@ class MemoryPasses:
         ids = self._table(forward_batch.req_pool_indices.device)[forward_batch.req_pool_indices]
         return MemoryPass(self.bank, self.kernels, ids, forward_batch.positions)
 
-    def fell_back(self) -> dict[str, tuple[int, int]]:
-        """Of the requests of the passes since it was asked last: lookups, and how many of them fell
-        back."""
-        found: dict[str, tuple[int, int]] = {}
-        for one in self.answered:
-            for rid, (asked, fell) in one.by_request().items():
-                before = found.get(rid, (0, 0))
-                found[rid] = (before[0] + asked, before[1] + fell)
-        self.answered = []
-        return found
+    def fell_back(self, rids: list[str]) -> dict[str, tuple[int, int]]:
+        """Of an extend pass with these requests, whose result is there: lookups, and how many of
+        them fell back, by request. A later pass may be under way."""
+        while self._answered:
+            first = self._answered.popleft()
+            if first.rids == rids:
+                return first.by_request()
+            if rids not in [one.rids for one in self._answered]:
+                # That pass asked no memory; this one is a later one.
+                self._answered.appendleft(first)
+                break
+        return {}
 
     def _table(self, device: torch.device) -> torch.Tensor:
         if self._of_row is None:

@@ -60,7 +60,7 @@ class Requeueing:
         if getattr(result, "copy_done", None) is not None:
             # The pass ran in another stream.
             result.copy_done.synchronize()
-        for rid, (asked, fell) in self.passes.fell_back().items():
+        for rid, (asked, fell) in self.passes.fell_back([req.rid for req in batch.reqs]).items():
             before = self._so_far.get(rid, (0, 0))
             self._so_far[rid] = (before[0] + asked, before[1] + fell)
         found = []
@@ -81,9 +81,12 @@ class Requeueing:
                 self.bank.counters["not_requeued"] += 1
             else:
                 found.append(req)
-        # Others were aborted: who is in the middle of a prompt is in every extend pass.
-        running = {req.rid for req in batch.reqs}
-        self._so_far = {rid: so_far for rid, so_far in self._so_far.items() if rid in running}
+        # Others were aborted, in the middle of their prompt.
+        self._so_far = {
+            rid: so_far
+            for rid, so_far in self._so_far.items()
+            if self.bank.memory_of(rid) is not None
+        }
         return found
 
     def _retract(self, scheduler: Any, req: Any) -> None:
