@@ -7,7 +7,8 @@ share of the tokens chosen by two scorers, against the reference on transformers
 context-anchored against stock SGLang. A difference counts unless the reference itself is in two
 minds there: unless its two best tokens are nearer to each other than rounding. By how little a
 token of the context was kept before another is told beside it, and excuses nothing. With --ranks
-kvtier's engine has so many tensor parallel ranks, stock SGLang's one.
+kvtier's engine has so many tensor parallel ranks, stock SGLang's one. With --kv-dtype the cache of
+all of them holds KV of that dtype.
 """
 
 from __future__ import annotations

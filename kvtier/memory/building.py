@@ -9,9 +9,8 @@ are neither (measuring.py).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,7 +48,6 @@ class Built:
     members: tuple[Tensor, ...]
     head_errors: Tensor | None
     requeue_above: float = 1.0
-    seconds: float = 0.0
 
 
 def build(
@@ -64,13 +62,11 @@ def build(
 ) -> Built:
     """A memory of the prefix. chunk_tokens: as in `prefix_kv`. Raises UsageError for traces that do
     not differ."""
-    began = time.monotonic()
     kv = prefix_kv(model, prefix_ids, chunk_tokens=chunk_tokens)
     making, judging = split(traces, JUDGING_SHARE, seed)
     made = collect(model, kv, making, progress)
     judged = collect(model, kv, judging, progress, with_own=True) if recipe.entries else None
-    built = assemble(kv, made, judged, recipe, seed)
-    return replace(built, seconds=time.monotonic() - began)
+    return assemble(kv, made, judged, recipe, seed)
 
 
 def assemble(

@@ -21,8 +21,7 @@ from kvtier_kernels.memory.base import lookup_keys, project
 
 # Rounds of k-means; more change nothing that can be measured.
 ROUNDS = 20
-# Queries that the directions are found from, and the groups are made of: k-means takes as long as
-# queries times entries.
+# Queries that the directions are found from, evenly taken of all.
 PCA_QUERIES = 8192
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -90,17 +91,18 @@ def make(
 
     Raises UsageError and TracesFileError for what cannot be built from.
     """
+    began = time.monotonic()
     material = _Material(source, progress)
     judged = None
     if recipe.entries:
         judged = collect(material.model, material.kv, material.judging, progress, with_own=True)
     built = assemble(material.kv, material.made, judged, recipe, source.seed)
+    build_seconds = time.monotonic() - began
     found = _measured(material, built, source.seed, progress)
     if judged is not None:
         found["other numbers of entries"] = _curve(material, judged, recipe, source.seed, progress)
     identity = Identity.of(source.model_path, _name(material.dtype), material.traced.prefix_ids)
     longest = max(len(trace.ids) for trace in material.traced.traces)
-    members = torch.cat([*built.members, torch.tensor([2**31])])
     card = Card(
         model=model_name(source.model_path),
         revision=identity.revision,
@@ -112,9 +114,9 @@ def make(
             "judging": len(material.judging),
             "held_out": len(material.held_out),
         },
-        least_members=int(members.min()) if recipe.entries else 1,
+        least_members=min((int(one.min()) for one in built.members), default=1),
         positions=longest,
-        build_seconds=built.seconds,
+        build_seconds=build_seconds,
         rows=found,
         target_nats=target_nats,
         refusals=refusals(found, HELD_OUT, OFF_TOPIC, target_nats),

@@ -37,6 +37,7 @@ class Card(Stored):
                   exact prefix
     traces:       how many made it, and judged it
     least_members: of its entries, how few queries one stands for; 1 and few more may be read back
+    build_seconds: with loading the model, without measuring
     rows:         what requests lose, by what was asked and by how the prefix is held
     target_nats:  the most that the answers of held-out requests may lose
     refusals:     why it must not be served; empty where it may be

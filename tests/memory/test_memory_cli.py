@@ -41,6 +41,7 @@ def test_a_card_says_what_was_measured_and_why_it_is_not_served(tmp_path, argume
     small = ("--entries", "20", "--key-width", "8", "--kept-tokens", "6", "--exact-tokens", "30")
     code = build(arguments, folder, *small, "--target-nats", "0")
     printed = capsys.readouterr().out
+    assert "entries stand for" in printed
     card = json.loads((folder / "memory.json").read_text())
     assert code == bool(card["refusals"])
     rows = {row["way"]: row for row in card["rows"]["held-out requests"]}
@@ -52,6 +53,7 @@ def test_a_card_says_what_was_measured_and_why_it_is_not_served(tmp_path, argume
         "5 entries", "10 entries",
     ]  # fmt: skip
     assert sum(card["traces"].values()) == 24
+    assert card["build_seconds"] > 0
     for reason in card["refusals"]:
         assert "must not be served: " in printed
         assert reason.split(",")[0][:30] in printed
@@ -64,6 +66,7 @@ def test_a_card_says_what_was_measured_and_why_it_is_not_served(tmp_path, argume
 def test_a_card_that_says_something_else_is_told(tmp_path, arguments, capsys):
     folder = tmp_path / "memory"
     build(arguments, folder, "--entries", "0", "--kept-tokens", "10")
+    assert "entries stand for" not in capsys.readouterr().out
     card = json.loads((folder / "memory.json").read_text())
     for row in card["rows"]["held-out requests"]:
         row["nll_gap"] += 0.5

@@ -31,6 +31,8 @@ class MemoryPass:
     ids: torch.Tensor
     positions: torch.Tensor
     answered: FallBacks | None = None
+    # Of the last layer; most models rotate all of theirs alike.
+    _rotated: tuple[Any, torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
 
     def state(self, index: int, q: torch.Tensor, scale: float) -> AttentionState:
         """What the memories say to a layer's queries, `[tokens, KV heads, group, dim]`, rotated."""
@@ -45,7 +47,10 @@ class MemoryPass:
         rotary = self.bank.rotary[index]
         if rotary is None:
             return q
-        cos, sin = rotary.cos_sin_cache[self.positions].to(q.device).chunk(2, dim=-1)
+        if self._rotated is None or self._rotated[0] is not rotary:
+            cos, sin = rotary.cos_sin_cache[self.positions].to(q.device).chunk(2, dim=-1)
+            self._rotated = (rotary, cos, sin)
+        _, cos, sin = self._rotated
         flat = q.flatten(1, 2).transpose(0, 1)
         plain = unrotate(flat, cos, sin, interleaved=not rotary.is_neox_style)
         return plain.transpose(0, 1).view(q.shape)
@@ -96,8 +101,9 @@ class MemoryPasses:
         self._answered: deque[FallBacks] = deque()
 
     def extend(self, forward_batch: Any) -> MemoryPass | None:
-        """None where no request has a memory, nor had one in its row before."""
-        if not len(self.bank):
+        """None where no request has a memory. Every request's row is told, so that no row remembers
+        a request that had it before."""
+        if not len(self.bank) and self._of_row is None:
             return None
         indices = [self.bank.index_of(rid) for rid in forward_batch.rids]
         counts = [int(n) for n in forward_batch.extend_seq_lens_cpu]

@@ -9,15 +9,12 @@ retracts requests when memory is short, and matches the exact prefix when it is 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvtier_sglang.memory.assigning import leave
 from kvtier_sglang.memory.bank import MemoryBank
 from kvtier_sglang.memory.passes import MemoryPasses
-
-logger = logging.getLogger(__name__)
 
 
 class Requeueing:
