@@ -1,17 +1,18 @@
 """Build a memory of a prefix from traces: `kvtier memory build`.
 
-    traces ──┬── most of them ──> entries, kept KV
-             └── the others ────> how near an entry must be, which heads entries serve badly
+    traces ──┬── all ──────────> kept KV: what any of their queries attends to most
+             ├── most of them ─> entries
+             └── the others ───> how near an entry must be, which heads states serve best
 
 The others are of other groups (traces.split). What the memory costs is measured on requests that
-are neither (measuring.py).
+are none of these (making.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,10 @@ JUDGING_SHARE = 0.25
 FEW = 0.02
 # A cosine that none reaches.
 NEVER = 2.0
+# Layers whose entries tell which requests are like the traces, where no layer has states.
+GATE_LAYERS = 4
+# Tokens of the prefix that each head keeps in any case: without any it would know of none.
+LEAST_KEPT = 4
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,8 @@ class Built:
     """A memory's layers, N = 1 each, and what they were made of.
 
     members:     int64 `[M]` per layer, queries that each entry stands for
-    head_errors: float32 `[layers, kv_heads]`, what entries lose of each head's answers on the
-                 judging traces, as a share of all; None without entries
+    head_errors: float32 `[layers, kv_heads]`, what states lose of each head's answers on the
+                 judging traces, as a share of all; None without states
     requeue_above: share of a prompt's lookups that fall back which few of the judging traces
                  reach (FEW)
     """
@@ -48,6 +53,16 @@ class Built:
     members: tuple[Tensor, ...]
     head_errors: Tensor | None
     requeue_above: float = 1.0
+
+
+class _Judged(NamedTuple):
+    """A layer's entries, beside the judging traces. nearness: the cosine that an entry answers at;
+    fell: bool `[tokens]`, whose lookups fall back; errors: see `_errors`."""
+
+    entries: Entries
+    nearness: float
+    fell: Tensor
+    errors: Tensor
 
 
 def build(
@@ -65,73 +80,92 @@ def build(
     kv = prefix_kv(model, prefix_ids, chunk_tokens=chunk_tokens)
     making, judging = split(traces, JUDGING_SHARE, seed)
     made = collect(model, kv, making, progress)
-    judged = collect(model, kv, judging, progress, with_own=True) if recipe.entries else None
+    judged = collect(model, kv, judging, progress, with_own=True)
     return assemble(kv, made, judged, recipe, seed)
 
 
 def assemble(
-    kv: Sequence[LayerKV], made: Collected, judged: Collected | None, recipe: Recipe, seed: int = 0
+    kv: Sequence[LayerKV], made: Collected, judged: Collected, recipe: Recipe, seed: int = 0
 ) -> Built:
-    """A memory of what was collected. judged: of the judging traces; None without entries."""
-    if judged is None or not recipe.entries:
-        layers = [
-            _layer(kv[at], queries, None, NEVER, _no_heads(queries), recipe)
-            for at, queries in enumerate(made.layers)
-        ]
-        return Built(tuple(layers), (), None)
-    entries, nearness, errors, fell = [], [], [], []
-    for queries, others in zip(made.layers, judged.layers, strict=True):
-        mine = make_entries(
-            queries, made.behind, entries=recipe.entries, width=recipe.key_width,
-            place_weight=recipe.place_weight, seed=seed, least_members=recipe.least_members,
-        )  # fmt: skip
-        if not len(mine.keys):
-            raise UsageError(
-                "--no-store-queries", "some entry with as many queries", recipe.least_members
-            )
-        keys = query_keys(others.q, judged.behind, mine.projection, recipe.place_weight)
-        cosine, nearest = (keys @ mine.keys.T).max(-1)
-        entries.append(mine)
-        nearness.append(float(torch.quantile(cosine, recipe.gate)) if recipe.gate else -1.0)
-        fell.append(cosine < nearness[-1])
-        errors.append(_errors(others, mine, nearest))
-    found = torch.stack(errors)
-    looks_up = ~worst_heads(found, recipe.exact_heads)
-    layers = [
-        _layer(kv[at], queries, entries[at], nearness[at], looks_up[at], recipe)
-        for at, queries in enumerate(made.layers)
-    ]
-    return Built(
-        tuple(layers),
-        tuple(one.members for one in entries),
-        found / found.sum(),
-        _reached_by_few(torch.stack(fell)[looks_up.any(-1)], judged.trace),
-    )
+    """A memory of what was collected. judged: of the judging traces, with their own states."""
+    drawn = drawn_by_all(made, judged)
+    kept = most_drawn(drawn, round(recipe.kept_share * drawn[0].numel() * len(drawn)))
+    found = {
+        at: _judge(made, judged, at, recipe, seed) for at in _layers_with_entries(len(kv), recipe)
+    }
+    looks_up = torch.zeros(len(kv), drawn[0].shape[0], dtype=torch.bool)
+    errors = None
+    if recipe.state_heads:
+        errors = torch.stack([one.errors for one in found.values()])
+        looks_up = best_heads(errors, recipe.state_heads)
+        found = {at: one for at, one in found.items() if looks_up[at].any()}
+        errors = errors / errors.sum()
+    layers = []
+    for at, queries in enumerate(made.layers):
+        found_here = found[at].entries if at in found else _no_entries(queries)
+        nearness = found[at].nearness if at in found else NEVER
+        layers.append(_layer(kv[at], kept[at], found_here, nearness, looks_up[at], recipe))
+    fell = torch.stack([one.fell for one in found.values()])
+    members = tuple(one.entries.members for one in found.values())
+    return Built(tuple(layers), members, errors, _reached_by_few(fell, judged.trace))
+
+
+def _layers_with_entries(layers: int, recipe: Recipe) -> Sequence[int]:
+    """Which layers want entries: all for states, a few for a gate alone."""
+    return range(layers) if recipe.state_heads else range(0, layers, -(-layers // GATE_LAYERS))
+
+
+def _judge(made: Collected, judged: Collected, at: int, recipe: Recipe, seed: int) -> _Judged:
+    """One layer's entries. Raises UsageError where none stands for enough queries."""
+    others = judged.layers[at]
+    mine = make_entries(
+        made.layers[at], made.behind, entries=recipe.entries, width=recipe.key_width,
+        place_weight=recipe.place_weight, seed=seed, least_members=recipe.least_members,
+    )  # fmt: skip
+    if not len(mine.keys):
+        raise UsageError(
+            "--no-store-queries", "some entry with as many queries", recipe.least_members
+        )
+    keys = query_keys(others.q, judged.behind, mine.projection, recipe.place_weight)
+    cosine, nearest = (keys @ mine.keys.T).max(-1)
+    nearness = float(torch.quantile(cosine, recipe.gate)) if recipe.gate else -1.0
+    return _Judged(mine, nearness, cosine < nearness, _errors(others, mine, nearest))
 
 
 def _reached_by_few(fell: Tensor, trace: Tensor) -> float:
     """The share of fallen lookups that few traces are above. fell: bool `[layers, tokens]`."""
-    if not len(fell):
-        return 1.0
     by_token = fell.float().mean(0)
     sums = torch.zeros(int(trace.max()) + 1).index_add_(0, trace, by_token)
     return float(torch.quantile(sums / torch.bincount(trace), 1 - FEW))
 
 
-def worst_heads(errors: Tensor, share: float) -> Tensor:
-    """bool `[layers, kv_heads]`: the heads with the largest errors, of all layers."""
-    worst = torch.zeros(errors.numel(), dtype=torch.bool)
-    worst[errors.flatten().topk(round(share * errors.numel())).indices] = True
-    return worst.view(errors.shape)
+def best_heads(errors: Tensor, share: float) -> Tensor:
+    """bool `[layers, kv_heads]`: the heads with the smallest errors, of all layers."""
+    best = torch.zeros(errors.numel(), dtype=torch.bool)
+    count = max(1, round(share * errors.numel()))
+    best[errors.flatten().topk(count, largest=False).indices] = True
+    return best.view(errors.shape)
 
 
-def most_drawn(mass: Tensor, tokens: int) -> Tensor:
-    """Which tokens of the prefix drew the most attention, int64 ascending; mass `[tokens]`."""
-    return mass.topk(min(tokens, len(mass))).indices.sort().values
+def drawn_by_all(*collected: Collected) -> list[Tensor]:
+    """Per layer, what any query of these drew: see LayerQueries."""
+    layers = zip(*(one.layers for one in collected), strict=True)
+    return [torch.stack([layer.drawn for layer in alike]).amax(0) for alike in layers]
 
 
-def _no_heads(queries: LayerQueries) -> Tensor:
-    return torch.zeros(queries.q.shape[1], dtype=torch.bool)
+def most_drawn(drawn: Sequence[Tensor], entries: int) -> list[list[Tensor]]:
+    """Which tokens of the prefix each layer's heads keep, int64 ascending.
+
+    drawn: per layer `[kv_heads, tokens]`, more for what is wanted more; entries: to be kept in all.
+    Heads compete: one that attends to a few tokens leaves room to one that attends to many
+    (AdaKV). Each keeps LEAST_KEPT in any case.
+    """
+    worth = torch.stack(list(drawn))
+    least = worth.topk(min(LEAST_KEPT, worth.shape[-1]), dim=-1).indices
+    worth = worth.scatter(-1, least, torch.inf)
+    kept = torch.zeros(worth.numel(), dtype=torch.bool)
+    kept[worth.flatten().topk(min(max(entries, least.numel()), worth.numel())).indices] = True
+    return [[head.nonzero().flatten() for head in layer] for layer in kept.view(worth.shape)]
 
 
 def _errors(queries: LayerQueries, entries: Entries, nearest: Tensor) -> Tensor:
@@ -149,34 +183,37 @@ def _errors(queries: LayerQueries, entries: Entries, nearest: Tensor) -> Tensor:
     return difference.square().sum(-1).sum(-1).mean(0)
 
 
+def _no_entries(queries: LayerQueries) -> Entries:
+    heads, group, dim = queries.q.shape[1:]
+    empty = torch.zeros(0, heads, group, dim)
+    return Entries(
+        projection=torch.zeros(1, heads, group, dim),
+        keys=torch.zeros(0, 1 + PLACE_WIDTH),
+        o=empty,
+        lse=empty[..., 0],
+        members=torch.zeros(0, dtype=torch.int64),
+    )
+
+
 def _layer(
-    kv: LayerKV, queries: LayerQueries, entries: Entries | None, nearness: float, looks_up: Tensor,
+    kv: LayerKV,
+    kept: Sequence[Tensor],
+    entries: Entries,
+    nearness: float,
+    looks_up: Tensor,
     recipe: Recipe,
-) -> MemoryLayer:  # fmt: skip
+) -> MemoryLayer:
     """One layer, N = 1, in float32 on the CPU."""
     k, v = (x.float().cpu() for x in kv)
-    kv_heads, group, dim = queries.q.shape[1:]
-    prefix_tokens = k.shape[1]
-    exact = prefix_tokens if recipe.exact_tokens is None else recipe.exact_tokens
-    kept = []
-    for head in range(kv_heads):
-        is_exact = entries is not None and not looks_up[head]
-        tokens = max(exact, recipe.kept_tokens) if is_exact else recipe.kept_tokens
-        kept.append(most_drawn(queries.mass[head], tokens))
     counts = torch.tensor([len(mine) for mine in kept])
-    if entries is None:
-        empty = torch.zeros(0, kv_heads, group, dim)
-        projection, keys = torch.zeros(1, kv_heads, group, dim), torch.zeros(0, 1 + PLACE_WIDTH)
-        o, lse = empty, empty[..., 0]
-    else:
-        projection, keys, o, lse = entries[:4]
+    projection, keys, o, lse = entries[:4]
     return MemoryLayer(
         projection=projection[None],
         keys=keys,
         key_indptr=torch.tensor([0, len(keys)], dtype=torch.int32),
         place_weight=torch.tensor([recipe.place_weight]),
         nearness=torch.tensor([nearness]),
-        prefix_tokens=torch.tensor([prefix_tokens], dtype=torch.int32),
+        prefix_tokens=torch.tensor([k.shape[1]], dtype=torch.int32),
         o=o,
         lse=lse,
         looks_up=looks_up[None],
@@ -186,4 +223,4 @@ def _layer(
     )
 
 
-__all__ = ["Built", "assemble", "build", "most_drawn", "worst_heads"]
+__all__ = ["NEVER", "Built", "assemble", "best_heads", "build", "drawn_by_all", "most_drawn"]

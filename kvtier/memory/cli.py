@@ -66,19 +66,18 @@ def _add_recipe(group: argparse._ArgumentGroup) -> None:
     from kvtier.memory.recipe import Recipe
 
     default, add = Recipe(), group.add_argument
+    add("--kept-share", type=float, default=default.kept_share,
+        help="share of the prefix's KV that is kept, by the heads that traces attend with most "
+        "(%(default)s)")  # fmt: skip
     add("--entries", type=int, default=default.entries,
-        help="attention states per layer; 0: the prefix's own KV alone (%(default)s)")  # fmt: skip
+        help="queries that stand for all, per layer that looks up (%(default)s)")  # fmt: skip
+    add("--state-heads", type=float, default=default.state_heads,
+        help="share of the KV heads that attention states answer, those that they serve best; "
+        "0: entries only tell which requests are like the traces (%(default)s)")  # fmt: skip
     add("--key-width", type=int, default=default.key_width,
         help="numbers that a query is looked up by (%(default)s)")  # fmt: skip
     add("--place-weight", type=float, default=default.place_weight,
         help="how much the place behind the prefix counts in a lookup (%(default)s)")  # fmt: skip
-    add("--kept-tokens", type=int, default=default.kept_tokens,
-        help="tokens of the prefix that each KV head keeps (%(default)s)")  # fmt: skip
-    add("--exact-heads", type=float, default=default.exact_heads,
-        help="share of the KV heads that entries serve worst and that do not look up "
-        "(%(default)s)")  # fmt: skip
-    add("--exact-tokens", type=int, default=default.exact_tokens,
-        help="tokens of the prefix that each of those keeps (%(default)s)")  # fmt: skip
     add("--gate", type=float, default=default.gate,
         help="share of the traces' lookups that count as too far from every entry "
         "(%(default)s)")  # fmt: skip
@@ -95,12 +94,11 @@ def run_build(options: argparse.Namespace) -> int:
     from kvtier.memory.recipe import Recipe
 
     recipe = Recipe(
+        kept_share=options.kept_share,
         entries=options.entries,
+        state_heads=options.state_heads,
         key_width=options.key_width,
         place_weight=options.place_weight,
-        kept_tokens=options.kept_tokens,
-        exact_heads=options.exact_heads,
-        exact_tokens=options.exact_tokens,
         gate=options.gate,
         least_members=options.least_members,
     )

@@ -1,7 +1,7 @@
 """The queries of traces, and what the prefix answered them.
 
 prefix, once ──> exact KV            in one piece, or in chunks that do not see each other
-every trace  ──> q, (o, lse) over the prefix, and the share of attention each of its tokens drew
+every trace  ──> q, (o, lse) over the prefix, and the most attention that its tokens drew
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class LayerQueries(NamedTuple):
 
     q:    float32 `[T, kv_heads, group, dim]`, before rotation
     o:    float32 `[T, kv_heads, group, dim]` and lse `[T, kv_heads, group]`, over the prefix
-    mass: float32 `[kv_heads, prefix tokens]`, attention that each token drew, in shares of all that
-          the queries gave, over query heads and tokens added up
+    drawn: float32 `[kv_heads, prefix tokens]`, the largest share of its attention that any query
+          gave to each token
     own_o, own_lse: as o and lse, over the request's own tokens; None where nobody asked
     """
 
     q: Tensor
     o: Tensor
     lse: Tensor
-    mass: Tensor
+    drawn: Tensor
     own_o: Tensor | None = None
     own_lse: Tensor | None = None
 
@@ -96,19 +96,20 @@ def collect(
     also what queries found in their own request."""
     length = kv[0][0].shape[1]
     parts: list[list[list[Tensor]]] = [[] for _ in kv]
-    mass = [torch.zeros(k.shape[:2]) for k, _ in kv]
+    drawn = [torch.zeros(k.shape[:2]) for k, _ in kv]
     for at, trace in enumerate(traces):
         progress("reading traces", at, len(traces))
         for layer, asked, own, found in _answers(model, kv, trace, length):
             states = [found, own] if with_own else [found]
             sides = [side for one in states for side in _by_token(one, asked.q.shape[1])]
             parts[layer].append([asked.unrotated.float(), *sides])
-            mass[layer] += _mass(kv[layer][0], asked, own, found)
+            mine = _shares(kv[layer][0], asked, own, found).amax(1).cpu()
+            drawn[layer] = torch.maximum(drawn[layer], mine)
     progress("reading traces", len(traces), len(traces))
     layers = []
-    for mine, drawn in zip(parts, mass, strict=True):
+    for mine, most in zip(parts, drawn, strict=True):
         q, o, lse, *of_own = (torch.cat(side) for side in zip(*mine, strict=True))
-        layers.append(LayerQueries(q, o, lse, drawn, *of_own))
+        layers.append(LayerQueries(q, o, lse, most, *of_own))
     behind = [torch.arange(len(trace.ids)) for trace in traces]
     of = [torch.full((len(trace.ids),), at) for at, trace in enumerate(traces)]
     return Collected(layers, torch.cat(behind), torch.cat(of))
@@ -144,11 +145,12 @@ def _answers(
     yield from found
 
 
-def _mass(keys: Tensor, asked: Asked, own: AttentionState, found: AttentionState) -> Tensor:
-    """Float32 `[kv_heads, prefix tokens]` on the CPU: see LayerQueries."""
+def _shares(keys: Tensor, asked: Asked, own: AttentionState, found: AttentionState) -> Tensor:
+    """Float32 `[kv_heads, group * tokens, prefix tokens]`: the part of each query's attention, over
+    the prefix and its own request, that each token of the prefix draws."""
     logits = asked.q.flatten(1, 2).float() @ keys.float().transpose(1, 2) * asked.scale
     total = torch.logaddexp(own.lse.float(), found.lse.float())
-    return torch.exp(logits - total.unsqueeze(-1)).sum(1).cpu()
+    return torch.exp(logits - total.unsqueeze(-1))
 
 
 __all__ = ["Collected", "LayerQueries", "collect", "prefix_kv"]

@@ -14,7 +14,7 @@ from kvtier.errors import MemoryMismatchError, UsageError
 from kvtier.heads.model.config import check_splittable, model_name, read_config, shape_of
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.progress import Progress, no_progress
-from kvtier.memory.building import JUDGING_SHARE, Built, assemble
+from kvtier.memory.building import JUDGING_SHARE, Built, assemble, drawn_by_all
 from kvtier.memory.card import Identity, Row
 from kvtier.memory.collecting import Collected, collect, prefix_kv
 from kvtier.memory.measured.off_topic import off_topic_requests
@@ -31,7 +31,7 @@ HELD_OUT_SHARE = 0.25
 OFF_TOPIC_REQUESTS = 40
 # The kinds of requests of a card's rows.
 HELD_OUT, OFF_TOPIC = "held-out requests", "requests off its topic"
-# Shares of the entries whose memories a card compares.
+# Shares of what is kept, and of the entries, whose memories a card compares.
 CURVE = (0.25, 0.5)
 
 
@@ -64,6 +64,7 @@ class _Material:
         self.model: Any = load_model(source.model_path)
         self.kv: list[LayerKV] = prefix_kv(self.model, self.traced.prefix_ids)
         self.made: Collected = collect(self.model, self.kv, self.making, progress)
+        self.judged: Collected = collect(self.model, self.kv, self.judging, progress, with_own=True)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,8 +76,8 @@ class _Material:
         return {HELD_OUT: self.held_out, OFF_TOPIC: self.off_topic}
 
     def held(self, built: Built) -> Held:
-        mass = [layer.mass for layer in self.made.layers]
-        return Held(self.kv, mass, built.layers, self.dtype)
+        drawn = drawn_by_all(self.made, self.judged)
+        return Held(self.kv, drawn, built.layers, self.dtype)
 
 
 def make(
@@ -93,14 +94,10 @@ def make(
     """
     began = time.monotonic()
     material = _Material(source, progress)
-    judged = None
-    if recipe.entries:
-        judged = collect(material.model, material.kv, material.judging, progress, with_own=True)
-    built = assemble(material.kv, material.made, judged, recipe, source.seed)
+    built = assemble(material.kv, material.made, material.judged, recipe, source.seed)
     build_seconds = time.monotonic() - began
     found = _measured(material, built, source.seed, progress)
-    if judged is not None:
-        found["other numbers of entries"] = _curve(material, judged, recipe, source.seed, progress)
+    found["smaller memories"] = _curve(material, recipe, source.seed, progress)
     identity = Identity.of(source.model_path, _name(material.dtype), material.traced.prefix_ids)
     longest = max(len(trace.ids) for trace in material.traced.traces)
     card = Card(
@@ -153,20 +150,21 @@ def _measured(
     )  # fmt: skip
 
 
-def _curve(
-    material: _Material, judged: Collected, recipe: Recipe, seed: int, progress: Progress
-) -> list[Row]:
-    """Held-out requests behind memories of fewer entries."""
+def _curve(material: _Material, recipe: Recipe, seed: int, progress: Progress) -> list[Row]:
+    """Held-out requests behind memories that keep less, and have fewer entries."""
     compared: dict[str, Way] = {}
     for share in CURVE:
-        entries = max(1, round(share * recipe.entries))
-        fewer = replace(recipe, entries=entries)
-        layers = assemble(material.kv, material.made, judged, fewer, seed).layers
-        size, read = (
+        fewer = replace(
+            recipe,
+            kept_share=share * recipe.kept_share,
+            entries=max(1, round(share * recipe.entries)),
+        )
+        layers = assemble(material.kv, material.made, material.judged, fewer, seed).layers
+        compared[f"{share:g} of it"] = Way(
+            MemoryPrefix(layers),
             held_bytes(layers, material.dtype),
             read_bytes(layers, material.dtype, 0.0),
         )
-        compared[f"{entries} entries"] = Way(MemoryPrefix(layers), size, read)
     held = Held(material.kv, [], [], material.dtype)
     asked = {HELD_OUT: material.held_out}
     return rows(material.model, held, asked, compared, 1.0, progress=progress)[HELD_OUT]

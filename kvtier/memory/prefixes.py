@@ -140,8 +140,7 @@ class MemoryPrefix(Prefix):
         keys = lookup_keys(x, asked.behind, memory.place_weight[0])
         cosine, entry = (keys @ memory.keys.float().T).max(-1)
         near = cosine >= memory.nearness[0] if self.gated else torch.ones_like(cosine).bool()
-        if bool(memory.looks_up.any()):
-            self.fell.append(~near)
+        self.fell.append(~near)
         return entry, near
 
 

@@ -11,39 +11,35 @@ from kvtier.errors import UsageError
 class Recipe:
     """See the module docstring.
 
-    entries:       attention states per layer, M; 0: kept KV alone
+    kept_share:    share of the prefix's KV that is kept, by the heads that attend to it most
+    entries:       queries that stand for all, per layer that looks up, M
+    state_heads:   share of all KV heads that are answered by attention states, those that states
+                   serve best; 0: entries only tell which requests are like the traces
     key_width:     numbers that a query is projected to for a lookup, R
     place_weight:  how much the place behind the prefix counts in a lookup
-    kept_tokens:   tokens of the prefix that a KV head keeps, for queries that no entry is near to
-    exact_heads:   share of all KV heads that entries serve worst: they do not look up
-    exact_tokens:  tokens of the prefix that each of those keeps; None: all
     gate:          share of the judging traces' queries that count as too far from every entry
     least_members: entries that stand for fewer queries are left out
     """
 
-    entries: int = 256
+    kept_share: float = 0.2
+    entries: int = 64
+    state_heads: float = 0.0
     key_width: int = 64
     place_weight: float = 0.1
-    kept_tokens: int = 128
-    exact_heads: float = 0.25
-    exact_tokens: int | None = 512
     gate: float = 0.1
     least_members: int = 1
 
     def __post_init__(self) -> None:
-        least = {"entries": 0, "key_width": 1, "kept_tokens": 0, "least_members": 1}
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise UsageError(f"--{_flag(name)}", f"at least {bound}", getattr(self, name))
-        for name in ("exact_heads", "gate"):
+        for name in ("entries", "key_width", "least_members"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{_flag(name)}", "at least 1", getattr(self, name))
+        for name in ("kept_share", "state_heads", "gate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UsageError(f"--{_flag(name)}", "0 to 1", getattr(self, name))
         if self.place_weight < 0:
             raise UsageError("--place-weight", "at least 0", self.place_weight)
-        if self.exact_tokens is not None and self.exact_tokens < 1:
-            raise UsageError("--exact-tokens", "at least 1", self.exact_tokens)
-        if not self.entries and not self.kept_tokens:
-            raise UsageError("--kept-tokens", "at least 1 without entries", self.kept_tokens)
+        if not self.state_heads and not self.kept_share:
+            raise UsageError("--kept-share", "more than 0 without states", self.kept_share)
 
 
 def _flag(name: str) -> str:

@@ -38,7 +38,7 @@ def build(arguments: list[str], folder: Path, *more: str) -> int:
 
 def test_a_card_says_what_was_measured_and_why_it_is_not_served(tmp_path, arguments, capsys):
     folder = tmp_path / "memory"
-    small = ("--entries", "20", "--key-width", "8", "--kept-tokens", "6", "--exact-tokens", "30")
+    small = ("--entries", "20", "--key-width", "8", "--kept-share", "0.1", "--state-heads", "0.5")
     code = build(arguments, folder, *small, "--target-nats", "0")
     printed = capsys.readouterr().out
     assert "entries stand for" in printed
@@ -49,9 +49,10 @@ def test_a_card_says_what_was_measured_and_why_it_is_not_served(tmp_path, argume
     assert rows["memory"]["bytes_read"] < rows["memory"]["bytes_held"]
     assert rows["kept KV, as many bytes"]["bytes_held"] <= rows["memory"]["bytes_held"]
     assert 0 <= rows["memory"]["fell_back"] <= 1
-    assert [row["way"] for row in card["rows"]["other numbers of entries"][1:]] == [
-        "5 entries", "10 entries",
-    ]  # fmt: skip
+    assert [row["way"] for row in card["rows"]["smaller memories"][1:]] == [
+        "0.25 of it",
+        "0.5 of it",
+    ]
     assert sum(card["traces"].values()) == 24
     assert card["build_seconds"] > 0
     for reason in card["refusals"]:
@@ -65,8 +66,7 @@ def test_a_card_says_what_was_measured_and_why_it_is_not_served(tmp_path, argume
 
 def test_a_card_that_says_something_else_is_told(tmp_path, arguments, capsys):
     folder = tmp_path / "memory"
-    build(arguments, folder, "--entries", "0", "--kept-tokens", "10")
-    assert "entries stand for" not in capsys.readouterr().out
+    build(arguments, folder, "--entries", "10", "--kept-share", "0.3")
     card = json.loads((folder / "memory.json").read_text())
     for row in card["rows"]["held-out requests"]:
         row["nll_gap"] += 0.5
@@ -87,7 +87,7 @@ def test_a_card_that_says_something_else_is_told(tmp_path, arguments, capsys):
         (("--model-path", "nowhere"), "--model-path: expected"),
         (("--target-nats", "-1"), "--target-nats: expected at least 0"),
         (("--seed", "-1"), "--seed: expected at least 0"),
-        (("--entries", "-1"), "--entries: expected at least 0"),
+        (("--entries", "0"), "--entries: expected at least 1"),
         (("--no-store-queries", "0"), "--no-store-queries: expected at least 1"),
     ],
 )

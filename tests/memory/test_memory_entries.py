@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import UsageError
-from kvtier.memory.building import NEVER, assemble, build, most_drawn, worst_heads
+from kvtier.memory.building import (
+    GATE_LAYERS,
+    LEAST_KEPT,
+    NEVER,
+    assemble,
+    best_heads,
+    build,
+    most_drawn,
+)
 from kvtier.memory.collecting import Collected, collect, prefix_kv
 from kvtier.memory.entries import averaged, make_entries
 from kvtier.memory.prefixes import (
@@ -30,7 +38,9 @@ from kvtier.memory.traces import Trace
 PREFIX_TOKENS = 60
 PREFIX = random.Random(1).choices(range(VOCAB), k=PREFIX_TOKENS)
 # With as many entries as queries, each finds its own: none is grouped, none falls back.
-EVERYTHING = Recipe(entries=10**6, key_width=256, place_weight=0.3, exact_heads=0, gate=0)
+EVERYTHING = Recipe(
+    kept_share=0.1, entries=10**6, state_heads=1, key_width=256, place_weight=0.3, gate=0
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,21 +86,20 @@ def test_a_memory_of_all_queries_gives_the_traces_own_outputs(model, kv, made, j
 
 
 def test_keeping_all_of_the_prefix_is_the_prefix(model, kv, made, judged):
-    """In all three ways: as kept KV, as what every query falls back to, and as exact heads."""
+    """In all three ways: as kept KV, as what every query falls back to, and behind a gate alone."""
     whole = [[torch.arange(PREFIX_TOKENS)] * KV_HEADS] * LAYERS
-    fewer = replace(EVERYTHING, entries=7, kept_tokens=PREFIX_TOKENS)
+    fewer = replace(EVERYTHING, entries=7, kept_share=1.0)
     far = [
         layer._replace(nearness=torch.tensor([NEVER]))
         for layer in assemble(kv, made, judged, fewer).layers
     ]
-    exact = replace(EVERYTHING, entries=7, exact_heads=1.0, exact_tokens=None)
+    gate = replace(fewer, state_heads=0)
     (trace,) = traces(1, 5)
     expected = logits_behind(model, ExactPrefix(kv), PREFIX_TOKENS, trace.ids)
     for way in (
         KeptPrefix(kv, whole),
         MemoryPrefix(far),
-        MemoryPrefix(assemble(kv, made, judged, exact).layers),
-        MemoryPrefix(assemble(kv, made, None, Recipe(0, kept_tokens=PREFIX_TOKENS)).layers),
+        MemoryPrefix(assemble(kv, made, judged, gate).layers),
     ):
         found = logits_behind(model, way, PREFIX_TOKENS, trace.ids)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
@@ -106,15 +115,16 @@ def test_tokens_that_are_generated_one_by_one_are_those_of_the_whole(model, kv):
     assert logits[len(prompt) - 1 :].argmax(-1).tolist() == answer
 
 
-def test_the_share_of_attention_adds_up_to_what_the_prefix_got(model, kv, made):
-    """Each head's mass is below one for every query head and query."""
-    queries = len(made.behind)
-    for layer in made.layers:
-        total = layer.mass.sum(-1)
-        group = layer.q.shape[2]
-        assert (layer.mass >= 0).all()
-        assert (total < queries * group).all()
-        assert (total > 0).all()
+def test_what_a_token_drew_is_the_most_that_any_query_gave_it(model, kv):
+    """Of several traces the largest, whichever is read first; and never all of a query's attention,
+    which looks at its own request, too."""
+    together = collect(model, kv, traces(8, 2))
+    apart = [collect(model, kv, [trace]) for trace in traces(8, 2)]
+    for at, layer in enumerate(together.layers):
+        one_by_one = torch.stack([one.layers[at].drawn for one in apart])
+        torch.testing.assert_close(layer.drawn, one_by_one.amax(0))
+        assert (layer.drawn > 0).all()
+        assert (layer.drawn < 1).all()
 
 
 def test_chunks_that_do_not_see_each_other_are_another_prefix(model, kv):
@@ -172,26 +182,53 @@ def test_the_gate_turns_away_the_share_that_it_was_set_to(kv, made, judged):
     assert assemble(kv, made, judged, EVERYTHING).requeue_above == 0
 
 
-def test_the_worst_heads_do_not_look_up(kv, made, judged):
-    built = assemble(kv, made, judged, replace(EVERYTHING, entries=10, exact_heads=0.5))
+def test_the_heads_that_states_serve_best_look_up(kv, made, judged):
+    built = assemble(kv, made, judged, replace(EVERYTHING, entries=10, state_heads=0.5))
     looks_up = torch.cat([layer.looks_up for layer in built.layers])
-    assert int((~looks_up).sum()) == LAYERS * KV_HEADS // 2
+    assert int(looks_up.sum()) == LAYERS * KV_HEADS // 2
     errors = built.head_errors
     assert float(errors.sum()) == pytest.approx(1)
     assert errors[~looks_up].min() >= errors[looks_up].max()
-    assert worst_heads(errors, 0.5).equal(~looks_up)
+    assert best_heads(errors, 0.5).equal(looks_up)
 
 
-def test_kept_tokens_are_those_that_drew_most():
-    assert most_drawn(torch.tensor([1.0, 9, 3, 7]), 2).tolist() == [1, 3]
-    assert most_drawn(torch.tensor([1.0, 9, 3, 7]), 9).tolist() == [0, 1, 2, 3]
+def test_a_layer_of_which_no_head_looks_up_holds_no_entries(kv, made, judged):
+    one_head = replace(EVERYTHING, entries=10, state_heads=0.01)
+    built = assemble(kv, made, judged, one_head)
+    assert sum(bool(len(layer.keys)) for layer in built.layers) == 1
+    assert len(built.members) == 1
+
+
+def test_a_gate_alone_is_in_a_few_layers_and_turns_away(model, kv, made, judged):
+    built = assemble(kv, made, judged, Recipe(kept_share=0.3, entries=10, gate=0.25))
+    layers = [layer for layer in built.layers if len(layer.keys)]
+    assert 1 <= len(layers) <= GATE_LAYERS
+    assert not any(layer.looks_up.any() for layer in built.layers)
+    assert built.head_errors is None
+    assert 0.2 < built.requeue_above < 1
+    memory = MemoryPrefix(built.layers)
+    (trace,) = traces(1, 77)
+    logits_behind(model, memory, PREFIX_TOKENS, trace.ids)
+    assert len(memory.fell) == len(layers)
+
+
+def test_kept_tokens_are_those_that_drew_most_of_all_heads():
+    """A head that looks at many tokens keeps more than one that looks at few; each keeps some."""
+    few, many = torch.zeros(2, 20)
+    few[7], many[4:14] = 0.9, 0.5
+    kept = most_drawn([torch.stack([few, many])], 14)
+    assert 7 in kept[0][0].tolist()
+    assert len(kept[0][0]) == LEAST_KEPT
+    assert kept[0][1].tolist() == list(range(4, 14))
+    everything = most_drawn([torch.stack([few, many])], 99)
+    assert [head.tolist() for head in everything[0]] == [list(range(20))] * 2
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("entries", -1), ("key_width", 0), ("kept_tokens", -1), ("least_members", 0),
-        ("exact_heads", 1.5), ("gate", -0.1), ("place_weight", -1.0), ("exact_tokens", 0),
+        ("entries", 0), ("key_width", 0), ("kept_share", -0.1), ("least_members", 0),
+        ("state_heads", 1.5), ("gate", -0.1), ("place_weight", -1.0),
     ],
 )  # fmt: skip
 def test_a_recipe_that_makes_no_memory_is_refused(field, value):
@@ -201,10 +238,10 @@ def test_a_recipe_that_makes_no_memory_is_refused(field, value):
 
 
 def test_a_memory_of_nothing_is_refused():
-    with pytest.raises(UsageError, match="--kept-tokens"):
-        Recipe(entries=0, kept_tokens=0)
+    with pytest.raises(UsageError, match="--kept-share"):
+        Recipe(kept_share=0)
 
 
 def test_building_splits_the_traces_by_itself(model):
-    built = build(model, PREFIX, traces(20, 9), Recipe(entries=6, kept_tokens=5), seed=1)
+    built = build(model, PREFIX, traces(20, 9), Recipe(entries=6), seed=1)
     assert len(built.layers) == LAYERS

@@ -43,7 +43,7 @@ def made(model_path) -> tuple[Card, list[int], tuple[MemoryLayer, ...]]:
     prefix = [rng.randrange(10, 600) for _ in range(40)]
     traces = [Trace(tuple(rng.randrange(10, 600) for _ in range(9)), ()) for _ in range(12)]
     built = build(
-        load_model(str(model_path)), prefix, traces, Recipe(12, 6, kept_tokens=4, exact_tokens=9)
+        load_model(str(model_path)), prefix, traces, Recipe(0.2, 12, state_heads=0.5, key_width=6)
     )
     card = Card(
         model="model", identity=Identity.of(str(model_path), "float32", prefix), recipe={"seed": 0},

@@ -39,11 +39,12 @@ class Way(NamedTuple):
 class Held(NamedTuple):
     """A prefix, and a memory of it.
 
-    mass: per layer, float32 `[kv_heads, prefix tokens]`, what the traces' queries drew
+    drawn: per layer, float32 `[kv_heads, prefix tokens]`, the most that any query gave to each
+           token (collecting.py)
     """
 
     kv: Sequence[LayerKV]
-    mass: Sequence[Tensor]
+    drawn: Sequence[Tensor]
     layers: Sequence[MemoryLayer]
     dtype: torch.dtype
 
@@ -51,27 +52,26 @@ class Held(NamedTuple):
 def ways(shape: ModelShape, held: Held, seed: int = 0) -> dict[str, Way]:
     """What a memory is compared with, and it."""
     mine, reads = held_bytes(held.layers, held.dtype), read_bytes(held.layers, held.dtype, 0.0)
-    token = kept_bytes(shape, 1, held.dtype) * shape.num_kv_heads * shape.num_layers
-    length = held.mass[0].shape[1]
-    by_bytes, by_reads = (min(length, max(1, size // token)) for size in (mine, reads))
     rng = torch.Generator().manual_seed(seed)
-    random = [torch.rand(mass.shape, generator=rng) for mass in held.mass]
+    random = [torch.rand(drawn.shape, generator=rng) for drawn in held.drawn]
     found = {
         NONE: Way(NoPrefix(), 0, 0),
         MEMORY: Way(MemoryPrefix(held.layers), mine, reads),
-        KEPT_HELD: _kept(held.kv, held.mass, by_bytes, token),
-        RANDOM: _kept(held.kv, random, by_bytes, token),
+        UNGATED: Way(MemoryPrefix(held.layers, gated=False), mine, reads),
+        RANDOM: kept_way(shape, held, random, mine),
     }
     if any(bool(layer.looks_up.any()) for layer in held.layers):
-        found[UNGATED] = Way(MemoryPrefix(held.layers, gated=False), mine, reads)
-        found[KEPT_READ] = _kept(held.kv, held.mass, by_reads, token)
+        found[KEPT_HELD] = kept_way(shape, held, held.drawn, mine)
+        found[KEPT_READ] = kept_way(shape, held, held.drawn, reads)
     return found
 
 
-def _kept(kv: Sequence[LayerKV], worth: Sequence[Tensor], tokens: int, token_bytes: int) -> Way:
-    """Each head's best tokens."""
-    kept = [[most_drawn(head, tokens) for head in layer] for layer in worth]
-    return Way(KeptPrefix(kv, kept), tokens * token_bytes, tokens * token_bytes)
+def kept_way(shape: ModelShape, held: Held, worth: Sequence[Tensor], size: int) -> Way:
+    """As much of a prefix's KV as so many bytes hold, by what it is worth: see `most_drawn`."""
+    entry = kept_bytes(shape, 1, held.dtype)
+    kept = most_drawn(worth, size // entry)
+    size = entry * sum(len(head) for layer in kept for head in layer)
+    return Way(KeptPrefix(held.kv, kept), size, size)
 
 
 def rows(
@@ -148,12 +148,10 @@ def refusals(
                 f"requests off its topic are further from the exact prefix ({gated:.2f} nats) than "
                 f"without any prefix ({none:.2f})"
             )
-    kept = by_kind[held_out][KEPT_HELD]
-    exact = by_kind[held_out][EXACT]
-    if mine.bytes_read >= exact.bytes_read:
+    if mine.bytes_read >= by_kind[held_out][EXACT].bytes_read:
         reasons.append("a token reads as many bytes as of the exact prefix")
-    has_lookups = UNGATED in by_kind[held_out]
-    if has_lookups and kept.nll_gap <= mine.nll_gap and kept.bytes_read <= mine.bytes_read:
+    kept = by_kind[held_out].get(KEPT_HELD)
+    if kept and kept.nll_gap <= mine.nll_gap and kept.bytes_read <= mine.bytes_read:
         reasons.append("as many bytes of the prefix's own KV lose less and read less")
     return reasons
 
@@ -167,6 +165,7 @@ __all__ = [
     "UNGATED",
     "Held",
     "Way",
+    "kept_way",
     "refusals",
     "rows",
     "ways",

@@ -40,8 +40,7 @@ def read_bytes(layers: Sequence[MemoryLayer], dtype: torch.dtype, fell_back: flo
     for layer in layers:
         looks_up, kept = layer.looks_up[0], layer.kept_indptr.diff()
         group, dim = layer.o.shape[2:]
-        if bool(looks_up.any()):
-            total += layer.keys.numel() * layer.keys.element_size()
+        total += layer.keys.numel() * layer.keys.element_size()
         token = 2 * dim * dtype.itemsize
         state = group * (dim * dtype.itemsize + layer.lse.dtype.itemsize)
         total += float(kept[~looks_up].sum()) * token

@@ -55,8 +55,9 @@ class MemoryBank:
         self.is_recorded = False
         self._of_request: dict[str, str] = {}
         self.layers: list[MemoryLayer] = []
-        # Per layer, bool [memories]: whether any head of any rank looks up.
-        self.looked_up: list[torch.Tensor] = []
+        # Per layer, bool [memories]: whether they have entries; and whether any of them has.
+        self.have_entries: list[torch.Tensor] = []
+        self.looks_up: list[bool] = []
 
     def __len__(self) -> int:
         return len(self._held)
@@ -120,10 +121,8 @@ class MemoryBank:
         self.layers = [
             stacked(layers, self._dtype, self._device) for layers in zip(*mine, strict=True)
         ]
-        self.looked_up = [
-            torch.stack([layer.looks_up.any() for layer in layers]).to(self._device)
-            for layers in zip(*(memory.layers for memory in self._held), strict=True)
-        ]
+        self.have_entries = [layer.key_indptr.diff() > 0 for layer in self.layers]
+        self.looks_up = [bool(mine.any()) for mine in self.have_entries]
 
     def report(self) -> dict[str, Any]:
         """For the server's internal state."""

@@ -37,10 +37,13 @@ class MemoryPass:
     def state(self, index: int, q: torch.Tensor, scale: float) -> AttentionState:
         """What the memories say to a layer's queries, `[tokens, KV heads, group, dim]`, rotated."""
         layer = self.bank.layers[index]
-        x = self.bank.total(project(self._unrotated(index, q), layer.projection))
+        if self.bank.looks_up[index]:
+            x = self.bank.total(project(self._unrotated(index, q), layer.projection))
+        else:
+            x = q.new_zeros(len(q), *layer.projection.shape[:2], dtype=torch.float32)
         answer = self.kernels.memory.attend(q, x, self.positions, self.ids, layer, scale)
         if self.answered is not None:
-            self.answered.add(answer.entry, self.bank.looked_up[index], self.ids)
+            self.answered.add(answer.entry, self.bank.have_entries[index], self.ids)
         return answer.state
 
     def _unrotated(self, index: int, q: torch.Tensor) -> torch.Tensor:
@@ -68,10 +71,10 @@ class FallBacks:
     _fell: torch.Tensor | None = field(default=None, repr=False)
     _asked: torch.Tensor | None = field(default=None, repr=False)
 
-    def add(self, entry: torch.Tensor, looked_up: torch.Tensor, ids: torch.Tensor) -> None:
-        """One layer's answers. looked_up: of which memories any of its heads looks up; where none
-        does there is nothing to fall back from."""
-        asked = (ids >= 0) & looked_up[ids.clamp_min(0).long()]
+    def add(self, entry: torch.Tensor, have_entries: torch.Tensor, ids: torch.Tensor) -> None:
+        """One layer's answers. have_entries: bool `[memories]`; where there are none there is
+        nothing to fall back from."""
+        asked = (ids >= 0) & have_entries[ids.clamp_min(0).long()]
         fell = asked & (entry < 0)
         self._asked = asked.int() if self._asked is None else self._asked + asked
         self._fell = fell.int() if self._fell is None else self._fell + fell

@@ -53,11 +53,11 @@ def test_lookups_are_those_of_the_pass_whose_result_is_there():
     bank = Bank()
     bank.index = {"a": 0, "b": 0, "c": 0}
     passes = MemoryPasses(bank, None, rows=4)
-    looked_up = torch.tensor([True])
+    have_entries = torch.tensor([True])
     for rid, fallen in (("a", 1), ("b", 2), ("c", 0)):
         entry = torch.tensor([-1] * fallen + [5] * (2 - fallen))
         made = passes.extend(batch((rid, 1)))
-        made.answered.add(entry, looked_up, made.ids)
+        made.answered.add(entry, have_entries, made.ids)
     passes.extend(batch(("plain", 2)))
     assert passes.fell_back(["a"]) == {"a": (2, 1)}
     assert passes.fell_back(["plain"]) == {}

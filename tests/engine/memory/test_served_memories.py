@@ -60,8 +60,8 @@ def stored(model, tmp_path_factory) -> list[Stored]:
     """Two memories of other lengths, with other numbers of entries and widths of lookups."""
     parent = tmp_path_factory.mktemp("memories")
     return [
-        make_memory(model, parent / "long", 500, Recipe(96, 24, 0.2, 12, 0.25, 200), seed=1),
-        make_memory(model, parent / "short", 150, Recipe(40, 7, 0.0, 5, 0.5, None), seed=2),
+        make_memory(model, parent / "long", 500, Recipe(0.12, 96, 0.75, 24, 0.2), seed=1),
+        make_memory(model, parent / "short", 150, Recipe(0.3, 40, 0.5, 7, 0.0), seed=2),
     ]
 
 
