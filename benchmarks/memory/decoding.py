@@ -27,7 +27,7 @@ from kvtier.heads.model.loading import load_model
 from kvtier.memory.building import assemble
 from kvtier.memory.card import Identity
 from kvtier.memory.collecting import collect, prefix_kv
-from kvtier.memory.measured.sizes import held_bytes, kept_bytes
+from kvtier.memory.measured.sizes import exact_bytes, held_bytes
 from kvtier.memory.recipe import Recipe
 from kvtier.memory.storage import Card, save
 from kvtier.memory.traces import Trace, split
@@ -108,15 +108,13 @@ def write_memories(
     made = collect(model, kv, making)
     judged = collect(model, kv, judging, with_own=True)
     # No lookup falls back, so that what is timed is the states alone.
-    recipe = Recipe(entries=options.entries, exact_heads=0, kept_tokens=64, gate=0)
+    recipe = Recipe(0.01, options.entries, state_heads=1.0, gate=0)
     layers = assemble(kv, made, judged, recipe, options.seed).layers
-    size = held_bytes(layers, model.dtype)
-    token = kept_bytes(shape, 1, model.dtype) * shape.num_kv_heads * shape.num_layers
-    kept_tokens = min(len(prefix), size // token)
-    kept = assemble(kv, made, None, Recipe(entries=0, kept_tokens=kept_tokens)).layers
+    size, whole = held_bytes(layers, model.dtype), exact_bytes(shape, len(prefix), model.dtype)
+    kept = assemble(kv, made, judged, Recipe(min(1.0, size / whole), entries=1, gate=0)).layers
     store(folder / MEMORY, model_path, prefix, layers)
     store(folder / KEPT, model_path, prefix, kept)
-    return {FULL: len(prefix) * token, KEPT: held_bytes(kept, model.dtype), MEMORY: size}
+    return {FULL: whole, KEPT: held_bytes(kept, model.dtype), MEMORY: size}
 
 
 def store(

@@ -27,11 +27,11 @@ from kvtier.heads.model.loading import load_model
 from kvtier.heads.profile import ModelShape, full_profile
 from kvtier.heads.progress import Progress, rich_progress
 from kvtier.heads.reference.compaction import ScoredSession
-from kvtier.memory.building import JUDGING_SHARE, Built, assemble, most_drawn
+from kvtier.memory.building import JUDGING_SHARE, assemble, drawn_by_all
 from kvtier.memory.card import Row
 from kvtier.memory.collecting import Collected, collect, prefix_kv
-from kvtier.memory.measured.rows import Held, Way, rows
-from kvtier.memory.measured.sizes import exact_bytes, held_bytes, kept_bytes, read_bytes
+from kvtier.memory.measured.rows import Held, Way, kept_way, rows
+from kvtier.memory.measured.sizes import exact_bytes, held_bytes, read_bytes
 from kvtier.memory.prefixes import KeptPrefix, LayerKV, MemoryPrefix, NoPrefix
 from kvtier.memory.recipe import Recipe
 from kvtier.memory.traces import Trace, split, tokenized
@@ -42,7 +42,11 @@ from kvtier.synthetic.tokenizer import Tokenizer
 HELD_OUT, NEW_WORDING, OFF_TOPIC = "held out", "new wording", "off topic"
 TARGET_NATS = 0.05
 SHARE_HELD, SHARE_READ = 0.35, 0.10
-OURS = ("states", "hybrid", "kept")
+OURS = ("memory", "states", "hybrid", "kept")
+# Of the prefix's KV: what other choices keep, and what the gated ways do.
+SHARES = (0.2, 0.35)
+MEMORY_SHARE, HYBRID_SHARE, FALL_BACK_SHARE = 0.2, 0.1, 0.05
+STATE_HEADS = 0.5
 # That a prefix is computed in, each without the others.
 CHUNKS = 4
 
@@ -52,9 +56,13 @@ def declare(arguments: Arguments) -> None:
     arguments.add("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     arguments.whole("--traces", 220, "traces of a family")
     arguments.whole("--held-out", 120, "requests of a family in the traces' wording")
+    arguments.whole("--new-wording", 40, "of those in other wording")
     arguments.whole("--off-topic", 40, "requests that have nothing to do with it")
-    arguments.add("--entries", type=int, nargs="+", default=[64, 256], help="(%(default)s)")
-    arguments.add("--kept", type=int, nargs="+", default=[50, 100, 200, 400], help="(%(default)s)")
+    arguments.add("--entries", type=int, nargs="+", default=[64, 256, 1024], help="(%(default)s)")
+    arguments.add(
+        "--kept", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.35],
+        help="shares of the prefix's KV (%(default)s)",
+    )  # fmt: skip
 
 
 def run(options: Options) -> Iterator[Measured]:
@@ -79,7 +87,7 @@ def measure(
     """Rows of one family, by kind of requests."""
     family = make_family(name, options.seed, traces=options.traces, held_out=options.held_out)
     kinds = {
-        "traces": family.traces, HELD_OUT: family.held_out, NEW_WORDING: family.new_wording,
+        "traces": family.traces, HELD_OUT: family.held_out, NEW_WORDING: family.new_wording[: options.new_wording],
         OFF_TOPIC: off_topic_requests(options.seed, options.off_topic),
     }  # fmt: skip
     texts = [
@@ -94,7 +102,7 @@ def measure(
     made = collect(model, kv, making, progress)
     judges = collect(model, kv, judging, progress, with_own=True)
     shape = shape_of(model)
-    held = Held(kv, [layer.mass for layer in made.layers], (), model.dtype)
+    held = Held(kv, drawn_by_all(made, judges), (), model.dtype)
     compared = memories(model, held, made, judges, options)
     compared |= kept(model, shape, held, traced.prefix_ids, options)
     chunk = -(-len(traced.prefix_ids) // CHUNKS)
@@ -104,7 +112,7 @@ def measure(
     compared[f"all KV, computed in {CHUNKS} chunks apart"] = Way(
         KeptPrefix(apart, everything), whole, whole
     )
-    return rows(model, held, asked, compared, 1.0, off_topic=OFF_TOPIC, progress=progress)
+    return rows(model, held, asked, compared, off_topic=OFF_TOPIC, progress=progress)
 
 
 def by_kind(
@@ -121,39 +129,46 @@ def by_kind(
 def memories(
     model: Any, held: Held, made: Collected, judges: Collected, options: Options
 ) -> dict[str, Way]:
-    """States alone and the hybrid, with and without a gate. No request begins again here."""
-    ways = {}
+    """Kept KV behind a gate, states in all heads, and states in the half of them that they serve
+    best. Requests begin again as a server has them do it."""
+    recipes = {"memory": Recipe(kept_share=MEMORY_SHARE)}
     for entries in options.entries:
-        for kind, heads in (("states", 0.0), ("hybrid", 0.25)):
-            recipe = Recipe(entries=entries, exact_heads=heads, kept_tokens=64, exact_tokens=400)
-            built: Built = assemble(held.kv, made, judges, recipe, options.seed)
-            size = held_bytes(built.layers, model.dtype)
-            read = read_bytes(built.layers, model.dtype, 0.0)
-            ways[f"{kind}, {entries} entries"] = Way(MemoryPrefix(built.layers), size, read)
-            if entries == options.entries[-1]:
-                ungated = MemoryPrefix(built.layers, gated=False)
-                ways[f"{kind}, {entries} entries, no gate"] = Way(ungated, size, read)
+        states = Recipe(FALL_BACK_SHARE, entries, state_heads=1.0)
+        recipes[f"states, {entries} entries"] = states
+    recipes[f"hybrid, {options.entries[-1]} entries"] = Recipe(
+        HYBRID_SHARE, options.entries[-1], state_heads=STATE_HEADS
+    )
+    ways = {}
+    for name, recipe in recipes.items():
+        built = assemble(held.kv, made, judges, recipe, options.seed)
+        size = held_bytes(built.layers, model.dtype)
+        read = read_bytes(built.layers, model.dtype, 0.0)
+        ways[name] = Way(MemoryPrefix(built.layers), size, read, built.requeue_above)
+        ways[f"{name}, no gate"] = Way(MemoryPrefix(built.layers, gated=False), size, read)
+    for entries in options.entries[:-1]:
+        del ways[f"states, {entries} entries, no gate"]
     return ways
 
 
 def kept(
     model: Any, shape: ModelShape, held: Held, prefix_ids: Sequence[int], options: Options
 ) -> dict[str, Way]:
-    """Some of the prefix's own KV, chosen in four ways, and nothing."""
+    """Some of the prefix's own KV, chosen in five ways, and nothing."""
     rng = torch.Generator().manual_seed(options.seed)
-    worth: dict[str, Sequence[Tensor]] = {"kept": held.mass}
-    for name in ("compactor", "keydiff"):
-        worth[name] = scores(model, held.kv, prefix_ids, name)
-    worth["random"] = [torch.rand(mass.shape, generator=rng) for mass in held.mass]
-    token = kept_bytes(shape, 1, model.dtype) * shape.num_kv_heads * shape.num_layers
+    whole = exact_bytes(shape, len(prefix_ids), model.dtype)
     ways = {"nothing": Way(NoPrefix(), 0, 0)}
-    for name, by_layer in worth.items():
-        for tokens in options.kept:
-            if name != "kept" and tokens == options.kept[0]:
-                continue
-            chosen = [[most_drawn(head, tokens) for head in layer] for layer in by_layer]
-            size = tokens * token
-            ways[f"{name}, {tokens} tokens"] = Way(KeptPrefix(held.kv, chosen), size, size)
+    for share in options.kept:
+        ways[f"kept, {share:.0%}"] = kept_way(shape, held, held.drawn, round(share * whole))
+    others: dict[str, Sequence[Tensor]] = {"kept by every head alike": held.drawn}
+    for name in ("compactor", "keydiff"):
+        others[name] = scores(model, held.kv, prefix_ids, name)
+    others["random"] = [torch.rand(drawn.shape, generator=rng) for drawn in held.drawn]
+    for name, by_layer in others.items():
+        for share in SHARES:
+            tokens = round(share * len(prefix_ids))
+            chosen = [list(layer.topk(tokens).indices.sort().values) for layer in by_layer]
+            size = exact_bytes(shape, tokens, model.dtype)
+            ways[f"{name}, {share:.0%}"] = Way(KeptPrefix(held.kv, chosen), size, size)
     return ways
 
 
@@ -180,7 +195,7 @@ def judged(name: str, found: Mapping[str, Sequence[Row]]) -> list[Bar]:
     ]
     best = min(cheap, key=lambda row: row.nll_gap)
     off = {row.way: row.kl for row in found[OFF_TOPIC]}
-    gated = [way for way in off if way.startswith(OURS[:2]) and "no gate" not in way]
+    gated = [way for way in off if way.startswith(OURS[:3]) and "no gate" not in way]
     worst = max(gated, key=off.__getitem__)
     return [
         at_most(f"{name}: nats lost by {best.way}", best.nll_gap, TARGET_NATS),
@@ -191,7 +206,7 @@ def judged(name: str, found: Mapping[str, Sequence[Row]]) -> list[Bar]:
 def show_rows(title: str, some: Sequence[Row]) -> None:
     table = new_table(
         f"{title} ({some[0].requests} requests)",
-        ("held", "nats lost", "KL", "right", "% held", "% read", "fell back"),
+        ("held", "nats lost", "KL", "right", "% held", "% read", "fell back", "began again"),
     )
     for row in some:
         table.add_row(
@@ -202,6 +217,7 @@ def show_rows(title: str, some: Sequence[Row]) -> None:
             f"{100 * row.bytes_held / some[0].bytes_held:.1f}",
             f"{100 * row.bytes_read / some[0].bytes_read:.1f}",
             f"{row.fell_back:.0%}",
+            f"{row.requeued:.0%}",
         )
     show(table)
 

@@ -143,11 +143,10 @@ def _measured(
     material: _Material, built: Built, seed: int, progress: Progress
 ) -> dict[str, list[Row]]:
     held = material.held(built)
-    compared = ways(shape_of(material.model), held, seed)
+    compared = ways(shape_of(material.model), held, built.requeue_above, seed)
     return rows(
-        material.model, held, material.asked, compared, built.requeue_above, off_topic=OFF_TOPIC,
-        progress=progress,
-    )  # fmt: skip
+        material.model, held, material.asked, compared, off_topic=OFF_TOPIC, progress=progress
+    )
 
 
 def _curve(material: _Material, recipe: Recipe, seed: int, progress: Progress) -> list[Row]:
@@ -167,7 +166,7 @@ def _curve(material: _Material, recipe: Recipe, seed: int, progress: Progress) -
         )
     held = Held(material.kv, [], [], material.dtype)
     asked = {HELD_OUT: material.held_out}
-    return rows(material.model, held, asked, compared, 1.0, progress=progress)[HELD_OUT]
+    return rows(material.model, held, asked, compared, progress=progress)[HELD_OUT]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -28,12 +28,17 @@ RANDOM = "random KV, as many bytes"
 
 
 class Way(NamedTuple):
-    """How a prefix is held, and what that takes; bytes_read for a token none of whose lookups falls
-    back, where there are lookups."""
+    """How a prefix is held, and what that takes.
+
+    bytes_read:    for a token none of whose lookups falls back, where there are lookups
+    requeue_above: share of a prompt's lookups that fall back above which a request is read with the
+                   exact prefix
+    """
 
     prefix: Prefix
     bytes_held: int
     bytes_read: int
+    requeue_above: float = 1.0
 
 
 class Held(NamedTuple):
@@ -49,14 +54,14 @@ class Held(NamedTuple):
     dtype: torch.dtype
 
 
-def ways(shape: ModelShape, held: Held, seed: int = 0) -> dict[str, Way]:
+def ways(shape: ModelShape, held: Held, requeue_above: float, seed: int = 0) -> dict[str, Way]:
     """What a memory is compared with, and it."""
     mine, reads = held_bytes(held.layers, held.dtype), read_bytes(held.layers, held.dtype, 0.0)
     rng = torch.Generator().manual_seed(seed)
     random = [torch.rand(drawn.shape, generator=rng) for drawn in held.drawn]
     found = {
         NONE: Way(NoPrefix(), 0, 0),
-        MEMORY: Way(MemoryPrefix(held.layers), mine, reads),
+        MEMORY: Way(MemoryPrefix(held.layers), mine, reads, requeue_above),
         UNGATED: Way(MemoryPrefix(held.layers, gated=False), mine, reads),
         RANDOM: kept_way(shape, held, random, mine),
     }
@@ -79,7 +84,6 @@ def rows(
     held: Held,
     asked: Mapping[str, Sequence[Trace]],
     compared: Mapping[str, Way],
-    requeue_above: float,
     *,
     off_topic: str | None = None,
     progress: Progress = no_progress,
@@ -102,14 +106,14 @@ def rows(
         exact = lost[EXACT]
         found[kind] = [_row(EXACT, exact, exact, whole, whole)]
         for name, way in compared.items():
-            mine, again = lost[name], 0.0
-            if name == MEMORY:
-                again = sum(one.fell_back > requeue_above for one in mine) / len(mine)
-                mine = requeued(mine, exact, requeue_above)
+            again = sum(one.fell_back > way.requeue_above for one in lost[name]) / len(exact)
+            mine = requeued(lost[name], exact, way.requeue_above)
             reads = way.bytes_read
             if isinstance(way.prefix, MemoryPrefix):
                 fell = mean_loss(mine).fell_back if way.prefix.gated else 0.0
                 reads = read_bytes(way.prefix.layers, held.dtype, fell)
+                # What began again reads the exact prefix.
+                reads = round((1 - again) * reads + again * whole)
             row = _row(name, mine, exact, way.bytes_held, reads)
             found[kind].append(row.model_copy(update={"requeued": again}))
     return found
