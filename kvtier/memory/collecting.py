@@ -103,13 +103,13 @@ def collect(
             states = [found, own] if with_own else [found]
             sides = [side for one in states for side in _by_token(one, asked.q.shape[1])]
             parts[layer].append([asked.unrotated.float(), *sides])
-            mine = _shares(kv[layer][0], asked, own, found).amax(1).cpu()
-            drawn[layer] = torch.maximum(drawn[layer], mine)
+            most = _shares(kv[layer][0], asked, own, found).amax(1).cpu()
+            drawn[layer] = torch.maximum(drawn[layer], most)
     progress("reading traces", len(traces), len(traces))
     layers = []
-    for mine, most in zip(parts, drawn, strict=True):
+    for mine, by_token in zip(parts, drawn, strict=True):
         q, o, lse, *of_own = (torch.cat(side) for side in zip(*mine, strict=True))
-        layers.append(LayerQueries(q, o, lse, most, *of_own))
+        layers.append(LayerQueries(q, o, lse, by_token, *of_own))
     behind = [torch.arange(len(trace.ids)) for trace in traces]
     of = [torch.full((len(trace.ids),), at) for at, trace in enumerate(traces)]
     return Collected(layers, torch.cat(behind), torch.cat(of))

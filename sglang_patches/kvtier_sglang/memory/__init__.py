@@ -5,5 +5,7 @@ hooks.py        what SGLang's requests and schedulers are hooked with
 bank.py         the memories that are loaded, on the device
 assigning.py    which memory a request is answered from
 passes.py       what a forward pass asks of them
+lookups.py      how the lookups of a pass went
+metrics.py      the same over requests, for Prometheus
 requeueing.py   requests that no memory answers well
 """

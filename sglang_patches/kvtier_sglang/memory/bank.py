@@ -55,8 +55,7 @@ class MemoryBank:
         self.is_recorded = False
         self._of_request: dict[str, str] = {}
         self.layers: list[MemoryLayer] = []
-        # Per layer, bool [memories]: whether they have entries; and whether any of them has.
-        self.have_entries: list[torch.Tensor] = []
+        # Per layer: whether any of the memories has entries.
         self.looks_up: list[bool] = []
 
     def __len__(self) -> int:
@@ -121,8 +120,7 @@ class MemoryBank:
         self.layers = [
             stacked(layers, self._dtype, self._device) for layers in zip(*mine, strict=True)
         ]
-        self.have_entries = [layer.key_indptr.diff() > 0 for layer in self.layers]
-        self.looks_up = [bool(mine.any()) for mine in self.have_entries]
+        self.looks_up = [bool(len(layer.keys)) for layer in self.layers]
 
     def report(self) -> dict[str, Any]:
         """For the server's internal state."""

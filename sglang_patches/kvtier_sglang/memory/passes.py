@@ -16,21 +16,21 @@ from kvtier_kernels.base import AttentionState
 from kvtier_kernels.memory.base import project
 from kvtier_kernels.scores import unrotate
 from kvtier_sglang.memory.bank import NONE, MemoryBank
+from kvtier_sglang.memory.lookups import Lookups, PassLookups
 
 
 @dataclass
 class MemoryPass:
     """One pass. ids, positions: of its tokens, int32 and int64.
 
-    answered: of an extend pass, which rows are of which request, and how many of their lookups fell
-    back, over all layers so far; None while decoding
+    lookups: of an extend pass; None while decoding
     """
 
     bank: MemoryBank
     kernels: AttentionKernels
     ids: torch.Tensor
     positions: torch.Tensor
-    answered: FallBacks | None = None
+    lookups: PassLookups | None = None
     # Of the last layer; most models rotate all of theirs alike.
     _rotated: tuple[Any, torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
 
@@ -42,8 +42,8 @@ class MemoryPass:
         else:
             x = q.new_zeros(len(q), *layer.projection.shape[:2], dtype=torch.float32)
         answer = self.kernels.memory.attend(q, x, self.positions, self.ids, layer, scale)
-        if self.answered is not None:
-            self.answered.add(answer.entry, self.bank.have_entries[index], self.ids)
+        if self.lookups is not None:
+            self.lookups.add(answer, self.ids, layer)
         return answer.state
 
     def _unrotated(self, index: int, q: torch.Tensor) -> torch.Tensor:
@@ -59,39 +59,6 @@ class MemoryPass:
         return plain.transpose(0, 1).view(q.shape)
 
 
-@dataclass
-class FallBacks:
-    """How many lookups of each request of an extend pass fell back.
-
-    rids, counts: the requests and their new tokens
-    """
-
-    rids: list[str]
-    counts: list[int]
-    _fell: torch.Tensor | None = field(default=None, repr=False)
-    _asked: torch.Tensor | None = field(default=None, repr=False)
-
-    def add(self, entry: torch.Tensor, have_entries: torch.Tensor, ids: torch.Tensor) -> None:
-        """One layer's answers. have_entries: bool `[memories]`; where there are none there is
-        nothing to fall back from."""
-        asked = (ids >= 0) & have_entries[ids.clamp_min(0).long()]
-        fell = asked & (entry < 0)
-        self._asked = asked.int() if self._asked is None else self._asked + asked
-        self._fell = fell.int() if self._fell is None else self._fell + fell
-
-    def by_request(self) -> dict[str, tuple[int, int]]:
-        """Lookups, and those that fell back. Waits for the device."""
-        if self._fell is None or self._asked is None:
-            return {}
-        sides = [
-            [int(part.sum()) for part in torch.split(side, self.counts)]
-            for side in (self._asked.cpu(), self._fell.cpu())
-        ]
-        return {
-            rid: (asked, fell) for rid, asked, fell in zip(self.rids, *sides, strict=True) if asked
-        }
-
-
 class MemoryPasses:
     """Plans the passes of one model runner. rows: how many request rows there are."""
 
@@ -101,7 +68,7 @@ class MemoryPasses:
         self._of_row: torch.Tensor | None = None
         self._rows = rows
         # Of the extend passes whose results have not been looked at, in their order.
-        self._answered: deque[FallBacks] = deque()
+        self._under_way: deque[PassLookups] = deque()
 
     def extend(self, forward_batch: Any) -> MemoryPass | None:
         """None where no request has a memory. Every request's row is told, so that no row remembers
@@ -117,9 +84,9 @@ class MemoryPasses:
             return None
         lengths = torch.tensor(counts).to(device, non_blocking=True)
         tokens = torch.repeat_interleave(ids, lengths, output_size=sum(counts))
-        answered = FallBacks(list(forward_batch.rids), counts)
-        self._answered.append(answered)
-        return MemoryPass(self.bank, self.kernels, tokens, forward_batch.positions, answered)
+        lookups = PassLookups(list(forward_batch.rids), counts)
+        self._under_way.append(lookups)
+        return MemoryPass(self.bank, self.kernels, tokens, forward_batch.positions, lookups)
 
     def decode(self, forward_batch: Any) -> MemoryPass | None:
         """None where no request has a memory."""
@@ -137,16 +104,16 @@ class MemoryPasses:
         ids = self._table(forward_batch.req_pool_indices.device)[forward_batch.req_pool_indices]
         return MemoryPass(self.bank, self.kernels, ids, forward_batch.positions)
 
-    def fell_back(self, rids: list[str]) -> dict[str, tuple[int, int]]:
-        """Of an extend pass with these requests, whose result is there: lookups, and how many of
-        them fell back, by request. A later pass may be under way."""
-        while self._answered:
-            first = self._answered.popleft()
+    def lookups(self, rids: list[str]) -> dict[str, Lookups]:
+        """Of an extend pass with these requests, whose result is there, by request. A later pass
+        may be under way."""
+        while self._under_way:
+            first = self._under_way.popleft()
             if first.rids == rids:
                 return first.by_request()
-            if rids not in [one.rids for one in self._answered]:
+            if rids not in [one.rids for one in self._under_way]:
                 # That pass asked no memory; this one is a later one.
-                self._answered.appendleft(first)
+                self._under_way.appendleft(first)
                 break
         return {}
 
@@ -171,4 +138,4 @@ def merge_into(
     heads.place(out, kernels.merge_states(state, mine).o)
 
 
-__all__ = ["FallBacks", "MemoryPass", "MemoryPasses", "merge_into"]
+__all__ = ["MemoryPass", "MemoryPasses", "merge_into"]

@@ -14,17 +14,22 @@ from typing import Any, NamedTuple
 
 from kvtier_sglang.memory.assigning import leave
 from kvtier_sglang.memory.bank import MemoryBank
+from kvtier_sglang.memory.lookups import Lookups
+from kvtier_sglang.memory.metrics import MemoryMetrics
 from kvtier_sglang.memory.passes import MemoryPasses
 
 
 class Requeueing:
     """Of one scheduler, whose thread alone calls it."""
 
-    def __init__(self, bank: MemoryBank, passes: MemoryPasses) -> None:
+    def __init__(
+        self, bank: MemoryBank, passes: MemoryPasses, metrics: MemoryMetrics | None = None
+    ) -> None:
         self.bank = bank
         self.passes = passes
-        # By request that is not through its prompt: lookups, and how many fell back.
-        self._so_far: dict[str, tuple[int, int]] = {}
+        self.metrics = metrics
+        # By request that is not through its prompt.
+        self._so_far: dict[str, Lookups] = {}
         self._leaving: list[Any] = []
         # By request that is to be queued again: how it was streamed.
         self._silent: dict[str, Streamed] = {}
@@ -57,27 +62,28 @@ class Requeueing:
         if getattr(result, "copy_done", None) is not None:
             # The pass ran in another stream.
             result.copy_done.synchronize()
-        for rid, (asked, fell) in self.passes.fell_back([req.rid for req in batch.reqs]).items():
-            before = self._so_far.get(rid, (0, 0))
-            self._so_far[rid] = (before[0] + asked, before[1] + fell)
+        for rid, lookups in self.passes.lookups([req.rid for req in batch.reqs]).items():
+            self._so_far[rid] = self._so_far.get(rid, Lookups()).plus(lookups)
         found = []
         for req in batch.reqs:
             if req.inflight_middle_chunks > 0 or req.rid not in self._so_far:
                 continue
-            asked, fell = self._so_far.pop(req.rid)
+            lookups = self._so_far.pop(req.rid)
             memory = self.bank.memory_of(req.rid)
-            self.bank.counters["lookups"] += asked
-            self.bank.counters["fell_back"] += fell
+            self.bank.counters["lookups"] += lookups.asked
+            self.bank.counters["fell_back"] += lookups.fell
             if memory is None or req.finished() or req.output_ids:
                 continue
-            if fell <= memory.card.requeue_above * asked:
-                continue
-            if batch.return_logprob:
+            leaves = lookups.fell > memory.card.requeue_above * lookups.asked
+            if leaves and batch.return_logprob:
                 # SGLang counts log-probabilities of a pass request by request: with one less, the
                 # others' would be shifted.
                 self.bank.counters["not_requeued"] += 1
-            else:
+                leaves = False
+            if leaves:
                 found.append(req)
+            if self.metrics is not None:
+                self.metrics.prompt(memory.digest, lookups, "exact" if leaves else "answered")
         # Others were aborted, in the middle of their prompt.
         self._so_far = {
             rid: so_far

@@ -16,6 +16,7 @@ from kvtier_kernels import AttentionKernels
 from kvtier_sglang.compression.selection import find_rotary
 from kvtier_sglang.memory.assigning import assign
 from kvtier_sglang.memory.bank import MemoryBank
+from kvtier_sglang.memory.metrics import MemoryMetrics
 from kvtier_sglang.memory.passes import MemoryPasses
 from kvtier_sglang.memory.requeueing import Requeueing
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
@@ -32,13 +33,18 @@ class Memories:
     """
 
     def __init__(
-        self, folder: Path, served: Identity, bank: MemoryBank, passes: MemoryPasses
+        self,
+        folder: Path,
+        served: Identity,
+        bank: MemoryBank,
+        passes: MemoryPasses,
+        metrics: MemoryMetrics | None = None,
     ) -> None:
         self.folder = folder
         self.bank = bank
         self.passes = passes
         self._served = served
-        self._requeueing = Requeueing(bank, passes)
+        self._requeueing = Requeueing(bank, passes, metrics)
 
     @classmethod
     def open(
@@ -62,7 +68,10 @@ class Memories:
         dtype = str(runner.dtype).removeprefix("torch.")
         served = Identity.of(runner.server_args.model_path, dtype, ())
         rows = runner.req_to_token_pool.req_to_token.shape[0]
-        memories = cls(folder, served, bank, MemoryPasses(bank, kernels, rows))
+        args, metrics = runner.server_args, None
+        if args.enable_metrics and ranks.is_first:
+            metrics = MemoryMetrics(args.served_model_name or args.model_path)
+        memories = cls(folder, served, bank, MemoryPasses(bank, kernels, rows), metrics)
         memories.apply(memories.found())
         return memories
 
