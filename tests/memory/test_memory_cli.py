@@ -46,7 +46,11 @@ def test_a_card_says_what_was_measured_and_why_it_is_not_served(tmp_path, argume
     assert code == bool(card["refusals"])
     rows = {row["way"]: row for row in card["rows"]["held-out requests"]}
     assert rows["exact"]["nll_gap"] == 0
-    assert rows["memory"]["bytes_read"] < rows["memory"]["bytes_held"]
+    ungated = rows["memory without its gate"]
+    assert ungated["bytes_read"] < ungated["bytes_held"] == rows["memory"]["bytes_held"]
+    # What began again read the exact prefix.
+    again = rows["memory"]["requeued"]
+    assert rows["memory"]["bytes_read"] >= again * rows["exact"]["bytes_read"]
     assert rows["kept KV, as many bytes"]["bytes_held"] <= rows["memory"]["bytes_held"]
     assert 0 <= rows["memory"]["fell_back"] <= 1
     assert [row["way"] for row in card["rows"]["smaller memories"][1:]] == [
