@@ -55,7 +55,8 @@ LIVES = {
         one_by_one=True,
     ),
     "quality": Life({"KVTIER_QUALITY": "0.95"}),
-    "streaming": Life({"KVTIER_PREFILL": "streaming"}),
+    # What a chunk sees of the one before depends on where they are cut, so on who else computes.
+    "streaming": Life({"KVTIER_PREFILL": "streaming"}, one_by_one=True),
     "flush and restore": Life(SHARE, flushes=True),
     "refresh": Life({**SHARE, "KVTIER_REFRESH": "turn"}, flushes=True, one_by_one=True),
 }
