@@ -87,9 +87,11 @@ def measure(
     """Rows of one family, by kind of requests."""
     family = make_family(name, options.seed, traces=options.traces, held_out=options.held_out)
     kinds = {
-        "traces": family.traces, HELD_OUT: family.held_out, NEW_WORDING: family.new_wording[: options.new_wording],
+        "traces": family.traces,
+        HELD_OUT: family.held_out,
+        NEW_WORDING: family.new_wording[: options.new_wording],
         OFF_TOPIC: off_topic_requests(options.seed, options.off_topic),
-    }  # fmt: skip
+    }
     texts = [
         (f"{kind} {at}", request.prompt, request.answer, "")
         for kind, requests in kinds.items()

@@ -37,11 +37,7 @@ from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile
 from kvtier.heads.progress import Progress, rich_progress
-from kvtier.heads.reference.compaction import (
-    AdaptiveSession,
-    CompactingSession,
-    ScoredSession,
-)
+from kvtier.heads.reference.compaction import AdaptiveSession, CompactingSession, ScoredSession
 from kvtier.heads.samples.synthetic import HELD_OUT, make_samples, tasks_for
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.scorers import SCORERS
