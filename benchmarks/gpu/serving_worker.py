@@ -55,7 +55,8 @@ class Plan(BaseModel):
 
 
 async def ask(engine: Any, prompt: Sequence[int], new_tokens: int) -> dict[str, Any]:
-    """One streamed request: its answer, and when its tokens came."""
+    """One streamed request: its answer, and when its tokens came. Raises RuntimeError where it is
+    aborted, whose time is none of an answer's."""
     sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
     began, first = time.perf_counter(), 0.0
     answer: dict[str, Any] = {}
@@ -65,6 +66,9 @@ async def ask(engine: Any, prompt: Sequence[int], new_tokens: int) -> dict[str, 
     async for chunk in stream:
         answer, first = chunk, first or time.perf_counter()
     ended = time.perf_counter()
+    reason = answer["meta_info"]["finish_reason"]
+    if reason["type"] == "abort":
+        raise RuntimeError(f"a request of {len(prompt)} tokens was aborted: {reason['message']}")
     return {
         "output_ids": list(answer["output_ids"]),
         "cached_tokens": answer["meta_info"]["cached_tokens"],
