@@ -99,9 +99,10 @@ def test_bad_input_names_its_argument(wrong, capsys) -> None:
 class Listening:
     """An engine that remembers the lengths of prompts, and answers as much as it is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, reason: dict[str, str] | None = None) -> None:
         self.tokenizer_manager = self
         self.prompts: list[int] = []
+        self.reason = reason or {"type": "length"}
 
     async def flush_cache(self) -> None:
         self.prompts.clear()
@@ -111,7 +112,8 @@ class Listening:
 
         async def chunks():
             answer = [5] * sampling_params["max_new_tokens"]
-            yield {"output_ids": answer, "meta_info": {"cached_tokens": len(input_ids) - 20}}
+            told = {"cached_tokens": len(input_ids) - 20, "finish_reason": self.reason}
+            yield {"output_ids": answer, "meta_info": told}
 
         return chunks()
 
@@ -126,3 +128,14 @@ def test_sessions_prefill_one_by_one_and_then_ask_together_on_top_of_what_was_sa
     assert engine.prompts == [100, 100, 130, 130, 160, 160]
     assert found["cached_tokens"] == 110
     assert found["ttft_s"] >= 0
+
+
+def test_a_request_that_is_aborted_ends_the_sessions() -> None:
+    """Its time is none of an answer's."""
+    engine = Listening({"type": "abort", "message": "no room"})
+    load = Load(
+        sessions=1, context=100, turns=2, turn_tokens=20, answer_tokens=10, chunk=50,
+        ids=(1000, 4000), seed=1,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="100 tokens was aborted: no room"):
+        asyncio.run(hold(engine, load))
