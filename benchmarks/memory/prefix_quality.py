@@ -146,9 +146,8 @@ def memories(
         size = held_bytes(built.layers, model.dtype)
         read = read_bytes(built.layers, model.dtype, 0.0)
         ways[name] = Way(MemoryPrefix(built.layers), size, read, built.requeue_above)
-        ways[f"{name}, no gate"] = Way(MemoryPrefix(built.layers, gated=False), size, read)
-    for entries in options.entries[:-1]:
-        del ways[f"states, {entries} entries, no gate"]
+        if recipe.entries == options.entries[-1] or not recipe.state_heads:
+            ways[f"{name}, no gate"] = Way(MemoryPrefix(built.layers, gated=False), size, read)
     return ways
 
 
