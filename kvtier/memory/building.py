@@ -56,13 +56,13 @@ class Built:
 
 
 class _Judged(NamedTuple):
-    """A layer's entries, beside the judging traces. nearness: the cosine that an entry answers at;
-    fell: bool `[tokens]`, whose lookups fall back; errors: see `_errors`."""
+    """A layer's entries, beside the judging traces. nearest: int64 `[tokens]`, their entries;
+    nearness: the cosine that an entry answers at; fell: bool `[tokens]`, whose lookups fall back"""
 
     entries: Entries
+    nearest: Tensor
     nearness: float
     fell: Tensor
-    errors: Tensor
 
 
 def build(
@@ -96,7 +96,9 @@ def assemble(
     looks_up = torch.zeros(len(kv), drawn[0].shape[0], dtype=torch.bool)
     errors = None
     if recipe.state_heads:
-        errors = torch.stack([one.errors for one in found.values()])
+        errors = torch.stack(
+            [_errors(judged.layers[at], one.entries, one.nearest) for at, one in found.items()]
+        )
         looks_up = best_heads(errors, recipe.state_heads)
         found = {at: one for at, one in found.items() if looks_up[at].any()}
         errors = errors / errors.sum()
@@ -129,7 +131,7 @@ def _judge(made: Collected, judged: Collected, at: int, recipe: Recipe, seed: in
     keys = query_keys(others.q, judged.behind, mine.projection, recipe.place_weight)
     cosine, nearest = (keys @ mine.keys.T).max(-1)
     nearness = float(torch.quantile(cosine, recipe.gate)) if recipe.gate else -1.0
-    return _Judged(mine, nearness, cosine < nearness, _errors(others, mine, nearest))
+    return _Judged(mine, nearest, nearness, cosine < nearness)
 
 
 def _reached_by_few(fell: Tensor, trace: Tensor) -> float:

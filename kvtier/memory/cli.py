@@ -171,12 +171,11 @@ def print_card(card: Card) -> None:
         f"a prompt more than {card.requeue_above:.0%} of whose lookups fall back is read with the "
         f"exact prefix; positions up to {card.positions} behind the prefix were seen"
     )
-    if card.recipe.get("entries"):
-        alone = "the smallest is one query's alone, which can be read back from it"
-        console.print(
-            f"entries stand for {card.least_members} queries or more"
-            + (f": {alone}" if card.least_members == 1 else "")
-        )
+    alone = "the smallest is one query's alone, which can be read back from it"
+    console.print(
+        f"entries stand for {card.least_members} queries or more"
+        + (f": {alone}" if card.least_members == 1 else "")
+    )
     for reason in card.refusals:
         console.print(f"must not be served: {reason}")
 

@@ -111,7 +111,7 @@ def make(
             "judging": len(material.judging),
             "held_out": len(material.held_out),
         },
-        least_members=min((int(one.min()) for one in built.members), default=1),
+        least_members=min(int(one.min()) for one in built.members),
         positions=longest,
         build_seconds=build_seconds,
         rows=found,

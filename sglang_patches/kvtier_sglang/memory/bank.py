@@ -55,8 +55,6 @@ class MemoryBank:
         self.is_recorded = False
         self._of_request: dict[str, str] = {}
         self.layers: list[MemoryLayer] = []
-        # Per layer: whether any of the memories has entries.
-        self.looks_up: list[bool] = []
 
     def __len__(self) -> int:
         return len(self._held)
@@ -120,7 +118,6 @@ class MemoryBank:
         self.layers = [
             stacked(layers, self._dtype, self._device) for layers in zip(*mine, strict=True)
         ]
-        self.looks_up = [bool(len(layer.keys)) for layer in self.layers]
 
     def report(self) -> dict[str, Any]:
         """For the server's internal state."""

@@ -37,12 +37,13 @@ class MemoryPass:
     def state(self, index: int, q: torch.Tensor, scale: float) -> AttentionState:
         """What the memories say to a layer's queries, `[tokens, KV heads, group, dim]`, rotated."""
         layer = self.bank.layers[index]
-        if self.bank.looks_up[index]:
+        looks_up = len(layer.keys) > 0
+        if looks_up:
             x = self.bank.total(project(self._unrotated(index, q), layer.projection))
         else:
             x = q.new_zeros(len(q), *layer.projection.shape[:2], dtype=torch.float32)
         answer = self.kernels.memory.attend(q, x, self.positions, self.ids, layer, scale)
-        if self.lookups is not None:
+        if looks_up and self.lookups is not None:
             self.lookups.add(answer, self.ids, layer)
         return answer.state
 
