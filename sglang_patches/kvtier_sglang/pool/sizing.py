@@ -50,7 +50,10 @@ def size_pools(
             f"not count {token_bytes} bytes for a token"
         )
     derived = plan.locality_slots
-    if ca_slots < plan.ca_slots:
+    if not any(rank.locality for rank in ranks):
+        # Their slots cost nothing, and no prompt may be refused for want of them.
+        derived = ca_slots
+    elif ca_slots < plan.ca_slots:
         derived = locality_slots_for(ca_slots, session_shape(settings, min(longest, ca_slots)))
     return config, settings.locality.slots or derived
 
