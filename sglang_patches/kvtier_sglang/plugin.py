@@ -71,6 +71,10 @@ def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]
             on_requests.process_batch_result,
             around,
         ),
+        "sglang.srt.managers.scheduler.Scheduler.abort_request": (
+            on_requests.abort_request,
+            before,
+        ),
         f"{_TOKENIZER}._validate_one_request": (requests.check_request, before),
         f"{_CONTROL}.release_memory_occupation": (requests.refuse_offload, before),
         f"{_CONTROL}.resume_memory_occupation": (requests.refuse_offload, before),

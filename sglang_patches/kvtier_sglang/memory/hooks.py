@@ -44,6 +44,11 @@ class RequestHooks:
             return original(scheduler, batch, result)
         return self._owner.memories.process(original, scheduler, batch, result)
 
+    def abort_request(self, scheduler: Any, asked: Any) -> None:
+        """BEFORE Scheduler.abort_request: who is about to begin again can be aborted, too."""
+        if self._owner.memories is not None:
+            self._owner.memories.abort(scheduler, asked)
+
     def update_handlers(
         self, handlers: dict[str, Any], controller: Any, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:

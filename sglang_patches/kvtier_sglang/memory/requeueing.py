@@ -47,8 +47,7 @@ class Requeueing:
         if not scheduler.enable_overlap:
             waiting, self._leaving = [*waiting, *self._leaving], []
         for req in waiting:
-            self._silent.pop(req.rid).restore(req)
-            scheduler._add_request_to_queue(req, is_retracted=True)
+            self._queue(scheduler, req)
         # Where passes overlap, `batch` is a copy, and the one launched meanwhile has them, too.
         batches = [batch]
         if scheduler.enable_overlap:
@@ -56,6 +55,17 @@ class Requeueing:
         for one in batches if leaving else ():
             if one is not None and not one.is_empty():
                 one.filter_batch(reqs_to_exclude=leaving)
+
+    def abort(self, scheduler: Any, asked: Any) -> None:
+        """BEFORE Scheduler.abort_request, which looks for requests that are queued or run."""
+        found = [req for req in self._leaving if asked.abort_all or req.rid.startswith(asked.rid)]
+        self._leaving = [req for req in self._leaving if req not in found]
+        for req in found:
+            self._queue(scheduler, req)
+
+    def _queue(self, scheduler: Any, req: Any) -> None:
+        self._silent.pop(req.rid).restore(req)
+        scheduler._add_request_to_queue(req, is_retracted=True)
 
     def _not_answered(self, batch: Any, result: Any) -> list[Any]:
         """The requests of an extend pass whose prompts are through and were answered too seldom."""

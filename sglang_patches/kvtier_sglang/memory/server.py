@@ -114,5 +114,9 @@ class Memories:
         """See Requeueing.process."""
         self._requeueing.process(original, scheduler, batch, result)
 
+    def abort(self, scheduler: Any, asked: Any) -> None:
+        """See Requeueing.abort."""
+        self._requeueing.abort(scheduler, asked)
+
 
 __all__ = ["Memories"]
