@@ -27,7 +27,7 @@ from kvtier.heads.model.loading import load_model
 from kvtier.heads.profile import ModelShape, full_profile
 from kvtier.heads.progress import Progress, rich_progress
 from kvtier.heads.reference.compaction import ScoredSession
-from kvtier.memory.building import JUDGING_SHARE, assemble, drawn_by_all
+from kvtier.memory.building import JUDGING_SHARE, assemble, drawn_by_all, with_requeueing
 from kvtier.memory.card import Row
 from kvtier.memory.collecting import Collected, collect, prefix_kv
 from kvtier.memory.measured.rows import Held, Way, kept_way, rows
@@ -93,7 +93,7 @@ def measure(
         OFF_TOPIC: off_topic_requests(options.seed, options.off_topic),
     }
     texts = [
-        (f"{kind} {at}", request.prompt, request.answer, "")
+        (f"{kind} {at}", request.prompt, request.answer, request.template)
         for kind, requests in kinds.items()
         for at, request in enumerate(requests)
     ]
@@ -105,7 +105,7 @@ def measure(
     judges = collect(model, kv, judging, progress, with_own=True)
     shape = shape_of(model)
     held = Held(kv, drawn_by_all(made, judges), (), model.dtype)
-    compared = memories(model, held, made, judges, options)
+    compared = memories(model, held, made, judges, judging, options)
     compared |= kept(model, shape, held, traced.prefix_ids, options)
     chunk = -(-len(traced.prefix_ids) // CHUNKS)
     apart = prefix_kv(model, traced.prefix_ids, chunk_tokens=chunk)
@@ -129,7 +129,12 @@ def by_kind(
 
 
 def memories(
-    model: Any, held: Held, made: Collected, judges: Collected, options: Options
+    model: Any,
+    held: Held,
+    made: Collected,
+    judges: Collected,
+    judging: Sequence[Trace],
+    options: Options,
 ) -> dict[str, Way]:
     """Kept KV behind a gate, states in all heads, and states in the half of them that they serve
     best. Requests begin again as a server has them do it."""
@@ -143,6 +148,7 @@ def memories(
     ways = {}
     for name, recipe in recipes.items():
         built = assemble(held.kv, made, judges, recipe, options.seed)
+        built = with_requeueing(model, built, judging)
         size = held_bytes(built.layers, model.dtype)
         read = read_bytes(built.layers, model.dtype, 0.0)
         ways[name] = Way(MemoryPrefix(built.layers), size, read, built.requeue_above)

@@ -11,7 +11,7 @@ are none of these (making.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from kvtier.errors import UsageError
 from kvtier.heads.progress import Progress, no_progress
 from kvtier.memory.collecting import Collected, LayerQueries, collect, prefix_kv
 from kvtier.memory.entries import Entries, make_entries, query_keys
-from kvtier.memory.prefixes import LayerKV
+from kvtier.memory.prefixes import LayerKV, MemoryPrefix, logits_behind
 from kvtier.memory.recipe import Recipe
 from kvtier.memory.traces import Trace, split
 from kvtier_kernels.memory.base import PLACE_WIDTH, MemoryLayer
@@ -45,8 +45,8 @@ class Built:
     members:     int64 `[M]` per layer, queries that each entry stands for
     head_errors: float32 `[layers, kv_heads]`, what states lose of each head's answers on the
                  judging traces, as a share of all; None without states
-    requeue_above: share of a prompt's lookups that fall back which few of the judging traces
-                 reach (FEW)
+    requeue_above: share of a prompt's lookups that fall back above which a request is read with the
+                 exact prefix; see `with_requeueing`
     """
 
     layers: tuple[MemoryLayer, ...]
@@ -57,12 +57,11 @@ class Built:
 
 class _Judged(NamedTuple):
     """A layer's entries, beside the judging traces. nearest: int64 `[tokens]`, their entries;
-    nearness: the cosine that an entry answers at; fell: bool `[tokens]`, whose lookups fall back"""
+    nearness: the cosine that an entry answers at."""
 
     entries: Entries
     nearest: Tensor
     nearness: float
-    fell: Tensor
 
 
 def build(
@@ -79,15 +78,32 @@ def build(
     not differ."""
     kv = prefix_kv(model, prefix_ids, chunk_tokens=chunk_tokens)
     making, judging = split(traces, JUDGING_SHARE, seed)
-    made = collect(model, kv, making, progress)
-    judged = collect(model, kv, judging, progress, with_own=True)
-    return assemble(kv, made, judged, recipe, seed)
+    built = assemble(kv, *collected(model, kv, making, judging, recipe, progress), recipe, seed)
+    return with_requeueing(model, built, judging)
+
+
+def collected(
+    model: Any,
+    kv: Sequence[LayerKV],
+    making: Sequence[Trace],
+    judging: Sequence[Trace],
+    recipe: Recipe,
+    progress: Progress = no_progress,
+) -> tuple[Collected, Collected]:
+    """What a memory by the recipe needs of the traces that make it, and of those that judge it."""
+    layers, states = _layers_with_entries(len(kv), recipe), recipe.state_heads > 0
+    made = collect(model, kv, making, progress, layers=layers, with_states=states)
+    judged = collect(
+        model, kv, judging, progress, layers=layers, with_states=states, with_own=states
+    )
+    return made, judged
 
 
 def assemble(
     kv: Sequence[LayerKV], made: Collected, judged: Collected, recipe: Recipe, seed: int = 0
 ) -> Built:
-    """A memory of what was collected. judged: of the judging traces, with their own states."""
+    """A memory of what was collected for the recipe, or for one that needs more. No request is
+    read with the exact prefix; see `with_requeueing`."""
     drawn = drawn_by_all(made, judged)
     kept = most_drawn(drawn, round(recipe.kept_share * drawn[0].numel() * len(drawn)))
     found = {
@@ -107,9 +123,21 @@ def assemble(
         found_here = found[at].entries if at in found else _no_entries(queries)
         nearness = found[at].nearness if at in found else NEVER
         layers.append(_layer(kv[at], kept[at], found_here, nearness, looks_up[at], recipe))
-    fell = torch.stack([one.fell for one in found.values()])
     members = tuple(one.entries.members for one in found.values())
-    return Built(tuple(layers), members, errors, _reached_by_few(fell, judged.trace))
+    return Built(tuple(layers), members, errors)
+
+
+def with_requeueing(model: Any, built: Built, judging: Sequence[Trace]) -> Built:
+    """The memory with a limit that few of the judging traces' prompts are above, read behind it as
+    requests will be. Their queries are not quite those that they have behind the exact prefix."""
+    shares = []
+    length = int(built.layers[0].prefix_tokens)
+    for trace in judging:
+        memory = MemoryPrefix(built.layers)
+        logits_behind(model, memory, length, trace.prompt_ids)
+        shares.append(memory.fell_back(len(trace.prompt_ids)))
+    few = float(torch.quantile(torch.tensor(shares), 1 - FEW))
+    return replace(built, requeue_above=few)
 
 
 def _layers_with_entries(layers: int, recipe: Recipe) -> Sequence[int]:
@@ -131,14 +159,7 @@ def _judge(made: Collected, judged: Collected, at: int, recipe: Recipe, seed: in
     keys = query_keys(others.q, judged.behind, mine.projection, recipe.place_weight)
     cosine, nearest = (keys @ mine.keys.T).max(-1)
     nearness = float(torch.quantile(cosine, recipe.gate)) if recipe.gate else -1.0
-    return _Judged(mine, nearest, nearness, cosine < nearness)
-
-
-def _reached_by_few(fell: Tensor, trace: Tensor) -> float:
-    """The share of fallen lookups that few traces are above. fell: bool `[layers, tokens]`."""
-    by_token = fell.float().mean(0)
-    sums = torch.zeros(int(trace.max()) + 1).index_add_(0, trace, by_token)
-    return float(torch.quantile(sums / torch.bincount(trace), 1 - FEW))
+    return _Judged(mine, nearest, nearness)
 
 
 def best_heads(errors: Tensor, share: float) -> Tensor:
@@ -209,6 +230,9 @@ def _layer(
     k, v = (x.float().cpu() for x in kv)
     counts = torch.tensor([len(mine) for mine in kept])
     projection, keys, o, lse = entries[:4]
+    if not looks_up.any():
+        # Nobody reads what they answer.
+        o, lse = torch.zeros_like(o), torch.zeros_like(lse)
     return MemoryLayer(
         projection=projection[None],
         keys=keys,
@@ -225,4 +249,14 @@ def _layer(
     )
 
 
-__all__ = ["NEVER", "Built", "assemble", "best_heads", "build", "drawn_by_all", "most_drawn"]
+__all__ = [
+    "NEVER",
+    "Built",
+    "assemble",
+    "best_heads",
+    "build",
+    "collected",
+    "drawn_by_all",
+    "most_drawn",
+    "with_requeueing",
+]

@@ -6,7 +6,7 @@ every trace  ──> q, (o, lse) over the prefix, and the most attention that it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +24,12 @@ from kvtier.memory.traces import Trace
 
 
 class LayerQueries(NamedTuple):
-    """What a layer's queries asked of the prefix, T tokens of all traces.
+    """What a layer's queries asked of the prefix, T tokens of all traces; T = 0 in a layer whose
+    queries nobody wants.
 
     q:    float32 `[T, kv_heads, group, dim]`, before rotation
-    o:    float32 `[T, kv_heads, group, dim]` and lse `[T, kv_heads, group]`, over the prefix
+    o:    float32 `[T, kv_heads, group, dim]` and lse `[T, kv_heads, group]`, over the prefix; zeros
+          where nobody wants them
     drawn: float32 `[kv_heads, prefix tokens]`, the largest share of its attention that any query
           gave to each token
     own_o, own_lse: as o and lse, over the request's own tokens; None where nobody asked
@@ -42,12 +44,10 @@ class LayerQueries(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """behind: int64 `[T]`, how far behind the prefix's end each query stands; trace: int64 `[T]`,
-    which trace it is of."""
+    """behind: int64 `[T]`, how far behind the prefix's end each query stands."""
 
     layers: list[LayerQueries]
     behind: Tensor
-    trace: Tensor
 
 
 def prefix_kv(
@@ -90,29 +90,40 @@ def collect(
     traces: Sequence[Trace],
     progress: Progress = no_progress,
     *,
+    layers: Container[int] | None = None,
+    with_states: bool = True,
     with_own: bool = False,
 ) -> Collected:
-    """Read every trace behind the prefix whose KV this is, prompts and answers alike. with_own:
-    also what queries found in their own request."""
+    """Read every trace behind the prefix whose KV this is, prompts and answers alike.
+
+    A token takes a layer's 4 bytes per query head and dimension, and as much for each kind of
+    state. layers: those whose queries are wanted, all by default. with_states: what they found in
+    the prefix, with_own: in their own request.
+    """
     length = kv[0][0].shape[1]
     parts: list[list[list[Tensor]]] = [[] for _ in kv]
     drawn = [torch.zeros(k.shape[:2]) for k, _ in kv]
     for at, trace in enumerate(traces):
         progress("reading traces", at, len(traces))
         for layer, asked, own, found in _answers(model, kv, trace, length):
-            states = [found, own] if with_own else [found]
-            sides = [side for one in states for side in _by_token(one, asked.q.shape[1])]
-            parts[layer].append([asked.unrotated.float(), *sides])
+            q = asked.unrotated.float()
+            if layers is not None and layer not in layers:
+                q = q[:0].clone()
+            states = [found] * with_states + [own] * with_own
+            sides = [side[: len(q)] for one in states for side in _by_token(one, q.shape[2])]
+            parts[layer].append([q, *sides])
             most = _shares(kv[layer][0], asked, own, found).amax(1).cpu()
             drawn[layer] = torch.maximum(drawn[layer], most)
     progress("reading traces", len(traces), len(traces))
-    layers = []
+    found_in = []
     for mine, by_token in zip(parts, drawn, strict=True):
-        q, o, lse, *of_own = (torch.cat(side) for side in zip(*mine, strict=True))
-        layers.append(LayerQueries(q, o, lse, by_token, *of_own))
+        q, *sides = (torch.cat(side) for side in zip(*mine, strict=True))
+        if not with_states:
+            nothing = q.new_zeros(()).expand_as(q)
+            sides = [nothing, nothing[..., 0], *sides]
+        found_in.append(LayerQueries(q, sides[0], sides[1], by_token, *sides[2:]))
     behind = [torch.arange(len(trace.ids)) for trace in traces]
-    of = [torch.full((len(trace.ids),), at) for at, trace in enumerate(traces)]
-    return Collected(layers, torch.cat(behind), torch.cat(of))
+    return Collected(found_in, torch.cat(behind))
 
 
 def _by_token(state: AttentionState, group: int) -> tuple[Tensor, Tensor]:

@@ -14,9 +14,16 @@ from kvtier.errors import MemoryMismatchError, UsageError
 from kvtier.heads.model.config import check_splittable, model_name, read_config, shape_of
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.progress import Progress, no_progress
-from kvtier.memory.building import JUDGING_SHARE, Built, assemble, drawn_by_all
+from kvtier.memory.building import (
+    JUDGING_SHARE,
+    Built,
+    assemble,
+    collected,
+    drawn_by_all,
+    with_requeueing,
+)
 from kvtier.memory.card import Identity, Row
-from kvtier.memory.collecting import Collected, collect, prefix_kv
+from kvtier.memory.collecting import prefix_kv
 from kvtier.memory.measured.off_topic import off_topic_requests
 from kvtier.memory.measured.rows import Held, Way, refusals, rows, ways
 from kvtier.memory.measured.sizes import held_bytes, read_bytes
@@ -49,7 +56,7 @@ class Source:
 class _Material:
     """What is needed of a source to build a memory of it, and to measure one."""
 
-    def __init__(self, source: Source, progress: Progress) -> None:
+    def __init__(self, source: Source, recipe: Recipe, progress: Progress) -> None:
         check_splittable(read_config(source.model_path))
         tokenizer = Tokenizer(source.model_path)
         self.traced: Traced = read_traces(source.traces, source.prefix, tokenizer, chat=source.chat)
@@ -63,8 +70,9 @@ class _Material:
         )
         self.model: Any = load_model(source.model_path)
         self.kv: list[LayerKV] = prefix_kv(self.model, self.traced.prefix_ids)
-        self.made: Collected = collect(self.model, self.kv, self.making, progress)
-        self.judged: Collected = collect(self.model, self.kv, self.judging, progress, with_own=True)
+        self.made, self.judged = collected(
+            self.model, self.kv, self.making, self.judging, recipe, progress
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,8 +101,9 @@ def make(
     Raises UsageError and TracesFileError for what cannot be built from.
     """
     began = time.monotonic()
-    material = _Material(source, progress)
+    material = _Material(source, recipe, progress)
     built = assemble(material.kv, material.made, material.judged, recipe, source.seed)
+    built = with_requeueing(material.model, built, material.judging)
     build_seconds = time.monotonic() - began
     found = _measured(material, built, source.seed, progress)
     found["smaller memories"] = _curve(material, recipe, source.seed, progress)
@@ -128,7 +137,8 @@ def verify(source: Source, folder: Path, progress: Progress = no_progress) -> di
     else.
     """
     memory = load(folder)
-    material = _Material(source, progress)
+    # Nothing is made: what traces draw of the prefix is all that is needed of them.
+    material = _Material(source, Recipe(), progress)
     memory.card.identity.check_serves(
         Identity.of(source.model_path, _name(material.dtype), material.traced.prefix_ids)
     )

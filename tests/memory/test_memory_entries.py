@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import UsageError
+from kvtier.memory import building
 from kvtier.memory.building import (
     GATE_LAYERS,
     LEAST_KEPT,
@@ -20,7 +21,9 @@ from kvtier.memory.building import (
     assemble,
     best_heads,
     build,
+    collected,
     most_drawn,
+    with_requeueing,
 )
 from kvtier.memory.collecting import Collected, collect, prefix_kv
 from kvtier.memory.entries import averaged, make_entries
@@ -175,11 +178,40 @@ def test_no_entry_that_stands_for_enough_is_an_error(kv, made, judged):
         assemble(kv, made, judged, replace(EVERYTHING, least_members=1000))
 
 
-def test_the_gate_turns_away_the_share_that_it_was_set_to(kv, made, judged):
+def test_the_gate_turns_away_the_share_that_it_was_set_to(model, kv, made, judged):
     built = assemble(kv, made, judged, replace(EVERYTHING, entries=20, gate=0.25))
     assert all(-1 < float(layer.nearness) < 1 for layer in built.layers)
-    assert 0.2 < built.requeue_above < 1
-    assert assemble(kv, made, judged, EVERYTHING).requeue_above == 0
+    everything = assemble(kv, made, judged, EVERYTHING)
+    assert with_requeueing(model, everything, traces(9, 3)).requeue_above == 0
+
+
+def test_few_of_the_judging_prompts_are_above_the_limit_as_they_are_served(model, kv, made, judged):
+    """Behind the memory, not behind the prefix, and whatever was answered."""
+    gated = replace(EVERYTHING, entries=20, gate=0.25)
+    built = with_requeueing(model, assemble(kv, made, judged, gated), traces(9, 3))
+    shares = []
+    for trace in traces(9, 3):
+        memory = MemoryPrefix(built.layers)
+        logits_behind(model, memory, PREFIX_TOKENS, trace.ids)
+        shares.append(memory.fell_back(len(trace.prompt_ids)))
+    assert 0 < sorted(shares)[-2] <= built.requeue_above <= max(shares)
+    silent = [replace(trace, answer_ids=()) for trace in traces(9, 3)]
+    assert with_requeueing(model, built, silent).requeue_above == built.requeue_above
+
+
+def test_a_gate_alone_needs_the_queries_of_its_layers_and_no_states(
+    model, kv, made, judged, monkeypatch
+):
+    """The memory is the same as one of all that can be collected, and says nothing of answers."""
+    monkeypatch.setattr(building, "GATE_LAYERS", 1)
+    gate = replace(EVERYTHING, entries=7, kept_share=0.3, state_heads=0, gate=0.1)
+    less = collected(model, kv, traces(30, 2), traces(9, 3), gate)
+    assert sum(bool(len(layer.q)) for layer in less[0].layers) == 1
+    found, expected = assemble(kv, *less, gate), assemble(kv, made, judged, gate)
+    for mine, other in zip(found.layers, expected.layers, strict=True):
+        for one, another in zip(mine, other, strict=True):
+            torch.testing.assert_close(one, another)
+        assert not mine.o.any()
 
 
 def test_the_heads_that_states_serve_best_look_up(kv, made, judged):
@@ -205,7 +237,6 @@ def test_a_gate_alone_is_in_a_few_layers_and_turns_away(model, kv, made, judged)
     assert 1 <= len(layers) <= GATE_LAYERS
     assert not any(layer.looks_up.any() for layer in built.layers)
     assert built.head_errors is None
-    assert 0.2 < built.requeue_above < 1
     memory = MemoryPrefix(built.layers)
     (trace,) = traces(1, 77)
     logits_behind(model, memory, PREFIX_TOKENS, trace.ids)
