@@ -335,6 +335,7 @@ class Runtime:
             ),
             SpanCodec(pool),
             TurnRules(rule, compressor.share, streaming),
+            memories=None if self.memories is None else self.memories.bank,
             drain_s=settings.tier.drain_s,
         )
 

@@ -24,6 +24,22 @@ RULE = {
 }
 
 
+def continued(
+    rounds: list[list[dict[str, Any]]], answers: list[list[dict[str, Any]]], sessions: int
+) -> list[list[dict[str, Any]]]:
+    """The last turns as a server sees them that knows nothing of those before. Rounds have one
+    request each, a turn of every session after the other."""
+    return [
+        [
+            {
+                **{name: value for name, value in request.items() if name != "continues"},
+                "input_ids": [*before["prompt"], *before["output_ids"], *request["input_ids"]],
+            }
+        ]
+        for (before,), (request,) in zip(answers[-sessions:], rounds[-sessions:], strict=True)
+    ]
+
+
 def run_never_missing(
     folder: Path,
     rounds: list[list[dict[str, Any]]],

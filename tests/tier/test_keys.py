@@ -96,7 +96,7 @@ def test_tails_and_records_have_names_of_their_own(tokens, tail, span):
 
 
 PARTS = st.text(alphabet="a\0\1\ud800", max_size=4)
-SCOPES = st.builds(Scope, PARTS, PARTS, PARTS)
+SCOPES = st.builds(Scope, PARTS, PARTS, PARTS, PARTS)
 
 
 @given(SCOPES, SCOPES)

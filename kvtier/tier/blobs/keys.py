@@ -8,7 +8,8 @@ name digests every token up to its end, so equal names mean KV of equal tokens:
                 ↑                                            c(-1) = H(identity, scope)
     identity: model, revision, dtype, layers, KV heads, head dim, tensor-parallel rank and size,
               what is stored beside the KV, and what the KV was computed under
-    scope:    of the request: extra key, cache salt and adapter, which change KV or may not share it
+    scope:    of the request: extra key, cache salt, adapter and prefix memory, which change KV or
+              may not share it
 
 So two servers with different models on one tier never see each other's spans, and one that knows a
 context's tokens can ask for the longest run of its spans that the tier has.
@@ -74,16 +75,23 @@ class Scope:
 
     extra_key, cache_salt: the request's, "" for none.
     adapter: digest of the contents of its LoRA adapter, "" for none.
+    memory:  digest of the prefix memory that it is computed behind, "" for none.
+    memory_tokens: how long the memory's prefix is. Those tokens have no KV: in a span that they are
+             part of, zeros are in their place.
     """
 
     extra_key: str = ""
     cache_salt: str = ""
     adapter: str = ""
+    memory: str = ""
+    memory_tokens: int = 0
 
     def encode(self) -> bytes:
         """Equal only for equal scopes: each part behind its length. Keys of requests may be any
         JSON string, half of a surrogate pair included."""
-        parts = (self.extra_key, self.cache_salt, self.adapter)
+        parts = [self.extra_key, self.cache_salt, self.adapter]
+        if self.memory:
+            parts.append(self.memory)
         encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
         return b"".join(len(part).to_bytes(8, "little") + part for part in encoded)
 

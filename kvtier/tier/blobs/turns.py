@@ -47,17 +47,22 @@ class NodeRecord(BaseModel):
 
 
 class TurnRecord(BaseModel):
-    """Every node of a context, first to last. tail: digest of the tokens behind the last whole
-    span."""
+    """Every node of a context, first to last.
+
+    start: where the first begins: behind the prefix that a memory stands for, or at 0.
+    tail:  digest of the tokens behind the last whole span.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     nodes: tuple[NodeRecord, ...] = Field(min_length=1, max_length=MAX_NODES)
     tail: str
+    start: int = Field(default=0, ge=0, le=MAX_POSITION)
 
     @model_validator(mode="after")
     def _nodes_follow_each_other(self) -> TurnRecord:
-        start, exact = 0, True
+        # What is computed behind a memory is never exact.
+        start, exact = self.start, self.start == 0
         for node in self.nodes:
             begin, end = node.dropped
             if node.stop <= start:
@@ -82,7 +87,7 @@ class TurnRecord(BaseModel):
         return max((node.stop for node in self.nodes if node.exact), default=0)
 
     def encode(self) -> bytes:
-        return self.model_dump_json().encode()
+        return self.model_dump_json(exclude_defaults=True).encode()
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class Place:
 
 
 def places(record: TurnRecord) -> list[Place]:
-    starts = [0, *(node.stop for node in record.nodes)]
+    starts = [record.start, *(node.stop for node in record.nodes)]
     return [Place(start, node) for start, node in zip(starts, record.nodes, strict=False)]
 
 

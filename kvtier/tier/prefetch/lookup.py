@@ -158,6 +158,8 @@ class Lookup:
             fits = record.stop // self.names.span_tokens == spans
             if not fits or record.stop > len(self.token_ids) or record.stop <= self.begin:
                 continue
+            if record.start != self.scope.memory_tokens:
+                continue
             starts = {place.start for place in places(record)}
             if tail_digest(tail) == record.tail and self.begin in starts:
                 return record

@@ -145,7 +145,7 @@ class KvtierRadixCache(VariantRadixTree):
         if tier is None:
             return
         tier.forget_prefetch(rid)
-        scope = tier.scope(extra_key, cache_salt)
+        scope = tier.scope(rid, extra_key, cache_salt)
         if scope is None or rid in self._asks_exactly:
             return
         if self.ranks.size == 1 and not tier.link.healthy:

@@ -21,7 +21,7 @@ def offer_restored(
     elsewhere must not end the scheduler here, either."""
     filled = len(req.full_untruncated_fill_ids)
     try:
-        scope = tier.scope(req.extra_key, req.cache_salt)
+        scope = tier.scope(req.rid, req.extra_key, req.cache_salt)
         ids = req.full_untruncated_fill_ids[: node.stop]
         context = None if scope is None else compacted_context(node, ids, scope)
         if context is None or context.ranges[0].begin < landed.begin:

@@ -41,21 +41,23 @@ class SpanCodec:
             score_bytes=scores,
         )
 
-    def exact_spans(self, ca_slots: torch.Tensor, num_spans: int) -> list[bool]:
+    def exact_spans(self, ca_slots: torch.Tensor, num_spans: int, blank: int = 0) -> list[bool]:
         """For equal spans that follow each other, whether every head still holds the own KV of
-        each of a span's tokens."""
+        each of a span's tokens. blank: so many of the first span's tokens have none."""
         pool, slots = self.pool, ca_slots.view(num_spans, -1)
         exact = slots > 0
         if pool.splits_heads:
             images = pool.locality_of[slots]
             exact &= (images > 0) & (pool.log_votes[images] == 0)
+        exact[0, :blank] = True
         found: list[bool] = exact.all(1).tolist()
         return found
 
-    def gather(self, ca_slots: torch.Tensor, num_spans: int) -> HostPayload:
+    def gather(self, ca_slots: torch.Tensor, num_spans: int, blank: int = 0) -> HostPayload:
         """Payloads of equal spans that follow each other: uint8 `[spans, bytes]` on the host.
 
-        ca_slots: [spans * tokens] int64, all exact; they may be written to afterwards.
+        ca_slots: [spans * tokens] int64, all exact; they may be written to afterwards. blank: see
+        `exact_spans`; zeros are stored for those.
         """
         tokens = ca_slots.numel() // num_spans
         layout = self.layout(tokens)
@@ -72,6 +74,11 @@ class SpanCodec:
                 found = _spans(held[:, ca_slots].T, num_spans)
                 target.copy_(found.transpose(1, 2))
             nll.copy_(self.pool.nll[ca_slots].view(num_spans, tokens))
+        if blank:
+            kv[0, :, :, :blank] = 0
+            nll[0, :blank] = 0
+            for scores in state:
+                scores[0, :, :blank] = 0
         return self._copies.to_host(payload)
 
     def scatter(

@@ -25,10 +25,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
+from kvtier.memory.storage import PrefixMemory
 from kvtier.tier.blobs.keys import Scope
 from kvtier.tier.blobs.names import ContextNames
 from kvtier.tier.blobs.turn_rules import TurnRules
@@ -40,7 +42,7 @@ from kvtier_sglang.ranks import Awaited
 from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.cost_model import CostModel
 from kvtier_sglang.tier.prefetch import PendingFetch, PendingFetches
-from kvtier_sglang.tier.scopes import memory_in, separated
+from kvtier_sglang.tier.scopes import memory_in, separated, without_memory
 from kvtier_sglang.tier.spiller import Spiller
 
 logger = logging.getLogger(__name__)
@@ -59,12 +61,20 @@ class ServedModel(Protocol):
         """A digest of an adapter's contents; None where it is not loaded."""
 
 
+class RequestMemories(Protocol):
+    """What the connector asks about prefix memories."""
+
+    def memory_of(self, rid: str) -> PrefixMemory | None:
+        """The memory that a request was matched behind; None for none."""
+
+
 class TierConnector:
     """See the module docstring.
 
     link:    owned by the connector; model: whose KV this is.
     rules:   what a stored turn may be here.
     names:   of this server's KV, until its weights change.
+    memories: that requests may be behind; None: none.
     drain_s: longest wait for what is on its way to the tier when the server ends.
     """
 
@@ -76,9 +86,11 @@ class TierConnector:
         rules: TurnRules,
         *,
         cost_model: CostModel | None = None,
+        memories: RequestMemories | None = None,
         drain_s: float = 0.0,
     ) -> None:
         self.link, self.model, self.codec, self.rules = link, model, codec, rules
+        self.memories = memories
         self.drain_s = drain_s
         self.names = names = model.names()
         # _renamed: the model's names have to be asked for again, as its weights may have changed.
@@ -125,17 +137,26 @@ class TierConnector:
             self._renamed = False
         return True
 
-    def scope(self, extra_key: str | None, cache_salt: str | None) -> Scope | None:
+    def scope(self, rid: str, extra_key: str | None, cache_salt: str | None) -> Scope | None:
         """Where a request's KV is in the tier, by its `extra_key` (scopes.py); None where it has no
-        place there now: while the weights change, for an adapter that is not loaded, or behind a
-        prefix memory."""
+        place there now: while the weights change, for an adapter that is not loaded, or among the
+        requests of a prefix memory that was dropped before it was matched."""
         if not self._is_usable:
             return None
-        if memory_in(extra_key) is not None:
+        memory = self._memory_of(rid)
+        if memory_in(extra_key) != (memory and memory.digest):
             return None
-        extra, lora_id = separated(extra_key)
+        extra, lora_id = separated(without_memory(extra_key))
         adapter = "" if lora_id is None else self.model.adapter(lora_id)
-        return None if adapter is None else Scope(extra, cache_salt or "", adapter)
+        if adapter is None:
+            return None
+        scope = Scope(extra, cache_salt or "", adapter)
+        if memory is not None:
+            scope = replace(scope, memory=memory.digest, memory_tokens=len(memory.prefix_ids))
+        return scope
+
+    def _memory_of(self, rid: str) -> PrefixMemory | None:
+        return None if self.memories is None else self.memories.memory_of(rid)
 
     # -- prefetching --
 
@@ -147,7 +168,7 @@ class TierConnector:
             return
         if not self.cost_model.loading_pays(self.token_bytes):
             if shared:
-                self.fetches.decline(rid)
+                self.fetches.decline(rid, scope)
             return
         lookup = Lookup(
             names=self.names,
@@ -213,6 +234,8 @@ class TierConnector:
 
     def matched(self, rid: str) -> None:
         """A request was matched and may compute from now on."""
+        memory = self._memory_of(rid)
+        self.fetches.stays_behind(rid, "" if memory is None else memory.digest)
         self._clock[rid] = time.monotonic()
 
     def published(self, req: Any, slots: torch.Tensor, *, exact: bool) -> None:
@@ -221,7 +244,7 @@ class TierConnector:
         rid, held, finished = req.rid, req.kv.cache_protected_len, req.finished()
         self.fetches.forget(rid)
         if not self.spiller.known(rid):
-            scope = self.scope(req.extra_key, req.cache_salt)
+            scope = self.scope(rid, req.extra_key, req.cache_salt)
             if scope is not None:
                 self.spiller.begin(rid, held, scope, exact=exact)
         began = time.monotonic()

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
+from kvtier.tier.blobs.keys import Scope
 from kvtier.tier.link.fetch import Fetch
 from kvtier.tier.link.link import TierLink
 from kvtier.tier.prefetch.lookup import Landed, Lookup
@@ -24,10 +25,14 @@ from kvtier_sglang.ranks import Answer
 
 @dataclass
 class PendingFetch:
-    """One request's question. asked, deadline: time.monotonic(), the second when it gives up;
-    waited_s: until it was settled; came: whether all ranks have their part, None until then."""
+    """One request's question.
+
+    scope: where its KV is. asked, deadline: time.monotonic(), the second when it gives up.
+    waited_s: until it was settled. came: whether all ranks have their part, None until then.
+    """
 
     fetch: Fetch[Landed | None]
+    scope: Scope
     asked: float
     deadline: float
     waited_s: float = 0.0
@@ -75,16 +80,16 @@ class PendingFetches:
         """Ask for a request that has not asked yet."""
         now = time.monotonic()
         self._pending[rid] = PendingFetch(
-            self.link.submit(lookup, needs=lookup.needs), now, now + patience_s
+            self.link.submit(lookup, needs=lookup.needs), lookup.scope, now, now + patience_s
         )
         self.counters["asked"] += 1
 
-    def decline(self, rid: str) -> None:
+    def decline(self, rid: str, scope: Scope) -> None:
         """Other ranks ask for the request, this one does not: it has lost its part."""
         fetch: Fetch[Landed | None] = Fetch(lambda client: None)
         fetch.end(None)
         now = time.monotonic()
-        self._pending[rid] = PendingFetch(fetch, now, now)
+        self._pending[rid] = PendingFetch(fetch, scope, now, now)
         self.counters["declined"] += 1
 
     def settled(self, rid: str) -> bool:
@@ -100,6 +105,13 @@ class PendingFetches:
             self.counters["lost_by_another_rank"] += 1
         self.forget(rid)
         return True
+
+    def stays_behind(self, rid: str, memory: str) -> None:
+        """The request is computed behind that memory, "" for none: what was asked for behind
+        another is forgotten."""
+        pending = self._pending.get(rid)
+        if pending is not None and pending.scope.memory != memory:
+            self.forget(rid)
 
     def landed(self, rid: str) -> Landed | None:
         pending = self._pending.get(rid)

@@ -9,7 +9,8 @@ record of how the turn was compressed. What the link has no room for stays due u
     turn ended         ... ][ tail ] + record     then locality slots are freed
 
 A span that begins in an earlier turn needs that turn's last tokens: they are inside its recent
-window, which is at least a span long. Scheduler thread only.
+window, which is at least a span long. One that begins in the prefix that a memory stands for has
+zeros for the prefix's tokens. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -36,17 +37,25 @@ BYTES_TOGETHER = 64 << 20
 
 @dataclass
 class Turn:
-    """What was spilled of a request. spilled: tokens that are dealt with; exact: computed with
-    nothing dropped; group: of its puts."""
+    """What was spilled of a request.
+
+    spilled: tokens that are dealt with. exact: computed with nothing dropped. memory_tokens: of its
+    prefix memory. group: of its puts.
+    """
 
     chains: NamedChains
     spilled: int
     exact: bool
+    memory_tokens: int = 0
     group: object = field(default_factory=object)
 
     @property
     def chain(self) -> SpanChain:
         return self.chains.exact if self.exact else self.chains.policy
+
+    def blank(self, begin: int) -> int:
+        """How many tokens from `begin` on have no KV."""
+        return max(self.memory_tokens - begin, 0)
 
 
 class Spiller:
@@ -63,7 +72,7 @@ class Spiller:
         """A request starts computing behind a prefix that the tree had."""
         span = self.names.span_tokens
         whole = prefix_tokens // span * span
-        self._turns[rid] = Turn(self.names.chains(scope), whole, exact)
+        self._turns[rid] = Turn(self.names.chains(scope), whole, exact, scope.memory_tokens)
 
     def known(self, rid: str) -> bool:
         return rid in self._turns
@@ -89,14 +98,15 @@ class Spiller:
         """Send the spans from the `first` one on that are exact on the device; returns how many are
         dealt with."""
         span = self.names.span_tokens
-        exact = self.codec.exact_spans(slots, slots.numel() // span)
+        exact = self.codec.exact_spans(slots, slots.numel() // span, turn.blank(first * span))
         done = 0
         # A span behind a gap is never looked up, but a gap in what comes later costs only itself.
         for alike, members in groupby(exact):
             count = len(list(members))
             if alike:
                 keys = turn.chain.keys[first + done : first + done + count]
-                sent = self._send(turn, keys, slots[done * span : (done + count) * span])
+                begin = (first + done) * span
+                sent = self._send(turn, keys, slots[done * span : (done + count) * span], begin)
                 if sent < count:
                     return done + sent
             else:
@@ -104,8 +114,9 @@ class Spiller:
             done += count
         return done
 
-    def _send(self, turn: Turn, keys: Sequence[bytes], slots: torch.Tensor) -> int:
-        """Send equal spans that follow each other; returns how many of them the link took."""
+    def _send(self, turn: Turn, keys: Sequence[bytes], slots: torch.Tensor, begin: int) -> int:
+        """Send equal spans that follow each other, from token `begin` on; returns how many of them
+        the link took."""
         tokens = slots.numel() // len(keys)
         layout = self.codec.layout(tokens)
         encoded = layout.encode()
@@ -115,7 +126,7 @@ class Spiller:
         while sent < fitting:
             some = keys[sent : min(sent + together, fitting)]
             part = slots[sent * tokens : (sent + len(some)) * tokens]
-            payload = self.codec.gather(part, len(some))
+            payload = self.codec.gather(part, len(some), turn.blank(begin + sent * tokens))
             rows = zip(some, payload.rows, strict=True)
             blobs = [Blob(key, encoded, [memoryview(row.numpy())]) for key, row in rows]
             taken = self.link.put(blobs, ready=payload.ready, group=turn.group)
@@ -136,22 +147,26 @@ class Spiller:
         self.counters["spans_shed"] += whole
         if num_tail and not whole and self._fitting(num_tail):
             turn.chains.extend(token_ids)
-            part = slots[turn.spilled :].to(torch.int64)
-            if self.codec.exact_spans(part, 1) == [True]:
-                tail = list(token_ids[turn.spilled :])
-                key = turn.chain.tail_key(turn.spilled // self.names.span_tokens, tail)
-                self._send(turn, [key], part)
+            begin = turn.spilled
+            part = slots[begin:].to(torch.int64)
+            if self.codec.exact_spans(part, 1, turn.blank(begin)) == [True]:
+                key = turn.chain.tail_key(begin // self.names.span_tokens, token_ids[begin:])
+                self._send(turn, [key], part, begin)
 
     def compressed(self, rid: str, token_ids: Sequence[int], nodes: Sequence[NodeRecord]) -> None:
         """The turn's nodes are what they will be: store the record of them, and forget the turn."""
         turn = self._turns.pop(rid, None)
-        if turn is None or not 0 < len(nodes) <= MAX_NODES or not self.link.room_bytes:
+        if turn is None:
+            return
+        # A memory's prefix has no KV, and no record.
+        nodes = [node for node in nodes if node.stop > turn.memory_tokens]
+        if not 0 < len(nodes) <= MAX_NODES or not self.link.room_bytes:
             return
         # There may have been no room when the turn's spans were due.
         turn.chains.extend(token_ids)
         whole = len(token_ids) // self.names.span_tokens
         tail = token_ids[whole * self.names.span_tokens :]
-        record = TurnRecord(nodes=tuple(nodes), tail=tail_digest(tail))
+        record = TurnRecord(nodes=tuple(nodes), tail=tail_digest(tail), start=turn.memory_tokens)
         key = turn.chains.policy.turns_key(whole)
         blob = Blob(key, LAYOUT, [record.encode()])
         self.link.put([blob], replace=True, group=turn.group)

@@ -9,7 +9,7 @@ import random
 import pytest
 from engine_process import run_engine
 from tierd.live_tier import live_tier
-from tiered_engine import ENGINE, RULE, run_never_missing
+from tiered_engine import ENGINE, RULE, continued, run_never_missing
 
 pytestmark = pytest.mark.engine
 
@@ -44,19 +44,6 @@ def session_rounds() -> list[list[dict]]:
     return rounds
 
 
-def continued(rounds: list[list[dict]], answers: list[list[dict]]) -> list[list[dict]]:
-    """The last turns as a server sees them that knows nothing of those before."""
-    return [
-        [
-            {
-                "input_ids": [*before["prompt"], *before["output_ids"], *request["input_ids"]],
-                "max_new_tokens": request["max_new_tokens"],
-            }
-        ]
-        for (before,), (request,) in zip(answers[-SESSIONS:], rounds[-SESSIONS:], strict=True)
-    ]
-
-
 @pytest.mark.parametrize(
     ("retention", "kv"), [(None, "auto"), ("0.5", "auto"), ("0.5", "fp8_e4m3")]
 )
@@ -70,7 +57,7 @@ def test_a_session_that_comes_back_to_a_restarted_server_goes_on_as_if_it_never_
     env = {**env, "KVTIER_TIER": tier.address}
     before = run_engine(tmp_path, engine, rounds[:-SESSIONS], env)
     assert before["state"]["tier"]["spans_spilled"] > 0
-    last = continued(rounds, before["rounds"])
+    last = continued(rounds, before["rounds"], SESSIONS)
     back = run_engine(tmp_path, engine, last, env)
     for (a,), (b,) in zip(back["rounds"], stayed["rounds"][-SESSIONS:], strict=True):
         assert a["prompt"] == b["prompt"]

@@ -4,8 +4,10 @@ from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tree_harness import MiniScheduler
 
-from kvtier_sglang.tier.scopes import joined, separate_adapters, separated
+from kvtier.tier.blobs.keys import Scope
+from kvtier_sglang.tier.scopes import joined, separate_adapters, separated, with_memory
 
 KEYS = st.text(alphabet="ae0123:|\0t", max_size=6)
 ADAPTERS = st.none() | st.text(alphabet="ae0123:", min_size=1, max_size=6)
@@ -33,3 +35,37 @@ def test_a_request_whose_extra_key_is_an_adapters_id_does_not_find_its_kv():
     assert request("tenant7f3", None) != request("tenant", "7f3")
     assert request(None, None) is None
     assert request("", None) is None
+
+
+class Matched:
+    """Which memory each request was matched behind."""
+
+    def __init__(self, **of_request: SimpleNamespace) -> None:
+        self.of_request = of_request
+
+    def memory_of(self, rid: str) -> SimpleNamespace | None:
+        return self.of_request.get(rid)
+
+
+def test_a_request_is_in_the_scope_of_the_memory_that_it_was_matched_behind(connect):
+    tier = MiniScheduler(link=connect()).tree.tier
+    memory = SimpleNamespace(digest="0123456789abcdef", prefix_ids=(7,) * 30)
+    tier.memories = Matched(behind=memory)
+    key = with_memory(joined("tenant", None), memory.digest)
+    expected = Scope("tenant", "salt", memory=memory.digest, memory_tokens=30)
+    assert tier.scope("behind", key, "salt") == expected
+    assert tier.scope("plain", joined("tenant", None), "salt") == Scope("tenant", "salt")
+    # Its memory was dropped before it was matched, or it has left it since.
+    assert tier.scope("plain", key, "salt") is None
+    assert tier.scope("behind", joined("tenant", None), "salt") is None
+
+
+def test_what_was_fetched_behind_a_memory_is_forgotten_by_who_is_not_behind_it_any_more(connect):
+    tier = MiniScheduler(link=connect()).tree.tier
+    memory = SimpleNamespace(digest="0123456789abcdef", prefix_ids=(7,) * 30)
+    tier.memories = Matched(stays=memory)
+    for rid in ("stays", "leaves"):
+        tier.fetches.decline(rid, Scope(memory=memory.digest))
+        tier.matched(rid)
+    assert tier.take("stays") is not None
+    assert tier.take("leaves") is None

@@ -113,7 +113,7 @@ def test_equal_tokens_of_another_adapter_extra_key_or_salt_share_nothing(connect
     turn(a, PROMPT, [1, 2])
     assert a.tree.tier.link.flush(10)
     found = [
-        a.tree.tier.scope(extra_key, salt)
+        a.tree.tier.scope("rid", extra_key, salt)
         for extra_key in (joined("", None), joined("lora", None), joined("", "lora"))
         for salt in (None, "salt")
     ]
