@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtier.heads.reference.attention import AttentionState, Block, attend, attend_own, attending
+from kvtier.heads.reference.attention import AttentionState, Block, attend, attending
 from kvtier.heads.reference.compaction import rotation_of
+from kvtier.heads.reference.session import ClassCache
 from kvtier_kernels.memory.base import MemoryLayer, lookup_keys, project
 from kvtier_kernels.scores import Rotation, unrotate
 
@@ -165,13 +166,10 @@ def reading(
 
     def attend_layer(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         grouped = q[0].view(k.shape[1], -1, *q.shape[2:])
-        begin = length + held.tokens(layer)
+        cache = held.of_layer(layer, k.shape[1])
+        begin = length + cache.num_entries
         positions = torch.arange(begin, begin + q.shape[2], device=q.device)
-        state = attend_own(grouped, k[0], v[0], scale)
-        rows = grouped.flatten(1, 2)
-        for block in held.blocks(layer):
-            state = state.merge(attend(rows, block, scale))
-        held.add(layer, Block(k[0], v[0]))
+        state = cache.attend_state(grouped, k[0], v[0], scale)
         rotation = rotation_of(model, k[0], positions)
         found = prefix.state(layer, Asked(grouped, rotation, positions - length, scale))
         if found is not None:
@@ -182,22 +180,23 @@ def reading(
 
 
 class OwnKV:
-    """The KV of a request behind a prefix, layer by layer."""
+    """The KV of a request behind a prefix, layer by layer. dtype: of the KV cache that is imitated,
+    such as fp8; None: the model's own."""
 
-    def __init__(self) -> None:
-        self._blocks: dict[int, list[Block]] = {}
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+        self._caches: dict[int, ClassCache] = {}
 
-    def blocks(self, layer: int) -> list[Block]:
+    def of_layer(self, layer: int, heads: int) -> ClassCache:
+        """Of so many KV heads."""
+        if layer not in self._caches:
+            self._caches[layer] = ClassCache(tuple(range(heads)), self._dtype)
+        return self._caches[layer]
+
+    @property
+    def num_tokens(self) -> int:
         """Of the passes so far."""
-        return self._blocks.get(layer, [])
-
-    def tokens(self, layer: int) -> int:
-        """In all of them."""
-        return sum(block.k.shape[1] for block in self.blocks(layer))
-
-    def add(self, layer: int, block: Block) -> None:
-        """What a pass computed."""
-        self._blocks.setdefault(layer, []).append(block)
+        return max((cache.num_entries for cache in self._caches.values()), default=0)
 
 
 @torch.inference_mode()
@@ -206,7 +205,7 @@ def logits_behind(
 ) -> Tensor:
     """Logits `[tokens, vocab]` float32 of a request's tokens behind a prefix of so many."""
     held = OwnKV() if own is None else own
-    first = length + held.tokens(0)
+    first = length + held.num_tokens
     positions = torch.arange(first, first + len(ids), device=model.device)[None]
     with reading(model, prefix, length, held):
         output = model(
@@ -217,10 +216,15 @@ def logits_behind(
 
 
 def generate_behind(
-    model: Any, prefix: Prefix, length: int, prompt_ids: Sequence[int], new_tokens: int
+    model: Any,
+    prefix: Prefix,
+    length: int,
+    prompt_ids: Sequence[int],
+    new_tokens: int,
+    kv_dtype: torch.dtype | None = None,
 ) -> list[int]:
-    """Greedy tokens behind a prefix of so many."""
-    own, answer = OwnKV(), list[int]()
+    """Greedy tokens behind a prefix of so many. kv_dtype: as in `OwnKV`."""
+    own, answer = OwnKV(kv_dtype), list[int]()
     logits = logits_behind(model, prefix, length, prompt_ids, own)
     while True:
         answer.append(int(logits[-1].argmax()))

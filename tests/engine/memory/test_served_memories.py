@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from compressing import POLICIES
 from engine_process import DEMO_MODEL, run_engine, run_script
 from stored_memories import tokens
@@ -37,13 +38,17 @@ def said(out: dict[str, Any]) -> list[list[list[int]]]:
 
 
 def expected(
-    model: Any, prefix: Prefix, length: int, turns: Sequence[Sequence[int]]
+    model: Any,
+    prefix: Prefix,
+    length: int,
+    turns: Sequence[Sequence[int]],
+    kv_dtype: torch.dtype | None = None,
 ) -> list[list[int]]:
     """Turn by turn, where nothing of a context is dropped."""
     context, answers = list[int](), list[list[int]]()
     for turn in turns:
         context += turn
-        answers.append(generate_behind(model, prefix, length, context, NEW))
+        answers.append(generate_behind(model, prefix, length, context, NEW, kv_dtype))
         context += answers[-1]
     return answers
 
@@ -83,6 +88,27 @@ def test_tokens_are_those_of_the_reference_in_mixed_batches(tmp_path, model, sto
     assert 0 < memories["fell_back"] < memories["lookups"]
     assert memories["opted_out"] == 2
     assert [one["cached_tokens"] for one in out["rounds"][0]][:2] == [500, 150]
+
+
+def test_a_session_in_fp8_behind_a_memory_in_the_models_dtype(tmp_path, model, stored, env):
+    rng = random.Random(8)
+    turns = [[tokens(rng, 60), tokens(rng, 25)], [tokens(rng, 110), tokens(rng, 3)]]
+    first = [
+        {"input_ids": [*one.prefix, *own[0]], "max_new_tokens": NEW}
+        for one, own in zip(stored, turns, strict=True)
+    ]
+    second = [
+        {"input_ids": own[1], "max_new_tokens": NEW, "continues": [0, index]}
+        for index, own in enumerate(turns)
+    ]
+    del env["KVTIER_HEAD_PROFILE"]
+    fp8 = {**ENGINE, "kv_cache_dtype": "fp8_e4m3"}
+    out = run_engine(tmp_path, fp8, [first, second], env)
+    wanted = [
+        expected(model, MemoryPrefix(one.memory.layers), len(one.prefix), own, torch.float8_e4m3fn)
+        for one, own in zip(stored, turns, strict=True)
+    ]
+    assert [list(turns) for turns in zip(*said(out), strict=True)] == wanted
 
 
 def test_a_request_that_entries_do_not_know_is_answered_from_the_exact_prefix(
