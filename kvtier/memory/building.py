@@ -141,8 +141,10 @@ def with_requeueing(model: Any, built: Built, judging: Sequence[Trace]) -> Built
 
 
 def _layers_with_entries(layers: int, recipe: Recipe) -> Sequence[int]:
-    """Which layers want entries: all for states, a few for a gate alone."""
-    return range(layers) if recipe.state_heads else range(0, layers, -(-layers // GATE_LAYERS))
+    """Which layers want entries: all for states, a few for a gate alone. Not the first of a deep
+    model: its queries are of single tokens, and every new word would be too far."""
+    step = -(-layers // GATE_LAYERS)
+    return range(layers) if recipe.state_heads else range(step // 4, layers, step)
 
 
 def _judge(made: Collected, judged: Collected, at: int, recipe: Recipe, seed: int) -> _Judged:
