@@ -118,6 +118,12 @@ class RedisSettings(Section):
         None,
         description="Certificate authorities to trust for rediss:// (PEM). None: the system's.",
     )
+    certificate: Path | None = Field(
+        None,
+        description="This client's certificate (PEM), for a Redis that asks for one (mutual TLS); "
+        "a renewed one is taken at the next connection.",
+    )
+    key: Path | None = Field(None, description="Key of the certificate (PEM).")
     timeout_s: float = Field(
         0.5,
         gt=0,
@@ -137,14 +143,18 @@ class RedisSettings(Section):
         return url
 
     @model_validator(mode="after")
-    def _an_authority_is_used(self) -> Self:
-        if self.ca is None:
-            return self
-        if self.url is None or parse_address(self.url.get_secret_value()).scheme != "rediss":
-            # A user who names an authority means to be encrypted.
-            raise refusal("ca", "a rediss:// url of Redis beside it", self.ca)
-        if not self.ca.is_file():
-            raise refusal("ca", "an existing PEM file", self.ca)
+    def _tls_is_used(self) -> Self:
+        files = {"ca": self.ca, "certificate": self.certificate, "key": self.key}
+        given = {name: path for name, path in files.items() if path is not None}
+        for name, path in given.items():
+            if self.url is None or parse_address(self.url.get_secret_value()).scheme != "rediss":
+                # A user who names an authority or a certificate means to be encrypted.
+                raise refusal(name, "a rediss:// url of Redis beside it", path)
+            if not path.is_file():
+                raise refusal(name, "an existing PEM file", path)
+        if (self.certificate is None) != (self.key is None):
+            missing = "key" if self.key is None else "certificate"
+            raise refusal(missing, "certificate and key of Redis together", None)
         return self
 
 

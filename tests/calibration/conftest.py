@@ -14,8 +14,8 @@ from kvtier.calibration.store.redis import RedisStore
 def _no_outside_settings(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     """No test reads or writes the calibrations of the user who runs it."""
     monkeypatch.chdir(tmp_path)
-    for name in ("KVTIER_CONFIG", "KVTIER_REDIS_URL", "KVTIER_REDIS_CA"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("CONFIG", "REDIS_URL", "REDIS_CA", "REDIS_CERTIFICATE", "REDIS_KEY"):
+        monkeypatch.delenv(f"KVTIER_{name}", raising=False)
     monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
 
 

@@ -84,6 +84,8 @@ _REFRESHING = st.fixed_dictionaries(
 )
 _TLS_FILES = dict.fromkeys(("tier_ca", "tier_certificate", "tier_key"), Path(__file__))
 
+_REDIS_TLS_FILES = dict.fromkeys(("redis_ca", "redis_certificate", "redis_key"), Path(__file__))
+
 
 @st.composite
 def _valid_settings(draw):
@@ -99,7 +101,7 @@ def _valid_settings(draw):
             values |= draw(st.sampled_from([{}, {"head_budgets": "adaptive"}]))
     values |= draw(st.sampled_from([{}, _TLS_FILES]))
     if values.get("redis_url", "").startswith("rediss:"):
-        values |= draw(st.sampled_from([{}, {"redis_ca": Path(__file__)}]))
+        values |= draw(st.sampled_from([{}, {"redis_ca": Path(__file__)}, _REDIS_TLS_FILES]))
     return values
 
 
@@ -115,7 +117,7 @@ def test_any_settings_survive_the_trip_through_the_environment(values):
 
 
 def test_generated_settings_are_of_every_kind():
-    drawn = {*_LOOSE, *_TLS_FILES, "redis_ca", "refresh_when", "refresh_moved", "merge_form"}
+    drawn = {*_LOOSE, *_TLS_FILES, *_REDIS_TLS_FILES, "refresh_when", "refresh_moved", "merge_form"}
     drawn.add("head_budgets")
     drawn |= set(_RULES)
     assert drawn == {setting.path.replace(".", "_") for setting in SETTINGS}

@@ -77,6 +77,8 @@ EXAMPLES = {
     "calibration.poll_s": (0.5, {}),
     "redis.url": ("rediss://cache:6380/2", {}),
     "redis.ca": ("a.pem", {"redis.url": "rediss://cache"}),
+    "redis.certificate": ("b.pem", {"redis.url": "rediss://cache", "redis.key": "c.pem"}),
+    "redis.key": ("c.pem", {"redis.url": "rediss://cache", "redis.certificate": "b.pem"}),
     "redis.timeout_s": (0.25, {}),
 }
 

