@@ -21,7 +21,7 @@ PACKAGES = {
 MOST_LINES, MOST_MODULES = 350, 12
 CODE = (
     *("kvtier", "kernels", "services", "sglang_patches"),
-    *("benchmarks", "docs", "examples", "models", "tests"),
+    *("benchmarks", "deploy", "docs", "examples", "models", "tests"),
 )
 # Generated; and the code of others, where a developer has it.
 NOT_OURS = ("kvtier/v1", "benchmarks/peers/kernels", "benchmarks/peers/.venv")

@@ -30,8 +30,9 @@ def _secrets(manifests: Manifests, workload: Workload) -> Iterator[str]:
         secret = volume.get("secret")
         if secret is None or secret.get("optional"):
             continue
-        if secret["secretName"] not in _made(manifests):
-            yield f"{workload.title}: volume {name}: nothing makes the Secret {secret['secretName']}"
+        wanted = secret["secretName"]
+        if wanted not in _made(manifests):
+            yield f"{workload.title}: volume {name}: nothing makes the Secret {wanted}"
         if not workload.pod.get("securityContext", {}).get("fsGroup"):
             yield f"{workload.title}: volume {name}: without fsGroup its key cannot be read"
 

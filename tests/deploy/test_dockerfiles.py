@@ -1,0 +1,59 @@
+"""The images' recipes: hadolint has nothing to say, and what they begin with is named by digest."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.checks.images import DIGEST
+from deploy.checks.rendering import DEPLOY
+
+IMAGES = DEPLOY / "image"
+RECIPES = sorted(IMAGES.glob("*/Dockerfile"))
+
+
+def hadolint(recipe: Path) -> str:
+    """What it says; empty where all is fine."""
+    binary = Path(sys.executable).with_name("hadolint")
+    command = [str(binary), "--no-color", "--config", str(IMAGES / "hadolint.yaml"), str(recipe)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode == 0) == (not done.stdout), done
+    return done.stdout
+
+
+def base(recipe: str) -> str:
+    found = re.search(r"^ARG BASE=(\S+)$", recipe, re.MULTILINE)
+    return found[1] if found else ""
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.parent.name)
+def test_a_recipe_is_fine(recipe):
+    assert hadolint(recipe) == ""
+    assert DIGEST.search(base(recipe.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rule"),
+    [
+        ("FROM ${BASE}\n", "FROM python:latest\n", "DL3007"),
+        ("USER 10001:10001", "USER root", "DL3002"),
+        ("--no-install-recommends ", "", "DL3015"),
+        (" && rm -rf /var/lib/apt/lists/* \\\n   ", "", "DL3009"),
+        ('ENTRYPOINT ["tini", "--", "kvtier"]', "ENTRYPOINT tini -- kvtier", "DL3025"),
+    ],
+)
+def test_a_planted_mistake_in_a_recipe_is_found(tmp_path, old, new, rule):
+    text = (IMAGES / "tier" / "Dockerfile").read_text()
+    assert old in text
+    recipe = tmp_path / "Dockerfile"
+    recipe.write_text(text.replace(old, new))
+    assert rule in hadolint(recipe)
+
+
+def test_all_images_begin_with_the_same():
+    assert len({base(recipe.read_text()) for recipe in RECIPES}) == 1
+    assert not DIGEST.search(base("ARG BASE=python:3.11-slim\n"))
