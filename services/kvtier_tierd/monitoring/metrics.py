@@ -10,6 +10,7 @@ kvtier_tier_quarantined_total{namespace}               blobs whose stored copy d
 kvtier_tier_errors_total{method, code}                 calls that failed, by gRPC status
 kvtier_tier_used_bytes, _capacity_bytes, _blobs        of the store
 kvtier_tier_evictions_total                            of the store
+kvtier_tier_shed_total                                 blobs that a restart loses: the disk was late
 kvtier_tier_leases, kvtier_tier_leases_expired_total   of the shared memory
 
 Without --namespace a client may call itself whatever it likes, and every label is a series that
@@ -116,6 +117,7 @@ class _Collector:
             yield GaugeMetricFamily(f"kvtier_tier_{name}", f"{_SEE}: {name}.", value)
         for name, value in (
             ("evictions", now.store.evictions),
+            ("shed", now.store.shed),
             ("leases_expired", now.leases_expired),
         ):
             yield CounterMetricFamily(f"kvtier_tier_{name}", f"{_SEE}: {name}.", value)

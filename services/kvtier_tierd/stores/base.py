@@ -101,6 +101,7 @@ class StoreStats:
     """What a store holds. Bytes count payloads as the store's budget does.
 
     evictions, quarantined: since it was opened.
+    shed:       blobs that were to be written to disk as well and never were, since it was opened.
     namespaces: bytes by namespace.
     """
 
@@ -110,6 +111,7 @@ class StoreStats:
     blobs: int
     evictions: int = 0
     quarantined: int = 0
+    shed: int = 0
     namespaces: dict[str, int] = field(default_factory=dict)
 
 

@@ -236,6 +236,7 @@ class LayeredStore(BlobStore):
             blobs=max(memory.blobs, disk.blobs),
             evictions=memory.evictions + disk.evictions,
             quarantined=self.quarantined,
+            shed=self.shed,
             namespaces=namespaces,
         )
 

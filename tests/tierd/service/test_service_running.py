@@ -119,6 +119,7 @@ def test_stats_and_metrics_say_what_happened(memory_directory):
             "blobs 2.0",
             "leases 0.0",
             "evictions_total 0.0",
+            "shed_total 0.0",
             "leases_expired_total 0.0",
         ):
             assert f"\nkvtier_tier_{line}\n" in said, line
