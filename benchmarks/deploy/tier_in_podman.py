@@ -1,0 +1,330 @@
+"""The tier as deploy/overlays/production deploys it, in a real container: is it confined, scraped,
+drained at SIGTERM, and does it have everything that it acknowledged when it is started again?
+
+    podman build -f deploy/image/tier/Dockerfile -t localhost/kvtier-tier:0.1.0 .
+    python -m benchmarks.deploy.tier_in_podman
+
+The StatefulSet is rendered by kustomize and played by podman: uid, capabilities, seccomp, read-only
+root, flags and grace period are the manifest's. Sizes are smaller, the Secret's and the claim's
+volumes are folders, and there is no Service (benchmarks/deploy/podman.py). Clients come over mutual
+TLS. While they put one blob after the other the container gets SIGTERM; what a put returned for is
+acknowledged, and read back from the next container over the same folder, bit by bit.
+
+Without a registry a base can be made of Debian's packages, and be named by --build-arg BASE:
+
+    mmdebstrap --variant=minbase --include=ca-certificates,python3-venv bookworm - \\
+        | podman import - localhost/debian-python
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.bars import Bar
+from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
+from benchmarks.common.table import new_table, show
+from benchmarks.deploy.podman import Podman, PodmanError, as_pod, write
+from benchmarks.tier.transport.paths import Bytes
+from benchmarks.tier.transport.processes import HOST, make_certificates
+from deploy.checks.manifests import Workload
+from deploy.checks.rendering import copy_tree, render
+from kvtier import __version__
+from kvtier.errors import TierError
+from kvtier.tier.client import Landing, Offer, TierClient, TlsFiles
+
+IMAGE = f"localhost/kvtier-tier:{__version__}"
+OVERLAY = Path("overlays") / "production"
+# Of the manifest's container; the folders of its volumes are given to that user.
+USER = 10001
+# A quarter of the memory holds all that is put: what waits for the disk beyond that stays in memory
+# only, and would be lost by design.
+SMALLER = {"--memory": "1g", "--disk": "2g", "--transfer-memory": "64m", "--max-blob": "16m"}
+POD, CONTAINER = "kvtier-tier", "kvtier-tier-tier"
+START_S, LOOK_S = 60.0, 0.05
+CLIENT_TIMEOUT_S = 10.0
+
+
+@dataclass
+class Seen:
+    """What became of the tier. acknowledged: positions of blobs whose put returned."""
+
+    confined: dict[str, Any] = field(default_factory=dict)
+    acknowledged: list[int] = field(default_factory=list)
+    acknowledged_after_sigterm: int = 0
+    scraped: dict[str, float] = field(default_factory=dict)
+    refused: dict[str, bool] = field(default_factory=dict)
+    not_ready_while_draining: bool = False
+    exit_code: int | None = None
+    ended_s: float = 0.0
+    started_again_s: float = 0.0
+    lost: int = 0
+    corrupt: int = 0
+
+
+def declare(arguments: Arguments) -> None:
+    arguments.add("--podman", default="podman", metavar="PROGRAM", help="(%(default)s)")
+    arguments.add("--image", default=IMAGE, help="of deploy/image/tier (%(default)s)")
+    arguments.size("--blob", "1m", "of each blob")
+    arguments.whole("--blobs", 60, "to put before SIGTERM, and as many at most after it", least=8)
+
+
+def run(options: Options) -> Measured:
+    podman = Podman(options.podman)
+    if not podman.has_image(options.image):
+        raise PodmanError(f"no image {options.image}; see the head of this benchmark's file")
+    with tempfile.TemporaryDirectory(prefix="kvtier-podman-") as name:
+        seen = measure(podman, options, Path(name))
+    show(make_table(seen))
+    figures = {"podman": podman("--version").strip(), "smaller": SMALLER, **vars(seen)}
+    figures["acknowledged"] = len(seen.acknowledged)
+    return Measured(figures, make_bars(seen, options))
+
+
+def tier(folder: Path) -> Workload:
+    """The rendered StatefulSet."""
+    manifests = render(copy_tree(folder) / OVERLAY)
+    found = manifests.find("StatefulSet", POD)
+    assert found is not None
+    return Workload(found)
+
+
+def measure(podman: Podman, options: Options, folder: Path) -> Seen:
+    workload, seen = tier(folder), Seen()
+    places = {name: folder / name for name in ("certificates", "store")}
+    tls = prepare(places)
+    manifest = write(as_pod(workload, options.image, places, SMALLER), folder / "pod.yaml")
+    data = Bytes(options.blob, 2 * options.blobs, options.seed)
+    (container,) = workload.containers
+    address, web = f"{HOST}:{container.ports['grpc']}", container.ports["metrics"]
+    grace_s = workload.pod["terminationGracePeriodSeconds"]
+    with playing(podman, manifest, web):
+        seen.confined = confinement(podman)
+        seen.refused = refusals(address, tls)
+        put_until_drained(podman, options, data, seen, (address, tls, web), grace_s)
+    began = time.perf_counter()
+    with playing(podman, manifest, web):
+        seen.started_again_s = time.perf_counter() - began
+        read_back(data, seen, address, tls)
+    return seen
+
+
+def prepare(places: dict[str, Path]) -> TlsFiles:
+    """Folders as a cluster would mount them: of the Pod's user, with a Secret's file names."""
+    for path in places.values():
+        path.mkdir()
+    flags, tls = make_certificates(places["certificates"], "kvtier-engine")
+    for given, name in zip(flags[1::2], ("tls.crt", "tls.key", "ca.crt"), strict=True):
+        Path(given).rename(places["certificates"] / name)
+    for path in [*places.values(), *places["certificates"].iterdir()]:
+        os.chown(path, USER, USER)
+    # The folder around them is this user's alone.
+    places["store"].parent.chmod(0o711)
+    return tls
+
+
+@contextmanager
+def playing(podman: Podman, manifest: Path, web: int) -> Iterator[None]:
+    """The Pod, from when it is ready."""
+    podman("play", "kube", str(manifest))
+    try:
+        wait_for(lambda: asked(web, "/readyz") == 200, podman)
+        yield
+    finally:
+        podman("pod", "rm", "--force", POD)
+
+
+def wait_for(met: Callable[[], bool], podman: Podman) -> None:
+    deadline = time.monotonic() + START_S
+    while not met():
+        if time.monotonic() > deadline:
+            raise PodmanError(f"not ready after {START_S:g} s:\n{podman('logs', CONTAINER)}")
+        time.sleep(LOOK_S)
+
+
+def asked(web: int, path: str) -> int | None:
+    """The status of an answer; None where there is none."""
+    try:
+        with urllib.request.urlopen(f"http://{HOST}:{web}{path}", timeout=5) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+    except OSError:
+        return None
+
+
+def confinement(podman: Podman) -> dict[str, Any]:
+    """What the kernel says of the service's process, and what its root says to a writer."""
+    pid = podman("container", "inspect", "--format", "{{.State.Pid}}", CONTAINER).strip()
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    status = dict(line.split(":\t", 1) for line in lines)
+    try:
+        podman("exec", CONTAINER, "touch", "/written")
+        writable = True
+    except PodmanError as error:
+        writable = "Read-only file system" not in str(error)
+    return {
+        "uids": sorted(set(status["Uid"].split())),
+        "capabilities": status["CapEff"].strip(),
+        "capability_bounds": status["CapBnd"].strip(),
+        "seccomp_mode": int(status["Seccomp"]),
+        "no_new_privileges": int(status["NoNewPrivs"]),
+        "root_is_writable": writable,
+    }
+
+
+def refusals(address: str, tls: TlsFiles) -> dict[str, bool]:
+    """Clients that must not come in, and whether they are kept out."""
+    strangers: dict[str, tuple[str, TlsFiles | None]] = {
+        "no certificate": ("kvtier-engine", None),
+        "another name than the certificate's": ("other", tls),
+    }
+    found = {}
+    for what, (namespace, files) in strangers.items():
+        with TierClient(address, namespace, tls=files, timeout_s=2.0, shared=False) as client:
+            try:
+                client.connect()
+                found[what] = False
+            except TierError:
+                found[what] = True
+    return found
+
+
+def put_until_drained(
+    podman: Podman,
+    options: Options,
+    data: Bytes,
+    seen: Seen,
+    where: tuple[str, TlsFiles, int],
+    grace_s: int,
+) -> None:
+    address, tls, web = where
+    signalled = threading.Event()
+    with TierClient(
+        address, "kvtier-engine", tls=tls, timeout_s=CLIENT_TIMEOUT_S, shared=False
+    ) as client:
+        client.connect()
+        for position in range(options.blobs):
+            client.put(data.blobs[position])
+            seen.acknowledged.append(position)
+        seen.scraped = scrape(web)
+        # From now on in a thread, so that puts are under way when SIGTERM comes.
+        writer = threading.Thread(
+            target=put_on, args=(client, data, options.blobs, seen, signalled)
+        )
+        writer.start()
+        time.sleep(0.1)
+        began = time.perf_counter()
+        signalled.set()
+        stopping = subprocess.Popen(
+            [podman.program, "pod", "stop", "--time", str(grace_s), POD],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        while stopping.poll() is None:
+            seen.not_ready_while_draining |= asked(web, "/readyz") == 503
+            time.sleep(LOOK_S / 5)
+        seen.ended_s = time.perf_counter() - began
+        writer.join()
+    seen.exit_code = podman.state(CONTAINER)["ExitCode"]
+
+
+def put_on(
+    client: TierClient, data: Bytes, first: int, seen: Seen, signalled: threading.Event
+) -> None:
+    """Until a put is refused, which is what a drain does."""
+    for position in range(first, data.count):
+        try:
+            client.put(data.blobs[position])
+        except TierError:
+            return
+        seen.acknowledged.append(position)
+        seen.acknowledged_after_sigterm += signalled.is_set()
+
+
+def scrape(web: int) -> dict[str, float]:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urllib.request.urlopen(f"http://{HOST}:{web}/metrics", timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    wanted = ("kvtier_tier_blobs", "kvtier_tier_used_bytes", "kvtier_tier_shed_total")
+    found = {one.name: one.value for family in families for one in family.samples}
+    return {name: found[name] for name in wanted}
+
+
+def read_back(data: Bytes, seen: Seen, address: str, tls: TlsFiles) -> None:
+    data.landing[:] = 1
+    with TierClient(
+        address, "kvtier-engine", tls=tls, timeout_s=CLIENT_TIMEOUT_S, shared=False
+    ) as client:
+        client.connect()
+        outcome = client.get(data.keys, data.land, data.num_bytes)
+    for position in seen.acknowledged:
+        landed = outcome[position] is Landing.LANDED
+        seen.lost += not landed
+        theirs = data.land(Offer(position, data.blob_bytes, b""))
+        seen.corrupt += landed and bytes(data.blobs[position].payload[0]) != bytes(theirs)
+
+
+def make_table(seen: Seen) -> Any:
+    table = new_table("The tier from its manifest, under podman", ("what", "found"))
+    for name, value in seen.confined.items():
+        table.add_row(name.replace("_", " "), str(value))
+    for what, refused in seen.refused.items():
+        table.add_row(f"a client with {what}", "refused" if refused else "let in")
+    for name, number in seen.scraped.items():
+        table.add_row(name, f"{number:.0f}")
+    table.add_row("blobs acknowledged", str(len(seen.acknowledged)))
+    table.add_row("of them after SIGTERM was sent", str(seen.acknowledged_after_sigterm))
+    table.add_row("ended after SIGTERM", f"{seen.ended_s:.2f} s, exit code {seen.exit_code}")
+    table.add_row("ready again after", f"{seen.started_again_s:.2f} s")
+    table.add_row("lost, corrupt", f"{seen.lost}, {seen.corrupt}")
+    return table
+
+
+def make_bars(seen: Seen, options: Options) -> list[Bar]:
+    confined = seen.confined
+    no_capabilities = {confined["capabilities"], confined["capability_bounds"]} == {"0" * 16}
+    return [
+        Bar("an ordinary user", confined["uids"], confined["uids"] == [str(USER)]),
+        Bar("no capabilities", confined["capabilities"], no_capabilities),
+        Bar("a seccomp filter", confined["seccomp_mode"], confined["seccomp_mode"] == 2),
+        Bar("no new privileges", confined["no_new_privileges"], confined["no_new_privileges"] == 1),
+        Bar("read-only root", confined["root_is_writable"], not confined["root_is_writable"]),
+        Bar("strangers refused", seen.refused, all(seen.refused.values())),
+        Bar(
+            "scraped",
+            seen.scraped,
+            seen.scraped["kvtier_tier_blobs"] == options.blobs,
+            "as many blobs as were put",
+        ),
+        Bar("drained", seen.exit_code, seen.exit_code == 0, "exit code 0"),
+        Bar("acknowledged and lost", seen.lost, seen.lost == 0, "0"),
+        Bar("acknowledged and corrupt", seen.corrupt, seen.corrupt == 0, "0"),
+    ]
+
+
+BENCHMARK = Benchmark(
+    "deploy.tier_in_podman",
+    __doc__,
+    declare,
+    run,
+    out=RESULTS / "tier-in-podman.json",
+    seeded="of the blobs",
+)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    sys.exit(main())
