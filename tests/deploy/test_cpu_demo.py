@@ -1,0 +1,136 @@
+"""The cpu-demo's Pod as processes: both containers with the flags and settings of the manifest."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from live_server import free_port, stop, wait_until_healthy
+from tierd.live_tier import eventually
+
+from deploy.checks.manifests import Container, Manifests
+from deploy.checks.rendering import DEPLOY
+
+pytestmark = pytest.mark.engine
+
+DEMO_MODEL = DEPLOY.parent / "models" / "kvtier-demo"
+PROMPT_TOKENS = 600
+
+
+class Demo:
+    """Paths and ports of a container are moved to where they are free here, and nothing else is.
+
+    folder: short, because the path of a socket has to be.
+    """
+
+    def __init__(self, manifests: Manifests, folder: Path) -> None:
+        (workload,) = manifests.workloads
+        self.manifests, self.folder = manifests, folder
+        self.grace_s = workload.pod["terminationGracePeriodSeconds"]
+        self.containers = {one.name: one for one in workload.containers}
+        self.port, self.metrics = free_port(), free_port()
+        self.moved = {
+            "/opt/kvtier/models/kvtier-demo": str(DEMO_MODEL),
+            "/run/kvtier": str(folder),
+            "0.0.0.0": "127.0.0.1",
+            "=30000": f"={self.port}",
+            "=9400": f"={self.metrics}",
+        }
+
+    def here(self, text: str) -> str:
+        for theirs, ours in self.moved.items():
+            text = text.replace(theirs, ours)
+        return text
+
+    def start(self, name: str) -> subprocess.Popen[bytes]:
+        container: Container = self.containers[name]
+        program, *words = map(self.here, self.manifests.expanded(container))
+        assert program == "kvtier"
+        settings = self.manifests.environment(container)
+        settings = {key: self.here(value) for key, value in settings.items() if key != "HOME"}
+        with (self.folder / f"{name}.log").open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "kvtier", *words],
+                env=os.environ | settings,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd=self.folder,
+            )
+
+    def ask(self, path: str, body: object = None, key: str | None = None) -> tuple[int, str]:
+        """The status and text of the engine's answer."""
+        headers = {"Content-Type": "application/json"}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def tier_metric(self, name: str) -> float:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics}/metrics", timeout=10) as got:
+            lines = got.read().decode().splitlines()
+        return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
+
+
+def test_it_answers_locks_its_management_and_ends_with_its_turns_in_the_tier(rendered):
+    with tempfile.TemporaryDirectory(prefix="kvd") as name:
+        demo = Demo(rendered["cpu-demo"], Path(name))
+        tier = demo.start("tier")
+        engine = demo.start("engine")
+        try:
+            log = demo.folder / "engine.log"
+            wait_until_healthy(f"http://127.0.0.1:{demo.port}", engine, log)
+            eventually(lambda: demo.ask("/ready")[0] == 200, 60)
+            answers(demo)
+            management_is_locked(demo)
+            assert "sglang:" in demo.ask("/metrics")[1]
+            engine.terminate()
+            # While it drains, the router and the Service see this.
+            eventually(lambda: not_ready(demo, engine), 20)
+            began = time.monotonic()
+            assert engine.wait(60) == 0
+            assert time.monotonic() - began < demo.grace_s
+            assert demo.tier_metric("kvtier_tier_blobs") >= PROMPT_TOKENS // 256
+            tier.terminate()
+            assert tier.wait(30) == 0
+        finally:
+            for one in (engine, tier):
+                stop(one)
+
+
+def answers(demo: Demo) -> None:
+    prompt = [6 + i % 300 for i in range(PROMPT_TOKENS)]
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+    status, text = demo.ask("/generate", body)
+    assert (status, len(json.loads(text)["output_ids"])) == (200, 4)
+    models = json.loads(demo.ask("/v1/models")[1])["data"]
+    assert [one["id"] for one in models] == ["kvtier-demo"]
+
+
+def management_is_locked(demo: Demo) -> None:
+    """By the Pod's uid, which here is what stands for it."""
+    assert demo.ask("/flush_cache", {})[0] == 401
+    assert demo.ask("/flush_cache", {}, key="a-guess")[0] == 401
+    assert demo.ask("/flush_cache", {}, key="<fieldRef>")[0] == 200
+
+
+def not_ready(demo: Demo, engine: subprocess.Popen[bytes]) -> bool:
+    """503, or it has ended by now."""
+    try:
+        return demo.ask("/ready")[0] == 503
+    except OSError:
+        return engine.poll() is not None
