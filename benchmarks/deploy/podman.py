@@ -72,9 +72,10 @@ def as_pod(
     container["imagePullPolicy"] = "Never"
     container["args"] = [_changed(word, flags) for word in container["args"]]
     pod["hostNetwork"] = True
-    # Podman knows no probes over HTTP without curl in the image; they are asked from outside.
-    for probe in ("readinessProbe", "livenessProbe"):
-        container.pop(probe)
+    # Podman publishes no ports in the machine's network, and asks probes with a curl that the image
+    # would have to have; they are asked from outside.
+    for name in ("ports", "readinessProbe", "livenessProbe"):
+        container.pop(name)
     # Accounts are a cluster's.
     pod.pop("serviceAccountName")
     kept = [one for one in pod.get("volumes", []) if one["name"] not in folders]

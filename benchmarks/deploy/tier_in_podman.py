@@ -7,8 +7,9 @@ drained at SIGTERM, and does it have everything that it acknowledged when it is 
 The StatefulSet is rendered by kustomize and played by podman: uid, capabilities, seccomp, read-only
 root, flags and grace period are the manifest's. Sizes are smaller, the Secret's and the claim's
 volumes are folders, and there is no Service (benchmarks/deploy/podman.py). Clients come over mutual
-TLS. While they put one blob after the other the container gets SIGTERM; what a put returned for is
-acknowledged, and read back from the next container over the same folder, bit by bit.
+TLS. The container gets SIGTERM while one of them puts blob after blob and another is in the middle
+of a put; what a put returned for is acknowledged, and read back from the next container over the
+same folder. It wants root, who may give folders to the Pod's user.
 
 Without a registry a base can be made of Debian's packages, and be named by --build-arg BASE:
 
@@ -22,10 +23,7 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,13 +34,21 @@ from benchmarks.common.bars import Bar
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
 from benchmarks.common.table import new_table, show
 from benchmarks.deploy.podman import Podman, PodmanError, as_pod, write
+from benchmarks.deploy.tier_clients import (
+    HalfPut,
+    Writer,
+    asked,
+    client,
+    missing_and_corrupt,
+    refusals,
+    scrape,
+)
 from benchmarks.tier.transport.paths import Bytes
 from benchmarks.tier.transport.processes import HOST, make_certificates
 from deploy.checks.manifests import Workload
 from deploy.checks.rendering import copy_tree, render
 from kvtier import __version__
-from kvtier.errors import TierError
-from kvtier.tier.client import Landing, Offer, TierClient, TlsFiles
+from kvtier.tier.client import TlsFiles
 
 IMAGE = f"localhost/kvtier-tier:{__version__}"
 OVERLAY = Path("overlays") / "production"
@@ -51,9 +57,9 @@ USER = 10001
 # A quarter of the memory holds all that is put: what waits for the disk beyond that stays in memory
 # only, and would be lost by design.
 SMALLER = {"--memory": "1g", "--disk": "2g", "--transfer-memory": "64m", "--max-blob": "16m"}
+METRICS = ("kvtier_tier_blobs", "kvtier_tier_used_bytes", "kvtier_tier_shed_total")
 POD, CONTAINER = "kvtier-tier", "kvtier-tier-tier"
-START_S, LOOK_S = 60.0, 0.05
-CLIENT_TIMEOUT_S = 10.0
+START_S, LOOK_S = 60.0, 0.01
 
 
 @dataclass
@@ -61,11 +67,11 @@ class Seen:
     """What became of the tier. acknowledged: positions of blobs whose put returned."""
 
     confined: dict[str, Any] = field(default_factory=dict)
-    acknowledged: list[int] = field(default_factory=list)
-    acknowledged_after_sigterm: int = 0
-    scraped: dict[str, float] = field(default_factory=dict)
     refused: dict[str, bool] = field(default_factory=dict)
+    scraped: dict[str, float] = field(default_factory=dict)
+    acknowledged: list[int] = field(default_factory=list)
     not_ready_while_draining: bool = False
+    acknowledged_while_draining: bool = False
     exit_code: int | None = None
     ended_s: float = 0.0
     started_again_s: float = 0.0
@@ -77,7 +83,7 @@ def declare(arguments: Arguments) -> None:
     arguments.add("--podman", default="podman", metavar="PROGRAM", help="(%(default)s)")
     arguments.add("--image", default=IMAGE, help="of deploy/image/tier (%(default)s)")
     arguments.size("--blob", "1m", "of each blob")
-    arguments.whole("--blobs", 60, "to put before SIGTERM, and as many at most after it", least=8)
+    arguments.whole("--blobs", 60, "put before SIGTERM; as many more while it comes", least=8)
 
 
 def run(options: Options) -> Measured:
@@ -94,8 +100,7 @@ def run(options: Options) -> Measured:
 
 def tier(folder: Path) -> Workload:
     """The rendered StatefulSet."""
-    manifests = render(copy_tree(folder) / OVERLAY)
-    found = manifests.find("StatefulSet", POD)
+    found = render(copy_tree(folder) / OVERLAY).find("StatefulSet", POD)
     assert found is not None
     return Workload(found)
 
@@ -108,15 +113,20 @@ def measure(podman: Podman, options: Options, folder: Path) -> Seen:
     data = Bytes(options.blob, 2 * options.blobs, options.seed)
     (container,) = workload.containers
     address, web = f"{HOST}:{container.ports['grpc']}", container.ports["metrics"]
-    grace_s = workload.pod["terminationGracePeriodSeconds"]
     with playing(podman, manifest, web):
         seen.confined = confinement(podman)
         seen.refused = refusals(address, tls)
-        put_until_drained(podman, options, data, seen, (address, tls, web), grace_s)
+        with client(address, tls) as one:
+            for position in range(options.blobs):
+                one.put(data.blobs[position])
+                seen.acknowledged.append(position)
+        seen.scraped = scrape(web, METRICS)
+        grace_s = workload.pod["terminationGracePeriodSeconds"]
+        drain(podman, data, seen, (address, tls, web), grace_s)
     began = time.perf_counter()
     with playing(podman, manifest, web):
         seen.started_again_s = time.perf_counter() - began
-        read_back(data, seen, address, tls)
+        seen.lost, seen.corrupt = missing_and_corrupt(address, tls, data, seen.acknowledged)
     return seen
 
 
@@ -127,8 +137,11 @@ def prepare(places: dict[str, Path]) -> TlsFiles:
     flags, tls = make_certificates(places["certificates"], "kvtier-engine")
     for given, name in zip(flags[1::2], ("tls.crt", "tls.key", "ca.crt"), strict=True):
         Path(given).rename(places["certificates"] / name)
-    for path in [*places.values(), *places["certificates"].iterdir()]:
-        os.chown(path, USER, USER)
+    try:
+        for path in [*places.values(), *places["certificates"].iterdir()]:
+            os.chown(path, USER, USER)
+    except PermissionError as error:
+        raise PodmanError(f"only root can give folders to user {USER}: {error}") from error
     # The folder around them is this user's alone.
     places["store"].parent.chmod(0o711)
     return tls
@@ -149,20 +162,8 @@ def wait_for(met: Callable[[], bool], podman: Podman) -> None:
     deadline = time.monotonic() + START_S
     while not met():
         if time.monotonic() > deadline:
-            raise PodmanError(f"not ready after {START_S:g} s:\n{podman('logs', CONTAINER)}")
+            raise PodmanError(f"not so after {START_S:g} s:\n{podman('logs', CONTAINER)}")
         time.sleep(LOOK_S)
-
-
-def asked(web: int, path: str) -> int | None:
-    """The status of an answer; None where there is none."""
-    try:
-        with urllib.request.urlopen(f"http://{HOST}:{web}{path}", timeout=5) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code
-    except OSError:
-        return None
 
 
 def confinement(podman: Podman) -> dict[str, Any]:
@@ -185,97 +186,27 @@ def confinement(podman: Podman) -> dict[str, Any]:
     }
 
 
-def refusals(address: str, tls: TlsFiles) -> dict[str, bool]:
-    """Clients that must not come in, and whether they are kept out."""
-    strangers: dict[str, tuple[str, TlsFiles | None]] = {
-        "no certificate": ("kvtier-engine", None),
-        "another name than the certificate's": ("other", tls),
-    }
-    found = {}
-    for what, (namespace, files) in strangers.items():
-        with TierClient(address, namespace, tls=files, timeout_s=2.0, shared=False) as client:
-            try:
-                client.connect()
-                found[what] = False
-            except TierError:
-                found[what] = True
-    return found
-
-
-def put_until_drained(
-    podman: Podman,
-    options: Options,
-    data: Bytes,
-    seen: Seen,
-    where: tuple[str, TlsFiles, int],
-    grace_s: int,
+def drain(
+    podman: Podman, data: Bytes, seen: Seen, where: tuple[str, TlsFiles, int], grace_s: int
 ) -> None:
+    """SIGTERM, with puts under way."""
     address, tls, web = where
-    signalled = threading.Event()
-    with TierClient(
-        address, "kvtier-engine", tls=tls, timeout_s=CLIENT_TIMEOUT_S, shared=False
-    ) as client:
-        client.connect()
-        for position in range(options.blobs):
-            client.put(data.blobs[position])
-            seen.acknowledged.append(position)
-        seen.scraped = scrape(web)
-        # From now on in a thread, so that puts are under way when SIGTERM comes.
-        writer = threading.Thread(
-            target=put_on, args=(client, data, options.blobs, seen, signalled)
-        )
-        writer.start()
-        time.sleep(0.1)
-        began = time.perf_counter()
-        signalled.set()
-        stopping = subprocess.Popen(
-            [podman.program, "pod", "stop", "--time", str(grace_s), POD],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        while stopping.poll() is None:
-            seen.not_ready_while_draining |= asked(web, "/readyz") == 503
-            time.sleep(LOOK_S / 5)
-        seen.ended_s = time.perf_counter() - began
-        writer.join()
+    half = HalfPut(address, tls, data, data.count - 1)
+    writer = Writer(address, tls, data, range(len(seen.acknowledged), data.count - 1))
+    writer.start()
+    wait_for(lambda: bool(writer.acknowledged), podman)
+    began = time.perf_counter()
+    command = [podman.program, "pod", "stop", "--time", str(grace_s), POD]
+    stopping = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: asked(web, "/readyz") == 503, podman)
+    seen.not_ready_while_draining = True
+    seen.acknowledged_while_draining = half.go_on()
+    stopping.wait()
+    seen.ended_s = time.perf_counter() - began
+    writer.join()
     seen.exit_code = podman.state(CONTAINER)["ExitCode"]
-
-
-def put_on(
-    client: TierClient, data: Bytes, first: int, seen: Seen, signalled: threading.Event
-) -> None:
-    """Until a put is refused, which is what a drain does."""
-    for position in range(first, data.count):
-        try:
-            client.put(data.blobs[position])
-        except TierError:
-            return
-        seen.acknowledged.append(position)
-        seen.acknowledged_after_sigterm += signalled.is_set()
-
-
-def scrape(web: int) -> dict[str, float]:
-    from prometheus_client.parser import text_string_to_metric_families
-
-    with urllib.request.urlopen(f"http://{HOST}:{web}/metrics", timeout=10) as answer:
-        families = list(text_string_to_metric_families(answer.read().decode()))
-    wanted = ("kvtier_tier_blobs", "kvtier_tier_used_bytes", "kvtier_tier_shed_total")
-    found = {one.name: one.value for family in families for one in family.samples}
-    return {name: found[name] for name in wanted}
-
-
-def read_back(data: Bytes, seen: Seen, address: str, tls: TlsFiles) -> None:
-    data.landing[:] = 1
-    with TierClient(
-        address, "kvtier-engine", tls=tls, timeout_s=CLIENT_TIMEOUT_S, shared=False
-    ) as client:
-        client.connect()
-        outcome = client.get(data.keys, data.land, data.num_bytes)
-    for position in seen.acknowledged:
-        landed = outcome[position] is Landing.LANDED
-        seen.lost += not landed
-        theirs = data.land(Offer(position, data.blob_bytes, b""))
-        seen.corrupt += landed and bytes(data.blobs[position].payload[0]) != bytes(theirs)
+    seen.acknowledged += writer.acknowledged
+    seen.acknowledged += [half.position] * seen.acknowledged_while_draining
 
 
 def make_table(seen: Seen) -> Any:
@@ -287,7 +218,8 @@ def make_table(seen: Seen) -> Any:
     for name, number in seen.scraped.items():
         table.add_row(name, f"{number:.0f}")
     table.add_row("blobs acknowledged", str(len(seen.acknowledged)))
-    table.add_row("of them after SIGTERM was sent", str(seen.acknowledged_after_sigterm))
+    begun = "acknowledged" if seen.acknowledged_while_draining else "lost"
+    table.add_row("a put under way at SIGTERM", begun)
     table.add_row("ended after SIGTERM", f"{seen.ended_s:.2f} s, exit code {seen.exit_code}")
     table.add_row("ready again after", f"{seen.started_again_s:.2f} s")
     table.add_row("lost, corrupt", f"{seen.lost}, {seen.corrupt}")
@@ -309,6 +241,12 @@ def make_bars(seen: Seen, options: Options) -> list[Bar]:
             seen.scraped,
             seen.scraped["kvtier_tier_blobs"] == options.blobs,
             "as many blobs as were put",
+        ),
+        Bar("not ready while it drains", "503 at /readyz", seen.not_ready_while_draining),
+        Bar(
+            "a put under way at SIGTERM is acknowledged",
+            seen.acknowledged_while_draining,
+            seen.acknowledged_while_draining,
         ),
         Bar("drained", seen.exit_code, seen.exit_code == 0, "exit code 0"),
         Bar("acknowledged and lost", seen.lost, seen.lost == 0, "0"),
