@@ -22,6 +22,8 @@ def check(manifests: Manifests) -> list[str]:
         elif ours is not None and (ours["name"] not in PROGRAMS or ours["tag"] != __version__):
             findings.append(f"{where}: {image} is no image of kvtier {__version__}")
         findings += [f"{where}: {image}: {one} is not set" for one in PLACEHOLDERS if one in image]
+        if "//" in image:
+            findings.append(f"{where}: {image}: IMAGES ends with a slash")
     for one in manifests.of_kind("ConfigMap"):
         for key, value in one.get("data", {}).items():
             if any(placeholder in value for placeholder in PLACEHOLDERS) or not value:

@@ -193,6 +193,11 @@ OF_PROGRAMS = {
         "is no image of kvtier",
         lambda m: container(m, TIER).update(image="r.example/kvtier-tier:0.0.9"),
     ),
+    "a slash too many": Mistake(
+        "images",
+        "ends with a slash",
+        lambda m: container(m, TIER).update(image="r.example//kvtier-tier:0.1.0"),
+    ),
     "a value that is not set": Mistake(
         "images",
         "IMAGES is not set",
