@@ -1,7 +1,8 @@
 """Calibration: curves from retention to quality, and the store that serves them to engines.
 
     curves       the curve, its inverse and its fit
-    documents    curves and head profiles as JSON, with what they were measured on, and their keys
+    documents    curves, head profiles and published prefix memories as JSON, with what they were
+                 measured on, and their keys
     store        Redis, the embedded server, copies on disk, and the watcher of a serving engine
     measuring    contexts, what a kept share of them costs, and the curve of a model
     cli          `kvtier calibrate` and `kvtier calibration`

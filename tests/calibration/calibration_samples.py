@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.calibration.curves import Curve, Measurement
-from kvtier.calibration.documents import CurveDocument, ProfileDocument
+from kvtier.calibration.documents import CurveDocument, MemoryDocument, ProfileDocument
 from kvtier.heads.profile import ModelShape, window_profile
 
 MODEL, REVISION, POLICY, DTYPE = "org/model:7b", "0123456789abcdef", "compactor-32", "float32"
@@ -39,6 +39,23 @@ def curve_document(**changes: Any) -> CurveDocument:
 def profile_document(**changes: Any) -> ProfileDocument:
     profile = window_profile(SHAPE, MODEL).model_copy(update={"revision": REVISION, **changes})
     return ProfileDocument.of(profile)
+
+
+def memory_document(**changes: Any) -> MemoryDocument:
+    fields: dict[str, Any] = {
+        "model": MODEL,
+        "revision": REVISION,
+        "name": "tools",
+        "location": "/srv/memories/tools",
+        "digest": "ab" * 32,
+        "prefix_digest": "0123456789abcdef",
+        "prefix_tokens": 1400,
+        "dtype": DTYPE,
+        "requeue_above": 0.4,
+        "nll_gap": 0.0061,
+        "held_share": 0.218,
+    }
+    return MemoryDocument(**(fields | changes))
 
 
 def synthetic(

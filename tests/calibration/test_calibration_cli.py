@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from calibration_samples import curve_document, profile_document
+from calibration_samples import curve_document, memory_document, profile_document
 
-from kvtier.calibration.cli.store import format_seconds
+from kvtier.calibration.cli.listing import format_seconds
 from kvtier.cli import main
 
 
@@ -34,9 +34,10 @@ def test_an_empty_store_is_an_empty_list(kvtier):
 def test_the_list_says_what_how_good_how_old_and_for_how_long(kvtier, store):
     store.put(curve_document(created_at="2026-01-01T00:00:00Z"))
     store.put(profile_document())
+    store.put(memory_document())
     code, out, _ = kvtier("list")
     assert code == 0
-    curve, profile = (line for line in out.splitlines() if "kvtier:v1:" in line)
+    curve, memory, profile = (line for line in out.splitlines() if "kvtier:v1:" in line)
     for cell in (
         "curve",
         "org/model:7b",
@@ -46,13 +47,15 @@ def test_the_list_says_what_how_good_how_old_and_for_how_long(kvtier, store):
         "rmse 0.020, held out 0.030",
     ):
         assert cell in curve
+    for cell in ("memory", "loses 0.006 nats, holds 22%", ":tools "):
+        assert cell in memory
     for cell in ("profile", "0123456789abcdef", "0 s", "0.0% of heads"):
         assert cell in profile
     rows = json.loads(kvtier("list", "--format", "json")[1])
-    assert [row["kind"] for row in rows] == ["curve", "profile"]
+    assert [row["kind"] for row in rows] == ["curve", "memory", "profile"]
     assert rows[0]["key"] == str(curve_document().key)
     assert rows[0]["age_s"] > 86400
-    assert 990 < rows[1]["ttl_s"] <= 1000
+    assert 990 < rows[2]["ttl_s"] <= 1000
 
 
 def test_a_document_that_cannot_be_read_is_listed_as_such(kvtier, server):
@@ -62,6 +65,11 @@ def test_a_document_that_cannot_be_read_is_listed_as_such(kvtier, server):
     assert "invalid: document:" in out
     assert kvtier("show", curve_document().key)[0] == 2
     assert kvtier("delete", curve_document().key)[0] == 0
+
+
+def test_a_memory_that_was_not_measured_is_listed_as_such(kvtier, store):
+    store.put(memory_document(nll_gap=None, held_share=None))
+    assert "not measured" in kvtier("list")[1]
 
 
 def test_show_prints_the_document(kvtier, store):
@@ -74,7 +82,7 @@ def test_show_prints_the_document(kvtier, store):
 
 
 def test_what_is_exported_can_be_imported(kvtier, server, store, tmp_path):
-    documents = [curve_document(), profile_document()]
+    documents = [curve_document(), profile_document(), memory_document()]
     keys = [store.put(document) for document in documents]
     file = tmp_path / "all.json"
     code, out, _ = kvtier("export", file)
@@ -82,7 +90,7 @@ def test_what_is_exported_can_be_imported(kvtier, server, store, tmp_path):
     assert all(str(key) in out for key in keys)
     assert [path.name for path in tmp_path.iterdir()] == ["all.json"]
     server.admin.flushall()
-    assert kvtier("import", file)[1].count(" new ") == 2
+    assert kvtier("import", file)[1].count(" new ") == 3
     assert [store.get(key) for key in keys] == documents
     changed = curve_document(rmse=0.5)
     store.put(changed)

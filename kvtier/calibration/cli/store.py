@@ -13,22 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtier.calibration.cli.listing import print_rows, rows_of
 from kvtier.config import load_settings
-from kvtier.errors import CalibrationDocumentError
 
 if TYPE_CHECKING:
-    from kvtier.calibration.documents import Document
-    from kvtier.calibration.store.base import CalibrationStore, StoredKey
+    from kvtier.calibration.store.base import CalibrationStore
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-NOTHING = "-"
-PLAIN_WIDTH = 200
 COLUMNS = ("kind", "model", "revision", "policy", "age", "ttl", "quality", "key")
 
 
@@ -61,8 +56,8 @@ def _add(
 
 def _list(options: argparse.Namespace) -> int:
     with _store() as store:
-        rows = [_row(store, stored) for stored in store.list()]
-    _print(rows, COLUMNS, options.format)
+        rows = [row for row, _ in rows_of(store, store.list())]
+    print_rows(rows, COLUMNS, options.format)
     return 0
 
 
@@ -79,7 +74,7 @@ def _show(options: argparse.Namespace) -> int:
         if evidence := found.get("evidence"):
             evidence["points"] = len(evidence["points"])  # hundreds, for programs to read
         rows = [{"field": name, "value": json.dumps(value)} for name, value in found.items()]
-        _print(rows, ("field", "value"), options.format)
+        print_rows(rows, ("field", "value"), options.format)
     return 0
 
 
@@ -90,7 +85,7 @@ def _export(options: argparse.Namespace) -> int:
     key = None if options.key is None else parse_key(options.key, "KEY")
     with _store() as store:
         written = export_documents(store, options.file, key)
-    _print([{"exported": str(one)} for one in written], ("exported",), options.format)
+    print_rows([{"exported": str(one)} for one in written], ("exported",), options.format)
     return 0
 
 
@@ -101,7 +96,7 @@ def _import(options: argparse.Namespace) -> int:
     with _store() as store:
         outcome = import_documents(store, documents)
     rows = [{"imported": str(key), "change": change} for key, change in outcome]
-    _print(rows, ("imported", "change"), options.format)
+    print_rows(rows, ("imported", "change"), options.format)
     return 0
 
 
@@ -112,7 +107,7 @@ def _delete(options: argparse.Namespace) -> int:
     keys = [parse_key(text, "KEY") for text in options.keys]
     with _store() as store:
         gone = [key for key in keys if store.delete(key)]
-    _print([{"deleted": str(key)} for key in gone], ("deleted",), options.format)
+    print_rows([{"deleted": str(key)} for key in gone], ("deleted",), options.format)
     if missing := [str(key) for key in keys if key not in gone]:
         raise UsageError("KEY", "stored keys (see `kvtier calibration list`)", " ".join(missing))
     return 0
@@ -122,69 +117,3 @@ def _store() -> CalibrationStore:
     from kvtier.calibration.store.opening import open_store
 
     return open_store(load_settings())
-
-
-def _row(store: CalibrationStore, stored: StoredKey) -> dict[str, Any]:
-    """One line of the list. A document that cannot be read is shown as such, not hidden."""
-    row = {
-        "kind": stored.key.kind,
-        "model": stored.key.model,
-        "revision": stored.key.revision,
-        "policy": getattr(stored.key, "policy", None),
-        "age_s": None,
-        "ttl_s": stored.ttl_s,
-        "quality": None,
-        "key": str(stored.key),
-    }
-    try:
-        document = store.get(stored.key)
-    except CalibrationDocumentError as error:
-        return row | {"quality": f"invalid: {str(error).removeprefix(f'{stored.key}: ')}"}
-    if document is None:  # expired since it was listed
-        return row
-    age_s = (datetime.now(UTC) - document.created_at).total_seconds()
-    return row | {"age_s": age_s, "quality": quality_of(document)}
-
-
-def quality_of(document: Document) -> str:
-    """What one looks at first: the error of a curve, the share of heads of a profile."""
-    from kvtier.calibration.documents import CurveDocument
-
-    if isinstance(document, CurveDocument):
-        held_out = document.held_out_rmse
-        unseen = "" if held_out is None else f", held out {held_out:.3f}"
-        return f"rmse {document.rmse:.3f}{unseen}"
-    return f"{document.profile.ca_share:.1%} of heads"
-
-
-def format_seconds(seconds: float | None) -> str:
-    """A span for people, in its largest whole unit: 93784 -> '1 d'."""
-    if seconds is None:
-        return NOTHING
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def _print(rows: Sequence[dict[str, Any]], columns: Sequence[str], form: str) -> None:
-    if form == "json":
-        print(json.dumps(rows, indent=2))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(row, column) for column in columns))
-    console = Console(highlight=False, markup=False)
-    # A pipe has no width; keys must come out in one piece.
-    (console if console.is_terminal else Console(width=PLAIN_WIDTH, markup=False)).print(table)
-
-
-def _cell(row: dict[str, Any], column: str) -> str:
-    if column in ("age", "ttl"):
-        return format_seconds(row[f"{column}_s"])
-    return NOTHING if row[column] is None else str(row[column])

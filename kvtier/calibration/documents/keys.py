@@ -2,6 +2,7 @@
 
     kvtier:v1:curve:{model}:{revision}:{policy}
     kvtier:v1:profile:{model}:{revision}
+    kvtier:v1:memory:{model}:{revision}:{name}
 
 Parts are percent-encoded, so that a hub id may contain `/` or `:`, and no part can hold a character
 that Redis would read as a pattern.
@@ -9,7 +10,7 @@ that Redis would read as a pattern.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import ClassVar
 from urllib.parse import quote, unquote
 
@@ -31,7 +32,7 @@ class CurveKey:
     policy: str
 
     def __str__(self) -> str:
-        return _join(self.kind, model=self.model, revision=self.revision, policy=self.policy)
+        return _join(self)
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,25 @@ class ProfileKey:
     revision: str
 
     def __str__(self) -> str:
-        return _join(self.kind, model=self.model, revision=self.revision)
+        return _join(self)
 
 
-Key = CurveKey | ProfileKey
+@dataclass(frozen=True)
+class MemoryKey:
+    """Name of a published prefix memory; `name` is what its operator calls it."""
+
+    kind: ClassVar[str] = "memory"
+
+    model: str
+    revision: str
+    name: str
+
+    def __str__(self) -> str:
+        return _join(self)
+
+
+Key = CurveKey | ProfileKey | MemoryKey
+KINDS: dict[str, type[Key]] = {kind.kind: kind for kind in (CurveKey, ProfileKey, MemoryKey)}
 
 
 def curve_key(model: str, revision: str | None, policy: str) -> CurveKey:
@@ -60,29 +76,36 @@ def profile_key(model: str, revision: str | None) -> ProfileKey:
     return ProfileKey(model, revision or UNKNOWN)
 
 
+def memory_key(model: str, revision: str | None, name: str) -> MemoryKey:
+    """The key of a model's published memory; weights without a revision are UNKNOWN."""
+    return MemoryKey(model, revision or UNKNOWN, name)
+
+
 def parse_key(text: str, argument: str = "key") -> Key:
     """What `str(key)` came from. Raises UsageError naming `argument` for anything else."""
-    kind, *parts = text.removeprefix(PREFIX).split(":") if text.startswith(PREFIX) else ("",)
-    names = [unquote(part) for part in parts]
+    name, *parts = text.removeprefix(PREFIX).split(":") if text.startswith(PREFIX) else ("",)
+    kind, values = KINDS.get(name), [unquote(part) for part in parts]
     key: Key | None = None
-    if kind == CurveKey.kind and len(names) == 3 and all(names):
-        key = CurveKey(*names)
-    elif kind == ProfileKey.kind and len(names) == 2 and all(names):
-        key = ProfileKey(*names)
+    if kind is not None and len(values) == len(fields(kind)) and all(values):
+        key = kind(*values)
     # A second spelling of a name would be a second place for the same document.
     if key is None or str(key) != text:
-        expected = f"{PREFIX}curve:MODEL:REVISION:POLICY or {PREFIX}profile:MODEL:REVISION"
-        raise UsageError(argument, expected, text)
+        raise UsageError(argument, " or ".join(map(_pattern, KINDS.values())), text)
     return key
 
 
-def _join(kind: str, **parts: str) -> str:
+def _pattern(kind: type[Key]) -> str:
+    """How keys of a kind are spelt, for people."""
+    return PREFIX + ":".join((kind.kind, *(field.name.upper() for field in fields(kind))))
+
+
+def _join(key: Key) -> str:
     encoded = []
-    for name, part in parts.items():
+    for name, part in asdict(key).items():
         try:
             encoded.append(quote(part, safe=""))
         except UnicodeEncodeError as error:
             raise UsageError(name, "text that UTF-8 can hold", part) from error
         if not part:
             raise UsageError(name, "some text", part)
-    return PREFIX + ":".join((kind, *encoded))
+    return PREFIX + ":".join((key.kind, *encoded))

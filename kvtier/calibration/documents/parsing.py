@@ -1,14 +1,21 @@
-"""Reading a document of either kind from outside."""
+"""Reading a document of any kind from outside."""
 
 from __future__ import annotations
 
 from kvtier.calibration.documents.base import parsed
 from kvtier.calibration.documents.curve import CurveDocument
-from kvtier.calibration.documents.keys import CurveKey, Key
+from kvtier.calibration.documents.keys import CurveKey, Key, MemoryKey, ProfileKey
+from kvtier.calibration.documents.memory import MemoryDocument
 from kvtier.calibration.documents.profile import ProfileDocument
 from kvtier.errors import CalibrationDocumentError, CalibrationMismatchError
 
-Document = CurveDocument | ProfileDocument
+Document = CurveDocument | ProfileDocument | MemoryDocument
+
+DOCUMENTS: dict[type[Key], type[Document]] = {
+    CurveKey: CurveDocument,
+    ProfileKey: ProfileDocument,
+    MemoryKey: MemoryDocument,
+}
 
 
 def parse_document(key: Key, text: str | bytes) -> Document:
@@ -17,11 +24,8 @@ def parse_document(key: Key, text: str | bytes) -> Document:
     Raises CalibrationDocumentError naming the key and the field at fault, and
     CalibrationMismatchError when the document belongs under another key.
     """
-    kind: type[CurveDocument | ProfileDocument] = (
-        CurveDocument if isinstance(key, CurveKey) else ProfileDocument
-    )
     try:
-        document = parsed(kind, text)
+        document = parsed(DOCUMENTS[type(key)], text)
     except CalibrationDocumentError as error:
         raise CalibrationDocumentError(f"{key}: {error}") from error
     if document.key != key:

@@ -69,8 +69,10 @@ class Served:
         """Raise CalibrationMismatchError for a document of something else."""
         if isinstance(document, CurveDocument):
             document.check_fits(self.model, self.revision, self.policy, self.dtype)
-        else:
+        elif isinstance(document, ProfileDocument):
             document.check_fits(self.model, self.revision, self.shape)
+        else:
+            raise CalibrationMismatchError(f"{document.key}: no curve and no head profile")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from calibration_samples import (
     REVISION,
     SHAPE,
     curve_document,
+    memory_document,
     profile_document,
     synthetic,
 )
@@ -35,6 +36,49 @@ def test_a_stored_curve_is_read_back_equal(low, high, power, policy):
     again = parse_document(document.key, document.to_json())
     assert again == document
     assert again.curve.retention(0.95, 2.0) == document.curve.retention(0.95, 2.0)
+
+
+names = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1, max_size=100)
+
+
+@given(names, names, st.none() | st.floats(-1, 9), st.floats(0, 1))
+def test_a_published_memory_is_read_back_equal(name, folder, nll_gap, requeue_above):
+    document = memory_document(
+        name=name, location=f"/srv/{folder}", requeue_above=requeue_above, nll_gap=nll_gap,
+        held_share=None if nll_gap is None else 0.2,
+    )  # fmt: skip
+    assert parse_document(document.key, document.to_json()) == document
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"name": ""}, "name"),
+        ({"name": " tools"}, "name"),
+        ({"name": "too\nls"}, "name"),
+        ({"name": "x" * 101}, "name"),
+        ({"location": "memories/tools"}, "location"),
+        ({"location": "/srv/\ttools"}, "location"),
+        ({"digest": "ab"}, "digest"),
+        ({"digest": "AB" * 32}, "digest"),
+        ({"digest": "ab" * 32 + "\n"}, "digest"),
+        ({"prefix_digest": ""}, "prefix_digest"),
+        ({"prefix_tokens": 0}, "prefix_tokens"),
+        ({"dtype": ""}, "dtype"),
+        ({"requeue_above": 1.1}, "requeue_above"),
+        ({"nll_gap": float("nan")}, "nll_gap"),
+        ({"nll_gap": None}, "document"),
+        ({"held_share": None}, "document"),
+        ({"held_share": -0.1}, "held_share"),
+        ({"schema_version": 2}, "schema_version"),
+        ({"prefix": "You are"}, "prefix"),
+    ],
+)
+def test_what_is_no_published_memory_is_refused_and_the_field_named(change, field):
+    good = memory_document()
+    text = json.dumps(good.model_dump(mode="json") | change)
+    with pytest.raises(CalibrationDocumentError, match=rf":tools: {field}: "):
+        parse_document(good.key, text)
 
 
 def test_a_stored_profile_is_read_back_equal():
@@ -84,7 +128,7 @@ def test_what_is_no_curve_is_refused_and_the_field_named(change, field):
     "text", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b"{" * 5000, b"not json"]
 )
 def test_what_is_no_document_is_refused(text):
-    for document in (curve_document(), profile_document()):
+    for document in (curve_document(), profile_document(), memory_document()):
         with pytest.raises(CalibrationDocumentError, match=r"^kvtier:v1:"):
             parse_document(document.key, text)
 
@@ -108,6 +152,8 @@ def test_a_document_under_the_wrong_key_is_a_mismatch():
     document = curve_document()
     with pytest.raises(CalibrationMismatchError, match="holds the document of"):
         parse_document(curve_document(model="other").key, document.to_json())
+    with pytest.raises(CalibrationMismatchError, match="holds the document of"):
+        parse_document(memory_document(name="formats").key, memory_document().to_json())
 
 
 @pytest.mark.parametrize("name", ["model", "revision", "policy", "dtype"])

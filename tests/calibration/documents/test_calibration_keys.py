@@ -1,4 +1,4 @@
-"""Key names: every pair of model and policy has one, and it can be read back."""
+"""Key names: every model with a policy, or with a memory's name, has one that can be read back."""
 
 from __future__ import annotations
 
@@ -6,15 +6,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.calibration.documents.keys import UNKNOWN, CurveKey, curve_key, parse_key, profile_key
+from kvtier.calibration.documents.keys import (
+    UNKNOWN,
+    CurveKey,
+    curve_key,
+    memory_key,
+    parse_key,
+    profile_key,
+)
 from kvtier.errors import UsageError
 
 names = st.text(min_size=1, max_size=20)
 
 
 @given(names, st.none() | names, names)
-def test_keys_round_trip(model, revision, policy):
-    for key in (curve_key(model, revision, policy), profile_key(model, revision)):
+def test_keys_round_trip(model, revision, name):
+    for key in (
+        curve_key(model, revision, name),
+        profile_key(model, revision),
+        memory_key(model, revision, name),
+    ):
         assert parse_key(str(key)) == key
         assert key.revision == (revision or UNKNOWN)
 
@@ -23,6 +34,8 @@ def test_keys_round_trip(model, revision, policy):
 def test_different_names_have_different_keys(model, revision, policy, other):
     if other != model:
         assert str(curve_key(model, revision, policy)) != str(curve_key(other, revision, policy))
+        assert str(memory_key("m", revision, model)) != str(memory_key("m", revision, other))
+    assert str(memory_key(model, revision, policy)) != str(curve_key(model, revision, policy))
 
 
 @given(names)
@@ -37,6 +50,7 @@ def test_a_hub_id_reads_as_designed():
         == "kvtier:v1:curve:org%2Fmodel%3A7b:unknown:c32"
     )
     assert str(profile_key("m", "r")) == "kvtier:v1:profile:m:r"
+    assert str(memory_key("m", "r", "my tools")) == "kvtier:v1:memory:m:r:my%20tools"
 
 
 @pytest.mark.parametrize(
@@ -48,6 +62,10 @@ def test_a_hub_id_reads_as_designed():
         "kvtier:v1:curve:a:b:c:d",
         "kvtier:v1:profile:a",
         "kvtier:v1:profile:a:",
+        "kvtier:v1:memory:a:b",
+        "kvtier:v1:memory:a:b:",
+        "kvtier:v1:memory:a:b:c:d",
+        "kvtier:v1:memory:a:b:my tools",
         "kvtier:v1:shape:a:b",
         "kvtier:v2:profile:a:b",
         "other:v1:profile:a:b",
@@ -57,7 +75,7 @@ def test_a_hub_id_reads_as_designed():
     ],
 )
 def test_what_is_no_key_is_refused_by_name(text):
-    with pytest.raises(UsageError, match=r"^KEY: expected"):
+    with pytest.raises(UsageError, match=r"^KEY: expected .*kvtier:v1:memory:MODEL:REVISION:NAME"):
         parse_key(text, "KEY")
 
 

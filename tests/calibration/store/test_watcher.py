@@ -16,6 +16,7 @@ from calibration_samples import (
     REVISION,
     SHAPE,
     curve_document,
+    memory_document,
     profile_document,
 )
 from redis_server import RedisServer, redis_server
@@ -24,6 +25,7 @@ from kvtier.calibration.store.local_copy import LocalCopy
 from kvtier.calibration.store.redis import RedisStore
 from kvtier.calibration.store.watcher import REASONS, CalibrationWatcher, Served, Snapshot, watch
 from kvtier.config import load_settings
+from kvtier.errors import CalibrationMismatchError
 
 SERVED = Served(MODEL, REVISION, POLICY, DTYPE, SHAPE)
 POLL_S = 0.02
@@ -73,6 +75,11 @@ def test_what_is_stored_is_known_after_the_first_poll(bench):
     assert watcher.current() == Snapshot(profile, curve)
     assert watcher.counters["changes"] == 2
     assert set(watcher.counters) == set(REASONS)
+
+
+def test_a_published_memory_is_no_calibration():
+    with pytest.raises(CalibrationMismatchError, match=r"memory:.*: no curve and no head profile"):
+        SERVED.check(memory_document())
 
 
 def test_nothing_stored_is_nothing_known_and_no_failure(bench):
