@@ -5,7 +5,7 @@
     kvtier calibrate heads    only find out which KV heads need the whole context
     kvtier calibrate curve    only fit the curve of a head profile
     kvtier calibration        list, show, export, import and delete stored calibrations
-    kvtier memory             build, show and verify prefix memories
+    kvtier memory             build, show, verify and publish prefix memories
     kvtier serve              SGLang's server with kvtier's cache (installed by kvtier_sglang)
 
 Commands of other packages arrive through the entry point group `kvtier.commands`, so that the

@@ -152,7 +152,7 @@ def test_serving_with_fp8_kv_works_as_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.engine
-def test_prefix_memories_are_built_shown_verified_and_served_as_written(tmp_path, monkeypatch):
+def test_prefix_memories_are_built_measured_served_and_published_as_written(tmp_path, monkeypatch):
     """On a random model, whose memory says nothing worth serving: its card is told to allow it."""
     monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
     write_llama(tmp_path / "out" / "smollm2")
@@ -160,8 +160,8 @@ def test_prefix_memories_are_built_shown_verified_and_served_as_written(tmp_path
     (tmp_path / "prefix.txt").write_text(prefix)
     traces = [{"prompt": f"\nWhere is letter {n}? ", "answer": f"Box {n % 3}."} for n in range(24)]
     (tmp_path / "traces.jsonl").write_text("\n".join(map(json.dumps, traces)))
-    build, show, verify = commands("kvtier memory ")
-    (serve,) = serving_with("--memory")
+    build, show, verify, publish, listing, withdraw = commands("kvtier memory ")
+    serve, serve_published = serving_with("--memory")
     built = run(in_this_environment(build), cwd=tmp_path)
     assert built.returncode in (0, 1), built.stderr
     shown = run(in_this_environment(show), cwd=tmp_path)
@@ -174,6 +174,11 @@ def test_prefix_memories_are_built_shown_verified_and_served_as_written(tmp_path
     card.write_text(json.dumps(fields | {"refusals": []}))
     state = ask_once(serve + " --dtype float32", tmp_path, prefix + traces[0]["prompt"])
     assert state["memories"]["lookups"] > 0
+    assert run(in_this_environment(publish), cwd=tmp_path).returncode == 0
+    assert " tools " in run(in_this_environment(listing), cwd=tmp_path).stdout
+    state = ask_once(serve_published + " --dtype float32", tmp_path, prefix + traces[0]["prompt"])
+    assert state["memories"]["lookups"] > 0
+    assert ":tools " in run(in_this_environment(withdraw), cwd=tmp_path).stdout
 
 
 def test_putting_heads_into_another_order_works_as_written(tmp_path):

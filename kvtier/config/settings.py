@@ -23,6 +23,9 @@ from kvtier.config.sections import (
     refusal,
 )
 
+STORE = "store"
+"""As `memory`: what is published in the calibration store."""
+
 
 class Settings(BaseModel):
     """What a context keeps, and how the pools are cut. `Settings()` are the defaults; those that a
@@ -69,10 +72,12 @@ class Settings(BaseModel):
     nll_stride: int = Field(
         4, ge=1, description="Every how many prompt tokens the model's surprise is measured."
     )
-    memory: Path | None = Field(
+    memory: str | None = Field(
         None,
+        min_length=1,
         description="Directory of a prefix memory, or of several, that requests are answered from "
-        "(`kvtier memory build`).",
+        "(`kvtier memory build`). store: those that are published for the model "
+        "(`kvtier memory publish`); a directory of that name is ./store.",
     )
     kernels: str = Field(
         "auto",
@@ -165,6 +170,11 @@ class Settings(BaseModel):
     def packs(self) -> bool:
         """Whether heads keep different numbers of entries."""
         return self.head_budgets == "adaptive"
+
+    @property
+    def memory_folder(self) -> Path | None:
+        """The directory that `memory` names; None where it names none."""
+        return None if self.memory is None or self.memory == STORE else Path(self.memory)
 
     def keeping_everything(self) -> Settings:
         """The same settings without any share of the context asked for, and so without a tier to

@@ -13,5 +13,6 @@ measured/       what it costs, beside other ways
 card.py         what it was made for
 storage.py      its directory, with its card
 making.py       all of it, from files to files
+published/      memories by name in the calibration store, for all servers
 cli.py          `kvtier memory`
 """

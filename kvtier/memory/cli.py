@@ -1,4 +1,4 @@
-"""`kvtier memory build`, `show` and `verify`."""
+"""`kvtier memory build`, `show` and `verify`; the other commands are in published/cli.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import UsageError
+from kvtier.memory.published.cli import add_published_parsers
 
 if TYPE_CHECKING:
     from kvtier.memory.card import Row
@@ -25,7 +26,7 @@ SAME = 1e-3
 
 def add_memory_parser(commands: Subparsers) -> None:
     """Add `kvtier memory`; parsed arguments carry `handler`."""
-    memory = commands.add_parser("memory", help="prefix memories: build, show and verify")
+    memory = commands.add_parser("memory", help="prefix memories: build, verify and publish")
     kinds = memory.add_subparsers(required=True, metavar="ACTION")
     build = kinds.add_parser("build", help="build a memory of a prefix from traces of requests")
     _add_source(build)
@@ -44,6 +45,7 @@ def add_memory_parser(commands: Subparsers) -> None:
     check.add_argument("memory", type=Path, help="its directory")
     _add_source(check)
     check.set_defaults(handler=run_verify)
+    add_published_parsers(kinds)
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:

@@ -168,9 +168,11 @@ def _check_memory(server_args: Any, settings: Settings) -> None:
     for other, is_asked in obstacles.items():
         if is_asked:
             expected = f"none together with {other}"
-            raise IncompatibleFlagError("--memory", expected, str(settings.memory))
-    for folder in directories(settings.memory):
-        check_may_be_served(load_card(folder))
+            raise IncompatibleFlagError("--memory", expected, settings.memory)
+    # What is published is looked up when the pools are planned: a store may be away.
+    if settings.memory_folder is not None:
+        for folder in directories(settings.memory_folder):
+            check_may_be_served(load_card(folder))
     ranks = getattr(server_args, "tp_size", None) or 1
     if Path(server_args.model_path).is_dir():
         heads = model_shape(read_config(server_args.model_path)).num_kv_heads

@@ -22,7 +22,6 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 from kvtier.config import Settings, load_settings
 from kvtier.errors import StartupError
 from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_profile
-from kvtier.memory.storage import stored_bytes
 from kvtier.retention.rules import locality_rule, refresh_rule, scorer_of, state_width
 from kvtier.retention.shares import QualityTarget, Serving, asked_share
 from kvtier.tier.blobs.turn_rules import TurnRules
@@ -45,6 +44,7 @@ from kvtier_sglang.compression.prompt_nll import observe_nll
 from kvtier_sglang.compression.retention import Retention
 from kvtier_sglang.compression.selection import TokenSelection, find_rotary
 from kvtier_sglang.memory.server import Memories
+from kvtier_sglang.memory.source import MemorySource
 from kvtier_sglang.pool.allocator import HeadSplitAllocator
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool, head_split_pool
 from kvtier_sglang.pool.scales import KvScales
@@ -70,6 +70,7 @@ class Runtime:
         self.selection: TokenSelection | None = None
         self.backend: KvtierAttnBackend | None = None
         self.cache: KvtierRadixCache | None = None
+        self.memory_source: MemorySource | None = None
         self.memories: Memories | None = None
 
     @cached_property
@@ -93,7 +94,9 @@ class Runtime:
         profile = self._profile(configurator)
         budget_bytes -= graph_bytes(configurator, 1 if profile.ca_share == 1 else 2)
         if self.settings.memory is not None:
-            budget_bytes -= stored_bytes(self.settings.memory) // self.ranks.size
+            path = configurator.model_config.model_path
+            self.memory_source = MemorySource.of(self.settings, path, self.ranks)
+            budget_bytes -= self.memory_source.bytes_at_start
         profiles = self.ranks.profiles(profile)
         config, self.locality_slots = size_pools(
             original, configurator, budget_bytes, self.settings, profiles, **kwargs
@@ -208,10 +211,9 @@ class Runtime:
         self.backend = KvtierAttnBackend(
             runner, settings, selection=self.selection, refresh=self._pass_refresh
         )
-        if settings.memory is not None and backends_are_ours()[1]:
-            ranks, kernels = self.ranks, self.backend.kernels
-            heads = self.profile.shape.kv_heads_of_rank(ranks.rank, ranks.size)
-            self.memories = Memories.open(settings.memory, runner, pool, kernels, ranks, heads)
+        if self.memory_source is not None:
+            source, shape = self.memory_source, self.profile.shape
+            self.memories = Memories.open(source, runner, pool, self.backend.kernels, shape)
             self.backend.use_memories(self.memories.passes)
         if torch.device(runner.device).type == "cuda":
             context = int(runner.model_config.context_len)

@@ -21,6 +21,17 @@ def test_settings_survive_the_trip_through_the_environment(monkeypatch, tmp_path
     assert load_settings() == sent
 
 
+@pytest.mark.parametrize(
+    ("memory", "folder"),
+    [("store", None), ("./store", Path("store")), ("store/", Path("store")), ("a", Path("a"))],
+)
+def test_a_directory_of_memories_that_is_called_store_is_not_the_store(monkeypatch, memory, folder):
+    sent = load_settings(memory=memory)
+    assert sent.memory_folder == folder
+    monkeypatch.setenv("KVTIER_MEMORY", sent.to_env()["KVTIER_MEMORY"])
+    assert load_settings().memory_folder == folder
+
+
 _shares = st.floats(0, 1, exclude_min=True)
 _texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=20)
 _paths = _texts.map(lambda text: f"./{text}")
@@ -31,7 +42,7 @@ _LOOSE = {
     "prefill": st.sampled_from(["exact", "streaming"]),
     "curve": _paths,
     "nll_stride": _counts,
-    "memory": _paths,
+    "memory": st.just("store") | _paths,
     "kernels": st.sampled_from(["auto", "reference", "triton", "flashinfer"]),
     "force_cpu": st.booleans(),
     "data_dir": _paths,

@@ -15,6 +15,7 @@ from kvtier.errors import ConfigurationError
         ({"locality_recent_tokens": 0}, "--locality-recent-tokens"),
         ({"prefill": "lazy"}, "--prefill"),
         ({"no_such_setting": 1}, "--no-such-setting"),
+        ({"memory": ""}, "--memory"),
         ({"scorer_pool_width": 2}, "--scorer-pool-width"),
         ({"tier": ""}, "--tier"),
         ({"tier_address": f"unix:{'x' * 200}"}, "--tier-address"),

@@ -53,7 +53,8 @@ class RequestHooks:
         self, handlers: dict[str, Any], controller: Any, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """AFTER SchedulerInternalStateController._update_handlers: `/set_internal_state` with
-        RELOAD reads the folder of memories again. All of it, or nothing."""
+        RELOAD reads the folder of memories, or what is published, again. All of it, or nothing.
+        SGLang asks every rank, at the same place of its schedule."""
         from sglang.srt.managers.scheduler_components.internal_state import (
             UpdateRejected,
             _UpdateHandler,

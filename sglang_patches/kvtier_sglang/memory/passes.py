@@ -96,10 +96,11 @@ class MemoryPasses:
             return None
         return self._decoding(forward_batch)
 
-    def recorded(self, forward_batch: Any) -> MemoryPass:
-        """A decoding pass that asks the device alone, as CUDA graphs want it."""
+    def recorded(self, forward_batch: Any) -> MemoryPass | None:
+        """A decoding pass that asks the device alone, as CUDA graphs want it; None where no memory
+        is loaded, and none will be."""
         self.bank.is_recorded = True
-        return self._decoding(forward_batch)
+        return self._decoding(forward_batch) if len(self.bank) else None
 
     def _decoding(self, forward_batch: Any) -> MemoryPass:
         ids = self._table(forward_batch.req_pool_indices.device)[forward_batch.req_pool_indices]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvtier.errors import MemoryFileError
+from kvtier.heads.profile import ModelShape
 from kvtier.memory.card import Identity
-from kvtier.memory.storage import PrefixMemory, check_may_be_served, directories, load
+from kvtier.memory.storage import PrefixMemory, check_may_be_served
 from kvtier_kernels import AttentionKernels
 from kvtier_sglang.compression.selection import find_rotary
 from kvtier_sglang.memory.assigning import assign
@@ -19,8 +18,8 @@ from kvtier_sglang.memory.bank import MemoryBank
 from kvtier_sglang.memory.metrics import MemoryMetrics
 from kvtier_sglang.memory.passes import MemoryPasses
 from kvtier_sglang.memory.requeueing import Requeueing
+from kvtier_sglang.memory.source import MemorySource
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
-from kvtier_sglang.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -28,41 +27,39 @@ logger = logging.getLogger(__name__)
 class Memories:
     """See the module docstring.
 
-    folder: the memory's directory, or one that has several. served: the model that serves, behind
-    whatever prefix.
+    served: the model that serves, behind whatever prefix.
     """
 
     def __init__(
         self,
-        folder: Path,
+        source: MemorySource,
         served: Identity,
         bank: MemoryBank,
         passes: MemoryPasses,
         metrics: MemoryMetrics | None = None,
     ) -> None:
-        self.folder = folder
         self.bank = bank
         self.passes = passes
-        self._served = served
+        self._source, self._served = source, served
         self._requeueing = Requeueing(bank, passes, metrics)
 
     @classmethod
     def open(
         cls,
-        folder: Path,
+        source: MemorySource,
         runner: Any,
         pool: HeadSplitKVPool,
         kernels: AttentionKernels,
-        ranks: Ranks,
-        heads: range,
+        shape: ModelShape,
     ) -> Memories:
-        """Load what is in the folder. heads: this rank's, of the model's KV heads. Raises
+        """Load what was at its source at the start. shape: of the whole model. Raises
         MemoryFileError and MemoryMismatchError."""
+        ranks = source.ranks
         bank = MemoryBank(
             find_rotary(runner.model, pool.layers),
             dtype=runner.dtype,
             device=torch.device(runner.device),
-            heads=heads,
+            heads=shape.kv_heads_of_rank(ranks.rank, ranks.size),
             total=ranks.total,
         )
         dtype = str(runner.dtype).removeprefix("torch.")
@@ -71,27 +68,20 @@ class Memories:
         args, metrics = runner.server_args, None
         if args.enable_metrics and ranks.is_first:
             metrics = MemoryMetrics(args.served_model_name or args.model_path)
-        memories = cls(folder, served, bank, MemoryPasses(bank, kernels, rows), metrics)
-        memories.apply(memories.found())
+        memories = cls(source, served, bank, MemoryPasses(bank, kernels, rows), metrics)
+        memories.apply(source.read(source.at_start, memories._check))
         return memories
 
-    def found(self) -> dict[str, PrefixMemory]:
-        """What is in the folder now, by digest. Raises MemoryFileError, and MemoryMismatchError for
-        one that must not be served here."""
-        found: dict[str, PrefixMemory] = {}
-        for directory in directories(self.folder):
-            memory = load(directory)
-            memory.card.identity.check_serves(self._served.with_prefix(memory.prefix_ids))
-            check_may_be_served(memory.card)
-            if any(other.prefix_ids == memory.prefix_ids for other in found.values()):
-                raise MemoryFileError(f"{directory}: another memory there has the same prefix")
-            found[memory.digest] = memory
-        return found
-
     def readable(self) -> dict[str, PrefixMemory]:
-        """As `found`, where they can be loaded into a server that runs. Raises UsageError, too."""
+        """What is at the source now, by digest, where it can be loaded into a server that runs; the
+        same on every rank. Raises KvtierError."""
         self.bank.check_loads()
-        return self.found()
+        return self._source.read(self._source.now(), self._check)
+
+    def _check(self, memory: PrefixMemory) -> None:
+        """Raises MemoryMismatchError for one that must not be served here."""
+        memory.card.identity.check_serves(self._served.with_prefix(memory.prefix_ids))
+        check_may_be_served(memory.card)
 
     def apply(self, found: Mapping[str, PrefixMemory]) -> None:
         """Serve these, and no others. Raises UsageError, see MemoryBank.load."""

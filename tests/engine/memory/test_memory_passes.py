@@ -53,6 +53,17 @@ def test_a_row_never_remembers_the_memory_of_a_request_before():
     assert passes.decode(batch(("plain", 3), ("second", 1))).ids.tolist() == [NONE, 0]
 
 
+def test_graphs_record_memories_only_where_there_are_some():
+    """And none is loaded behind what was recorded, see MemoryBank.check_loads."""
+    bank = Bank()
+    passes = MemoryPasses(bank, None, rows=4)
+    decoding = SimpleNamespace(req_pool_indices=torch.tensor([1]), positions=torch.tensor([0]))
+    assert passes.recorded(decoding).ids.tolist() == [NONE]
+    bank.held, bank.is_recorded = 0, False
+    assert passes.recorded(decoding) is None
+    assert bank.is_recorded
+
+
 def layer(*nearness: float) -> SimpleNamespace:
     """Of memories with entries; NaN: one without."""
     entries = [0 if math.isnan(one) else 3 for one in nearness]

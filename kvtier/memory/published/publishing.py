@@ -1,0 +1,119 @@
+"""Publish prefix memories in the calibration store, list and withdraw them.
+
+What is stored names a directory and the digest of the tensors in it: a directory that holds another
+memory later is none of what was published.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtier.calibration.documents import MemoryDocument
+from kvtier.calibration.documents.keys import UNKNOWN, Key, MemoryKey
+from kvtier.calibration.documents.memory import NAME_CHARACTERS, is_location, is_memory_name
+from kvtier.calibration.store.base import CalibrationStore, StoredKey
+from kvtier.calibration.store.transfer import import_documents
+from kvtier.errors import MemoryFileError, UsageError
+
+if TYPE_CHECKING:
+    from kvtier.memory.storage import Card
+
+
+def publish(
+    store: CalibrationStore, folder: Path, name: str, location: str | None = None
+) -> tuple[Key, str]:
+    """Store what a directory holds under a name of its model's; returns the key, and whether it is
+    new, replaced another one, or was there (unchanged).
+
+    location: the directory as servers see it; None: as it is seen here.
+
+    Raises UsageError, MemoryFileError for a damaged memory, MemoryMismatchError for one whose card
+    says that it must not be served, and StoreError.
+    """
+    from kvtier.memory.storage import CARD, check_may_be_served, load
+
+    if not is_memory_name(name):
+        expected = f"printable text of 1 to {NAME_CHARACTERS} characters, no spaces around it"
+        raise UsageError("--name", expected, name)
+    if location is not None and not is_location(location):
+        raise UsageError("--location", "an absolute path", location)
+    if not (folder / CARD).is_file():
+        expected = "the directory of one prefix memory, which `kvtier memory build` writes"
+        raise UsageError("DIR", expected, str(folder))
+    try:
+        # All of it, or servers would be the first to see that it is damaged.
+        card = load(folder).card
+        check_may_be_served(card)
+    except MemoryFileError as error:
+        raise type(error)(f"DIR: {error}") from error
+    here = os.path.abspath(folder)
+    if location is None and not is_location(here):
+        raise UsageError("DIR", "a directory whose path is printable", here)
+    document = document_of(card, name, location or here)
+    for other in published(store, document.key.model, document.key.revision):
+        if other.name != name and other.prefix_digest == document.prefix_digest:
+            expected = f"the name {other.name!r}, under which this prefix has a memory already"
+            raise UsageError("--name", expected, name)
+    return import_documents(store, [document])[0]
+
+
+def document_of(card: Card, name: str, location: str) -> MemoryDocument:
+    """What is stored of a memory: nothing that it holds, and no more of its card than one looks at
+    first."""
+    from kvtier.memory.making import HELD_OUT
+    from kvtier.memory.measured.losses import EXACT
+    from kvtier.memory.measured.rows import MEMORY
+
+    rows = {row.way: row for row in card.rows.get(HELD_OUT, ())}
+    mine, exact, identity = rows.get(MEMORY), rows.get(EXACT), card.identity
+    nll_gap = held_share = None
+    if mine is not None and exact is not None:
+        nll_gap, held_share = mine.nll_gap, mine.bytes_held / exact.bytes_held
+    return MemoryDocument(
+        model=identity.model,
+        revision=identity.revision,
+        created_at=card.created_at,
+        name=name,
+        location=location,
+        digest=card.digest,
+        prefix_digest=identity.prefix_digest,
+        prefix_tokens=identity.prefix_tokens,
+        dtype=identity.dtype,
+        requeue_above=card.requeue_above,
+        nll_gap=nll_gap,
+        held_share=held_share,
+    )
+
+
+def memory_keys(store: CalibrationStore) -> list[StoredKey]:
+    """What is published, for all models."""
+    return [stored for stored in store.list() if isinstance(stored.key, MemoryKey)]
+
+
+def published(store: CalibrationStore, model: str, revision: str | None) -> list[MemoryDocument]:
+    """What is published for a model with exactly these weights, by name. Raises StoreError, and
+    CalibrationDocumentError for one that cannot be read."""
+    mine = (model, revision or UNKNOWN)
+    keys = [one.key for one in memory_keys(store) if (one.key.model, one.key.revision) == mine]
+    found = [store.get(key) for key in keys]
+    # One that is None was withdrawn since it was listed.
+    return [document for document in found if isinstance(document, MemoryDocument)]
+
+
+def withdraw(store: CalibrationStore, name: str) -> Key:
+    """Delete what is published under a name that one model has; returns its key. Raises UsageError
+    for a name that none has, or several."""
+    keys = [one.key for one in memory_keys(store) if getattr(one.key, "name", None) == name]
+    if not keys:
+        raise UsageError("NAME", "what is published (see `kvtier memory list`)", name)
+    if len(keys) > 1:
+        several = " ".join(map(str, keys))
+        expected = f"a name that one model has; `kvtier calibration delete` takes one of {several}"
+        raise UsageError("NAME", expected, name)
+    store.delete(keys[0])
+    return keys[0]
+
+
+__all__ = ["document_of", "memory_keys", "publish", "published", "withdraw"]
