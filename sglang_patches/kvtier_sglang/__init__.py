@@ -19,6 +19,10 @@ And attention, cache and scheduler call this one:
 
     memory/         prefixes that memories stand for, and requests that begin with them
 
+This one only looks:
+
+    status/         metrics, and the page that says what is kept and why
+
 Beside them: compat.py and requests.py (what is refused), hooks.py and occupancy.py (what only
 observes), streams.py (work beside the engine's own streams), serve.py (the command), platform.py
 (stock SGLang on any CPU). docs/architecture.md follows one turn through all of this.

@@ -19,6 +19,8 @@ from kvtier_sglang.memory.hooks import RequestHooks
 from kvtier_sglang.occupancy import Occupancy
 from kvtier_sglang.platform import is_cpu
 from kvtier_sglang.runtime import Runtime
+from kvtier_sglang.status import state
+from kvtier_sglang.status.publisher import publish
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
@@ -65,6 +67,7 @@ def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]
         "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache": (hooks.ask_tier, before),
         f"{_STREAMER}.get_cached_tokens_details": (hooks.report_recomputed, after),
         f"{_STATE}._add_memory_usage": (occupancy.report_state, after),
+        f"{_STATE}.get_internal_state": (state.answer, around),
         f"{_STATE}._update_handlers": (on_requests.update_handlers, after),
         "sglang.srt.managers.schedule_batch.Req.__init__": (on_requests.scope_request, after),
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result": (
@@ -99,7 +102,9 @@ def register() -> None:
 
     def radix_cache(ctx: Any) -> Any:
         verify()
-        return runtime.radix_cache(ctx)
+        cache = runtime.radix_cache(ctx)
+        publish(cache, ctx.server_args)
+        return cache
 
     register_attention_backend(NAME)(attention_backend)
     add_attention_backend_choices([NAME])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 from kvtier.config import load_settings
 from kvtier.config.flags import add_flags, check_flags
@@ -38,10 +39,24 @@ def launch(sglang_flags: list[str]) -> None:
     plugin.verify()
     server_args = prepare_server_args(sglang_flags)
     compat.check_server_args(server_args, load_settings())
+    if compat.uses_kvtier(server_args):
+        _mount_status(server_args)
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _mount_status(server_args: Any) -> None:
+    """Add the status page to SGLang's HTTP server, where that is one process: in several SGLang
+    looks at no keys."""
+    if server_args.tokenizer_worker_num > 1:
+        return
+    from sglang.srt.entrypoints import http_server
+
+    from kvtier_sglang.status.routes import mount
+
+    mount(http_server.app, lambda: http_server.get_global_state().tokenizer_manager)
 
 
 def with_defaults(flags: list[str]) -> list[str]:

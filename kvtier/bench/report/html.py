@@ -19,22 +19,13 @@ from kvtier.bench.table import (
     tier_lines,
 )
 from kvtier.sizes import format_bytes
+from kvtier.webpage import page, table, tile
 
 Value = Callable[[TurnResult], float | None]
 
 _HEAD = "turn|TTFT ms|p99 TTFT ms|TPOT ms|cached|prompt|KV bytes|KV peak|recall|NLL"
 _CSS = """
-:root { color-scheme: light dark; --ink: #1d2530; --soft: #5b6675; --rule: #d9dee5; --page: #ffffff;
-  --tile: #f4f6f9; --s0: #8a5a00; --s1: #0b62c4; --s2: #0a7d4f; --s3: #a3308a; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6eaf0; --soft: #9aa5b4; --rule: #333c48;
-  --page: #14181e; --tile: #1d232b; --s0: #e0a33a; --s1: #66aaff; --s2: #45c48c; --s3: #e17cc9; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
-  max-width: 1000px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-p.soft, figcaption, .tick, .tile span { color: var(--soft); }
-.tiles { display: flex; flex-wrap: wrap; gap: .75rem; margin: 1.25rem 0; }
-.tile { background: var(--tile); border-radius: 8px; padding: .6rem 1rem; min-width: 8rem; }
-.tile b { display: block; font-size: 1.5rem; } .tile span { font-size: .85rem; }
+figcaption, .tick { color: var(--soft); }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(340px, 1fr));
   gap: 1.25rem; }
 figure { margin: 0; } figcaption { font-size: .9rem; } svg { width: 100%; height: auto; }
@@ -49,12 +40,6 @@ figure { margin: 0; } figcaption { font-size: .9rem; } svg { width: 100%; height
 .s2 circle { fill: var(--s2); } .s3 circle { fill: var(--s3); }
 i.s0 { background: var(--s0); } i.s1 { background: var(--s1); }
 i.s2 { background: var(--s2); } i.s3 { background: var(--s3); }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
-th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--rule);
-  font-variant-numeric: tabular-nums; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-pre { background: var(--tile); padding: .75rem; border-radius: 8px; overflow-x: auto;
-  font-size: .8rem; }
 """
 
 
@@ -74,13 +59,7 @@ def render_report(document: Document) -> str:
         _failures(document),
         _environment(document),
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>kvtier bench: {workload}</title><style>{_CSS}</style></head>\n<body>\n"
-        + "\n".join(part for part in body if part)
-        + "\n</body></html>\n"
-    )
+    return page(f"kvtier bench: {describe_workload(document.workload)}", body, _CSS)
 
 
 def _tiles(ratios: Ratios | None) -> str:
@@ -95,9 +74,7 @@ def _tiles(ratios: Ratios | None) -> str:
         (ratios.recall, "", "of the recall"),
     ]
     tiles = "".join(
-        f'<div class="tile"><b>{value:.2f}{unit}</b><span>{text}</span></div>'
-        for value, unit, text in shown
-        if value is not None
+        tile(f"{value:.2f}{unit}", text) for value, unit, text in shown if value is not None
     )
     title = f"<h2>{escape(ratios.policy)} against {escape(ratios.baseline)}</h2>"
     return f'{title}<div class="tiles">{tiles}</div>'
@@ -179,7 +156,7 @@ def _turn_tables(runs: Sequence[RunResult]) -> str:
             ]
             for turn in run.turns
         ]
-        parts.append(_table(_HEAD.split("|"), rows))
+        parts.append(table(_HEAD.split("|"), rows))
     return "<h2>Turns</h2>" + "".join(parts)
 
 
@@ -193,19 +170,12 @@ def _retention(runs: Sequence[RunResult]) -> str:
     return f"<h2>Kept by CA heads</h2><ul>{''.join(items)}</ul>" if items else ""
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows)
-    table = f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div class="wide">{table}</div>'
-
-
 def _comparisons(document: Document) -> str:
     pairs = [pair for pair in (document.ratios, *document.comparisons) if pair is not None]
     if not pairs:
         return ""
     head = ["bigger is better", *(f"{pair.policy} / {pair.baseline}" for pair in pairs)]
-    return "<h2>Ratios</h2>" + _table(head, [[label, *cells] for label, cells in ratio_rows(pairs)])
+    return "<h2>Ratios</h2>" + table(head, [[label, *cells] for label, cells in ratio_rows(pairs)])
 
 
 def _failures(document: Document) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from kvtier.retention.locality import DroppedSpan, LocalityRule
-from kvtier.retention.shares import Everything, ShareRule, Turn
+from kvtier.retention.shares import Choice, Everything, ShareRule, Turn
 from kvtier.tier.blobs.turns import NodeRecord
 from kvtier_sglang.compression.retention import Retention, mean_nll
 from kvtier_sglang.compression.selection import TokenSelection
@@ -35,6 +35,7 @@ class Compressible(Protocol):
     value: torch.Tensor
     dropped: DroppedSpan
     compressed: bool
+    choice: Choice | None
 
     @property
     def stop(self) -> int: ...
@@ -92,20 +93,25 @@ class Compressor:
 
     def as_recorded(self, node: Compressible, record: NodeRecord) -> Freed:
         """Compress a restored node as it had been, whatever today's rules would choose."""
-        return self._compress(node, DroppedSpan(*record.dropped), lambda: record.kept)
+        choice = Choice(record.kept, "as-recorded")
+        return self._compress(node, DroppedSpan(*record.dropped), lambda: choice)
 
-    def _compress(self, node: Compressible, span: DroppedSpan, kept: Callable[[], int]) -> Freed:
-        """kept: how many entries of the span CA heads keep, where they do not keep all."""
+    def _compress(
+        self, node: Compressible, span: DroppedSpan, choose: Callable[[], Choice]
+    ) -> Freed:
+        """choose: how many entries of the span CA heads keep, where they do not keep all."""
         node.compressed = True
         self.allocator.settle(node.value)
         if not span.num_tokens:
             return Freed()
         self.counters["compressed_nodes"] += 1
         locality = self.drop(node, span).locality
-        ca = 0 if self.selection is None else self._keep(node, self.selection, kept())
-        return Freed(ca, locality)
+        if self.selection is None:
+            return Freed(0, locality)
+        node.choice = choose()
+        return Freed(self._keep(node, self.selection, node.choice.kept_tokens), locality)
 
-    def _wanted(self, node: Compressible, span: DroppedSpan, held_before: Iterable[int]) -> int:
+    def _wanted(self, node: Compressible, span: DroppedSpan, held_before: Iterable[int]) -> Choice:
         """How many entries of the dropped span the share rule keeps."""
         prompt_stop = min(node.prompt_stop, node.stop)
         asked = self.allocator.pool.nll[node.value[: prompt_stop - node.start]]
@@ -115,7 +121,7 @@ class Compressor:
             held_tokens=sum(held_before),
             nll=mean_nll(asked) if self.retention.rule.needs_nll else None,
         )
-        return self.retention.keep(turn)
+        return self.retention.choose(turn)
 
     def slide_window(self, node: Compressible) -> Freed:
         """Streaming prefill: drop what has left the recent window by the node's end."""

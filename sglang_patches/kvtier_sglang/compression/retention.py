@@ -40,11 +40,12 @@ class Retention:
         self.prompt_tokens = 0
         self.kept_tokens = 0
 
-    def keep(self, turn: Turn) -> int:
-        """Entries of a turn's droppable span that its CA heads keep: 1 … all of them."""
+    def choose(self, turn: Turn) -> Choice:
+        """How many entries of a turn's droppable span its CA heads keep, 1 … all of them, and
+        why."""
         choice = self.ranks.first(lambda: self.rule.choose(turn))
         self._record(turn, choice)
-        return choice.kept_tokens
+        return choice
 
     def _record(self, turn: Turn, choice: Choice) -> None:
         kept = turn.protected_tokens + choice.kept_tokens

@@ -326,7 +326,7 @@ class KvtierRadixCache(VariantRadixTree):
             return
         nodes = [node.record() for node in req.last_node.path()][::-1]
         ids = req.full_untruncated_fill_ids[: req.last_node.stop]
-        self.tier.ended(req.rid, ids, nodes)
+        req.last_node.note_sent(self.tier.ended(req.rid, ids, nodes))
 
     def release_host_resources(self) -> None:
         """SGLang's scheduler ends."""

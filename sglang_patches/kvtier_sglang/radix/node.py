@@ -9,6 +9,7 @@ import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from kvtier.retention.locality import DroppedSpan
+from kvtier.retention.shares import Choice
 from kvtier.tier.blobs.turns import NodeRecord
 
 NOTHING_DROPPED = DroppedSpan(0, 0)
@@ -26,6 +27,9 @@ class KvNode(TreeNode):
     ca_size:        CA slots the node holds: its tokens, less what compression freed. The value of
                     a token without one is 0, SGLang's padding slot.
     exact:          its KV was computed with nothing before it dropped.
+    choice:         how much of the dropped span CA heads keep, and why; None where they keep all.
+    sent_tokens:    tokens whose exact KV was handed over for the tier.
+    restored_tokens: tokens whose KV came from the tier.
     """
 
     # SGLang's, which has no types.
@@ -50,6 +54,8 @@ class KvNode(TreeNode):
         self.locality_size = 0
         self.ca_size = 0
         self.exact = True
+        self.choice: Choice | None = None
+        self.sent_tokens = self.restored_tokens = 0
 
     @property
     def stop(self) -> int:
@@ -104,6 +110,11 @@ class KvNode(TreeNode):
             self.dropped = DroppedSpan(begin - at, end - at)
         elif self.dropped.num_tokens:
             upper.dropped, self.dropped = self.dropped, NOTHING_DROPPED
+            upper.choice, self.choice = self.choice, None
+        upper.sent_tokens = min(self.sent_tokens, at)
+        upper.restored_tokens = min(self.restored_tokens, at)
+        self.sent_tokens -= upper.sent_tokens
+        self.restored_tokens -= upper.restored_tokens
         upper.ca_size = int(torch.count_nonzero(upper.value))
         self.ca_size -= upper.ca_size
         return upper
@@ -114,10 +125,23 @@ class KvNode(TreeNode):
         self.value = torch.cat((upper.value, self.value))
         self.start = upper.start
         self.dropped, self.exact = upper.dropped, upper.exact and self.exact
+        self.choice = upper.choice
+        self.sent_tokens += upper.sent_tokens
+        self.restored_tokens += upper.restored_tokens
         self.locality_size += upper.locality_size
         self.ca_size += upper.ca_size
         self.hit_count = max(self.hit_count, upper.hit_count)
         self.priority = max(self.priority, upper.priority)
+
+    def note_sent(self, tokens: int) -> None:
+        """The exact KV of the newest `tokens` tokens up to this node's end was handed over for the
+        tier."""
+        for node in self.path():
+            part = min(tokens, len(node.key))
+            if not part:
+                return
+            node.sent_tokens = max(node.sent_tokens, part)
+            tokens -= part
 
     def record(self) -> NodeRecord:
         """What a tier stores about the node, so that it can be compressed again just as it is."""

@@ -140,7 +140,9 @@ class Restorer:
             if first < last:
                 part = slots[first - begin : last - begin]
                 self._scatter(payload, span.stop - span.begin, first - span.begin, part)
-        return self.tree.hang(parent, key, slots, 0, prompt_stop)
+        child = self.tree.hang(parent, key, slots, 0, prompt_stop)
+        child.restored_tokens = len(key)
+        return child
 
     def _scatter(self, payload: Any, tokens: int, skipped: int, slots: torch.Tensor) -> None:
         """See SpanCodec.scatter. A failure is remembered, for `restore`."""

@@ -256,9 +256,10 @@ class TierConnector:
         spill(rid, req.full_untruncated_fill_ids[: len(slots)], slots)
         self.cost_model.spilled(time.monotonic() - began)
 
-    def ended(self, rid: str, token_ids: Sequence[int], nodes: Sequence[NodeRecord]) -> None:
-        """The turn's nodes are what they will be."""
-        self.spiller.compressed(rid, token_ids, nodes)
+    def ended(self, rid: str, token_ids: Sequence[int], nodes: Sequence[NodeRecord]) -> int:
+        """The turn's nodes are what they will be. Returns how many of its tokens were handed over,
+        the newest ones of its context."""
+        return self.spiller.compressed(rid, token_ids, nodes)
 
     def forget_spilling(self, rid: str) -> None:
         """The request is gone, or will start again."""

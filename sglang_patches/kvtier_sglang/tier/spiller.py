@@ -40,13 +40,14 @@ class Turn:
     """What was spilled of a request.
 
     spilled: tokens that are dealt with. exact: computed with nothing dropped. memory_tokens: of its
-    prefix memory. group: of its puts.
+    prefix memory. sent: tokens that the link took. group: of its puts.
     """
 
     chains: NamedChains
     spilled: int
     exact: bool
     memory_tokens: int = 0
+    sent: int = 0
     group: object = field(default_factory=object)
 
     @property
@@ -126,10 +127,12 @@ class Spiller:
         while sent < fitting:
             some = keys[sent : min(sent + together, fitting)]
             part = slots[sent * tokens : (sent + len(some)) * tokens]
-            payload = self.codec.gather(part, len(some), turn.blank(begin + sent * tokens))
+            blank = turn.blank(begin + sent * tokens)
+            payload = self.codec.gather(part, len(some), blank)
             rows = zip(some, payload.rows, strict=True)
             blobs = [Blob(key, encoded, [memoryview(row.numpy())]) for key, row in rows]
             taken = self.link.put(blobs, ready=payload.ready, group=turn.group)
+            turn.sent += max(0, taken * tokens - blank)
             self.counters["spans_spilled"] += taken
             self.counters["spill_bytes"] += taken * layout.num_bytes
             sent += taken
@@ -153,15 +156,16 @@ class Spiller:
                 key = turn.chain.tail_key(begin // self.names.span_tokens, token_ids[begin:])
                 self._send(turn, [key], part, begin)
 
-    def compressed(self, rid: str, token_ids: Sequence[int], nodes: Sequence[NodeRecord]) -> None:
-        """The turn's nodes are what they will be: store the record of them, and forget the turn."""
+    def compressed(self, rid: str, token_ids: Sequence[int], nodes: Sequence[NodeRecord]) -> int:
+        """The turn's nodes are what they will be: store the record of them, and forget the turn.
+        Returns how many tokens of the turn the link took."""
         turn = self._turns.pop(rid, None)
         if turn is None:
-            return
+            return 0
         # A memory's prefix has no KV, and no record.
         nodes = [node for node in nodes if node.stop > turn.memory_tokens]
         if not 0 < len(nodes) <= MAX_NODES or not self.link.room_bytes:
-            return
+            return turn.sent
         # There may have been no room when the turn's spans were due.
         turn.chains.extend(token_ids)
         whole = len(token_ids) // self.names.span_tokens
@@ -170,6 +174,7 @@ class Spiller:
         key = turn.chains.policy.turns_key(whole)
         blob = Blob(key, LAYOUT, [record.encode()])
         self.link.put([blob], replace=True, group=turn.group)
+        return turn.sent
 
     def forget(self, rid: str) -> None:
         """The request is gone, or will start again."""

@@ -20,7 +20,7 @@ def test_every_turn_is_told_to_the_metrics():
     metrics = Metrics(works=True)
     retention = Retention(FixedShare(0.5), metrics=metrics)
     turns = [Turn(1000, 600), Turn(800, 400)]
-    kept = [retention.keep(turn) for turn in turns]
+    kept = [retention.choose(turn).kept_tokens for turn in turns]
     assert [(turn, choice.kept_tokens) for turn, choice in metrics.turns] == list(
         zip(turns, kept, strict=True)
     )
@@ -29,7 +29,7 @@ def test_every_turn_is_told_to_the_metrics():
 def test_metrics_that_fail_are_off_and_the_turn_is_decided_all_the_same(caplog):
     metrics = Metrics(works=False)
     retention = Retention(FixedShare(0.5), metrics=metrics)
-    assert [retention.keep(Turn(1000, 600)) for _ in range(3)] == [100, 100, 100]
+    assert [retention.choose(Turn(1000, 600)).kept_tokens for _ in range(3)] == [100] * 3
     assert len(metrics.turns) == 1
     assert retention.report()["reasons"] == {"share": 3}
     assert caplog.text.count("metrics failed") == 1

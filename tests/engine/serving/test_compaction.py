@@ -52,7 +52,9 @@ def compacting_rounds(
             model, profile, RULE, chunk_tokens=512, scorer=chosen, kv_dtype=kv_dtype
         )
         rule = Retention(FixedShare(SHARE))
-        session.keep_count = lambda prompt, span, rule=rule: rule.keep(Turn(prompt, span))
+        session.keep_count = lambda prompt, span, rule=rule: (
+            rule.choose(Turn(prompt, span)).kept_tokens
+        )
         for turn in range(turns):
             length = rng.randrange(300, 1500) if turn == 0 else rng.randrange(1, 400)
             prompt = [rng.randrange(6, 384) for _ in range(length)]

@@ -1,0 +1,235 @@
+"""The figures of one scheduler, read from where they are counted.
+
+Metrics and the status page both come from FIGURES, so that they say the same. All are of the first
+tensor parallel rank of a replica; bytes are those of that rank's KV heads. Reading changes nothing
+and waits for nothing; it may happen in any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from kvtier_sglang.radix.cache import KvtierRadixCache
+
+# Counted beside each other, these are amounts; everything else in those counters is an event.
+_AMOUNTS = {"put_bytes", "spill_bytes", "restored_tokens", "refresh_moved_bytes"}
+# Events that are told from the start, as a counter that begins at 1 has not grown for Prometheus.
+_TIER_EVENTS = (
+    *("asked", "restored_requests", "gave_up_waiting", "restore_failed", "no_room"),
+    *("puts_shed", "spans_shed", "puts_given_up", "spans_not_exact", "records_refused"),
+    *("get_bugs", "put_bugs", "gets_refused", "refused_while_open"),
+)
+_REFRESH_EVENTS = (
+    *("refreshed_turns", "refreshed_again", "refresh_missed", "refresh_outdated"),
+    *("refresh_no_room", "unrefreshed_layers"),
+)
+
+Read = Callable[[KvtierRadixCache], Mapping[str, float]]
+
+
+class Kind(Enum):
+    """COUNTER: only grows while the server runs. SUM and LEAST: a gauge, and what replicas of one
+    server are together."""
+
+    COUNTER = "counter"
+    SUM = "livesum"
+    LEAST = "livemin"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One metric.
+
+    name:  without Prometheus's suffix `_total`
+    label: of what its values are told apart by; "" for a single value
+    read:  values by label; none where the server has no such thing
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    read: Read
+    label: str = ""
+
+
+def read_all(cache: KvtierRadixCache) -> dict[str, dict[str, float]]:
+    """Every figure's values, by its name."""
+    return {figure.name: dict(figure.read(cache)) for figure in FIGURES}
+
+
+def _one(read: Callable[[KvtierRadixCache], float]) -> Read:
+    return lambda cache: {"": read(cache)}
+
+
+def _of_compressor(name: str) -> Read:
+    return _one(lambda cache: cache.compressor.counters[name])
+
+
+def _slots(cache: KvtierRadixCache) -> dict[str, float]:
+    return {"ca": cache.allocator.size, "locality": cache.allocator.locality_size}
+
+
+def _slots_used(cache: KvtierRadixCache) -> dict[str, float]:
+    allocator = cache.allocator
+    locality = allocator.locality_size - allocator.locality_available_size()
+    return {"ca": allocator.size - allocator.available_size(), "locality": locality}
+
+
+def _capacity_bytes(cache: KvtierRadixCache) -> float:
+    """As `used_bytes` counts them, so that the quotient of both is how full the pools are."""
+    allocator, per_slot = cache.allocator, cache.allocator.pool.slot_bytes
+    return allocator.size * per_slot.ca + allocator.locality_size * per_slot.locality
+
+
+def _tier_healthy(cache: KvtierRadixCache) -> dict[str, float]:
+    return {} if cache.tier is None else {"": float(cache.tier.link.healthy)}
+
+
+def _tier_pending(cache: KvtierRadixCache) -> dict[str, float]:
+    return {} if cache.tier is None else {"": cache.tier.link.pending}
+
+
+def _tier_events(cache: KvtierRadixCache) -> dict[str, float]:
+    if cache.tier is None or cache.restorer is None:
+        return {}
+    tier = cache.tier
+    counted: dict[str, float] = dict.fromkeys(_TIER_EVENTS, 0)
+    counted["breaker_opened"] = tier.link.breaker.opened
+    for counters in (
+        *(tier.link.counters, tier.spiller.counters, tier.fetches.counters),
+        *(tier.counters, cache.restorer.counters),
+    ):
+        counted |= counters
+    return {name: value for name, value in counted.items() if name not in _AMOUNTS}
+
+
+def _tier_bytes(cache: KvtierRadixCache) -> dict[str, float]:
+    if cache.tier is None:
+        return {}
+    tier = cache.tier
+    return {
+        "spilled": tier.spiller.counters["spill_bytes"],
+        "stored": tier.link.counters["put_bytes"],
+        "restored": tier.counters["restored_tokens"] * tier.token_bytes,
+    }
+
+
+def _restored_tokens(cache: KvtierRadixCache) -> dict[str, float]:
+    return {} if cache.tier is None else {"": cache.tier.counters["restored_tokens"]}
+
+
+def _refreshes(cache: KvtierRadixCache) -> dict[str, float]:
+    if cache.refresh is None:
+        return {}
+    counters = dict.fromkeys(_REFRESH_EVENTS, 0) | cache.refresh.prefetch.counters
+    counters |= cache.refresh.refresher.counters
+    return {name: value for name, value in counters.items() if name not in _AMOUNTS}
+
+
+def _refresh_bytes(cache: KvtierRadixCache) -> dict[str, float]:
+    if cache.refresh is None:
+        return {}
+    return {"": cache.refresh.refresher.counters["refresh_moved_bytes"]}
+
+
+def _refresh_s(cache: KvtierRadixCache) -> dict[str, float]:
+    refresh = cache.refresh
+    if refresh is None:
+        return {}
+    return {"choosing": refresh.refresher.refresh_s, "waiting": refresh.prefetch.wait_s}
+
+
+FIGURES = (
+    Figure("kvtier_pool_slots", Kind.SUM, "Slots of the KV pool.", _slots, "head_class"),
+    Figure("kvtier_pool_slots_used", Kind.SUM, "Slots in use.", _slots_used, "head_class"),
+    Figure("kvtier_pool_capacity_bytes", Kind.SUM, "Bytes of all slots.", _one(_capacity_bytes)),
+    Figure(
+        "kvtier_pool_used_bytes",
+        Kind.SUM,
+        "Bytes of the slots in use, cached contexts included.",
+        _one(lambda cache: cache.allocator.used_bytes()),
+    ),
+    Figure(
+        "kvtier_idle_branches",
+        Kind.SUM,
+        "Cached contexts that no request uses.",
+        _one(lambda cache: len(cache.evictable_leaves)),
+    ),
+    Figure(
+        "kvtier_compressed_nodes",
+        Kind.COUNTER,
+        "Turns, or parts of them, that were compressed.",
+        _of_compressor("compressed_nodes"),
+    ),
+    Figure(
+        "kvtier_dropped_tokens",
+        Kind.COUNTER,
+        "Entries that locality heads gave back.",
+        _of_compressor("dropped_tokens"),
+    ),
+    Figure(
+        "kvtier_compacted_tokens",
+        Kind.COUNTER,
+        "Entries that context-anchored heads gave back.",
+        _of_compressor("compacted_tokens"),
+    ),
+    Figure(
+        "kvtier_variants",
+        Kind.COUNTER,
+        "Requests that left a compressed turn in its middle.",
+        _one(lambda cache: cache.counters["variants"]),
+    ),
+    Figure(
+        "kvtier_engine_tier_healthy",
+        Kind.LEAST,
+        "1 while the tier is asked, 0 while it is given up on.",
+        _tier_healthy,
+    ),
+    Figure(
+        "kvtier_engine_tier_pending", Kind.SUM, "Calls on their way to the tier.", _tier_pending
+    ),
+    Figure(
+        "kvtier_engine_tier_events",
+        Kind.COUNTER,
+        "What happened between the engine and its tier.",
+        _tier_events,
+        "event",
+    ),
+    Figure(
+        "kvtier_engine_tier_bytes",
+        Kind.COUNTER,
+        "Exact KV that was spilled to, stored in and restored from the tier.",
+        _tier_bytes,
+        "direction",
+    ),
+    Figure(
+        "kvtier_restored_tokens",
+        Kind.COUNTER,
+        "Tokens that were restored from the tier instead of computed.",
+        _restored_tokens,
+    ),
+    Figure(
+        "kvtier_refreshes",
+        Kind.COUNTER,
+        "Contexts whose entries were chosen again, and what kept others from it.",
+        _refreshes,
+        "event",
+    ),
+    Figure(
+        "kvtier_refresh_moved_bytes",
+        Kind.COUNTER,
+        "Moved between tier and engine for refreshes.",
+        _refresh_bytes,
+    ),
+    Figure(
+        "kvtier_refresh_seconds",
+        Kind.COUNTER,
+        "Seconds of refreshing: requests that waited, and entries being chosen.",
+        _refresh_s,
+        "part",
+    ),
+)
+
+__all__ = ["FIGURES", "Figure", "Kind", "read_all"]

@@ -1,0 +1,109 @@
+"""The sessions that a radix tree keeps: its branches, from the newest one on.
+
+    root ── [ shared prefix ] ─┬─ [ turn ]─[ turn ]      a branch: from where it parts from the
+                               └─ [ turn ]               others to its leaf
+
+A branch goes by the number of its first node, which says nothing about what it holds. Bytes are
+those of this rank's heads.
+
+Scheduler thread only. Looking through a tree stops after LONGEST_LOOK_S, as all requests wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from kvtier_sglang.radix.node import KvNode
+from kvtier_sglang.radix.tree import VariantRadixTree
+from kvtier_sglang.tier.scopes import memory_in
+
+LONGEST_LOOK_S = 0.05
+# Of each session, the newest ones.
+MOST_TURNS = 8
+
+
+def sessions(tree: VariantRadixTree, most: int) -> dict[str, Any]:
+    """At most so many of a tree's branches, those that were used last.
+
+    seen:     leaves that were looked at
+    complete: whether that is all of them
+    """
+    until = time.monotonic() + LONGEST_LOOK_S
+    leaves: list[KvNode] = []
+    complete = True
+    for leaf in _leaves(tree.root_node):
+        leaves.append(leaf)
+        if time.monotonic() > until:
+            complete = False
+            break
+    newest = heapq.nlargest(most, leaves, key=lambda leaf: (leaf.last_access_time, leaf.id))
+    rows = [_session(tree, leaf) for leaf in newest]
+    return {"seen": len(leaves), "complete": complete, "rows": rows}
+
+
+def _leaves(root: KvNode) -> Iterator[KvNode]:
+    stack = list(root.children.values())
+    while stack:
+        node = stack.pop()
+        if node.children:
+            stack.extend(node.children.values())
+        else:
+            yield node
+
+
+def _first_of_its_own(leaf: KvNode) -> KvNode:
+    """The first node of a branch that no other branch shares."""
+    node = leaf
+    while node.parent.parent is not None and len(node.parent.children) == 1:
+        node = node.parent
+    return node
+
+
+def _session(tree: VariantRadixTree, leaf: KvNode) -> dict[str, Any]:
+    """One branch, as the status page shows it."""
+    first, path = _first_of_its_own(leaf), list(leaf.path())
+    ca, locality = (sum(getattr(n, name) for n in path) for name in ("ca_size", "locality_size"))
+    per_slot = tree.allocator.pool.slot_bytes
+    return {
+        "branch": first.id,
+        "memory": memory_in(leaf.key.extra_key),
+        "context_tokens": leaf.stop,
+        "shared_tokens": first.start,
+        "idle_s": round(max(0.0, time.monotonic() - leaf.last_access_time), 3),
+        "is_running": leaf.lock_ref > 0,
+        "ca_entries": ca,
+        "locality_entries": locality,
+        "ca_bytes": ca * per_slot.ca,
+        "locality_bytes": locality * per_slot.locality,
+        "bytes": ca * per_slot.ca + locality * per_slot.locality,
+        "full_bytes": leaf.stop * per_slot.full,
+        "tier_tokens": sum(max(n.sent_tokens, n.restored_tokens) for n in path),
+        "restored_tokens": sum(n.restored_tokens for n in path),
+        "num_turns": len(path),
+        "turns": [_turn(node) for node in path[:MOST_TURNS]],
+    }
+
+
+def _turn(node: KvNode) -> dict[str, Any]:
+    """One node of a path: a turn, or a part of one."""
+    choice = node.choice
+    return {
+        "begin": node.start,
+        "stop": node.stop,
+        "is_compressed": node.compressed,
+        "is_exact": node.exact and not node.dropped.num_tokens,
+        "dropped_tokens": node.dropped.num_tokens,
+        "ca_entries": node.ca_size,
+        "locality_entries": node.locality_size,
+        "reason": None if choice is None else choice.reason,
+        "nll": None if choice is None else choice.nll,
+        "quality": None if choice is None else choice.quality,
+        "tier_tokens": max(node.sent_tokens, node.restored_tokens),
+        "restored_tokens": node.restored_tokens,
+    }
+
+
+__all__ = ["sessions"]

@@ -1,0 +1,90 @@
+"""A scheduler's answer to the status page, over the road of SGLang's internal state.
+
+The page's process asks with a GetInternalStateReq whose `rid` is QUESTION: the same message, with
+the same fan-out to data parallel replicas. The answer has nothing of the server's arguments in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvtier_sglang.compression.compressor import Compressor
+from kvtier_sglang.radix.cache import KvtierRadixCache
+from kvtier_sglang.status.figures import read_all
+from kvtier_sglang.status.sessions import sessions
+
+QUESTION = "kvtier-status"
+# In the answer's internal state.
+ANSWER = "kvtier_status"
+MOST_SESSIONS = 200
+
+
+def answer(original: Callable[..., Any], controller: Any, request: Any) -> Any:
+    """AROUND SchedulerInternalStateController.get_internal_state."""
+    if request.rid != QUESTION:
+        return original(controller, request)
+    from sglang.srt.managers.io_struct import GetInternalStateReqOutput
+
+    cache = controller.scheduler.tree_cache
+    found = status_of(cache) if isinstance(cache, KvtierRadixCache) else None
+    return GetInternalStateReqOutput(internal_state={ANSWER: found})
+
+
+def status_of(cache: KvtierRadixCache) -> dict[str, Any]:
+    """All that the page shows of one replica. Scheduler thread only."""
+    began = time.monotonic()
+    status = {
+        "policy": _policy(cache),
+        "figures": read_all(cache),
+        "retention": _retention(cache.compressor),
+        "memories": None if cache.memories is None else cache.memories.report(),
+        "ranks": cache.ranks.size,
+        "sessions": sessions(cache, MOST_SESSIONS),
+    }
+    return status | {"took_s": time.monotonic() - began}
+
+
+def _policy(cache: KvtierRadixCache) -> dict[str, Any]:
+    """What is kept, by which settings."""
+    pool, compressor, rule = cache.allocator.pool, cache.compressor, cache.compressor.rule
+    profile = cache.allocator.pool.profile
+    selection = compressor.selection
+    return {
+        "ca_heads": profile.num_ca_heads,
+        "heads": profile.shape.num_layers * profile.shape.num_kv_heads,
+        "head_method": profile.method,
+        "heads_compete": pool.packed is not None,
+        "sink_tokens": rule.sink_tokens,
+        "recent_tokens": rule.recent_tokens,
+        "compensation": rule.compensation,
+        "share_rule": compressor.share.name,
+        "share": _numbers(compressor.share),
+        "scorer": None if selection is None else selection.scorer.name,
+        "streaming_prefill": cache.matching.streaming,
+        "refreshes": cache.refresh is not None,
+        "dtype": str(pool.dtype).removeprefix("torch."),
+    }
+
+
+def _numbers(rule: Any) -> dict[str, float]:
+    """A share rule's own numbers, by their names."""
+    if not dataclasses.is_dataclass(rule):
+        return {}
+    values = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
+
+
+def _retention(compressor: Compressor) -> dict[str, Any]:
+    """What the share rule chose, over all turns that had something to drop."""
+    retention = compressor.retention
+    return {
+        "prompt_tokens": retention.prompt_tokens,
+        "kept_tokens": retention.kept_tokens,
+        "reasons": dict(retention.reasons),
+    }
+
+
+__all__ = ["ANSWER", "MOST_SESSIONS", "QUESTION", "answer", "status_of"]

@@ -1,0 +1,133 @@
+"""Metrics say what the figures say, whatever happens to the engine or the disk between."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from prometheus_client import CollectorRegistry
+from tiered_tree_harness import REFRESH, turn, two_turns
+from tree_harness import MiniScheduler, run_turn
+from tree_requests import context
+
+from kvtier.retention.shares import FixedShare
+from kvtier_sglang.status import publisher as publisher_module
+from kvtier_sglang.status.figures import FIGURES, Kind, read_all
+from kvtier_sglang.status.publisher import Publisher
+
+
+@pytest.fixture
+def publish(monkeypatch):
+    """Publishers whose thread does nothing by itself: the test brings them up to date."""
+    made: list[Publisher] = []
+    monkeypatch.setattr(publisher_module, "EVERY_S", 1000.0)
+
+    def make(cache) -> tuple[Publisher, CollectorRegistry]:
+        registry = CollectorRegistry()
+        made.append(Publisher(cache, "a-model", registry))
+        return made[-1], registry
+
+    yield make
+    for one in made:
+        one.stop.set()
+        one.thread.join(10)
+
+
+def samples(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
+    """By name and the value of the label beside the model's."""
+    found = {}
+    for family in registry.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_created"):
+                continue
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "a-model"
+            found[sample.name, "".join(labels.values())] = sample.value
+    return found
+
+
+def expected(cache) -> dict[tuple[str, str], float]:
+    suffix = {f.name: "_total" if f.kind is Kind.COUNTER else "" for f in FIGURES}
+    return {
+        (name + suffix[name], label): value
+        for name, values in read_all(cache).items()
+        for label, value in values.items()
+    }
+
+
+def test_metrics_are_the_figures_turn_after_turn(publish, connect):
+    s = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=REFRESH)
+    publisher, registry = publish(s.tree)
+    history = context(60)
+    for number in range(3):
+        turn(s, history, [number])
+        history = [*history, number, *context(25, seed=number + 1)]
+        assert s.tree.tier.link.flush(10)
+        publisher.update()
+        assert samples(registry) == expected(s.tree)
+    assert samples(registry)["kvtier_refreshes_total", "refreshed_turns"] == 2
+
+
+def test_what_was_restored_is_told_in_tokens_and_bytes(publish, connect):
+    a = MiniScheduler(link=connect())
+    tokens = two_turns(a)
+    b = MiniScheduler(link=connect())
+    publisher, registry = publish(b.tree)
+    turn(b, [*tokens, 9, 9], [3])
+    publisher.update()
+    found = samples(registry)
+    assert found["kvtier_restored_tokens_total", ""] == len(tokens)
+    assert found["kvtier_engine_tier_events_total", "restored_requests"] == 1
+    token_bytes = b.tree.tier.token_bytes
+    assert found["kvtier_engine_tier_bytes_total", "restored"] == len(tokens) * token_bytes
+
+
+def test_a_server_without_a_tier_has_no_figures_of_one(publish):
+    s = MiniScheduler()
+    publisher, registry = publish(s.tree)
+    run_turn(s, context(60), [1])
+    publisher.update()
+    names = {name for name, _ in samples(registry)}
+    assert "kvtier_pool_used_bytes" in names
+    assert not any("tier_" in name.removeprefix("kvtier_") or "refresh" in name for name in names)
+
+
+def test_a_tier_that_is_given_up_on_is_told(publish, connect):
+    s = MiniScheduler(link=connect())
+    publisher, registry = publish(s.tree)
+    publisher.update()
+    assert samples(registry)["kvtier_engine_tier_healthy", ""] == 1
+    for _ in range(3):
+        s.tree.tier.link.breaker.failed()
+    publisher.update()
+    assert samples(registry)["kvtier_engine_tier_healthy", ""] == 0
+    assert samples(registry)["kvtier_engine_tier_events_total", "breaker_opened"] == 1
+
+
+def test_pools_are_as_full_as_their_slots(publish):
+    s = MiniScheduler()
+    publisher, registry = publish(s.tree)
+    run_turn(s, context(60), [1])
+    publisher.update()
+    found, per_slot = samples(registry), s.pool.slot_bytes
+    used = {kind: found["kvtier_pool_slots_used", kind] for kind in ("ca", "locality")}
+    assert (
+        used["ca"] * per_slot.ca + used["locality"] * per_slot.locality
+        == (found["kvtier_pool_used_bytes", ""])
+    )
+    assert found["kvtier_pool_used_bytes", ""] < found["kvtier_pool_capacity_bytes", ""]
+
+
+def test_metrics_that_fail_are_off_and_nothing_else_is(monkeypatch, caplog):
+    failed = threading.Event()
+
+    def fail(self: Publisher) -> None:
+        failed.set()
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Publisher, "update", fail)
+    publisher = Publisher(MiniScheduler().tree, "a-model", CollectorRegistry())
+    assert failed.wait(10)
+    publisher.thread.join(10)
+    assert not publisher.thread.is_alive()
+    assert caplog.text.count("metrics failed and are off") == 1

@@ -1,0 +1,182 @@
+"""The status page over HTTP: who may see it, and what it costs the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from fastapi import FastAPI, HTTPException
+from sglang.srt.managers.communicator import FanOutCommunicator
+from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
+from sglang.srt.utils.auth import add_api_key_middleware
+from tree_harness import MiniScheduler, run_turn
+from tree_requests import context
+
+from kvtier_sglang.status import routes
+from kvtier_sglang.status.routes import Asker, mount
+from kvtier_sglang.status.state import ANSWER, QUESTION, answer, status_of
+
+PATHS = ["/kvtier/status", "/kvtier/status.json"]
+
+
+class Manager:
+    """SGLang's tokenizer manager, as far as it asks schedulers; its communicator is SGLang's.
+
+    replies: whether the scheduler answers by itself.
+    """
+
+    def __init__(self, cache, *, replies: bool = True) -> None:
+        self.server_args = SimpleNamespace(served_model_name="<a model>", model_path="path")
+        self.asked: list[GetInternalStateReq] = []
+        self.replies = replies
+        self._controller = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=cache))
+        self.get_internal_state_communicator = FanOutCommunicator(self._send, 1)
+
+    def auto_create_handle_loop(self) -> None:
+        pass
+
+    def _send(self, request: GetInternalStateReq) -> None:
+        self.asked.append(request)
+        if self.replies:
+            asyncio.get_running_loop().call_soon(self.reply, request)
+
+    def reply(self, request: GetInternalStateReq) -> None:
+        self.get_internal_state_communicator.handle_recv(
+            answer(the_server_state, self._controller, request)
+        )
+
+
+def the_server_state(controller, request) -> GetInternalStateReqOutput:
+    return GetInternalStateReqOutput(internal_state={"api_key": "secret"})
+
+
+@pytest.fixture
+def cache():
+    s = MiniScheduler()
+    run_turn(s, context(60), [1, 2])
+    run_turn(s, context(60, seed=1), [1, 2])
+    return s.tree
+
+
+def get(manager: Manager, path: str, key: str | None = None, **keys: str | None) -> httpx.Response:
+    app = FastAPI()
+    mount(app, lambda: manager)
+    if any(keys.values()):
+        add_api_key_middleware(
+            app, api_key=keys.get("api_key"), admin_api_key=keys.get("admin_api_key")
+        )
+
+    async def asked() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            return await client.get(path, headers=headers)
+
+    return asyncio.run(asked())
+
+
+@pytest.mark.filterwarnings("ignore:ORJSONResponse is deprecated")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("keys", "key", "status"),
+    [
+        ({}, None, 200),
+        ({"api_key": "user"}, None, 401),
+        ({"api_key": "user"}, "user", 200),
+        ({"admin_api_key": "admin"}, None, 401),
+        ({"api_key": "user", "admin_api_key": "admin"}, "user", 401),
+        ({"api_key": "user", "admin_api_key": "admin"}, "admin", 200),
+    ],
+)
+def test_the_page_wants_the_key_that_management_endpoints_want(cache, path, keys, key, status):
+    manager = Manager(cache)
+    assert get(manager, path, key, **keys).status_code == status
+    assert len(manager.asked) == (status == 200)
+
+
+def test_the_page_loads_nothing_and_runs_nothing(cache):
+    answered = get(Manager(cache), "/kvtier/status")
+    policy = answered.headers["Content-Security-Policy"]
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+    assert answered.headers["Cache-Control"] == "no-store"
+    for forbidden in ("<script", "src=", "href=", "url(", "@import", "http:", "https:"):
+        assert forbidden not in answered.text
+    assert "&lt;a model&gt;" in answered.text
+    assert "<a model>" not in answered.text
+
+
+def test_as_many_sessions_are_told_as_asked_for_and_never_more_than_there_are_places(cache):
+    for asked, told in (("", 2), ("?sessions=1", 1), ("?sessions=0", 0)):
+        found = get(Manager(cache), f"/kvtier/status.json{asked}").json()
+        assert len(found["replicas"][0]["sessions"]["rows"]) == told
+        assert found["replicas"][0]["sessions"]["seen"] == 2
+    for wrong in ("-1", "201", "many"):
+        assert get(Manager(cache), f"/kvtier/status.json?sessions={wrong}").status_code == 422
+
+
+def test_another_cache_than_kvtiers_has_nothing_to_show():
+    manager = Manager(object())
+    assert get(manager, "/kvtier/status.json").json() == {"replicas": [None]}
+    assert "not kvtier's" in get(manager, "/kvtier/status").text
+
+
+def test_the_servers_own_state_goes_on_being_told_as_it_was(cache):
+    controller = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=cache))
+    plain = answer(the_server_state, controller, GetInternalStateReq())
+    assert plain.internal_state == {"api_key": "secret"}
+    ours = answer(the_server_state, controller, GetInternalStateReq(rid=QUESTION))
+    assert set(ours.internal_state) == {ANSWER}
+    assert ours.internal_state[ANSWER].keys() == status_of(cache).keys()
+
+
+def test_however_many_ask_the_scheduler_is_asked_once(cache):
+    manager = Manager(cache)
+
+    async def all_at_once() -> None:
+        asker = Asker(lambda: manager)
+        await asyncio.gather(*(asker.ask() for _ in range(50)))
+        await asker.ask()
+
+    asyncio.run(all_at_once())
+    assert len(manager.asked) == 1
+
+
+def test_an_answer_that_is_old_is_asked_for_anew(cache, monkeypatch):
+    manager = Manager(cache)
+    monkeypatch.setattr(routes, "FRESH_S", 0.0)
+
+    async def twice() -> None:
+        asker = Asker(lambda: manager)
+        await asker.ask()
+        await asker.ask()
+
+    asyncio.run(twice())
+    assert len(manager.asked) == 2
+
+
+def test_a_scheduler_that_is_busy_is_waited_for_in_the_background_and_its_answer_is_not_lost(cache):
+    """A late answer must not be taken for that to SGLang's own next question."""
+    manager = Manager(cache, replies=False)
+
+    async def impatient() -> None:
+        asker = Asker(lambda: manager, patience_s=0.05)
+        for _ in range(2):
+            with pytest.raises(HTTPException) as caught:
+                await asker.ask()
+            assert caught.value.status_code == 503
+        assert len(manager.asked) == 1
+        own = asyncio.create_task(manager.get_internal_state_communicator(GetInternalStateReq()))
+        await asyncio.sleep(0)
+        assert len(manager.asked) == 1
+        manager.reply(manager.asked[0])
+        (replica,) = await asker.ask()
+        assert replica["sessions"]["seen"] == 2
+        while len(manager.asked) == 1:
+            await asyncio.sleep(0)
+        manager.reply(manager.asked[1])
+        (told,) = await own
+        assert told.internal_state == {"api_key": "secret"}
+
+    asyncio.run(impatient())
