@@ -66,6 +66,7 @@ class TierClient:
     tls:       paths are read again by a `connect` after which they changed; files never are.
     timeout_s: of a method that moves no payload; those that do get `bytes / slowest` more.
     shared:    whether to move payloads through shared memory where the service offers it here.
+    interceptors: gRPC's, around every call; those of kvtier.tier.transport.tracing, say.
     """
 
     def __init__(
@@ -77,10 +78,11 @@ class TierClient:
         slowest_bytes_per_s: float = 100e6,
         tls: TlsFiles | TlsPaths | None = None,
         shared: bool = True,
+        interceptors: Sequence[Any] = (),
     ) -> None:
         self.address, self.namespace = address, namespace
         self.timeout_s, self.slowest_bytes_per_s = timeout_s, slowest_bytes_per_s
-        self._connection = Connection(address, namespace, tls)
+        self._connection = Connection(address, namespace, tls, interceptors)
         self._wants_shared = shared
         self._shared: SharedMemory | None = None
         self._mapping = threading.Lock()

@@ -103,6 +103,7 @@ def parse(argv: Sequence[str] | None) -> TierOptions:
         transfer_bytes=parse_size(given.transfer_memory, "--transfer-memory"),
         stall_s=given.stall_s,
         drain_s=given.drain_s,
+        otlp_traces_endpoint=given.otlp_traces_endpoint,
     )
 
 
@@ -180,6 +181,11 @@ def _parser() -> argparse.ArgumentParser:
         help="for payloads on their way, beside the store; a namespace has half (%(default)s)",
     )
     add("--stall-s", type=float, default=10.0, help="until a stream that stalls ends (%(default)s)")
+    add(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="of an OpenTelemetry collector (gRPC), for spans of calls that engines trace",
+    )
     add("--drain-s", type=float, default=10.0, help="for running calls at the end (%(default)s)")
     return parser
 

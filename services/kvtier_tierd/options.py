@@ -38,6 +38,7 @@ class TierOptions:
     transfer_bytes:    for payloads on their way, at least twice max_blob_bytes (limits/budget.py).
     stall_s:           how long a stream may stand still.
     drain_s:           how long running calls may take to end at SIGTERM.
+    otlp_traces_endpoint: of an OpenTelemetry collector; None: nothing is traced.
     """
 
     listen: str = field(default_factory=default_address)
@@ -58,6 +59,7 @@ class TierOptions:
     transfer_bytes: int = 2 * GIB
     stall_s: float = 10.0
     drain_s: float = 10.0
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         self._check_tls()

@@ -21,6 +21,7 @@ from kvtier.tier.wire.protocol import MAX_QUERIES_BYTES, MESSAGE_OVERHEAD_BYTES
 from kvtier.v1 import tier_pb2_grpc
 from kvtier_tierd.limits.budget import Budget
 from kvtier_tierd.monitoring.metrics import Gauges, TierMetrics
+from kvtier_tierd.monitoring.tracing import open_traces
 from kvtier_tierd.monitoring.web import WebServer
 from kvtier_tierd.network.decoding import DecodingGuard
 from kvtier_tierd.network.sockets import check_free, prepare_directory
@@ -51,6 +52,7 @@ class TierServer:
         self.store: BlobStore = make_store(options.store, resources)
         namespaces = options.served()
         self.metrics = TierMetrics(namespaces.known)
+        self.traces = open_traces(options.otlp_traces_endpoint)
         self.refreshes = Refreshes(
             self.store,
             namespaces,
@@ -68,6 +70,7 @@ class TierServer:
             budget=self.budget,
             stall_s=options.stall_s,
             shared=self.store.shared,
+            traces=self.traces,
         )
         self.address = options.listen
         self.web: WebServer | None = None
@@ -188,6 +191,7 @@ class TierServer:
         await self.refreshes.close()
         await self.service.leases.close()
         await self.store.close()
+        await asyncio.to_thread(self.traces.close)
 
 
 def _channel_options(options: TierOptions) -> list[tuple[str, int]]:

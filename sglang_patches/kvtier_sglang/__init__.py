@@ -19,9 +19,10 @@ And attention, cache and scheduler call this one:
 
     memory/         prefixes that memories stand for, and requests that begin with them
 
-This one only looks:
+These two only look:
 
     status/         metrics, and the page that says what is kept and why
+    tracing/        spans of a request's work, in SGLang's trace of it
 
 Beside them: compat.py and requests.py (what is refused), hooks.py and occupancy.py (what only
 observes), streams.py (work beside the engine's own streams), serve.py (the command), platform.py

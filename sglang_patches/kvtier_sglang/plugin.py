@@ -21,6 +21,7 @@ from kvtier_sglang.platform import is_cpu
 from kvtier_sglang.runtime import Runtime
 from kvtier_sglang.status import state
 from kvtier_sglang.status.publisher import publish
+from kvtier_sglang.tracing.tracer import engine_tracer
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
@@ -104,6 +105,11 @@ def register() -> None:
         verify()
         cache = runtime.radix_cache(ctx)
         publish(cache, ctx.server_args)
+        tracer = engine_tracer()
+        if tracer is not None:
+            from kvtier_sglang.tracing.instrument import instrument
+
+            instrument(cache, tracer)
         return cache
 
     register_attention_backend(NAME)(attention_backend)

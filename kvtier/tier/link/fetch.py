@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from contextvars import copy_context
 from typing import Generic, TypeVar
 
 from kvtier.tier.client import TierClient
@@ -14,8 +15,9 @@ Result = TypeVar("Result")
 class Fetch(Generic[Result]):
     """Work under way. done: whether `result` is final. Written by one thread, read by another.
 
-    needs:  names of blobs that the work asks for; called in the background, at most once.
-    held_s: that the work waited for what of them was on its way to the tier.
+    needs:   names of blobs that the work asks for; called in the background, at most once.
+    held_s:  that the work waited for what of them was on its way to the tier.
+    context: of who made this, which the work runs in.
     """
 
     def __init__(
@@ -24,6 +26,7 @@ class Fetch(Generic[Result]):
         needs: Callable[[], Iterable[bytes]] | None = None,
     ) -> None:
         self.work, self.needs = work, needs
+        self.context = copy_context()
         self.held_s = 0.0
         self.result: Result | None = None
         self.cancelled = False

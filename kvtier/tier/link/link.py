@@ -15,7 +15,8 @@ Gets do not wait: what is not there is computed. But a turn may ask for what the
 has on its way: those puts go first then, and only the gets that ask for them wait, SETTLE_S at
 most.
 
-Nothing here raises because of the tier: a call that fails is counted and is a miss.
+Nothing here raises because of the tier: a call that fails is counted and is a miss. What runs in
+the background runs in a copy of its caller's contextvars, so that it belongs to its caller's trace.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from contextvars import copy_context
 from typing import Any
 
 from kvtier.errors import (
@@ -134,7 +136,8 @@ class TierLink:
         these.
         """
         group = object() if group is None else group
-        jobs = [Put(blob, replace, blob.num_bytes, ready, group) for blob in blobs]
+        context = copy_context()
+        jobs = [Put(blob, replace, blob.num_bytes, ready, group, context) for blob in blobs]
         taken = 0
         with self._changed:
             for job in jobs:
@@ -226,7 +229,7 @@ class TierLink:
     def _putting(self) -> None:
         while (job := self._next_put()) is not None:
             try:
-                counted = self._store(job)
+                counted = job.context.run(self._store, job)
             except GivenUpError:
                 self._put_back(job)
             except _PASSING:
@@ -277,7 +280,8 @@ class TierLink:
         while (fetch := self._next_fetch()) is not None:
             if self._held(fetch):
                 continue
-            result = None if fetch.cancelled else self._calls.run_or_miss("get", fetch.work)
+            run = self._calls.run_or_miss
+            result = None if fetch.cancelled else fetch.context.run(run, "get", fetch.work)
             try:
                 fetch.end(result)
             except Exception:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
+from contextvars import Context
 from typing import NamedTuple
 
 from kvtier.tier.client import Blob
@@ -19,7 +20,7 @@ class Put(NamedTuple):
     """A blob to store.
 
     num_bytes: as it was counted when it was queued; group: of those that belong together, and
-    keep their order; failures: so far.
+    keep their order; context: of who put it, which it is stored in; failures: so far.
     """
 
     blob: Blob
@@ -27,6 +28,7 @@ class Put(NamedTuple):
     num_bytes: int
     ready: Callable[[], None] | None
     group: object
+    context: Context
     failures: int = 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -26,11 +27,18 @@ from kvtier.v1 import tier_pb2_grpc
 class Connection:
     """Thread-safe. channel, stub: what is in use; `renew` may replace them.
 
-    address, namespace, tls: see kvtier.tier.client.TierClient.
+    address, namespace, tls, interceptors: see kvtier.tier.client.TierClient.
     """
 
-    def __init__(self, address: str, namespace: str, tls: TlsFiles | TlsPaths | None) -> None:
+    def __init__(
+        self,
+        address: str,
+        namespace: str,
+        tls: TlsFiles | TlsPaths | None,
+        interceptors: Sequence[Any] = (),
+    ) -> None:
         self.address, self.namespace = address, namespace
+        self._interceptors = interceptors
         self._socket = socket_path(address)
         self._metadata: tuple[tuple[str, str], ...] = ()
         if tls is None:
@@ -45,6 +53,8 @@ class Connection:
 
     def _open(self, tls: TlsFiles | None) -> None:
         self.channel = open_channel(self.address, tls)
+        if self._interceptors:
+            self.channel = grpc.intercept_channel(self.channel, *self._interceptors)
         self.stub = tier_pb2_grpc.TierServiceStub(self.channel)
         frame_stub(self.stub, self.channel)
 

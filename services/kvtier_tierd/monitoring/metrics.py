@@ -8,6 +8,7 @@ kvtier_tier_refreshed_layers_total{namespace}          of contexts, refreshed ne
 kvtier_tier_refreshed_bytes_total{namespace}           of entries that were sent for them
 kvtier_tier_quarantined_total{namespace}               blobs whose stored copy did not verify
 kvtier_tier_errors_total{method, code}                 calls that failed, by gRPC status
+kvtier_tier_call_seconds{method}                       histogram of calls, however they ended
 kvtier_tier_used_bytes, _capacity_bytes, _blobs        of the store
 kvtier_tier_evictions_total                            of the store
 kvtier_tier_shed_total                                 blobs that a restart loses: the disk was late
@@ -23,13 +24,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from kvtier_tierd.stores.base import StoreStats
 
 MAX_NAMESPACES = 64
+# A lookup takes a fraction of a millisecond; a stream may take as long as its client's deadline.
+CALL_BUCKETS_S = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+)
 OTHER = "other"
 _SEE = "See kvtier_tierd.monitoring.metrics"
 
@@ -58,16 +77,33 @@ class TierMetrics:
         self._refreshed_bytes = self._counter("refreshed_bytes", "namespace")
         self._quarantined = self._counter("quarantined", "namespace")
         self._errors = self._counter("errors", "method", "code")
+        self._calls = Histogram(
+            "kvtier_tier_call_seconds",
+            f"{_SEE}: call_seconds.",
+            ("method",),
+            buckets=CALL_BUCKETS_S,
+            registry=self.registry,
+        )
+        for namespace in self._named:
+            self._begin(namespace)
 
     def _counter(self, name: str, *labels: str) -> Counter:
         return Counter(f"kvtier_tier_{name}", f"{_SEE}: {name}.", labels, registry=self.registry)
+
+    def _begin(self, namespace: str) -> None:
+        """Tell a namespace's rare events from the start: a counter that begins at 1 has not grown
+        for Prometheus."""
+        for counter in (self._misses, self._quarantined):
+            counter.labels(namespace)
 
     def _label(self, namespace: str) -> str:
         """The label of a namespace: its own name, while there are not too many."""
         if namespace not in self._named:
             if len(self._named) >= self._most_named:
+                self._begin(OTHER)
                 return OTHER
             self._named.add(namespace)
+            self._begin(namespace)
         return namespace
 
     def moved(
@@ -96,6 +132,10 @@ class TierMetrics:
 
     def failed(self, method: str, code: str) -> None:
         self._errors.labels(method, code).inc()
+
+    def called(self, method: str, seconds: float) -> None:
+        """A call is over, however it ended."""
+        self._calls.labels(method).observe(seconds)
 
     def watch(self, gauges: Callable[[], Gauges]) -> None:
         """Read what is held at every request for metrics, in the thread of that request."""

@@ -7,6 +7,7 @@ gRPC logs and answers with UNKNOWN.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from kvtier.tier.wire.status import code_of
 from kvtier_tierd.limits.namespaces import Namespaces, namespace_of
 from kvtier_tierd.limits.progress import Progress, StalledError
 from kvtier_tierd.monitoring.metrics import TierMetrics
+from kvtier_tierd.monitoring.tracing import NoTraces, Traces
 
 Write = Callable[[Any], Awaitable[None]]
 
@@ -25,8 +27,11 @@ Write = Callable[[Any], Awaitable[None]]
 class Calls:
     """The calls of a service. draining: whether new ones are refused."""
 
-    def __init__(self, namespaces: Namespaces, metrics: TierMetrics) -> None:
+    def __init__(
+        self, namespaces: Namespaces, metrics: TierMetrics, traces: Traces | None = None
+    ) -> None:
         self._namespaces, self._metrics = namespaces, metrics
+        self._traces = traces or NoTraces()
         self.draining = False
         self.running: set[asyncio.Task[Any]] = set()
 
@@ -38,6 +43,17 @@ class Calls:
         self.running.add(task)
         # Only then has gRPC sent the status as well.
         task.add_done_callback(self.running.discard)
+        began = time.monotonic()
+        try:
+            with self._traces.serving(method, context):
+                async with self._answering(method, context) as namespace:
+                    yield namespace
+        finally:
+            self._metrics.called(method, time.monotonic() - began)
+
+    @asynccontextmanager
+    async def _answering(self, method: str, context: Any) -> AsyncIterator[str]:
+        """See `calling`."""
         try:
             yield self._enter(context)
         except KvtierError as error:

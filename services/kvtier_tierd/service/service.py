@@ -18,6 +18,7 @@ from kvtier.v1 import tier_pb2_grpc
 from kvtier_tierd.limits.budget import Budget
 from kvtier_tierd.limits.namespaces import Namespaces
 from kvtier_tierd.monitoring.metrics import TierMetrics
+from kvtier_tierd.monitoring.tracing import Traces
 from kvtier_tierd.service.calls import Calls, writer
 from kvtier_tierd.service.get_stream import GetStreams
 from kvtier_tierd.service.leases import Leases
@@ -53,6 +54,7 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
     budget:         counts what puts have sent and the store does not have yet.
     stall_s:        how long a stream may stand still.
     shared:         the memory that same-host clients may map, or None.
+    traces:         where calls are traced; None: nowhere.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
         budget: Budget,
         stall_s: float,
         shared: SharedFile | None = None,
+        traces: Traces | None = None,
     ) -> None:
         self.store = store
         self.namespaces = namespaces
@@ -78,7 +81,7 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
         self.stall_s = stall_s
         self.shared = shared
         self.leases = Leases(store)
-        self.calls = Calls(namespaces, metrics)
+        self.calls = Calls(namespaces, metrics, traces)
         self._lookups = Lookups(store, namespaces, metrics)
         self._puts = PutStreams(
             store,

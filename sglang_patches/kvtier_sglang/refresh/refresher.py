@@ -155,6 +155,11 @@ class Refresher:
             self._active.append(Active(rid, refreshing, part))
         return given_up
 
+    @property
+    def refreshed_in_pass(self) -> list[str]:
+        """The requests whose entries the pass under way chooses again."""
+        return [one.rid for one in self._active if one.refreshing.source is not None]
+
     def _begin(self, refreshing: Refreshing, row: torch.Tensor) -> bool:
         """Give a request entries of its own; False where there is no room for them."""
         if not self._allocate(refreshing):

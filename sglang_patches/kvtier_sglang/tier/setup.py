@@ -20,6 +20,7 @@ from kvtier.tier.link.link import TierLink
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
 from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.tier.identity import ModelIdentity
+from kvtier_sglang.tracing.tracer import interceptors
 
 # Of what the stored bytes and records mean; counts up whenever old ones would be misread.
 SEMANTICS = 1
@@ -39,6 +40,7 @@ def tier_link(tier: TierSettings) -> TierLink:
         timeout_s=tier.timeout_s,
         tls=tls,
         shared=tier.shared_memory,
+        interceptors=interceptors(),
     )
     return TierLink(client, buffer_bytes=tier.buffer_bytes)
 

@@ -22,7 +22,7 @@ from live_tier import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier.errors import TierUnavailableError, UsageError
+from kvtier.errors import TierProtocolError, TierUnavailableError, UsageError
 from kvtier.tier.client import TierClient
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd import server as server_module
@@ -124,6 +124,25 @@ def test_metrics_are_bound_where_they_are_wanted(tmp_path):
         assert live.metrics_url.startswith("http://127.0.0.2:")
         with urllib.request.urlopen(live.metrics_url, timeout=10) as answer:
             assert b"kvtier_tier" in answer.read()
+
+
+def test_calls_are_timed_however_they_end_and_rare_events_are_told_from_the_start():
+    with in_process(metrics_port=0) as tier:
+        with TierClient(tier.address, timeout_s=10) as client:
+            client.connect()
+            client.exists([key_of(1)])
+            client.exists([key_of(2)])
+            with pytest.raises(TierProtocolError):
+                client.exists([b"short"])
+        families = text_string_to_metric_families(ask(tier, "/metrics")[1])
+        samples = {
+            (one.name, *one.labels.values()): one.value for f in families for one in f.samples
+        }
+    assert samples["kvtier_tier_call_seconds_count", "Exists"] == 3
+    assert samples["kvtier_tier_call_seconds_count", "GetServerInfo"] == 1
+    assert 0 < samples["kvtier_tier_call_seconds_sum", "Exists"] < 10
+    # A counter that begins at 1 has not grown for Prometheus.
+    assert samples["kvtier_tier_quarantined_total", "default"] == 0
 
 
 def namespaces_in_metrics(tier: InProcessTier) -> dict[str, float]:

@@ -1,0 +1,147 @@
+"""One request's work is one trace: engine, kvtier and the tier, with the right parents."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+from urllib.request import Request, urlopen
+
+import pytest
+from engine_process import CLEAN_ENVIRONMENT, DEMO_MODEL
+from live_server import free_port, serving
+from otlp_collector import Collector, Span, collecting
+from tierd.live_tier import eventually, live_tier
+
+pytestmark = pytest.mark.engine
+
+RULE = {
+    "locality-sink-tokens": "32",
+    "locality-recent-tokens": "64",
+    "locality-branch-recent-tokens": "24",
+    "tier-span-tokens": "64",
+    "tier-timeout-s": "10",
+    "retention": "0.5",
+    "refresh": "turn",
+    "head-profile": str(DEMO_MODEL / "head_profile.json"),
+}
+# Of the client that asks: W3C Trace Context.
+TRACE_ID, CLIENT_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+class Traced(NamedTuple):
+    url: str
+    collector: Collector
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory) -> Iterator[Traced]:
+    folder, port = tmp_path_factory.mktemp("traced"), free_port()
+    with ExitStack() as stack:
+        collector = stack.enter_context(collecting())
+        flags = ("--memory", "256m", "--otlp-traces-endpoint", collector.address)
+        tier = stack.enter_context(live_tier(folder, *flags))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name in set(CLEAN_ENVIRONMENT):
+            patch.setenv(name, CLEAN_ENVIRONMENT[name])
+        patch.setenv("SGLANG_OTLP_EXPORTER_SCHEDULE_DELAY_MILLIS", "100")
+        settings = [text for name, value in RULE.items() for text in (f"--{name}", value)]
+        command = [
+            *(sys.executable, "-m", "kvtier", "serve", "--model-path", str(DEMO_MODEL)),
+            *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
+            *("--max-total-tokens", "8000", "--data-dir", str(folder / "data")),
+            *("--skip-tokenizer-init", "--sleep-on-idle", "--tier", tier.address, *settings),
+            *("--no-tier-shared-memory", "--chunked-prefill-size", "512"),
+            *("--enable-trace", "--otlp-traces-endpoint", collector.address),
+        ]
+        url = stack.enter_context(serving(command, port, log=folder / "server.log"))
+        yield Traced(url, collector)
+
+
+def post(url: str, body: dict, headers: dict[str, str] | None = None) -> bytes:
+    head = {"Content-Type": "application/json", **(headers or {})}
+    with urlopen(Request(url, json.dumps(body).encode(), head), timeout=60) as answer:
+        return answer.read()
+
+
+def ask(traced: Traced, prompt: Sequence[int], headers: dict[str, str] | None = None) -> dict:
+    sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": list(prompt), "sampling_params": sampling}
+    return json.loads(post(f"{traced.url}/generate", body, headers))
+
+
+def flush(traced: Traced) -> None:
+    def flushed() -> bool:
+        try:
+            post(f"{traced.url}/flush_cache", {})
+        except OSError:
+            return False
+        return True
+
+    eventually(flushed)
+
+
+def test_a_request_that_is_restored_and_refreshed_is_one_trace_from_engine_to_tier(traced):
+    rng = random.Random(1)
+    prompt = [rng.randrange(136, 384) for _ in range(1000)]
+    prompt += ask(traced, prompt)["output_ids"]
+    with urlopen(f"{traced.url}/server_info", timeout=30) as answer:
+        assert json.load(answer)["internal_states"][0]["kvtier"]["tier"]["healthy"]
+    eventually(lambda: not pending(traced))
+    flush(traced)
+    prompt += [rng.randrange(136, 384) for _ in range(100)]
+    header = {"traceparent": f"00-{TRACE_ID}-{CLIENT_SPAN}-01"}
+    answer = ask(traced, prompt, header)
+    assert answer["meta_info"]["cached_tokens"] >= 1000
+
+    wanted = {"kvtier.restore", "kvtier.refresh", "kvtier.select", "kvtier.spill"}
+    ids = bytes.fromhex(TRACE_ID)
+
+    def complete(spans: Sequence[Span]) -> bool:
+        own = [one for one in spans if one.trace_id == ids]
+        puts = [one for one in own if one.method == "Put" and one.service == "kvtier-tier"]
+        roots = [one for one in own if one.parent_id == bytes.fromhex(CLIENT_SPAN)]
+        return wanted <= {one.name for one in own} and bool(puts) and bool(roots)
+
+    spans = traced.collector.wait_for(complete)
+    own = {one.span_id: one for one in spans if one.trace_id == ids}
+    (root,) = (one for one in own.values() if one.parent_id == bytes.fromhex(CLIENT_SPAN))
+    assert root.service == "sglang"
+    for span in own.values():
+        if span.service == "kvtier-tier":
+            parent = own[span.parent_id]
+            assert (parent.service, parent.name) == ("sglang", span.name)
+        elif span.name.startswith("kvtier.v1."):
+            assert own[span.parent_id].name in ("kvtier.fetch", "kvtier.spill")
+        elif span.name.startswith("kvtier."):
+            assert own[span.parent_id].name.startswith("Scheduler"), span.name
+    by_name = {one.name: one for one in own.values()}
+    assert by_name["kvtier.restore"].attributes["tokens"] == 1003
+    select = next(one for one in own.values() if one.attributes.get("reason") == "share")
+    assert select.name == "kvtier.select"
+    methods = {one.method for one in own.values() if one.service == "kvtier-tier"}
+    assert {"Exists", "Get", "Put"} <= methods
+    matches = [one.attributes for one in own.values() if one.name == "kvtier.match"]
+    assert {"tokens": 1103, "device_tokens": 0, "tier_tokens": 1003} in matches
+
+
+def test_spans_say_nothing_of_what_was_asked(traced):
+    """Numbers, names and reasons alone."""
+    prompt = [random.Random(2).randrange(136, 384) for _ in range(300)]
+    ask(traced, prompt)
+    spans = traced.collector.wait_for(lambda found: any(s.name == "kvtier.select" for s in found))
+    known = {"tokens", "device_tokens", "tier_tokens", "dropped_tokens", "ca_entries"}
+    known |= {"locality_entries", "reason", "spans", "bytes", "record", "came"}
+    for span in spans:
+        if span.name.startswith("kvtier.") and not span.name.startswith("kvtier.v1"):
+            assert set(span.attributes) <= known
+            for name, value in span.attributes.items():
+                assert isinstance(value, int) or (name, value) == ("reason", "share")
+
+
+def pending(traced: Traced) -> int:
+    with urlopen(f"{traced.url}/server_info", timeout=30) as answer:
+        return json.load(answer)["internal_states"][0]["kvtier"]["tier"]["pending"]
