@@ -21,9 +21,9 @@ CSS = """
 .key i { display: inline-block; width: .8rem; height: .8rem; border-radius: .2rem;
   margin-right: .4rem; vertical-align: -1px; } .key i.none { background: var(--rule); }
 .sessions { min-width: 980px; font-size: .9rem; font-variant-numeric: tabular-nums; }
-.sessions .row { display: grid; gap: 1.1rem; align-items: center; padding: .45rem .6rem;
-  grid-template-columns: 6rem 5rem 6rem minmax(13rem, 1.5fr) 5.5rem 7.5rem minmax(8rem, 1fr)
-  11rem; }
+.sessions .row { display: grid; gap: .9rem; align-items: center; padding: .45rem .6rem;
+  grid-template-columns: 7.5rem 5rem 6rem minmax(13.5rem, 1.5fr) 5.5rem 6rem minmax(8rem, 1fr)
+  12.5rem; }
 .sessions .row > * { text-align: right; } .sessions .row > .text { text-align: left; }
 .sessions .head { font-weight: 600; border-bottom: 1px solid var(--rule); }
 .sessions details { border-bottom: 1px solid var(--rule); }
@@ -90,7 +90,9 @@ def _session(row: Json) -> str:
 
 def _session_note(row: Json) -> str:
     turns = f"{row['num_turns']} turn{'s' if row['num_turns'] != 1 else ''}"
-    return turns if row["memory"] is None else f"{turns}, memory {escape(row['memory'][:8])}"
+    if row["memory"] is None:
+        return turns
+    return f"{turns}</small><small>memory {escape(row['memory'][:8])}"
 
 
 def _shared_note(row: Json) -> str:
@@ -117,6 +119,8 @@ def _why(row: Json) -> str:
 
 
 def _reason(turn: Json) -> str:
+    if turn["is_memory"]:
+        return "prefix memory"
     if turn["reason"] is not None:
         return str(turn["reason"])
     if not turn["is_compressed"]:

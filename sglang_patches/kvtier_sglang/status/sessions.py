@@ -82,9 +82,14 @@ def _session(tree: VariantRadixTree, leaf: KvNode) -> dict[str, Any]:
         "full_bytes": leaf.stop * per_slot.full,
         "tier_tokens": sum(max(n.sent_tokens, n.restored_tokens) for n in path),
         "restored_tokens": sum(n.restored_tokens for n in path),
-        "num_turns": len(path),
+        "num_turns": sum(not _is_memory(n) for n in path),
         "turns": [_turn(node) for node in path[:MOST_TURNS]],
     }
+
+
+def _is_memory(node: KvNode) -> bool:
+    """Whether a node holds nothing, as a prefix memory stands for its tokens."""
+    return not node.ca_size and memory_in(node.key.extra_key) is not None
 
 
 def _turn(node: KvNode) -> dict[str, Any]:
@@ -93,6 +98,7 @@ def _turn(node: KvNode) -> dict[str, Any]:
     return {
         "begin": node.start,
         "stop": node.stop,
+        "is_memory": _is_memory(node),
         "is_compressed": node.compressed,
         "is_exact": node.exact and not node.dropped.num_tokens,
         "dropped_tokens": node.dropped.num_tokens,
