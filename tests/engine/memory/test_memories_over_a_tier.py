@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine_process import run_engine
-from stored_memories import Stored, tokens
+from memory_samples import Stored, tokens
 from tierd.live_tier import live_tier
 from tiered_engine import ENGINE, RULE, continued, run_never_missing
 

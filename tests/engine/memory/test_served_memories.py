@@ -13,7 +13,7 @@ import pytest
 import torch
 from compressing import POLICIES
 from engine_process import DEMO_MODEL, run_engine, run_script
-from stored_memories import tokens
+from memory_samples import tokens
 
 from benchmarks.common.recall_engine import ranks_on_a_cpu
 from kvtier.memory.collecting import prefix_kv

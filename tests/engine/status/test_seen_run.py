@@ -1,0 +1,297 @@
+"""One real run of engine, tier and Redis, as its operators see it: the status page, in a browser,
+too; and dashboards and rules, whose every query a real Prometheus answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import quote
+from urllib.request import urlopen
+
+import matplotlib.image
+import pytest
+from deploy.monitoring_queries import RULES, panel_queries, rule_queries, rules, unknown
+from live_server import free_port
+from seen_run import SESSIONS, SeenRun, scrape, seen_run, wait_until
+from sglang.srt.observability import metrics_collector
+
+from kvtier_sglang.status.figures import FIGURES, Kind
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+PROMETHEUS = shutil.which("prometheus")
+# What has no data while all is well, as docs/monitoring.md says.
+NEEDS_A_FAILURE = {
+    "kvtier-tier: Failed calls per second": "a call that fails",
+    "kvtier-redis: Turns without a curve": "a turn before there is a curve",
+    "kvtier-memories: Answered from the exact prefix": "a request that a memory does not know",
+}
+# Counters that are not there before what they count.
+BEGIN_WITH_A_FAILURE = ("kvtier_tier_errors_total", "sglang:num_retracted_requests_total")
+BACKGROUNDS = {"light": (255, 255, 255), "dark": (0x14, 0x18, 0x1E)}
+
+
+@pytest.fixture(scope="module")
+def prometheus_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, prometheus_port) -> Iterator[SeenRun]:
+    folder = tmp_path_factory.mktemp("seen")
+    with seen_run(folder) as started, scraping(started, folder, prometheus_port):
+        started.drive()
+        yield started
+
+
+@contextmanager
+def scraping(run: SeenRun, folder: Path, port: int) -> Iterator[None]:
+    """A Prometheus with the rules that scrapes what runs, where there is one."""
+    if PROMETHEUS is None:
+        yield
+        return
+    targets = {"engine": f"{run.url}/metrics/", "tier": run.tier.metrics_url}
+    if run.redis_metrics_url:
+        targets["redis"] = run.redis_metrics_url
+    jobs = [
+        {
+            "job_name": name,
+            "metrics_path": "/" + url.split("/", 3)[3],
+            "static_configs": [{"targets": [url.split("/")[2]]}],
+        }
+        for name, url in targets.items()
+    ]
+    every = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config = folder / "prometheus.yml"
+    # JSON is YAML.
+    config.write_text(
+        json.dumps({"global": every, "scrape_configs": jobs, "rule_files": [str(RULES)]})
+    )
+    command = [
+        *(PROMETHEUS, f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}"),
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    with (folder / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        wait_until(lambda: len(ask(port, "up == 1")) == len(targets))
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ask(port: int, query: str) -> list[dict]:
+    """What Prometheus answers, or nothing while it starts."""
+    url = f"http://127.0.0.1:{port}/api/v1/query?query={quote(query)}"
+    try:
+        with urlopen(url, timeout=10) as answer:
+            return json.load(answer)["data"]["result"]
+    except OSError:
+        return []
+
+
+# -- the status page --
+
+
+def metrics(run: SeenRun) -> dict[tuple[str, str], float]:
+    """kvtier's samples, by name and the value of the label beside the model's."""
+    found = {}
+    for (name, labels), value in scrape(f"{run.url}/metrics/").items():
+        own = [text for key, text in labels if key != "model_name"]
+        if name.startswith("kvtier_") and len(own) <= 1:
+            found[name, "".join(own)] = value
+    return found
+
+
+def figures(run: SeenRun) -> dict[tuple[str, str], float]:
+    """The status page's, by the names of their samples."""
+    suffix = {one.name: "_total" if one.kind is Kind.COUNTER else "" for one in FIGURES}
+    return {
+        (name + suffix[name], label): value
+        for name, values in run.status()["figures"].items()
+        for label, value in values.items()
+    }
+
+
+class Texts(HTMLParser):
+    """The text of every table cell, row by row."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self._in_cell = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        if tag == "tr":
+            self.rows.append([])
+        self._in_cell = tag == "td"
+        if self._in_cell:
+            self.rows[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        if self._in_cell:
+            self.rows[-1][-1] += data
+
+
+def test_the_run_has_something_to_show(run):
+    found = figures(run)
+    assert found["kvtier_restored_tokens_total", ""] > 1000 * SESSIONS
+    assert found["kvtier_refreshes_total", "refreshed_turns"] > 0
+    assert found["kvtier_compacted_tokens_total", ""] > 0
+    assert found["kvtier_engine_tier_healthy", ""] == 1
+
+
+def test_page_and_metrics_of_the_same_run_show_the_same_figures(run):
+    ours = figures(run)
+    wait_until(lambda: metrics(run) | ours == pytest.approx(metrics(run), abs=0.001))
+    status, page = run.get("/kvtier/status?sessions=200")
+    assert status == 200
+    shown = {row[0]: row[1] for row in Texts(page).rows if len(row) == 2}
+    told, compared = metrics(run), 0
+    for name, text in shown.items():
+        if not name.startswith("kvtier_"):
+            continue
+        key = re.fullmatch(r'(\w+)(?:\{\w+="(.*)"\})?', name).groups(default="")
+        assert float(text.replace(",", "")) == pytest.approx(told[key], abs=0.001), name
+        compared += 1
+    assert compared >= len(ours)
+    assert 'kvtier_turns_total{reason="quality"}' in shown
+
+
+def test_rows_of_sessions_add_up_to_the_metrics(run):
+    told, rows = metrics(run), run.status()["sessions"]["rows"]
+    assert sum(row["bytes"] for row in rows) == told["kvtier_pool_used_bytes", ""]
+    assert len(rows) == told["kvtier_idle_branches", ""]
+    restored = sum(row["restored_tokens"] for row in rows)
+    assert restored == told["kvtier_restored_tokens_total", ""]
+    long = [row for row in rows if row["context_tokens"] > 2000]
+    assert len(long) == SESSIONS
+    # Every session's exact KV is in the tier: all but the newest token of each, which has none yet.
+    for row, prompt in zip(
+        sorted(long, key=lambda row: row["idle_s"]), run.prompts[::-1], strict=True
+    ):
+        assert row["context_tokens"] == len(prompt) - 1
+        assert row["tier_tokens"] == row["context_tokens"]
+        assert {"quality", "as-recorded"} >= {turn["reason"] for turn in row["turns"]} - {None}
+        assert row["bytes"] < 0.8 * row["full_bytes"]
+    (behind,) = (row for row in rows if row["memory"] is not None)
+    assert behind["memory"] == run.memory.memory.digest
+    assert [turn["is_memory"] for turn in behind["turns"]] == [False, True]
+    assert behind["num_turns"] == 1
+
+
+def test_the_page_wants_the_admins_key(run):
+    for path in ("/kvtier/status", "/kvtier/status.json"):
+        assert run.get(path, key=None)[0] == 401
+        assert run.get(path, key="another")[0] == 401
+        assert run.get(path)[0] == 200
+
+
+def test_the_page_holds_no_run_of_anybodys_tokens(run):
+    _, page = run.get("/kvtier/status?sessions=200")
+    _, text = run.get("/kvtier/status.json?sessions=200")
+    for prompt in run.prompts:
+        for begin in range(0, len(prompt) - 3, 97):
+            some = prompt[begin : begin + 3]
+            for joint in (", ", ",", " "):
+                assert joint.join(map(str, some)) not in page
+                assert joint.join(map(str, some)) not in text
+
+
+def test_asking_takes_the_scheduler_little_time(run):
+    assert run.status()["took_s"] < 0.1
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH (Debian: chromium)")
+@pytest.mark.parametrize("scheme", BACKGROUNDS)
+def test_a_browser_draws_the_page_light_and_dark_from_itself_alone(run, tmp_path, scheme):
+    _, page = run.get("/kvtier/status")
+    source, picture = tmp_path / "status.html", tmp_path / f"status-{scheme}.png"
+    # As the header says, which a file has none of.
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    source.write_text(page.replace("<head>", f"<head>{meta}"))
+    command = [
+        *(str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+        *("--enable-logging=stderr", "--host-resolver-rules=MAP * ~NOTFOUND"),
+        *(f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1280,1800"),
+        *(["--force-dark-mode"] if scheme == "dark" else []),
+        *(f"--screenshot={picture}", source.as_uri()),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "CONSOLE" not in done.stderr
+    pixels = (255 * matplotlib.image.imread(picture)).round().astype(int)[..., :3]
+    assert tuple(pixels[2, 2]) == BACKGROUNDS[scheme]
+    # Something is drawn: text and bars, and in more than one colour.
+    other = (abs(pixels - pixels[2, 2]).sum(-1) > 60).mean()
+    assert 0.01 < other < 0.6
+    coloured = (pixels.max(-1) - pixels.min(-1) > 80).mean()
+    assert coloured > 0.001
+
+
+# -- dashboards and rules --
+
+
+def scraped(run: SeenRun) -> dict[str, set[str]]:
+    """Labels of what engine, tier and, where it has an exporter, Redis export, by name."""
+    urls = [f"{run.url}/metrics/", run.tier.metrics_url]
+    found: dict[str, set[str]] = {}
+    for url in [*urls, *([run.redis_metrics_url] if run.redis_metrics_url else [])]:
+        for name, labels in scrape(url):
+            found.setdefault(name, set()).update(key for key, _ in labels)
+    return found
+
+
+def test_every_metric_of_dashboards_and_rules_is_exported_by_a_run(run):
+    wrong = unknown([*panel_queries(), *rule_queries()], scraped(run))
+    if run.redis_metrics_url is None:
+        wrong = [one for one in wrong if "no target has redis_" not in one]
+    wrong = [one for one in wrong if not any(name in one for name in BEGIN_WITH_A_FAILURE)]
+    assert wrong == []
+    # That this one exists only SGLang's source says.
+    assert '"sglang:num_retracted_requests_total"' in Path(metrics_collector.__file__).read_text()
+
+
+def test_a_failed_call_has_the_metric_that_dashboards_ask_for(run):
+    from tierd.live_tier import raw_stub
+
+    from kvtier.v1 import tier_pb2 as pb
+
+    with raw_stub(run.tier.address) as stub, pytest.raises(Exception, match="INVALID_ARGUMENT"):
+        stub.Exists(pb.ExistsRequest(keys=[b"short"]))
+    assert {"method", "code"} <= scraped(run)["kvtier_tier_errors_total"]
+
+
+@pytest.mark.skipif(PROMETHEUS is None, reason="no prometheus on PATH (Debian: prometheus)")
+def test_prometheus_has_data_for_every_panel(run, prometheus_port):
+    # One more scrape than the run has ended with.
+    time.sleep(2.5)
+    empty = [query.where for query in panel_queries() if not numbers(prometheus_port, query.expr)]
+    wanted = set(NEEDS_A_FAILURE)
+    if run.redis_metrics_url is None:
+        wanted |= {q.where for q in panel_queries() if "redis_" in q.expr}
+    assert set(empty) <= wanted, sorted(set(empty) - wanted)
+
+
+@pytest.mark.skipif(PROMETHEUS is None, reason="no prometheus on PATH (Debian: prometheus)")
+def test_prometheus_records_every_rule_and_no_alert_fires(run, prometheus_port):
+    for rule in rules():
+        if "record" in rule:
+            wait_until(lambda rule=rule: numbers(prometheus_port, rule["record"]))
+    assert ask(prometheus_port, 'ALERTS{alertstate="firing"}') == []
+
+
+def numbers(port: int, query: str) -> list[float]:
+    values = (float(one["value"][1]) for one in ask(port, query))
+    return [value for value in values if value == value]
