@@ -71,8 +71,7 @@ def test_a_redis_password_reaches_child_processes_and_nothing_else(monkeypatch, 
         ({"redis_url": SECRET_URL, "redis_ca": "nowhere.pem"}, "redis_ca"),
         ({"redis_url": "redis://ada:s3cr3t@cache", "redis_ca": "kvtier.toml"}, "redis_ca"),
         ({"redis_ca": "kvtier.toml"}, "redis_ca"),
-        ({"redis_url": SECRET_URL, "redis_certificate": "kvtier.toml"}, "redis_key"),
-        ({"redis_url": SECRET_URL, "redis_key": "kvtier.toml"}, "redis_certificate"),
+        ({"redis_url": SECRET_URL, "redis_key": "nowhere.pem"}, "redis_key"),
         ({"redis_certificate": "kvtier.toml", "redis_key": "kvtier.toml"}, "redis_certificate"),
         ({"redis_timeout_s": 0}, "redis_timeout_s"),
         ({"calibration_ttl_s": 0}, "calibration_ttl_s"),
@@ -86,6 +85,14 @@ def test_a_bad_store_setting_is_named_without_its_password(flags, name, tmp_path
         load_settings(**flags)
     told = "".join(traceback.format_exception(caught.value))
     assert "cr3t" not in told
+
+
+@pytest.mark.parametrize(("given", "missing"), [("certificate", "key"), ("key", "certificate")])
+def test_half_of_a_client_certificate_is_refused_by_what_is_missing(tmp_path, given, missing):
+    file = tmp_path / "one.pem"
+    file.touch()
+    with pytest.raises(ConfigurationError, match=rf"^redis\.{missing}: expected .* together"):
+        load_settings(redis_url="rediss://cache", **{f"redis_{given}": file})
 
 
 def test_settings_that_do_not_go_together_hide_the_password_too(monkeypatch):

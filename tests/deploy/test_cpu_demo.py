@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -97,7 +98,7 @@ def test_it_answers_locks_its_management_and_ends_with_its_turns_in_the_tier(ren
             eventually(lambda: demo.ask("/ready")[0] == 200, 60)
             answers(demo)
             management_is_locked(demo)
-            assert "sglang:" in demo.ask("/metrics")[1]
+            assert f"\n{scaled_by(rendered['watched'])}{{" in demo.ask("/metrics")[1]
             engine.terminate()
             # While it drains, the router and the Service see this.
             eventually(lambda: not_ready(demo, engine), 20)
@@ -110,6 +111,14 @@ def test_it_answers_locks_its_management_and_ends_with_its_turns_in_the_tier(ren
         finally:
             for one in (engine, tier):
                 stop(one)
+
+
+def scaled_by(manifests: Manifests) -> str:
+    """The metric that KEDA asks Prometheus for."""
+    (scaled,) = manifests.of_kind("ScaledObject")
+    (trigger,) = scaled["spec"]["triggers"]
+    (name,) = re.findall(r"\bsglang:\w+", trigger["metadata"]["query"])
+    return name
 
 
 def answers(demo: Demo) -> None:
