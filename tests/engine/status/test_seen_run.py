@@ -70,10 +70,12 @@ def scraping(run: SeenRun, folder: Path, port: int) -> Iterator[None]:
         for name, url in targets.items()
     ]
     every = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    often = folder / "rules.yaml"
+    often.write_text(RULES.read_text().replace("interval: 30s", "interval: 1s"))
     config = folder / "prometheus.yml"
     # JSON is YAML.
     config.write_text(
-        json.dumps({"global": every, "scrape_configs": jobs, "rule_files": [str(RULES)]})
+        json.dumps({"global": every, "scrape_configs": jobs, "rule_files": [str(often)]})
     )
     command = [
         *(PROMETHEUS, f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}"),

@@ -40,7 +40,7 @@ def recorded(s: MiniScheduler, records: list[TurnRecord]) -> None:
             record = TurnRecord(nodes=tuple(nodes), tail="")
             s.tree.tier.rules.check(record)
             records.append(record)
-        compressed(rid, token_ids, nodes)
+        return compressed(rid, token_ids, nodes)
 
     s.tree.tier.spiller.compressed = check
 
