@@ -27,9 +27,16 @@ from kvtier.heads.model.loading import load_model
 from kvtier.heads.profile import ModelShape, full_profile
 from kvtier.heads.progress import Progress, rich_progress
 from kvtier.heads.reference.compaction import ScoredSession
-from kvtier.memory.building import JUDGING_SHARE, assemble, drawn_by_all, with_requeueing
+from kvtier.memory.building import (
+    JUDGING_SHARE,
+    Built,
+    assemble,
+    collected,
+    drawn_by_all,
+    with_requeueing,
+)
 from kvtier.memory.card import Row
-from kvtier.memory.collecting import Collected, collect, prefix_kv
+from kvtier.memory.collecting import prefix_kv
 from kvtier.memory.measured.rows import Held, Way, kept_way, rows
 from kvtier.memory.measured.sizes import exact_bytes, held_bytes, read_bytes
 from kvtier.memory.prefixes import KeptPrefix, LayerKV, MemoryPrefix, NoPrefix
@@ -40,6 +47,7 @@ from kvtier.retention.scorers import SCORERS
 from kvtier.synthetic.tokenizer import Tokenizer
 
 HELD_OUT, NEW_WORDING, OFF_TOPIC = "held out", "new wording", "off topic"
+NOTHING = "nothing"
 TARGET_NATS = 0.05
 SHARE_HELD, SHARE_READ = 0.35, 0.10
 OURS = ("memory", "states", "hybrid", "kept")
@@ -58,6 +66,10 @@ def declare(arguments: Arguments) -> None:
     arguments.whole("--held-out", 120, "requests of a family in the traces' wording")
     arguments.whole("--new-wording", 40, "of those in other wording")
     arguments.whole("--off-topic", 40, "requests that have nothing to do with it")
+    arguments.add(
+        "--ways", nargs="+", default=[""], metavar="NAME",
+        help="how the names of the ways begin that are compared beside `memory` (all)",
+    )  # fmt: skip
     arguments.add("--entries", type=int, nargs="+", default=[64, 256, 1024], help="(%(default)s)")
     arguments.add(
         "--kept", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.35],
@@ -101,11 +113,16 @@ def measure(
     asked = by_kind(traced.traces, kinds)
     kv = prefix_kv(model, traced.prefix_ids)
     making, judging = split(asked.pop("traces"), JUDGING_SHARE, options.seed)
-    made = collect(model, kv, making, progress)
-    judges = collect(model, kv, judging, progress, with_own=True)
+    recipes = wanted_recipes(options)
+    # States want the most of all that is compared.
+    most = max(recipes.values(), key=lambda recipe: recipe.state_heads, default=Recipe())
+    made, judges = collected(model, kv, making, judging, most, progress)
     shape = shape_of(model)
     held = Held(kv, drawn_by_all(made, judges), (), model.dtype)
-    compared = memories(model, held, made, judges, judging, options)
+    compared = dict[str, Way]()
+    for way, recipe in recipes.items():
+        built = assemble(held.kv, made, judges, recipe, options.seed)
+        compared |= served(way, with_requeueing(model, built, judging), model.dtype, options)
     compared |= kept(model, shape, held, traced.prefix_ids, options)
     chunk = -(-len(traced.prefix_ids) // CHUNKS)
     apart = prefix_kv(model, traced.prefix_ids, chunk_tokens=chunk)
@@ -114,7 +131,13 @@ def measure(
     compared[f"all KV, computed in {CHUNKS} chunks apart"] = Way(
         KeptPrefix(apart, everything), whole, whole
     )
+    compared = {way: one for way, one in compared.items() if wanted(way, options)}
     return rows(model, held, asked, compared, off_topic=OFF_TOPIC, progress=progress)
+
+
+def wanted(way: str, options: Options) -> bool:
+    """Whether a way is to be compared."""
+    return way.startswith(("memory", NOTHING, *options.ways))
 
 
 def by_kind(
@@ -128,16 +151,9 @@ def by_kind(
     return found
 
 
-def memories(
-    model: Any,
-    held: Held,
-    made: Collected,
-    judges: Collected,
-    judging: Sequence[Trace],
-    options: Options,
-) -> dict[str, Way]:
+def wanted_recipes(options: Options) -> dict[str, Recipe]:
     """Kept KV behind a gate, states in all heads, and states in the half of them that they serve
-    best. Requests begin again as a server has them do it."""
+    best."""
     recipes = {"memory": Recipe(kept_share=MEMORY_SHARE)}
     for entries in options.entries:
         states = Recipe(FALL_BACK_SHARE, entries, state_heads=1.0)
@@ -145,15 +161,16 @@ def memories(
     recipes[f"hybrid, {options.entries[-1]} entries"] = Recipe(
         HYBRID_SHARE, options.entries[-1], state_heads=STATE_HEADS
     )
-    ways = {}
-    for name, recipe in recipes.items():
-        built = assemble(held.kv, made, judges, recipe, options.seed)
-        built = with_requeueing(model, built, judging)
-        size = held_bytes(built.layers, model.dtype)
-        read = read_bytes(built.layers, model.dtype, 0.0)
-        ways[name] = Way(MemoryPrefix(built.layers), size, read, built.requeue_above)
-        if recipe.entries == options.entries[-1] or not recipe.state_heads:
-            ways[f"{name}, no gate"] = Way(MemoryPrefix(built.layers, gated=False), size, read)
+    return {way: recipe for way, recipe in recipes.items() if wanted(way, options)}
+
+
+def served(way: str, built: Built, dtype: torch.dtype, options: Options) -> dict[str, Way]:
+    """A memory with its gate, where requests begin again as a server has them do it, and, of the
+    largest ones, without."""
+    size, read = held_bytes(built.layers, dtype), read_bytes(built.layers, dtype, 0.0)
+    ways = {way: Way(MemoryPrefix(built.layers), size, read, built.requeue_above)}
+    if way == "memory" or way.endswith(f" {options.entries[-1]} entries"):
+        ways[f"{way}, no gate"] = Way(MemoryPrefix(built.layers, gated=False), size, read)
     return ways
 
 
@@ -163,7 +180,7 @@ def kept(
     """Some of the prefix's own KV, chosen in five ways, and nothing."""
     rng = torch.Generator().manual_seed(options.seed)
     whole = exact_bytes(shape, len(prefix_ids), model.dtype)
-    ways = {"nothing": Way(NoPrefix(), 0, 0)}
+    ways = {NOTHING: Way(NoPrefix(), 0, 0)}
     for share in options.kept:
         ways[f"kept, {share:.0%}"] = kept_way(shape, held, held.drawn, round(share * whole))
     others: dict[str, Sequence[Tensor]] = {"kept by every head alike": held.drawn}
@@ -206,7 +223,7 @@ def judged(name: str, found: Mapping[str, Sequence[Row]]) -> list[Bar]:
     worst = max(gated, key=off.__getitem__)
     return [
         at_most(f"{name}: nats lost by {best.way}", best.nll_gap, TARGET_NATS),
-        at_most(f"{name}: off-topic KL of {worst}, beside nothing's", off[worst], off["nothing"]),
+        at_most(f"{name}: off-topic KL of {worst}, beside nothing's", off[worst], off[NOTHING]),
     ]
 
 

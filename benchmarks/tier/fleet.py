@@ -1,0 +1,206 @@
+"""Servers behind SGLang's router, over one tier, and the sessions that they hold.
+
+    session ── x-session-id ──> router ──┬── server 0 ──┐
+                                         └── server 1 ──┴── tier
+
+The router places a session by a header, and tries a request again elsewhere whose server cannot be
+reached. Clients try nothing again.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.arguments import Arguments, Options
+from benchmarks.common.recall_arguments import add_model
+from benchmarks.soak.processes import Served, answers_http, server_process, tier_process
+from benchmarks.tier.faults.processes import free_address
+
+HEADER = "x-session-id"
+IDS = (6, 384)
+TURN_TOKENS, ANSWER_TOKENS = 40, 8
+TIMEOUT_S = 300
+# Tokens of room that a session has beside its context.
+ROOM_TOKENS = 2048
+
+
+def declare_fleet(arguments: Arguments) -> None:
+    """What all benchmarks of a fleet are told."""
+    add_model(arguments, "head_profile.json")
+    arguments.add(
+        "--smg", type=Path, default=Path(sys.executable).with_name("smg"), metavar="FILE",
+        help="the router's program (the one beside this Python)",
+    )  # fmt: skip
+    arguments.size("--len", "4k", "context tokens of a session")
+    arguments.whole("--sessions", 8, "sessions", least=2)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """new_ids: what was asked; answer_ids: greedy; context_tokens: of the turns before.
+
+    cached_tokens, from_tier: of the prompt, as the server says; ttft_ms: to the first token.
+    """
+
+    session: str
+    new_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+    context_tokens: int
+    cached_tokens: int
+    from_tier: int
+    ttft_ms: float
+
+    @property
+    def computed_again(self) -> int:
+        """Tokens of the turns before that were computed again. An answer's last token has no KV
+        before the next turn."""
+        return max(0, self.context_tokens - 1 - self.cached_tokens)
+
+    def figures(self) -> dict[str, Any]:
+        """For a benchmark's JSON."""
+        names = ("session", "context_tokens", "cached_tokens", "from_tier", "ttft_ms")
+        return {name: getattr(self, name) for name in names}
+
+
+class Session:
+    """A conversation with a server, or with servers behind a router. name: what the header says."""
+
+    def __init__(self, name: str, url: str, seed: int) -> None:
+        self.name, self.url, self._chance = name, url, random.Random(f"{name} {seed}")
+        self.history: list[int] = []
+        self.turns: list[Turn] = []
+
+    def ask(self, tokens: int) -> Turn:
+        """A turn of so many new tokens. Raises OSError where it fails; then nothing was said."""
+        return self.say([self._chance.randrange(*IDS) for _ in range(tokens)])
+
+    def say(self, new_ids: Sequence[int]) -> Turn:
+        """A turn. Raises OSError where it fails."""
+        context = len(self.history)
+        prompt = [*self.history, *new_ids]
+        sampling = {"max_new_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+        headers = {"Content-Type": "application/json", HEADER: self.name}
+        request = urllib.request.Request(f"{self.url}/generate", json.dumps(body).encode(), headers)
+        began, first, last = time.perf_counter(), 0.0, b""
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as stream:
+            for line in stream:
+                if line.startswith(b"data: {"):
+                    first = first or time.perf_counter()
+                    last = line[len(b"data: ") :]
+        found = json.loads(last or b"{}")
+        if len(found.get("output_ids", ())) != ANSWER_TOKENS:
+            raise OSError(f"an answer that broke off: {found}")
+        meta = found["meta_info"]
+        details = meta.get("cached_tokens_details") or {}
+        turn = Turn(
+            self.name,
+            tuple(new_ids),
+            tuple(found["output_ids"]),
+            context,
+            meta["cached_tokens"],
+            details.get("storage", 0),
+            1000 * (first - began),
+        )
+        self.history = [*prompt, *turn.answer_ids]
+        self.turns.append(turn)
+        return turn
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """url: of the router. flags: of the servers, without their tier."""
+
+    url: str
+    servers: Sequence[Served]
+    folder: Path
+    flags: Sequence[str]
+
+    def sessions(self, count: int, seed: int) -> list[Session]:
+        return [Session(f"session-{at}", self.url, seed) for at in range(count)]
+
+    def undisturbed(self, sessions: Sequence[Session]) -> int:
+        """How many turns of these sessions a server answers otherwise that has no tier, and to
+        which nothing happens."""
+        server, url = server_process("undisturbed", ("kvtier", "serve"), self.flags, self.folder)
+        different = 0
+        try:
+            server.start()
+            for session in sessions:
+                again = Session(session.name, url, 0)
+                for turn in session.turns:
+                    different += again.say(turn.new_ids).answer_ids != turn.answer_ids
+                    again.history[-ANSWER_TOKENS:] = turn.answer_ids
+        finally:
+            server.kill()
+        return different
+
+
+@contextmanager
+def running_fleet(options: Options, folder: Path) -> Iterator[Fleet]:
+    """Two servers, the router and the tier, until they are not needed any more."""
+    tier, address = tier_process(folder, "1g", "1g")
+    flags = [
+        "--model-path", str(options.model_path), "--dtype", "float32", "--device", "cpu",
+        "--attention-backend", "kvtier", "--radix-cache-backend", "kvtier",
+        "--head-profile", str(options.model_path / "head_profile.json"),
+        "--max-total-tokens", str(2 * options.sessions * (options.len + ROOM_TOKENS)),
+        "--log-level", "warning", "--skip-server-warmup", "--chunked-prefill-size", "2048",
+    ]  # fmt: skip
+    tiered = [*flags, "--tier", address]
+    servers = [server_process(f"server-{i}", ("kvtier", "serve"), tiered, folder) for i in range(2)]
+    host, port = free_address().split(":")
+    url = f"http://{host}:{port}"
+    command = [
+        str(options.smg), "launch", "--host", host, "--port", port,
+        "--worker-urls", *(url for _, url in servers),
+        "--policy", "consistent_hashing", "--routing-key-headers", HEADER,
+        "--health-check-interval-secs", "2", "--health-failure-threshold", "1",
+    ]  # fmt: skip
+    router = Served("router", command, folder, answers_http(url))
+    started = [tier, *(server for server, _ in servers), router]
+    try:
+        tier.start()
+        for server, _ in servers:
+            server.launch()
+        for server, _ in servers:
+            server.wait_ready()
+        router.start()
+        wait_for_workers(url)
+        yield Fleet(url, [server for server, _ in servers], folder, flags)
+    finally:
+        for served in reversed(started):
+            served.kill()
+
+
+def wait_for_workers(url: str) -> None:
+    """The router answers before it knows its servers."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            Session("nobody", url, 0).ask(4)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+        else:
+            return
+
+
+__all__ = [
+    "TURN_TOKENS",
+    "Fleet",
+    "Session",
+    "Turn",
+    "declare_fleet",
+    "running_fleet",
+]

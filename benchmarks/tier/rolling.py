@@ -1,0 +1,151 @@
+"""Servers behind a router are restarted one after the other while sessions talk: what is lost?
+
+    python -m benchmarks.tier.rolling
+
+Every server gets SIGTERM in its turn: it finishes the requests that it has, and stores the newest
+turns in the tier. When it has ended it is started again, and then the next one. Sessions talk all
+the time, with a pause between turns, and try nothing again; the router does. No request may fail,
+no context may be computed again, and all answers have to be those of a server to which nothing
+happened.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.common.bars import Bar
+from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
+from benchmarks.common.table import new_table, show
+from benchmarks.soak.processes import Served
+from benchmarks.tier.fleet import TURN_TOKENS, Session, declare_fleet, running_fleet
+from kvtier.sizes import format_size
+
+# Between a session's turns, and before and after each restart.
+PAUSE_S, SETTLE_S = 1.0, 4.0
+
+
+def declare(arguments: Arguments) -> None:
+    declare_fleet(arguments)
+
+
+class Talk:
+    """A session that talks in a thread of its own until it is told to stop."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.failures: list[str] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(PAUSE_S):
+            try:
+                self.session.ask(TURN_TOKENS)
+            except OSError as error:
+                self.failures.append(str(error))
+
+
+def run(options: Options) -> Measured:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvtier-rolling-") as name,
+        running_fleet(options, Path(name)) as fleet,
+    ):
+        sessions = fleet.sessions(options.sessions, options.seed)
+        for session in sessions:
+            session.ask(options.len)
+        ended_s = []
+        with talking(sessions) as talks:
+            for server in fleet.servers:
+                time.sleep(SETTLE_S)
+                ended_s.append(restarted(server))
+                time.sleep(SETTLE_S)
+        for server in fleet.servers:
+            server.kill()
+        different = fleet.undisturbed(sessions)
+    return judged(options, talks, ended_s, different)
+
+
+@contextmanager
+def talking(sessions: Sequence[Session]) -> Iterator[list[Talk]]:
+    """All of them talk meanwhile."""
+    talks = [Talk(session) for session in sessions]
+    for talk in talks:
+        talk.start()
+    try:
+        yield talks
+    finally:
+        for talk in talks:
+            talk.stop()
+
+
+def restarted(server: Served) -> float:
+    """SIGTERM, and a new start once it has ended; returns how long ending took, in seconds."""
+    began = time.monotonic()
+    server.stop()
+    ended_s = time.monotonic() - began
+    server.start()
+    return ended_s
+
+
+def judged(
+    options: Options, talks: Sequence[Talk], ended_s: Sequence[float], different: int
+) -> Measured:
+    """different: answers of an undisturbed server."""
+    turns = [turn for talk in talks for turn in talk.session.turns]
+    later = [turn for turn in turns if turn.context_tokens]
+    moved = [turn for turn in later if turn.from_tier]
+    failures = [failure for talk in talks for failure in talk.failures]
+    again = sum(turn.computed_again for turn in later)
+    table = new_table(
+        f"{len(talks)} sessions of {format_size(options.len)} while two servers are restarted",
+        ("turns", "of them restored", "failed", "servers ended in"),
+    )
+    table.add_row(
+        str(len(later)), str(len(moved)), str(len(failures)),
+        ", ".join(f"{seconds:.0f} s" for seconds in ended_s),
+    )  # fmt: skip
+    show(table)
+    return Measured(
+        {
+            "context_tokens": options.len, "sessions": len(talks), "ended_s": list(ended_s),
+            "turns": [turn.figures() for turn in turns], "failures": failures,
+        },
+        [
+            Bar("requests that failed", f"{len(failures)}", not failures),
+            Bar("turns that were restored", f"{len(moved)}", bool(moved)),
+            Bar("tokens of contexts computed again", f"{again}", again == 0),
+            Bar(
+                "answers unlike an undisturbed server's",
+                f"{different} of {len(turns)}",
+                different == 0,
+            ),
+        ],
+    )  # fmt: skip
+
+
+BENCHMARK = Benchmark(
+    "tier.rolling",
+    __doc__,
+    declare,
+    run,
+    out=RESULTS / "tier-rolling.json",
+    seed=5,
+    seeded="of all tokens",
+)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Real servers behind the real router: one is killed, and all are restarted under load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.tier import rolling, router
+from benchmarks.tier.fleet import Turn
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+# So many that a server without any is unlikely.
+SIZES = ["--len", "2k", "--sessions", "10"]
+
+
+def verdicts(out: Path) -> dict[str, bool]:
+    """Whether each bar of a benchmark is met."""
+    return {bar["bar"]: bar["met"] for bar in json.loads(out.read_text())["bars"]}
+
+
+def test_a_server_is_killed_and_no_request_fails_and_no_context_is_computed_again(tmp_path):
+    """Sessions of the other server stay; all answers are those of an undisturbed server."""
+    out = tmp_path / "router.json"
+    router.main([*SIZES, "--turns", "2", "--out", str(out)])
+    found = verdicts(out)
+    # A busy machine decides how long things take.
+    assert found.pop("restored below computed") in (True, False)
+    assert found == dict.fromkeys(found, True)
+    assert len(found) == 5
+
+
+def test_servers_are_restarted_one_by_one_and_nothing_is_lost(tmp_path):
+    out = tmp_path / "rolling.json"
+    assert rolling.main([*SIZES, "--out", str(out)]) == 0
+    assert list(verdicts(out).values()) == [True] * 4
+
+
+@pytest.mark.parametrize(("cached", "again"), [(99, 0), (100, 0), (60, 39), (0, 99)])
+def test_what_was_computed_again_is_what_was_neither_on_the_device_nor_in_the_tier(cached, again):
+    """But for the last token of an answer, whose KV is of the next turn."""
+    turn = Turn("s", (1,), (2,), context_tokens=100, cached_tokens=cached, from_tier=0, ttft_ms=1.0)
+    assert turn.computed_again == again
