@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,7 +121,9 @@ class Group:
 
 def one_rank(rank: int, folder: str) -> None:
     meeting = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    # Ranks that part would otherwise wait for each other for half an hour.
+    soon = timedelta(seconds=20)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=soon)
     ranks = Ranks(Group(rank))
     healthy = {"tools": memory(TOOLS.digest, 1, 2), "formats": memory(FORMATS.digest, 3)}
     damaged = healthy | {"tools": MemoryFileError("torn")}
