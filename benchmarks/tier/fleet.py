@@ -22,15 +22,16 @@ from typing import Any
 
 from benchmarks.common.arguments import Arguments, Options
 from benchmarks.common.recall_arguments import add_model
-from benchmarks.soak.processes import Served, answers_http, server_process, tier_process
+from benchmarks.soak.processes import Served, SoakError, answers_http, server_process, tier_process
 from benchmarks.tier.faults.processes import free_address
+from kvtier.tier.blobs.keys import SPAN_TOKENS
 
 HEADER = "x-session-id"
 IDS = (6, 384)
 TURN_TOKENS, ANSWER_TOKENS = 40, 8
 TIMEOUT_S = 300
 # Tokens of room that a session has beside its context.
-ROOM_TOKENS = 2048
+ROOM_TOKENS = 8192
 
 
 def declare_fleet(arguments: Arguments) -> None:
@@ -62,8 +63,9 @@ class Turn:
     @property
     def computed_again(self) -> int:
         """Tokens of the turns before that were computed again. An answer's last token has no KV
-        before the next turn."""
-        return max(0, self.context_tokens - 1 - self.cached_tokens)
+        before the next turn, and less than a span is not asked for: it is computed faster."""
+        missing = self.context_tokens - 1 - self.cached_tokens
+        return missing if missing >= SPAN_TOKENS else 0
 
     def figures(self) -> dict[str, Any]:
         """For a benchmark's JSON."""
@@ -144,6 +146,19 @@ class Fleet:
             server.kill()
         return different
 
+    def wait_until_routed(self) -> None:
+        """Until the router sends requests to every server. It learns of one that is back by itself,
+        some seconds after that answers."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            with urllib.request.urlopen(f"{self.url}/workers", timeout=TIMEOUT_S) as answer:
+                workers = json.load(answer)["workers"]
+            if sum(worker["is_healthy"] for worker in workers) == len(self.servers):
+                return
+            if time.monotonic() > deadline:
+                raise SoakError(f"the router does not know all servers: {workers}")
+            time.sleep(0.2)
+
 
 @contextmanager
 def running_fleet(options: Options, folder: Path) -> Iterator[Fleet]:
@@ -176,7 +191,9 @@ def running_fleet(options: Options, folder: Path) -> Iterator[Fleet]:
             server.wait_ready()
         router.start()
         wait_for_workers(url)
-        yield Fleet(url, [server for server, _ in servers], folder, flags)
+        fleet = Fleet(url, [server for server, _ in servers], folder, flags)
+        fleet.wait_until_routed()
+        yield fleet
     finally:
         for served in reversed(started):
             served.kill()
