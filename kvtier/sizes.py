@@ -1,10 +1,12 @@
-"""Token counts as people write them: 4096, 4k, 128k, 1m (k = 1024, m = 1024 * 1024)."""
+"""Numbers as people write them on a command line; token counts as 4096, 4k, 128k, 1m (k = 1024,
+m = 1024 * 1024)."""
 
 from __future__ import annotations
 
+import math
 import re
 
-from kvtier.errors import SizeError
+from kvtier.errors import SizeError, UsageError
 
 _UNITS = {"": 1, "k": 1024, "m": 1024 * 1024, "g": 1024**3}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)", re.IGNORECASE)
@@ -19,6 +21,31 @@ def parse_size(text: str, argument: str = "size") -> int:
     if value < 1 or value != int(value):
         raise SizeError(argument, "a whole number of at least 1", text)
     return int(value)
+
+
+def parse_count(text: str, argument: str, least: int = 1) -> int:
+    """A whole number from `least` on. Raises UsageError naming `argument`."""
+    expected = f"a whole number of at least {least}"
+    try:
+        value = int(text)
+    except ValueError as error:
+        raise UsageError(argument, expected, text) from error
+    if value < least:
+        raise UsageError(argument, expected, text)
+    return value
+
+
+def parse_number(text: str, argument: str, *, zero: bool = False, most: float = math.inf) -> float:
+    """A finite number above 0, or from 0 on, up to `most`. Raises UsageError naming `argument`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 < value < math.inf or (zero and value == 0)) or value > most:
+        above = "of at least 0" if zero else "above 0"
+        limit = "" if most == math.inf else f", up to {most:g}"
+        raise UsageError(argument, f"a number {above}{limit}", text)
+    return value
 
 
 def format_size(value: int) -> str:

@@ -12,9 +12,20 @@ from kvtier.bench.metrics import compare_all
 from kvtier.bench.options import PROGRAM, Options, parse_options
 from kvtier.bench.planning import Model, PolicyPlan, make_plans
 from kvtier.bench.progress.display import Progress
+from kvtier.bench.replay.page import render_replay
+from kvtier.bench.replay.schema import ReplayDocument, ReplayResult
+from kvtier.bench.replay.table import print_replay
 from kvtier.bench.report.html import render_report
 from kvtier.bench.runner import run_worker, terminated_as_interrupted
-from kvtier.bench.schema import Document, RunFailure, RunResult
+from kvtier.bench.schema import (
+    Document,
+    DocumentBase,
+    EngineRun,
+    Replay,
+    RunFailure,
+    RunResult,
+    Workload,
+)
 from kvtier.bench.table import make_console, print_document, print_plan
 from kvtier.environment import describe_environment
 from kvtier.errors import KvtierError
@@ -45,34 +56,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_all(
     options: Options, model: Model, plans: Sequence[PolicyPlan], command: tuple[str, ...]
-) -> Document:
+) -> Document | ReplayDocument:
     """Run every policy, one after the other, and collect what came of it."""
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
-    outcomes: list[RunResult | RunFailure] = []
+    outcomes: list[EngineRun | RunFailure] = []
     with Progress(options.quiet) as progress:
         for entry in plans:
             warn_if_small(entry, progress)
             outcomes.append(run_worker(entry.plan, progress))
-    runs = tuple(outcome for outcome in outcomes if isinstance(outcome, RunResult))
-    ratios, comparisons = compare_all(runs)
-    return Document(
+    common = DocumentBase(
         started_at=started_at,
         command=command,
         environment=describe_environment(options.workload.seed),
         model=describe_model(model, plans),
         settings=options.settings.model_dump(mode="json", exclude={"data_dir"}),
-        workload=plans[0].plan.workload,
-        runs=runs,
         failures=tuple(outcome for outcome in outcomes if isinstance(outcome, RunFailure)),
-        ratios=ratios,
-        comparisons=comparisons,
         notes=tuple(note for entry in plans for note in entry.notes),
     )
+    return make_document(common, plans[0].plan.workload, outcomes)
+
+
+def make_document(
+    common: DocumentBase, workload: Workload | Replay, outcomes: Sequence[EngineRun | RunFailure]
+) -> Document | ReplayDocument:
+    """What all outcomes have in common, with the runs of this workload's kind."""
+    shared = {name: getattr(common, name) for name in DocumentBase.model_fields}
+    if isinstance(workload, Replay):
+        replays = tuple(outcome for outcome in outcomes if isinstance(outcome, ReplayResult))
+        return ReplayDocument(**shared, workload=workload, runs=replays)
+    runs = tuple(outcome for outcome in outcomes if isinstance(outcome, RunResult))
+    ratios, comparisons = compare_all(runs)
+    return Document(**shared, workload=workload, runs=runs, ratios=ratios, comparisons=comparisons)
 
 
 def warn_if_small(entry: PolicyPlan, progress: Progress) -> None:
     """Say beforehand when kvtier's own budget will make it recompute, and what would help."""
-    pools, wanted = entry.plan.pools, entry.plan.workload.sessions
+    pools, workload = entry.plan.pools, entry.plan.workload
+    # A trace's conversations come and go; how many there are at once nobody says.
+    wanted = workload.sessions if isinstance(workload, Workload) else 1
     if entry.policy.splits_heads and pools.sessions < wanted:
         progress.note(
             f"{entry.policy.name}: the budget holds {pools.sessions:.1f} of {wanted} sessions, so "
@@ -93,20 +114,29 @@ def describe_model(model: Model, plans: Sequence[PolicyPlan]) -> dict[str, Any]:
     }
 
 
-def publish(options: Options, document: Document) -> None:
+def publish(options: Options, document: Document | ReplayDocument) -> None:
     """Write the files asked for, print to stdout, and show what failed on stderr."""
     if options.json_path is not None:
         options.json_path.write_text(document.model_dump_json(indent=1) + "\n")
     if options.report_path is not None:
-        options.report_path.write_text(render_report(document), encoding="utf-8")
+        options.report_path.write_text(render(document), encoding="utf-8")
     if options.json_output:
         print(document.model_dump_json(indent=1))
+    elif isinstance(document, ReplayDocument):
+        print_replay(document, make_console())
     else:
         print_document(document, make_console())
     for failure in document.failures:
         print(f"{PROGRAM}: {failure.policy} failed; its last log lines:", file=sys.stderr)
         for line in failure.log_tail:
             print(f"  {line}", file=sys.stderr)
+
+
+def render(document: Document | ReplayDocument) -> str:
+    """The outcome as a page."""
+    if isinstance(document, ReplayDocument):
+        return render_replay(document)
+    return render_report(document)
 
 
 def show_plan(options: Options, model: Model, plans: Sequence[PolicyPlan]) -> int:

@@ -1,11 +1,12 @@
 """The engine as the bench sees it, and the real one behind it.
 
-`ChatEngine` is all the measuring loop knows. It is used from one thread, one request at a time;
-the caller that opens it closes it.
+`ChatEngine` is all that the loop over sessions knows, `ReplayEngine` all that a replay knows. Both
+are used from one thread; the caller that opens an engine closes it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,13 +31,25 @@ class Scored:
 
 @dataclass(frozen=True)
 class Answer:
-    """One finished request. itl_ms[i] is the time between output tokens i and i + 1."""
+    """One finished request. itl_ms[i] is the time between output tokens i and i + 1.
+    restored_tokens: of the cached ones, those that came from the tier."""
 
     output_ids: tuple[int, ...]
     cached_tokens: int
     ttft_ms: float
     latency_ms: float
     itl_ms: tuple[float, ...]
+    restored_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request that comes at a time, in seconds from the beginning, and generates so many tokens,
+    whatever they are."""
+
+    at_s: float
+    input_ids: tuple[int, ...]
+    output_tokens: int
 
 
 class ChatEngine(Protocol):
@@ -69,6 +82,18 @@ class ChatEngine(Protocol):
         ...
 
 
+class ReplayEngine(ChatEngine, Protocol):
+    """An engine that many requests may ask at once."""
+
+    def replay(
+        self, arrivals: Sequence[Arrival], tell: Callable[[int, Answer], None]
+    ) -> list[Answer]:
+        """Send every request at its time and wait for all answers, in the order of `arrivals`.
+        Times count from when a request was to be sent. tell: hears of each answer when it is
+        complete, with its number."""
+        ...
+
+
 EngineFactory = Callable[[Plan], ChatEngine]
 
 
@@ -77,11 +102,14 @@ class EngineError(Exception):
 
 
 class StreamClock:
-    """Times the chunks of one stream. A chunk of several tokens counts as several equal steps."""
+    """Times the chunks of one stream. A chunk of several tokens counts as several equal steps.
+    start: when the request was to be sent, if that is not now."""
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, now: Callable[[], float] = time.perf_counter, start: float | None = None
+    ) -> None:
         self._now = now
-        self._start = self._last = now()
+        self._start = self._last = now() if start is None else start
         self._tokens = 0
         self._ttft_s: float | None = None
         self._itl_s: list[float] = []
@@ -98,7 +126,9 @@ class StreamClock:
             self._itl_s += [(at - self._last) / new] * new
         self._last, self._tokens = at, num_tokens
 
-    def answer(self, output_ids: Sequence[int], cached_tokens: int) -> Answer:
+    def answer(
+        self, output_ids: Sequence[int], cached_tokens: int, restored_tokens: int = 0
+    ) -> Answer:
         """The finished request. Raises EngineError when no token came."""
         if self._ttft_s is None:
             raise EngineError("the engine finished a request without a single token")
@@ -108,6 +138,7 @@ class StreamClock:
             ttft_ms=self._ttft_s * 1e3,
             latency_ms=(self._last - self._start) * 1e3,
             itl_ms=tuple(step * 1e3 for step in self._itl_s),
+            restored_tokens=restored_tokens,
         )
 
 
@@ -116,6 +147,13 @@ def _check_finished(chunk: dict[str, Any], prompt_tokens: int) -> None:
     reason = chunk["meta_info"]["finish_reason"] if chunk else None
     if not reason or reason["type"] not in ("stop", "length"):
         raise EngineError(f"a request of {prompt_tokens} tokens ended with {reason}")
+
+
+def _answer(clock: StreamClock, chunk: dict[str, Any]) -> Answer:
+    """A request's outcome by the last chunk of its stream."""
+    told = chunk["meta_info"]
+    restored = (told.get("cached_tokens_details") or {}).get("host", 0)
+    return clock.answer(chunk["output_ids"], told["cached_tokens"], restored)
 
 
 def _tier_reading(report: dict[str, Any] | None) -> TierReading | None:
@@ -162,7 +200,41 @@ class SglangEngine:
         ):
             clock.see(chunk["meta_info"]["completion_tokens"])
         _check_finished(chunk, len(input_ids))
-        return clock.answer(chunk["output_ids"], chunk["meta_info"]["cached_tokens"])
+        return _answer(clock, chunk)
+
+    def replay(
+        self, arrivals: Sequence[Arrival], tell: Callable[[int, Answer], None]
+    ) -> list[Answer]:
+        # SGLang's own loop, in which its tokenizer manager listens.
+        return list(self._engine.loop.run_until_complete(self._replay(arrivals, tell)))
+
+    async def _replay(
+        self, arrivals: Sequence[Arrival], tell: Callable[[int, Answer], None]
+    ) -> list[Answer]:
+        origin = time.perf_counter()
+
+        async def one(index: int, arrival: Arrival) -> Answer:
+            await asyncio.sleep(origin + arrival.at_s - time.perf_counter())
+            answer = await self._stream(arrival, origin + arrival.at_s)
+            tell(index, answer)
+            return answer
+
+        # A request that fails ends the replay: the others are cancelled, not left behind.
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(*each)) for each in enumerate(arrivals)]
+        return [task.result() for task in tasks]
+
+    async def _stream(self, arrival: Arrival, start: float) -> Answer:
+        params = {"temperature": 0, "max_new_tokens": arrival.output_tokens, "ignore_eos": True}
+        clock = StreamClock(start=start)
+        chunk: dict[str, Any] = {}
+        stream = await self._engine.async_generate(
+            input_ids=list(arrival.input_ids), sampling_params=params, stream=True
+        )
+        async for chunk in stream:
+            clock.see(chunk["meta_info"]["completion_tokens"])
+        _check_finished(chunk, len(arrival.input_ids))
+        return _answer(clock, chunk)
 
     def score(self, input_ids: Sequence[int], wanted_ids: Sequence[int]) -> Scored:
         done = self._engine.generate(
@@ -203,6 +275,7 @@ class SglangEngine:
             kv_peak_bytes=report["kv_peak_bytes"],
             kv_capacity_bytes=report["kv_capacity_bytes"],
             compacted_turns=retention.get("compacted_turns", 0),
+            evicted_tokens=report.get("kv_evicted_tokens", 0),
             newest=retention["recent"][-1] if retention.get("recent") else None,
             tier=_tier_reading(report.get("tier")),
         )

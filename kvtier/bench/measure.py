@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from kvtier.bench.engine import Answer, ChatEngine, EngineFactory
 from kvtier.bench.metrics import is_resident, summarize, turn_results
-from kvtier.bench.schema import Occupancy, Plan, RequestRecord, RetainedTurn, RunResult
+from kvtier.bench.schema import Occupancy, Plan, RequestRecord, RetainedTurn, RunResult, Workload
 from kvtier.bench.scoring import answer_nll
 from kvtier.bench.workload import open_script, plan_sessions
 from kvtier.synthetic.script import Script, ScriptedSession, Turn
@@ -61,8 +61,10 @@ class Asked:
 def run_plan(plan: Plan, open_engine: EngineFactory, emit: Emit) -> RunResult:
     """Run one policy from start to end; the engine is closed whatever happens."""
     emit({"event": "loading"})
-    script = open_script(plan.workload.script, plan.engine_args["model_path"])
-    sessions = plan_sessions(plan.workload, script)
+    workload = plan.workload
+    assert isinstance(workload, Workload), "another kind of workload is another module's"
+    script = open_script(workload.script, plan.engine_args["model_path"])
+    sessions = plan_sessions(workload, script)
     began = time.perf_counter()
     engine = open_engine(plan)
     try:
@@ -72,11 +74,11 @@ def run_plan(plan: Plan, open_engine: EngineFactory, emit: Emit) -> RunResult:
         capacity = engine.occupancy().kv_capacity_bytes
         talks = [Conversation(i, planned, script) for i, planned in enumerate(sessions)]
         began = time.perf_counter()
-        asked = hold_sessions(engine, talks, plan.workload.turns, emit)
+        asked = hold_sessions(engine, talks, workload.turns, emit)
         resident = count_resident(engine, talks) if len(talks) > 1 else None
         tier = engine.occupancy().tier
         wall_s = time.perf_counter() - began
-        if plan.workload.scores_nll:
+        if workload.scores_nll:
             emit({"event": "scoring", "questions": len(asked)})
             asked = [score(engine, each, script.unscored) for each in asked]
     finally:

@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvtier.bench.policies import FP8, POLICIES, Policy, parse_policies
-from kvtier.bench.schema import Workload
+from kvtier.bench.replay.options import add_replay_flags, parse_replay
+from kvtier.bench.schema import Replay, Workload
 from kvtier.config import Settings, load_settings
 from kvtier.errors import BudgetError, SizeError, UsageError
-from kvtier.sizes import parse_size
+from kvtier.sizes import parse_count, parse_size
 
 PROGRAM = "kvtier.bench"
 DEFAULT_BUDGET_SESSIONS = 3.0
+DEFAULT_BUDGET_REQUESTS = 32.0
+DEFAULT_TURNS, DEFAULT_LEN = "5", "32k"
 MIN_CONTEXT_TOKENS = 64
 MIN_CHUNK_TOKENS = 16
 PREFILLS = ("exact", "streaming")
@@ -52,11 +55,12 @@ class Options:
     """What the user asked for. budget None: room for exactly one session, whatever that takes.
 
     workload: what of it is known without the model; `make_plans` adds its words and their lengths
+              (of a trace its words)
     script:   one of SCRIPTS
     """
 
     policies: tuple[Policy, ...]
-    workload: Workload
+    workload: Workload | Replay
     script: str
     settings: Settings
     chunk_tokens: int
@@ -74,6 +78,8 @@ class Options:
 
 REFRESHES = ("turn", "off")
 REFRESHERS = ("fetch", "near-data")
+# An address that asks for a service of the run's own.
+LOCAL_TIER = "local"
 MERGES = ("off", "keepkv", "beta", "paper")
 
 
@@ -97,13 +103,14 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument_group("workload").add_argument
-    add("--turns", default="5", help="turns per session (%(default)s)")
-    add("--len", default="32k", help="context tokens: 4096, 32k, … (%(default)s)")
-    add("--sessions", default="1", help="sessions, interleaved by turn (%(default)s)")
+    add("--turns", help=f"turns per session ({DEFAULT_TURNS})")
+    add("--len", help=f"context tokens: 4096, 32k, … ({DEFAULT_LEN})")
+    add("--sessions", help="sessions, interleaved by turn (1)")
     add("--questions", help="questions per turn, for recall (8; 1 under a KV budget)")
     add("--seed", default="0", help="seed of the workload (%(default)s)")
     add("--workload", default="auto", help="recall: the demo model's language; text: English in "
         "the model's own tokens; auto: what its tokenizer speaks (%(default)s)")  # fmt: skip
+    add_replay_flags(parser.add_argument_group("recorded traffic, instead of such sessions"))
     add = parser.add_argument_group("serving").add_argument
     add("--policies", default="full,kvtier", help=f"from {', '.join(POLICIES)} (%(default)s)")
     add("--model-path", help="model directory (the demo model of the checkout)")
@@ -123,7 +130,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--refresh-by", help=f"{' or '.join(REFRESHERS)}: who chooses, the engine or the tier")
     add("--merge", help=f"{', '.join(MERGES)}: what a refresh does with what is not kept")
     add("--chunk", help="prefill chunk tokens (a quarter of --len, 512 to 4096)")
-    add("--budget-sessions", help="KV budget in full sessions (3 with --sessions)")
+    add("--budget-sessions", help="KV budget in full sessions (3 with --sessions), or in full "
+        "requests of a trace's mean length (32)")  # fmt: skip
     add("--kv-budget", help="KV budget in bytes: 512m, 8g, …")
     add("--device", help=f"{' or '.join(DEVICES)} (cuda where there is one)")
     add("--dtype", help=f"{', '.join(DTYPES)} (float32 on CPU, else the model's 16 bits)")
@@ -142,19 +150,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     """Options from flags, KVTIER_* environment and file. Raises UsageError."""
     args = make_parser().parse_args(argv)
     policies = parse_policies(args.policies)
-    context_tokens = parse_size(args.len, "--len")
-    if context_tokens < MIN_CONTEXT_TOKENS:
-        raise SizeError("--len", f"at least {MIN_CONTEXT_TOKENS} tokens", args.len)
-    sessions = _count(args.sessions, "--sessions")
-    budget = _budget(args.budget_sessions, args.kv_budget, sessions)
-    questions = args.questions or ("8" if budget is None else "1")
-    workload = Workload(
-        context_tokens=context_tokens,
-        turns=_count(args.turns, "--turns"),
-        sessions=sessions,
-        questions=_count(questions, "--questions"),
-        seed=_count(args.seed, "--seed", least=0),
-    )
+    workload, budget = _workload(args)
     return Options(
         policies=policies,
         workload=workload,
@@ -163,7 +159,7 @@ def parse_options(argv: Sequence[str]) -> Options:
             head_profile=args.head_profile,
             curve=args.curve,
             prefill=_choice(args.prefill, "--prefill", PREFILLS),
-            tier=args.tier,
+            tier=_tier(args.tier, policies),
             refresh=_refresh(args.refresh),
             refresh_by=_choice(args.refresh_by, "--refresh-by", REFRESHERS),
             scorer=args.scorer,
@@ -172,7 +168,7 @@ def parse_options(argv: Sequence[str]) -> Options:
             merge=_choice(args.merge, "--merge", MERGES),
             **_share(args.quality, args.retention),
         ),
-        chunk_tokens=_chunk(args.chunk, context_tokens),
+        chunk_tokens=_chunk(args.chunk, longest_input(workload)),
         budget=budget,
         model_path=None if args.model_path is None else Path(args.model_path),
         device=_choice(args.device, "--device", DEVICES),
@@ -186,15 +182,36 @@ def parse_options(argv: Sequence[str]) -> Options:
     )
 
 
-def _count(text: str, argument: str, least: int = 1) -> int:
-    expected = f"a whole number of at least {least}"
-    try:
-        value = int(text)
-    except ValueError as error:
-        raise UsageError(argument, expected, text) from error
-    if value < least:
-        raise UsageError(argument, expected, text)
-    return value
+def _workload(args: argparse.Namespace) -> tuple[Workload | Replay, Budget | None]:
+    """The traffic of a trace where one is named, else sessions; and the KV budget that goes with
+    it."""
+    seed = parse_count(args.seed, "--seed", least=0)
+    replay = parse_replay(args, seed)
+    if replay is not None:
+        for flag in ("turns", "len", "sessions", "questions"):
+            if getattr(args, flag) is not None:
+                raise UsageError(f"--{flag}", "no such flag beside --trace", getattr(args, flag))
+        default = Budget("--budget-sessions", full_sessions=DEFAULT_BUDGET_REQUESTS)
+        return replay, _budget(args.budget_sessions, args.kv_budget, 1) or default
+    context = args.len or DEFAULT_LEN
+    context_tokens = parse_size(context, "--len")
+    if context_tokens < MIN_CONTEXT_TOKENS:
+        raise SizeError("--len", f"at least {MIN_CONTEXT_TOKENS} tokens", context)
+    sessions = parse_count(args.sessions or "1", "--sessions")
+    budget = _budget(args.budget_sessions, args.kv_budget, sessions)
+    workload = Workload(
+        context_tokens=context_tokens,
+        turns=parse_count(args.turns or DEFAULT_TURNS, "--turns"),
+        sessions=sessions,
+        questions=parse_count(args.questions or ("8" if budget is None else "1"), "--questions"),
+        seed=seed,
+    )
+    return workload, budget
+
+
+def longest_input(workload: Workload | Replay) -> int:
+    """Tokens of the longest prompt to be prefilled at once, about."""
+    return workload.longest_tokens if isinstance(workload, Replay) else workload.context_tokens
 
 
 def _choice(text: str | None, argument: str, valid: Sequence[str]) -> str | None:
@@ -207,6 +224,11 @@ def _refresh(text: str | None) -> str | None:
     if text is None or text in REFRESHES or (text.isdecimal() and not text.startswith("0")):
         return text
     raise UsageError("--refresh", f"{', '.join(REFRESHES)} or a number of tokens", text)
+
+
+def _tier(text: str | None, policies: Sequence[Policy]) -> str | None:
+    """A policy that is named for its tier gets one of its own where none is named."""
+    return text or (LOCAL_TIER if any(policy.has_tier for policy in policies) else None)
 
 
 def _share(quality: str | None, retention: str | None) -> dict[str, float | None]:

@@ -16,6 +16,8 @@ from kvtier.heads.profile import (
 # What a policy's name ends with that keeps its KV in fp8, and what SGLang calls that.
 FP8_SUFFIX = "-fp8"
 FP8 = "fp8_e4m3"
+# What a policy's name ends with that has a tier whatever the settings say of one.
+TIER_SUFFIX = "-tier"
 # One fixed draw: a control that changed with the workload would compare nothing.
 RANDOM_HEADS_SEED = 0
 
@@ -35,13 +37,19 @@ class Policy:
 
     @property
     def keeps(self) -> str:
-        """What of a context is kept: the name of the policy that keeps the same in --kv-dtype."""
-        return self.name.removesuffix(FP8_SUFFIX)
+        """What of a context is kept on the device: the name of the policy that keeps the same in
+        --kv-dtype, without a tier."""
+        return self.name.removesuffix(FP8_SUFFIX).removesuffix(TIER_SUFFIX)
+
+    @property
+    def has_tier(self) -> bool:
+        """Whether it is its tier that it is named for."""
+        return self.name.endswith(TIER_SUFFIX)
 
     @property
     def kv_dtype(self) -> str | None:
         """SGLang's name of what KV is kept in; None where --kv-dtype says."""
-        return FP8 if self.keeps != self.name else None
+        return FP8 if self.name.endswith(FP8_SUFFIX) else None
 
     @property
     def needs_profile(self) -> bool:
@@ -73,6 +81,7 @@ _ALL = (
     Policy("window", "no head keeps the context: the floor", True, True),
     Policy("full-fp8", "full, with KV of one byte a number", True, False),
     Policy("kvtier-fp8", "kvtier, with KV of one byte a number", True, True),
+    Policy("kvtier-tier", "kvtier, with exact KV in a tier", True, True),
 )
 POLICIES = {policy.name: policy for policy in _ALL}
 BASELINES = ("full", "stock")

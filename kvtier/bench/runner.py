@@ -14,9 +14,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from kvtier.bench.options import LOCAL_TIER as LOCAL_TIER
 from kvtier.bench.progress.display import Progress
 from kvtier.bench.progress.prefill_log import ROUTINE, following
-from kvtier.bench.schema import Plan, RunFailure, RunResult
+from kvtier.bench.replay.schema import ReplayResult
+from kvtier.bench.schema import EngineRun, Plan, Replay, RunFailure, RunResult
 from kvtier.config import ENV_PREFIX
 from kvtier.errors import StartupError
 
@@ -24,12 +26,10 @@ WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "kvtier.bench.worker")
 # A scheduler that fails has its traceback above what its watchdogs say.
 LOG_TAIL_LINES = 80
 TIER_VARIABLE = ENV_PREFIX + "TIER"
-# An address that asks for a service of the run's own.
-LOCAL_TIER = "local"
 STOP_GRACE_S = 5.0
 
 
-def run_worker(plan: Plan, progress: Progress) -> RunResult | RunFailure:
+def run_worker(plan: Plan, progress: Progress) -> EngineRun | RunFailure:
     """Run one plan to its end. The worker and all its children are gone when this returns."""
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
         files = _Files(Path(folder))
@@ -42,7 +42,7 @@ def run_worker(plan: Plan, progress: Progress) -> RunResult | RunFailure:
 
 def _run_worker(
     plan: Plan, progress: Progress, files: _Files, environment: dict[str, str]
-) -> RunResult | RunFailure:
+) -> EngineRun | RunFailure:
     read_end, write_end = os.pipe()
     with files.log.open("wb") as log, os.fdopen(read_end) as events:
         command = [*WORKER_COMMAND, str(files.plan), str(files.result), str(write_end)]
@@ -54,7 +54,8 @@ def _run_worker(
                 progress.event(plan, json.loads(line))
             exit_code = process.wait()
     if exit_code == 0 and files.result.is_file():
-        return RunResult.model_validate_json(files.result.read_text())
+        kind = ReplayResult if isinstance(plan.workload, Replay) else RunResult
+        return kind.model_validate_json(files.result.read_text())
     return RunFailure(policy=plan.policy, exit_code=exit_code, log_tail=_tail(files.log))
 
 

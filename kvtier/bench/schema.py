@@ -54,6 +54,32 @@ class Workload(Frozen):
         return self.prompt_tokens + self.answer_tokens
 
 
+class Replay(Frozen):
+    """A trace on this machine: its first requests, scaled.
+
+    trace:        the file; block_tokens: what a block of 512 tokens becomes, lengths in proportion
+    speed:        how many times as fast requests arrive
+    longest_tokens: of an input with its answer, scaled, as the means are
+    conversations: requests that continue another are one with it
+    slo_ttft_ms, slo_tpot_ms: a request that meets both counts as goodput
+    """
+
+    kind: Literal["trace"] = "trace"
+    trace: str
+    requests: int = Field(ge=1)
+    block_tokens: int = Field(ge=1)
+    speed: float = Field(gt=0)
+    seed: int
+    script: ScriptName = "recall"
+    duration_s: float
+    mean_input_tokens: float
+    mean_output_tokens: float
+    longest_tokens: int
+    conversations: int
+    slo_ttft_ms: float
+    slo_tpot_ms: float
+
+
 class PoolSizes(Frozen):
     """Slots the engine is started with. locality_slots is None where the cache is not split."""
 
@@ -67,7 +93,7 @@ class Plan(Frozen):
     """Everything a worker needs to run one policy."""
 
     policy: str
-    workload: Workload
+    workload: Workload | Replay
     pools: PoolSizes
     engine_args: dict[str, Any] = Field(description="Keyword arguments of sglang.Engine.")
     environment: dict[str, str] = Field(description="KVTIER_* variables of the worker.")
@@ -121,6 +147,7 @@ class Occupancy(Frozen):
     """What the KV pools hold, as the engine reports it.
 
     compacted_turns: turns so far whose CA heads were asked to keep a share; newest: the last one.
+    evicted_tokens:  of cached context that made room for something else, so far
     tier:            None without one.
     """
 
@@ -129,6 +156,7 @@ class Occupancy(Frozen):
     kv_capacity_bytes: int
     compacted_turns: int = 0
     newest: RetainedTurn | None = None
+    evicted_tokens: int = 0
     tier: TierReading | None = None
 
 
@@ -209,7 +237,21 @@ class Summary(Frozen):
     )
 
 
-class RunResult(Frozen):
+class EngineRun(Frozen):
+    """What every run has, whatever its workload. wall_s: of the workload, without loading."""
+
+    policy: str
+    ca_share: float
+    heads_compete: bool = False
+    pools: PoolSizes
+    kv_capacity_bytes: int
+    load_s: float
+    wall_s: float
+    device: str
+    tier: TierReading | None = None
+
+
+class RunResult(EngineRun):
     """One policy, measured.
 
     recall_means: what recall is a share of
@@ -220,18 +262,9 @@ class RunResult(Frozen):
     no longer cached.
     """
 
-    policy: str
     recall_means: str
-    ca_share: float
-    heads_compete: bool = False
-    pools: PoolSizes
-    kv_capacity_bytes: int
-    load_s: float
-    wall_s: float
-    device: str
     turns: tuple[TurnResult, ...]
     summary: Summary
-    tier: TierReading | None = None
     requests: tuple[RequestRecord, ...]
 
 
@@ -262,8 +295,8 @@ class Ratios(Frozen):
     resident_sessions: float | None = None
 
 
-class Document(Frozen):
-    """The whole outcome. ratios is None where there is no pair to compare.
+class DocumentBase(Frozen):
+    """What every outcome has, whatever its workload.
 
     notes: what a reader has to know before reading the numbers, such as that no head profile was
            there
@@ -275,9 +308,14 @@ class Document(Frozen):
     environment: Environment
     model: dict[str, Any]
     settings: dict[str, Any]
+    failures: tuple[RunFailure, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class Document(DocumentBase):
+    """The whole outcome. ratios is None where there is no pair to compare."""
+
     workload: Workload
     runs: tuple[RunResult, ...]
-    failures: tuple[RunFailure, ...] = ()
     ratios: Ratios | None
     comparisons: tuple[Ratios, ...] = ()
-    notes: tuple[str, ...] = ()

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from kvtier.bench.planning import Model, PolicyPlan
 from kvtier.bench.policies import POLICIES
-from kvtier.bench.schema import Document, Ratios, RunResult, Workload
+from kvtier.bench.schema import (
+    Document,
+    DocumentBase,
+    EngineRun,
+    Ratios,
+    Replay,
+    RunResult,
+    Workload,
+)
 from kvtier.sizes import format_bytes, format_size
 
 NOTHING = "-"
@@ -34,9 +43,7 @@ def make_console() -> Console:
 
 def print_document(document: Document, console: Console) -> None:
     """One table per policy, then the ratios."""
-    console.print(f"[bold]{describe_workload(document.workload)}[/bold]  {document.model['path']}")
-    for note in document.notes:
-        console.print(f"[yellow]Note:[/yellow] {note}")
+    print_head(document, describe_workload(document.workload), console)
     for run in document.runs:
         console.print(_run_table(run, document.workload.sessions))
         console.print(_summary_line(run))
@@ -45,6 +52,18 @@ def print_document(document: Document, console: Console) -> None:
     pairs = [pair for pair in (document.ratios, *document.comparisons) if pair is not None]
     if pairs:
         console.print(_ratio_table(pairs))
+    print_failures(document, console)
+
+
+def print_head(document: DocumentBase, workload: str, console: Console) -> None:
+    """What was asked of which model, and what a reader has to know of it. workload: described."""
+    console.print(f"[bold]{workload}[/bold]  {document.model['path']}")
+    for note in document.notes:
+        console.print(f"[yellow]Note:[/yellow] {note}")
+
+
+def print_failures(document: DocumentBase, console: Console) -> None:
+    """Which policies failed."""
     for failure in document.failures:
         console.print(f"[red]{failure.policy} failed[/red] (exit code {failure.exit_code})")
 
@@ -66,7 +85,7 @@ def retention_lines(run: RunResult) -> list[str]:
     return lines
 
 
-def tier_lines(run: RunResult) -> list[str]:
+def tier_lines(run: EngineRun) -> list[str]:
     """What the tier was used for, in one line; none without a tier."""
     tier = run.tier
     if tier is None:
@@ -89,8 +108,15 @@ def tier_lines(run: RunResult) -> list[str]:
     return ["tier: " + "; ".join(parts)]
 
 
-def describe_workload(workload: Workload) -> str:
+def describe_workload(workload: Workload | Replay) -> str:
     """A workload in one line."""
+    if isinstance(workload, Replay):
+        return (
+            f"{Path(workload.trace).name}: {workload.requests} requests in "
+            f"{workload.duration_s:.0f} s, {workload.mean_input_tokens:,.0f} + "
+            f"{workload.mean_output_tokens:,.0f} tokens on average, blocks of "
+            f"{workload.block_tokens}, seed {workload.seed}"
+        )
     sessions, turns, questions = (
         f"{count} {noun}{'s' if count > 1 else ''}"
         for count, noun in (
@@ -106,7 +132,7 @@ def describe_workload(workload: Workload) -> str:
     )
 
 
-def describe_policy(run: RunResult) -> str:
+def describe_policy(run: EngineRun) -> str:
     """What a policy did, in one line: a head profile may leave it nothing to drop."""
     policy = POLICIES[run.policy]
     if run.heads_compete:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvtier.bench.engine import EngineFactory, SglangEngine
+from kvtier.bench.engine import ReplayEngine, SglangEngine
 from kvtier.bench.measure import Emit, run_plan
-from kvtier.bench.schema import Plan
+from kvtier.bench.replay.measure import replay_plan
+from kvtier.bench.schema import EngineRun, Plan, Replay
 
 
 def event_writer(descriptor: int | None) -> Emit:
@@ -38,12 +39,14 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
-def main(argv: Sequence[str], open_engine: EngineFactory = SglangEngine) -> int:
+def main(argv: Sequence[str], open_engine: Callable[[Plan], ReplayEngine] = SglangEngine) -> int:
     """Run the plan named by `argv`."""
     plan = Plan.model_validate_json(Path(argv[0]).read_text())
     emit = event_writer(int(argv[2]) if len(argv) > 2 else None)
     die_with_parent()
-    result = run_plan(plan, open_engine, emit)
+    replays = isinstance(plan.workload, Replay)
+    run: Callable[..., EngineRun] = replay_plan if replays else run_plan
+    result = run(plan, open_engine, emit)
     Path(argv[1]).write_text(result.model_dump_json())
     return 0
 

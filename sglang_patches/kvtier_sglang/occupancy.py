@@ -11,10 +11,12 @@ from kvtier_sglang.pool.allocator import HeadSplitAllocator
 
 
 class Occupancy:
-    """How full one process's pools are: now, and at most since that was last read."""
+    """How full one process's pools are: now, and at most since that was last read; and how many
+    cached tokens have been evicted."""
 
     def __init__(self) -> None:
         self._peak_bytes = 0
+        self._evicted_tokens = 0
 
     def observe_peak(
         self, result: torch.Tensor, tree_cache: Any, *args: Any, **kwargs: Any
@@ -26,6 +28,12 @@ class Occupancy:
         with contextlib.suppress(Exception):
             used = used_bytes(tree_cache.token_to_kv_pool_allocator)
             self._peak_bytes = max(self._peak_bytes, used)
+
+    def count_evicted(
+        self, result: None, tree_cache: Any, num_evicted: int, *args: Any, **kwargs: Any
+    ) -> None:
+        """AFTER update_eviction_metrics, which every radix cache calls when it has evicted."""
+        self._evicted_tokens += num_evicted
 
     def report_state(self, result: Any, controller: Any, state: dict[str, Any]) -> None:
         """AFTER _add_memory_usage: pool occupancy under internal_states[*]["kvtier"].
@@ -43,6 +51,7 @@ class Occupancy:
             "kv_used_bytes": used,
             "kv_peak_bytes": max(self._peak_bytes, used),
             "kv_capacity_bytes": pool_bytes(allocator),
+            "kv_evicted_tokens": self._evicted_tokens,
             "ca_slots": allocator.size,
             "ca_slots_used": allocator.size - allocator.available_size(),
         }

@@ -26,6 +26,7 @@ from kvtier_sglang.tracing.tracer import engine_tracer
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+_CACHE = "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache"
 _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
@@ -65,6 +66,7 @@ def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]
         ),
         "sglang.srt.models.utils.enable_fused_set_kv_buffer": (hooks.refuse_fused_write, around),
         "sglang.srt.mem_cache.allocation.alloc_token_slots": (occupancy.observe_peak, after),
+        f"{_CACHE}.update_eviction_metrics": (occupancy.count_evicted, after),
         "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache": (hooks.ask_tier, before),
         f"{_STREAMER}.get_cached_tokens_details": (hooks.report_recomputed, after),
         f"{_STATE}._add_memory_usage": (occupancy.report_state, after),

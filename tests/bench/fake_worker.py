@@ -11,11 +11,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvtier.bench import worker
-from kvtier.bench.engine import Answer, Scored
+from kvtier.bench.engine import Answer, Arrival, Scored
 from kvtier.bench.schema import Occupancy, Plan
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE, NUM_CODES
 
@@ -53,6 +54,25 @@ class FakeEngine:
         computed = len(prompt) - cached
         steps = (2.0,) * (len(output) - 1)
         return Answer(output, cached, float(computed), computed + sum(steps), steps)
+
+    def replay(
+        self, arrivals: Sequence[Arrival], tell: Callable[[int, Answer], None]
+    ) -> list[Answer]:
+        """One after the other, at once; every answer has the tokens that were asked for."""
+        answers = []
+        for index, arrival in enumerate(arrivals):
+            short = self.generate(arrival.input_ids, 1, [DEFAULT_LANGUAGE.eot])
+            steps = (2.0,) * (arrival.output_tokens - 1)
+            answers.append(
+                replace(
+                    short,
+                    output_ids=(7,) * arrival.output_tokens,
+                    itl_ms=steps,
+                    latency_ms=short.ttft_ms + sum(steps),
+                )
+            )
+            tell(index, answers[-1])
+        return answers
 
     def _say(self, prompt: tuple[int, ...], stop_id: int) -> tuple[int, ...]:
         """The codes behind the asked name's first appearance, or invented ones."""

@@ -12,10 +12,11 @@ from typing import Any
 from kvtier.bench import workload as work
 from kvtier.bench.options import Options
 from kvtier.bench.planning.model import Model, find_model, script_name
-from kvtier.bench.planning.pools import pool_sizes, session_shape
+from kvtier.bench.planning.pools import check_longest, pool_sizes, session_shape
 from kvtier.bench.planning.profiles import ADAPTIVE, find_curve, find_profile
 from kvtier.bench.policies import Policy
-from kvtier.bench.schema import Plan, PoolSizes, Workload
+from kvtier.bench.schema import Plan, PoolSizes, Replay, Workload
+from kvtier.config import Settings
 from kvtier.errors import SizeError
 from kvtier.heads.profile import HeadProfile
 from kvtier.pool_sizing import SessionShape, SlotBytes, session_bytes, slot_bytes
@@ -71,7 +72,7 @@ def make_plans(options: Options) -> tuple[Model, list[PolicyPlan]]:
     return model, [_plan(options, model, policy, given, note) for policy in options.policies]
 
 
-def find_workload(options: Options, model: Model) -> Workload:
+def find_workload(options: Options, model: Model) -> Workload | Replay:
     """The workload in the words that fit the model, with the lengths of its turns.
 
     Raises UsageError for a model whose tokenizer cannot write it, SizeError for a context that is
@@ -79,6 +80,8 @@ def find_workload(options: Options, model: Model) -> Workload:
     """
     asked = options.workload
     name = script_name(options, model)
+    if isinstance(asked, Replay):
+        return asked.model_copy(update={"script": name})
     if name == "text" and options.dry_run:
         lengths = ASSUMED_TEXT
     else:
@@ -98,14 +101,21 @@ def find_workload(options: Options, model: Model) -> Workload:
 
 def check_length(options: Options, model: Model) -> None:
     """Raise SizeError unless context, turns and answers fit the model's positions."""
-    needed = work.longest_prompt(options.workload)
+    asked = options.workload
+    if isinstance(asked, Replay):
+        if asked.longest_tokens > model.max_positions:
+            wanted = f"a scale at which {asked.longest_tokens} tokens of the longest request fit "
+            wanted += f"the model's {model.max_positions} positions"
+            raise SizeError("--block-tokens", wanted, asked.block_tokens)
+        return
+    needed = work.longest_prompt(asked)
     if needed > model.max_positions:
-        room = model.max_positions - (needed - options.workload.context_tokens)
+        room = model.max_positions - (needed - asked.context_tokens)
         raise SizeError(
             "--len",
             f"at most {max(room, 0)} tokens, so that context and turns fit the model's "
             f"{model.max_positions} positions",
-            format_size(options.workload.context_tokens),
+            format_size(asked.context_tokens),
         )
 
 
@@ -124,6 +134,7 @@ def _plan(
     session = session_shape(options, policy)
     token_bytes = slot_bytes(profile, model.kv_bytes()).full
     pools = pool_sizes(options.budget, policy, slots, session, token_bytes)
+    check_longest(options, policy, pools)
     plan = Plan(
         policy=policy.name,
         workload=options.workload,
@@ -164,13 +175,23 @@ def engine_args(options: Options, model: Model, policy: Policy, pools: PoolSizes
     return args
 
 
+def _settings(options: Options, policy: Policy) -> Settings:
+    """The settings under a policy. Beside one that is named for its tier, others have none."""
+    settings = options.settings
+    if not policy.compacts:
+        return settings.keeping_everything()
+    if not any(one.has_tier for one in options.policies):
+        return settings
+    if policy.has_tier:
+        return settings
+    return settings.model_copy(update={"tier": settings.tier.model_copy(update={"address": None})})
+
+
 def worker_environment(
     options: Options, model: Model, policy: Policy, session: SessionShape, pools: PoolSizes
 ) -> dict[str, str]:
     """The worker's KVTIER_* variables; the head profile is added where its file is written."""
-    settings = options.settings
-    if not policy.compacts:
-        settings = settings.keeping_everything()
+    settings = _settings(options, policy)
     expected = {"tokens": session.context_tokens, "turn_tokens": session.turn_tokens}
     settings = settings.model_copy(
         update={

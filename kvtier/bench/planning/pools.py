@@ -8,12 +8,13 @@ Without a budget each policy gets what one session needs, so nothing is ever evi
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from kvtier.bench import workload as work
 from kvtier.bench.options import Budget, Options
 from kvtier.bench.policies import Policy
-from kvtier.bench.schema import PoolSizes
+from kvtier.bench.schema import PoolSizes, Replay
 from kvtier.errors import BudgetError
 from kvtier.pool_sizing import SessionShape, SlotBytes, locality_slots_for, plan_pools
 from kvtier.retention.shares import expected_share
@@ -26,20 +27,36 @@ SLACK_TOKENS = 1024
 
 def session_shape(options: Options, policy: Policy) -> SessionShape:
     """What one session of the workload asks of the pools under a policy."""
-    settings, context = options.settings, options.workload.context_tokens
+    settings, asked = options.settings, options.workload
     kept = settings.locality.kept_tokens
-    total = context + work.turn_tokens(options.workload) + ADMISSION_TOKENS
+    if isinstance(asked, Replay):
+        # What rests is of the mean length; what is computed at once may be as long as the longest.
+        context, longest = math.ceil(asked.mean_input_tokens), asked.longest_tokens
+        turns, prompt = math.ceil(asked.mean_output_tokens), 0
+    else:
+        context = longest = asked.context_tokens
+        turns, prompt = work.turn_tokens(asked) + ADMISSION_TOKENS, asked.prompt_tokens
     if not policy.splits_heads:
-        return SessionShape(context, total - context, kept_tokens=context, prefill_tokens=0)
-    held = context if settings.prefill == "exact" else min(context, options.chunk_tokens + kept)
-    prefill = held + options.workload.prompt_tokens
+        return SessionShape(context, turns, kept_tokens=context, prefill_tokens=0)
+    held = longest if settings.prefill == "exact" else min(longest, options.chunk_tokens + kept)
     return SessionShape(
         context,
-        total - context,
+        turns,
         kept_tokens=kept + 1,
-        prefill_tokens=prefill,
+        prefill_tokens=held + prompt,
         retention=expected_share(settings) if policy.compacts else 1.0,
     )
+
+
+def check_longest(options: Options, policy: Policy, pools: PoolSizes) -> None:
+    """Raise BudgetError where a trace's longest request fits no pool."""
+    asked = options.workload
+    if not isinstance(asked, Replay) or options.budget is None:
+        return
+    needed, room = asked.longest_tokens + ADMISSION_TOKENS, pools.max_total_tokens
+    if needed > room:
+        expected = f"room for the longest request, {needed} tokens, under policy {policy.name}"
+        raise BudgetError(options.budget.argument, expected, f"room for {room}")
 
 
 def pool_sizes(

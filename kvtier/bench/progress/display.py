@@ -11,11 +11,13 @@ from typing import Any, Self
 from rich.console import Console
 from rich.status import Status
 
-from kvtier.bench.schema import Plan
+from kvtier.bench.schema import Plan, Workload
 from kvtier.sizes import format_size
 
 # Without a live status, a prefill says how far it is this often.
 NOTE_EVERY_S = 30.0
+# Lines of a replay there.
+NOTES_OF_A_REPLAY = 10
 
 
 @dataclass
@@ -56,15 +58,18 @@ class Progress:
         """Show one event of a worker."""
         name = f"[bold]{plan.policy:7}[/bold]"
         work = plan.workload
+        sessions = work.sessions if isinstance(work, Workload) else 1
         match event["event"]:
             case "loading":
                 self._doing(f"{name} starting the engine")
             case "ready":
                 self.note(f"{name} engine ready after {event['load_s']:.1f} s")
             case "turn":
-                what = f"turn {event['turn']}/{work.turns}"
-                if work.sessions > 1:
-                    what += f" of session {event['session'] + 1}/{work.sessions}"
+                what = f"turn {event['turn']}"
+                if isinstance(work, Workload):
+                    what += f"/{work.turns}"
+                if sessions > 1:
+                    what += f" of session {event['session'] + 1}/{sessions}"
                 now = time.monotonic()
                 self._reading = Reading(what, now, now)
                 self._doing(f"{name} {what}")
@@ -73,12 +78,14 @@ class Progress:
                 self._doing(f"{name} scoring the right answers of {event['questions']} questions")
             case "request" if event["question"] == 0:
                 self._reading = None
-                self.note(f"{name} {_line(event, work.sessions)}")
+                self.note(f"{name} {_line(event, sessions)}")
+            case "replayed":
+                self._replayed(name, event)
 
     def prefilled(self, plan: Plan, tokens: int) -> None:
         """A chunk of so many tokens of the turn under way is computed; from any thread."""
         reading, now = self._reading, time.monotonic()
-        if reading is None:
+        if reading is None or not isinstance(plan.workload, Workload):
             return
         reading.tokens += tokens
         done, context = reading.tokens, plan.workload.context_tokens
@@ -90,6 +97,14 @@ class Progress:
             self._doing(text)
         elif now - reading.noted >= NOTE_EVERY_S:
             reading.noted = now
+            self.note(text)
+
+    def _replayed(self, name: str, event: dict[str, Any]) -> None:
+        done, total = event["done"], event["of"]
+        text = f"{name} {done} of {total} requests answered, ttft {event['ttft_ms']:,.0f} ms"
+        if self._status is not None and done < total:
+            self._doing(text)
+        elif done % max(1, total // NOTES_OF_A_REPLAY) == 0 or done == total:
             self.note(text)
 
     def note(self, text: str) -> None:

@@ -1,6 +1,6 @@
 """Line charts as SVG text: no library, no script, colours from the page's CSS variables.
 
-y axis   | ·  ·  ·      one polyline with dots per series, `turn` on the x axis;
+y axis   | ·  ·  ·      one polyline with dots per series over equal steps, turns unless said;
 (labels) |    ·  ·      the legend is HTML, so that it wraps and can be selected
          +---------
 """
@@ -21,11 +21,27 @@ SERIES_CLASSES = 4
 
 @dataclass(frozen=True)
 class Series:
-    """One line: a value per turn, None where there is none. `style` is the CSS class number."""
+    """One line: a value per step, None where there is none. `style` is the CSS class number."""
 
     name: str
     values: tuple[float | None, ...]
     style: int
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The horizontal axis: what a step is called, and a label for each; their numbers where there
+    are none."""
+
+    name: str = "turn"
+    labels: tuple[str, ...] = ()
+
+    def label(self, index: int) -> str:
+        """Below the axis."""
+        return self.labels[index] if self.labels else str(index + 1)
+
+
+TURNS = Steps()
 
 
 @dataclass(frozen=True)
@@ -69,32 +85,33 @@ def line_chart(
     series: Sequence[Series],
     label: Callable[[float], str],
     at_least: float = 0.0,
+    steps: Steps = TURNS,
 ) -> str:
     """A chart as an `<svg>` element; `label` writes a value for people."""
     values = [value for line in series for value in line.values if value is not None]
     if not values:
         return ""
     scale = make_scale(values, at_least)
-    turns = max(len(line.values) for line in series)
+    count = max(len(line.values) for line in series)
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">',
-        *_axes(scale, turns, label),
-        *(_line(line, scale, turns, label) for line in series),
+        *_axes(scale, count, label, steps),
+        *(_line(line, scale, count, label, steps) for line in series),
         "</svg>",
     ]
     return "\n".join(parts)
 
 
-def _x(index: int, turns: int) -> float:
+def _x(index: int, count: int) -> float:
     inner = WIDTH - LEFT - RIGHT
-    return LEFT + inner * (index + 0.5) / turns
+    return LEFT + inner * (index + 0.5) / count
 
 
 def _y(value: float, scale: Scale) -> float:
     return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * scale.height(value)
 
 
-def _axes(scale: Scale, turns: int, label: Callable[[float], str]) -> list[str]:
+def _axes(scale: Scale, count: int, label: Callable[[float], str], steps: Steps) -> list[str]:
     parts = []
     for tick in scale.ticks:
         y = _y(tick, scale)
@@ -102,11 +119,11 @@ def _axes(scale: Scale, turns: int, label: Callable[[float], str]) -> list[str]:
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
         parts.append(_text(LEFT - 8, y + 4, "end", label(tick)))
-    every = max(1, math.ceil(turns / 12))
-    for index in range(0, turns, every):
-        x = _x(index, turns)
-        parts.append(_text(x, HEIGHT - BOTTOM + 18, "middle", str(index + 1)))
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, "middle", "turn"))
+    every = max(1, math.ceil(count / 12))
+    for index in range(0, count, every):
+        x = _x(index, count)
+        parts.append(_text(x, HEIGHT - BOTTOM + 18, "middle", steps.label(index)))
+    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, "middle", steps.name))
     return parts
 
 
@@ -115,9 +132,15 @@ def _text(x: float, y: float, anchor: str, text: str) -> str:
     return f'<text class="tick" {place}>{escape(text)}</text>'
 
 
-def _line(line: Series, scale: Scale, turns: int, label: Callable[[float], str]) -> str:
+def _line(
+    line: Series, scale: Scale, count: int, label: Callable[[float], str], steps: Steps
+) -> str:
     points = [
-        (_x(index, turns), _y(value, scale), f"{line.name}, turn {index + 1}: {label(value)}")
+        (
+            _x(index, count),
+            _y(value, scale),
+            f"{line.name}, {steps.name} {steps.label(index)}: {label(value)}",
+        )
         for index, value in enumerate(line.values)
         if value is not None
     ]

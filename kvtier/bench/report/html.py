@@ -1,15 +1,22 @@
-"""The outcome as one HTML page that needs nothing else: inline CSS, inline SVG, no script."""
+"""The outcome of sessions as one HTML page; `page.py` has what such pages are made of."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from html import escape
 
 from kvtier.bench.policies import POLICIES
+from kvtier.bench.report import page
 from kvtier.bench.report.charts import Series, line_chart
-from kvtier.bench.schema import Document, Ratios, RunResult, TurnResult
+from kvtier.bench.schema import (
+    Document,
+    DocumentBase,
+    EngineRun,
+    Ratios,
+    RunResult,
+    TurnResult,
+)
 from kvtier.bench.table import (
     describe_policy,
     describe_workload,
@@ -19,47 +26,28 @@ from kvtier.bench.table import (
     tier_lines,
 )
 from kvtier.sizes import format_bytes
-from kvtier.webpage import page, table, tile
 
 Value = Callable[[TurnResult], float | None]
 
 _HEAD = "turn|TTFT ms|p99 TTFT ms|TPOT ms|cached|prompt|KV bytes|KV peak|recall|NLL"
-_CSS = """
-figcaption, .tick { color: var(--soft); }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(340px, 1fr));
-  gap: 1.25rem; }
-figure { margin: 0; } figcaption { font-size: .9rem; } svg { width: 100%; height: auto; }
-.legend { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; margin-bottom: 1rem; }
-.legend i { display: inline-block;
-  width: .8rem; height: .8rem; border-radius: 50%; margin-right: .4rem; vertical-align: -1px; }
-.grid { stroke: var(--rule); stroke-width: 1; } .tick { font-size: 12px; fill: var(--soft); }
-.series polyline { fill: none; stroke-width: 2; }
-.s0 polyline { stroke: var(--s0); } .s1 polyline { stroke: var(--s1); }
-.s2 polyline { stroke: var(--s2); } .s3 polyline { stroke: var(--s3); }
-.s0 circle { fill: var(--s0); } .s1 circle { fill: var(--s1); }
-.s2 circle { fill: var(--s2); } .s3 circle { fill: var(--s3); }
-i.s0 { background: var(--s0); } i.s1 { background: var(--s1); }
-i.s2 { background: var(--s2); } i.s3 { background: var(--s3); }
-"""
 
 
 def render_report(document: Document) -> str:
     """The whole page."""
-    workload = escape(describe_workload(document.workload))
+    workload = describe_workload(document.workload)
     body = [
-        "<h1>kvtier bench</h1>",
-        f'<p class="soft">{workload}<br>{escape(document.started_at)}</p>',
-        *(f"<p><b>Note:</b> {escape(note)}</p>" for note in document.notes),
+        page.soft(workload, document.started_at),
+        page.notes(document.notes),
         _tiles(document.ratios),
         _legend(document.runs),
         _charts(document.runs),
         _turn_tables(document.runs),
         _retention(document.runs),
         _comparisons(document),
-        _failures(document),
-        _environment(document),
+        failures(document),
+        environment(document),
     ]
-    return page(f"kvtier bench: {describe_workload(document.workload)}", body, _CSS)
+    return page.page(f"kvtier bench: {workload}", "kvtier bench", body)
 
 
 def _tiles(ratios: Ratios | None) -> str:
@@ -73,11 +61,10 @@ def _tiles(ratios: Ratios | None) -> str:
         (ratios.resident_sessions, "x", "as many resident sessions"),
         (ratios.recall, "", "of the recall"),
     ]
-    tiles = "".join(
-        tile(f"{value:.2f}{unit}", text) for value, unit, text in shown if value is not None
+    tiles = page.tiles(
+        [(f"{value:.2f}{unit}", text) for value, unit, text in shown if value is not None]
     )
-    title = f"<h2>{escape(ratios.policy)} against {escape(ratios.baseline)}</h2>"
-    return f'{title}<div class="tiles">{tiles}</div>'
+    return f"<h2>{escape(ratios.policy)} against {escape(ratios.baseline)}</h2>{tiles}"
 
 
 def _times(
@@ -90,15 +77,10 @@ def _times(
 
 
 def _legend(runs: Sequence[RunResult]) -> str:
-    entries = "".join(
-        f'<span><i class="s{_style(run)}"></i><b>{run.policy}</b>: '
-        f"{escape(describe_policy(run))}</span>"
-        for run in runs
-    )
-    return f'<div class="legend">{entries}</div>'
+    return page.legend([(style_of(run), run.policy, describe_policy(run)) for run in runs])
 
 
-def _style(run: RunResult) -> int:
+def style_of(run: EngineRun) -> int:
     """A policy has the same colour in every report."""
     return list(POLICIES).index(run.policy)
 
@@ -107,8 +89,8 @@ def _charts(runs: Sequence[RunResult]) -> str:
     unit, size = _byte_unit(max((run.summary.kv_peak_bytes for run in runs), default=0))
     recall_means = runs[0].recall_means if runs else ""
     charts: list[tuple[str, Value, Callable[[float], str], float]] = [
-        ("Time to first token", lambda t: t.ttft_ms, _milliseconds, 0),
-        ("Time per output token", lambda t: t.tpot_ms, _milliseconds, 0),
+        ("Time to first token", lambda t: t.ttft_ms, milliseconds, 0),
+        ("Time per output token", lambda t: t.tpot_ms, milliseconds, 0),
         (
             "KV on the device after the turn",
             lambda t: t.kv_device_bytes / size,
@@ -119,14 +101,13 @@ def _charts(runs: Sequence[RunResult]) -> str:
         ("NLL of right answers, nats per token", lambda t: t.nll, lambda v: f"{v:.3g}", 0),
         ("Sessions still resident", lambda t: t.resident_sessions, lambda v: f"{v:g}", 1),
     ]
-    figures = []
+    figures: list[tuple[str, str]] = []
     for title, value, label, at_least in charts:
-        lines = [Series(run.policy, tuple(map(value, run.turns)), _style(run)) for run in runs]
+        lines = [Series(run.policy, tuple(map(value, run.turns)), style_of(run)) for run in runs]
         if "resident" in title and all(len({r.session for r in run.requests}) == 1 for run in runs):
             continue
-        if chart := line_chart(title, lines, label, at_least):
-            figures.append(f"<figure><figcaption>{escape(title)}</figcaption>{chart}</figure>")
-    return f'<div class="charts">{"".join(figures)}</div>'
+        figures.append((title, line_chart(title, lines, label, at_least)))
+    return page.figures(figures)
 
 
 def _byte_unit(largest: float) -> tuple[str, int]:
@@ -134,7 +115,8 @@ def _byte_unit(largest: float) -> tuple[str, int]:
     return ("GiB", 1024**3) if largest >= 1024**3 else ("MiB", 1024**2)
 
 
-def _milliseconds(value: float) -> str:
+def milliseconds(value: float) -> str:
+    """A time for people."""
     return f"{value / 1000:.4g} s" if value >= 1000 else f"{value:.4g} ms"
 
 
@@ -156,7 +138,7 @@ def _turn_tables(runs: Sequence[RunResult]) -> str:
             ]
             for turn in run.turns
         ]
-        parts.append(table(_HEAD.split("|"), rows))
+        parts.append(page.table(_HEAD.split("|"), rows))
     return "<h2>Turns</h2>" + "".join(parts)
 
 
@@ -175,10 +157,13 @@ def _comparisons(document: Document) -> str:
     if not pairs:
         return ""
     head = ["bigger is better", *(f"{pair.policy} / {pair.baseline}" for pair in pairs)]
-    return "<h2>Ratios</h2>" + table(head, [[label, *cells] for label, cells in ratio_rows(pairs)])
+    return "<h2>Ratios</h2>" + page.table(
+        head, [[label, *cells] for label, cells in ratio_rows(pairs)]
+    )
 
 
-def _failures(document: Document) -> str:
+def failures(document: DocumentBase) -> str:
+    """The last log lines of what failed."""
     return "".join(
         f"<h2>{escape(failure.policy)} failed (exit code {failure.exit_code})</h2>"
         f"<pre>{escape(chr(10).join(failure.log_tail))}</pre>"
@@ -186,12 +171,12 @@ def _failures(document: Document) -> str:
     )
 
 
-def _environment(document: Document) -> str:
-    described = {
+def environment(document: DocumentBase) -> str:
+    """Where the numbers are from."""
+    facts = {
         "command": "python -m kvtier.bench " + " ".join(document.command),
         "environment": asdict(document.environment),
         "model": document.model,
         "settings": document.settings,
     }
-    text = escape(json.dumps(described, indent=1))
-    return f"<h2>Where this was measured</h2><pre>{text}</pre>"
+    return page.described("Where this was measured", facts)

@@ -1,0 +1,37 @@
+"""A tree over numbers, one a replica, that knows which is least: a tournament.
+
+    tree[1] the least of all;  tree[i] = min(tree[2i], tree[2i + 1]);  leaves from len(tree) / 2 on
+
+Used for the replicas' next events and for their loads; ties go to the lowest number.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from kvtier.plan.core.state import Float64
+
+
+@njit(cache=True)
+def put(tree: Float64, index: int, value: float) -> None:
+    """Change one number."""
+    at = len(tree) // 2 + index
+    tree[at] = value
+    while at > 1:
+        at //= 2
+        least = min(tree[2 * at], tree[2 * at + 1])
+        if tree[at] == least:
+            break
+        tree[at] = least
+
+
+@njit(cache=True)
+def least(tree: Float64) -> int:
+    """The index of the least number."""
+    at, half = 1, len(tree) // 2
+    while at < half:
+        at = 2 * at if tree[2 * at] <= tree[2 * at + 1] else 2 * at + 1
+    return at - half
+
+
+__all__ = ["least", "put"]

@@ -1,0 +1,187 @@
+"""Matching, cutting and growing one replica's radix tree: SGLang's, with the variants of kvtier's.
+
+A unit that locality heads have compressed cannot be cut inside what they dropped. A request that
+leaves it there uses what comes before and computes the rest, which becomes a variant; where it left
+is a boundary of the variant, so that the next request that leaves there shares it
+(`kvtier_sglang.radix.tree`, of which this is a model).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from kvtier.plan.core.state import NONE, Asked, Fleet, World
+from kvtier.plan.core.units import attach, detach, first_child, new_unit, put_newest
+
+# Places where a new unit is cut at most.
+MOST_CUTS = 32
+
+
+@njit(cache=True)
+def set_path(world: World, traffic: Asked, node: int) -> None:
+    """Make the way to a node the path at hand."""
+    world.path[traffic.nodes.depth[node] + 1] = NONE
+    while node != NONE:
+        world.path[traffic.nodes.depth[node]] = node
+        node = traffic.nodes.parent[node]
+
+
+@njit(cache=True)
+def node_at(world: World, traffic: Asked, position: int) -> int:
+    """The node of the path at hand that has the token at a position; NONE behind its end."""
+    depth = 0
+    while world.path[depth] != NONE:
+        if position < traffic.nodes.stop[world.path[depth]]:
+            return world.path[depth]
+        depth += 1
+    return NONE
+
+
+@njit(cache=True)
+def shared(world: World, traffic: Asked, unit: int, limit: int) -> int:
+    """Up to which token the path at hand, to `limit`, and the one that ends with a unit agree."""
+    node = world.units.node[unit]
+    while node != NONE:
+        if world.path[traffic.nodes.depth[node]] == node:
+            return min(traffic.nodes.stop[node], world.units.known[unit], limit)
+        node = traffic.nodes.parent[node]
+    return 0
+
+
+@njit(cache=True)
+def usable(world: World, fleet: Fleet, unit: int, upto: int, exact_only: bool) -> int:
+    """Up to which token a unit can be used, where it agrees up to `upto`."""
+    units = world.units
+    begin, end = units.drop_begin[unit], units.drop_end[unit]
+    if end == begin:
+        return upto
+    whole = upto == units.stop[unit] or upto >= end + fleet.branch_recent
+    if whole and not exact_only:
+        return upto
+    return min(upto, begin)
+
+
+@njit(cache=True)
+def walk(
+    world: World,
+    traffic: Asked,
+    fleet: Fleet,
+    unit: int,
+    limit: int,
+    exact_only: bool,
+    cut: bool,
+) -> tuple[int, int]:
+    """Follow the path at hand from a unit's end as far as units allow, up to `limit`.
+
+    exact_only: not into what was dropped; cut: the last unit is cut where it is left inside.
+    Returns the last unit and the position reached.
+    """
+    units = world.units
+    position = units.stop[unit]
+    while position < limit:
+        node = node_at(world, traffic, position)
+        if node == NONE:
+            break
+        best, reach = NONE, position
+        child = first_child(world, unit, node)
+        while child != NONE:
+            upto = usable(world, fleet, child, shared(world, traffic, child, limit), exact_only)
+            if upto > reach:
+                best, reach = child, upto
+            child = units.sibling[child]
+        if best == NONE:
+            break
+        position = reach
+        if reach < units.stop[best]:
+            unit = split(world, traffic, fleet, best, reach) if cut else best
+            break
+        unit = best
+    return unit, position
+
+
+@njit(cache=True)
+def split(world: World, traffic: Asked, fleet: Fleet, lower: int, at: int) -> int:
+    """Cut a unit at a position within it; the new upper part, which is a boundary from now on."""
+    units = world.units
+    parent, key_node = units.parent[lower], units.key_node[lower]
+    detach(world, lower)
+    upper = new_unit(world, units.replica[lower])
+    units.start[upper], units.stop[upper], units.known[upper] = units.start[lower], at, at
+    units.prompt[upper] = units.prompt[lower]
+    node = units.node[lower]
+    while traffic.nodes.start[node] > at:
+        node = traffic.nodes.parent[node]
+    behind = node if at < units.known[lower] else NONE
+    if traffic.nodes.start[node] == at:
+        node = traffic.nodes.parent[node]
+    units.node[upper] = node
+    units.compressed[upper], units.branch[upper] = units.compressed[lower], True
+    tokens = at - units.start[lower]
+    ca, loc = tokens, tokens if fleet.compresses else 0
+    if units.drop_end[lower] > units.drop_begin[lower] and at > units.drop_begin[lower]:
+        units.drop_begin[upper], units.drop_end[upper] = (
+            units.drop_begin[lower],
+            units.drop_end[lower],
+        )
+        units.drop_begin[lower] = units.drop_end[lower] = 0
+        ca = units.ca[lower] - (units.stop[lower] - at)
+        loc = units.loc[lower] - (units.stop[lower] - at)
+    units.ca[upper], units.loc[upper] = ca, loc
+    units.ca[lower] -= ca
+    units.loc[lower] -= loc
+    units.start[lower] = at
+    units.locks[upper] = units.locks[lower]
+    attach(world, upper, parent, key_node)
+    attach(world, lower, upper, behind)
+    if units.locks[upper] == 0:
+        put_newest(world, upper)
+    return upper
+
+
+@njit(cache=True)
+def append(
+    world: World, traffic: Asked, fleet: Fleet, parent: int, stop: int, known: int, prompt: int
+) -> int:
+    """Hang the path at hand below a unit, from its end up to `stop`, in locked units that are cut
+    where the path leaves what is there already. Returns the deepest."""
+    units = world.units
+    position = units.stop[parent]
+    cuts = _cuts(world, traffic, parent, position, stop)
+    for end in cuts:
+        if end <= position:
+            continue
+        unit = new_unit(world, units.replica[parent])
+        units.start[unit], units.stop[unit] = position, end
+        units.known[unit] = max(min(end, known), position)
+        units.prompt[unit] = prompt
+        units.node[unit] = node_at(world, traffic, max(min(end, known) - 1, 0))
+        units.branch[unit] = end < stop
+        units.ca[unit] = end - position
+        units.loc[unit] = end - position if fleet.compresses else 0
+        units.locks[unit] = 1
+        units.newer[unit] = units.older[unit] = NONE
+        attach(world, unit, parent, node_at(world, traffic, position) if position < known else NONE)
+        parent, position = unit, end
+    return parent
+
+
+@njit(cache=True)
+def _cuts(world: World, traffic: Asked, parent: int, position: int, stop: int) -> np.ndarray:
+    """Where the path leaves the children of a unit that begin as it does, in order, and its end."""
+    cuts = np.full(MOST_CUTS, stop, np.int64)
+    node = node_at(world, traffic, position)
+    if node == NONE:
+        return cuts[:1]
+    count = 1
+    child = first_child(world, parent, node)
+    while child != NONE and count < MOST_CUTS:
+        upto = shared(world, traffic, child, stop)
+        if position < upto < stop:
+            cuts[count] = upto
+            count += 1
+        child = world.units.sibling[child]
+    return np.sort(cuts[:count])
+
+
+__all__ = ["append", "set_path", "usable", "walk"]

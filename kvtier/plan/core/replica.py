@@ -1,0 +1,303 @@
+"""One replica's scheduler, as SGLang's: new prompts go before decoding, in chunks of `chunk`
+tokens, first come first served; what waits for the tier does not hold up what is behind it.
+
+    prefill pass   base + token * new tokens + pair * (new tokens x tokens that they attend to)
+    decode step    base + request * batch + token * tokens that the batch reads
+
+A pass of either kind is one event, and so are all decode steps up to the next one that changes the
+batch. Slots for a whole answer are taken when its request is admitted, so nothing is retracted.
+"""
+
+from __future__ import annotations
+
+import math
+
+from numba import njit
+
+from kvtier.plan.core import clocks
+from kvtier.plan.core.radix import set_path, walk
+from kvtier.plan.core.state import (
+    DECODING,
+    IDLE,
+    NONE,
+    PREFILLING,
+    WAITING,
+    Asked,
+    Fleet,
+    World,
+)
+from kvtier.plan.core.tiering import restore, spill
+from kvtier.plan.core.turns import end_turn, publish
+from kvtier.plan.core.units import lock_path, reserve, unlock_path
+
+ADMITTED, NO_ROOM, NEVER_FITS = 0, 1, 2
+
+
+@njit(cache=True)
+def enqueue(world: World, replica: int, request: int) -> None:
+    """Behind all others that wait."""
+    requests, replicas = world.requests, world.replicas
+    requests.follows[request] = NONE
+    if replicas.queue_first[replica] == NONE:
+        replicas.queue_first[replica] = request
+    else:
+        requests.follows[replicas.queue_last[replica]] = request
+    replicas.queue_last[replica] = request
+
+
+@njit(cache=True)
+def _dequeue(world: World, replica: int, before: int, request: int) -> None:
+    requests, replicas = world.requests, world.replicas
+    after = requests.follows[request]
+    if before == NONE:
+        replicas.queue_first[replica] = after
+    else:
+        requests.follows[before] = after
+    if replicas.queue_last[replica] == request:
+        replicas.queue_last[replica] = before
+
+
+@njit(cache=True)
+def start(world: World, traffic: Asked, fleet: Fleet, replica: int, now_s: float) -> None:
+    """Begin the replica's next pass, and say when it ends."""
+    replicas = world.replicas
+    replicas.phase_began_s[replica] = now_s
+    took_s = _start_prefill(world, traffic, fleet, replica, now_s)
+    if replicas.num_batch[replica] > 0:
+        replicas.phase[replica] = PREFILLING
+        clocks.put(world.events, replica, now_s + took_s)
+        return
+    ready_s = _next_ready(world, replica, now_s)
+    if replicas.num_running[replica] > 0:
+        replicas.phase[replica] = DECODING
+        replicas.phase_steps[replica] = _steps_to_next_end(world, replica)
+        clocks.put(world.events, replica, now_s + decode_s(world, fleet, replica))
+        if ready_s < math.inf:
+            stop_decoding_at(world, fleet, replica, ready_s)
+        return
+    replicas.phase[replica] = IDLE if ready_s == math.inf else WAITING
+    clocks.put(world.events, replica, ready_s)
+
+
+@njit(cache=True)
+def _next_ready(world: World, replica: int, now_s: float) -> float:
+    """When the tier has answered the next request that waits for it."""
+    request, next_s = world.replicas.queue_first[replica], math.inf
+    while request != NONE:
+        if world.requests.ready_s[request] > now_s:
+            next_s = min(next_s, world.requests.ready_s[request])
+        request = world.requests.follows[request]
+    return next_s
+
+
+@njit(cache=True)
+def _steps_to_next_end(world: World, replica: int) -> int:
+    replicas, requests = world.replicas, world.requests
+    nearest = requests.target[world.running[replica, 0]]
+    for place in range(1, replicas.num_running[replica]):
+        nearest = min(nearest, requests.target[world.running[replica, place]])
+    return nearest - replicas.steps[replica]
+
+
+@njit(cache=True)
+def _some_steps_s(world: World, fleet: Fleet, replica: int, steps: int) -> float:
+    """So many steps, each of which reads a token more per request than the one before."""
+    replicas = world.replicas
+    batch = replicas.num_running[replica]
+    first_s = fleet.decode_base_s + fleet.decode_request_s * batch
+    first_s += fleet.decode_token_s * replicas.reads[replica]
+    return steps * first_s + fleet.decode_token_s * batch * steps * (steps - 1) / 2
+
+
+@njit(cache=True)
+def decode_s(world: World, fleet: Fleet, replica: int) -> float:
+    """How long the decode steps under way take together."""
+    return _some_steps_s(world, fleet, replica, world.replicas.phase_steps[replica])
+
+
+@njit(cache=True)
+def stop_decoding_at(world: World, fleet: Fleet, replica: int, when_s: float) -> None:
+    """End the decode steps under way with the one that goes on at a time."""
+    replicas = world.replicas
+    began_s = replicas.phase_began_s[replica]
+    low, high = 1, replicas.phase_steps[replica]
+    while low < high:
+        middle = (low + high) // 2
+        if began_s + _some_steps_s(world, fleet, replica, middle) >= when_s:
+            high = middle
+        else:
+            low = middle + 1
+    replicas.phase_steps[replica] = low
+    clocks.put(world.events, replica, began_s + decode_s(world, fleet, replica))
+
+
+@njit(cache=True)
+def _start_prefill(world: World, traffic: Asked, fleet: Fleet, replica: int, now_s: float) -> float:
+    """Fill a prefill batch; how long its pass takes."""
+    requests, replicas = world.requests, world.replicas
+    replicas.num_batch[replica] = 0
+    room = fleet.chunk
+    took_s = fleet.prefill_base_s
+    request = replicas.chunked[replica]
+    if request != NONE:
+        took_s += _take_chunk(world, traffic, fleet, replica, request, room)
+        room -= requests.chunk[request]
+    before, request = NONE, replicas.queue_first[replica]
+    while request != NONE and room > 0:
+        if replicas.num_running[replica] + replicas.num_batch[replica] >= fleet.max_running:
+            break
+        after = requests.follows[request]
+        if requests.ready_s[request] > now_s:
+            before, request = request, after
+            continue
+        outcome = _admit(world, traffic, fleet, replica, request)
+        if outcome == NO_ROOM:
+            break
+        _dequeue(world, replica, before, request)
+        if outcome == NEVER_FITS:
+            leave(world, traffic, replica, request, now_s)
+        else:
+            took_s += _take_chunk(world, traffic, fleet, replica, request, room)
+            room -= requests.chunk[request]
+        request = after
+    return took_s
+
+
+@njit(cache=True)
+def _take_chunk(
+    world: World, traffic: Asked, fleet: Fleet, replica: int, request: int, room: int
+) -> float:
+    """Put a request's next tokens into the batch, as many as fit; how long they take."""
+    requests, replicas = world.requests, world.replicas
+    before = traffic.asks.input_tokens[request] - requests.left[request]
+    tokens = min(room, requests.left[request])
+    requests.left[request] -= tokens
+    requests.chunk[request] = tokens
+    world.batch[replica, replicas.num_batch[replica]] = request
+    replicas.num_batch[replica] += 1
+    replicas.chunked[replica] = request if requests.left[request] > 0 else NONE
+    took_s = fleet.prefill_token_s * tokens
+    took_s += fleet.prefill_pair_s * tokens * (before + tokens / 2)
+    if requests.restored[request] > 0:
+        took_s += fleet.tier_write_token_s * requests.restored[request]
+        requests.restored[request] = 0
+    return took_s
+
+
+@njit(cache=True)
+def _admit(world: World, traffic: Asked, fleet: Fleet, replica: int, request: int) -> int:
+    """Match a request's prefix, take slots for the rest and restore what came from the tier."""
+    requests, replicas = world.requests, world.replicas
+    tokens, answer = traffic.asks.input_tokens[request], traffic.asks.output_tokens[request] - 1
+    set_path(world, traffic, traffic.asks.node[request])
+    unit, hit = walk(world, traffic, fleet, replica, tokens - 1, False, True)
+    lock_path(world, unit)
+    wanted = tokens - hit + answer
+    wanted_loc = wanted if fleet.compresses else 0
+    if not reserve(world, fleet, replica, wanted, wanted_loc):
+        unlock_path(world, unit)
+        alone = replicas.num_running[replica] + replicas.num_batch[replica] == 0
+        if not alone:
+            return NO_ROOM
+        requests.refused[request] = True
+        return NEVER_FITS
+    requests.reserved_ca[request], requests.reserved_loc[request] = wanted, wanted_loc
+    landed = requests.landed[request]
+    restored = landed - hit if hit >= requests.fetched[request] and landed > hit else 0
+    if restored > 0:
+        unit = restore(world, traffic, fleet, unit, request)
+        requests.reserved_ca[request] -= restored
+        requests.reserved_loc[request] -= restored if fleet.compresses else 0
+    requests.hit_device[request], requests.hit_tier[request] = hit, restored
+    requests.restored[request] = restored
+    requests.anchor[request], requests.left[request] = unit, tokens - hit - restored
+    requests.reads[request] = _read_tokens(world, fleet, unit) + requests.left[request]
+    return ADMITTED
+
+
+@njit(cache=True)
+def _read_tokens(world: World, fleet: Fleet, unit: int) -> float:
+    """What attention reads of the path to a unit, in tokens of full KV."""
+    units, ca, loc = world.units, 0, 0
+    root = units.replica[unit]
+    while unit != root:
+        ca += units.ca[unit]
+        loc += units.loc[unit]
+        unit = units.parent[unit]
+    return fleet.ca_weight * ca + (1 - fleet.ca_weight) * loc
+
+
+@njit(cache=True)
+def finish_prefill(world: World, traffic: Asked, fleet: Fleet, replica: int, now_s: float) -> None:
+    """A prefill pass has ended: prompts that are complete have their first token."""
+    requests, replicas = world.requests, world.replicas
+    for place in range(replicas.num_batch[replica]):
+        request = world.batch[replica, place]
+        if requests.left[request] > 0:
+            continue
+        requests.first_s[request] = now_s
+        publish(world, traffic, fleet, request)
+        if traffic.asks.output_tokens[request] == 1:
+            finish(world, traffic, fleet, replica, request, now_s)
+            continue
+        world.running[replica, replicas.num_running[replica]] = request
+        replicas.num_running[replica] += 1
+        replicas.reads[replica] += requests.reads[request]
+        answer = traffic.asks.output_tokens[request] - 1
+        requests.target[request] = replicas.steps[replica] + answer
+    replicas.num_batch[replica] = 0
+
+
+@njit(cache=True)
+def finish_decoding(world: World, traffic: Asked, fleet: Fleet, replica: int, now_s: float) -> None:
+    """The decode steps under way have ended, and some answers with them."""
+    requests, replicas = world.requests, world.replicas
+    steps = replicas.phase_steps[replica]
+    replicas.steps[replica] += steps
+    replicas.reads[replica] += steps * replicas.num_running[replica]
+    place = 0
+    while place < replicas.num_running[replica]:
+        request = world.running[replica, place]
+        if requests.target[request] > replicas.steps[replica]:
+            place += 1
+            continue
+        replicas.num_running[replica] -= 1
+        world.running[replica, place] = world.running[replica, replicas.num_running[replica]]
+        read = requests.reads[request] + traffic.asks.output_tokens[request] - 1
+        replicas.reads[replica] -= read
+        finish(world, traffic, fleet, replica, request, now_s)
+
+
+@njit(cache=True)
+def finish(
+    world: World, traffic: Asked, fleet: Fleet, replica: int, request: int, now_s: float
+) -> None:
+    """An answer is complete. The session's next turn, where it waits for that, comes a while
+    later."""
+    world.requests.finish_s[request] = now_s
+    end_turn(world, traffic, fleet, request)
+    if fleet.tier_tokens > 0:
+        spill(world, traffic, fleet, request, now_s)
+    leave(world, traffic, replica, request, now_s)
+
+
+@njit(cache=True)
+def leave(world: World, traffic: Asked, replica: int, request: int, now_s: float) -> None:
+    """The replica has a request less."""
+    replicas = world.replicas
+    replicas.outstanding[replica] -= 1
+    clocks.put(world.loads, replica, float(replicas.outstanding[replica]))
+    later = traffic.asks.next_request[request]
+    if later != NONE:
+        session = traffic.asks.session[later]
+        world.waiting[session] = later
+        clocks.put(world.waits, session, now_s + traffic.asks.think_s[later])
+
+
+__all__ = [
+    "enqueue",
+    "finish_decoding",
+    "finish_prefill",
+    "start",
+    "stop_decoding_at",
+]

@@ -1,0 +1,80 @@
+"""Which replica a request goes to.
+
+affinity      all requests of a session to one replica, drawn by its number (consistent hashing on a
+              session header does that)
+cache-aware   where the longest prefix was served last, unless that replica has `routing_slack` more
+              requests than the least loaded one; then, and for what nobody knows, the least loaded
+least-loaded  the replica with the fewest requests
+two-choices   the less loaded of two that are drawn by the request's number
+round-robin   one after the other
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from kvtier.plan.core import clocks
+from kvtier.plan.core.state import NONE, Asked, Fleet, World
+
+AFFINITY, CACHE_AWARE, LEAST_LOADED, TWO_CHOICES, ROUND_ROBIN = range(5)
+POLICIES = {
+    "affinity": AFFINITY,
+    "cache-aware": CACHE_AWARE,
+    "least-loaded": LEAST_LOADED,
+    "two-choices": TWO_CHOICES,
+    "round-robin": ROUND_ROBIN,
+}
+
+
+@njit(cache=True)
+def choose(world: World, traffic: Asked, fleet: Fleet, request: int) -> int:
+    """The replica of a request that has just arrived."""
+    loads = world.replicas.outstanding
+    if fleet.routing == AFFINITY:
+        return drawn(traffic.asks.session[request], 0, fleet.replicas)
+    if fleet.routing == ROUND_ROBIN:
+        world.totals.turn[0] += 1
+        return world.totals.turn[0] % fleet.replicas
+    if fleet.routing == TWO_CHOICES:
+        one, other = drawn(request, 1, fleet.replicas), drawn(request, 2, fleet.replicas)
+        return one if loads[one] <= loads[other] else other
+    idlest = clocks.least(world.loads)
+    if fleet.routing == LEAST_LOADED:
+        return idlest
+    home = _home(world, traffic, request)
+    if home == NONE or loads[home] > loads[idlest] + fleet.routing_slack:
+        return idlest
+    return home
+
+
+@njit(cache=True)
+def _home(world: World, traffic: Asked, request: int) -> int:
+    node = traffic.asks.node[request]
+    while node != NONE and world.kept.home[node] == NONE:
+        node = traffic.nodes.parent[node]
+    return NONE if node == NONE else world.kept.home[node]
+
+
+@njit(cache=True)
+def note_home(world: World, traffic: Asked, request: int, replica: int) -> None:
+    """The request's prefix is at that replica from now on."""
+    node = traffic.asks.node[request]
+    while node != NONE and world.kept.home[node] != replica:
+        world.kept.home[node] = replica
+        node = traffic.nodes.parent[node]
+
+
+@njit(cache=True)
+def drawn(number: int, stream: int, count: int) -> int:
+    """A draw from [0, count) that depends on its arguments alone (splitmix64's finaliser)."""
+    mixed = np.uint64(number) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(stream + 1)
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return np.int64(mixed % np.uint64(count))
+
+
+__all__ = ["POLICIES", "choose", "note_home"]

@@ -1,0 +1,237 @@
+"""The simulator's state. Times are in seconds, lengths in tokens, memory in slots.
+
+A slot holds one token's KV of a class of heads: CA slots for the heads that keep the whole context,
+locality slots for the others. Full KV is the case in which every head is a CA head.
+
+A *unit* is a node of a replica's radix tree. Its tokens are known as far as `known`: they are those
+of the traffic's tree on the path to `node`; behind that comes what no other request can share.
+
+    unit       [ start | drop_begin … drop_end |  known | … stop )
+                         dropped by locality heads when its turn ended
+
+Tables are arrays of records, because a compiled function is handed every array of its arguments one
+by one: a table of twenty fields is one argument, and a record is next to itself in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+from numba.typed import Dict
+
+from kvtier.traffic.prefixes import Traffic
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float64 = npt.NDArray[np.float64]
+Records = np.recarray[Any, Any]
+
+NONE = -1
+IDLE, PREFILLING, DECODING, WAITING = 0, 1, 2, 3
+
+
+class Fleet(NamedTuple):
+    """What is simulated: numbers alone, as the compiled loop takes them. See kvtier.plan.fleet,
+    which makes it, for units and sources.
+
+    compresses: locality heads drop and CA heads keep `retention` of a turn that has ended
+    ca_weight:  bytes of a CA slot over those of both
+    routing:    a place in routing.POLICIES
+    tier_tokens: 0 where there is no tier
+    """
+
+    replicas: int
+    ca_slots: int
+    locality_slots: int
+    compresses: bool
+    ca_weight: float
+    sink: int
+    recent: int
+    branch_recent: int
+    retention: float
+    chunk: int
+    max_running: int
+    prefill_base_s: float
+    prefill_token_s: float
+    prefill_pair_s: float
+    decode_base_s: float
+    decode_request_s: float
+    decode_token_s: float
+    tier_tokens: int
+    tier_latency_s: float
+    tier_token_s: float
+    tier_shared_token_s: float
+    tier_write_token_s: float
+    tier_spill_token_s: float
+    routing: int
+    routing_slack: int
+
+
+# A number that is no request, unit or node, or not yet a time, is what a field begins with.
+_ASKS = {
+    "arrival_s": "f8", "think_s": "f8", "next_request": "i4", "session": "i4", "node": "i4",
+    "input_tokens": "i4", "output_tokens": "i4", "out_node": "i4", "out_known": "i4",
+}  # fmt: skip
+_NODES = {"parent": "i4", "start": "i4", "stop": "i4", "depth": "i4"}
+
+
+class Asked(NamedTuple):
+    """The traffic, as `kvtier.traffic.prefixes.Traffic` says it: a table of requests (`asks`) and
+    one of nodes."""
+
+    asks: Records
+    nodes: Records
+
+
+def asked(traffic: Traffic) -> Asked:
+    """Traffic as tables."""
+    tables = []
+    for layout in (_ASKS, _NODES):
+        table = _table(len(getattr(traffic, next(iter(layout)))), layout)
+        for name in layout:
+            table[name] = getattr(traffic, name)
+        tables.append(table)
+    return Asked(*tables)
+
+
+# Per request. replica: where it went; hit_device, hit_tier: tokens that were not computed. One that
+# fits no replica is refused, and its times stay nan. The rest is for while it is there: the one
+# behind it in the queue, when the tier has answered and what it fetched, the unit that it goes on
+# from, its own unit, tokens left to compute, in the pass under way and restored, slots that it has
+# beside its units', tokens that attention reads, and the decode step that ends it.
+_REQUESTS = {
+    "arrived_s": "f8", "first_s": "f8", "finish_s": "f8", "replica": "i4", "hit_device": "i4",
+    "hit_tier": "i4", "refused": "?", "follows": "i4", "ready_s": "f8", "fetched": "i4",
+    "landed": "i4", "anchor": "i4", "own": "i4", "left": "i4", "chunk": "i4", "restored": "i4",
+    "reserved_ca": "i4", "reserved_loc": "i4", "reads": "f8", "target": "i8",
+}  # fmt: skip
+# Per unit; the root of replica i is unit i. sibling: the next variant of the same parent that
+# begins within the same node, key_node; prompt: where the prompt ended of the request that computed
+# it, as the rest was generated; newer, older: neighbours in its replica's order of use, for units that
+# nothing has locked.
+_UNITS = {
+    "parent": "i4", "sibling": "i4", "key_node": "i4", "node": "i4", "start": "i4", "known": "i4",
+    "stop": "i4", "prompt": "i4", "drop_begin": "i4", "drop_end": "i4", "compressed": "?",
+    "branch": "?", "children": "i4", "locks": "i4", "ca": "i4", "loc": "i4", "newer": "i4",
+    "older": "i4", "replica": "i4",
+}  # fmt: skip
+# Per replica. used: slots of its units and of running requests; evictable: of units that no request
+# has locked; chunked: the request whose prompt is partly computed; steps: of decoding so far.
+_REPLICAS = {
+    "phase": "i4", "phase_began_s": "f8", "phase_steps": "i8", "used_ca": "i8", "used_loc": "i8",
+    "evictable_ca": "i8", "evictable_loc": "i8", "peak_ca": "i8", "peak_loc": "i8",
+    "newest": "i4", "oldest": "i4", "queue_first": "i4", "queue_last": "i4", "outstanding": "i4",
+    "chunked": "i4", "num_batch": "i4", "num_running": "i4", "steps": "i8", "reads": "f8",
+    "link_free_s": "f8", "evicted": "i8", "busy_s": "f8",
+}  # fmt: skip
+# Per node of the traffic: tokens that the tier holds of it, since when, and its neighbours in the
+# tier's order of use; home: the replica that served it last.
+_KEPT = {"held": "i4", "since_s": "f8", "newer": "i4", "older": "i4", "home": "i4"}
+# Of all: tokens that the tier holds and has evicted, the newest and oldest of its nodes, when its
+# link is free, unused units, arrivals taken so far, and the round robin's place.
+_TOTALS = {
+    "held": "i8", "evicted": "i8", "newest": "i4", "oldest": "i4", "link_free_s": "f8",
+    "free_units": "i8", "arrivals": "i8", "turn": "i8",
+}  # fmt: skip
+
+
+class World(NamedTuple):
+    """Everything that changes.
+
+    requests, units, replicas, kept: see the layouts above; totals: one record
+    children: the first unit by parent unit and node; free: unused units, the first
+              totals.free_units of them
+    path:     nodes of the request at hand, by depth
+    batch, running: requests of each replica, [replicas, max_running]
+    events, loads: per replica, trees of `clocks`: its next event, and how many requests it has
+    waits, waiting: per session, such a tree of when its next turn comes, and which request that is
+    """
+
+    requests: Records
+    units: Records
+    replicas: Records
+    kept: Records
+    totals: Records
+    children: Any
+    free: Int32
+    path: Int32
+    batch: Int32
+    running: Int32
+    events: Float64
+    loads: Float64
+    waits: Float64
+    waiting: Int32
+
+
+def new_world(fleet: Fleet, traffic: Traffic, units: int) -> World:
+    """An empty fleet. units: room for so many beside the replicas' roots, to begin with."""
+    r = fleet.replicas
+    made = _table(units + r, _UNITS)
+    made.replica[:r] = np.arange(r)
+    totals = _table(1, _TOTALS)
+    totals.free_units[0] = units
+    totals.link_free_s[0] = 0
+    # Only turns that wait for earlier ones need a place per session.
+    sessions = traffic.num_sessions if (traffic.next_request >= 0).any() else 1
+    return World(
+        requests=_table(traffic.num_requests, _REQUESTS),
+        units=made,
+        replicas=_table(r, _REPLICAS),
+        kept=_table(len(traffic.parent), _KEPT),
+        totals=totals,
+        children=Dict.empty(types.int64, types.int32),
+        free=np.arange(units + r - 1, -1, -1, dtype=np.int32),
+        path=np.full(int(traffic.depth.max()) + 2, NONE, np.int32),
+        batch=np.full((r, fleet.max_running), NONE, np.int32),
+        running=np.full((r, fleet.max_running), NONE, np.int32),
+        events=_tournament(np.full(r, np.inf)),
+        loads=_tournament(np.zeros(r)),
+        waits=_tournament(np.full(sessions, np.inf)),
+        waiting=np.full(sessions, NONE, np.int32),
+    )
+
+
+def with_more_units(world: World) -> World:
+    """The same with twice the room for units."""
+    before = len(world.units)
+    more = _table(2 * before, _UNITS)
+    more[:before] = world.units
+    count = int(world.totals.free_units[0])
+    fresh = np.arange(2 * before - 1, before - 1, -1, dtype=np.int32)
+    free = np.zeros(2 * before, np.int32)
+    free[: count + before] = np.concatenate([world.free[:count], fresh])
+    world.totals.free_units[0] = count + before
+    return world._replace(units=more, free=free)
+
+
+# Fields that are numbers of something, and times that are not known yet.
+_NOTHING = {
+    *("parent", "sibling", "key_node", "node", "newer", "older", "replica", "newest", "oldest"),
+    *("queue_first", "queue_last", "chunked", "follows", "anchor", "own", "home"),
+}
+_UNKNOWN = {"arrived_s", "first_s", "finish_s"}
+
+
+def _table(count: int, layout: dict[str, str]) -> Records:
+    table = np.zeros(count, list(layout.items())).view(np.recarray)
+    for name in layout:
+        if name in _NOTHING:
+            table[name] = NONE
+        elif name in _UNKNOWN:
+            table[name] = np.nan
+    return table
+
+
+def _tournament(values: Float64) -> Float64:
+    half = 1 << max(1, (len(values) - 1).bit_length())
+    tree = np.full(2 * half, np.inf)
+    tree[half : half + len(values)] = values
+    for at in range(half - 1, 0, -1):
+        tree[at] = min(tree[2 * at], tree[2 * at + 1])
+    return tree
+
+
+__all__ = ["Asked", "Fleet", "World", "asked", "new_world", "with_more_units"]

@@ -1,0 +1,98 @@
+"""What a request publishes of its KV, and what becomes of it when its turn ends."""
+
+from __future__ import annotations
+
+import math
+
+from numba import njit
+
+from kvtier.plan.core.radix import append, set_path, walk
+from kvtier.plan.core.state import Asked, Fleet, World
+from kvtier.plan.core.units import lock_path, unlock_path
+
+
+@njit(cache=True)
+def publish(world: World, traffic: Asked, fleet: Fleet, request: int) -> None:
+    """Its prompt is computed: others may use it. What another has published meanwhile is shared,
+    and the request's own copy given back."""
+    requests, units, replicas = world.requests, world.units, world.replicas
+    replica, anchor = requests.replica[request], requests.anchor[request]
+    tokens = traffic.asks.input_tokens[request]
+    begin = units.stop[anchor]
+    set_path(world, traffic, traffic.asks.node[request])
+    unit, position = walk(world, traffic, fleet, anchor, tokens, True, True)
+    twice = position - begin
+    replicas.used_ca[replica] -= twice
+    replicas.used_loc[replica] -= twice if fleet.compresses else 0
+    lock_path(world, unit)
+    unlock_path(world, anchor)
+    requests.own[request] = append(world, traffic, fleet, unit, tokens, tokens, tokens)
+    computed = tokens - begin
+    requests.reserved_ca[request] -= computed
+    requests.reserved_loc[request] -= computed if fleet.compresses else 0
+
+
+@njit(cache=True)
+def end_turn(world: World, traffic: Asked, fleet: Fleet, request: int) -> None:
+    """The answer is complete: it becomes part of the tree, and the path is compressed where no
+    other request uses it."""
+    requests, units = world.requests, world.units
+    own = requests.own[request]
+    answer = traffic.asks.output_tokens[request] - 1
+    if answer > 0:
+        known, node = traffic.asks.out_known[request], traffic.asks.out_node[request]
+        stop = units.stop[own] + answer
+        grows = units.locks[own] == 1 and units.children[own] == 0 and not units.compressed[own]
+        if grows and own != units.replica[own]:
+            units.stop[own], units.known[own], units.node[own] = stop, min(known, stop), node
+            units.ca[own] += answer
+            units.loc[own] += answer if fleet.compresses else 0
+        else:
+            set_path(world, traffic, node)
+            own = append(
+                world, traffic, fleet, own, stop, known, traffic.asks.input_tokens[request]
+            )
+    requests.reserved_ca[request] = requests.reserved_loc[request] = 0
+    unlock_path(world, own)
+    if fleet.compresses:
+        compress_path(world, fleet, own)
+
+
+@njit(cache=True)
+def compress_path(world: World, fleet: Fleet, unit: int) -> None:
+    """Compress what no request has locked of the path to a unit."""
+    units = world.units
+    root = units.replica[unit]
+    while unit != root:
+        if not units.compressed[unit] and units.locks[unit] == 0:
+            ca, loc = compress(world, fleet, unit)
+            world.replicas.evictable_ca[root] -= ca
+            world.replicas.evictable_loc[root] -= loc
+        unit = units.parent[unit]
+
+
+@njit(cache=True)
+def compress(world: World, fleet: Fleet, unit: int) -> tuple[int, int]:
+    """Drop what `kvtier.retention.locality.LocalityRule` drops, and of that what CA heads do not
+    keep. Returns the slots of each class that are free again."""
+    units, root = world.units, world.units.replica[unit]
+    units.compressed[unit] = True
+    start, stop = units.start[unit], units.stop[unit]
+    prompt = min(max(units.prompt[unit], start), stop)
+    begin, end = max(fleet.sink, start), max(prompt - fleet.recent, start)
+    dropped = end - begin
+    if dropped <= 1:
+        return 0, 0
+    units.drop_begin[unit], units.drop_end[unit] = begin, end
+    # One slot stays, for the entry that stands for the others.
+    loc = dropped - 1
+    kept = math.ceil(fleet.retention * (prompt - start)) - (prompt - start - dropped)
+    ca = dropped - max(1, min(dropped, kept))
+    units.ca[unit] -= ca
+    units.loc[unit] -= loc
+    world.replicas.used_ca[root] -= ca
+    world.replicas.used_loc[root] -= loc
+    return ca, loc
+
+
+__all__ = ["compress", "end_turn", "publish"]

@@ -1,0 +1,192 @@
+"""Slots and recency of what one replica caches.
+
+Units that no request has locked are in their replica's order of use, newest first. A path is put in
+from its end to its beginning, so that a unit is always newer than its children and the oldest is
+always a leaf: what SGLang evicts.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from kvtier.plan.core.state import NONE, Fleet, World
+
+
+@njit(cache=True)
+def take_out(world: World, unit: int) -> None:
+    """Out of the order of use."""
+    units, replicas, at = world.units, world.replicas, world.units.replica[unit]
+    newer, older = units.newer[unit], units.older[unit]
+    if newer == NONE:
+        replicas.newest[at] = older
+    else:
+        units.older[newer] = older
+    if older == NONE:
+        replicas.oldest[at] = newer
+    else:
+        units.newer[older] = newer
+    units.newer[unit] = units.older[unit] = NONE
+
+
+@njit(cache=True)
+def put_newest(world: World, unit: int) -> None:
+    """Into the order of use, at its newer end."""
+    units, replicas, at = world.units, world.replicas, world.units.replica[unit]
+    first = replicas.newest[at]
+    units.newer[unit], units.older[unit] = NONE, first
+    if first == NONE:
+        replicas.oldest[at] = unit
+    else:
+        units.newer[first] = unit
+    replicas.newest[at] = unit
+
+
+@njit(cache=True)
+def lock_path(world: World, unit: int) -> None:
+    """A request uses the path to a unit, whose units cannot be evicted meanwhile."""
+    units, replicas = world.units, world.replicas
+    root = units.replica[unit]
+    while unit != root:
+        if units.locks[unit] == 0:
+            take_out(world, unit)
+            replicas.evictable_ca[root] -= units.ca[unit]
+            replicas.evictable_loc[root] -= units.loc[unit]
+        units.locks[unit] += 1
+        unit = units.parent[unit]
+
+
+@njit(cache=True)
+def unlock_path(world: World, unit: int) -> None:
+    """The request uses it no more; what nobody else uses has been used most recently."""
+    units, replicas = world.units, world.replicas
+    root = units.replica[unit]
+    while unit != root:
+        units.locks[unit] -= 1
+        if units.locks[unit] == 0:
+            put_newest(world, unit)
+            replicas.evictable_ca[root] += units.ca[unit]
+            replicas.evictable_loc[root] += units.loc[unit]
+        unit = units.parent[unit]
+
+
+@njit(cache=True)
+def touch_path(world: World, unit: int) -> None:
+    """The path to a unit counts as used now."""
+    units = world.units
+    root = units.replica[unit]
+    while unit != root:
+        if units.locks[unit] == 0:
+            take_out(world, unit)
+            put_newest(world, unit)
+        unit = units.parent[unit]
+
+
+@njit(cache=True)
+def child_key(world: World, parent: int, node: int) -> int:
+    """Where the dictionary has the units below a parent that begin within a node."""
+    return parent * len(world.kept) + node
+
+
+@njit(cache=True)
+def first_child(world: World, parent: int, node: int) -> int:
+    """The first of the variants below a parent that begin within a node, or NONE."""
+    key = child_key(world, parent, node)
+    if key in world.children:
+        return world.children[key]
+    return NONE
+
+
+@njit(cache=True)
+def attach(world: World, unit: int, parent: int, node: int) -> None:
+    """Make a unit a child; a node of NONE cannot be found again, as its tokens are unique."""
+    units = world.units
+    units.parent[unit], units.key_node[unit], units.sibling[unit] = parent, node, NONE
+    units.children[parent] += 1
+    if node != NONE:
+        units.sibling[unit] = first_child(world, parent, node)
+        world.children[child_key(world, parent, node)] = unit
+
+
+@njit(cache=True)
+def detach(world: World, unit: int) -> None:
+    """Undo `attach`."""
+    units = world.units
+    parent, node = units.parent[unit], units.key_node[unit]
+    units.children[parent] -= 1
+    if node == NONE:
+        return
+    key = child_key(world, parent, node)
+    first = world.children[key]
+    if first == unit:
+        if units.sibling[unit] == NONE:
+            del world.children[key]
+        else:
+            world.children[key] = units.sibling[unit]
+        return
+    while units.sibling[first] != unit:
+        first = units.sibling[first]
+    units.sibling[first] = units.sibling[unit]
+
+
+@njit(cache=True)
+def new_unit(world: World, replica: int) -> int:
+    """A unit that is nowhere yet. `loop` stops in time for there to be one."""
+    units = world.units
+    world.totals.free_units[0] -= 1
+    unit = world.free[world.totals.free_units[0]]
+    units.replica[unit] = replica
+    units.children[unit] = units.locks[unit] = 0
+    units.drop_begin[unit] = units.drop_end[unit] = 0
+    units.compressed[unit] = units.branch[unit] = False
+    return unit
+
+
+@njit(cache=True)
+def evict_oldest(world: World, replica: int) -> None:
+    """Evict the unit that was used least recently."""
+    units, replicas = world.units, world.replicas
+    unit = replicas.oldest[replica]
+    take_out(world, unit)
+    detach(world, unit)
+    ca, loc = units.ca[unit], units.loc[unit]
+    replicas.used_ca[replica] -= ca
+    replicas.used_loc[replica] -= loc
+    replicas.evictable_ca[replica] -= ca
+    replicas.evictable_loc[replica] -= loc
+    replicas.evicted[replica] += units.stop[unit] - units.start[unit]
+    units.replica[unit] = NONE
+    world.free[world.totals.free_units[0]] = unit
+    world.totals.free_units[0] += 1
+
+
+@njit(cache=True)
+def reserve(world: World, fleet: Fleet, replica: int, ca: int, loc: int) -> bool:
+    """Take slots, evicting what is needed for them; False, and nothing taken, where running
+    requests leave too few."""
+    replicas = world.replicas
+    over_ca = replicas.used_ca[replica] + ca - fleet.ca_slots
+    over_loc = replicas.used_loc[replica] + loc - fleet.locality_slots
+    if over_ca > replicas.evictable_ca[replica] or over_loc > replicas.evictable_loc[replica]:
+        return False
+    while (
+        replicas.used_ca[replica] + ca > fleet.ca_slots
+        or replicas.used_loc[replica] + loc > fleet.locality_slots
+    ):
+        evict_oldest(world, replica)
+    replicas.used_ca[replica] += ca
+    replicas.used_loc[replica] += loc
+    replicas.peak_ca[replica] = max(replicas.peak_ca[replica], replicas.used_ca[replica])
+    replicas.peak_loc[replica] = max(replicas.peak_loc[replica], replicas.used_loc[replica])
+    return True
+
+
+__all__ = [
+    "attach",
+    "detach",
+    "first_child",
+    "lock_path",
+    "new_unit",
+    "reserve",
+    "touch_path",
+    "unlock_path",
+]

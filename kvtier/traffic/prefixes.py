@@ -1,0 +1,165 @@
+"""Traffic as arrays over one tree of prefixes: what the simulator of a fleet reads.
+
+    nodes      0:[0,512) ─┬─ 1:[512,1024) ── 2:[1024,1300)     each: parent, tokens [start, stop)
+                          └─ 3:[512,800)
+    request    ends in node 2, after 1200 tokens of input; its answer goes on to 1300, in node 2
+
+Two requests begin alike as far as the path to the one's last node is a path to the other's. A node
+is a block of a trace, or what one turn of a described session adds. Lengths are in tokens, times in
+seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.traffic.continuations import Continuations, find_continuations
+from kvtier.traffic.trace import Trace
+
+Int32 = npt.NDArray[np.int32]
+Float64 = npt.NDArray[np.float64]
+
+
+class Traffic(NamedTuple):
+    """See the module docstring; arrays of one length for requests, and of another for nodes.
+
+    arrival_s:    when it comes; infinite where it waits for an earlier turn's end
+    think_s:      then, how long after that end
+    next_request: the request that waits for this one's end, or -1
+    session:      requests of a session share it
+    node:         the last node of the input; input_tokens, output_tokens: of the request
+    out_node, out_known: the last node of input and answer, as far as the tree has them, and up to
+                  which token that is: the rest of the answer is in no other request
+    depth:        nodes before a node
+    """
+
+    arrival_s: Float64
+    think_s: Float64
+    next_request: Int32
+    session: Int32
+    node: Int32
+    input_tokens: Int32
+    output_tokens: Int32
+    out_node: Int32
+    out_known: Int32
+    parent: Int32
+    start: Int32
+    stop: Int32
+    depth: Int32
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.arrival_s)
+
+    @property
+    def num_sessions(self) -> int:
+        return int(self.session.max()) + 1
+
+
+def traffic_of(
+    trace: Trace, *, answers_continue: bool = True, links: Continuations | None = None
+) -> Traffic:
+    """A trace's traffic; requests come at their own times, whatever became of earlier ones.
+
+    answers_continue: whether the request that continues another begins with the answer that was
+                      given, as in a real conversation; a replay's prompts know nothing of answers
+    links:            what continues what (`find_continuations` where it is None)
+    """
+    links = links or find_continuations(trace)
+    numbers: dict[int, int] = {}
+    parent: list[int] = []
+    start: list[int] = []
+    stop: list[int] = []
+    paths: list[list[int]] = []
+    for request in trace.requests:
+        path: list[int] = []
+        for place, one in enumerate(links.blocks(request)):
+            begin = place * trace.block_tokens
+            end = min(begin + trace.block_tokens, request.input_tokens)
+            node = numbers.setdefault(one, len(numbers))
+            if node == len(parent):
+                parent.append(path[-1] if path else -1)
+                start.append(begin)
+                stop.append(end)
+            stop[node] = max(stop[node], end)
+            path.append(node)
+        paths.append(path)
+    inputs = [request.input_tokens for request in trace.requests]
+    outputs = [request.output_tokens for request in trace.requests]
+    out_node, out_known = [path[-1] for path in paths], list(inputs)
+    if answers_continue:
+        for index, later in links.next_request.items():
+            # The last generated token has no KV.
+            out_known[index] = inputs[index] + outputs[index] - 1
+            out_node[index] = paths[later][(out_known[index] - 1) // trace.block_tokens]
+    count = len(inputs)
+    return Traffic(
+        arrival_s=np.array([request.arrival_s for request in trace.requests], np.float64),
+        think_s=np.zeros(count),
+        next_request=np.full(count, -1, np.int32),
+        session=_sessions(count, links),
+        node=_int32([path[-1] for path in paths]),
+        input_tokens=_int32(inputs),
+        output_tokens=_int32(outputs),
+        out_node=_int32(out_node),
+        out_known=_int32(out_known),
+        parent=_int32(parent),
+        start=_int32(start),
+        stop=_int32(stop),
+        depth=_int32(start) // np.int32(trace.block_tokens),
+    )
+
+
+def copies(traffic: Traffic, count: int, spread_s: float, seed: int) -> Traffic:
+    """So many times the traffic, of users who share nothing between copies. Each copy begins up to
+    `spread_s` later than the first could, so that bursts of the recording do not coincide."""
+    rng = np.random.default_rng(seed)
+    requests, nodes = traffic.num_requests, len(traffic.parent)
+    which = np.repeat(np.arange(count, dtype=np.int32), requests)
+    later = rng.uniform(0, spread_s, count)
+
+    def shifted(values: Int32, step: int) -> Int32:
+        many = np.tile(values, count)
+        each = np.repeat(np.arange(count, dtype=np.int32), len(values))
+        return np.where(many < 0, many, many + each * np.int32(step)).astype(np.int32)
+
+    whole = Traffic(
+        arrival_s=np.tile(traffic.arrival_s, count) + later[which],
+        think_s=np.tile(traffic.think_s, count),
+        next_request=shifted(traffic.next_request, requests),
+        session=shifted(traffic.session, traffic.num_sessions),
+        node=shifted(traffic.node, nodes),
+        input_tokens=np.tile(traffic.input_tokens, count),
+        output_tokens=np.tile(traffic.output_tokens, count),
+        out_node=shifted(traffic.out_node, nodes),
+        out_known=np.tile(traffic.out_known, count),
+        parent=shifted(traffic.parent, nodes),
+        start=np.tile(traffic.start, count),
+        stop=np.tile(traffic.stop, count),
+        depth=np.tile(traffic.depth, count),
+    )
+    return whole
+
+
+def _sessions(count: int, links: Continuations) -> Int32:
+    session = np.full(count, -1, np.int32)
+    following = {later: index for index, later in links.next_request.items()}
+    fresh = 0
+    for index in range(count):
+        if index in following:
+            session[index] = session[following[index]]
+        else:
+            session[index] = fresh
+            fresh += 1
+    return session
+
+
+def _int32(values: Sequence[int]) -> Int32:
+    return np.array(values, np.int32)
+
+
+__all__ = ["Traffic", "copies", "traffic_of"]
