@@ -75,6 +75,19 @@ class Trace:
 
         return Trace(tuple(map(one, self.requests)), block_tokens)
 
+    def write(self, file: Path) -> None:
+        """Write it in the format, whose blocks are of BLOCK_TOKENS."""
+        lines = [
+            {
+                "timestamp": round(1000 * one.arrival_s),
+                "input_length": one.input_tokens,
+                "output_length": one.output_tokens,
+                "hash_ids": one.block_ids,
+            }
+            for one in self.requests
+        ]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
 
 def read_trace(file: Path, argument: str = "--trace") -> Trace:
     """A file's trace. Raises UsageError naming `argument` where it cannot be read, TracesFileError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -32,16 +31,7 @@ def make_trace(seed: int, conversations: int = 8, turns: int = 3, gap_s: float =
 
 def write_trace(file: Path, trace: Trace) -> Path:
     """A trace as a file."""
-    lines = [
-        {
-            "timestamp": round(1000 * one.arrival_s),
-            "input_length": one.input_tokens,
-            "output_length": one.output_tokens,
-            "hash_ids": one.block_ids,
-        }
-        for one in trace.requests
-    ]
-    file.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    trace.write(file)
     return file
 
 

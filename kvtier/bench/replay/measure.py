@@ -48,7 +48,7 @@ def replay_plan(plan: Plan, open_engine: ReplayEngineFactory, emit: Emit) -> Rep
         wall_s = time.perf_counter() - began
         after = settled(engine)
         talks = conversations(trace)
-        resident = count_resident(engine, arrivals, answers, talks, script.stop_ids)
+        resident = find_resident(engine, arrivals, answers, talks, script.stop_ids)
     finally:
         engine.close()
     records = tuple(
@@ -68,7 +68,10 @@ def replay_plan(plan: Plan, open_engine: ReplayEngineFactory, emit: Emit) -> Rep
         wall_s=wall_s,
         device=engine.device,
         tier=after.tier,
-        summary=summarize(records, replay, wall_s, after, resident),
+        chunk_tokens=plan.engine_args["chunked_prefill_size"],
+        max_running=plan.engine_args["max_running_requests"],
+        summary=summarize(records, replay, wall_s, after, len(resident)),
+        resident=tuple(resident),
         requests=records,
     )
 
@@ -98,31 +101,34 @@ def _record(index: int, conversation: int, sent: Arrival, answer: Answer) -> Rep
     )
 
 
-def count_resident(
+def find_resident(
     engine: ReplayEngine,
     arrivals: Sequence[Arrival],
     answers: Sequence[Answer],
     talks: Sequence[int],
     stop_ids: Sequence[int],
-) -> int:
-    """Conversations whose last prompt is still on the device, by asking for one more token of each.
+) -> list[int]:
+    """Conversations whose last prompt is still on the device, by asking for one more token of each;
+    the numbers of those prompts.
 
     From the most recently answered back: a hit evicts next to nothing, and a miss evicts what was
     used longest ago, which would be asked for last. What the tier restores was not resident.
     """
     last = dict(zip(talks, range(len(talks)), strict=True))
     ended_s = {i: arrivals[i].at_s + answers[i].latency_ms / 1e3 for i in last.values()}
-    count = misses = 0
+    found: list[int] = []
+    misses = 0
     for index in sorted(last.values(), key=lambda i: ended_s[i], reverse=True):
         prompt = arrivals[index].input_ids
         answer = engine.generate(prompt, 1, stop_ids)
         if is_resident(answer.cached_tokens - answer.restored_tokens, len(prompt)):
-            count, misses = count + 1, 0
+            found.append(index)
+            misses = 0
         else:
             misses += 1
         if misses == MISSES_IN_A_ROW:
             break
-    return count
+    return found
 
 
 __all__ = ["replay_plan"]

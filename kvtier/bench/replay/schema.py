@@ -60,9 +60,16 @@ class ReplaySummary(Frozen):
 
 
 class ReplayResult(EngineRun):
-    """One policy, measured."""
+    """One policy, measured.
 
+    chunk_tokens, max_running: of a prefill pass, and requests at once
+    resident: requests whose prompts were found on the device afterwards, newest first
+    """
+
+    chunk_tokens: int
+    max_running: int
     summary: ReplaySummary
+    resident: tuple[int, ...]
     requests: tuple[ReplayRecord, ...]
 
 

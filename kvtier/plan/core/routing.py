@@ -67,14 +67,15 @@ def note_home(world: World, traffic: Asked, request: int, replica: int) -> None:
 
 @njit(cache=True)
 def drawn(number: int, stream: int, count: int) -> int:
-    """A draw from [0, count) that depends on its arguments alone (splitmix64's finaliser)."""
-    mixed = np.uint64(number) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(stream + 1)
-    mixed ^= mixed >> np.uint64(30)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return np.int64(mixed % np.uint64(count))
+    """A draw from [0, count) that depends on its arguments alone (MurmurHash3's finaliser).
+    Products are of 32 bits by 32 bits: nothing overflows, in Python neither."""
+    low = np.uint64(0xFFFFFFFF)
+    mixed = np.uint64(number + 1) * np.uint64(0x9E3779B1) + np.uint64(stream * 0x7FEB352D)
+    mixed &= low
+    mixed = ((mixed ^ (mixed >> np.uint64(16))) * np.uint64(0x85EBCA6B)) & low
+    mixed = ((mixed ^ (mixed >> np.uint64(13))) * np.uint64(0xC2B2AE35)) & low
+    mixed ^= mixed >> np.uint64(16)
+    return int(mixed % np.uint64(count))
 
 
 __all__ = ["POLICIES", "choose", "note_home"]

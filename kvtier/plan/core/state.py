@@ -110,8 +110,8 @@ _REQUESTS = {
 }  # fmt: skip
 # Per unit; the root of replica i is unit i. sibling: the next variant of the same parent that
 # begins within the same node, key_node; prompt: where the prompt ended of the request that computed
-# it, as the rest was generated; newer, older: neighbours in its replica's order of use, for units that
-# nothing has locked.
+# it, as the rest was generated; newer, older: neighbours in its replica's order of use, for units
+# that nothing has locked.
 _UNITS = {
     "parent": "i4", "sibling": "i4", "key_node": "i4", "node": "i4", "start": "i4", "known": "i4",
     "stop": "i4", "prompt": "i4", "drop_begin": "i4", "drop_end": "i4", "compressed": "?",

@@ -15,7 +15,7 @@ from kvtier.bench.__main__ import main
 from kvtier.bench.engine import Answer, Arrival
 from kvtier.bench.options import parse_options
 from kvtier.bench.planning import make_plans
-from kvtier.bench.replay.measure import MISSES_IN_A_ROW, count_resident, replay_plan
+from kvtier.bench.replay.measure import MISSES_IN_A_ROW, find_resident, replay_plan
 from kvtier.bench.replay.metrics import meets, percentiles
 from kvtier.bench.replay.prompts import Prompts, conversations
 from kvtier.bench.replay.schema import ReplayDocument, ReplayRecord
@@ -176,7 +176,7 @@ def test_conversations_are_asked_for_from_the_newest_back_until_many_in_a_row_ar
     arrivals = [Arrival(float(i), (i,) * 100, 1) for i in range(30)]
     answers = [Answer((1,), 0, 1.0, 1.0, ()) for _ in arrivals]
     engine = Remembering(held={29, 27, 26, 3})
-    assert count_resident(engine, arrivals, answers, list(range(30)), [2]) == 3
+    assert find_resident(engine, arrivals, answers, list(range(30)), [2]) == [29, 27, 26]
     assert engine.asked == list(range(29, 26 - MISSES_IN_A_ROW - 1, -1))
 
 

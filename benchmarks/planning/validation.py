@@ -1,0 +1,195 @@
+"""Does the simulator of `kvtier plan` say what the real engine does?
+
+    python -m benchmarks.planning.validation --trace conversation_trace.jsonl
+
+Three policies replay the first requests of a recorded trace on the real engine, scaled to this
+machine. The simulator serves the same requests with the same pools. Its rates are from another
+replay, of a trace made for that (`kvtier.traffic.probe`); nothing of the judged replay is known to
+it. Bars: hit rate and resident conversations within 5%, the median time to the first token within
+25%.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.bars import Bar
+from benchmarks.common.benchmark import RESULTS, ROOT, Arguments, Benchmark, Measured, Options
+from benchmarks.common.table import new_table, show
+from kvtier.bench.__main__ import run_all
+from kvtier.bench.options import parse_options
+from kvtier.bench.planning import make_plans
+from kvtier.bench.replay.options import open_trace
+from kvtier.bench.replay.schema import ReplayDocument, ReplayResult
+from kvtier.errors import StartupError
+from kvtier.plan.calibration import Calibration, cache_of, calibrate
+from kvtier.plan.fleet import FleetPlan
+from kvtier.plan.simulate import simulate
+from kvtier.traffic.prefixes import traffic_of
+from kvtier.traffic.probe import probe_trace
+from kvtier.traffic.trace import BLOCK_TOKENS
+
+POLICIES = "full,kvtier,kvtier-tier"
+# Recent tokens of a full-sized server, and how many must stay before a branch: scaled like lengths.
+RECENT_TOKENS, BRANCH_TOKENS, SPAN_TOKENS = 1024, 256, 512
+# What a scaled token of the replay that calibrates may take at most, on any machine of today.
+TOKEN_S = 1e-3
+HIT_RATE, RESIDENT, TTFT = 0.05, 0.05, 0.25
+
+
+def declare(arguments: Arguments) -> None:
+    arguments.add("--trace", required=True, metavar="FILE", help="in Mooncake's format")
+    arguments.whole("--requests", 300, "of it, the first ones")
+    arguments.whole("--block-tokens", 16, "what a block of 512 tokens becomes on this machine")
+    arguments.number("--speed", 1.0, "requests arrive so many times as fast")
+    arguments.add("--kv-budget", default="76m", metavar="SIZE", help="bytes of KV (%(default)s)")
+    arguments.add(
+        "--probe-budget", default="40m", metavar="SIZE",
+        help="of the replay that calibrates: small, so that something is restored (%(default)s)",
+    )  # fmt: skip
+    arguments.number("--probe-gap", 0.5, "s between its requests, and 1 ms a token more")
+
+
+def run(options: Options) -> Measured:
+    with scaled_windows(options.block_tokens), tempfile.TemporaryDirectory() as name:
+        probe = Path(name) / "probe.jsonl"
+        token_s = TOKEN_S * options.block_tokens / BLOCK_TOKENS
+        probe_trace(options.probe_gap, token_s).write(probe)
+        calibrating = replay(options, probe, options.probe_budget, [])
+        judged = replay(
+            options, Path(options.trace), options.kv_budget,
+            ["--requests", str(options.requests), "--speed", str(options.speed)],
+        )  # fmt: skip
+    rows = []
+    for probed, real in zip(calibrating.runs, judged.runs, strict=True):
+        rows.append(compare(judged, real, calibrate(probed)))
+    show_rows(rows)
+    figures = {
+        "workload": judged.workload.model_dump(),
+        "model": judged.model,
+        "rows": rows,
+        "replayed": [one.summary.model_dump() for one in judged.runs],
+    }
+    return Measured(figures, [bar for row in rows for bar in bars(row)])
+
+
+@contextmanager
+def scaled_windows(block_tokens: int) -> Iterator[None]:
+    """The windows of a full-sized server, scaled like the lengths, in this process's settings."""
+    names = ("LOCALITY_RECENT_TOKENS", "LOCALITY_BRANCH_RECENT_TOKENS", "TIER_SPAN_TOKENS")
+    sizes = (RECENT_TOKENS, BRANCH_TOKENS, SPAN_TOKENS)
+    before = dict(os.environ)
+    for name, tokens in zip(names, sizes, strict=True):
+        os.environ[f"KVTIER_{name}"] = str(max(1, tokens * block_tokens // BLOCK_TOKENS))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def replay(options: Options, trace: Path, budget: str, more: list[str]) -> ReplayDocument:
+    """A replay on the real engine, as `python -m kvtier.bench` makes it. Raises StartupError where
+    a policy failed."""
+    flags = [
+        *("--trace", str(trace), "--block-tokens", str(options.block_tokens)),
+        *("--policies", POLICIES, "--kv-budget", budget, "--device", "cpu"),
+        *("--model-path", str(ROOT / "models" / "kvtier-demo"), "--seed", str(options.seed)),
+        *more,
+    ]
+    asked = parse_options(flags)
+    model, plans = make_plans(asked)
+    document = run_all(asked, model, plans, tuple(flags))
+    if document.failures:
+        raise StartupError("\n".join(document.failures[0].log_tail))
+    assert isinstance(document, ReplayDocument)
+    return document
+
+
+def compare(judged: ReplayDocument, real: ReplayResult, calibration: Calibration) -> dict[str, Any]:
+    """A policy's replay beside its simulation."""
+    plan = FleetPlan(
+        replicas=1,
+        rates=calibration.rates,
+        cache=cache_of(real, judged.settings),
+        chunk_tokens=real.chunk_tokens,
+        max_running=real.max_running,
+    )
+    traffic = traffic_of(open_trace(judged.workload), answers_continue=False)
+    outcome = simulate(traffic, plan)
+    inputs = int(traffic.input_tokens.sum())
+    ttft_ms = outcome.ttft_s * 1e3
+    tpot_ms = outcome.tpot_s[~np.isnan(outcome.tpot_s)] * 1e3
+    return {
+        "policy": real.policy,
+        "rates": vars(calibration.rates),
+        "fitted": {"ttft": calibration.ttft_error, "tpot": calibration.tpot_error},
+        "hit rate": [
+            real.summary.hit_rate,
+            int((outcome.hit_device + outcome.hit_tier).sum()) / inputs,
+        ],
+        "of it by the tier": [real.summary.tier_hit_rate, int(outcome.hit_tier.sum()) / inputs],
+        "resident": [real.summary.resident, outcome.resident_sessions],
+        "TTFT p50, ms": [real.summary.ttft_ms.p50, float(np.median(ttft_ms))],
+        "TTFT p90, ms": [real.summary.ttft_ms.p90, float(np.percentile(ttft_ms, 90))],
+        "TPOT p50, ms": [real.summary.tpot_ms.p50, float(np.median(tpot_ms))],
+        "TPOT p90, ms": [real.summary.tpot_ms.p90, float(np.percentile(tpot_ms, 90))],
+        "tokens evicted": [real.summary.evicted_tokens, outcome.evicted_tokens],
+    }
+
+
+def show_rows(rows: list[dict[str, Any]]) -> None:
+    table = new_table(
+        "The engine, and its simulation", ("policy", "what", "engine", "simulated", "off by"),
+        left=("policy", "what"),
+    )  # fmt: skip
+    for row in rows:
+        for name, pair in row.items():
+            if isinstance(pair, list):
+                real, simulated = (f"{value:,.4g}" for value in pair)
+                table.add_row(row["policy"], name, real, simulated, f"{off(pair):+.1%}")
+    show(table)
+
+
+def off(pair: list[float]) -> float:
+    """How far the simulated value is from the real one, as a share of that."""
+    real, simulated = pair
+    if real == simulated:
+        return 0.0
+    return simulated / real - 1 if real else float("inf")
+
+
+def bars(row: Mapping[str, Any]) -> list[Bar]:
+    """What has to hold of one policy."""
+    limits = {"hit rate": HIT_RATE, "resident": RESIDENT, "TTFT p50, ms": TTFT}
+    return [
+        Bar(
+            f"{row['policy']}: {name} of the simulation",
+            f"{off(row[name]):+.1%}",
+            abs(off(row[name])) <= limit,
+            f"within {limit:.0%} of the engine's",
+        )
+        for name, limit in limits.items()
+    ]
+
+
+BENCHMARK = Benchmark(
+    "planning.validation",
+    __doc__,
+    declare,
+    run,
+    out=RESULTS / "planning-validation.json",
+    seeded="of the blocks' tokens",
+)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    sys.exit(main())

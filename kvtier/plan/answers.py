@@ -1,0 +1,121 @@
+"""What a simulated fleet says of itself: hit rates by level, percentiles, residents, cost."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvtier.plan.simulate import Outcome
+
+SECONDS_PER_HOUR = 3600
+
+
+class Frozen(BaseModel):
+    """Immutable, no unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Percentiles(Frozen):
+    """Of a time in seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+class Slo(Frozen):
+    """What is wanted: this percentile of both times at most so long, and nothing refused."""
+
+    ttft_s: float = Field(gt=0)
+    tpot_s: float = Field(gt=0)
+    percentile: float = Field(90.0, gt=0, lt=100)
+
+
+class Answers(Frozen):
+    """One fleet under one policy.
+
+    hit_device, hit_tier, recomputed: tokens of prompts, over all
+    goodput_share:     of the requests, how many met the SLO's times
+    resident_sessions: at the end
+    cost_per_million_tokens: of inputs and outputs, while the traffic lasts; None without a price
+    """
+
+    policy: str
+    replicas: int
+    gpus: int
+    requests: int
+    refused: int
+    hit_device: float
+    hit_tier: float
+    recomputed: float
+    ttft_s: Percentiles
+    tpot_s: Percentiles
+    goodput_share: float
+    meets_slo: bool
+    resident_sessions: int
+    sessions: int
+    evicted_tokens: int
+    duration_s: float
+    output_tokens_per_s: float
+    cost_per_million_tokens: float | None
+
+
+def answers_of(
+    outcome: Outcome, slo: Slo, *, gpu_hour_cost: float | None = None, warm_s: float = 0.0
+) -> Answers:
+    """Summarize an outcome. warm_s: requests that arrive earlier count for nothing but the cache;
+    gpu_hour_cost: of one accelerator."""
+    counted = ~outcome.refused & (outcome.arrived_s >= warm_s)
+    inputs = outcome.traffic.input_tokens.astype(np.int64)[counted]
+    outputs = outcome.traffic.output_tokens.astype(np.int64)[counted]
+    ttft, tpot = outcome.ttft_s[counted], outcome.tpot_s[counted]
+    device, tier = outcome.hit_device[counted].sum(), outcome.hit_tier[counted].sum()
+    total = max(1, int(inputs.sum()))
+    good = (ttft <= slo.ttft_s) & ~(tpot > slo.tpot_s)
+    begin = max(warm_s, float(np.nanmin(outcome.arrived_s)))
+    duration_s = max(1e-9, float(np.nanmax(outcome.finish_s)) - begin)
+    gpus = outcome.plan.replicas * outcome.plan.gpus_per_replica
+    refused = int(outcome.refused.sum())
+    meets = (
+        refused == 0
+        and _at(ttft, slo.percentile) <= slo.ttft_s
+        and _at(tpot, slo.percentile) <= slo.tpot_s
+    )
+    cost = None
+    if gpu_hour_cost is not None:
+        spent = gpus * gpu_hour_cost * duration_s / SECONDS_PER_HOUR
+        cost = spent / (total + int(outputs.sum())) * 1e6
+    return Answers(
+        policy=outcome.plan.cache.policy,
+        replicas=outcome.plan.replicas,
+        gpus=gpus,
+        requests=int(counted.sum()),
+        refused=refused,
+        hit_device=float(device / total),
+        hit_tier=float(tier / total),
+        recomputed=float(1 - (device + tier) / total),
+        ttft_s=_percentiles(ttft),
+        tpot_s=_percentiles(tpot),
+        goodput_share=float(good.mean()) if len(good) else 0.0,
+        meets_slo=meets,
+        resident_sessions=outcome.resident_sessions,
+        sessions=outcome.traffic.num_sessions,
+        evicted_tokens=outcome.evicted_tokens,
+        duration_s=duration_s,
+        output_tokens_per_s=float(outputs.sum() / duration_s),
+        cost_per_million_tokens=cost,
+    )
+
+
+def _at(values: npt.NDArray[np.float64], percentile: float) -> float:
+    known = values[~np.isnan(values)]
+    return float(np.percentile(known, percentile)) if len(known) else 0.0
+
+
+def _percentiles(values: npt.NDArray[np.float64]) -> Percentiles:
+    return Percentiles(p50=_at(values, 50), p90=_at(values, 90), p99=_at(values, 99))
+
+
+__all__ = ["Answers", "Frozen", "Percentiles", "Slo", "answers_of"]

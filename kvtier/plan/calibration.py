@@ -1,0 +1,153 @@
+"""A replica's rates from a replay of the real engine, request by request.
+
+Requests that were served alone (no other one was there) say what prefill costs, with and without a
+cached prefix and restored tokens; those that came together and alone say what a batch costs. Rates
+are the non-negative least squares (scipy's `nnls`) of the times over what the model of
+`kvtier.plan.fleet.Rates` multiplies them by, each time weighted by its inverse: a relative error
+counts alike for short and long requests. `kvtier.traffic.probe` is a trace that has such requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ValidationError
+
+from kvtier.bench.policies import POLICIES
+from kvtier.bench.replay.schema import ReplayDocument, ReplayRecord, ReplayResult
+from kvtier.errors import UsageError
+from kvtier.plan.fleet import UNBOUNDED, Cache, Rates, Windows
+
+# Fewer say nothing about so many rates.
+LEAST_REQUESTS = 6
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Rates of one policy. ttft_error, tpot_error: median of |fitted - measured| / measured over
+    the requests that they were fitted to."""
+
+    rates: Rates
+    ttft_error: float
+    tpot_error: float
+    requests: int
+
+
+def load_replay(file: Path, argument: str = "--calibration") -> ReplayDocument:
+    """A replay's JSON. Raises UsageError naming the argument."""
+    try:
+        return ReplayDocument.model_validate_json(file.read_text())
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        expected = "what `python -m kvtier.bench --trace … --json` wrote"
+        raise UsageError(argument, expected, str(file)) from error
+
+
+def calibrate(run: ReplayResult, argument: str = "--calibration") -> Calibration:
+    """Rates of a run. Raises UsageError where too few of its requests were alone."""
+    groups = groups_alone(run.requests)
+    alone = [group[0] for group in groups if len(group) == 1]
+    if len(alone) < LEAST_REQUESTS:
+        expected = f"a replay with at least {LEAST_REQUESTS} requests that were served alone"
+        raise UsageError(argument, expected, f"{len(alone)} under policy {run.policy}")
+    times = np.array([record.ttft_ms for record in alone]) / 1e3
+    terms = np.array([_prefill_terms(record, run.chunk_tokens) for record in alone])
+    prefill, ttft_error = _fit(terms, times)
+    batches = [group for group in groups if group[0].tpot_ms is not None]
+    tpots = np.array([_tpot_s(group) for group in batches])
+    decode, tpot_error = _fit(np.array([_decode_terms(group) for group in batches]), tpots)
+    return Calibration(
+        rates=Rates(
+            prefill_base_s=prefill[0],
+            prefill_token_s=prefill[1],
+            prefill_pair_s=prefill[2],
+            decode_base_s=decode[0],
+            decode_request_s=decode[1],
+            decode_token_s=decode[2],
+            tier_latency_s=prefill[3],
+            tier_token_s=prefill[4],
+            tier_spill_token_s=prefill[4],
+        ),
+        ttft_error=ttft_error,
+        tpot_error=tpot_error,
+        requests=sum(map(len, groups)),
+    )
+
+
+def cache_of(run: ReplayResult, settings: Mapping[str, Any]) -> Cache:
+    """What a run's engine kept. settings: the document's. The tier of a run holds everything."""
+    policy, windows = POLICIES[run.policy], settings["locality"]
+    retention = settings["retention"] if policy.compacts else None
+    return Cache(
+        policy=run.policy,
+        ca_slots=run.pools.max_total_tokens,
+        locality_slots=run.pools.locality_slots or UNBOUNDED,
+        splits_heads=policy.splits_heads,
+        ca_share=run.ca_share,
+        retention=retention or 1.0,
+        tier_tokens=0 if run.tier is None else UNBOUNDED,
+        windows=Windows(
+            windows["sink_tokens"], windows["recent_tokens"], windows["branch_recent_tokens"]
+        ),
+    )
+
+
+def groups_alone(records: Sequence[ReplayRecord]) -> list[list[ReplayRecord]]:
+    """Requests that arrived together, where nothing else was there before all were answered."""
+    groups: list[list[ReplayRecord]] = []
+    for record in sorted(records, key=lambda one: one.arrival_s):
+        if groups and groups[-1][0].arrival_s == record.arrival_s:
+            groups[-1].append(record)
+        else:
+            groups.append([record])
+    ends = [max(one.arrival_s + one.latency_ms / 1e3 for one in group) for group in groups]
+    alone, latest = [], -math.inf
+    for index, group in enumerate(groups):
+        after = groups[index + 1][0].arrival_s if index + 1 < len(groups) else math.inf
+        if latest <= group[0].arrival_s and ends[index] <= after:
+            alone.append(group)
+        latest = max(latest, ends[index])
+    return alone
+
+
+def _prefill_terms(record: ReplayRecord, chunk_tokens: int) -> list[float]:
+    """What the rates of a request's prefill are multiplied by: passes, new tokens, pairs of tokens,
+    whether there is something to restore, and how much."""
+    new = record.prompt_tokens - record.cached_tokens
+    pairs = new * (record.cached_tokens + new / 2)
+    restored = record.restored_tokens
+    return [math.ceil(new / chunk_tokens), new, pairs, float(restored > 0), restored]
+
+
+def _decode_terms(group: Sequence[ReplayRecord]) -> list[float]:
+    """The same of a step of requests that decode together: passes, requests, and tokens they read
+    halfway through their answers."""
+    read = sum(one.prompt_tokens + one.output_tokens / 2 for one in group)
+    return [1.0, len(group), read]
+
+
+def _tpot_s(group: Sequence[ReplayRecord]) -> float:
+    return float(np.median([one.tpot_ms for one in group if one.tpot_ms is not None])) / 1e3
+
+
+def _fit(
+    terms: npt.NDArray[np.float64], times: npt.NDArray[np.float64]
+) -> tuple[list[float], float]:
+    """Rates, and the median relative error."""
+    from scipy.optimize import nnls
+
+    # Columns of very different size would decide what counts as zero.
+    scale = np.maximum(terms.max(axis=0), 1e-12)
+    weighted = terms / scale / times[:, None]
+    found, _ = nnls(weighted, np.ones(len(times)))
+    rates = found / scale
+    error = np.median(np.abs(terms @ rates - times) / times)
+    return [float(rate) for rate in rates], float(error)
+
+
+__all__ = ["Calibration", "calibrate", "groups_alone", "load_replay"]

@@ -1,0 +1,104 @@
+"""What is simulated, in units that people use: how fast a replica is, what its cache holds, how
+requests are scheduled and routed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from kvtier.errors import UsageError
+
+# "There is always room": more slots than any replica has.
+UNBOUNDED = 1 << 40
+ROUTINGS = ("affinity", "cache-aware", "least-loaded", "two-choices", "round-robin")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How long a replica's passes take, in seconds.
+
+    A prefill pass: prefill_base_s + prefill_token_s * new tokens
+                    + prefill_pair_s * (new tokens x tokens that each attends to)
+    A decode step:  decode_base_s + decode_request_s * requests
+                    + decode_token_s * tokens of full KV that they read
+
+    tier_latency_s: from asking the tier to its first byte; tier_token_s: a token's exact KV over
+    the replica's link, and tier_shared_token_s over the tier's own, which all replicas share;
+    tier_write_token_s: writing it into the pool; tier_spill_token_s: until a token that a turn has
+    computed is in the tier
+    """
+
+    prefill_base_s: float
+    prefill_token_s: float
+    prefill_pair_s: float
+    decode_base_s: float
+    decode_request_s: float
+    decode_token_s: float
+    tier_latency_s: float = 0.0
+    tier_token_s: float = 0.0
+    tier_shared_token_s: float = 0.0
+    tier_write_token_s: float = 0.0
+    tier_spill_token_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What locality heads keep of a turn, in tokens: see kvtier.retention.locality."""
+
+    sink: int = 4
+    recent: int = 256
+    branch_recent: int = 256
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What one replica keeps.
+
+    policy:         its name, one of the bench's
+    ca_slots, locality_slots: of the two pools; full KV has CA slots alone
+    splits_heads:   whether locality heads drop and CA heads keep `retention` of a finished turn
+    ca_share:       bytes of a CA slot over those of a token with full KV
+    tier_tokens:    exact KV that the tier holds for the whole fleet; 0: no tier
+    """
+
+    policy: str
+    ca_slots: int
+    locality_slots: int = UNBOUNDED
+    splits_heads: bool = False
+    ca_share: float = 1.0
+    retention: float = 1.0
+    tier_tokens: int = 0
+    windows: Windows = field(default_factory=Windows)
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """A fleet of equal replicas.
+
+    gpus_per_replica: for counting and cost
+    chunk_tokens, max_running: of a prefill pass, and requests at once
+    routing: one of ROUTINGS; routing_slack: how many requests more than the least loaded replica
+             has cache-aware routing puts up with
+    """
+
+    replicas: int
+    rates: Rates
+    cache: Cache
+    gpus_per_replica: int = 1
+    chunk_tokens: int = 8192
+    max_running: int = 64
+    routing: str = "affinity"
+    routing_slack: int = 8
+
+    def __post_init__(self) -> None:
+        if self.routing not in ROUTINGS:
+            raise UsageError("--routing", f"one of {', '.join(ROUTINGS)}", self.routing)
+        for name in ("replicas", "gpus_per_replica", "chunk_tokens", "max_running"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')}", "at least 1", getattr(self, name))
+
+    def with_replicas(self, replicas: int) -> FleetPlan:
+        """The same with another number of replicas."""
+        return replace(self, replicas=replicas)
+
+
+__all__ = ["ROUTINGS", "UNBOUNDED", "Cache", "FleetPlan", "Rates", "Windows"]

@@ -1,0 +1,136 @@
+"""Traffic through a fleet: the compiled loop with its arguments, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import UsageError
+from kvtier.plan.fleet import FleetPlan
+from kvtier.traffic.prefixes import Traffic
+
+try:
+    from kvtier.plan.core import loop, routing
+    from kvtier.plan.core.state import Asked, Fleet, World, asked, new_world, with_more_units
+except ImportError as error:  # pragma: no cover - where the engine is not installed
+    raise UsageError(
+        "kvtier plan", "numba, which `pip install 'kvtier[plan]'` and SGLang bring", str(error)
+    ) from error
+
+FIRST_UNITS = 1 << 16
+# What the loop wants to have free before every event.
+UNITS_PER_RUNNING = 40
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of every request, and of the fleet. Arrays are as long as the traffic.
+
+    arrived_s, first_s, finish_s: nan for a request that no replica could hold (`refused`)
+    hit_device, hit_tier: tokens of the prompt that were on the device, or came from the tier
+    resident_sessions: whose last prompt is on the device at the end (90% of it)
+    evicted_tokens: over all replicas; peak_ca, peak_locality: the fullest replica's slots
+    """
+
+    traffic: Traffic
+    plan: FleetPlan
+    arrived_s: npt.NDArray[np.float64]
+    first_s: npt.NDArray[np.float64]
+    finish_s: npt.NDArray[np.float64]
+    hit_device: npt.NDArray[np.int64]
+    hit_tier: npt.NDArray[np.int64]
+    replica: npt.NDArray[np.int64]
+    refused: npt.NDArray[np.bool_]
+    resident_sessions: int
+    evicted_tokens: int
+    peak_ca: int
+    peak_locality: int
+
+    @property
+    def ttft_s(self) -> npt.NDArray[np.float64]:
+        """Time to the first token."""
+        return self.first_s - self.arrived_s
+
+    @property
+    def tpot_s(self) -> npt.NDArray[np.float64]:
+        """Time per output token after the first; nan for answers of one token."""
+        later = self.traffic.output_tokens.astype(np.float64) - 1
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(later > 0, (self.finish_s - self.first_s) / later, np.nan)
+
+
+def simulate(traffic: Traffic, plan: FleetPlan) -> Outcome:
+    """Serve all of the traffic. Equal arguments give equal outcomes."""
+    world, fleet, tables = run(traffic, plan)
+    last = np.flatnonzero(_is_last(traffic))
+    found, replicas = world.requests, world.replicas
+    return Outcome(
+        traffic=traffic,
+        plan=plan,
+        arrived_s=np.array(found.arrived_s),
+        first_s=np.array(found.first_s),
+        finish_s=np.array(found.finish_s),
+        hit_device=found.hit_device.astype(np.int64),
+        hit_tier=found.hit_tier.astype(np.int64),
+        replica=found.replica.astype(np.int64),
+        refused=np.array(found.refused),
+        resident_sessions=int(loop.count_resident(world, tables, fleet, last)),
+        evicted_tokens=int(replicas.evicted.sum()),
+        peak_ca=int(replicas.peak_ca.max()),
+        peak_locality=int(replicas.peak_loc.max()),
+    )
+
+
+def run(traffic: Traffic, plan: FleetPlan) -> tuple[World, Fleet, Asked]:
+    """The fleet's state when everything is answered, and what the loop was given."""
+    fleet, tables = _numbers(plan), asked(traffic)
+    world = new_world(fleet, traffic, FIRST_UNITS + UNITS_PER_RUNNING * (plan.max_running + 1))
+    independent = np.flatnonzero(np.isfinite(traffic.arrival_s))
+    order = independent[np.argsort(traffic.arrival_s[independent], kind="stable")]
+    while loop.run(world, tables, fleet, order) == loop.NEEDS_UNITS:
+        world = with_more_units(world)
+    return world, fleet, tables
+
+
+def _is_last(traffic: Traffic) -> npt.NDArray[np.bool_]:
+    """Which requests are the last of their sessions."""
+    last = np.zeros(traffic.num_sessions, np.int64)
+    np.maximum.at(last, traffic.session, np.arange(traffic.num_requests))
+    found: npt.NDArray[np.bool_] = last[traffic.session] == np.arange(traffic.num_requests)
+    return found
+
+
+def _numbers(plan: FleetPlan) -> Fleet:
+    cache, rates = plan.cache, plan.rates
+    return Fleet(
+        replicas=plan.replicas,
+        ca_slots=cache.ca_slots,
+        locality_slots=cache.locality_slots,
+        compresses=cache.splits_heads,
+        ca_weight=float(cache.ca_share) if cache.splits_heads else 1.0,
+        sink=cache.windows.sink,
+        recent=cache.windows.recent,
+        branch_recent=cache.windows.branch_recent,
+        retention=float(cache.retention),
+        chunk=plan.chunk_tokens,
+        max_running=plan.max_running,
+        prefill_base_s=float(rates.prefill_base_s),
+        prefill_token_s=float(rates.prefill_token_s),
+        prefill_pair_s=float(rates.prefill_pair_s),
+        decode_base_s=float(rates.decode_base_s),
+        decode_request_s=float(rates.decode_request_s),
+        decode_token_s=float(rates.decode_token_s),
+        tier_tokens=cache.tier_tokens,
+        tier_latency_s=float(rates.tier_latency_s),
+        tier_token_s=float(rates.tier_token_s),
+        tier_shared_token_s=float(rates.tier_shared_token_s),
+        tier_write_token_s=float(rates.tier_write_token_s),
+        tier_spill_token_s=float(rates.tier_spill_token_s),
+        routing=routing.POLICIES[plan.routing],
+        routing_slack=plan.routing_slack,
+    )
+
+
+__all__ = ["Outcome", "run", "simulate"]

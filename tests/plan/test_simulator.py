@@ -1,0 +1,196 @@
+"""The simulator of a fleet: what must hold of every outcome, and what it must agree with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traffic.trace_models import lru_hit_rate, make_trace
+
+from kvtier.errors import UsageError
+from kvtier.plan.fleet import ROUTINGS, Cache, FleetPlan, Rates, Windows
+from kvtier.plan.simulate import Outcome, run, simulate
+from kvtier.traffic.described import Description, make_traffic
+from kvtier.traffic.prefixes import Traffic, copies, traffic_of
+
+RATES = Rates(
+    prefill_base_s=0.005,
+    prefill_token_s=4e-5,
+    prefill_pair_s=1e-9,
+    decode_base_s=0.01,
+    decode_request_s=1e-4,
+    decode_token_s=2e-8,
+    tier_latency_s=0.002,
+    tier_token_s=1e-5,
+    tier_shared_token_s=1e-6,
+    tier_spill_token_s=1e-5,
+)
+FULL = Cache("full", ca_slots=30_000)
+WINDOWS = Windows(sink=4, recent=256, branch_recent=64)
+SPLIT = Cache("kvtier", 60_000, 30_000, splits_heads=True, ca_share=0.25, windows=WINDOWS)
+HALF = replace(SPLIT, retention=0.5)
+TIERED = replace(SPLIT, policy="kvtier-tier", tier_tokens=100_000)
+CACHES = (FULL, SPLIT, HALF, TIERED)
+
+
+def small_traffic(seed: int) -> Traffic:
+    """Recorded or described, as the seed says."""
+    if seed % 2:
+        return traffic_of(
+            make_trace(seed, conversations=12, turns=4), answers_continue=seed % 3 > 0
+        )
+    described = Description(
+        sessions=15, sessions_per_s=3.0, turns=4, shared_tokens=300, context_tokens=1500,
+        turn_tokens=200, output_tokens=40, think_s=2.0, max_tokens=12_000,
+    )  # fmt: skip
+    return make_traffic(described, seed)
+
+
+def check(outcome: Outcome) -> None:
+    """What holds of every outcome."""
+    served = ~outcome.refused
+    assert not np.isnan(outcome.finish_s[served]).any()
+    assert (outcome.first_s[served] > outcome.arrived_s[served]).all()
+    assert (outcome.finish_s[served] >= outcome.first_s[served]).all()
+    assert np.isnan(outcome.first_s[outcome.refused]).all()
+    hit = outcome.hit_device + outcome.hit_tier
+    assert (hit[served] < outcome.traffic.input_tokens[served]).all()
+    assert outcome.peak_ca <= outcome.plan.cache.ca_slots
+    assert outcome.peak_locality <= outcome.plan.cache.locality_slots
+    assert 0 <= outcome.resident_sessions <= outcome.traffic.num_sessions
+    # A turn comes after the answer before it.
+    later = outcome.traffic.next_request
+    waits = (later >= 0) & served
+    assert (outcome.arrived_s[later[waits]] >= outcome.finish_s[waits]).all()
+
+
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from(CACHES),
+    st.sampled_from(ROUTINGS),
+    st.integers(1, 4),
+    st.sampled_from([512, 8192]),
+)
+@settings(deadline=None, max_examples=60)
+def test_every_request_ends_once_in_order_and_within_the_budget(
+    seed, cache, routing, replicas, chunk
+):
+    plan = FleetPlan(replicas, RATES, cache, chunk_tokens=chunk, max_running=8, routing=routing)
+    check(simulate(small_traffic(seed), plan))
+
+
+@given(st.integers(0, 10_000), st.sampled_from(CACHES), st.integers(1, 3))
+@settings(deadline=None, max_examples=40)
+def test_when_all_is_answered_every_slot_is_in_a_unit_and_every_leaf_is_oldest(
+    seed, cache, replicas
+):
+    world, _, _ = run(small_traffic(seed), FleetPlan(replicas, RATES, cache, max_running=8))
+    units, found = world.units, world.replicas
+    for replica in range(replicas):
+        own = np.flatnonzero(units.replica == replica)
+        own = own[own >= replicas]
+        assert (units.locks[own] == 0).all()
+        assert found.used_ca[replica] == found.evictable_ca[replica] == units.ca[own].sum()
+        assert found.used_loc[replica] == found.evictable_loc[replica] == units.loc[own].sum()
+        assert (units.ca[own] >= 0).all()
+        assert (units.loc[own] <= units.stop[own] - units.start[own]).all()
+        order = []
+        unit = found.oldest[replica]
+        while unit != -1:
+            order.append(unit)
+            unit = units.newer[unit]
+        assert sorted(order) == own.tolist()
+        place = {unit: index for index, unit in enumerate(order)}
+        for unit in order:
+            parent = units.parent[unit]
+            assert parent == replica or place[parent] > place[unit]
+            assert units.start[unit] == units.stop[parent]
+    assert world.totals.free_units[0] == (units.replica == -1).sum()
+    assert world.totals.held[0] == world.kept.held.sum() <= cache.tier_tokens
+
+
+@given(st.integers(0, 10_000))
+@settings(deadline=None, max_examples=30)
+def test_with_room_for_all_a_replica_hits_what_an_endless_cache_hits(seed):
+    trace = make_trace(seed, gap_s=1000.0)
+    literal = replace(trace, requests=tuple(replace(r, output_tokens=1) for r in trace.requests))
+    traffic = traffic_of(literal, answers_continue=False)
+    plan = FleetPlan(1, RATES, replace(FULL, ca_slots=10**9))
+    outcome = simulate(traffic, plan)
+    hit = int(outcome.hit_device.sum()) / int(traffic.input_tokens.sum())
+    # What goes on in the middle of a block, or ends with one that is known, is told apart below.
+    whole = outcome.hit_device // trace.block_tokens * trace.block_tokens
+    by_book = lru_hit_rate(literal, math.inf)
+    assert hit >= by_book - 1e-9
+    assert whole.sum() / traffic.input_tokens.sum() == pytest.approx(by_book, abs=0.02)
+
+
+def test_a_lone_request_takes_what_its_passes_take():
+    traffic = small_traffic(0)
+    alone = Traffic(*(column[:1] for column in traffic[:9]), *traffic[9:])
+    alone = alone._replace(next_request=np.array([-1], np.int32))
+    tokens, answer = int(alone.input_tokens[0]), int(alone.output_tokens[0])
+    outcome = simulate(alone, FleetPlan(1, RATES, FULL))
+    wanted = 0.005 + 4e-5 * tokens + 1e-9 * tokens * tokens / 2
+    assert outcome.ttft_s[0] == pytest.approx(wanted)
+    reads = sum(tokens + step for step in range(answer - 1))
+    steps = (answer - 1) * (0.01 + 1e-4) + 2e-8 * reads
+    assert outcome.finish_s[0] - outcome.first_s[0] == pytest.approx(steps)
+
+
+def test_compressed_sessions_stay_where_full_ones_are_evicted_and_the_tier_restores_the_rest():
+    described = Description(sessions=60, sessions_per_s=2.0, turns=5, context_tokens=4000)
+    traffic = make_traffic(described, 3)
+    tight = [
+        replace(FULL, ca_slots=60_000),
+        replace(SPLIT, ca_slots=120_000, locality_slots=40_000),
+    ]
+    tiered = replace(tight[1], policy="kvtier-tier", tier_tokens=10**7)
+    full, split, both = (
+        simulate(traffic, FleetPlan(1, RATES, cache)) for cache in (*tight, tiered)
+    )
+    assert split.resident_sessions > 1.5 * full.resident_sessions
+    assert split.hit_device.sum() > 1.2 * full.hit_device.sum()
+    assert both.hit_tier.sum() > 0
+    assert (both.hit_device + both.hit_tier).sum() > split.hit_device.sum()
+
+
+def test_affinity_keeps_a_session_in_place_and_round_robin_does_not():
+    traffic = make_traffic(Description(sessions=40, turns=5), 1)
+    kept = simulate(traffic, FleetPlan(4, RATES, replace(FULL, ca_slots=10**7)))
+    spread = simulate(
+        traffic, FleetPlan(4, RATES, replace(FULL, ca_slots=10**7), routing="round-robin")
+    )
+    for session in range(traffic.num_sessions):
+        assert len(set(kept.replica[traffic.session == session])) == 1
+    assert kept.hit_device.sum() > spread.hit_device.sum()
+
+
+def test_what_fits_no_replica_is_refused_and_the_others_are_served():
+    traffic = make_traffic(Description(sessions=30, turns=1, context_tokens=2000), 5)
+    outcome = simulate(traffic, FleetPlan(1, RATES, replace(FULL, ca_slots=3000)))
+    fits = traffic.input_tokens + traffic.output_tokens - 1 <= 3000
+    assert (outcome.refused == ~fits).all()
+    assert outcome.refused.any()
+    check(outcome)
+
+
+def test_copies_share_nothing_and_come_later():
+    traffic = traffic_of(make_trace(4))
+    many = copies(traffic, 3, spread_s=10.0, seed=1)
+    one, three = (
+        simulate(each, FleetPlan(1, RATES, replace(FULL, ca_slots=10**8)))
+        for each in (traffic, many)
+    )
+    assert many.num_sessions == 3 * traffic.num_sessions
+    assert three.hit_device.sum() <= 3 * one.hit_device.sum() * 1.001
+    assert (np.diff(many.arrival_s.reshape(3, -1), axis=1) >= 0).all()
+
+
+def test_an_unknown_routing_is_refused():
+    with pytest.raises(UsageError, match="--routing: expected one of affinity"):
+        FleetPlan(1, RATES, FULL, routing="nearest")
