@@ -27,7 +27,7 @@ from benchmarks.common.table import new_table, show
 from kvtier.bench.__main__ import run_all
 from kvtier.bench.options import parse_options
 from kvtier.bench.planning import make_plans
-from kvtier.bench.replay.options import open_trace
+from kvtier.bench.recorded.options import open_trace
 from kvtier.bench.replay.schema import ReplayDocument, ReplayResult
 from kvtier.errors import StartupError
 from kvtier.plan.calibration import Calibration, cache_of, calibrate
@@ -38,8 +38,13 @@ from kvtier.traffic.probe import probe_trace
 from kvtier.traffic.trace import BLOCK_TOKENS
 
 POLICIES = "full,kvtier,kvtier-tier"
-# Recent tokens of a full-sized server, and how many must stay before a branch: scaled like lengths.
-RECENT_TOKENS, BRANCH_TOKENS, SPAN_TOKENS = 1024, 256, 512
+# Settings of a full-sized server, in tokens, that are scaled like the lengths.
+SCALED_SETTINGS = {
+    "LOCALITY_SINK_TOKENS": 128,
+    "LOCALITY_RECENT_TOKENS": 512,
+    "LOCALITY_BRANCH_RECENT_TOKENS": 256,
+    "TIER_SPAN_TOKENS": 512,
+}
 # What a scaled token of the replay that calibrates may take at most, on any machine of today.
 TOKEN_S = 1e-3
 HIT_RATE, RESIDENT, TTFT = 0.05, 0.05, 0.25
@@ -52,7 +57,7 @@ def declare(arguments: Arguments) -> None:
     arguments.number("--speed", 1.0, "requests arrive so many times as fast")
     arguments.add("--kv-budget", default="76m", metavar="SIZE", help="bytes of KV (%(default)s)")
     arguments.add(
-        "--probe-budget", default="40m", metavar="SIZE",
+        "--probe-budget", default="20m", metavar="SIZE",
         help="of the replay that calibrates: small, so that something is restored (%(default)s)",
     )  # fmt: skip
     arguments.number("--probe-gap", 0.5, "s between its requests, and 1 ms a token more")
@@ -83,11 +88,9 @@ def run(options: Options) -> Measured:
 
 @contextmanager
 def scaled_windows(block_tokens: int) -> Iterator[None]:
-    """The windows of a full-sized server, scaled like the lengths, in this process's settings."""
-    names = ("LOCALITY_RECENT_TOKENS", "LOCALITY_BRANCH_RECENT_TOKENS", "TIER_SPAN_TOKENS")
-    sizes = (RECENT_TOKENS, BRANCH_TOKENS, SPAN_TOKENS)
+    """SCALED_SETTINGS in this process's environment."""
     before = dict(os.environ)
-    for name, tokens in zip(names, sizes, strict=True):
+    for name, tokens in SCALED_SETTINGS.items():
         os.environ[f"KVTIER_{name}"] = str(max(1, tokens * block_tokens // BLOCK_TOKENS))
     try:
         yield

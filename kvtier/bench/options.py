@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvtier.bench.policies import FP8, POLICIES, Policy, parse_policies
-from kvtier.bench.replay.options import add_replay_flags, parse_replay
+from kvtier.bench.recorded.options import add_replay_flags, parse_replay
 from kvtier.bench.schema import Replay, Workload
 from kvtier.config import Settings, load_settings
 from kvtier.errors import BudgetError, SizeError, UsageError

@@ -12,7 +12,7 @@ and the models' own; the shares are assumptions that `kvtier plan` prints with i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtier.errors import UsageError
 from kvtier.plan.fleet import Rates
@@ -84,7 +84,7 @@ class Replica:
     accelerator: Accelerator
     model: ModelShape
     tp: int
-    assumed: Assumptions = Assumptions()
+    assumed: Assumptions = field(default_factory=Assumptions)
 
     @property
     def kv_token_bytes(self) -> float:

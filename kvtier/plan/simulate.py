@@ -64,7 +64,7 @@ class Outcome:
 def simulate(traffic: Traffic, plan: FleetPlan) -> Outcome:
     """Serve all of the traffic. Equal arguments give equal outcomes."""
     world, fleet, tables = run(traffic, plan)
-    last = np.flatnonzero(_is_last(traffic))
+    last = np.flatnonzero(_is_last(traffic)).astype(np.int32)
     found, replicas = world.requests, world.replicas
     return Outcome(
         traffic=traffic,
@@ -88,7 +88,7 @@ def run(traffic: Traffic, plan: FleetPlan) -> tuple[World, Fleet, Asked]:
     fleet, tables = _numbers(plan), asked(traffic)
     world = new_world(fleet, traffic, FIRST_UNITS + UNITS_PER_RUNNING * (plan.max_running + 1))
     independent = np.flatnonzero(np.isfinite(traffic.arrival_s))
-    order = independent[np.argsort(traffic.arrival_s[independent], kind="stable")]
+    order = independent[np.argsort(traffic.arrival_s[independent], kind="stable")].astype(np.int32)
     while loop.run(world, tables, fleet, order) == loop.NEEDS_UNITS:
         world = with_more_units(world)
     return world, fleet, tables

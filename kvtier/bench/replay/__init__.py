@@ -1,9 +1,8 @@
 """The bench over recorded traffic: a trace's requests at their own times, under every policy.
+`kvtier.bench.recorded` has its flags and its prompts.
 
-options.py    flags; trace.py of kvtier.traffic reads the file
-schema.py     what a worker is told, and what it finds
-prompts.py    block ids as tokens
-measure.py    sending them, and what is resident afterwards
-metrics.py    percentiles, hit rates, goodput
-table.py, page.py   what people see
+    schema.py     what a worker finds
+    measure.py    sending requests, and what is resident afterwards
+    metrics.py    percentiles, hit rates, goodput
+    table.py, page.py   what people see
 """

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from kvtier.bench.engine import Answer, Arrival, ReplayEngine
 from kvtier.bench.measure import Emit, settled, warm_up
 from kvtier.bench.metrics import is_resident
+from kvtier.bench.recorded.options import open_trace
+from kvtier.bench.recorded.prompts import Prompts, conversations
 from kvtier.bench.replay.metrics import summarize
-from kvtier.bench.replay.options import open_trace
-from kvtier.bench.replay.prompts import Prompts, conversations
 from kvtier.bench.replay.schema import ReplayRecord, ReplayResult
 from kvtier.bench.schema import Plan, Replay
 from kvtier.bench.workload import open_script

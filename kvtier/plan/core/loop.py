@@ -17,7 +17,7 @@ from kvtier.plan.core.state import (
     WAITING,
     Asked,
     Fleet,
-    Int64,
+    Int32,
     World,
 )
 from kvtier.plan.core.tiering import fetch
@@ -29,7 +29,7 @@ RESIDENT_PERCENT = 90
 
 
 @njit(cache=True)
-def run(world: World, traffic: Asked, fleet: Fleet, order: Int64) -> int:
+def run(world: World, traffic: Asked, fleet: Fleet, order: Int32) -> int:
     """Go on until every request is answered, or there might be too few units for the next event.
     order: requests that wait for no other, by arrival."""
     margin = (MOST_CUTS + 4) * (fleet.max_running + 1)
@@ -89,7 +89,7 @@ def _leaf(world: World, replica: int) -> int:
 
 
 @njit(cache=True)
-def count_resident(world: World, traffic: Asked, fleet: Fleet, last: Int64) -> int:
+def count_resident(world: World, traffic: Asked, fleet: Fleet, last: Int32) -> int:
     """Sessions whose last prompt is still cached where it was served. last: their last requests."""
     count = 0
     for request in last:
@@ -98,7 +98,7 @@ def count_resident(world: World, traffic: Asked, fleet: Fleet, last: Int64) -> i
             continue
         tokens = traffic.asks.input_tokens[request]
         set_path(world, traffic, traffic.asks.node[request])
-        _, cached = walk(world, traffic, fleet, replica, tokens - 1, False, False)
+        _, cached = walk(world, traffic, fleet, replica, tokens, False, False)
         count += cached * 100 >= RESIDENT_PERCENT * tokens
     return count
 

@@ -15,9 +15,9 @@ from kvtier.bench.__main__ import main
 from kvtier.bench.engine import Answer, Arrival
 from kvtier.bench.options import parse_options
 from kvtier.bench.planning import make_plans
+from kvtier.bench.recorded.prompts import Prompts, conversations
 from kvtier.bench.replay.measure import MISSES_IN_A_ROW, find_resident, replay_plan
 from kvtier.bench.replay.metrics import meets, percentiles
-from kvtier.bench.replay.prompts import Prompts, conversations
 from kvtier.bench.replay.schema import ReplayDocument, ReplayRecord
 from kvtier.bench.schema import Replay
 from kvtier.errors import BudgetError, SizeError, TracesFileError, UsageError

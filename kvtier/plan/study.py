@@ -1,0 +1,291 @@
+"""One question to the planner, from options to answers: traffic, a replica under every policy, and
+the fleet that each of them wants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from kvtier.bench.policies import POLICIES
+from kvtier.environment import Environment
+from kvtier.errors import UsageError
+from kvtier.plan.answers import Answers, Frozen, Slo, answers_of
+from kvtier.plan.calibration import cache_of, calibrate, load_replay
+from kvtier.plan.fleet import UNBOUNDED, Cache, FleetPlan, Windows
+from kvtier.plan.hardware import Assumptions, Replica, find_replica
+from kvtier.plan.search import fewest_replicas
+from kvtier.plan.simulate import simulate
+from kvtier.pool_sizing import SessionShape, SlotBytes, plan_pools
+from kvtier.traffic.described import Description, make_traffic
+from kvtier.traffic.lru import hit_rates
+from kvtier.traffic.prefixes import Traffic, copies, traffic_of
+from kvtier.traffic.trace import read_trace
+
+# What is in flight at once, where nobody says: so many requests of mean length.
+IN_FLIGHT_REQUESTS = 32
+# Sizes of the curve over an LRU cache, in tokens.
+CURVE_TOKENS = tuple(2.0**power for power in range(16, 31))
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked.
+
+    trace, requests, copies, spread_s: recorded traffic, so many times; or described: a workload
+    calibration: a replay's JSON, whose engine is a replica; or gpu, model, tp: stated figures
+    replicas:    of the fleet; None: the fewest up to max_replicas that meet the SLO
+    tier_bytes:  that each replica's machine gives to the tier
+    in_flight_tokens: of requests that compute and answer, whose locality heads keep everything
+                 meanwhile; None: the longest request's, or 32 mean ones' if that is more
+    """
+
+    policies: tuple[str, ...]
+    slo: Slo
+    trace: Path | None = None
+    requests: int | None = None
+    copies: int = 1
+    spread_s: float = 0.0
+    described: Description = field(default_factory=Description)
+    calibration: Path | None = None
+    gpu: str = "h100"
+    model: str = "llama-3-70b"
+    tp: int = 8
+    assumed: Assumptions = field(default_factory=Assumptions)
+    ca_share: float = 0.25
+    retention: float = 1.0
+    windows: Windows = field(default_factory=lambda: Windows(128, 256, 128))
+    tier_bytes: float = 1e12
+    in_flight_tokens: int | None = None
+    replicas: int | None = None
+    max_replicas: int = 4096
+    chunk_tokens: int = 8192
+    max_running: int = 64
+    routing: str = "affinity"
+    routing_slack: int = 8
+    gpu_hour_cost: float | None = None
+    warm_s: float = 0.0
+    seed: int = 0
+
+
+class PolicyPlan(Frozen):
+    """One policy. best: its fleet, None where no size met the SLO; tried: all sizes, by size."""
+
+    policy: str
+    rates: dict[str, float]
+    cache: dict[str, Any]
+    best: Answers | None
+    tried: tuple[Answers, ...]
+
+    @property
+    def shown(self) -> Answers:
+        """The fleet to show: the best, or the largest that was tried."""
+        return self.best or self.tried[-1]
+
+
+class PlanDocument(Frozen):
+    """The whole answer. lru: of a trace, the share of tokens that one cache of so many tokens for
+    the whole of it would hit."""
+
+    schema_version: Literal[1] = 1
+    started_at: str
+    command: tuple[str, ...]
+    environment: Environment
+    traffic: dict[str, Any]
+    replica: dict[str, Any]
+    slo: Slo
+    lru: tuple[tuple[float, float], ...] = ()
+    policies: tuple[PolicyPlan, ...]
+
+
+def ask(question: Question, tell: Tell = lambda text: None) -> dict[str, Any]:
+    """The answer's fields but for where it was made. Raises UsageError."""
+    traffic, described, lru = open_traffic(question)
+    found = []
+    for base in replicas_of(question, traffic):
+        policy = base.cache.policy
+        tell(f"{policy}: simulating {traffic.num_requests:,} requests")
+        found.append(_plan(question, traffic, base, tell))
+    return {
+        "traffic": described,
+        "replica": _stated(question),
+        "slo": question.slo,
+        "lru": lru,
+        "policies": tuple(found),
+    }
+
+
+def open_traffic(
+    question: Question,
+) -> tuple[Traffic, dict[str, Any], tuple[tuple[float, float], ...]]:
+    """The traffic, what to say of it, and a trace's LRU curve."""
+    if question.trace is None:
+        traffic = make_traffic(question.described, question.seed)
+        return traffic, {"described": asdict(question.described), **_sizes(traffic)}, ()
+    trace = read_trace(question.trace)
+    if question.requests is not None:
+        if question.requests > len(trace.requests):
+            raise UsageError("--requests", f"at most {len(trace.requests)}", question.requests)
+        trace = trace.first(question.requests)
+    traffic = traffic_of(trace)
+    curve = tuple(zip(CURVE_TOKENS, hit_rates(trace, CURVE_TOKENS), strict=True))
+    if question.copies > 1 or question.spread_s:
+        traffic = copies(traffic, question.copies, question.spread_s, question.seed)
+    said = {"trace": question.trace.name, "copies": question.copies, "spread_s": question.spread_s}
+    return traffic, {**said, **_sizes(traffic)}, curve
+
+
+def _sizes(traffic: Traffic) -> dict[str, Any]:
+    return {
+        "requests": traffic.num_requests,
+        "sessions": traffic.num_sessions,
+        "mean_input_tokens": float(traffic.input_tokens.mean()),
+        "mean_output_tokens": float(traffic.output_tokens.mean()),
+    }
+
+
+def replicas_of(question: Question, traffic: Traffic) -> list[FleetPlan]:
+    """A fleet of one replica for each policy."""
+    if question.calibration is not None:
+        return _calibrated(question)
+    replica = find_replica(question.gpu, question.model, question.tp, question.assumed)
+    return [
+        FleetPlan(
+            replicas=1,
+            rates=replica.rates(),
+            cache=cache_on(replica, question, policy, traffic),
+            gpus_per_replica=question.tp,
+            chunk_tokens=question.chunk_tokens,
+            max_running=question.max_running,
+            routing=question.routing,
+            routing_slack=question.routing_slack,
+        )
+        for policy in question.policies
+    ]
+
+
+def _calibrated(question: Question) -> list[FleetPlan]:
+    assert question.calibration is not None
+    document = load_replay(question.calibration)
+    runs = {run.policy: run for run in document.runs}
+    for policy in question.policies:
+        if policy not in runs:
+            raise UsageError("--policies", f"some of {', '.join(runs)}, as calibrated", policy)
+    return [
+        FleetPlan(
+            replicas=1,
+            rates=calibrate(runs[policy]).rates,
+            cache=cache_of(runs[policy], document.settings),
+            chunk_tokens=runs[policy].chunk_tokens,
+            max_running=runs[policy].max_running,
+            routing=question.routing,
+            routing_slack=question.routing_slack,
+        )
+        for policy in question.policies
+    ]
+
+
+def cache_on(replica: Replica, question: Question, policy: str, traffic: Traffic) -> Cache:
+    """What a replica of stated hardware keeps under a policy: its budget, cut as the engine cuts
+    it (`kvtier.pool_sizing`)."""
+    budget, token = replica.kv_budget_bytes, replica.kv_token_bytes
+    if not POLICIES[policy].splits_heads:
+        return Cache(policy, ca_slots=int(budget / token))
+    slots = SlotBytes(
+        ca=round(question.ca_share * token), locality=round((1 - question.ca_share) * token)
+    )
+    inputs, windows = traffic.input_tokens, question.windows
+    longest = int((inputs + traffic.output_tokens).max())
+    mean = math.ceil(float(inputs.mean()))
+    shape = SessionShape(
+        context_tokens=mean,
+        turn_tokens=math.ceil(float(traffic.output_tokens.mean())),
+        kept_tokens=windows.sink + windows.recent + 1,
+        prefill_tokens=question.in_flight_tokens or max(longest, IN_FLIGHT_REQUESTS * mean),
+        retention=question.retention,
+    )
+    pools = plan_pools(int(budget), slots, shape)
+    return Cache(
+        policy=policy,
+        ca_slots=pools.ca_slots,
+        locality_slots=pools.locality_slots,
+        splits_heads=True,
+        ca_share=question.ca_share,
+        retention=question.retention,
+        tier_tokens=int(question.tier_bytes / token) if POLICIES[policy].has_tier else 0,
+        windows=windows,
+    )
+
+
+def _plan(question: Question, traffic: Traffic, base: FleetPlan, tell: Tell) -> PolicyPlan:
+    def answer(replicas: int) -> Answers:
+        plan = base.with_replicas(replicas)
+        if 0 < base.cache.tier_tokens < UNBOUNDED:
+            whole = replicas * base.cache.tier_tokens
+            plan = replace(plan, cache=replace(base.cache, tier_tokens=whole))
+        found = answers_of(
+            simulate(traffic, plan),
+            question.slo,
+            gpu_hour_cost=question.gpu_hour_cost,
+            warm_s=question.warm_s,
+        )
+        verdict = "meets" if found.meets_slo else "misses"
+        tell(
+            f"{base.cache.policy}: {replicas} replicas {verdict} the SLO, TTFT p90 "
+            f"{found.ttft_s.p90:.2f} s, TPOT p90 {found.tpot_s.p90 * 1e3:.1f} ms"
+        )
+        return found
+
+    if question.replicas is not None:
+        tried = [answer(question.replicas)]
+        best = tried[0] if tried[0].meets_slo else None
+    else:
+        begin = least_replicas(traffic, base)
+        best, tried = fewest_replicas(answer, question.max_replicas, begin)
+    return PolicyPlan(
+        policy=base.cache.policy,
+        rates=asdict(base.rates),
+        cache=asdict(base.cache),
+        best=best,
+        tried=tuple(tried),
+    )
+
+
+def least_replicas(traffic: Traffic, base: FleetPlan) -> int:
+    """A first guess: what computing a half of all prompts keeps busy while the traffic lasts."""
+    known = traffic.arrival_s[np.isfinite(traffic.arrival_s)]
+    duration_s = max(1.0, float(known.max() - known.min()))
+    tokens = traffic.input_tokens.astype(np.float64)
+    work_s = base.rates.prefill_token_s * tokens + base.rates.prefill_pair_s * tokens**2 / 2
+    return max(1, math.ceil(0.5 * float(work_s.sum()) / duration_s))
+
+
+def _stated(question: Question) -> Mapping[str, Any]:
+    """What is said of a replica, with every assumption."""
+    common = {"routing": question.routing, "tier_bytes_per_replica": question.tier_bytes}
+    if question.calibration is not None:
+        return {"calibration": question.calibration.name, **common}
+    replica = find_replica(question.gpu, question.model, question.tp, question.assumed)
+    return {
+        "gpu": question.gpu,
+        "model": question.model,
+        "tp": question.tp,
+        "accelerator": asdict(replica.accelerator),
+        "model_shape": asdict(replica.model),
+        "assumed": asdict(question.assumed),
+        "kv_bytes_per_token": replica.kv_token_bytes,
+        "kv_budget_bytes": replica.kv_budget_bytes,
+        "ca_share": question.ca_share,
+        "retention": question.retention,
+        "chunk_tokens": question.chunk_tokens,
+        "max_running": question.max_running,
+        **common,
+    }
+
+
+__all__ = ["PlanDocument", "PolicyPlan", "Question", "ask"]

@@ -1,0 +1,85 @@
+"""`kvtier plan`: what it refuses, and what it writes for a small trace and described sessions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from traffic.trace_models import make_trace, write_trace
+
+from kvtier.cli import main
+from kvtier.plan.study import PlanDocument
+
+FAST = ["--gpu", "a100", "--model", "llama-3-8b", "--tp", "1", "-q"]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    return str(write_trace(tmp_path / "small.jsonl", make_trace(3, conversations=40, gap_s=0.02)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--trace", "gone"], "--trace: expected a readable trace file"),
+        (["--policies", "full,none"], "--policies: expected some of full, kvtier, kvtier-tier"),
+        (["--gpu", "b42"], "--gpu: expected one of h100"),
+        (["--model", "gpt"], "--model: expected one of llama-3-8b"),
+        (["--tp", "1"], "--tp: expected enough accelerators for the weights"),
+        (["--ca-share", "2"], "--ca-share: expected a number above 0, up to 1"),
+        (["--slo-ttft", "0"], "--slo-ttft: expected a number above 0"),
+        (["--turns", "0.5"], "--turns: expected a number of at least 1"),
+        (["--calibration", "gone"], "--calibration: expected what `python -m kvtier.bench"),
+        (["--json", "no/such/file"], "--json: expected a file in an existing directory"),
+    ],
+)
+def test_bad_input_is_refused_by_its_flag(flags, says, capsys):
+    traffic = [] if "--trace" in flags else ["--sessions", "5"]
+    assert main(["plan", "-q", *traffic, *flags]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_description_beside_a_trace_is_refused(trace, capsys):
+    assert main(["plan", "--trace", trace, "--turns", "3"]) == 2
+    assert "--turns: expected no such flag beside --trace" in capsys.readouterr().err
+    assert main(["plan", "--trace", trace, "--requests", "100000"]) == 2
+    assert "--requests: expected at most" in capsys.readouterr().err
+
+
+def test_a_trace_gives_a_table_a_document_and_a_page(trace, tmp_path, capsys):
+    out, report = tmp_path / "plan.json", tmp_path / "plan.html"
+    files = ["--json", str(out), "--report", str(report)]
+    money = ["--gpu-hour-cost", "2", "--slo-ttft", "3000"]
+    assert main(["plan", "--trace", trace, *FAST, *money, *files]) == 0
+    printed = capsys.readouterr().out
+    assert "sessions resident at the end" in printed
+    document = PlanDocument.model_validate_json(out.read_text())
+    assert [plan.policy for plan in document.policies] == ["full", "kvtier", "kvtier-tier"]
+    rates = [rate for _, rate in document.lru]
+    assert rates == sorted(rates)
+    for plan in document.policies:
+        assert plan.best is not None
+        assert plan.best.meets_slo
+        assert plan.best.gpus == plan.best.replicas
+        smaller = [one for one in plan.tried if one.replicas < plan.best.replicas]
+        assert not any(one.meets_slo for one in smaller)
+        assert plan.best.hit_device + plan.best.hit_tier + plan.best.recomputed == pytest.approx(1)
+        assert plan.best.cost_per_million_tokens > 0
+    page = report.read_text()
+    assert "<svg" in page
+    assert "http" not in page
+    assert "<script" not in page
+
+
+def test_a_fleet_that_is_too_small_is_told_by_the_exit_code(trace, capsys):
+    assert main(["plan", "--trace", trace, *FAST, "--max-replicas", "1", "--slo-ttft", "1"]) == 1
+    assert "NO" in capsys.readouterr().out
+
+
+def test_described_sessions_are_simulated_at_a_size(capsys):
+    flags = ["--sessions", "20", "--turns", "2", "--replicas", "2", "--policies", "full,kvtier"]
+    assert main(["plan", *FAST, *flags, "--format", "json"]) in (0, 1)
+    document = json.loads(capsys.readouterr().out)
+    assert [len(plan["tried"]) for plan in document["policies"]] == [1, 1]
+    assert document["traffic"]["sessions"] == 20
