@@ -75,7 +75,8 @@ def drawn(number: int, stream: int, count: int) -> int:
     mixed = ((mixed ^ (mixed >> np.uint64(16))) * np.uint64(0x85EBCA6B)) & low
     mixed = ((mixed ^ (mixed >> np.uint64(13))) * np.uint64(0xC2B2AE35)) & low
     mixed ^= mixed >> np.uint64(16)
-    return int(mixed % np.uint64(count))
+    # A number with a sign: numba mixes the two kinds to floats.
+    return int(np.int64(mixed % np.uint64(count)))
 
 
 __all__ = ["POLICIES", "choose", "note_home"]

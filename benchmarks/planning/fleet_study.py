@@ -1,0 +1,136 @@
+"""How many GPUs does a 70B model want for a recorded hour, with full KV, kvtier, and its tier?
+
+    python -m benchmarks.planning.fleet_study --trace conversation_trace.jsonl --copies 2 5 10 20
+
+The recorded users, so many times; replicas of stated hardware (`kvtier plan` says which); and the
+fewest that keep the 90th percentile of both times. Nothing here was measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
+from benchmarks.common.table import new_table, show
+from kvtier.plan.answers import Answers, Slo
+from kvtier.plan.study import PolicyPlan, Question, ask
+
+POLICIES = ("full", "kvtier", "kvtier-tier")
+COLOURS = {"full": "#8a5a00", "kvtier": "#0b62c4", "kvtier-tier": "#a3308a"}
+# Copies of the hour begin up to so much later, and the first part only fills caches.
+SPREAD_S, WARM_S = 600.0, 900.0
+
+
+def declare(arguments: Arguments) -> None:
+    arguments.add("--trace", required=True, metavar="FILE", help="in Mooncake's format")
+    arguments.add("--copies", nargs="+", type=int, default=[2, 5, 10, 20], metavar="N",
+                  help="times its users (2 5 10 20)")  # fmt: skip
+    arguments.number("--ttft", 2.0, "s, the 90th percentile")
+    arguments.number("--tpot", 0.05, "s, the 90th percentile")
+    arguments.number("--gpu-hour-cost", 2.5, "of a GPU, in any currency")
+    arguments.add("--picture", type=Path, metavar="FILE", help="PNG of the curves")
+
+
+def run(options: Options) -> Iterator[Measured]:
+    """Size by size; each is written when it comes."""
+    rows: list[dict[str, Any]] = []
+    stated: Mapping[str, Any] = {}
+    for copies in options.copies:
+        question = Question(
+            policies=POLICIES,
+            slo=Slo(ttft_s=options.ttft, tpot_s=options.tpot, percentile=90.0),
+            trace=Path(options.trace),
+            copies=copies,
+            spread_s=SPREAD_S,
+            warm_s=WARM_S,
+            gpu_hour_cost=options.gpu_hour_cost,
+            seed=options.seed,
+        )
+        found = ask(question, lambda text: print(text, file=sys.stderr, flush=True))
+        stated = {name: found[name] for name in ("replica", "lru")}
+        rows.append({
+            "copies": copies,
+            "traffic": found["traffic"],
+            "policies": {one.policy: document(one) for one in found["policies"]},
+        })  # fmt: skip
+        yield Measured({**stated, "slo": question.slo.model_dump(), "rows": rows})
+    show_rows(rows)
+    if options.picture is not None:
+        draw(rows, options)
+
+
+def document(plan: PolicyPlan) -> dict[str, Any]:
+    """One policy, as it stands in the JSON."""
+    return {
+        "rates": plan.rates,
+        "cache": plan.cache,
+        "best": None if plan.best is None else plan.best.model_dump(),
+        "tried": [one.model_dump() for one in plan.tried],
+    }
+
+
+def show_rows(rows: list[dict[str, Any]]) -> None:
+    table = new_table(
+        "The fewest GPUs", ("copies", "policy", "GPUs", "device", "tier", "TTFT p90, s",
+        "TPOT p90, ms", "resident", "cost of a million tokens"), left=("policy",),
+    )  # fmt: skip
+    for row in rows:
+        for policy, found in row["policies"].items():
+            best = Answers.model_validate(found["best"] or found["tried"][-1])
+            table.add_row(
+                str(row["copies"]), policy,
+                f"{best.gpus:,}" if found["best"] else f"> {best.gpus:,}",
+                f"{best.hit_device:.3f}", f"{best.hit_tier:.3f}", f"{best.ttft_s.p90:.2f}",
+                f"{best.tpot_s.p90 * 1e3:.1f}", f"{best.resident_sessions:,}",
+                f"{best.cost_per_million_tokens or 0:.3f}",
+            )  # fmt: skip
+    show(table)
+
+
+def draw(rows: list[dict[str, Any]], options: Options) -> None:
+    """GPUs over traffic, and the largest traffic's times over GPUs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 3.8))
+    for policy, colour in COLOURS.items():
+        wanted = [row["policies"][policy]["best"] for row in rows]
+        known = [(row["copies"], one["gpus"]) for row, one in zip(rows, wanted, strict=True) if one]
+        style = {"color": colour, "marker": "o", "label": policy}
+        left.plot([x for x, _ in known], [y for _, y in known], **style)
+        tried = rows[-1]["policies"][policy]["tried"]
+        gpus = [one["gpus"] for one in tried]
+        middle.plot(gpus, [one["ttft_s"]["p90"] for one in tried], **style)
+        right.plot(gpus, [one["tpot_s"]["p90"] * 1e3 for one in tried], **style)
+    left.set(xlabel="times the recorded users", ylabel="GPUs", ylim=(0, None), title="GPUs wanted")
+    times = rows[-1]["copies"]
+    middle.set(
+        xlabel="GPUs", ylabel="s", title=f"TTFT p90, {times} times", ylim=(0, 5 * options.ttft)
+    )
+    right.set(
+        xlabel="GPUs", ylabel="ms", title=f"TPOT p90, {times} times", ylim=(0, 5e3 * options.tpot)
+    )
+    middle.axhline(options.ttft, color="grey", lw=0.8)
+    right.axhline(1e3 * options.tpot, color="grey", lw=0.8)
+    left.legend()
+    figure.tight_layout()
+    figure.savefig(options.picture, dpi=110)
+
+
+BENCHMARK = Benchmark(
+    "planning.fleet_study",
+    __doc__,
+    declare,
+    run,
+    out=RESULTS / "fleet-study.json",
+    seeded="of when copies begin",
+)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    sys.exit(main())
