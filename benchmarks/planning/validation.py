@@ -35,7 +35,7 @@ from kvtier.plan.fleet import FleetPlan
 from kvtier.plan.simulate import simulate
 from kvtier.traffic.prefixes import traffic_of
 from kvtier.traffic.probe import probe_trace
-from kvtier.traffic.trace import BLOCK_TOKENS
+from kvtier.traffic.trace import BLOCK_TOKENS, read_trace
 
 POLICIES = "full,kvtier,kvtier-tier"
 # Settings of a full-sized server, in tokens, that are scaled like the lengths.
@@ -64,6 +64,7 @@ def declare(arguments: Arguments) -> None:
 
 
 def run(options: Options) -> Measured:
+    read_trace(Path(options.trace))  # refused before an engine starts
     with scaled_windows(options.block_tokens), tempfile.TemporaryDirectory() as name:
         probe = Path(name) / "probe.jsonl"
         token_s = TOKEN_S * options.block_tokens / BLOCK_TOKENS

@@ -1,0 +1,50 @@
+"""The planner's benchmarks: what they refuse, how they judge, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from benchmarks.planning import fleet_study, validation
+
+ROW = {
+    "policy": "full",
+    "hit rate": [0.200, 0.209],
+    "resident": [100, 94],
+    "TTFT p50, ms": [80.0, 99.0],
+    "TPOT p50, ms": [10.0, 30.0],
+}
+
+
+def test_a_bar_is_met_within_its_limit_alone_and_says_it():
+    hit, resident, ttft = validation.bars(ROW)
+    assert hit.met
+    assert (hit.value, hit.wanted) == ("+4.5%", "within 5% of the engine's")
+    assert not resident.met
+    assert ttft.met
+    assert not validation.bars(ROW | {"TTFT p50, ms": [80.0, 101.0]})[2].met
+
+
+def test_a_difference_from_nothing_is_endless_and_none_is_none():
+    assert validation.off([0, 0]) == 0
+    assert validation.off([0, 1]) == float("inf")
+    assert validation.off([4, 3]) == pytest.approx(-0.25)
+
+
+def test_windows_are_scaled_for_the_run_and_restored_after_it():
+    before = dict(os.environ)
+    with validation.scaled_windows(16):
+        assert os.environ["KVTIER_LOCALITY_RECENT_TOKENS"] == "16"
+        assert os.environ["KVTIER_LOCALITY_SINK_TOKENS"] == "4"
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("program", [validation, fleet_study])
+def test_programs_want_a_trace_and_have_good_defaults(program, capsys):
+    with pytest.raises(SystemExit):
+        program.BENCHMARK.parse([])
+    assert "--trace" in capsys.readouterr().err
+    assert program.BENCHMARK.parse(["--trace", "some.jsonl"]).seed == 0
+    assert program.main(["--trace", "no-such-trace.jsonl", "--out", os.devnull]) == 2
+    assert "--trace: expected a readable trace file" in capsys.readouterr().err
