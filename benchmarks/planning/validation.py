@@ -52,6 +52,7 @@ HIT_RATE, RESIDENT, TTFT = 0.05, 0.05, 0.25
 
 def declare(arguments: Arguments) -> None:
     arguments.add("--trace", required=True, metavar="FILE", help="in Mooncake's format")
+    arguments.add("--policies", default=POLICIES, help="of the bench (%(default)s)")
     arguments.whole("--requests", 300, "of it, the first ones")
     arguments.whole("--block-tokens", 16, "what a block of 512 tokens becomes on this machine")
     arguments.number("--speed", 1.0, "requests arrive so many times as fast")
@@ -105,7 +106,7 @@ def replay(options: Options, trace: Path, budget: str, more: list[str]) -> Repla
     a policy failed."""
     flags = [
         *("--trace", str(trace), "--block-tokens", str(options.block_tokens)),
-        *("--policies", POLICIES, "--kv-budget", budget, "--device", "cpu"),
+        *("--policies", options.policies, "--kv-budget", budget, "--device", "cpu"),
         *("--model-path", str(ROOT / "models" / "kvtier-demo"), "--seed", str(options.seed)),
         *more,
     ]

@@ -152,7 +152,9 @@ def _check_finished(chunk: dict[str, Any], prompt_tokens: int) -> None:
 def _answer(clock: StreamClock, chunk: dict[str, Any]) -> Answer:
     """A request's outcome by the last chunk of its stream."""
     told = chunk["meta_info"]
-    restored = (told.get("cached_tokens_details") or {}).get("host", 0)
+    # SGLang counts what a tier brought as host memory's, or as a storage's behind it.
+    sources = told.get("cached_tokens_details") or {}
+    restored = sources.get("host", 0) + sources.get("storage", 0)
     return clock.answer(chunk["output_ids"], told["cached_tokens"], restored)
 
 

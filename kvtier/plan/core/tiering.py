@@ -84,17 +84,17 @@ def fetch(
     world: World, traffic: Asked, fleet: Fleet, request: int, cached: int, now_s: float
 ) -> None:
     """A request arrived whose replica has `cached` tokens: what the tier has behind them comes over
-    the replica's link and the tier's own, one request after the other, where that is faster than
-    computing. The path at hand is the request's."""
+    the replica's link and the tier's own, one request after the other, where moving it takes less
+    time than computing it. The path at hand is the request's."""
     requests, totals = world.requests, world.totals
     replica = requests.replica[request]
     requests.ready_s[request] = now_s
     requests.fetched[request] = requests.landed[request] = 0
-    if fleet.tier_token_s >= fleet.prefill_token_s:
-        return
     reach = held_until(world, traffic, traffic.asks.input_tokens[request] - 1, now_s)
     tokens = reach - cached
-    if tokens <= 0:
+    moved_s = fleet.tier_latency_s + tokens * (fleet.tier_token_s + fleet.tier_write_token_s)
+    pair_s = fleet.prefill_pair_s * (cached + tokens / 2)
+    if tokens <= 0 or moved_s >= tokens * (fleet.prefill_token_s + pair_s):
         return
     begin = max(now_s, world.replicas.link_free_s[replica], totals.link_free_s[0])
     totals.link_free_s[0] = begin + tokens * fleet.tier_shared_token_s

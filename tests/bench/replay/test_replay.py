@@ -12,7 +12,7 @@ from traffic.trace_models import make_trace, write_trace
 
 from kvtier.bench import runner
 from kvtier.bench.__main__ import main
-from kvtier.bench.engine import Answer, Arrival
+from kvtier.bench.engine import Answer, Arrival, StreamClock, _answer
 from kvtier.bench.options import parse_options
 from kvtier.bench.planning import make_plans
 from kvtier.bench.recorded.prompts import Prompts, conversations
@@ -204,3 +204,14 @@ def test_a_worker_that_fails_is_shown_in_a_replay_too(flags, tmp_path, capsys, m
     assert "no such weights" in capsys.readouterr().err
     assert json.loads(out.read_text())["runs"] == []
     assert "failed (exit code" in report.read_text()
+
+
+def test_what_a_tier_brought_is_told_from_what_was_on_the_device():
+    clock = StreamClock()
+    clock.see(1)
+    told = {"cached_tokens": 90, "cached_tokens_details": {"device": 20, "host": 0, "storage": 70}}
+    assert _answer(clock, {"output_ids": [1], "meta_info": told}).restored_tokens == 70
+    told = {"cached_tokens": 20, "cached_tokens_details": {"device": 20, "host": 0}}
+    assert _answer(clock, {"output_ids": [1], "meta_info": told}).restored_tokens == 0
+    told = {"cached_tokens": 0, "cached_tokens_details": None}
+    assert _answer(clock, {"output_ids": [1], "meta_info": told}).restored_tokens == 0
