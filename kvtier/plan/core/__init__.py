@@ -7,6 +7,7 @@ that a debugger can enter (`NUMBA_DISABLE_JIT=1`).
 
 All state is in arrays, one NamedTuple a concern; functions change them and own nothing.
 
+    compiled.py  how these files are compiled, and where the code is kept
     state.py     what there is: fleet, requests, units of cache, replicas, tier
     clocks.py    a tree over numbers that knows the least of them
     units.py     slots and recency of what one replica caches

@@ -7,12 +7,11 @@ Used for the replicas' next events and for their loads; ties go to the lowest nu
 
 from __future__ import annotations
 
-from numba import njit
-
+from kvtier.plan.core.compiled import compiled
 from kvtier.plan.core.state import Float64
 
 
-@njit(cache=True)
+@compiled
 def put(tree: Float64, index: int, value: float) -> None:
     """Change one number."""
     at = len(tree) // 2 + index
@@ -25,7 +24,7 @@ def put(tree: Float64, index: int, value: float) -> None:
         tree[at] = least
 
 
-@njit(cache=True)
+@compiled
 def least(tree: Float64) -> int:
     """The index of the least number."""
     at, half = 1, len(tree) // 2

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-from numba import njit
-
 from kvtier.plan.core import clocks, routing
 from kvtier.plan.core import replica as scheduler
+from kvtier.plan.core.compiled import compiled
 from kvtier.plan.core.radix import MOST_CUTS, set_path, walk
 from kvtier.plan.core.state import (
     DECODING,
@@ -28,7 +27,7 @@ DONE, NEEDS_UNITS = 0, 1
 RESIDENT_PERCENT = 90
 
 
-@njit(cache=True)
+@compiled
 def run(world: World, traffic: Asked, fleet: Fleet, order: Int32) -> int:
     """Go on until every request is answered, or there might be too few units for the next event.
     order: requests that wait for no other, by arrival."""
@@ -59,7 +58,7 @@ def run(world: World, traffic: Asked, fleet: Fleet, order: Int32) -> int:
     return NEEDS_UNITS
 
 
-@njit(cache=True)
+@compiled
 def _arrive(world: World, traffic: Asked, fleet: Fleet, request: int, now_s: float) -> None:
     requests, replicas = world.requests, world.replicas
     replica = routing.choose(world, traffic, fleet, request)
@@ -83,12 +82,12 @@ def _arrive(world: World, traffic: Asked, fleet: Fleet, request: int, now_s: flo
         clocks.put(world.events, replica, ready_s)
 
 
-@njit(cache=True)
+@compiled
 def _leaf(world: World, replica: int) -> int:
     return len(world.events) // 2 + replica
 
 
-@njit(cache=True)
+@compiled
 def count_resident(world: World, traffic: Asked, fleet: Fleet, last: Int32) -> int:
     """Sessions whose last prompt is still cached where it was served. last: their last requests."""
     count = 0

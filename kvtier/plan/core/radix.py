@@ -9,8 +9,8 @@ is a boundary of the variant, so that the next request that leaves there shares 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from kvtier.plan.core.compiled import compiled
 from kvtier.plan.core.state import NONE, Asked, Fleet, World
 from kvtier.plan.core.units import attach, detach, first_child, new_unit, put_newest
 
@@ -18,7 +18,7 @@ from kvtier.plan.core.units import attach, detach, first_child, new_unit, put_ne
 MOST_CUTS = 32
 
 
-@njit(cache=True)
+@compiled
 def set_path(world: World, traffic: Asked, node: int) -> None:
     """Make the way to a node the path at hand."""
     world.path[traffic.nodes.depth[node] + 1] = NONE
@@ -27,7 +27,7 @@ def set_path(world: World, traffic: Asked, node: int) -> None:
         node = traffic.nodes.parent[node]
 
 
-@njit(cache=True)
+@compiled
 def node_at(world: World, traffic: Asked, position: int) -> int:
     """The node of the path at hand that has the token at a position; NONE behind its end."""
     depth = 0
@@ -38,7 +38,7 @@ def node_at(world: World, traffic: Asked, position: int) -> int:
     return NONE
 
 
-@njit(cache=True)
+@compiled
 def shared(world: World, traffic: Asked, unit: int, limit: int) -> int:
     """Up to which token the path at hand, to `limit`, and the one that ends with a unit agree."""
     node = world.units.node[unit]
@@ -49,7 +49,7 @@ def shared(world: World, traffic: Asked, unit: int, limit: int) -> int:
     return 0
 
 
-@njit(cache=True)
+@compiled
 def usable(world: World, fleet: Fleet, unit: int, upto: int, exact_only: bool) -> int:
     """Up to which token a unit can be used, where it agrees up to `upto`."""
     units = world.units
@@ -62,7 +62,7 @@ def usable(world: World, fleet: Fleet, unit: int, upto: int, exact_only: bool) -
     return min(upto, begin)
 
 
-@njit(cache=True)
+@compiled
 def walk(
     world: World,
     traffic: Asked,
@@ -100,7 +100,7 @@ def walk(
     return unit, position
 
 
-@njit(cache=True)
+@compiled
 def split(world: World, traffic: Asked, fleet: Fleet, lower: int, at: int) -> int:
     """Cut a unit at a position within it; the new upper part, which is a boundary from now on."""
     units = world.units
@@ -139,7 +139,7 @@ def split(world: World, traffic: Asked, fleet: Fleet, lower: int, at: int) -> in
     return upper
 
 
-@njit(cache=True)
+@compiled
 def append(
     world: World, traffic: Asked, fleet: Fleet, parent: int, stop: int, known: int, prompt: int
 ) -> int:
@@ -166,7 +166,7 @@ def append(
     return parent
 
 
-@njit(cache=True)
+@compiled
 def _cuts(world: World, traffic: Asked, parent: int, position: int, stop: int) -> np.ndarray:
     """Where the path leaves the children of a unit that begin as it does, in order, and its end."""
     cuts = np.full(MOST_CUTS, stop, np.int64)

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import math
 
-from numba import njit
-
 from kvtier.plan.core import clocks
+from kvtier.plan.core.compiled import compiled
 from kvtier.plan.core.radix import set_path, walk
 from kvtier.plan.core.state import (
     DECODING,
@@ -33,7 +32,7 @@ from kvtier.plan.core.units import lock_path, reserve, unlock_path
 ADMITTED, NO_ROOM, NEVER_FITS = 0, 1, 2
 
 
-@njit(cache=True)
+@compiled
 def enqueue(world: World, replica: int, request: int) -> None:
     """Behind all others that wait."""
     requests, replicas = world.requests, world.replicas
@@ -45,7 +44,7 @@ def enqueue(world: World, replica: int, request: int) -> None:
     replicas.queue_last[replica] = request
 
 
-@njit(cache=True)
+@compiled
 def _dequeue(world: World, replica: int, before: int, request: int) -> None:
     requests, replicas = world.requests, world.replicas
     after = requests.follows[request]
@@ -57,7 +56,7 @@ def _dequeue(world: World, replica: int, before: int, request: int) -> None:
         replicas.queue_last[replica] = before
 
 
-@njit(cache=True)
+@compiled
 def start(world: World, traffic: Asked, fleet: Fleet, replica: int, now_s: float) -> None:
     """Begin the replica's next pass, and say when it ends."""
     replicas = world.replicas
@@ -79,7 +78,7 @@ def start(world: World, traffic: Asked, fleet: Fleet, replica: int, now_s: float
     clocks.put(world.events, replica, ready_s)
 
 
-@njit(cache=True)
+@compiled
 def _next_ready(world: World, replica: int, now_s: float) -> float:
     """When the tier has answered the next request that waits for it."""
     request, next_s = world.replicas.queue_first[replica], math.inf
@@ -90,7 +89,7 @@ def _next_ready(world: World, replica: int, now_s: float) -> float:
     return next_s
 
 
-@njit(cache=True)
+@compiled
 def _steps_to_next_end(world: World, replica: int) -> int:
     replicas, requests = world.replicas, world.requests
     nearest = requests.target[world.running[replica, 0]]
@@ -99,7 +98,7 @@ def _steps_to_next_end(world: World, replica: int) -> int:
     return nearest - replicas.steps[replica]
 
 
-@njit(cache=True)
+@compiled
 def _some_steps_s(world: World, fleet: Fleet, replica: int, steps: int) -> float:
     """So many steps, each of which reads a token more per request than the one before."""
     replicas = world.replicas
@@ -109,13 +108,13 @@ def _some_steps_s(world: World, fleet: Fleet, replica: int, steps: int) -> float
     return steps * first_s + fleet.decode_token_s * batch * steps * (steps - 1) / 2
 
 
-@njit(cache=True)
+@compiled
 def decode_s(world: World, fleet: Fleet, replica: int) -> float:
     """How long the decode steps under way take together."""
     return _some_steps_s(world, fleet, replica, world.replicas.phase_steps[replica])
 
 
-@njit(cache=True)
+@compiled
 def stop_decoding_at(world: World, fleet: Fleet, replica: int, when_s: float) -> None:
     """End the decode steps under way with the one that goes on at a time."""
     replicas = world.replicas
@@ -131,7 +130,7 @@ def stop_decoding_at(world: World, fleet: Fleet, replica: int, when_s: float) ->
     clocks.put(world.events, replica, began_s + decode_s(world, fleet, replica))
 
 
-@njit(cache=True)
+@compiled
 def _start_prefill(world: World, traffic: Asked, fleet: Fleet, replica: int, now_s: float) -> float:
     """Fill a prefill batch; how long its pass takes."""
     requests, replicas = world.requests, world.replicas
@@ -163,7 +162,7 @@ def _start_prefill(world: World, traffic: Asked, fleet: Fleet, replica: int, now
     return took_s
 
 
-@njit(cache=True)
+@compiled
 def _take_chunk(
     world: World, traffic: Asked, fleet: Fleet, replica: int, request: int, room: int
 ) -> float:
@@ -184,7 +183,7 @@ def _take_chunk(
     return took_s
 
 
-@njit(cache=True)
+@compiled
 def _admit(world: World, traffic: Asked, fleet: Fleet, replica: int, request: int) -> int:
     """Match a request's prefix, take slots for the rest and restore what came from the tier."""
     requests, replicas = world.requests, world.replicas
@@ -215,7 +214,7 @@ def _admit(world: World, traffic: Asked, fleet: Fleet, replica: int, request: in
     return ADMITTED
 
 
-@njit(cache=True)
+@compiled
 def _read_tokens(world: World, fleet: Fleet, unit: int) -> float:
     """What attention reads of the path to a unit, in tokens of full KV."""
     units, ca, loc = world.units, 0, 0
@@ -227,7 +226,7 @@ def _read_tokens(world: World, fleet: Fleet, unit: int) -> float:
     return fleet.ca_weight * ca + (1 - fleet.ca_weight) * loc
 
 
-@njit(cache=True)
+@compiled
 def finish_prefill(world: World, traffic: Asked, fleet: Fleet, replica: int, now_s: float) -> None:
     """A prefill pass has ended: prompts that are complete have their first token."""
     requests, replicas = world.requests, world.replicas
@@ -248,7 +247,7 @@ def finish_prefill(world: World, traffic: Asked, fleet: Fleet, replica: int, now
     replicas.num_batch[replica] = 0
 
 
-@njit(cache=True)
+@compiled
 def finish_decoding(world: World, traffic: Asked, fleet: Fleet, replica: int, now_s: float) -> None:
     """The decode steps under way have ended, and some answers with them."""
     requests, replicas = world.requests, world.replicas
@@ -268,7 +267,7 @@ def finish_decoding(world: World, traffic: Asked, fleet: Fleet, replica: int, no
         finish(world, traffic, fleet, replica, request, now_s)
 
 
-@njit(cache=True)
+@compiled
 def finish(
     world: World, traffic: Asked, fleet: Fleet, replica: int, request: int, now_s: float
 ) -> None:
@@ -281,7 +280,7 @@ def finish(
     leave(world, traffic, replica, request, now_s)
 
 
-@njit(cache=True)
+@compiled
 def leave(world: World, traffic: Asked, replica: int, request: int, now_s: float) -> None:
     """The replica has a request less."""
     replicas = world.replicas

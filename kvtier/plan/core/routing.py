@@ -12,9 +12,9 @@ round-robin   one after the other
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from kvtier.plan.core import clocks
+from kvtier.plan.core.compiled import compiled
 from kvtier.plan.core.state import NONE, Asked, Fleet, World
 
 AFFINITY, CACHE_AWARE, LEAST_LOADED, TWO_CHOICES, ROUND_ROBIN = range(5)
@@ -27,7 +27,7 @@ POLICIES = {
 }
 
 
-@njit(cache=True)
+@compiled
 def choose(world: World, traffic: Asked, fleet: Fleet, request: int) -> int:
     """The replica of a request that has just arrived."""
     loads = world.replicas.outstanding
@@ -48,7 +48,7 @@ def choose(world: World, traffic: Asked, fleet: Fleet, request: int) -> int:
     return home
 
 
-@njit(cache=True)
+@compiled
 def _home(world: World, traffic: Asked, request: int) -> int:
     node = traffic.asks.node[request]
     while node != NONE and world.kept.home[node] == NONE:
@@ -56,7 +56,7 @@ def _home(world: World, traffic: Asked, request: int) -> int:
     return NONE if node == NONE else world.kept.home[node]
 
 
-@njit(cache=True)
+@compiled
 def note_home(world: World, traffic: Asked, request: int, replica: int) -> None:
     """The request's prefix is at that replica from now on."""
     node = traffic.asks.node[request]
@@ -65,7 +65,7 @@ def note_home(world: World, traffic: Asked, request: int, replica: int) -> None:
         node = traffic.nodes.parent[node]
 
 
-@njit(cache=True)
+@compiled
 def drawn(number: int, stream: int, count: int) -> int:
     """A draw from [0, count) that depends on its arguments alone (MurmurHash3's finaliser).
     Products are of 32 bits by 32 bits: nothing overflows, in Python neither."""

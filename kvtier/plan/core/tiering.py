@@ -6,14 +6,13 @@ after all before it, and put into the order of use after them, so what it evicts
 
 from __future__ import annotations
 
-from numba import njit
-
+from kvtier.plan.core.compiled import compiled
 from kvtier.plan.core.radix import append, set_path
 from kvtier.plan.core.state import NONE, Asked, Fleet, World
 from kvtier.plan.core.turns import compress
 
 
-@njit(cache=True)
+@compiled
 def spill(world: World, traffic: Asked, fleet: Fleet, request: int, now_s: float) -> None:
     """A turn has ended: what the tier lacks of it is written behind the answer."""
     kept, totals = world.kept, world.totals
@@ -35,7 +34,7 @@ def spill(world: World, traffic: Asked, fleet: Fleet, request: int, now_s: float
         kept.held[oldest] = 0
 
 
-@njit(cache=True)
+@compiled
 def _touch(world: World, node: int) -> None:
     kept, totals = world.kept, world.totals
     if kept.newer[node] != NONE or totals.newest[0] == node:
@@ -49,7 +48,7 @@ def _touch(world: World, node: int) -> None:
     totals.newest[0] = node
 
 
-@njit(cache=True)
+@compiled
 def _take_out(world: World, node: int) -> None:
     kept, totals = world.kept, world.totals
     newer, older = kept.newer[node], kept.older[node]
@@ -64,7 +63,7 @@ def _take_out(world: World, node: int) -> None:
     kept.newer[node] = kept.older[node] = NONE
 
 
-@njit(cache=True)
+@compiled
 def held_until(world: World, traffic: Asked, limit: int, now_s: float) -> int:
     """How many leading tokens of the path at hand the tier holds, up to `limit`."""
     kept, depth, reach = world.kept, 0, 0
@@ -79,7 +78,7 @@ def held_until(world: World, traffic: Asked, limit: int, now_s: float) -> int:
     return min(reach, limit)
 
 
-@njit(cache=True)
+@compiled
 def fetch(
     world: World, traffic: Asked, fleet: Fleet, request: int, cached: int, now_s: float
 ) -> None:
@@ -103,7 +102,7 @@ def fetch(
     requests.fetched[request], requests.landed[request] = cached, reach
 
 
-@njit(cache=True)
+@compiled
 def restore(world: World, traffic: Asked, fleet: Fleet, unit: int, request: int) -> int:
     """Hang what was fetched below the locked unit that a request has matched, compressed as the
     turn that it is from had been. Its slots are reserved. Returns the unit that the request goes

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 
-from numba import njit
-
+from kvtier.plan.core.compiled import compiled
 from kvtier.plan.core.radix import append, set_path, walk
 from kvtier.plan.core.state import Asked, Fleet, World
 from kvtier.plan.core.units import lock_path, unlock_path
 
 
-@njit(cache=True)
+@compiled
 def publish(world: World, traffic: Asked, fleet: Fleet, request: int) -> None:
     """Its prompt is computed: others may use it. What another has published meanwhile is shared,
     and the request's own copy given back."""
@@ -32,7 +31,7 @@ def publish(world: World, traffic: Asked, fleet: Fleet, request: int) -> None:
     requests.reserved_loc[request] -= computed if fleet.compresses else 0
 
 
-@njit(cache=True)
+@compiled
 def end_turn(world: World, traffic: Asked, fleet: Fleet, request: int) -> None:
     """The answer is complete: it becomes part of the tree, and the path is compressed where no
     other request uses it."""
@@ -58,7 +57,7 @@ def end_turn(world: World, traffic: Asked, fleet: Fleet, request: int) -> None:
         compress_path(world, fleet, own)
 
 
-@njit(cache=True)
+@compiled
 def compress_path(world: World, fleet: Fleet, unit: int) -> None:
     """Compress what no request has locked of the path to a unit."""
     units = world.units
@@ -71,7 +70,7 @@ def compress_path(world: World, fleet: Fleet, unit: int) -> None:
         unit = units.parent[unit]
 
 
-@njit(cache=True)
+@compiled
 def compress(world: World, fleet: Fleet, unit: int) -> tuple[int, int]:
     """Drop what `kvtier.retention.locality.LocalityRule` drops, and of that what CA heads do not
     keep. Returns the slots of each class that are free again."""

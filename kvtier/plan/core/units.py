@@ -7,12 +7,11 @@ always a leaf: what SGLang evicts.
 
 from __future__ import annotations
 
-from numba import njit
-
+from kvtier.plan.core.compiled import compiled
 from kvtier.plan.core.state import NONE, Fleet, World
 
 
-@njit(cache=True)
+@compiled
 def take_out(world: World, unit: int) -> None:
     """Out of the order of use."""
     units, replicas, at = world.units, world.replicas, world.units.replica[unit]
@@ -28,7 +27,7 @@ def take_out(world: World, unit: int) -> None:
     units.newer[unit] = units.older[unit] = NONE
 
 
-@njit(cache=True)
+@compiled
 def put_newest(world: World, unit: int) -> None:
     """Into the order of use, at its newer end."""
     units, replicas, at = world.units, world.replicas, world.units.replica[unit]
@@ -41,7 +40,7 @@ def put_newest(world: World, unit: int) -> None:
     replicas.newest[at] = unit
 
 
-@njit(cache=True)
+@compiled
 def lock_path(world: World, unit: int) -> None:
     """A request uses the path to a unit, whose units cannot be evicted meanwhile."""
     units, replicas = world.units, world.replicas
@@ -55,7 +54,7 @@ def lock_path(world: World, unit: int) -> None:
         unit = units.parent[unit]
 
 
-@njit(cache=True)
+@compiled
 def unlock_path(world: World, unit: int) -> None:
     """The request uses it no more; what nobody else uses has been used most recently."""
     units, replicas = world.units, world.replicas
@@ -69,7 +68,7 @@ def unlock_path(world: World, unit: int) -> None:
         unit = units.parent[unit]
 
 
-@njit(cache=True)
+@compiled
 def touch_path(world: World, unit: int) -> None:
     """The path to a unit counts as used now."""
     units = world.units
@@ -81,13 +80,13 @@ def touch_path(world: World, unit: int) -> None:
         unit = units.parent[unit]
 
 
-@njit(cache=True)
+@compiled
 def child_key(world: World, parent: int, node: int) -> int:
     """Where the dictionary has the units below a parent that begin within a node."""
     return parent * len(world.kept) + node
 
 
-@njit(cache=True)
+@compiled
 def first_child(world: World, parent: int, node: int) -> int:
     """The first of the variants below a parent that begin within a node, or NONE."""
     key = child_key(world, parent, node)
@@ -96,7 +95,7 @@ def first_child(world: World, parent: int, node: int) -> int:
     return NONE
 
 
-@njit(cache=True)
+@compiled
 def attach(world: World, unit: int, parent: int, node: int) -> None:
     """Make a unit a child; a node of NONE cannot be found again, as its tokens are unique."""
     units = world.units
@@ -107,7 +106,7 @@ def attach(world: World, unit: int, parent: int, node: int) -> None:
         world.children[child_key(world, parent, node)] = unit
 
 
-@njit(cache=True)
+@compiled
 def detach(world: World, unit: int) -> None:
     """Undo `attach`."""
     units = world.units
@@ -128,7 +127,7 @@ def detach(world: World, unit: int) -> None:
     units.sibling[first] = units.sibling[unit]
 
 
-@njit(cache=True)
+@compiled
 def new_unit(world: World, replica: int) -> int:
     """A unit that is nowhere yet. `loop` stops in time for there to be one."""
     units = world.units
@@ -141,7 +140,7 @@ def new_unit(world: World, replica: int) -> int:
     return unit
 
 
-@njit(cache=True)
+@compiled
 def evict_oldest(world: World, replica: int) -> None:
     """Evict the unit that was used least recently."""
     units, replicas = world.units, world.replicas
@@ -159,7 +158,7 @@ def evict_oldest(world: World, replica: int) -> None:
     world.totals.free_units[0] += 1
 
 
-@njit(cache=True)
+@compiled
 def reserve(world: World, fleet: Fleet, replica: int, ca: int, loc: int) -> bool:
     """Take slots, evicting what is needed for them; False, and nothing taken, where running
     requests leave too few."""
