@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,8 @@ from kvtier.plan.fleet import FleetPlan
 from kvtier.traffic.prefixes import Traffic
 
 try:
+    from numba.core.errors import NumbaTypeSafetyWarning
+
     from kvtier.plan.core import loop, routing
     from kvtier.plan.core.state import Asked, Fleet, World, asked, new_world, with_more_units
 except ImportError as error:  # pragma: no cover - where the engine is not installed
@@ -89,8 +92,12 @@ def run(traffic: Traffic, plan: FleetPlan) -> tuple[World, Fleet, Asked]:
     world = new_world(fleet, traffic, FIRST_UNITS + UNITS_PER_RUNNING * (plan.max_running + 1))
     independent = np.flatnonzero(np.isfinite(traffic.arrival_s))
     order = independent[np.argsort(traffic.arrival_s[independent], kind="stable")].astype(np.int32)
-    while loop.run(world, tables, fleet, order) == loop.NEEDS_UNITS:
-        world = with_more_units(world)
+    with warnings.catch_warnings():
+        # numba warns of numbers that become 32 bits wide when it compiles a call; those of
+        # requests, units and nodes are no wider.
+        warnings.simplefilter("ignore", NumbaTypeSafetyWarning)
+        while loop.run(world, tables, fleet, order) == loop.NEEDS_UNITS:
+            world = with_more_units(world)
     return world, fleet, tables
 
 
