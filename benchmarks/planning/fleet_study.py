@@ -1,6 +1,6 @@
 """How many GPUs does a 70B model want for a recorded hour, with full KV, kvtier, and its tier?
 
-    python -m benchmarks.planning.fleet_study --trace conversation_trace.jsonl --copies 2 5 10 20
+    python -m benchmarks.planning.fleet_study --trace conversation_trace.jsonl --copies 2 5 10
 
 The recorded users, so many times; replicas of stated hardware (`kvtier plan` says which); and the
 fewest that keep the 90th percentile of both times. Nothing here was measured on a GPU.
@@ -26,8 +26,8 @@ SPREAD_S, WARM_S = 600.0, 900.0
 
 def declare(arguments: Arguments) -> None:
     arguments.add("--trace", required=True, metavar="FILE", help="in Mooncake's format")
-    arguments.add("--copies", nargs="+", type=int, default=[2, 5, 10, 20], metavar="N",
-                  help="times its users (2 5 10 20)")  # fmt: skip
+    arguments.add("--copies", nargs="+", type=int, default=[2, 5, 10], metavar="N",
+                  help="times its users (2 5 10)")  # fmt: skip
     arguments.number("--ttft", 2.0, "s, the 90th percentile")
     arguments.number("--tpot", 0.05, "s, the 90th percentile")
     arguments.number("--gpu-hour-cost", 2.5, "of a GPU, in any currency")

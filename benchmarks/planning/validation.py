@@ -80,8 +80,8 @@ def run(options: Options) -> Measured:
         rows.append(compare(judged, real, calibrate(probed)))
     show_rows(rows)
     figures = {
-        "workload": judged.workload.model_dump(),
-        "model": judged.model,
+        "workload": judged.workload.model_dump() | {"trace": Path(options.trace).name},
+        "model": judged.model["shape"],
         "rows": rows,
         "replayed": [one.summary.model_dump() for one in judged.runs],
     }
