@@ -95,8 +95,8 @@ class Served:
                 os.killpg(process.pid, 9)
             process.wait()
 
-    def stop(self) -> None:
-        """SIGTERM, and what is left after a while is killed. Its exit code is its own matter."""
+    def stop(self, grace_s: float = 40) -> None:
+        """SIGTERM, and what is left after that time is killed. Its exit code is its own matter."""
         self._wanted = False
         process = self._process
         if process is None:
@@ -105,7 +105,7 @@ class Served:
             process.terminate()
         # An engine looks after a SIGTERM every 5 s, drains, and ends its scheduler 15 s later.
         with suppress(subprocess.TimeoutExpired):
-            process.wait(40)
+            process.wait(grace_s)
         stop_group(process)
 
     def check(self) -> None:

@@ -180,6 +180,8 @@ def running_fleet(options: Options, folder: Path) -> Iterator[Fleet]:
         "--worker-urls", *(url for _, url in servers),
         "--policy", "consistent_hashing", "--routing-key-headers", HEADER,
         "--health-check-interval-secs", "2", "--health-failure-threshold", "1",
+        # A server that got SIGTERM is healthy while it finishes what it has, and not ready.
+        "--health-check-endpoint", "/ready",
     ]  # fmt: skip
     router = Served("router", command, folder, answers_http(url))
     started = [tier, *(server for server, _ in servers), router]

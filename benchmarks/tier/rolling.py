@@ -27,6 +27,8 @@ from kvtier.sizes import format_size
 
 # Between a session's turns, and before and after each restart.
 PAUSE_S, SETTLE_S = 2.0, 4.0
+# The longest that a server may take to end, then it is killed.
+GRACE_S = 300
 
 
 def declare(arguments: Arguments) -> None:
@@ -91,7 +93,7 @@ def talking(sessions: Sequence[Session]) -> Iterator[list[Talk]]:
 def restarted(server: Served) -> float:
     """SIGTERM, and a new start once it has ended; returns how long ending took, in seconds."""
     began = time.monotonic()
-    server.stop()
+    server.stop(GRACE_S)
     ended_s = time.monotonic() - began
     server.start()
     return ended_s
