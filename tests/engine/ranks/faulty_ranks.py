@@ -15,7 +15,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+
+from kvtier.retention.shares import Choice
 
 SLOW_S = 0.1
 FAULTS = ("slow", "losing", "unsteady", "parting")
@@ -59,9 +62,10 @@ def _play_on_the_link(fault: str) -> None:
 def _part() -> None:
     from kvtier_sglang.compression.retention import Retention
 
-    keep = Retention.keep
+    choose = Retention.choose
 
-    def alone(self: Retention, turn: Any) -> int:
-        return max(1, keep(self, turn) - _is_last())
+    def alone(self: Retention, turn: Any) -> Choice:
+        choice = choose(self, turn)
+        return replace(choice, kept_tokens=max(1, choice.kept_tokens - _is_last()))
 
-    Retention.keep = alone
+    Retention.choose = alone

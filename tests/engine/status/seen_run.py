@@ -35,6 +35,8 @@ ADMIN_KEY = "the-admins-own"
 SESSIONS = 3
 EXPORTER = shutil.which("prometheus-redis-exporter")
 PATIENCE_S = 60.0
+# On a busy machine requests may find computing faster than the tier. Then the run tries again.
+ATTEMPTS, RESTORED_TOKENS = 5, 1000 * SESSIONS
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -114,9 +116,12 @@ class SeenRun:
         self.ask_memory(seed=5)
         self.say(1500, seed=1)
         self.say(300, seed=2)
-        self.settle()
-        self.flush()
-        self.say(200, seed=3)
+        for attempt in range(ATTEMPTS):
+            self.settle()
+            self.flush()
+            self.say(200, seed=10 + attempt)
+            if self.status()["figures"]["kvtier_restored_tokens"][""] > RESTORED_TOKENS:
+                break
         self.say(100, seed=4)
         self.ask_memory(seed=6)
         self.settle()
