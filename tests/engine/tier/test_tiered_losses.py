@@ -151,7 +151,7 @@ def test_while_the_tier_is_away_the_scheduler_does_not_look_what_to_ask_for(conn
     def asked(_):
         answer.wait(10)
 
-    asked.needs = list
+    asked.needs, asked.scope = list, Scope()
     s.tree.tier.fetches.ask("waiting", asked, patience_s=10.0)
     for _ in range(3):
         link.breaker.failed()
