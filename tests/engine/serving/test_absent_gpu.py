@@ -32,7 +32,9 @@ WITHOUT_ITS_KERNELS = {
 ON_CPU = {"KVTIER_FORCE_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def serve(device: str, tier: str, environment: dict[str, str]) -> dict[str, object]:
+def serve(
+    device: str, tier: str, environment: dict[str, str], namespace: str = "cuda"
+) -> dict[str, object]:
     own = {
         "KVTIER_HEAD_PROFILE": str(DEMO_MODEL / "head_profile.json"),
         # Short enough that the turns below drop half of what lies between.
@@ -41,7 +43,7 @@ def serve(device: str, tier: str, environment: dict[str, str]) -> dict[str, obje
         "KVTIER_LOCALITY_BRANCH_RECENT_TOKENS": "24",
         "KVTIER_RETENTION": "0.5",
         "KVTIER_TIER": tier,
-        "KVTIER_TIER_NAMESPACE": device,
+        "KVTIER_TIER_NAMESPACE": namespace,
         "KVTIER_TIER_SPAN_TOKENS": "64",
         "KVTIER_REFRESH": "turn",
         "KVTIER_MERGE": "beta",
@@ -67,7 +69,11 @@ def test_a_server_on_cuda_says_what_one_on_a_cpu_says(tmp_path: Path) -> None:
     there = torch.cuda.is_available()
     with live_tier(tmp_path, "--memory", "256m") as tier:
         on_cuda = serve("cuda", tier.address, {} if there else absent_gpu(tmp_path, replays))
-        on_cpu = serve("cpu", tier.address, ON_CPU)
+        # A busy machine may find computing faster than the tier: then once more, with an empty one.
+        for attempt in range(4):
+            on_cpu = serve("cpu", tier.address, ON_CPU, f"cpu-{attempt}")
+            if on_cpu["refreshed_turns"] == SESSIONS:
+                break
     assert on_cuda == on_cpu
     assert on_cuda["integrity"] == []
     assert all(on_cuda["cached"])

@@ -46,7 +46,7 @@ def main() -> None:
         "cached": cached,
         "integrity": state["integrity"],
         "dropped_tokens": state["dropped_tokens"],
-        "refreshed_turns": state["tier"]["refreshed_turns"],
+        "refreshed_turns": state["tier"].get("refreshed_turns", 0),
     }
     print(json.dumps(found))
     engine.shutdown()
