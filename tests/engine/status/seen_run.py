@@ -35,6 +35,8 @@ ADMIN_KEY = "the-admins-own"
 SESSIONS = 3
 EXPORTER = shutil.which("prometheus-redis-exporter")
 PATIENCE_S = 60.0
+# For a second a server gives the same answer again.
+SAME_ANSWER_S = 1.2
 # On a busy machine requests may find computing faster than the tier. Then the run tries again.
 ATTEMPTS, RESTORED_TOKENS = 5, 1600 * SESSIONS
 
@@ -56,8 +58,7 @@ class SeenRun:
 
     def restored_so_far(self) -> float:
         """Tokens that came from the tier, of all sessions together."""
-        # A server gives the same answer for a second.
-        time.sleep(1.2)
+        time.sleep(SAME_ANSWER_S)
         return self.status()["figures"]["kvtier_restored_tokens"][""]
 
     def get(self, path: str, key: str | None = ADMIN_KEY) -> tuple[int, str]:
@@ -105,6 +106,7 @@ class SeenRun:
 
     def settle(self) -> None:
         """Until nothing is on its way to the tier any more."""
+        time.sleep(SAME_ANSWER_S)
         wait_until(lambda: not self.status()["figures"]["kvtier_engine_tier_pending"][""])
 
     def flush(self) -> None:
