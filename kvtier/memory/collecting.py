@@ -106,19 +106,19 @@ def collect(
     for at, trace in enumerate(traces):
         progress("reading traces", at, len(traces))
         for layer, asked, own, found in _answers(model, kv, trace, length):
-            q = asked.unrotated.float()
-            if layers is not None and layer not in layers:
-                q = q[:0].clone()
-            states = [found] * with_states + [own] * with_own
-            sides = [side[: len(q)] for one in states for side in _by_token(one, q.shape[2])]
-            parts[layer].append([q, *sides])
+            if layers is None or layer in layers:
+                states = [found] * with_states + [own] * with_own
+                sides = [side for one in states for side in _by_token(one, asked.q.shape[1])]
+                parts[layer].append([asked.unrotated.float(), *sides])
             most = _shares(kv[layer][0], asked, own, found).amax(1).cpu()
             drawn[layer] = torch.maximum(drawn[layer], most)
     progress("reading traces", len(traces), len(traces))
+    shape = shape_of(model)
+    no_query = torch.zeros(0, shape.num_kv_heads, shape.group_size, shape.head_dim)
     found_in = []
     for mine, by_token in zip(parts, drawn, strict=True):
-        q, *sides = (torch.cat(side) for side in zip(*mine, strict=True))
-        if not with_states:
+        q, *sides = [torch.cat(side) for side in zip(*mine, strict=True)] or [no_query]
+        if not mine or not with_states:
             nothing = q.new_zeros(()).expand_as(q)
             sides = [nothing, nothing[..., 0], *sides]
         found_in.append(LayerQueries(q, sides[0], sides[1], by_token, *sides[2:]))
