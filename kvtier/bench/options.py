@@ -174,8 +174,8 @@ def parse_options(argv: Sequence[str]) -> Options:
         device=_choice(args.device, "--device", DEVICES),
         dtype=_choice(args.dtype, "--dtype", DTYPES),
         kv_dtype=_choice(args.kv_dtype, "--kv-dtype", KV_DTYPES) or "auto",
-        json_path=_output(args.json, "--json"),
-        report_path=_output(args.report, "--report"),
+        json_path=output_file(args.json, "--json"),
+        report_path=output_file(args.report, "--report"),
         json_output=_choice(args.format, "--format", FORMATS) == "json",
         quiet=args.quiet,
         dry_run=args.dry_run,
@@ -271,7 +271,7 @@ def _budget(full_sessions: str | None, num_bytes: str | None, sessions: int) -> 
     return Budget("--budget-sessions", full_sessions=value)
 
 
-def _output(text: str | None, argument: str) -> Path | None:
+def output_file(text: str | None, argument: str) -> Path | None:
     """A file that can be written once the run is over, checked before it begins."""
     if text is None:
         return None

@@ -102,8 +102,10 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
 
 def run_plan(options: argparse.Namespace) -> int:
     """Handler of `kvtier plan`. Raises KvtierError."""
+    from kvtier.bench.options import output_file
+
     question = read_question(options)
-    outputs = [_output(options.json, "--json"), _output(options.report, "--report")]
+    outputs = [output_file(options.json, "--json"), output_file(options.report, "--report")]
     document = answer(question, options.quiet)
     if outputs[0] is not None:
         outputs[0].write_text(document.model_dump_json(indent=1) + "\n")
@@ -227,16 +229,6 @@ def _policies(text: str) -> tuple[str, ...]:
 
 def _maybe_count(text: str | None, argument: str) -> int | None:
     return None if text is None else parse_count(text, argument)
-
-
-def _output(text: str | None, argument: str) -> Path | None:
-    """A file that can be written once it is over, checked before it begins."""
-    if text is None:
-        return None
-    path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UsageError(argument, "a file in an existing directory", text)
-    return path
 
 
 __all__ = ["add_plan_parser", "answer", "read_question", "run_plan"]

@@ -19,7 +19,6 @@ from kvtier.errors import TracesFileError, UsageError
 
 # Tokens of a block in the format.
 BLOCK_TOKENS = 512
-FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Trace:
 
     @property
     def duration_s(self) -> float:
-        """From time 0 to the last arrival."""
+        """When the last request arrives."""
         return self.requests[-1].arrival_s
 
     def whole_blocks(self, request: TraceRequest) -> int:

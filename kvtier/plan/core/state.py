@@ -25,7 +25,6 @@ from numba.typed import Dict
 from kvtier.traffic.prefixes import Traffic
 
 Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
 Records = np.recarray[Any, Any]
 
