@@ -147,8 +147,8 @@ class Fleet:
         return different
 
     def wait_until_routed(self) -> None:
-        """Until the router sends requests to every server. It learns of one that is back by itself,
-        some seconds after that answers."""
+        """Until the router sends requests to every server. It learns of one that has started by
+        itself, some seconds after that answers."""
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             with urllib.request.urlopen(f"{self.url}/workers", timeout=TIMEOUT_S) as answer:
@@ -192,27 +192,12 @@ def running_fleet(options: Options, folder: Path) -> Iterator[Fleet]:
         for server, _ in servers:
             server.wait_ready()
         router.start()
-        wait_for_workers(url)
         fleet = Fleet(url, [server for server, _ in servers], folder, flags)
         fleet.wait_until_routed()
         yield fleet
     finally:
         for served in reversed(started):
             served.kill()
-
-
-def wait_for_workers(url: str) -> None:
-    """The router answers before it knows its servers."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while True:
-        try:
-            Session("nobody", url, 0).ask(4)
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.5)
-        else:
-            return
 
 
 __all__ = [
