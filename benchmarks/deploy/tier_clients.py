@@ -118,7 +118,7 @@ class HalfPut:
 def missing_and_corrupt(
     address: str, tls: TlsFiles, data: Bytes, positions: list[int]
 ) -> tuple[int, int]:
-    """Of the blobs at these positions, how many are not there, and how many are other bytes."""
+    """How many of the blobs at these positions are not there, and how many are other bytes."""
     data.landing[:] = 1
     with client(address, tls) as one:
         one.connect()

@@ -116,7 +116,7 @@ def judged(options: Options, sessions: Sequence[Session], failed: int, different
 
 
 def median_ms(turns: Sequence[Turn]) -> float:
-    """Of the times to the first token; not a number where there is no turn."""
+    """The median time to the first token; not a number where there is no turn."""
     return statistics.median(turn.ttft_ms for turn in turns) if turns else float("nan")
 
 

@@ -64,7 +64,7 @@ def _ending_s(manifests: Manifests, container: Container) -> float:
 
 
 def _behind_bytes(container: Container) -> float:
-    """Of what memory holds, what may wait for the disk."""
+    """The part of what memory holds that may wait for the disk."""
     return BEHIND_SHARE * _store_bytes(container) if container.flag("disk-path") else 0.0
 
 
@@ -74,7 +74,7 @@ def _size(container: Container, flag: str, default: int) -> int:
 
 
 def _store_bytes(container: Container) -> int:
-    """Of the memory that the store takes when it starts."""
+    """The memory that the store takes when it starts."""
     store = container.flag("store") or MemoryOptions.kind
     if store == "mooncake":
         return _size(container, "mooncake-segment", 4 << 30) + _size(

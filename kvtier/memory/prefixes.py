@@ -188,14 +188,14 @@ class OwnKV:
         self._caches: dict[int, ClassCache] = {}
 
     def of_layer(self, layer: int, heads: int) -> ClassCache:
-        """Of so many KV heads."""
+        """The cache of a layer, which has so many KV heads."""
         if layer not in self._caches:
             self._caches[layer] = ClassCache(tuple(range(heads)), self._dtype)
         return self._caches[layer]
 
     @property
     def num_tokens(self) -> int:
-        """Of the passes so far."""
+        """How many tokens of the request have been read."""
         return max((cache.num_entries for cache in self._caches.values()), default=0)
 
 

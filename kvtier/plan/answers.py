@@ -18,7 +18,7 @@ class Frozen(BaseModel):
 
 
 class Percentiles(Frozen):
-    """Of a time in seconds."""
+    """The percentiles of a time, in seconds."""
 
     p50: float
     p90: float

@@ -40,7 +40,7 @@ class ModelShape:
     source: str
 
     def kv_bytes(self, dtype_bytes: float) -> float:
-        """Of one token's keys and values in all layers."""
+        """The bytes of one token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * dtype_bytes
 
 

@@ -29,7 +29,7 @@ class ReplayRecord(Frozen):
 
 
 class Percentiles(Frozen):
-    """Of a time in ms."""
+    """The percentiles of a time, in ms."""
 
     p50: float
     p90: float

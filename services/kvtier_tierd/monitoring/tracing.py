@@ -74,8 +74,8 @@ class OtlpTraces:
     def _span(self, method: str, carrier: dict[str, str]) -> Iterator[None]:
         from opentelemetry import trace
 
-        # Never the current one: handlers are left in whatever context gRPC likes, and have no
-        # spans below this.
+        # The span is not made the current one: a handler may end in another context than it began
+        # in, and makes no spans of its own.
         span = self._tracer.start_span(
             f"kvtier.v1.TierService/{method}",
             context=self._propagator.extract(carrier),

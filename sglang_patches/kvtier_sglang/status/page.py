@@ -80,7 +80,7 @@ def _tiles(status: Json) -> str:
 
 
 def _kept_tile(retention: Json, rows: Sequence[Json]) -> list[str]:
-    """Of the sessions that are shown; and what the share rule has chosen since the start."""
+    """What the sessions that are shown keep, and what the share rule has chosen since the start."""
     full = sum(row["full_bytes"] for row in rows)
     if not full:
         return []

@@ -55,7 +55,7 @@ class Published:
 
 
 class Publisher:
-    """Of one scheduler process; at most one object per process. Its thread ends with the process.
+    """Publishes the figures of a scheduler process, which has at most one. Its thread ends with it.
 
     registry: prometheus_client's, its own one by default. stop: ends the thread; for tests.
     """

@@ -72,7 +72,7 @@ class SeenRun:
                 return error.code, error.read().decode()
 
     def status(self) -> dict[str, Any]:
-        """Of the only replica."""
+        """The status of the only replica."""
         code, text = self.get("/kvtier/status.json?sessions=200")
         assert code == 200, text
         return json.loads(text)["replicas"][0]
