@@ -13,6 +13,7 @@ import json
 import random
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -160,6 +161,13 @@ class Fleet:
             time.sleep(0.2)
 
 
+def reason(error: OSError) -> str:
+    """Why a request failed, with what the router answered."""
+    if isinstance(error, urllib.error.HTTPError):
+        return f"{error}: {error.read().decode(errors='replace')}"
+    return str(error)
+
+
 @contextmanager
 def running_fleet(options: Options, folder: Path) -> Iterator[Fleet]:
     """Two servers, the router and the tier, until they are not needed any more."""
@@ -179,7 +187,7 @@ def running_fleet(options: Options, folder: Path) -> Iterator[Fleet]:
         str(options.smg), "launch", "--host", host, "--port", port,
         "--worker-urls", *(url for _, url in servers),
         "--policy", "consistent_hashing", "--routing-key-headers", HEADER,
-        "--health-check-interval-secs", "2", "--health-failure-threshold", "1",
+        "--health-check-interval-secs", "1", "--health-failure-threshold", "1",
         # A server that got SIGTERM is healthy while it finishes what it has, and not ready.
         "--health-check-endpoint", "/ready",
     ]  # fmt: skip
@@ -206,5 +214,6 @@ __all__ = [
     "Session",
     "Turn",
     "declare_fleet",
+    "reason",
     "running_fleet",
 ]

@@ -22,7 +22,7 @@ from benchmarks.common.bars import Bar
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
 from benchmarks.common.table import new_table, show
 from benchmarks.soak.processes import Served
-from benchmarks.tier.fleet import TURN_TOKENS, Session, declare_fleet, running_fleet
+from benchmarks.tier.fleet import TURN_TOKENS, Session, declare_fleet, reason, running_fleet
 from kvtier.sizes import format_size
 
 # Between a session's turns, and before and after each restart.
@@ -56,7 +56,7 @@ class Talk:
             try:
                 self.session.ask(TURN_TOKENS)
             except OSError as error:
-                self.failures.append(str(error))
+                self.failures.append(reason(error))
 
 
 def run(options: Options) -> Measured:

@@ -24,7 +24,14 @@ from pathlib import Path
 from benchmarks.common.bars import Bar
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
 from benchmarks.common.table import new_table, show
-from benchmarks.tier.fleet import TURN_TOKENS, Session, Turn, declare_fleet, running_fleet
+from benchmarks.tier.fleet import (
+    TURN_TOKENS,
+    Session,
+    Turn,
+    declare_fleet,
+    reason,
+    running_fleet,
+)
 from kvtier.sizes import format_size
 
 
@@ -34,7 +41,7 @@ def declare(arguments: Arguments) -> None:
 
 
 def run(options: Options) -> Measured:
-    failed = 0
+    failures: list[str] = []
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-router-") as name,
         running_fleet(options, Path(name)) as fleet,
@@ -48,23 +55,19 @@ def run(options: Options) -> Measured:
         time.sleep(2)  # the last turns reach the tier
         fleet.servers[0].kill()
         for session in sessions:
-            failed += not asked(session)
+            try:
+                session.ask(TURN_TOKENS)
+            except OSError as error:
+                failures.append(f"{session.name}: {reason(error)}")
         fleet.servers[1].kill()
         different = fleet.undisturbed(sessions)
-    return judged(options, sessions, failed, different)
+    return judged(options, sessions, failures, different)
 
 
-def asked(session: Session) -> bool:
-    """Whether a turn was answered at its first try."""
-    try:
-        session.ask(TURN_TOKENS)
-    except OSError:
-        return False
-    return True
-
-
-def judged(options: Options, sessions: Sequence[Session], failed: int, different: int) -> Measured:
-    """failed: requests after the death; different: answers of an undisturbed server."""
+def judged(
+    options: Options, sessions: Sequence[Session], failures: Sequence[str], different: int
+) -> Measured:
+    """failures: requests after the death; different: answers of an undisturbed server."""
     before = options.turns
     first = [session.turns[0] for session in sessions]
     later = [turn for session in sessions for turn in session.turns[1:before]]
@@ -92,6 +95,7 @@ def judged(options: Options, sessions: Sequence[Session], failed: int, different
         },
         "computed_ms": computed,
         "restored_ms": restored,
+        "failures": list(failures),
     }
     again = sum(turn.computed_again for turn in (*later, *after))
     times = f"{restored:.0f} ms against {computed:.0f} ms"
@@ -103,7 +107,7 @@ def judged(options: Options, sessions: Sequence[Session], failed: int, different
             Bar(
                 "sessions that moved", f"{len(moved)} of {len(after)}", 0 < len(moved) < len(after)
             ),
-            Bar("requests that failed", f"{failed}", failed == 0),
+            Bar("requests that failed", f"{len(failures)}", not failures),
             Bar("tokens of contexts computed again", f"{again}", again == 0),
             Bar(
                 "answers unlike an undisturbed server's",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from traffic.trace_models import lru_hit_rate, make_trace
 
@@ -114,6 +114,7 @@ def test_when_all_is_answered_every_slot_is_in_a_unit_and_every_leaf_is_oldest(
 
 
 @given(st.integers(0, 10_000))
+@example(55)  # A short request after a long one: nothing of the long one's path is left behind.
 @settings(deadline=None, max_examples=30)
 def test_with_room_for_all_a_replica_hits_what_an_endless_cache_hits(seed):
     trace = make_trace(seed, gap_s=1000.0)

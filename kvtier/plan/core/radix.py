@@ -20,8 +20,11 @@ MOST_CUTS = 32
 
 @compiled
 def set_path(world: World, traffic: Asked, node: int) -> None:
-    """Make the way to a node the path at hand."""
-    world.path[traffic.nodes.depth[node] + 1] = NONE
+    """Make the way to a node the path at hand; behind its end there is nothing."""
+    behind = traffic.nodes.depth[node] + 1
+    while world.path[behind] != NONE:
+        world.path[behind] = NONE
+        behind += 1
     while node != NONE:
         world.path[traffic.nodes.depth[node]] = node
         node = traffic.nodes.parent[node]
