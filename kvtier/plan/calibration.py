@@ -91,6 +91,7 @@ def cache_of(run: ReplayResult, settings: Mapping[str, Any]) -> Cache:
         ca_share=run.ca_share,
         retention=retention or 1.0,
         tier_tokens=0 if run.tier is None else UNBOUNDED,
+        tier_span_tokens=settings["tier"]["span_tokens"],
         windows=Windows(
             windows["sink_tokens"], windows["recent_tokens"], windows["branch_recent_tokens"]
         ),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvtier.errors import UsageError
+from kvtier.tier.blobs.keys import SPAN_TOKENS
 
 # "There is always room": more slots than any replica has.
 UNBOUNDED = 1 << 40
@@ -58,6 +59,7 @@ class Cache:
     splits_heads:   whether locality heads drop and CA heads keep `retention` of a finished turn
     ca_share:       bytes of a CA slot over those of a token with full KV
     tier_tokens:    exact KV that the tier holds for the whole fleet; 0: no tier
+    tier_span_tokens: of a blob there: a request that lacks fewer tokens does not ask for them
     """
 
     policy: str
@@ -67,6 +69,7 @@ class Cache:
     ca_share: float = 1.0
     retention: float = 1.0
     tier_tokens: int = 0
+    tier_span_tokens: int = SPAN_TOKENS
     windows: Windows = field(default_factory=Windows)
 
 

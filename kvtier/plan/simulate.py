@@ -130,6 +130,7 @@ def _numbers(plan: FleetPlan) -> Fleet:
         decode_request_s=float(rates.decode_request_s),
         decode_token_s=float(rates.decode_token_s),
         tier_tokens=cache.tier_tokens,
+        tier_span=cache.tier_span_tokens,
         tier_latency_s=float(rates.tier_latency_s),
         tier_token_s=float(rates.tier_token_s),
         tier_shared_token_s=float(rates.tier_shared_token_s),

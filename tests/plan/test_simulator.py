@@ -16,6 +16,7 @@ from kvtier.plan.fleet import ROUTINGS, Cache, FleetPlan, Rates, Windows
 from kvtier.plan.simulate import Outcome, run, simulate
 from kvtier.traffic.described import Description, make_traffic
 from kvtier.traffic.prefixes import Traffic, copies, traffic_of
+from kvtier.traffic.trace import Trace, TraceRequest
 
 RATES = Rates(
     prefill_base_s=0.005,
@@ -195,3 +196,43 @@ def test_copies_share_nothing_and_come_later():
 def test_an_unknown_routing_is_refused():
     with pytest.raises(UsageError, match="--routing: expected one of affinity"):
         FleetPlan(1, RATES, FULL, routing="nearest")
+
+
+def spread_out(turns: int, gap_s: float) -> Traffic:
+    """One session whose turns come far apart, while what else comes makes room for itself."""
+    block, requests = 512, []
+    fresh = iter(range(1000, 10_000))
+    ours: tuple[int, ...] = ()
+    for turn in range(turns):
+        at = turn * gap_s
+        ours += tuple(next(fresh) for _ in range(4))
+        requests.append(TraceRequest(at, block * len(ours), 1, ours))
+        other = tuple(next(fresh) for _ in range(50))
+        requests.append(TraceRequest(at + gap_s / 2, block * len(other), 1, other))
+    return traffic_of(Trace(tuple(requests)), answers_continue=False)
+
+
+def hits_from_tier(rates: Rates, turns: int, gap_s: float) -> list[bool]:
+    """Whether each of the session's turns after its first got something from the tier."""
+    cache = replace(FULL, ca_slots=26_000, tier_tokens=10**7)
+    outcome = simulate(spread_out(turns, gap_s), FleetPlan(1, rates, cache))
+    return (outcome.hit_tier[2::2] > 0).tolist()
+
+
+def test_a_replica_loads_only_while_loading_is_measured_as_faster_than_computing():
+    assert hits_from_tier(RATES, 8, 10.0) == [True] * 7
+    slow = replace(RATES, tier_token_s=6e-5)
+    # Once it is measured, nothing is loaded until the measurement is a minute old.
+    assert hits_from_tier(slow, 9, 10.0) == [True, *[False] * 6, True]
+
+
+def test_a_request_waits_for_the_tier_no_longer_than_computing_would_take():
+    """The first request behind which something was computed knows what that takes."""
+    late = replace(RATES, tier_latency_s=3.0)
+    trace = spread_out(4, 10.0)
+    cache = replace(FULL, ca_slots=26_000, tier_tokens=10**7)
+    outcome = simulate(trace, FleetPlan(1, late, cache))
+    assert outcome.hit_tier.sum() == 0
+    computing = simulate(trace, FleetPlan(1, RATES, replace(FULL, ca_slots=26_000)))
+    assert (outcome.ttft_s[2::2] < 2.5 * computing.ttft_s[2::2]).all()
+    assert (outcome.ttft_s[2::2] > 1.5 * computing.ttft_s[2::2]).all()

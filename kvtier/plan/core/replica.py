@@ -14,6 +14,7 @@ import math
 
 from kvtier.plan.core import clocks
 from kvtier.plan.core.compiled import compiled
+from kvtier.plan.core.measured import computed, loaded
 from kvtier.plan.core.radix import set_path, walk
 from kvtier.plan.core.state import (
     DECODING,
@@ -149,7 +150,7 @@ def _start_prefill(world: World, traffic: Asked, fleet: Fleet, replica: int, now
         if requests.ready_s[request] > now_s:
             before, request = request, after
             continue
-        outcome = _admit(world, traffic, fleet, replica, request)
+        outcome = _admit(world, traffic, fleet, replica, request, now_s)
         if outcome == NO_ROOM:
             break
         _dequeue(world, replica, before, request)
@@ -184,8 +185,11 @@ def _take_chunk(
 
 
 @compiled
-def _admit(world: World, traffic: Asked, fleet: Fleet, replica: int, request: int) -> int:
-    """Match a request's prefix, take slots for the rest and restore what came from the tier."""
+def _admit(
+    world: World, traffic: Asked, fleet: Fleet, replica: int, request: int, now_s: float
+) -> int:
+    """Match a request's prefix, take slots for the rest and restore what came from the tier, unless
+    the request's patience has ended before it came."""
     requests, replicas = world.requests, world.replicas
     tokens, answer = traffic.asks.input_tokens[request], traffic.asks.output_tokens[request] - 1
     set_path(world, traffic, traffic.asks.node[request])
@@ -201,12 +205,15 @@ def _admit(world: World, traffic: Asked, fleet: Fleet, replica: int, request: in
         requests.refused[request] = True
         return NEVER_FITS
     requests.reserved_ca[request], requests.reserved_loc[request] = wanted, wanted_loc
-    landed = requests.landed[request]
+    landed = requests.landed[request] if requests.lands_s[request] <= now_s else 0
     restored = landed - hit if hit >= requests.fetched[request] and landed > hit else 0
     if restored > 0:
         unit = restore(world, traffic, fleet, unit, request)
         requests.reserved_ca[request] -= restored
         requests.reserved_loc[request] -= restored if fleet.compresses else 0
+        took_s = requests.lands_s[request] - requests.arrived_s[request]
+        took_s += restored * fleet.tier_write_token_s
+        loaded(world, replica, restored, took_s, now_s)
     requests.hit_device[request], requests.hit_tier[request] = hit, restored
     requests.restored[request] = restored
     requests.anchor[request], requests.left[request] = unit, tokens - hit - restored
@@ -232,6 +239,7 @@ def finish_prefill(world: World, traffic: Asked, fleet: Fleet, replica: int, now
     requests, replicas = world.requests, world.replicas
     for place in range(replicas.num_batch[replica]):
         request = world.batch[replica, place]
+        computed(world, replica, requests.chunk[request], now_s - replicas.phase_began_s[replica])
         if requests.left[request] > 0:
             continue
         requests.first_s[request] = now_s

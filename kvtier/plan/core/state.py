@@ -39,7 +39,7 @@ class Fleet(NamedTuple):
     compresses: locality heads drop and CA heads keep `retention` of a turn that has ended
     ca_weight:  bytes of a CA slot over those of both
     routing:    a place in routing.POLICIES
-    tier_tokens: 0 where there is no tier
+    tier_tokens: 0 where there is no tier; tier_span: fewer missing tokens are not asked for
     """
 
     replicas: int
@@ -60,6 +60,7 @@ class Fleet(NamedTuple):
     decode_request_s: float
     decode_token_s: float
     tier_tokens: int
+    tier_span: int
     tier_latency_s: float
     tier_token_s: float
     tier_shared_token_s: float
@@ -98,14 +99,15 @@ def asked(traffic: Traffic) -> Asked:
 
 # Per request. replica: where it went; hit_device, hit_tier: tokens that were not computed. One that
 # fits no replica is refused, and its times stay nan. The rest is for while it is there: the one
-# behind it in the queue, when the tier has answered and what it fetched, the unit that it goes on
-# from, its own unit, tokens left to compute, in the pass under way and restored, slots that it has
-# beside its units', tokens that attention reads, and the decode step that ends it.
+# behind it in the queue, until when it waits for the tier, when that has answered and what it
+# fetched, the unit that it goes on from, its own unit, tokens left to compute, in the pass under
+# way and restored, slots that it has beside its units', tokens that attention reads, and the decode
+# step that ends it.
 _REQUESTS = {
     "arrived_s": "f8", "first_s": "f8", "finish_s": "f8", "replica": "i4", "hit_device": "i4",
-    "hit_tier": "i4", "refused": "?", "follows": "i4", "ready_s": "f8", "fetched": "i4",
-    "landed": "i4", "anchor": "i4", "own": "i4", "left": "i4", "chunk": "i4", "restored": "i4",
-    "reserved_ca": "i4", "reserved_loc": "i4", "reads": "f8", "target": "i8",
+    "hit_tier": "i4", "refused": "?", "follows": "i4", "ready_s": "f8", "lands_s": "f8",
+    "fetched": "i4", "landed": "i4", "anchor": "i4", "own": "i4", "left": "i4", "chunk": "i4",
+    "restored": "i4", "reserved_ca": "i4", "reserved_loc": "i4", "reads": "f8", "target": "i8",
 }  # fmt: skip
 # Per unit; the root of replica i is unit i. sibling: the next variant of the same parent that
 # begins within the same node, key_node; prompt: where the prompt ended of the request that computed
@@ -118,13 +120,15 @@ _UNITS = {
     "older": "i4", "replica": "i4",
 }  # fmt: skip
 # Per replica. used: slots of its units and of running requests; evictable: of units that no request
-# has locked; chunked: the request whose prompt is partly computed; steps: of decoding so far.
+# has locked; chunked: the request whose prompt is partly computed; steps: of decoding so far;
+# compute_rate, load_rate: tokens/s as measured, 0 before, and loaded_s when loading last was.
 _REPLICAS = {
     "phase": "i4", "phase_began_s": "f8", "phase_steps": "i8", "used_ca": "i8", "used_loc": "i8",
     "evictable_ca": "i8", "evictable_loc": "i8", "peak_ca": "i8", "peak_loc": "i8",
     "newest": "i4", "oldest": "i4", "queue_first": "i4", "queue_last": "i4", "outstanding": "i4",
     "chunked": "i4", "num_batch": "i4", "num_running": "i4", "steps": "i8", "reads": "f8",
-    "link_free_s": "f8", "evicted": "i8", "busy_s": "f8",
+    "link_free_s": "f8", "evicted": "i8", "compute_rate": "f8", "load_rate": "f8",
+    "loaded_s": "f8",
 }  # fmt: skip
 # Per node of the traffic: tokens that the tier holds of it, since when, and its neighbours in the
 # tier's order of use; home: the replica that served it last.

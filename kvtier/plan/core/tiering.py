@@ -7,6 +7,7 @@ after all before it, and put into the order of use after them, so what it evicts
 from __future__ import annotations
 
 from kvtier.plan.core.compiled import compiled
+from kvtier.plan.core.measured import loading_pays, patience_s
 from kvtier.plan.core.radix import append, set_path
 from kvtier.plan.core.state import NONE, Asked, Fleet, World
 from kvtier.plan.core.turns import compress
@@ -83,22 +84,24 @@ def fetch(
     world: World, traffic: Asked, fleet: Fleet, request: int, cached: int, now_s: float
 ) -> None:
     """A request arrived whose replica has `cached` tokens: what the tier has behind them comes over
-    the replica's link and the tier's own, one request after the other, where moving it takes less
-    time than computing it. The path at hand is the request's."""
+    the replica's link and the tier's own, one request after the other, as long as loading has been
+    measured to pay. The path at hand is the request's."""
     requests, totals = world.requests, world.totals
-    replica = requests.replica[request]
-    requests.ready_s[request] = now_s
+    replica, tokens = requests.replica[request], traffic.asks.input_tokens[request]
+    requests.ready_s[request] = requests.lands_s[request] = now_s
     requests.fetched[request] = requests.landed[request] = 0
-    reach = held_until(world, traffic, traffic.asks.input_tokens[request] - 1, now_s)
-    tokens = reach - cached
-    moved_s = fleet.tier_latency_s + tokens * (fleet.tier_token_s + fleet.tier_write_token_s)
-    pair_s = fleet.prefill_pair_s * (cached + tokens / 2)
-    if tokens <= 0 or moved_s >= tokens * (fleet.prefill_token_s + pair_s):
+    if tokens - cached < fleet.tier_span or not loading_pays(world, replica, now_s):
+        return
+    reach = held_until(world, traffic, tokens - 1, now_s)
+    moved = reach - cached
+    if moved <= 0:
         return
     begin = max(now_s, world.replicas.link_free_s[replica], totals.link_free_s[0])
-    totals.link_free_s[0] = begin + tokens * fleet.tier_shared_token_s
-    world.replicas.link_free_s[replica] = begin + tokens * fleet.tier_token_s
-    requests.ready_s[request] = world.replicas.link_free_s[replica] + fleet.tier_latency_s
+    totals.link_free_s[0] = begin + moved * fleet.tier_shared_token_s
+    world.replicas.link_free_s[replica] = begin + moved * fleet.tier_token_s
+    lands_s = world.replicas.link_free_s[replica] + fleet.tier_latency_s
+    requests.lands_s[request] = lands_s
+    requests.ready_s[request] = min(lands_s, now_s + patience_s(world, replica, tokens - cached))
     requests.fetched[request], requests.landed[request] = cached, reach
 
 
