@@ -46,7 +46,7 @@ run_tests = $(PYTEST) $(1)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench real test test-fast docs deploy-check proto lint types check constraints demo-model ahead gpu-pack gpu-check clean
+.PHONY: help setup bench real test test-fast docs deploy-check deploy-render proto lint types check constraints demo-model ahead gpu-pack gpu-check clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -93,6 +93,12 @@ docs: $(READY)  ## Build the documentation into out/docs; a warning is an error
 
 deploy-check: $(READY)  ## Check the overlays of deploy/ with your values (OVERLAY=deploy/overlays/production: one)
 	$(BIN)/python -m deploy.checks $(or $(OVERLAY),$(wildcard deploy/overlays/*))
+
+RENDERED := $(or $(OVERLAY),deploy/overlays/production)
+deploy-render: $(READY)  ## Render an overlay with your values into out/deploy/NAME.yaml and check it: what a release carries (OVERLAY=...)
+	@mkdir -p out/deploy
+	$(BIN)/kubectl kustomize $(RENDERED) > out/deploy/$(notdir $(RENDERED)).yaml
+	$(BIN)/python -m deploy.checks out/deploy/$(notdir $(RENDERED)).yaml
 
 proto: $(READY)  ## Generate the tier's stubs again after editing proto/
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=. \

@@ -23,9 +23,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(command: list[str], port: int, *, log: Path, cwd: Path | None = None) -> Iterator[str]:
+def serving(
+    command: list[str], port: int, *, log: Path, cwd: Path | None = None, host: str = "127.0.0.1"
+) -> Iterator[str]:
     """Run a server command until it is healthy on `port`; yields its URL."""
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://{host}:{port}"
     with log.open("wb") as stream:
         server = subprocess.Popen(
             command, stdout=stream, stderr=stream, start_new_session=True, cwd=cwd

@@ -33,6 +33,7 @@ def add_plan_parser(commands: Subparsers) -> None:
     _add_traffic(parser.add_argument_group("traffic: a trace, or sessions as described"))
     _add_replica(parser.add_argument_group("a replica: as measured, or by stated figures"))
     _add_fleet(parser.add_argument_group("fleet"))
+    _add_probe(parser.add_argument_group("before a calibration"))
     add = parser.add_argument_group("output").add_argument
     add("--json", metavar="FILE", help="write the whole answer as JSON")
     add("--report", metavar="FILE", help="write one self-contained HTML page")
@@ -100,10 +101,39 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
         "(%(default)s)")  # fmt: skip
 
 
+def _add_probe(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--write-probe", metavar="FILE", help="write a trace whose replay measures an engine's "
+        "rates, and simulate nothing")  # fmt: skip
+    add("--probe-gap", default="0.5", metavar="S", help="between its requests (%(default)s)")
+    add("--probe-token-time", default="1e-4", metavar="S", help="more for each of their tokens: "
+        "longer than the engine takes, or they are not alone (%(default)s)")  # fmt: skip
+
+
+def write_probe(options: argparse.Namespace) -> None:
+    """The trace of `kvtier.traffic.probe`, into the file that --write-probe names."""
+    from kvtier.bench.options import output_file
+    from kvtier.traffic.probe import probe_trace
+
+    file = output_file(options.write_probe, "--write-probe")
+    assert file is not None
+    trace = probe_trace(
+        parse_number(options.probe_gap, "--probe-gap", zero=True),
+        parse_number(options.probe_token_time, "--probe-token-time"),
+    )
+    trace.write(file)
+    if not options.quiet:
+        requests = trace.requests
+        print(f"{file}: {len(requests)} requests in {requests[-1].arrival_s:.0f} s")
+
+
 def run_plan(options: argparse.Namespace) -> int:
     """Handler of `kvtier plan`. Raises KvtierError."""
     from kvtier.bench.options import output_file
 
+    if options.write_probe is not None:
+        write_probe(options)
+        return EXIT_OK
     question = read_question(options)
     outputs = [output_file(options.json, "--json"), output_file(options.report, "--report")]
     document = answer(question, options.quiet)

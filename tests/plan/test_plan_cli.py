@@ -10,6 +10,8 @@ from traffic.trace_models import make_trace, write_trace
 
 from kvtier.cli import main
 from kvtier.plan.study import PlanDocument
+from kvtier.traffic.probe import probe_trace
+from kvtier.traffic.trace import read_trace
 
 FAST = ["--gpu", "a100", "--model", "llama-3-8b", "--tp", "1", "-q"]
 
@@ -31,6 +33,8 @@ def trace(tmp_path: Path) -> str:
         (["--slo-ttft", "0"], "--slo-ttft: expected a number above 0"),
         (["--turns", "0.5"], "--turns: expected a number of at least 1"),
         (["--calibration", "gone"], "--calibration: expected what `python -m kvtier.bench"),
+        (["--write-probe", "no/such/file"], "--write-probe: expected a file in an existing"),
+        (["--write-probe", "f", "--probe-token-time", "0"], "--probe-token-time: expected a number"),
         (["--json", "no/such/file"], "--json: expected a file in an existing directory"),
     ],
 )
@@ -45,6 +49,14 @@ def test_a_description_beside_a_trace_is_refused(trace, capsys):
     assert "--turns: expected no such flag beside --trace" in capsys.readouterr().err
     assert main(["plan", "--trace", trace, "--requests", "100000"]) == 2
     assert "--requests: expected at most" in capsys.readouterr().err
+
+
+def test_the_probe_is_a_trace_that_a_replay_can_read(tmp_path, capsys):
+    file = tmp_path / "probe.jsonl"
+    times = ["--probe-gap", "2", "--probe-token-time", "0.001"]
+    assert main(["plan", "--write-probe", str(file), *times]) == 0
+    assert capsys.readouterr().out.startswith(f"{file}: ")
+    assert read_trace(file) == probe_trace(2.0, 0.001)
 
 
 def test_a_trace_gives_a_table_a_document_and_a_page(trace, tmp_path, capsys):
