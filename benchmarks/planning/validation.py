@@ -46,7 +46,7 @@ SCALED_SETTINGS = {
     "TIER_SPAN_TOKENS": 512,
 }
 # What a scaled token of the replay that calibrates may take at most, on any machine of today.
-TOKEN_S = 1e-3
+TOKEN_S = 2.5e-4
 HIT_RATE, RESIDENT, TTFT = 0.05, 0.05, 0.25
 
 
@@ -54,14 +54,15 @@ def declare(arguments: Arguments) -> None:
     arguments.add("--trace", required=True, metavar="FILE", help="in Mooncake's format")
     arguments.add("--policies", default=POLICIES, help="of the bench (%(default)s)")
     arguments.whole("--requests", 300, "of it, the first ones")
-    arguments.whole("--block-tokens", 16, "what a block of 512 tokens becomes on this machine")
+    arguments.whole("--block-tokens", 32, "what a block of 512 tokens becomes on this machine")
     arguments.number("--speed", 1.0, "requests arrive so many times as fast")
-    arguments.add("--kv-budget", default="76m", metavar="SIZE", help="bytes of KV (%(default)s)")
+    arguments.add("--kv-budget", default="152m", metavar="SIZE", help="bytes of KV (%(default)s)")
     arguments.add(
-        "--probe-budget", default="20m", metavar="SIZE",
+        "--probe-budget", default="40m", metavar="SIZE",
         help="of the replay that calibrates: small, so that something is restored (%(default)s)",
     )  # fmt: skip
-    arguments.number("--probe-gap", 0.5, "s between its requests, and 1 ms a token more")
+    arguments.number("--probe-gap", 1.2, "s between its requests, and 0.25 ms a token more")
+    arguments.add("--keep", type=Path, metavar="DIR", help="for the JSON of both replays")
 
 
 def run(options: Options) -> Measured:
@@ -75,6 +76,9 @@ def run(options: Options) -> Measured:
             options, Path(options.trace), options.kv_budget,
             ["--requests", str(options.requests), "--speed", str(options.speed)],
         )  # fmt: skip
+    if options.keep is not None:
+        for name, document in (("probe", calibrating), ("judged", judged)):
+            (options.keep / f"{name}.json").write_text(document.model_dump_json())
     rows = []
     for probed, real in zip(calibrating.runs, judged.runs, strict=True):
         rows.append(compare(judged, real, calibrate(probed)))

@@ -1,7 +1,8 @@
 """A replica's rates from a replay of the real engine, request by request.
 
 Requests that were served alone (no other one was there) say what prefill costs, with and without a
-cached prefix and restored tokens; those that came together and alone say what a batch costs. Rates
+cached prefix and restored tokens; those that came together and with no others say what a request
+more in a pass costs, and a step of a batch. Rates
 are the non-negative least squares (scipy's `nnls`) of the times over what the model of
 `kvtier.plan.fleet.Rates` multiplies them by, each time weighted by its inverse: a relative error
 counts alike for short and long requests. `kvtier.traffic.probe` is a trace that has such requests.
@@ -55,8 +56,9 @@ def calibrate(run: ReplayResult, argument: str = "--calibration") -> Calibration
     if len(alone) < LEAST_REQUESTS:
         expected = f"a replay with at least {LEAST_REQUESTS} requests that were served alone"
         raise UsageError(argument, expected, f"{len(alone)} under policy {run.policy}")
-    times = np.array([record.ttft_ms for record in alone]) / 1e3
-    terms = np.array([_prefill_terms(record, run.chunk_tokens) for record in alone])
+    passes = [group for group in groups if len(group) == 1 or _new(group) <= run.chunk_tokens]
+    times = np.array([_ttft_s(group) for group in passes])
+    terms = np.array([_prefill_terms(group, run.chunk_tokens) for group in passes])
     prefill, ttft_error = _fit(terms, times)
     batches = [group for group in groups if group[0].tpot_ms is not None]
     tpots = np.array([_tpot_s(group) for group in batches])
@@ -64,14 +66,15 @@ def calibrate(run: ReplayResult, argument: str = "--calibration") -> Calibration
     return Calibration(
         rates=Rates(
             prefill_base_s=prefill[0],
-            prefill_token_s=prefill[1],
-            prefill_pair_s=prefill[2],
+            prefill_request_s=prefill[1],
+            prefill_token_s=prefill[2],
+            prefill_pair_s=prefill[3],
             decode_base_s=decode[0],
             decode_request_s=decode[1],
             decode_token_s=decode[2],
-            tier_latency_s=prefill[3],
-            tier_token_s=prefill[4],
-            tier_spill_token_s=prefill[4],
+            tier_latency_s=prefill[4],
+            tier_token_s=prefill[5],
+            tier_spill_token_s=prefill[5],
         ),
         ttft_error=ttft_error,
         tpot_error=tpot_error,
@@ -116,13 +119,26 @@ def groups_alone(records: Sequence[ReplayRecord]) -> list[list[ReplayRecord]]:
     return alone
 
 
-def _prefill_terms(record: ReplayRecord, chunk_tokens: int) -> list[float]:
-    """What the rates of a request's prefill are multiplied by: passes, new tokens, pairs of tokens,
-    whether there is something to restore, and how much."""
-    new = record.prompt_tokens - record.cached_tokens
-    pairs = new * (record.cached_tokens + new / 2)
-    restored = record.restored_tokens
-    return [math.ceil(new / chunk_tokens), new, pairs, float(restored > 0), restored]
+def _prefill_terms(group: Sequence[ReplayRecord], chunk_tokens: int) -> list[float]:
+    """What the rates of a group's prefill are multiplied by: passes, requests, new tokens, pairs of
+    tokens, whether there is something to restore, and how much."""
+    new = [record.prompt_tokens - record.cached_tokens for record in group]
+    pairs = sum(
+        count * (record.cached_tokens + count / 2) for record, count in zip(group, new, strict=True)
+    )
+    restored = sum(record.restored_tokens for record in group)
+    passes = math.ceil(sum(new) / chunk_tokens)
+    return [passes, len(group), sum(new), pairs, float(restored > 0), restored]
+
+
+def _new(group: Sequence[ReplayRecord]) -> int:
+    """Tokens that were computed."""
+    return sum(record.prompt_tokens - record.cached_tokens for record in group)
+
+
+def _ttft_s(group: Sequence[ReplayRecord]) -> float:
+    """The mean: the first of requests that come together may have a pass of its own."""
+    return sum(record.ttft_ms for record in group) / len(group) / 1e3
 
 
 def _decode_terms(group: Sequence[ReplayRecord]) -> list[float]:

@@ -17,7 +17,8 @@ ROUTINGS = ("affinity", "cache-aware", "least-loaded", "two-choices", "round-rob
 class Rates:
     """How long a replica's passes take, in seconds.
 
-    A prefill pass: prefill_base_s + prefill_token_s * new tokens
+    A prefill pass: prefill_base_s + prefill_request_s * requests that begin in it
+                    + prefill_token_s * new tokens
                     + prefill_pair_s * (new tokens x tokens that each attends to)
     A decode step:  decode_base_s + decode_request_s * requests
                     + decode_token_s * tokens of full KV that they read
@@ -34,6 +35,7 @@ class Rates:
     decode_base_s: float
     decode_request_s: float
     decode_token_s: float
+    prefill_request_s: float = 0.0
     tier_latency_s: float = 0.0
     tier_token_s: float = 0.0
     tier_shared_token_s: float = 0.0

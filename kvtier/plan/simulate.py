@@ -124,6 +124,7 @@ def _numbers(plan: FleetPlan) -> Fleet:
         chunk=plan.chunk_tokens,
         max_running=plan.max_running,
         prefill_base_s=float(rates.prefill_base_s),
+        prefill_request_s=float(rates.prefill_request_s),
         prefill_token_s=float(rates.prefill_token_s),
         prefill_pair_s=float(rates.prefill_pair_s),
         decode_base_s=float(rates.decode_base_s),

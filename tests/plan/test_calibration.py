@@ -20,6 +20,7 @@ from kvtier.traffic.probe import probe_trace
 
 TRUE = Rates(
     prefill_base_s=0.012,
+    prefill_request_s=0.004,
     prefill_token_s=9e-5,
     prefill_pair_s=2e-8,
     decode_base_s=0.011,
@@ -64,7 +65,10 @@ def simulated_run() -> ReplayResult:
 
 def test_the_rates_that_made_the_times_are_found_again():
     found = calibrate(simulated_run())
-    for name in ("prefill_base_s", "prefill_token_s", "prefill_pair_s", "decode_base_s"):
+    for name in (
+        *("prefill_base_s", "prefill_request_s", "prefill_token_s", "prefill_pair_s"),
+        "decode_base_s",
+    ):
         assert getattr(found.rates, name) == pytest.approx(getattr(TRUE, name), rel=0.1), name
     assert found.rates.decode_request_s == pytest.approx(TRUE.decode_request_s, rel=0.2)
     assert found.rates.decode_token_s == pytest.approx(TRUE.decode_token_s, rel=0.3)

@@ -34,7 +34,10 @@ def trace(tmp_path: Path) -> str:
         (["--turns", "0.5"], "--turns: expected a number of at least 1"),
         (["--calibration", "gone"], "--calibration: expected what `python -m kvtier.bench"),
         (["--write-probe", "no/such/file"], "--write-probe: expected a file in an existing"),
-        (["--write-probe", "f", "--probe-token-time", "0"], "--probe-token-time: expected a number"),
+        (
+            ["--write-probe", "f", "--probe-token-time", "0"],
+            "--probe-token-time: expected a number",
+        ),
         (["--json", "no/such/file"], "--json: expected a file in an existing directory"),
     ],
 )

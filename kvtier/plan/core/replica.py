@@ -1,7 +1,8 @@
 """One replica's scheduler, as SGLang's: new prompts go before decoding, in chunks of `chunk`
 tokens, first come first served; what waits for the tier does not hold up what is behind it.
 
-    prefill pass   base + token * new tokens + pair * (new tokens x tokens that they attend to)
+    prefill pass   base + request * requests that begin in it
+                   + token * new tokens + pair * (new tokens x tokens that they attend to)
     decode step    base + request * batch + token * tokens that the batch reads
 
 A pass of either kind is one event, and so are all decode steps up to the next one that changes the
@@ -157,6 +158,7 @@ def _start_prefill(world: World, traffic: Asked, fleet: Fleet, replica: int, now
         if outcome == NEVER_FITS:
             leave(world, traffic, replica, request, now_s)
         else:
+            took_s += fleet.prefill_request_s
             took_s += _take_chunk(world, traffic, fleet, replica, request, room)
             room -= requests.chunk[request]
         request = after

@@ -54,6 +54,7 @@ class Fleet(NamedTuple):
     chunk: int
     max_running: int
     prefill_base_s: float
+    prefill_request_s: float
     prefill_token_s: float
     prefill_pair_s: float
     decode_base_s: float
