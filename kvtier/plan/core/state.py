@@ -100,15 +100,16 @@ def asked(traffic: Traffic) -> Asked:
 
 # Per request. replica: where it went; hit_device, hit_tier: tokens that were not computed. One that
 # fits no replica is refused, and its times stay nan. The rest is for while it is there: the one
-# behind it in the queue, until when it waits for the tier, when that has answered and what it
-# fetched, the unit that it goes on from, its own unit, tokens left to compute, in the pass under
-# way and restored, slots that it has beside its units', tokens that attention reads, and the decode
-# step that ends it.
+# behind it in the queue, until when it waits for the tier, when that has answered, what it fetched
+# and how much of that is whole turns, the unit that it goes on from, its own unit, tokens left to
+# compute, in the pass under way and restored, slots that it has beside its units', tokens that
+# attention reads, and the decode step that ends it.
 _REQUESTS = {
     "arrived_s": "f8", "first_s": "f8", "finish_s": "f8", "replica": "i4", "hit_device": "i4",
     "hit_tier": "i4", "refused": "?", "follows": "i4", "ready_s": "f8", "lands_s": "f8",
     "fetched": "i4", "landed": "i4", "anchor": "i4", "own": "i4", "left": "i4", "chunk": "i4",
-    "restored": "i4", "reserved_ca": "i4", "reserved_loc": "i4", "reads": "f8", "target": "i8",
+    "restored": "i4", "recorded": "i4", "reserved_ca": "i4", "reserved_loc": "i4", "reads": "f8",
+    "target": "i8",
 }  # fmt: skip
 # Per unit; the root of replica i is unit i. sibling: the next variant of the same parent that
 # begins within the same node, key_node; prompt: where the prompt ended of the request that computed
@@ -131,9 +132,17 @@ _REPLICAS = {
     "link_free_s": "f8", "evicted": "i8", "compute_rate": "f8", "load_rate": "f8",
     "loaded_s": "f8",
 }  # fmt: skip
-# Per node of the traffic: tokens that the tier holds of it, since when, and its neighbours in the
-# tier's order of use; home: the replica that served it last.
-_KEPT = {"held": "i4", "since_s": "f8", "newer": "i4", "older": "i4", "home": "i4"}
+# Per node of the traffic: tokens that the tier holds of it, since when, where a turn that it knows
+# whole ends in it, and its neighbours in the tier's order of use; home: the replica that served it
+# last.
+_KEPT = {
+    "held": "i4",
+    "turn_end": "i4",
+    "since_s": "f8",
+    "newer": "i4",
+    "older": "i4",
+    "home": "i4",
+}
 # Of all: tokens that the tier holds and has evicted, the newest and oldest of its nodes, when its
 # link is free, unused units, arrivals taken so far, and the round robin's place.
 _TOTALS = {

@@ -2,6 +2,10 @@
 
 The tier holds tokens of the traffic's nodes, least recently used ones out first. A node is held
 after all before it, and put into the order of use after them, so what it evicts ends a prefix.
+
+A prompt that begins with a whole turn of before, answer included, has that back as it was
+compressed. What follows, or a prompt that leaves a turn in its middle, has whole spans of exact KV,
+compressed when its own turn ends (`kvtier_sglang.radix.restorer`).
 """
 
 from __future__ import annotations
@@ -18,6 +22,9 @@ def spill(world: World, traffic: Asked, fleet: Fleet, request: int, now_s: float
     """A turn has ended: what the tier lacks of it is written behind the answer."""
     kept, totals = world.kept, world.totals
     node, known = traffic.asks.out_node[request], traffic.asks.out_known[request]
+    tokens, answer = traffic.asks.input_tokens[request], traffic.asks.output_tokens[request] - 1
+    if known == tokens + answer:
+        kept.turn_end[node] = known
     while node != NONE:
         tokens = min(known, traffic.nodes.stop[node]) - traffic.nodes.start[node]
         more = tokens - kept.held[node]
@@ -32,7 +39,7 @@ def spill(world: World, traffic: Asked, fleet: Fleet, request: int, now_s: float
         _take_out(world, oldest)
         totals.held[0] -= kept.held[oldest]
         totals.evicted[0] += kept.held[oldest]
-        kept.held[oldest] = 0
+        kept.held[oldest] = kept.turn_end[oldest] = 0
 
 
 @compiled
@@ -80,43 +87,67 @@ def held_until(world: World, traffic: Asked, limit: int, now_s: float) -> int:
 
 
 @compiled
+def _recorded_until(world: World, reach: int) -> int:
+    """Where the last turn ends whose KV, answer included, is within `reach` tokens of the path at
+    hand; 0 for none."""
+    kept, depth, found = world.kept, 0, 0
+    while world.path[depth] != NONE:
+        end = kept.turn_end[world.path[depth]]
+        if 0 < end <= reach:
+            found = end
+        depth += 1
+    return found
+
+
+@compiled
 def fetch(
     world: World, traffic: Asked, fleet: Fleet, request: int, cached: int, now_s: float
 ) -> None:
-    """A request arrived whose replica has `cached` tokens: what the tier has behind them comes over
-    the replica's link and the tier's own, one request after the other, as long as loading has been
-    measured to pay. The path at hand is the request's."""
+    """A request arrived whose replica has `cached` tokens, and asks for what the tier has behind
+    them, as long as loading has been measured to pay. A replica's questions are answered one after
+    the other; what the rates of a request that waits for nothing have in them is asking in vain.
+    The path at hand is the request's."""
     requests, totals = world.requests, world.totals
     replica, tokens = requests.replica[request], traffic.asks.input_tokens[request]
     requests.ready_s[request] = requests.lands_s[request] = now_s
-    requests.fetched[request] = requests.landed[request] = 0
+    requests.fetched[request] = requests.landed[request] = requests.recorded[request] = 0
     if tokens - cached < fleet.tier_span or not loading_pays(world, replica, now_s):
         return
+    begin = max(now_s, world.replicas.link_free_s[replica])
+    patient_until = now_s + patience_s(world, replica, tokens - cached)
     reach = held_until(world, traffic, tokens - 1, now_s)
+    recorded = _recorded_until(world, reach)
+    reach = max(recorded, reach // fleet.tier_span * fleet.tier_span)
     moved = reach - cached
-    if moved <= 0:
+    if moved < fleet.tier_span:
+        world.replicas.link_free_s[replica] = begin + fleet.tier_latency_s
+        requests.ready_s[request] = requests.lands_s[request] = min(begin, patient_until)
         return
-    begin = max(now_s, world.replicas.link_free_s[replica], totals.link_free_s[0])
+    begin = max(begin, totals.link_free_s[0])
     totals.link_free_s[0] = begin + moved * fleet.tier_shared_token_s
-    world.replicas.link_free_s[replica] = begin + moved * fleet.tier_token_s
-    lands_s = world.replicas.link_free_s[replica] + fleet.tier_latency_s
-    requests.lands_s[request] = lands_s
-    requests.ready_s[request] = min(lands_s, now_s + patience_s(world, replica, tokens - cached))
+    lands_s = begin + fleet.tier_latency_s + moved * fleet.tier_token_s
+    world.replicas.link_free_s[replica] = requests.lands_s[request] = lands_s
+    requests.ready_s[request] = min(lands_s, patient_until)
     requests.fetched[request], requests.landed[request] = cached, reach
+    requests.recorded[request] = recorded
 
 
 @compiled
 def restore(world: World, traffic: Asked, fleet: Fleet, unit: int, request: int) -> int:
-    """Hang what was fetched below the locked unit that a request has matched, compressed as the
-    turn that it is from had been. Its slots are reserved. Returns the unit that the request goes
+    """Hang what was fetched below the locked unit that a request has matched: turns compressed as
+    they had been, the rest exact. Its slots are reserved. Returns the unit that the request goes
     on from, locked."""
-    reach = world.requests.landed[request]
+    reach, recorded = world.requests.landed[request], world.requests.recorded[request]
     set_path(world, traffic, traffic.asks.node[request])
-    deepest = append(world, traffic, fleet, unit, reach, reach, reach)
-    restored = deepest
-    while fleet.compresses and restored != unit:
-        compress(world, fleet, restored)
-        restored = world.units.parent[restored]
+    deepest = unit
+    if recorded > world.units.stop[unit]:
+        deepest = append(world, traffic, fleet, unit, recorded, recorded, recorded)
+        turn = deepest
+        while fleet.compresses and turn != unit:
+            compress(world, fleet, turn)
+            turn = world.units.parent[turn]
+    if reach > world.units.stop[deepest]:
+        deepest = append(world, traffic, fleet, deepest, reach, reach, reach)
     return deepest
 
 

@@ -7,7 +7,7 @@ import math
 from kvtier.plan.core.compiled import compiled
 from kvtier.plan.core.radix import append, set_path, walk
 from kvtier.plan.core.state import Asked, Fleet, World
-from kvtier.plan.core.units import lock_path, unlock_path
+from kvtier.plan.core.units import lock_path, merge_upwards, unlock_path
 
 
 @compiled
@@ -59,11 +59,12 @@ def end_turn(world: World, traffic: Asked, fleet: Fleet, request: int) -> None:
 
 @compiled
 def compress_path(world: World, fleet: Fleet, unit: int) -> None:
-    """Compress what no request has locked of the path to a unit."""
+    """Compress what no request has locked of the path to a unit, each turn as one."""
     units = world.units
     root = units.replica[unit]
     while unit != root:
         if not units.compressed[unit] and units.locks[unit] == 0:
+            merge_upwards(world, unit)
             ca, loc = compress(world, fleet, unit)
             world.replicas.evictable_ca[root] -= ca
             world.replicas.evictable_loc[root] -= loc

@@ -153,9 +153,40 @@ def evict_oldest(world: World, replica: int) -> None:
     replicas.evictable_ca[replica] -= ca
     replicas.evictable_loc[replica] -= loc
     replicas.evicted[replica] += units.stop[unit] - units.start[unit]
-    units.replica[unit] = NONE
+    free_unit(world, unit)
+
+
+@compiled
+def free_unit(world: World, unit: int) -> None:
+    """A unit that is nowhere any more can be a new one."""
+    world.units.replica[unit] = NONE
     world.free[world.totals.free_units[0]] = unit
     world.totals.free_units[0] += 1
+
+
+@compiled
+def merge_upwards(world: World, unit: int) -> None:
+    """Make an unlocked unit one with those before it that are of its turn: uncompressed, no
+    boundary, and used by nobody else. It keeps its place in the order of use."""
+    units = world.units
+    root, parent = units.replica[unit], units.parent[unit]
+    while (
+        parent != root
+        and not units.compressed[parent]
+        and not units.branch[parent]
+        and units.locks[parent] == 0
+        and units.children[parent] == 1
+    ):
+        before, key_node = units.parent[parent], units.key_node[parent]
+        detach(world, unit)
+        detach(world, parent)
+        units.start[unit] = units.start[parent]
+        units.ca[unit] += units.ca[parent]
+        units.loc[unit] += units.loc[parent]
+        attach(world, unit, before, key_node)
+        take_out(world, parent)
+        free_unit(world, parent)
+        parent = before
 
 
 @compiled
@@ -184,6 +215,7 @@ __all__ = [
     "detach",
     "first_child",
     "lock_path",
+    "merge_upwards",
     "new_unit",
     "reserve",
     "touch_path",
