@@ -13,7 +13,7 @@ from kvtier.plan.core.state import World
 # As in the engine: how much a new measurement counts, how many tokens measure a rate rather than
 # overheads, how long a load rate is good for, and the longest that a request waits for the tier.
 WEIGHT = 0.2
-LEAST_CHUNK_TOKENS = 128
+LEAST_TOKENS = 128
 LOAD_RATE_LIFE_S = 60.0
 LONGEST_WAIT_S = 30.0
 
@@ -21,7 +21,7 @@ LONGEST_WAIT_S = 30.0
 @compiled
 def computed(world: World, replica: int, tokens: int, seconds: float) -> None:
     """A prefill pass with so many tokens of one request took so long."""
-    if tokens >= LEAST_CHUNK_TOKENS and seconds > 0:
+    if tokens >= LEAST_TOKENS and seconds > 0:
         replicas = world.replicas
         replicas.compute_rate[replica] = _average(replicas.compute_rate[replica], tokens / seconds)
 
@@ -30,7 +30,7 @@ def computed(world: World, replica: int, tokens: int, seconds: float) -> None:
 def loaded(world: World, replica: int, tokens: int, seconds: float, now_s: float) -> None:
     """Loading so many tokens took so long."""
     replicas = world.replicas
-    if seconds > 0:
+    if tokens >= LEAST_TOKENS and seconds > 0:
         old = 0.0 if _is_old(world, replica, now_s) else replicas.load_rate[replica]
         replicas.load_rate[replica] = _average(old, tokens / seconds)
         replicas.loaded_s[replica] = now_s

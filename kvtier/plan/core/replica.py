@@ -213,8 +213,8 @@ def _admit(
         unit = restore(world, traffic, fleet, unit, request)
         requests.reserved_ca[request] -= restored
         requests.reserved_loc[request] -= restored if fleet.compresses else 0
-        took_s = requests.lands_s[request] - requests.arrived_s[request]
-        took_s += restored * fleet.tier_write_token_s
+        token_s = fleet.tier_token_s + fleet.tier_write_token_s
+        took_s = fleet.tier_latency_s + restored * token_s
         loaded(world, replica, restored, took_s, now_s)
     requests.hit_device[request], requests.hit_tier[request] = hit, restored
     requests.restored[request] = restored

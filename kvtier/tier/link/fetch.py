@@ -16,7 +16,7 @@ class Fetch(Generic[Result]):
     """Work under way. done: whether `result` is final. Written by one thread, read by another.
 
     needs:   names of blobs that the work asks for; called in the background, at most once.
-    held_s:  that the work waited for what of them was on its way to the tier.
+    took_s:  how long the work ran, without waiting for its turn or for what was on its way.
     context: of who made this, which the work runs in.
     """
 
@@ -27,7 +27,7 @@ class Fetch(Generic[Result]):
     ) -> None:
         self.work, self.needs = work, needs
         self.context = copy_context()
-        self.held_s = 0.0
+        self.took_s = 0.0
         self.result: Result | None = None
         self.cancelled = False
         self._ended = threading.Event()

@@ -20,11 +20,10 @@ from kvtier.tier.link.fetch import Fetch
 
 
 class Held(NamedTuple):
-    """A fetch, and the names of the blobs that it waits for. since, until: time.monotonic()."""
+    """A fetch, and the names of the blobs that it waits for. until: time.monotonic()."""
 
     fetch: Fetch[Any]
     keys: AbstractSet[bytes]
-    since: float
     until: float
 
 
@@ -44,8 +43,7 @@ class Incoming:
 
     def hold(self, fetch: Fetch[Any], keys: AbstractSet[bytes], longest_s: float) -> None:
         """The fetch, which came out last, waits for these first."""
-        now = time.monotonic()
-        self._held.append(Held(fetch, keys, now, now + longest_s))
+        self._held.append(Held(fetch, keys, time.monotonic() + longest_s))
 
     def next(self, over: Callable[[AbstractSet[bytes]], bool]) -> Fetch[Any] | None:
         """The first one that may begin, if there is one. over: whether blobs need not be waited for
@@ -54,7 +52,6 @@ class Incoming:
         for index, held in enumerate(self._held):
             if held.fetch.cancelled or held.until <= now or over(held.keys):
                 del self._held[index]
-                held.fetch.held_s = now - held.since
                 return held.fetch
         return self._waiting.popleft() if self._waiting else None
 

@@ -280,8 +280,9 @@ class TierLink:
         while (fetch := self._next_fetch()) is not None:
             if self._held(fetch):
                 continue
-            run = self._calls.run_or_miss
+            run, began = self._calls.run_or_miss, time.monotonic()
             result = None if fetch.cancelled else fetch.context.run(run, "get", fetch.work)
+            fetch.took_s = time.monotonic() - began
             try:
                 fetch.end(result)
             except Exception:

@@ -40,7 +40,7 @@ from kvtier.tier.prefetch.host import Layouts
 from kvtier.tier.prefetch.lookup import Landed, Lookup
 from kvtier_sglang.ranks import Awaited
 from kvtier_sglang.tier.codec import SpanCodec
-from kvtier_sglang.tier.cost_model import CostModel
+from kvtier_sglang.tier.cost_model import LEAST_TOKENS, CostModel
 from kvtier_sglang.tier.prefetch import PendingFetch, PendingFetches
 from kvtier_sglang.tier.scopes import memory_in, separated, without_memory
 from kvtier_sglang.tier.spiller import Spiller
@@ -215,11 +215,13 @@ class TierConnector:
         return self.fetches.take(rid)
 
     def restored(self, pending: PendingFetch, tokens: int, seconds: float) -> None:
-        """So many tokens of what came were written into the pool, in so long."""
+        """So many tokens of what came were written into the pool, in so long. Waiting behind other
+        requests' questions, and for the scheduler to look, is not loading: a busy server would
+        take its tier for a slow one."""
         self.counters["restored_requests"] += 1
         self.counters["restored_tokens"] += tokens
-        loading_s = pending.waited_s - pending.fetch.held_s + seconds
-        self.cost_model.loaded(loading_s, tokens * self.token_bytes)
+        if tokens >= LEAST_TOKENS:
+            self.cost_model.loaded(pending.fetch.took_s + seconds, tokens * self.token_bytes)
 
     def forget_prefetch(self, rid: str) -> None:
         """Nothing is fetched for the request any more."""

@@ -1,7 +1,7 @@
 """How fast this server computes and loads context, as measured: what decides "load or recompute".
 
     compute   tokens per second of prefill, over chunks
-    load      bytes per second from asking the tier to having written the pool
+    load      bytes per second, of asking the tier and of writing the pool
 
 Both are exponential averages over what really happened. Without a recent measurement, loading is
 assumed to pay. Scheduler thread only.
@@ -15,8 +15,8 @@ from typing import Any
 
 # New measurements count for this much.
 WEIGHT = 0.2
-# Fewer new tokens than that measure overheads, not the rate.
-LEAST_CHUNK_TOKENS = 128
+# Fewer tokens than that, computed or loaded, measure overheads and not the rate.
+LEAST_TOKENS = 128
 # A load rate that is older says nothing about the tier of today.
 LOAD_RATE_LIFE_S = 60.0
 
@@ -33,7 +33,7 @@ class CostModel:
 
     def computed(self, seconds: float, tokens: int) -> None:
         """A prefill pass of `tokens` took so long."""
-        if tokens >= LEAST_CHUNK_TOKENS and seconds > 0:
+        if tokens >= LEAST_TOKENS and seconds > 0:
             self.compute_tokens_per_s = _average(self.compute_tokens_per_s, tokens / seconds)
 
     def loaded(self, seconds: float, num_bytes: int) -> None:

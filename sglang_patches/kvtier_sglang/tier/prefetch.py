@@ -27,15 +27,13 @@ from kvtier_sglang.ranks import Answer
 class PendingFetch:
     """One request's question.
 
-    scope: where its KV is. asked, deadline: time.monotonic(), the second when it gives up.
-    waited_s: until it was settled. came: whether all ranks have their part, None until then.
+    scope: where its KV is. deadline: time.monotonic() when it gives up.
+    came: whether all ranks have their part, None until it is settled.
     """
 
     fetch: Fetch[Landed | None]
     scope: Scope
-    asked: float
     deadline: float
-    waited_s: float = 0.0
     came: bool | None = None
 
     @property
@@ -49,7 +47,7 @@ class PendingFetch:
 
     def settle(self, *, came: bool) -> None:
         """See ranks.Awaited."""
-        self.came, self.waited_s = came, time.monotonic() - self.asked
+        self.came = came
 
     @property
     def landed(self) -> Landed | None:
@@ -78,9 +76,9 @@ class PendingFetches:
 
     def ask(self, rid: str, lookup: Lookup, patience_s: float) -> None:
         """Ask for a request that has not asked yet."""
-        now = time.monotonic()
+        deadline = time.monotonic() + patience_s
         self._pending[rid] = PendingFetch(
-            self.link.submit(lookup, needs=lookup.needs), lookup.scope, now, now + patience_s
+            self.link.submit(lookup, needs=lookup.needs), lookup.scope, deadline
         )
         self.counters["asked"] += 1
 
@@ -88,8 +86,7 @@ class PendingFetches:
         """Other ranks ask for the request, this one does not: it has lost its part."""
         fetch: Fetch[Landed | None] = Fetch(lambda client: None)
         fetch.end(None)
-        now = time.monotonic()
-        self._pending[rid] = PendingFetch(fetch, scope, now, now)
+        self._pending[rid] = PendingFetch(fetch, scope, deadline=time.monotonic())
         self.counters["declined"] += 1
 
     def settled(self, rid: str) -> bool:

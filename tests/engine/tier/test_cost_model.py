@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier_sglang.tier.cost_model import LEAST_CHUNK_TOKENS, LOAD_RATE_LIFE_S, CostModel
+from kvtier_sglang.tier.cost_model import LEAST_TOKENS, LOAD_RATE_LIFE_S, CostModel
 
 TOKEN_BYTES = 1000
 
@@ -58,7 +58,7 @@ def test_one_good_load_later_it_is_used_again():
 
 def test_small_passes_and_empty_loads_say_nothing():
     costs = CostModel()
-    costs.computed(1.0, LEAST_CHUNK_TOKENS - 1)
+    costs.computed(1.0, LEAST_TOKENS - 1)
     costs.computed(0.0, 2000)
     costs.loaded(1.0, 0)
     assert costs.compute_tokens_per_s is None
