@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,7 +25,7 @@ from deploy.checks.rendering import DEPLOY
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-NAMESPACE, KEY = "kvtier", "the-pod-uid"
+NAMESPACE, KEY, MODEL = "kvtier", "the-pod-uid", "kvtier-demo"
 PATIENCE_S = 60
 # Every Pod of a cluster has an address of its own, and all engines the same port.
 ADDRESSES = {"engine-0": "127.0.0.2", "engine-1": "127.0.0.3"}
@@ -112,8 +113,11 @@ class Router:
         data = None if body is None else json.dumps(body).encode()
         given = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}", **headers}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, given)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{error}: {error.read().decode()}") from error
 
     def engines(self) -> set[str]:
         """Addresses of those that it knows and that are well."""
@@ -130,11 +134,11 @@ class Router:
         eventually(lambda: self.engines() == wanted, PATIENCE_S)
 
     def all_answer(self) -> None:
-        sampling = {"max_new_tokens": 2, "temperature": 0}
         for session in range(SESSIONS):
-            body = {"input_ids": [6, 7, 8, 9 + session], "sampling_params": sampling}
-            found = self.ask("/generate", body, {"x-session-id": f"session-{session}"})
-            assert len(found["output_ids"]) == 2
+            # Where engines are discovered, every request has to name its model.
+            body = {"model": MODEL, "prompt": f"{session} is", "max_tokens": 2}
+            found = self.ask("/v1/completions", body, {"x-session-id": f"session-{session}"})
+            assert found["usage"]["completion_tokens"] == 2
 
 
 @contextmanager
@@ -153,13 +157,14 @@ def process(command: Sequence[str], log: Path, **environment: str) -> Iterator[N
 @contextmanager
 def engines(folder: Path, port: int) -> Iterator[None]:
     """One at each address."""
-    model = DEPLOY.parent / "models" / "kvtier-demo"
+    model = DEPLOY.parent / "models" / MODEL
     with ExitStack() as all_of_them:
         for name, address in ADDRESSES.items():
             command = [
                 sys.executable, "-m", "kvtier", "serve", "--model-path", str(model),
                 "--device", "cpu", "--dtype", "float32", "--host", address, "--port", str(port),
-                "--max-total-tokens", "4096", "--skip-server-warmup", "--log-level", "warning",
+                "--served-model-name", MODEL, "--max-total-tokens", "4096", "--skip-server-warmup",
+                "--log-level", "warning",
             ]  # fmt: skip
             log = folder / f"{name}.log"
             all_of_them.enter_context(serving(command, port, log=log, host=address))
@@ -172,10 +177,10 @@ def test_engines_come_when_their_pods_are_ready_and_go_with_them(rendered):
     cluster = Cluster(api, {"app.kubernetes.io/name": "kvtier-engine"})
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvd")))
-        stack.enter_context(engines(folder, port))
         emulator = [sys.executable, str(Path(__file__).with_name("emulated_cluster.py")), str(api)]
         stack.enter_context(process(emulator, folder / "api.log"))
         eventually(cluster.answers, PATIENCE_S)
+        stack.enter_context(engines(folder, port))
         cluster.add("engine-0", ADDRESSES["engine-0"], ready=True, labels=cluster.labels)
         cluster.add("engine-1", ADDRESSES["engine-1"], ready=False, labels=cluster.labels)
         cluster.add("other", "127.0.0.4", ready=True, labels={"app.kubernetes.io/name": "other"})
