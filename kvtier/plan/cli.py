@@ -78,7 +78,7 @@ def _add_replica(group: argparse._ArgumentGroup) -> None:
     add("--tier-bytes", default="1000g", metavar="SIZE", help="that each replica's machine gives "
         "to the tier (%(default)s)")  # fmt: skip
     add("--in-flight-tokens", metavar="SIZE", help="tokens that compute and answer at once under "
-        "kvtier (32 mean requests, or the longest)")  # fmt: skip
+        "kvtier (32 mean requests, half of the budget at most)")  # fmt: skip
     add("--chunk", default="8k", metavar="SIZE", help="tokens of a prefill pass (%(default)s)")
     add("--max-running", default="64", help="requests of a replica at once (%(default)s)")
 

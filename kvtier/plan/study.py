@@ -26,8 +26,9 @@ from kvtier.traffic.lru import hit_rates
 from kvtier.traffic.prefixes import Traffic, copies, traffic_of
 from kvtier.traffic.trace import read_trace
 
-# What is in flight at once, where nobody says: so many requests of mean length.
-IN_FLIGHT_REQUESTS = 32
+# What is in flight at once, where nobody says: so many requests of mean length, as far as full KV
+# of theirs would fit that share of the budget.
+IN_FLIGHT_REQUESTS, IN_FLIGHT_SHARE = 32, 0.5
 # Sizes of the curve over an LRU cache, in tokens.
 CURVE_TOKENS = tuple(2.0**power for power in range(16, 31))
 Tell = Callable[[str], None]
@@ -42,7 +43,8 @@ class Question:
     replicas:    of the fleet; None: the fewest up to max_replicas that meet the SLO
     tier_bytes:  that each replica's machine gives to the tier
     in_flight_tokens: of requests that compute and answer, whose locality heads keep everything
-                 meanwhile; None: the longest request's, or 32 mean ones' if that is more
+                 meanwhile; None: 32 mean ones', as far as their full KV is half of
+                     the budget, but at least the longest's
     """
 
     policies: tuple[str, ...]
@@ -202,11 +204,12 @@ def cache_on(replica: Replica, question: Question, policy: str, traffic: Traffic
     inputs, windows = traffic.input_tokens, question.windows
     longest = int((inputs + traffic.output_tokens).max())
     mean = math.ceil(float(inputs.mean()))
+    in_flight = min(IN_FLIGHT_REQUESTS * mean, int(IN_FLIGHT_SHARE * budget / token))
     shape = SessionShape(
         context_tokens=mean,
         turn_tokens=math.ceil(float(traffic.output_tokens.mean())),
         kept_tokens=windows.sink + windows.recent + 1,
-        prefill_tokens=question.in_flight_tokens or max(longest, IN_FLIGHT_REQUESTS * mean),
+        prefill_tokens=question.in_flight_tokens or max(longest, in_flight),
         retention=question.retention,
     )
     pools = plan_pools(int(budget), slots, shape)

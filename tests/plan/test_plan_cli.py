@@ -54,6 +54,12 @@ def test_a_description_beside_a_trace_is_refused(trace, capsys):
     assert "--requests: expected at most" in capsys.readouterr().err
 
 
+def test_long_contexts_fit_a_small_replica_because_fewer_are_in_flight(capsys):
+    flags = ["--model", "llama-3-8b", "--tp", "1", "--context-tokens", "32768", "--replicas", "2"]
+    assert main(["plan", "-q", "--sessions", "8", "--slo-ttft", "60000", *flags]) == 0
+    assert "54 GB for KV" in capsys.readouterr().out
+
+
 def test_the_probe_is_a_trace_that_a_replay_can_read(tmp_path, capsys):
     file = tmp_path / "probe.jsonl"
     times = ["--probe-gap", "2", "--probe-token-time", "0.001"]
