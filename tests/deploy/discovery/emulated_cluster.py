@@ -1,6 +1,6 @@
 """An emulated Kubernetes API (kmock) that knows Pods and nothing else, as a process of its own.
 
-    python tests/deploy/emulated_cluster.py PORT
+    python tests/deploy/discovery/emulated_cluster.py PORT
 
 Pods are made, changed and deleted through the API itself, as a cluster's controllers do it.
 """
