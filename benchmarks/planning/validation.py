@@ -1,6 +1,8 @@
 """Does the simulator of `kvtier plan` say what the real engine does?
 
-    python -m benchmarks.planning.validation --trace conversation_trace.jsonl
+    OMP_NUM_THREADS=1 python -m benchmarks.planning.validation --trace conversation_trace.jsonl
+
+On two cores: one for the engine, and one for everything beside it, as a GPU's server has.
 
 Three policies replay the first requests of a recorded trace on the real engine, scaled to this
 machine. The simulator serves the same requests with the same pools. Its rates are from another
@@ -67,6 +69,8 @@ def declare(arguments: Arguments) -> None:
 
 def run(options: Options) -> Measured:
     read_trace(Path(options.trace))  # refused before an engine starts
+    if options.keep is not None:
+        options.keep.mkdir(parents=True, exist_ok=True)
     with scaled_windows(options.block_tokens), tempfile.TemporaryDirectory() as name:
         probe = Path(name) / "probe.jsonl"
         token_s = TOKEN_S * options.block_tokens / BLOCK_TOKENS

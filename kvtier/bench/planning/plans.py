@@ -165,8 +165,8 @@ def engine_args(options: Options, model: Model, policy: Policy, pools: PoolSizes
     }
     if model.device == "cpu":
         args |= {"disable_cuda_graph": True, "attention_backend": "torch_native"}
-        # A pass of a CPU ends where it is launched: what overlaps with the next one on a GPU would
-        # keep a first token back until that has ended, under traffic another prompt's.
+        # Launching a pass on a CPU returns when the pass has ended. SGLang's overlapping would then
+        # send a first token only after the next pass, which under traffic is another prompt's.
         args["disable_overlap_schedule"] = isinstance(options.workload, Replay)
     kv_dtype = policy.kv_dtype or model.kv_dtype
     if kv_dtype != model.dtype:

@@ -105,8 +105,8 @@ def fetch(
 ) -> None:
     """A request arrived whose replica has `cached` tokens, and asks for what the tier has behind
     them, as long as loading has been measured to pay. A replica's questions are answered one after
-    the other; what the rates of a request that waits for nothing have in them is asking in vain.
-    The path at hand is the request's."""
+    the other. A question that finds nothing only delays those behind it, because the calibrated
+    time of a prompt contains its own. The path at hand is the request's."""
     requests, totals = world.requests, world.totals
     replica, tokens = requests.replica[request], traffic.asks.input_tokens[request]
     requests.ready_s[request] = requests.lands_s[request] = now_s

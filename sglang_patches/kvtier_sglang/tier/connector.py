@@ -40,7 +40,7 @@ from kvtier.tier.prefetch.host import Layouts
 from kvtier.tier.prefetch.lookup import Landed, Lookup
 from kvtier_sglang.ranks import Awaited
 from kvtier_sglang.tier.codec import SpanCodec
-from kvtier_sglang.tier.cost_model import LEAST_TOKENS, CostModel
+from kvtier_sglang.tier.cost_model import CostModel
 from kvtier_sglang.tier.prefetch import PendingFetch, PendingFetches
 from kvtier_sglang.tier.scopes import memory_in, separated, without_memory
 from kvtier_sglang.tier.spiller import Spiller
@@ -220,8 +220,8 @@ class TierConnector:
         take its tier for a slow one."""
         self.counters["restored_requests"] += 1
         self.counters["restored_tokens"] += tokens
-        if tokens >= LEAST_TOKENS:
-            self.cost_model.loaded(pending.fetch.took_s + seconds, tokens * self.token_bytes)
+        loading_s = pending.fetch.took_s + seconds
+        self.cost_model.loaded(loading_s, tokens, tokens * self.token_bytes)
 
     def forget_prefetch(self, rid: str) -> None:
         """Nothing is fetched for the request any more."""

@@ -36,9 +36,9 @@ class CostModel:
         if tokens >= LEAST_TOKENS and seconds > 0:
             self.compute_tokens_per_s = _average(self.compute_tokens_per_s, tokens / seconds)
 
-    def loaded(self, seconds: float, num_bytes: int) -> None:
-        """A load took so long."""
-        if num_bytes and seconds > 0:
+    def loaded(self, seconds: float, tokens: int, num_bytes: int) -> None:
+        """Loading so many tokens, which are so many bytes, took so long."""
+        if tokens >= LEAST_TOKENS and seconds > 0:
             # An average with a rate of that age would be too slow again, and no request would ask.
             old = None if self._load_rate_is_old else self.load_bytes_per_s
             self.load_bytes_per_s = _average(old, num_bytes / seconds)

@@ -72,7 +72,7 @@ def test_a_rank_that_does_not_ask_says_so(connect, spilled, monkeypatch, away):
         monkeypatch.setattr(TierLink, "healthy", False)
     else:
         s.tree.tier.cost_model.computed(1.0, 10**9)
-        s.tree.tier.cost_model.loaded(1.0, 1)
+        s.tree.tier.cost_model.loaded(1.0, 1000, 1)
     assert turn(s, [*spilled, 7], [2]).restored == 0
     assert partner.heard[0] == [Answer.LOST]
     assert s.tree.uses_tier

@@ -29,7 +29,7 @@ def test_loading_is_tried_until_both_rates_are_known():
 def test_the_faster_one_is_chosen(loaded_tokens, pays):
     costs = CostModel()
     costs.computed(1.0, 2000)
-    costs.loaded(1.0, loaded_tokens * TOKEN_BYTES)
+    costs.loaded(1.0, loaded_tokens, loaded_tokens * TOKEN_BYTES)
     assert costs.loading_pays(TOKEN_BYTES) is pays
 
 
@@ -37,7 +37,7 @@ def test_a_tier_that_was_slow_once_is_asked_again():
     clock = Clock()
     costs = CostModel(clock)
     costs.computed(1.0, 2000)
-    costs.loaded(10.0, TOKEN_BYTES)
+    costs.loaded(10.0, 1000, 1000 * TOKEN_BYTES)
     assert not costs.loading_pays(TOKEN_BYTES)
     clock.now += LOAD_RATE_LIFE_S + 1
     assert costs.loading_pays(TOKEN_BYTES)
@@ -48,18 +48,30 @@ def test_one_good_load_later_it_is_used_again():
     clock = Clock()
     costs = CostModel(clock)
     costs.computed(1.0, 2000)
-    costs.loaded(10.0, TOKEN_BYTES)
+    costs.loaded(10.0, 1000, 1000 * TOKEN_BYTES)
     clock.now += LOAD_RATE_LIFE_S + 1
-    costs.loaded(1.0, 4000 * TOKEN_BYTES)
+    costs.loaded(1.0, 4000, 4000 * TOKEN_BYTES)
     assert costs.loading_pays(TOKEN_BYTES)
-    costs.loaded(1.0, 2000 * TOKEN_BYTES)
+    costs.loaded(1.0, 2000, 2000 * TOKEN_BYTES)
     assert costs.load_bytes_per_s == pytest.approx(3600 * TOKEN_BYTES)
 
 
-def test_small_passes_and_empty_loads_say_nothing():
+def test_small_passes_and_small_loads_say_nothing():
     costs = CostModel()
     costs.computed(1.0, LEAST_TOKENS - 1)
     costs.computed(0.0, 2000)
-    costs.loaded(1.0, 0)
+    costs.loaded(1.0, 0, 0)
+    costs.loaded(1.0, LEAST_TOKENS - 1, (LEAST_TOKENS - 1) * TOKEN_BYTES)
     assert costs.compute_tokens_per_s is None
     assert costs.load_bytes_per_s is None
+
+
+def test_the_planner_simulates_these_very_numbers():
+    """It may not import the engine, so it has them itself."""
+    pytest.importorskip("numba")
+    from kvtier.plan.core import measured
+    from kvtier_sglang.tier import connector, cost_model
+
+    for name in ("WEIGHT", "LEAST_TOKENS", "LOAD_RATE_LIFE_S"):
+        assert getattr(measured, name) == getattr(cost_model, name), name
+    assert measured.LONGEST_WAIT_S == connector.LONGEST_WAIT_S

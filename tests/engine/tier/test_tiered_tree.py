@@ -95,7 +95,7 @@ def test_what_is_computed_faster_than_it_is_loaded_is_computed(connect):
     assert a.tree.tier.link.flush(10)
     b = MiniScheduler(link=connect())
     b.tree.tier.cost_model.computed(1.0, 10**9)
-    b.tree.tier.cost_model.loaded(1.0, 1)
+    b.tree.tier.cost_model.loaded(1.0, 1000, 1)
     assert turn(b, [*context(60), 1, 7], [2]).restored == 0
     assert b.tree.tier.fetches.counters["asked"] == 0
     assert not b.tree.report()["tier"]["loading_pays"]
