@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kvtier.heads.probes.held import Held, Refresh, stacked
 from kvtier.heads.profile import Head, ModelShape, full_profile
-from kvtier.heads.reference.compaction import ScoredSession, rotation_of
+from kvtier.heads.reference.compaction import ScoredSession
+from kvtier.heads.reference.rotation import rotation_of
 from kvtier.heads.samples.questions import CalibrationSample
 from kvtier.retention.head_budgets import adaptive_selection
 from kvtier.retention.keepkv import KeepKV, QueryWindow
@@ -114,7 +115,7 @@ class Context:
         """`[layers, kv_heads, tokens]`, ln of the attention that tokens are expected to draw."""
         layers = []
         for layer, (k, v) in enumerate(self.kv):
-            rotation = rotation_of(self.model, k, torch.arange(self.num_tokens))
+            rotation = rotation_of(self.model, layer, torch.arange(self.num_tokens))
             layers.append(fitted.predict(layer, k, v, rotation))
         return torch.stack(layers)
 

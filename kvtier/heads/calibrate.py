@@ -19,13 +19,13 @@ from kvtier.heads.entries import Entry, Parameters, make_entry
 from kvtier.heads.methods import HeadScores, Selection, Target
 from kvtier.heads.methods.ranking import heads_by_layer
 from kvtier.heads.model.config import (
-    check_splittable,
     model_name,
     model_shape,
     read_config,
     weights_revision,
 )
 from kvtier.heads.model.loading import load_model
+from kvtier.heads.model.support import check_supported
 from kvtier.heads.parallel.balance import balanced_heads, check_ranks
 from kvtier.heads.probes.context import HeadProbe, ProbeBatch
 from kvtier.heads.profile import Head, HeadProfile
@@ -321,7 +321,7 @@ def prepare(
 def check_model(model_path: str, entries: Sequence[Entry] = ()) -> None:
     """Raise UnsupportedModelError for what cannot be calibrated, or what a method raises."""
     config = read_config(model_path)
-    check_splittable(config)
+    check_supported(config)
     shape = model_shape(config)
     for entry in entries:
         entry.method.check_shape(shape)

@@ -20,17 +20,17 @@ from torch import Tensor
 
 from kvtier.errors import SizeError, UsageError
 from kvtier.heads.model.config import (
-    check_splittable,
     context_length,
     read_config,
     shape_of,
     weights_revision,
 )
 from kvtier.heads.model.loading import load_model
+from kvtier.heads.model.support import check_supported
 from kvtier.heads.probes.reconstruction import attention_asked, attention_drawn, repeat_request
 from kvtier.heads.profile import full_profile
 from kvtier.heads.progress import Progress, no_progress
-from kvtier.heads.reference.compaction import rotation_of
+from kvtier.heads.reference.rotation import rotation_of
 from kvtier.heads.reference.session import ReferenceSession
 from kvtier.heads.samples.questions import CalibrationSample
 from kvtier.heads.samples.synthetic import (
@@ -89,7 +89,7 @@ def fit_tokens(
     """
     if contexts < 1:
         raise UsageError("--contexts", "at least 1", contexts)
-    check_splittable(read_config(model_path))
+    check_supported(read_config(model_path))
     _check_length(model_path, max(lengths))
     known = tasks_for(model_path)
     tasks = tasks or known.measuring
@@ -150,14 +150,14 @@ def add(fit: Fit, model: Any, repeated: Repeated) -> None:
     drawn = torch.maximum(repeated.drawn, repeated.asked)
     for layer, (k, v) in enumerate(repeated.kv):
         positions = torch.arange(k.shape[1], device=k.device)
-        fit.add(layer, k, v, rotation_of(model, k, positions), drawn[layer])
+        fit.add(layer, k, v, rotation_of(model, layer, positions), drawn[layer])
 
 
 def _agreement(worth: TokenWorth, model: Any, repeated: Repeated, share: float) -> float:
     predicted = []
     for layer, (k, v) in enumerate(repeated.kv):
         positions = torch.arange(k.shape[1], device=k.device)
-        predicted.append(worth.predict(layer, k, v, rotation_of(model, k, positions)))
+        predicted.append(worth.predict(layer, k, v, rotation_of(model, layer, positions)))
     count = max(int(share * repeated.drawn.numel()), 1)
     best = best_of_all(repeated.drawn, count)
     return float((best & best_of_all(torch.stack(predicted), count)).sum()) / count

@@ -17,7 +17,7 @@ from kvtier.heads.model.config import shape_of
 from kvtier.heads.profile import full_profile
 from kvtier.heads.progress import Progress, no_progress
 from kvtier.heads.reference.attention import AttentionState, Block, attend, attend_own, attending
-from kvtier.heads.reference.compaction import rotation_of
+from kvtier.heads.reference.rotation import rotation_of
 from kvtier.heads.reference.session import ReferenceSession
 from kvtier.memory.prefixes import Asked, LayerKV
 from kvtier.memory.traces import Trace
@@ -143,7 +143,7 @@ def _answers(
     def attend_layer(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         grouped = q[0].view(k.shape[1], -1, *q.shape[2:])
         positions = torch.arange(length, length + q.shape[2], device=q.device)
-        asked = Asked(grouped, rotation_of(model, k[0], positions), positions - length, scale)
+        asked = Asked(grouped, rotation_of(model, layer, positions), positions - length, scale)
         own = attend_own(grouped, k[0], v[0], scale)
         prefix = attend(grouped.flatten(1, 2), Block(*kv[layer]), scale)
         found.append((layer, asked, own, prefix))

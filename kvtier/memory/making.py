@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from kvtier.errors import MemoryMismatchError, UsageError
-from kvtier.heads.model.config import check_splittable, model_name, read_config, shape_of
+from kvtier.heads.model.config import model_name, read_config, shape_of
 from kvtier.heads.model.loading import load_model
+from kvtier.heads.model.support import check_supported
 from kvtier.heads.progress import Progress, no_progress
 from kvtier.memory.building import (
     JUDGING_SHARE,
@@ -57,7 +58,7 @@ class _Material:
     """What is needed of a source to build a memory of it, and to measure one."""
 
     def __init__(self, source: Source, recipe: Recipe, progress: Progress) -> None:
-        check_splittable(read_config(source.model_path))
+        check_supported(read_config(source.model_path))
         tokenizer = Tokenizer(source.model_path)
         self.traced: Traced = read_traces(source.traces, source.prefix, tokenizer, chat=source.chat)
         for trace in self.traced.traces:

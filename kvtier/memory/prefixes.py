@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvtier.heads.reference.attention import AttentionState, Block, attend, attending
-from kvtier.heads.reference.compaction import rotation_of
+from kvtier.heads.reference.rotation import rotation_of
 from kvtier.heads.reference.session import ClassCache
 from kvtier_kernels.memory.base import MemoryLayer, lookup_keys, project
 from kvtier_kernels.scores import Rotation, unrotate
@@ -32,21 +32,23 @@ class Asked:
     """New tokens that look at the prefix, in one layer.
 
     q:        `[kv_heads, group, tokens, dim]`, rotated
-    rotation: of their positions
+    rotation: of their positions; None: q is not rotated
     behind:   int64 `[tokens]`, how far behind the prefix's end they stand
     scale:    multiplies q.k
     """
 
     q: Tensor
-    rotation: Rotation
+    rotation: Rotation | None
     behind: Tensor
     scale: float
 
     @property
     def unrotated(self) -> Tensor:
         """`[tokens, kv_heads, group, dim]`, as the projection gave them."""
-        cos, sin = self.rotation.cos, self.rotation.sin
-        plain = unrotate(self.q.flatten(0, 1), cos, sin, interleaved=self.rotation.interleaved)
+        plain = self.q
+        if self.rotation is not None:
+            cos, sin, interleaved = self.rotation
+            plain = unrotate(plain.flatten(0, 1), cos, sin, interleaved=interleaved)
         return plain.view(self.q.shape).permute(2, 0, 1, 3)
 
 
@@ -170,7 +172,7 @@ def reading(
         begin = length + cache.num_entries
         positions = torch.arange(begin, begin + q.shape[2], device=q.device)
         state = cache.attend_state(grouped, k[0], v[0], scale)
-        rotation = rotation_of(model, k[0], positions)
+        rotation = rotation_of(model, layer, positions)
         found = prefix.state(layer, Asked(grouped, rotation, positions - length, scale))
         if found is not None:
             state = state.merge(found)

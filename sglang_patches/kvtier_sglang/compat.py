@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +11,8 @@ import torch
 from kvtier.calibration.documents import load_curve
 from kvtier.config import Settings
 from kvtier.errors import ConfigurationError, IncompatibleFlagError
-from kvtier.heads.model.config import (
-    check_splittable,
-    model_name,
-    model_shape,
-    read_config,
-    weights_revision,
-)
-from kvtier.heads.profile import load_profile
+from kvtier.heads.model.config import model_name, model_shape, weights_revision
+from kvtier.heads.profile import ModelShape, load_profile
 from kvtier.memory.storage import check_may_be_served, directories, load_card
 from kvtier.retention.rules import scorer_of
 from kvtier.retention.shares import asked_share
@@ -30,6 +23,7 @@ from kvtier_kernels import (
     available_kernels,
     get_kernels,
 )
+from kvtier_sglang.support import check_config
 
 NAME = "kvtier"
 # Attention kernels that are tested over packed spans.
@@ -109,7 +103,7 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
     if settings.packs and kernels.name not in PACKING_KERNELS:
         expected = f"{' or '.join(PACKING_KERNELS)} with head_budgets = adaptive"
         raise ConfigurationError("kernels", expected, kernels.name)
-    scorer = scorer_of(settings)
+    scorer_of(settings)
     asked_share(settings)
     if server_args.radix_cache_backend == NAME and server_args.attention_backend != NAME:
         raise IncompatibleFlagError(
@@ -117,21 +111,45 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
             "kvtier together with --radix-cache-backend kvtier",
             server_args.attention_backend,
         )
-    if Path(server_args.model_path).is_dir():
-        config = read_config(server_args.model_path)
-        check_splittable(config)
-        if settings.head_profile is not None:
-            profile = load_profile(settings.head_profile)
-            profile.check_fits(model_shape(config), weights_revision(server_args.model_path))
-        if settings.compacts and scorer.is_fitted:
-            shape, revision = model_shape(config), weights_revision(server_args.model_path)
-            scorer.check_fits(shape.num_layers, shape.num_kv_heads, shape.head_dim, revision)
-        if settings.curve is not None:
-            curve = load_curve(settings.curve)
-            revision = weights_revision(server_args.model_path)
-            curve.check_fits(
-                model_name(server_args.model_path), revision, curve.policy, curve.dtype
-            )
+    config = check_config(server_args)
+    if config is None:
+        return
+    shape = model_shape(config)
+    _check_heads_of_ranks(server_args, settings, shape.num_kv_heads)
+    check_documents(settings, shape, server_args)
+
+
+def check_documents(settings: Settings, shape: ModelShape, server_args: Any) -> None:
+    """Raise HeadProfileMismatchError, UsageError or CalibrationMismatchError where the head
+    profile, the fitted weights or the curve that were given are of another model.
+
+    Of a model that is not on this machine, only the shape can be compared.
+    """
+    scorer = scorer_of(settings)
+    is_fitted = settings.compacts and scorer.is_fitted
+    if settings.head_profile is None and settings.curve is None and not is_fitted:
+        return
+    model_path = server_args.model_path
+    revision = weights_revision(model_path, getattr(server_args, "revision", None))
+    if settings.head_profile is not None:
+        load_profile(settings.head_profile).check_fits(shape, revision)
+    if is_fitted:
+        scorer.check_fits(shape.num_layers, shape.num_kv_heads, shape.head_dim, revision)
+    if settings.curve is not None:
+        curve = load_curve(settings.curve)
+        curve.check_fits(model_name(model_path), revision, curve.policy, curve.dtype)
+
+
+def _check_heads_of_ranks(server_args: Any, settings: Settings, heads: int) -> None:
+    """Raise IncompatibleFlagError for more ranks than KV heads where heads are told apart."""
+    ranks = getattr(server_args, "tp_size", None) or 1
+    for is_asked, where in (
+        (settings.compacts, "where a retention is set"),
+        (settings.memory is not None, "beside --memory"),
+    ):
+        if is_asked and ranks > heads:
+            expected = f"at most the model's {heads} KV heads {where}"
+            raise IncompatibleFlagError("--tp-size", expected, ranks)
 
 
 def _check_ranks(server_args: Any, settings: Settings) -> None:
@@ -147,11 +165,6 @@ def _check_ranks(server_args: Any, settings: Settings) -> None:
     for other, is_asked in obstacles.items():
         if is_asked:
             raise IncompatibleFlagError("--tp-size", f"1 together with kvtier and {other}", ranks)
-    if settings.compacts and Path(server_args.model_path).is_dir():
-        heads = model_shape(read_config(server_args.model_path)).num_kv_heads
-        if ranks > heads:
-            expected = f"at most the model's {heads} KV heads where a retention is set"
-            raise IncompatibleFlagError("--tp-size", expected, ranks)
 
 
 def _check_memory(server_args: Any, settings: Settings) -> None:
@@ -173,12 +186,6 @@ def _check_memory(server_args: Any, settings: Settings) -> None:
     if settings.memory_folder is not None:
         for folder in directories(settings.memory_folder):
             check_may_be_served(load_card(folder))
-    ranks = getattr(server_args, "tp_size", None) or 1
-    if Path(server_args.model_path).is_dir():
-        heads = model_shape(read_config(server_args.model_path)).num_kv_heads
-        if ranks > heads:
-            expected = f"at most the model's {heads} KV heads beside --memory"
-            raise IncompatibleFlagError("--tp-size", expected, ranks)
 
 
 def _check_drafts(server_args: Any, settings: Settings) -> None:

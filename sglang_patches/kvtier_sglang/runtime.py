@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 from kvtier.config import Settings, load_settings
 from kvtier.errors import StartupError
 from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_profile
+from kvtier.heads.reference.rotation import KeyRotation
 from kvtier.retention.rules import locality_rule, refresh_rule, scorer_of, state_width
 from kvtier.retention.shares import QualityTarget, Serving, asked_share
 from kvtier.tier.blobs.turn_rules import TurnRules
@@ -29,7 +30,7 @@ from kvtier_sglang.attention.backend import KvtierAttnBackend
 from kvtier_sglang.attention.cuda_graphs import graph_bytes
 from kvtier_sglang.attention.pass_refresh import PassRefresh
 from kvtier_sglang.attention.warm_up import warm_up
-from kvtier_sglang.compat import backends_are_ours
+from kvtier_sglang.compat import backends_are_ours, check_documents
 from kvtier_sglang.compression.calibration import (
     FixedCurve,
     NoCurve,
@@ -42,7 +43,7 @@ from kvtier_sglang.compression.metrics import RetentionMetrics
 from kvtier_sglang.compression.packing import AdaptiveSelection
 from kvtier_sglang.compression.prompt_nll import observe_nll
 from kvtier_sglang.compression.retention import Retention
-from kvtier_sglang.compression.selection import TokenSelection, find_rotary
+from kvtier_sglang.compression.selection import TokenSelection
 from kvtier_sglang.memory.server import Memories
 from kvtier_sglang.memory.source import MemorySource
 from kvtier_sglang.pool.allocator import HeadSplitAllocator
@@ -53,6 +54,7 @@ from kvtier_sglang.radix.cache import KvtierRadixCache
 from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.refresh.trigger import TriggerRule
 from kvtier_sglang.refresh.turn_refresh import make_turn_refresh
+from kvtier_sglang.support import confirm, repeated_keys, rotations
 from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.connector import TierConnector
 from kvtier_sglang.tier.identity import ModelIdentity
@@ -198,25 +200,32 @@ class Runtime:
     # -- attention --
 
     def attention_backend(self, runner: Any) -> KvtierAttnBackend:
-        """Behind `--attention-backend kvtier`. Raises StartupError over a pool that is not ours."""
+        """Behind `--attention-backend kvtier`. Raises StartupError over a pool that is not ours,
+        UnsupportedModelError for a loaded model that cannot be served."""
         settings, pool = self.settings, head_split_pool(runner)
         pool.scales = KvScales.of_model(runner.model, pool.layers, pool.dtype)
+        context = int(runner.model_config.context_len)
+        confirm(
+            runner.model, pool.layers, heads=pool.head_num, head_dim=pool.head_dim, context=context
+        )
+        keys, at = repeated_keys(runner, pool.layers)
+        rotated: list[KeyRotation | None] = []
+        if pool.state is not None or self.memory_source is not None:
+            rotated = rotations(runner.model, keys, at)
         if pool.state is not None:
-            rotary = find_rotary(runner.model, pool.layers)
             scorer, shape = scorer_of(settings), self.profile.shape
             # Again, for a model that was no local directory at start-up, or a file that changed.
-            scorer.check_fits(shape.num_layers, shape.num_kv_heads, shape.head_dim, None)
+            check_documents(settings, shape, runner.server_args)
             selection = AdaptiveSelection if pool.packed is not None else TokenSelection
-            self.selection = selection(pool, self.ranks.scorer(scorer, shape), rotary)
+            self.selection = selection(pool, self.ranks.scorer(scorer, shape), rotated)
         self.backend = KvtierAttnBackend(
             runner, settings, selection=self.selection, refresh=self._pass_refresh
         )
         if self.memory_source is not None:
             source, shape = self.memory_source, self.profile.shape
-            self.memories = Memories.open(source, runner, pool, self.backend.kernels, shape)
+            self.memories = Memories.open(source, runner, rotated, self.backend.kernels, shape)
             self.backend.use_memories(self.memories.passes)
         if torch.device(runner.device).type == "cuda":
-            context = int(runner.model_config.context_len)
             chunk = runner.server_args.chunked_prefill_size
             streams, locality = settings.prefill == "streaming", settings.locality
             warm_up(

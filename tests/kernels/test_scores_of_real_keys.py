@@ -15,7 +15,8 @@ from kvtier.calibration.measuring.samples import curve_samples
 from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.profile import full_profile
-from kvtier.heads.reference.compaction import ScoredSession, rotation_of
+from kvtier.heads.reference.compaction import ScoredSession
+from kvtier.heads.reference.rotation import rotation_of
 from kvtier_kernels.scores import leverage_scores, unrotate
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "kvtier-demo")
@@ -31,7 +32,8 @@ def test_leverage_ranks_the_demo_models_tokens_as_the_svd_does(dtype: torch.dtyp
     for layer in range(shape.num_layers):
         rotated = session.exact_kv(layer)[0]
         positions = torch.arange(rotated.shape[1], device=rotated.device)
-        rotation = rotation_of(model, rotated, positions)
+        rotation = rotation_of(model, layer, positions)
+        assert rotation is not None
         true = exact_leverage(unrotate(rotated, rotation.cos, rotation.sin))
         for got, wanted in zip(leverage_scores(rotated.to(dtype), rotation), true, strict=True):
             assert rank_correlation(got, wanted) > 0.99

@@ -11,7 +11,8 @@ from kvtier.bench.options import Options
 from kvtier.bench.policies import FP8, Policy
 from kvtier.bench.schema import ScriptName
 from kvtier.errors import UsageError
-from kvtier.heads.model.config import check_splittable, context_length, model_shape, read_config
+from kvtier.heads.model.config import context_length, model_shape, read_config
+from kvtier.heads.model.support import check_supported
 from kvtier.heads.profile import ModelShape
 from kvtier.heads.samples.synthetic import speaks_recall
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE
@@ -47,7 +48,7 @@ def find_model(options: Options) -> Model:
     if not path.is_dir():
         raise UsageError("--model-path", "an existing model directory (config.json, …)", str(path))
     config = read_config(str(path))
-    check_splittable(config)
+    check_supported(config)
     has_weights = any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
     if not options.dry_run and not has_weights:
         raise UsageError("--model-path", "a directory with model weights", str(path))

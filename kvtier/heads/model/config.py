@@ -8,49 +8,39 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import UnsupportedModelError, UsageError
+from kvtier.heads.model.support import check_supported, text_config
 from kvtier.heads.profile import ModelShape
 
-_MLA_KEYS = ("kv_lora_rank", "qk_rope_head_dim")
-_SSM_KEYS = ("mamba_d_state", "ssm_state_size", "linear_num_key_heads", "state_size", "d_state")
+
+def folder_of(model_path: str, revision: str | None = None) -> Path | None:
+    """Where a model lies on this machine: the directory itself, or a hub id's snapshot in the hub's
+    cache, the default revision's or that of `revision`. None where there is none; nothing is
+    downloaded."""
+    path = Path(model_path)
+    if path.is_dir():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        return Path(snapshot_download(model_path, revision=revision, local_files_only=True))
+    except (ImportError, HFValidationError, LocalEntryNotFoundError):
+        return None
 
 
 def read_config(model_path: str) -> dict[str, Any]:
-    """The config.json of a local model directory, the text part of multimodal ones.
+    """The config.json of a model on this machine, the text part of multimodal ones.
 
-    Raises UsageError when there is none.
+    model_path: a directory, or a hub id that is in the hub's cache. Raises UsageError when there is
+    none.
     """
-    path = Path(model_path) / "config.json"
+    folder = folder_of(model_path)
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(((folder or Path(model_path)) / "config.json").read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise UsageError(
-            "--model-path", "a directory with a readable config.json", model_path
-        ) from error
-    text_config = config.get("text_config")
-    return {**config, **text_config} if isinstance(text_config, dict) else config
-
-
-def check_splittable(config: dict[str, Any]) -> None:
-    """Raise UnsupportedModelError for a model whose KV heads cannot be split by head.
-
-    Multi-head latent attention has no per-head KV, state-space layers have no KV, and
-    sliding-window layers already drop their context in their own way.  ALiBi's bias by distance
-    is in none of our kernels.
-    """
-    architecture = ", ".join(config.get("architectures") or ["unknown"])
-    expected = "a model with per-head KV in every layer (MHA or GQA, full attention)"
-    if any(config.get(key) for key in _MLA_KEYS):
-        raise UnsupportedModelError("--model-path", expected, f"{architecture} (MLA)")
-    if any(config.get(key) for key in _SSM_KEYS):
-        raise UnsupportedModelError("--model-path", expected, f"{architecture} (SSM layers)")
-    if config.get("alibi") or (config.get("attn_config") or {}).get("alibi"):
-        raise UnsupportedModelError("--model-path", expected, f"{architecture} (ALiBi positions)")
-    kinds = set(config.get("layer_types") or ["full_attention"])
-    windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
-    if kinds != {"full_attention"} or (windowed and "layer_types" not in config):
-        raise UnsupportedModelError(
-            "--model-path", expected, f"{architecture} (sliding-window or mixed layers)"
-        )
+        expected = "a directory with a readable config.json, or a hub id in the hub's cache"
+        raise UsageError("--model-path", expected, model_path) from error
+    return text_config(config)
 
 
 def model_shape(config: dict[str, Any]) -> ModelShape:
@@ -72,7 +62,7 @@ def model_shape(config: dict[str, Any]) -> ModelShape:
 def shape_of(model: Any) -> ModelShape:
     """Head layout of a loaded model. Raises UnsupportedModelError when it cannot be split."""
     config = model.config.get_text_config().to_dict()
-    check_splittable(config)
+    check_supported(config)
     return model_shape(config)
 
 
@@ -84,13 +74,23 @@ def context_length(config: dict[str, Any]) -> int:
 def model_name(model_path: str) -> str:
     """What a model is called in profiles and curves: the directory's name, or the hub id."""
     path = Path(model_path)
-    return path.resolve().name if path.is_dir() else model_path
+    if not path.is_dir():
+        return model_path
+    path = path.resolve()
+    # A snapshot in the hub's cache: models--ORGANISATION--NAME/snapshots/REVISION.
+    if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+        return path.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return path.name
 
 
-def weights_revision(model_path: str) -> str | None:
-    """A digest of a local model's safetensors files: sha256 over names and contents, 16 hex
-    digits. None when there are none (a hub name, another format)."""
-    files = sorted(Path(model_path).glob("*.safetensors"))
+def weights_revision(model_path: str, revision: str | None = None) -> str | None:
+    """A digest of a model's safetensors files: sha256 over names and contents, 16 hex digits. None
+    when there are none on this machine (a hub id that is not in the cache, another format).
+
+    revision: the hub's name for the snapshot that is wanted
+    """
+    folder = folder_of(model_path, revision)
+    files = [] if folder is None else sorted(folder.glob("*.safetensors"))
     if not files:
         return None
     digest = hashlib.sha256()

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtier.errors import UnsupportedModelError, UsageError
-from kvtier.heads.model.config import check_splittable, model_shape, read_config
+from kvtier.heads.model.config import model_shape, read_config
+from kvtier.heads.model.support import check_supported
 from kvtier.heads.parallel.balance import Order
 from kvtier.heads.profile import ModelShape
 
@@ -53,7 +54,7 @@ def permute_checkpoint(model_path: Path, orders: Sequence[Order], out: Path) -> 
     if out.exists() or not out.parent.is_dir():
         raise UsageError("--out", "a new folder in an existing directory", str(out))
     config = read_config(str(model_path))
-    check_splittable(config)
+    check_supported(config)
     shape = model_shape(config)
     _check_orders(shape, orders)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:

@@ -7,7 +7,7 @@ The theorem's proof takes normalised inputs to be within ±1 and a token's own l
 estimate that ranks heads by reach.
 
 kvtier serves no ALiBi model: its kernels add votes to logits and no bias by distance, so such
-models are refused (`kvtier.heads.model.config.check_splittable`).
+models are refused (`kvtier.heads.model.support.check_supported`).
 """
 
 from __future__ import annotations

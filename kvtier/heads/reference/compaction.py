@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtier.errors import UnsupportedModelError
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.profile import HeadProfile, full_profile
 from kvtier.heads.reference.attention import Block
+from kvtier.heads.reference.rotation import rotation_of
 from kvtier.heads.reference.session import (
     CHUNK_TOKENS,
     DEFAULT_RULE,
@@ -27,7 +27,6 @@ from kvtier.retention.head_budgets import adaptive_selection
 from kvtier.retention.locality import DroppedSpan, LocalityRule
 from kvtier.retention.scorers import Chunk, Span, TokenScorer, select
 from kvtier.retention.scorers.distinct_keys import DistinctKeys
-from kvtier_kernels.scores import Rotation
 
 NLL_STRIDE = 4
 
@@ -105,7 +104,7 @@ class ScoredSession(ReferenceSession):
             state = keys.new_empty(keys.shape[0], 0, tokens, dtype=torch.float32)
         position = self.turn_start + first
         positions = torch.arange(position, position + tokens, device=keys.device)
-        rotation = rotation_of(self.model, keys, positions)
+        rotation = rotation_of(self.model, layer, positions)
         return self.scorer.score(Span(keys, state, position, rotation, values, layer))
 
     def forget(self) -> None:
@@ -218,16 +217,3 @@ def _with_chosen(k: Tensor, v: Tensor, begin: int, end: int, chosen: Tensor) -> 
 def gather_tokens(x: Tensor, chosen: Tensor) -> Tensor:
     """Each head's own tokens: x `[heads, tokens, dim]`, chosen `[heads, keep]`."""
     return x.gather(1, chosen.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-
-
-def rotation_of(model: Any, keys: Tensor, positions: Tensor) -> Rotation:
-    """How keys `[heads, tokens, dim]` at these positions were rotated. Raises UnsupportedModelError
-    without RoPE."""
-    rotary = getattr(model.get_decoder(), "rotary_emb", None)
-    if rotary is None:
-        raise UnsupportedModelError(
-            "--model-path", "a model with one rotary embedding", type(model).__name__
-        )
-    cos, sin = rotary(keys.unsqueeze(0), positions.unsqueeze(0))
-    half = cos.shape[-1] // 2
-    return Rotation(cos[0, :, :half], sin[0, :, :half])

@@ -57,7 +57,8 @@ class ClassCache:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """New tokens over everything held and themselves (shapes as in `attend_own`), then hold
         them too."""
-        return self.attend_state(q, k, v, scale).out.reshape(q.shape)
+        # States are merged in float32, whatever the model computes in.
+        return self.attend_state(q, k, v, scale).out.reshape(q.shape).to(q.dtype)
 
     def attend_state(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:
         """As `attend`, with the log-sum-exp; rows as in `attend_own`."""

@@ -49,7 +49,10 @@ class KvtierAttnBackend(AttentionBackend):
     ) -> None:
         super().__init__()
         self.pool = head_split_pool(model_runner)
-        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        # By these names SGLang's models and its forward context ask for the pools.
+        self.token_to_kv_pool = self.pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.req_to_token = self.req_to_token_pool.req_to_token
         self.device = model_runner.device
         self.settings = settings
         self.kernels: AttentionKernels = get_kernels(settings.kernels, str(self.device))

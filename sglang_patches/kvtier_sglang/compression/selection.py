@@ -15,35 +15,31 @@ compete for entries instead. Entries carry their rotation with them: positions s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.rotary_embedding import RotaryEmbedding
-from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 
-from kvtier.errors import StartupError
+from kvtier.heads.reference.rotation import KeyRotation
 from kvtier.retention.scorers import Chunk, Span, TokenScorer, select
 from kvtier_kernels.fp8 import restored, take
-from kvtier_kernels.scores import Rotation
 from kvtier_sglang.pool.kv_pool import ClassBuffers, HeadSplitKVPool
-
-Rotary: TypeAlias = RotaryEmbedding | None
-"""How a layer rotates its keys; None where it does not."""
 
 
 class TokenSelection:
     """Scores the tokens of one pool's CA heads and keeps the best. Owned by the scheduler thread.
 
-    rotary: per layer, how its keys are rotated.
+    rotations: per layer, how its keys are rotated; None where they are not.
     """
 
     def __init__(
-        self, pool: HeadSplitKVPool, scorer: TokenScorer, rotary: Sequence[Rotary]
+        self,
+        pool: HeadSplitKVPool,
+        scorer: TokenScorer,
+        rotations: Sequence[KeyRotation | None],
     ) -> None:
         self.pool = pool
         self.scorer = scorer
-        self.rotary = rotary
+        self.rotations = rotations
 
     def observe(
         self,
@@ -99,11 +95,9 @@ class TokenSelection:
     ) -> torch.Tensor:
         """Float32 `[heads, tokens]` of exact KV of the pool's `index`-th layer, as it is stored;
         see Span."""
-        rotary, rotation = self.rotary[index], None
+        rotary, rotation = self.rotations[index], None
         if rotary is not None:
-            table = rotary.cos_sin_cache[first : first + keys.shape[1]]
-            cos, sin = table.to(keys.device).chunk(2, dim=-1)
-            rotation = Rotation(cos, sin, interleaved=not rotary.is_neox_style)
+            rotation = rotary.at(torch.arange(first, first + keys.shape[1], device=keys.device))
         layer, scales = self.pool.start_layer + index, self.pool.scales.of(index)
         keys = restored(keys, scales.k)
         values = None if values is None else restored(values, scales.v)
@@ -129,24 +123,3 @@ def _gather_in_place(buffers: ClassBuffers, slots: torch.Tensor, selected: torch
         # The right-hand side is a copy, so overlapping slots are no danger.
         by_head = side.transpose(0, 1)
         by_head[heads, target] = by_head[heads, source]
-
-
-def find_rotary(model: Any, layers: range) -> list[Rotary]:
-    """Each layer's rotary embedding, found beside its attention.
-
-    Raises StartupError for one whose positions are not the token's own index.
-    """
-    modules = dict(model.named_modules())
-    found: dict[int, Rotary] = {}
-    for name, module in modules.items():
-        if isinstance(module, RadixAttention):
-            parent = modules[name.rpartition(".")[0]]
-            found[module.layer_id] = getattr(parent, "rotary_emb", None)
-    for layer in layers:
-        rotary = found.get(layer)
-        if isinstance(rotary, MRotaryEmbedding) or not isinstance(rotary, RotaryEmbedding | None):
-            raise StartupError(
-                f"retention: layer {layer} rotates its keys with {type(rotary).__name__}, which "
-                "kvtier cannot undo; serve this model without --quality or --retention"
-            )
-    return [found.get(layer) for layer in layers]

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from kvtier.errors import UsageError
+from kvtier.heads.reference.rotation import KeyRotation
 from kvtier.memory.storage import IN_MODEL_DTYPE, PrefixMemory
 from kvtier_kernels.memory.base import PLACE_WIDTH, MemoryLayer
-from kvtier_sglang.compression.selection import Rotary
 
 logger = logging.getLogger(__name__)
 
@@ -30,20 +30,20 @@ NONE = -1
 class MemoryBank:
     """See the module docstring.
 
-    rotary: per layer, how its queries are rotated. heads: the KV heads that this rank has; total:
-    adds up what ranks have.
+    rotations: per layer, how its queries are rotated; None where they are not.
+    heads: the KV heads that this rank has; total: adds up what ranks have.
     """
 
     def __init__(
         self,
-        rotary: Sequence[Rotary],
+        rotations: Sequence[KeyRotation | None],
         *,
         dtype: torch.dtype,
         device: torch.device,
         heads: range,
         total: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        self.rotary = rotary
+        self.rotations = rotations
         self.total = total
         self.counters: Counter[str] = Counter()
         self._dtype, self._device, self._heads = dtype, device, heads

@@ -48,15 +48,15 @@ class MemoryPass:
         return answer.state
 
     def _unrotated(self, index: int, q: torch.Tensor) -> torch.Tensor:
-        rotary = self.bank.rotary[index]
+        rotary = self.bank.rotations[index]
         if rotary is None:
             return q
         if self._rotated is None or self._rotated[0] is not rotary:
-            cos, sin = rotary.cos_sin_cache[self.positions].to(q.device).chunk(2, dim=-1)
+            cos, sin = rotary.tables(self.positions)
             self._rotated = (rotary, cos, sin)
         _, cos, sin = self._rotated
         flat = q.flatten(1, 2).transpose(0, 1)
-        plain = unrotate(flat, cos, sin, interleaved=not rotary.is_neox_style)
+        plain = unrotate(flat, cos, sin, interleaved=rotary.interleaved)
         return plain.transpose(0, 1).view(q.shape)
 
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from kvtier.heads.profile import ModelShape
+from kvtier.heads.reference.rotation import KeyRotation
 from kvtier.memory.card import Identity
 from kvtier.memory.storage import PrefixMemory, check_may_be_served
 from kvtier_kernels import AttentionKernels
-from kvtier_sglang.compression.selection import find_rotary
 from kvtier_sglang.memory.assigning import assign
 from kvtier_sglang.memory.bank import MemoryBank
 from kvtier_sglang.memory.metrics import MemoryMetrics
 from kvtier_sglang.memory.passes import MemoryPasses
 from kvtier_sglang.memory.requeueing import Requeueing
 from kvtier_sglang.memory.source import MemorySource
-from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +47,16 @@ class Memories:
         cls,
         source: MemorySource,
         runner: Any,
-        pool: HeadSplitKVPool,
+        rotations: Sequence[KeyRotation | None],
         kernels: AttentionKernels,
         shape: ModelShape,
     ) -> Memories:
-        """Load what was at its source at the start. shape: of the whole model. Raises
+        """Load what was at its source at the start. rotations: of the runner's layers; shape: of
+        the whole model. Raises
         MemoryFileError and MemoryMismatchError."""
         ranks = source.ranks
         bank = MemoryBank(
-            find_rotary(runner.model, pool.layers),
+            rotations,
             dtype=runner.dtype,
             device=torch.device(runner.device),
             heads=shape.kv_heads_of_rank(ranks.rank, ranks.size),

@@ -1,0 +1,115 @@
+"""Which models kvtier can serve and calibrate, decided from a configuration before anything loads.
+
+Every layer must attend to its whole context, with KV of its own per head: what else a layer may do
+(a window, chunks, latent KV, states instead of KV, sinks, a cap) is refused by name. The engine
+asks again of the loaded layers, `kvtier_sglang.support`, as a configuration need not tell all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvtier.errors import UnsupportedModelError
+
+Config = Mapping[str, Any]
+
+EXPECTED = "a model with per-head KV and full attention in every layer (MHA or GQA)"
+FULL = "full_attention"
+# Where configurations of models that also see or hear keep that of their language model.
+NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+
+# Keys that only configurations with such layers set.
+_LATENT = ("kv_lora_rank", "qk_rope_head_dim")
+_STATES = (
+    "mamba_d_state", "mamba_d_ssm", "mamba_num_heads", "ssm_state_size", "ssm_cfg", "state_size",
+    "d_state", "linear_num_key_heads", "linear_attn_config", "conv_L_cache", "lru_width",
+    "attn_type_list", "mixer_types", "layers_block_type", "block_types", "hybrid_override_pattern",
+    "attn_layer_indices", "attn_layer_period", "full_attn_idxs", "layer_group_size",
+)  # fmt: skip
+_WINDOWS = ("hybrid_layer_pattern", "sliding_window_pattern", "interleaved_sliding_window")
+_SPARSE = ("sparse_attention_config", "sparse_config", "index_topk", "attention_chunk_size")
+_CAPS = ("attn_logit_softcapping", "attn_logit_softcap", "attention_logit_cap")
+_SINKS = ("add_swa_attention_sink_bias", "add_full_attention_sink_bias", "attention_sink_bias")
+_OTHER_SOURCES = ("cross_attention_layers", "is_encoder_decoder", "add_cross_attention")
+_ENCODERS = ("bert", "clip", "siglip", "vit", "roberta")
+
+
+def text_config(config: Config) -> dict[str, Any]:
+    """The configuration of the language model, where it is one part of several; `architectures`
+    stays the whole model's."""
+    for key in NESTED:
+        nested = config.get(key)
+        if isinstance(nested, Mapping):
+            whole = {"architectures": config.get("architectures")}
+            return text_config({**config, **nested, **whole, key: None})
+    return dict(config)
+
+
+def check_supported(config: Config) -> None:
+    """Raise UnsupportedModelError, which names the obstacle, for a model that kvtier cannot split
+    by head."""
+    config = text_config(config)
+    for is_obstacle, name in _OBSTACLES:
+        if is_obstacle(config):
+            architecture = ", ".join(config.get("architectures") or ["unknown"])
+            raise UnsupportedModelError("--model-path", EXPECTED, f"{architecture} ({name})")
+
+
+def _any_of(*keys: str) -> Callable[[Config], bool]:
+    return lambda config: any(bool(config.get(key)) for key in keys)
+
+
+def _is_encoder(config: Config) -> bool:
+    kind = str(config.get("model_type") or "")
+    return any(kind.endswith(name) for name in _ENCODERS) and not config.get("is_decoder")
+
+
+def _is_alibi(config: Config) -> bool:
+    return bool(config.get("alibi") or (config.get("attn_config") or {}).get("alibi"))
+
+
+def _is_windowed(config: Config) -> bool:
+    window = config.get("sliding_window") or config.get("sliding_window_size")
+    # As long as all positions, a window leaves nothing out.
+    positions = config.get("max_position_embeddings")
+    is_full = isinstance(window, int) and isinstance(positions, int) and window >= positions
+    types = set(config.get("layer_types") or ()) - {FULL}
+    if types or config.get("layer_types"):
+        return bool(types) and not (is_full and types == {"sliding_attention"})
+    is_used = bool(window) and config.get("use_sliding_window", True)
+    return (is_used and not is_full) or _any_of(*_WINDOWS)(config)
+
+
+def _has_sinks(config: Config) -> bool:
+    return str(config.get("model_type")) == "gpt_oss" or _any_of(*_SINKS)(config)
+
+
+def _is_capped(config: Config) -> bool:
+    # Grok's cap stands in its code.
+    grok = any(str(name).startswith("Grok1") for name in config.get("architectures") or ())
+    return grok or _any_of(*_CAPS)(config)
+
+
+def _sizes_differ(config: Config) -> bool:
+    head_dim = config.get("head_dim")
+    if head_dim is None and config.get("hidden_size") and config.get("num_attention_heads"):
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+    return config.get("v_head_dim") not in (None, head_dim)
+
+
+_OBSTACLES: tuple[tuple[Callable[[Config], bool], str], ...] = (
+    (_any_of(*_LATENT), "MLA"),
+    (_any_of(*_STATES), "SSM, linear-attention or other layers without KV"),
+    (_any_of("block_configs"), "layers that differ"),
+    (_any_of(*_SPARSE), "sparse or chunked attention"),
+    (_has_sinks, "attention sinks"),
+    (_is_alibi, "ALiBi positions"),
+    (_is_capped, "capped attention logits"),
+    (_any_of(*_OTHER_SOURCES), "cross-attention"),
+    (_is_encoder, "an encoder"),
+    (_is_windowed, "sliding-window or mixed layers"),
+    (_sizes_differ, "values of another size than keys"),
+)
+
+__all__ = ["EXPECTED", "check_supported", "text_config"]

@@ -1,0 +1,214 @@
+"""Whether kvtier can serve a model: asked of SGLang's configuration before anything loads, and of
+the layers that were loaded.
+
+    check_config   kvtier.heads.model.support, of what SGLang resolves a path or a hub id to
+    confirm        every attention layer is one that the backend computes; one pass over a repeated
+                   token shows what layers hand to attention, and how they rotate their keys
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+from kvtier.errors import UnsupportedModelError
+from kvtier.heads.model.config import read_config
+from kvtier.heads.model.support import EXPECTED, check_supported
+from kvtier.heads.reference.rotation import (
+    PROVING_TOKEN,
+    KeyRotation,
+    candidates_of,
+    prove,
+    proving_positions,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def resolved_config(server_args: Any) -> dict[str, Any]:
+    """The language model's configuration as SGLang sees it, of a folder or a hub id, with the
+    defaults of its class and the user's overrides.
+
+    Raises OSError, ValueError or KeyError, as transformers does, where there is none.
+    """
+    from sglang.srt.utils.hf_transformers_utils import get_config, get_hf_text_config
+
+    whole = get_config(
+        server_args.model_path,
+        trust_remote_code=getattr(server_args, "trust_remote_code", False),
+        revision=getattr(server_args, "revision", None),
+        model_override_args=json.loads(
+            getattr(server_args, "json_model_override_args", None) or "{}"
+        ),
+    )
+    text = get_hf_text_config(whole)
+    return {**text.to_dict(), "architectures": whole.architectures}
+
+
+def check_config(server_args: Any) -> dict[str, Any] | None:
+    """The configuration of a model that kvtier can serve; None for one that cannot be read, of
+    which SGLang will say more. Raises UnsupportedModelError."""
+    config: dict[str, Any] | None = None
+    if Path(server_args.model_path).is_dir():
+        config = read_config(server_args.model_path)
+        check_supported(config)
+    with suppress(OSError, ValueError, KeyError):
+        config = resolved_config(server_args)
+    if config is not None:
+        check_supported(config)
+    return config
+
+
+# Attribute of RadixAttention -> what kvtier's backend computes. Unset attributes are as SGLang's
+# own backends take them.
+_COMPUTED: Mapping[str, tuple[Any, ...]] = {
+    "logit_cap": (0, 0.0, None),
+    "attn_type": (AttentionType.DECODER,),
+    "is_cross_attention": (False,),
+    "use_irope": (False,),
+    "pos_encoding_mode": ("NONE",),
+    "xai_temperature_len": (-1, 0, None),
+}
+
+
+def confirm(model: Any, layers: range, *, heads: int, head_dim: int, context: int) -> None:
+    """Raise UnsupportedModelError for a layer that the attention backend does not compute.
+
+    heads: KV heads of each on this rank; context: tokens of the longest request.
+    """
+    found: set[int] = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, RadixAttention):
+            continue
+        if module.layer_id in found or module.layer_id not in layers:
+            raise _unsupported(name, f"a second attention in layer {module.layer_id}")
+        found.add(module.layer_id)
+        for attribute, computed in _COMPUTED.items():
+            value = getattr(module, attribute, computed[0])
+            if value not in computed:
+                raise _unsupported(name, f"{attribute} = {value}")
+        window = module.sliding_window_size
+        if window is not None and 0 <= window < context - 1:
+            raise _unsupported(name, f"a window of {window} tokens")
+        shape = module.tp_k_head_num, module.qk_head_dim, module.v_head_dim
+        if shape != (heads, head_dim, head_dim):
+            expected = f"{heads} KV heads of {head_dim}"
+            raise _unsupported(name, f"KV heads, size of keys and values {shape}, not {expected}")
+    missing = [layer for layer in layers if layer not in found]
+    if missing:
+        raise _unsupported("the model", f"no attention in layers {missing}")
+
+
+def _unsupported(name: str, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError("--model-path", EXPECTED, f"{name}: {why}")
+
+
+class _SeenAllError(Exception):
+    """The last layer's attention was reached; what comes behind it is not wanted."""
+
+
+class _Watching:
+    """An attention backend that notes what layers hand to it.
+
+    All values of a repeated token are alike, so its attention is its value, whatever the scores.
+    """
+
+    def __init__(self, runner: Any, last: int) -> None:
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.last = last
+        self.keys: dict[int, torch.Tensor] = {}
+
+    def forward(
+        self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save: bool = True, **others: Any
+    ) -> torch.Tensor:
+        asked = sorted(name for name, value in others.items() if value is not None)
+        if asked or k is None:
+            raise _unsupported(f"layer {layer.layer_id}", f"attention with {asked or 'no keys'}")
+        heads, group = layer.tp_k_head_num, layer.tp_q_head_num // layer.tp_k_head_num
+        self.keys[layer.layer_id] = k.view(-1, heads, layer.qk_head_dim).transpose(0, 1)
+        if layer.layer_id == self.last:
+            raise _SeenAllError
+        return v.view(-1, heads, layer.v_head_dim).repeat_interleave(group, 1).flatten(1)
+
+
+@torch.inference_mode()
+def repeated_keys(runner: Any, layers: range) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Each layer's keys of one repeated token, `[heads, tokens, dim]`, and its positions.
+
+    Raises UnsupportedModelError for attention that is asked for what the backend does not know.
+    """
+    device = torch.device(runner.device)
+    positions = proving_positions(int(runner.model_config.context_len), device)
+    count = len(positions)
+    nowhere = torch.zeros(count, dtype=torch.int64, device=device)
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=count,
+        input_ids=torch.full_like(nowhere, PROVING_TOKEN),
+        req_pool_indices=nowhere,
+        seq_lens=positions + 1,
+        out_cache_loc=nowhere,
+        seq_lens_sum=int(positions.sum()) + count,
+        positions=positions,
+        mrope_positions=positions.expand(3, -1),
+    )
+    watching: Any = _Watching(runner, layers[-1])
+    with forward_context(ForwardContext(attn_backend=watching)), suppress(_SeenAllError):
+        runner.model.forward(batch.input_ids, positions, batch)
+    return [watching.keys[layer] for layer in layers], positions
+
+
+def rotations(model: Any, keys: list[torch.Tensor], at: torch.Tensor) -> list[KeyRotation | None]:
+    """How each layer rotates its keys, None where it does not; proven on `repeated_keys`.
+
+    Raises UnsupportedModelError where a position is not the token's own index, and where no rotary
+    embedding of the model fits.
+    """
+    candidates: list[KeyRotation | None] = [None]
+    for rotary in _rotaries(model):
+        if isinstance(rotary, MRotaryEmbedding):
+            expected = "keys rotated by the token's own index where a retention or a memory is set"
+            raise UnsupportedModelError("--model-path", expected, type(rotary).__name__)
+        candidates += _of_sglang(rotary) if hasattr(rotary, "is_neox_style") else _of_others(rotary)
+    return prove(keys, at, candidates)
+
+
+def _rotaries(model: Any) -> Iterator[Any]:
+    """The rotary embeddings that stand in a model, each once."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, child in module._modules.items():
+            if name == "rotary_emb" and child is not None and id(child) not in seen:
+                seen.add(id(child))
+                yield child
+
+
+def _of_sglang(rotary: RotaryEmbedding) -> list[KeyRotation]:
+    if getattr(rotary, "cos_sin_cache", None) is None:
+        return []
+
+    def tables(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = rotary.cos_sin_cache[positions].to(positions.device).chunk(2, dim=-1)
+        return cos, sin
+
+    return [KeyRotation(tables, interleaved=not rotary.is_neox_style)]
+
+
+def _of_others(rotary: Any) -> list[KeyRotation]:
+    """Of transformers' modules, which stand in models under SGLang's transformers backend."""
+    return candidates_of(rotary)
+
+
+__all__ = ["check_config", "confirm", "repeated_keys", "resolved_config", "rotations"]
