@@ -68,7 +68,13 @@ def preload() -> None:
     # first call, which fails after `become` has replaced the environment.
     setproctitle.getproctitle()
 
-    import kvtier_sglang.plugin  # noqa: F401
+    # What every engine does at its start: hooks are of the code, not of a server, and each process
+    # builds what they call for itself.
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    # It imports every model that SGLang knows.
+    import sglang.srt.models.registry  # noqa: F401
 
 
 def runs(process: int) -> bool:

@@ -35,7 +35,7 @@ COMMANDS = re.compile(
 )
 FOLDER = "TESTS_FORK_SERVERS"
 SERVER = Path(__file__).with_name("fork_server.py")
-START_S = 120.0
+START_S = 600.0
 # They decide nothing about what is imported; but for one of ours, which chooses SGLang's platform.
 HARMLESS = ("KVTIER_", "PYTEST_")
 PLATFORM = "KVTIER_FORCE_CPU"
