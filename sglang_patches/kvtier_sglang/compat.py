@@ -96,6 +96,11 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
         raise IncompatibleFlagError(
             "--enable-mixed-chunk", "no mixed chunks together with --prefill streaming", True
         )
+    compiles = bool(getattr(server_args, "enable_torch_compile", False))
+    if compiles and not torch.cuda.is_available():
+        # SGLang's CPU graphs, which it records with it, ask backends for calls of their own.
+        expected = "no torch.compile together with kvtier on a CPU"
+        raise IncompatibleFlagError("--enable-torch-compile", expected, True)
     _check_ranks(server_args, settings)
     _check_drafts(server_args, settings)
     _check_memory(server_args, settings)

@@ -45,5 +45,14 @@ class KvtierCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
         return slots_of_drafts
 
+    def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
+        return self.get_default_attention_backend()
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return self.get_torch_profiler_activity().name
+
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False

@@ -82,6 +82,15 @@ def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]
             before,
         ),
         f"{_TOKENIZER}._validate_one_request": (requests.check_request, before),
+        **{
+            f"{_CONTROL}.{verb}_expert_distribution_record": (requests.refuse_recording, before)
+            for verb in ("start", "stop", "dump")
+        },
+        **{
+            f"{_CONTROL}.{verb}_hicache_storage": (requests.refuse_storage, before)
+            for verb in ("attach", "detach", "clear")
+        },
+        f"{_CONTROL}.start_profile": (requests.refuse_profile, before),
         f"{_CONTROL}.release_memory_occupation": (requests.refuse_offload, before),
         f"{_CONTROL}.resume_memory_occupation": (requests.refuse_offload, before),
         **{f"{_WEIGHTS}.{name}": (hooks.weights_change, before) for name in WEIGHT_CHANGES},

@@ -1,5 +1,5 @@
 """Requests that cannot be served as they are asked, refused with a 400 before a scheduler sees
-them: some would end it, and one would be answered with other numbers than were asked for.
+them: most would end it, and one would be answered with other numbers than were asked for.
 
 In the process that takes requests, for servers that use kvtier.
 """
@@ -7,11 +7,16 @@ In the process that takes requests, for servers that use kvtier.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
+
+import torch
+from fastapi import HTTPException
 
 from kvtier.config import load_settings
 from kvtier.errors import UsageError
 from kvtier_sglang import compat
+from kvtier_sglang.compat import NAME
 
 
 def check_request(manager: Any, obj: Any, input_ids: Sequence[int] | None) -> None:
@@ -46,4 +51,42 @@ def refuse_offload(manager: Any, *args: Any, **kwargs: Any) -> None:
         )
 
 
-__all__ = ["check_request", "refuse_offload"]
+def refuse_recording(manager: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE the calls that start, stop and dump a record of experts: a scheduler without a
+    recorder ends at them, SGLang's own, too."""
+    if compat.uses_kvtier(manager.server_args) and not _records(manager.server_args):
+        _refuse("record", "a server with --expert-distribution-recorder-mode", "none")
+
+
+def refuse_profile(manager: Any, req: Any = None, *args: Any, **kwargs: Any) -> None:
+    """BEFORE start_profile: on a CPU a scheduler ends at recorders of a GPU's memory or calls."""
+    activities = set(getattr(req, "activities", None) or ())
+    recorders = activities & {"MEM", "CUDA_PROFILER", "RPD"}
+    if recorders and not torch.cuda.is_available() and compat.uses_kvtier(manager.server_args):
+        _refuse("activities", "CPU on a server without a GPU", sorted(recorders))
+
+
+def refuse_storage(manager: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE the calls that attach, detach and clear HiCache's storage, which kvtier's cache does
+    not have: its tier is a service of its own."""
+    if manager.server_args.radix_cache_backend == NAME:
+        _refuse("storage backend", "a server with HiCache", "kvtier's tier")
+
+
+def _records(server_args: Any) -> bool:
+    return getattr(server_args, "expert_distribution_recorder_mode", None) is not None
+
+
+def _refuse(argument: str, expected: str, got: object) -> None:
+    """Answer 400: these endpoints turn no error of ours into an answer."""
+    error = UsageError(argument, expected, got)
+    raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from error
+
+
+__all__ = [
+    "check_request",
+    "refuse_offload",
+    "refuse_profile",
+    "refuse_recording",
+    "refuse_storage",
+]

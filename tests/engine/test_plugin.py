@@ -218,6 +218,14 @@ def test_every_guarded_flag_exists_in_this_sglang():
     assert set(compat._RULES) <= fields
 
 
+def test_compiling_is_refused_on_a_cpu_only(monkeypatch):
+    arguments = server_args(enable_torch_compile=True, device="cpu")
+    with pytest.raises(IncompatibleFlagError, match="^--enable-torch-compile: expected"):
+        compat.check_server_args(arguments, load_settings())
+    monkeypatch.setattr(compat.torch.cuda, "is_available", lambda: True)
+    compat.check_server_args(arguments, load_settings(kernels="reference"))
+
+
 def test_kvtiers_tree_needs_kvtiers_attention():
     with pytest.raises(IncompatibleFlagError, match="--attention-backend"):
         compat.check_server_args(server_args(attention_backend="triton"), load_settings())

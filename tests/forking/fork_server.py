@@ -62,7 +62,7 @@ def preload() -> None:
     import setproctitle
     import sglang
     import sglang.srt.managers.detokenizer_manager
-    import sglang.srt.managers.scheduler  # noqa: F401
+    import sglang.srt.managers.scheduler
 
     # SGLang finds its processes by their titles. setproctitle locates the title in memory at its
     # first call, which fails after `become` has replaced the environment.
