@@ -9,9 +9,9 @@ from typing import Any
 
 from kvtier.config import load_settings
 from kvtier_sglang import compat
+from kvtier_sglang.exact_requests import recomputed_tokens
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
 from kvtier_sglang.radix.cache import KvtierRadixCache
-from kvtier_sglang.radix.prompt_logprobs import recomputed_tokens
 
 
 def check_flags(server_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -71,7 +71,7 @@ def report_recomputed(
     result: dict[str, int | str] | None, streamer: Any, req: Any
 ) -> dict[str, int | str] | None:
     """AFTER get_cached_tokens_details: the response's `cached_tokens_details` says how many cached
-    tokens were computed again for exact log-probabilities, where there were any."""
+    tokens were computed again for an exact answer, where there were any."""
     tokens = recomputed_tokens(req)
     if not tokens:
         return result

@@ -17,6 +17,7 @@ from kvtier.config import load_settings
 from kvtier.errors import UsageError
 from kvtier_sglang import compat
 from kvtier_sglang.compat import NAME
+from kvtier_sglang.exact_requests import asks_exactly
 
 
 def check_request(manager: Any, obj: Any, input_ids: Sequence[int] | None) -> None:
@@ -31,6 +32,10 @@ def check_request(manager: Any, obj: Any, input_ids: Sequence[int] | None) -> No
         raise UsageError("input", "at least one token", "")
     if getattr(obj, "return_logprob", False):
         _check_prompt_logprobs(obj.logprob_start_len)
+    sampling = getattr(obj, "sampling_params", None) or {}
+    if asks_exactly(sampling.get("custom_params")) and load_settings().prefill == "streaming":
+        got = "kvtier serves with --prefill streaming: nothing is exact"
+        raise UsageError("custom_params.kvtier.exact", "false", got)
 
 
 def _check_prompt_logprobs(start: int) -> None:

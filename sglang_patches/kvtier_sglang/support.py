@@ -12,7 +12,6 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from kvtier.errors import UnsupportedModelError
-from kvtier.heads.model.config import read_config
+from kvtier.heads.model.config import folder_of, read_config
 from kvtier.heads.model.support import EXPECTED, check_supported
 from kvtier.heads.reference.rotation import (
     PROVING_TOKEN,
@@ -59,13 +58,13 @@ def resolved_config(server_args: Any) -> dict[str, Any]:
 def check_config(server_args: Any) -> dict[str, Any] | None:
     """The configuration of a model that kvtier can serve; None for one that cannot be read, of
     which SGLang will say more. Raises UnsupportedModelError."""
-    config: dict[str, Any] | None = None
-    if Path(server_args.model_path).is_dir():
-        config = read_config(server_args.model_path)
+    path, config = server_args.model_path, None
+    # As it is written, too: what a class does not know may be lost in what it makes of it.
+    if folder_of(path, getattr(server_args, "revision", None)) is not None:
+        config = read_config(path)
         check_supported(config)
     with suppress(OSError, ValueError, KeyError):
         config = resolved_config(server_args)
-    if config is not None:
         check_supported(config)
     return config
 

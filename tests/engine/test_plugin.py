@@ -220,7 +220,7 @@ def test_every_guarded_flag_exists_in_this_sglang():
 
 def test_compiling_is_refused_on_a_cpu_only(monkeypatch):
     arguments = server_args(enable_torch_compile=True, device="cpu")
-    with pytest.raises(IncompatibleFlagError, match="^--enable-torch-compile: expected"):
+    with pytest.raises(IncompatibleFlagError, match=r"^--enable-torch-compile: expected"):
         compat.check_server_args(arguments, load_settings())
     monkeypatch.setattr(compat.torch.cuda, "is_available", lambda: True)
     compat.check_server_args(arguments, load_settings(kernels="reference"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from array import array
 from dataclasses import dataclass
+from typing import Any
 
 import packed_checks
 import torch
@@ -148,9 +149,10 @@ class MiniScheduler:
         self.running: list[Request] = []
         self.free_rows = list(range(1, 16))
 
-    def admit(self, prompt: list[int]) -> Request | None:
-        """Match and lock; None when both pools together cannot hold the request."""
-        request = Request(prompt)
+    def admit(self, prompt: list[int], **asked: Any) -> Request | None:
+        """Match and lock; None when both pools together cannot hold the request. asked: other
+        fields of the request."""
+        request = Request(prompt, **asked)
         key = RadixKey(request.full_untruncated_fill_ids, limit=len(prompt) - 1)
         match = self.tree.match_prefix(MatchPrefixParams(key=key, req=request))
         if self.tree.tier is not None:
@@ -317,9 +319,12 @@ class MiniScheduler:
         torch.testing.assert_close(total, torch.tensor(float(len(row))), rtol=1e-4, atol=1e-2)
 
 
-def run_turn(s: MiniScheduler, prompt: list[int], answer: list[int], chunk: int = 1000) -> Request:
-    """A request from its arrival to its end, with every invariant checked after it."""
-    request = s.admit(prompt)
+def run_turn(
+    s: MiniScheduler, prompt: list[int], answer: list[int], chunk: int = 1000, **asked: Any
+) -> Request:
+    """A request from its arrival to its end, with every invariant checked after it. asked: other
+    fields of the request."""
+    request = s.admit(prompt, **asked)
     assert request is not None
     while request.filled < len(prompt):
         assert s.extend(request, chunk)

@@ -8,6 +8,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 _REQUESTS = itertools.count()
 
@@ -35,6 +36,7 @@ class Request:
     logprob_start_len: int = -1
     already_computed: int = 0
     retracted_stain: bool = False
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
     rid: str = field(default_factory=lambda: f"r{next(_REQUESTS)}")
     lock: object = None
     last_node: object = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvtier.memory.storage import PrefixMemory
+from kvtier_sglang.exact_requests import asks_exactly
 from kvtier_sglang.memory.bank import MemoryBank
 from kvtier_sglang.tier.scopes import with_memory, without_memory
 
@@ -22,7 +23,8 @@ def assign(bank: MemoryBank, req: Any) -> None:
     with."""
     if not len(bank) or req.lora_id is not None or req.input_embeds is not None:
         return
-    if (req.sampling_params.custom_params or {}).get(WANTS) is False:
+    custom = req.sampling_params.custom_params
+    if asks_exactly(custom) or (custom or {}).get(WANTS) is False:
         bank.counters["opted_out"] += 1
         return
     memory = bank.of_prompt(req.origin_input_ids)

@@ -37,16 +37,16 @@ from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from kvtier.retention.refreshing import PrunedRange
 from kvtier_sglang.compression.compressor import Compressor
+from kvtier_sglang.exact_requests import note_recomputed, own_from, wants_exact
 from kvtier_sglang.memory.bank import MemoryBank
 from kvtier_sglang.radix import prefix_nodes
 from kvtier_sglang.radix.contexts import compacted_context, outgrows, pruned_ranges
 from kvtier_sglang.radix.matching import cached_length
 from kvtier_sglang.radix.node import KvNode
-from kvtier_sglang.radix.prompt_logprobs import note_recomputed, wants_prompt_logprobs
 from kvtier_sglang.radix.restored_refresh import offer_restored
 from kvtier_sglang.radix.restorer import Restorer, continues
 from kvtier_sglang.radix.tree import VariantRadixTree
-from kvtier_sglang.radix.turn_end import compress_path, slide_window
+from kvtier_sglang.radix.turn_end import compress_path, remove_path, slide_window
 from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.refresh.turn_refresh import MakeRefresh, TurnRefresh
 from kvtier_sglang.tier.connector import TierConnector
@@ -202,7 +202,7 @@ class KvtierRadixCache(VariantRadixTree):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """The device's prefix, and what landed behind it as a host hit."""
         key, req = params.key, params.req
-        exact_only = wants_prompt_logprobs(req)
+        exact_only = wants_exact(req)
         result = self._match_device(key, req, exact_only=exact_only)
         if self.tier is None or req is None:
             return result
@@ -227,7 +227,7 @@ class KvtierRadixCache(VariantRadixTree):
         start = prefix_nodes.begin(self, self.memories, key, req)
         node, length = start.walk(self, key, exact_only=exact_only)
         if exact_only:
-            note_recomputed(req, cached_length(self.root_node, key) - length)
+            note_recomputed(req, cached_length(self.root_node, key) - length, length)
         if outgrows(node, self.allocator):
             node, length = start.node, start.offset
         if length == 0:
@@ -312,16 +312,21 @@ class KvtierRadixCache(VariantRadixTree):
 
     @rank_consensus(same_params=["req.rid", "checkpointed"])
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
-        """The turn ended or was aborted: compress what no other request uses of its path.
+        """The turn ended or was aborted: compress what no other request uses of its path, or take
+        it out of the tree where it was computed again for an exact answer.
 
         Not when it was retracted: it will be back for its exact KV.
         """
+        begin = own_from(req)
         if not self.disable and (checkpointed or req.finished()):
-            compress_path(self, self.compressor, req.last_node)
+            if begin is None:
+                compress_path(self, self.compressor, req.last_node)
+            else:
+                remove_path(self, req.last_node, begin)
         self._forget(req.rid)
         if self.tier is None:
             return
-        if not (checkpointed and req.finished()) or self.disable:
+        if not (checkpointed and req.finished()) or self.disable or begin is not None:
             self.tier.forget_spilling(req.rid)
             return
         nodes = [node.record() for node in req.last_node.path()][::-1]

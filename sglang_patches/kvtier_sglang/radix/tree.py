@@ -243,11 +243,15 @@ class VariantRadixTree(RadixCache):
             child.detach()
             older.attach(child)
         self._update_leaf_status(older)
+        self.remove_leaf(node)
+        for child in children:
+            self.remove_duplicate(child)
+
+    def remove_leaf(self, node: KvNode) -> None:
+        """Free a node that nobody uses and that has no children."""
         self.allocator.free(node.value)
         self._delete_leaf(node)
         self.kv_events.record_remove(node)
-        for child in children:
-            self.remove_duplicate(child)
 
     # -- accounting: what is held, not how long the keys are --
 

@@ -20,6 +20,15 @@ def compress_path(tree: VariantRadixTree, compressor: Compressor, node: KvNode) 
         node = parent
 
 
+def remove_path(tree: VariantRadixTree, node: KvNode, begin: int) -> None:
+    """Take the path to `node` out of the tree, down to position `begin`, as far as nothing else
+    stands on it or uses it."""
+    while node.stop > begin and node.lock_ref == 0 and not node.children:
+        parent = node.parent
+        tree.remove_leaf(node)
+        node = parent
+
+
 def slide_window(tree: VariantRadixTree, compressor: Compressor, node: KvNode) -> None:
     """Streaming prefill: drop what has left the recent window of a running request, which `node`
     is the newest part of. Only where it is the sole user; otherwise the turn's end does it."""
@@ -28,4 +37,4 @@ def slide_window(tree: VariantRadixTree, compressor: Compressor, node: KvNode) -
         tree.shrink(node, *compressor.slide_window(node))
 
 
-__all__ = ["compress_path", "slide_window"]
+__all__ = ["compress_path", "remove_path", "slide_window"]

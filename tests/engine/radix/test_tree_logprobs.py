@@ -4,12 +4,15 @@ cached is computed again.
 
 from __future__ import annotations
 
+import pytest
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.sampling.sampling_params import SamplingParams
 from tree_harness import MiniScheduler, run_turn
 from tree_requests import Request, context
 
-from kvtier_sglang.radix.prompt_logprobs import recomputed_tokens
+from kvtier.errors import UsageError
+from kvtier_sglang.exact_requests import asks_exactly, recomputed_tokens
 
 
 def asks_for_logprobs(s: MiniScheduler, prompt: list[int], start: int, **state) -> Request:
@@ -51,3 +54,29 @@ def test_a_request_that_has_begun_does_not_take_its_own_kv_for_cached():
     run_turn(s, context(60), [1, 2, 3])
     for state in ({"already_computed": 30}, {"retracted_stain": True}):
         assert recomputed_tokens(asks_for_logprobs(s, [*context(60), 1, 9], 60, **state)) == 0
+
+
+EXACT = SamplingParams(custom_params={"kvtier": {"exact": True}})
+
+
+def test_what_is_computed_again_for_an_exact_answer_leaves_the_tree_with_it():
+    s = MiniScheduler()
+    run_turn(s, context(60), [1, 2, 3])
+    held = s.tree.evictable_size()
+    run_turn(s, [*context(60), 1, 2, 3, 9, 9], [4, 5], sampling_params=EXACT)
+    assert (s.tree.evictable_size(), max(node.stop for node in s.tree.nodes())) == (held, 63)
+    # Of a context that nobody has, there is nothing to compute again: it stays.
+    run_turn(s, context(50, seed=8), [4, 5], sampling_params=EXACT)
+    assert s.admit([*context(50, seed=8), 4, 5, 6]).prefix_len == 52
+
+
+@pytest.mark.parametrize("asked", [True, {"exact": 1}, {"exactly": True}, [], "exact"])
+def test_what_a_request_asks_of_kvtier_is_checked(asked):
+    with pytest.raises(UsageError, match=r"^custom_params.kvtier: expected {.exact.: true}"):
+        asks_exactly({"kvtier": asked})
+
+
+def test_a_request_that_asks_nothing_of_kvtier_is_not_exact():
+    for params in (None, {}, {"other": 1}, {"kvtier": {}}, {"kvtier": {"exact": False}}):
+        assert not asks_exactly(params)
+    assert asks_exactly({"kvtier": {"exact": True}})

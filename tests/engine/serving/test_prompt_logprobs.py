@@ -1,4 +1,5 @@
-"""Log-probabilities of a prompt are those of the model, whatever is kept of the context."""
+"""Log-probabilities of a prompt are those of the model, and an answer that was asked for exactly is
+the model's, whatever is kept of the context."""
 
 from __future__ import annotations
 
@@ -88,3 +89,42 @@ def test_prompt_logprobs_are_not_computed_behind_what_a_tier_restores(tmp_path, 
         del request["continues"]
         answer = run_engine(tmp_path, ENGINE, [[request]], env)["rounds"][0][0]
     assert answer["prompt_logprobs"][1:] == pytest.approx(exact[-2], abs=1e-4)
+
+
+EXACTLY = {"custom_params": {"kvtier": {"exact": True}}}
+
+
+def test_an_exact_answer_is_the_models_and_leaves_the_session_as_it_was(tmp_path):
+    """Asked twice about a session, once more with exactness, and then as before; a turn goes on."""
+    rng = random.Random(3)
+    first, second, third = ([rng.randrange(6, 384) for _ in range(n)] for n in (FIRST, SECOND, 9))
+    again = {"continues": [0, 0], "input_ids": second, "max_new_tokens": 8, "logprobs": True}
+    turn = {"input_ids": first, "max_new_tokens": ANSWER}
+    later = {"continues": [1, 0], "input_ids": third, "max_new_tokens": 8, "logprobs": True}
+    plans = {
+        "with": [[turn], [again], [again | EXACTLY], [again], [later | EXACTLY], [later]],
+        "without": [[turn], [again], [again], [later]],
+    }
+    found = {}
+    for name, plan in plans.items():
+        (tmp_path / name).mkdir()
+        out = run_engine(tmp_path / name, ENGINE, plan, COMPRESSING)
+        assert out["state"]["integrity"] == []
+        assert out["state"]["compacted_tokens"] > 0
+        found[name] = [one for (one,) in out["rounds"]]
+    mine, plain = found["with"], found["without"]
+    alone = [
+        [{"input_ids": one["prompt"], "max_new_tokens": 8, "logprobs": True}]
+        for one in (mine[2], mine[4])
+    ]
+    exact = [one for (one,) in run_engine(tmp_path, ENGINE, alone, RULE_ENV)["rounds"]]
+    for ours, theirs in ((mine[2], exact[0]), (mine[4], exact[1])):
+        assert ours["output_ids"] == theirs["output_ids"]
+        assert ours["logprobs"] == pytest.approx(theirs["logprobs"], abs=1e-4)
+    # It tells something: what is compressed says other things, and says them as before.
+    assert mine[1]["logprobs"] != pytest.approx(exact[0]["logprobs"], abs=1e-3)
+    for ours, theirs in ((mine[1], plain[1]), (mine[3], plain[2]), (mine[5], plain[3])):
+        assert ours["output_ids"] == theirs["output_ids"]
+        assert ours["logprobs"] == pytest.approx(theirs["logprobs"], abs=1e-4)
+        assert ours["cached_tokens"] == theirs["cached_tokens"]
+    assert mine[2]["cached_tokens_details"]["kvtier_recomputed"] > FIRST - SINK - 1

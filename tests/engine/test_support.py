@@ -1,0 +1,208 @@
+"""Kinds of model that kvtier cannot serve are refused by name before anything loads, whether a
+folder or an id of the hub names them; and what only loaded layers tell is refused, too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engine_process import DEMO_MODEL
+from sglang.srt.layers.radix_attention import AttentionType
+
+from kvtier.config import load_settings
+from kvtier.errors import UnsupportedModelError
+from kvtier.heads.calibrate import check_model
+from kvtier.heads.model.config import folder_of, model_name, read_config, weights_revision
+from kvtier.heads.model.support import check_supported
+from kvtier_sglang import compat, support
+
+MLA, OTHER, WINDOW, SPARSE = "MLA", "layers without KV", "sliding-window", "sparse or chunked"
+CAP, SINKS, ALIBI, CROSS = "capped", "sinks", "ALiBi", "cross-attention"
+# Kind -> (configuration class of transformers or what stands in the file, obstacle).
+REFUSED: dict[str, tuple[str | dict[str, Any], str]] = {
+    "Gemma 2": ("Gemma2Config", CAP),
+    "Gemma 3": ("Gemma3TextConfig", WINDOW),
+    "Gemma 3, whole": ("Gemma3Config", WINDOW),
+    "OLMo 3": ("Olmo3Config", WINDOW),
+    "Cohere 2": ("Cohere2Config", WINDOW),
+    "gpt-oss": ("GptOssConfig", SINKS),
+    "DeepSeek V2": ("DeepseekV2Config", MLA),
+    "DeepSeek V3": ("DeepseekV3Config", MLA),
+    "Qwen3-Next": ("Qwen3NextConfig", OTHER),
+    "Falcon-H1": ("FalconH1Config", OTHER),
+    "LFM2": ("Lfm2Config", OTHER),
+    "Mamba": ("MambaConfig", OTHER),
+    "Jamba": ("JambaConfig", OTHER),
+    "MiniMax": ("MiniMaxConfig", "mixed layers"),
+    "RecurrentGemma": ("RecurrentGemmaConfig", OTHER),
+    "Llama 4": ("Llama4TextConfig", SPARSE),
+    "Mistral with a window": ("MistralConfig", WINDOW),
+    "Bloom": ({"architectures": ["BloomForCausalLM"], "model_type": "bloom", "alibi": True}, ALIBI),
+    "MPT": ({"architectures": ["MPTForCausalLM"], "attn_config": {"alibi": True}}, ALIBI),
+    "Grok 1": ({"architectures": ["Grok1ModelForCausalLM"]}, CAP),
+    "Grok 2": ({"architectures": ["Grok1ForCausalLM"], "attn_logit_softcapping": 30.0}, CAP),
+    "T5": ("T5Config", CROSS),
+    "Llama 3.2 Vision": ("MllamaConfig", CROSS),
+    "BERT": ("BertConfig", "encoder"),
+    "MiMo-V2-Flash": ({"hybrid_layer_pattern": [0, 1], "v_head_dim": 128, "head_dim": 192}, WINDOW),
+    "Ring-linear": ({"model_type": "bailing_moe_linear", "layer_group_size": 8}, OTHER),
+    "MiniCPM-SALA": ({"mixer_types": ["minicpm4", "lightning"]}, OTHER),
+    "MiniMax-M3": ({"sparse_attention_config": {"block": 128}}, SPARSE),
+    "DeciLM": ({"block_configs": [{}]}, "layers that differ"),
+    "nested, llm_config": ({"llm_config": {"kv_lora_rank": 512}}, MLA),
+    "nested, thinker": ({"thinker_config": {"text_config": {"kv_lora_rank": 512}}}, MLA),
+}
+SERVED: dict[str, dict[str, Any]] = {
+    "a window as long as all positions": {"sliding_window": 131072},
+    "a window that is switched off": {"sliding_window": 512, "use_sliding_window": False},
+    "layers with such a window": {
+        "sliding_window": 131072, "layer_types": ["sliding_attention", "full_attention"],
+    },
+}  # fmt: skip
+
+
+def written(kind: str) -> dict[str, Any]:
+    import transformers
+
+    config, _ = REFUSED[kind]
+    if isinstance(config, str):
+        made = getattr(transformers, config)()
+        name = config.removesuffix("Config") + "ForCausalLM"
+        # As long as those of the models that people run; the default's may fit into a window.
+        long = {"max_position_embeddings": 131072} if kind == "OLMo 3" else {}
+        always = {"architectures": [name], "model_type": made.model_type}
+        return {**made.to_diff_dict(), **always, **long}
+    return {"architectures": ["X"], "num_attention_heads": 4, "hidden_size": 64, **config}
+
+
+def arguments(model_path: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        model_path=model_path, attention_backend="kvtier", radix_cache_backend="kvtier"
+    )
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the hub's, on a machine that has no network."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def snapshot(hub: Path, name: str) -> Path:
+    """The folder of a model in the hub's cache."""
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    model = hub / f"models--{name.replace('/', '--')}"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text(revision)
+    folder = model / "snapshots" / revision
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize("by", ["folder", "hub id"])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_kind_that_cannot_be_served_is_refused_by_name(hub: Path, kind: str, by: str) -> None:
+    # SGLang remembers what it has read of an id.
+    name = f"some/{re.sub('[^A-Za-z0-9]+', '-', kind)}"
+    folder = snapshot(hub, name)
+    (folder / "config.json").write_text(json.dumps(written(kind)))
+    path = str(folder) if by == "folder" else name
+    with pytest.raises(UnsupportedModelError, match=rf"^--model-path: .*{REFUSED[kind][1]}"):
+        compat.check_server_args(arguments(path), load_settings())
+    with pytest.raises(UnsupportedModelError, match=REFUSED[kind][1]):
+        check_supported(read_config(path))
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_a_window_that_leaves_nothing_out_is_none(kind: str) -> None:
+    check_supported({"max_position_embeddings": 131072, **SERVED[kind]})
+    if "use_sliding_window" not in SERVED[kind]:
+        with pytest.raises(UnsupportedModelError, match=WINDOW):
+            check_supported({"max_position_embeddings": 131073, **SERVED[kind]})
+
+
+def test_a_hub_id_has_the_name_and_revision_of_its_snapshot(hub: Path) -> None:
+    folder = snapshot(hub, "some/model")
+    for file in DEMO_MODEL.iterdir():
+        (folder / file.name).symlink_to(file)
+    assert folder_of("some/model") == folder
+    assert folder_of("some/other") is None
+    assert folder_of("not an id!") is None
+    assert model_name(str(folder)) == model_name("some/model") == "some/model"
+    assert weights_revision("some/model") == weights_revision(str(DEMO_MODEL))
+    compat.check_server_args(arguments("some/model"), load_settings())
+    settings = load_settings(head_profile=DEMO_MODEL / "head_profile.json", retention=0.5)
+    compat.check_server_args(arguments("some/model"), settings)
+
+
+def test_calibrating_refuses_what_serving_refuses(hub: Path) -> None:
+    folder = snapshot(hub, "some/model")
+    (folder / "config.json").write_text(json.dumps(written("OLMo 3")))
+    with pytest.raises(UnsupportedModelError, match=WINDOW):
+        check_model("some/model")
+
+
+class Attention(torch.nn.Module):
+    """The attributes of RadixAttention that `confirm` reads."""
+
+    def __init__(self, **changed: Any) -> None:
+        super().__init__()
+        attributes = {
+            "layer_id": 0, "tp_k_head_num": 2, "qk_head_dim": 16, "v_head_dim": 16,
+            "sliding_window_size": -1, "logit_cap": 0.0, "attn_type": AttentionType.DECODER,
+            "is_cross_attention": False, "use_irope": False, "pos_encoding_mode": "NONE",
+            "xai_temperature_len": -1,
+        }  # fmt: skip
+        for name, value in {**attributes, **changed}.items():
+            setattr(self, name, value)
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "a window of 64 tokens": {"sliding_window_size": 64},
+    "logit_cap = 30.0": {"logit_cap": 30.0},
+    "attn_type": {"attn_type": AttentionType.ENCODER_ONLY},
+    "is_cross_attention = True": {"is_cross_attention": True},
+    "use_irope = True": {"use_irope": True},
+    "pos_encoding_mode = ALIBI": {"pos_encoding_mode": "ALIBI"},
+    "xai_temperature_len = 1024": {"xai_temperature_len": 1024},
+    "size of keys and values": {"v_head_dim": 8},
+    "KV heads": {"tp_k_head_num": 4},
+    "no attention in layers": {"layer_id": 1},
+}
+
+
+def confirm(monkeypatch: pytest.MonkeyPatch, *attention: Attention) -> None:
+    monkeypatch.setattr(support, "RadixAttention", Attention)
+    model = torch.nn.ModuleList(attention)
+    support.confirm(model, range(1), heads=2, head_dim=16, context=4096)
+
+
+@pytest.mark.parametrize("why", LAYERS)
+def test_a_loaded_layer_that_the_backend_does_not_compute_is_refused(
+    monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    confirm(monkeypatch, Attention())
+    # A window as long as the longest request is none.
+    confirm(monkeypatch, Attention(sliding_window_size=4096))
+    with pytest.raises(UnsupportedModelError, match=why if "no att" not in why else "attention"):
+        confirm(monkeypatch, Attention(**LAYERS[why]))
+
+
+def test_attention_that_is_asked_for_more_than_queries_keys_and_values_is_refused() -> None:
+    watching = support._Watching(SimpleNamespace(token_to_kv_pool=0, req_to_token_pool=0), 5)
+    layer = SimpleNamespace(
+        layer_id=0, tp_k_head_num=2, tp_q_head_num=4, qk_head_dim=8, v_head_dim=8
+    )
+    q, kv = torch.zeros(3, 32), torch.ones(3, 16)
+    assert watching.forward(q, kv, kv, layer, None, sinks=None).shape == (3, 32)
+    with pytest.raises(UnsupportedModelError, match="sinks"):
+        watching.forward(q, kv, kv, layer, None, sinks=torch.zeros(4))
