@@ -1,5 +1,6 @@
-"""What models of other architectures say through kvtier, against transformers' own greedy tokens:
-tiny random models, every head context-anchored, over two turns.
+"""What models of other architectures say through kvtier over two turns: tiny random models, against
+transformers' own greedy tokens where everything is kept, and against the reference where it is not.
+docs/models.md lists them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from compressing import RULE, RULE_ENV
 from engine_process import run_engine
+
+from kvtier.heads.model.config import shape_of
+from kvtier.heads.profile import full_profile
+from kvtier.heads.reference.compaction import CompactingSession
+from kvtier.retention.shares import FixedShare, Turn
 
 pytestmark = pytest.mark.engine
 
@@ -26,6 +33,8 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0,
     "original_max_position_embeddings": 128,
 }  # fmt: skip
+PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", {}),
     "Llama with tied embeddings": ("Llama", {"tie_word_embeddings": True}),
@@ -33,8 +42,27 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "YaRN": ("Llama", {"rope_parameters": YARN}),
     "Qwen2, biases on Q, K, V": ("Qwen2", {}),
     "Qwen3, normalised Q and K": ("Qwen3", {}),
+    "Qwen3-MoE": ("Qwen3Moe", EXPERTS),
     "Mistral without a window": ("Mistral", {"sliding_window": None}),
+    "Ministral 3": ("Ministral3", {"sliding_window": None, "rope_parameters": PLAIN}),
+    "Mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    "OLMoE": ("Olmoe", EXPERTS),
+    "Granite": ("Granite", {}),
+    "Gemma 1": ("Gemma", {}),
+    "Starcoder2": ("Starcoder2", {"sliding_window": None}),
+    "GLM-4": ("Glm4", {}),
+    "GLM-4.5, experts": ("Glm4Moe", {"n_routed_experts": 4, **EXPERTS}),
+    "Cohere": ("Cohere", {}),
+    "Phi-3": ("Phi3", {}),
+    "SmolLM3, some layers without rotation": ("SmolLM3", {"no_rope_layers": [1, 0, 1]}),
+    "Seed-OSS": ("SeedOss", {}),
+    "GPT-NeoX": ("GPTNeoX", {"num_key_value_heads": 4}),
+    "ERNIE 4.5": ("Ernie4_5", {}),
 }
+# One of each way to rotate keys that SGLang's models have: its own modules by halves and by
+# neighbours, transformers' in models of its own and without rotation in some layers.
+ROTATED = ("Llama", "YaRN", "GLM-4", "Cohere", "Phi-3", "SmolLM3, some layers without rotation",
+           "Seed-OSS", "GPT-NeoX", "ERNIE 4.5")  # fmt: skip
 
 
 def write_model(folder: Path, architecture: str, extra: dict[str, Any]) -> Any:
@@ -45,7 +73,7 @@ def write_model(folder: Path, architecture: str, extra: dict[str, Any]) -> Any:
         vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         max_position_embeddings=512, initializer_range=0.25, bos_token_id=1, eos_token_id=2,
-        **extra,
+        pad_token_id=0, **extra,
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(7)
@@ -81,7 +109,13 @@ KVTIER = {"attention_backend": "kvtier", "radix_cache_backend": "kvtier"}
 STOCK = {"attention_backend": "torch_native"}
 
 
-def answers_of(folder: Path, model: Path, dtype: str, backends: dict[str, str]) -> dict[str, Any]:
+def answers_of(
+    folder: Path,
+    model: Path,
+    dtype: str,
+    backends: dict[str, str],
+    env: dict[str, str] | None = None,
+) -> dict[str, Any]:
     """What an engine says in two turns of every session."""
     sessions, asked = prompts(), {"max_new_tokens": NEW_TOKENS, "logprobs": True}
     rounds = [
@@ -96,7 +130,7 @@ def answers_of(folder: Path, model: Path, dtype: str, backends: dict[str, str]) 
         "chunked_prefill_size": 128, **backends,
     }  # fmt: skip
     folder.mkdir()
-    return run_engine(folder, engine, rounds)
+    return run_engine(folder, engine, rounds, env)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -109,6 +143,23 @@ def test_it_says_what_transformers_says(tmp_path: Path, name: str) -> None:
             assert is_greedy(model, answer["prompt"], answer["output_ids"])
     assert all(answer["cached_tokens"] > 0 for answer in found["rounds"][1])
     assert found["state"]["integrity"] == []
+
+
+@pytest.mark.parametrize("name", ROTATED)
+def test_compressed_it_says_what_the_reference_says(tmp_path: Path, name: str) -> None:
+    """Every head keeps its own best third of a turn, by keys before rotation."""
+    model = write_model(tmp_path / "model", *ARCHITECTURES[name])
+    rule, profile = FixedShare(0.35), full_profile(shape_of(model))
+    expected = []
+    for turns in prompts():
+        session = CompactingSession(model, profile, RULE, 128)
+        session.keep_count = lambda prompt, span: rule.choose(Turn(prompt, span)).kept_tokens
+        expected.append([session.turn(prompt, NEW_TOKENS).token_ids for prompt in turns])
+    env = {**RULE_ENV, "KVTIER_RETENTION": "0.35", "KVTIER_SCORER": "distinct-keys"}
+    found = answers_of(tmp_path / "kvtier", tmp_path / "model", "float32", KVTIER, env)
+    said = [[answer["output_ids"] for answer in answers] for answers in found["rounds"]]
+    assert [list(turns) for turns in zip(*said, strict=True)] == expected
+    assert found["state"]["compacted_tokens"] > 0
 
 
 def test_in_bfloat16_it_says_what_stock_sglang_says(tmp_path: Path) -> None:
