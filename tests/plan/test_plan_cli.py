@@ -24,7 +24,7 @@ def trace(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--trace", "gone"], "--trace: expected a readable trace file"),
+        (["--trace", "gone"], "--trace: expected a readable file"),
         (["--policies", "full,none"], "--policies: expected some of full, kvtier, kvtier-tier"),
         (["--gpu", "b42"], "--gpu: expected one of h100"),
         (["--model", "gpt"], "--model: expected one of llama-3-8b"),
@@ -32,7 +32,7 @@ def trace(tmp_path: Path) -> str:
         (["--ca-share", "2"], "--ca-share: expected a number above 0, up to 1"),
         (["--slo-ttft", "0"], "--slo-ttft: expected a number above 0"),
         (["--turns", "0.5"], "--turns: expected a number of at least 1"),
-        (["--calibration", "gone"], "--calibration: expected what `python -m kvtier.bench"),
+        (["--calibration", "gone"], "--calibration: expected a readable file"),
         (["--write-probe", "no/such/file"], "--write-probe: expected a file in an existing"),
         (
             ["--write-probe", "f", "--probe-token-time", "0"],

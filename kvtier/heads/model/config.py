@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
-from kvtier.errors import UnsupportedModelError, UsageError
+from kvtier.errors import UnsupportedModelError
 from kvtier.heads.profile import ModelShape
+from kvtier.reading import read_json
 
 _MLA_KEYS = ("kv_lora_rank", "qk_rope_head_dim")
 _SSM_KEYS = ("mamba_d_state", "ssm_state_size", "linear_num_key_heads", "state_size", "d_state")
@@ -17,15 +17,9 @@ _SSM_KEYS = ("mamba_d_state", "ssm_state_size", "linear_num_key_heads", "state_s
 def read_config(model_path: str) -> dict[str, Any]:
     """The config.json of a local model directory, the text part of multimodal ones.
 
-    Raises UsageError when there is none.
+    Raises UsageError when there is none that can be read.
     """
-    path = Path(model_path) / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise UsageError(
-            "--model-path", "a directory with a readable config.json", model_path
-        ) from error
+    config = read_json(Path(model_path) / "config.json", "--model-path", finite=False)
     text_config = config.get("text_config")
     return {**config, **text_config} if isinstance(text_config, dict) else config
 
