@@ -101,8 +101,8 @@ def test_a_model_directory_without_weights_or_vocabulary_is_refused(tmp_path: Pa
 def test_a_missing_demo_model_says_where_it_comes_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("kvtier.bench.planning.model.DEMO_MODEL", Path("models/gone"))
-    with pytest.raises(UsageError, match=r"--model-path: .*demo model .*source checkout"):
+    monkeypatch.setattr("kvtier.demo_model.PLACE", "models/gone")
+    with pytest.raises(UsageError, match=r"--model-path: .*lacks the demo model"):
         make_plans(parse_options([]))
 
 
