@@ -1,6 +1,7 @@
 """Where the demo model is: a wheel carries it, and a checkout has it beside the package.
 
-kvtier serve --model-path "$(python -m kvtier.demo_model)" --dtype float32 --port 30000
+`python -m kvtier.demo_model` prints it, as in
+`kvtier serve --model-path "$(python -m kvtier.demo_model)" --dtype float32 --port 30000`.
 """
 
 from __future__ import annotations
