@@ -75,7 +75,7 @@ def document(plan: PolicyPlan) -> dict[str, Any]:
 def show_rows(rows: list[dict[str, Any]]) -> None:
     table = new_table(
         "The fewest GPUs", ("copies", "policy", "GPUs", "device", "tier", "TTFT p90, s",
-        "TPOT p90, ms", "resident", "cost of a million tokens"), left=("policy",),
+        "TPOT p90, ms", "refused", "resident", "cost of a million tokens"), left=("policy",),
     )  # fmt: skip
     for row in rows:
         for policy, found in row["policies"].items():
@@ -84,7 +84,8 @@ def show_rows(rows: list[dict[str, Any]]) -> None:
                 str(row["copies"]), policy,
                 f"{best.gpus:,}" if found["best"] else f"> {best.gpus:,}",
                 f"{best.hit_device:.3f}", f"{best.hit_tier:.3f}", f"{best.ttft_s.p90:.2f}",
-                f"{best.tpot_s.p90 * 1e3:.1f}", f"{best.resident_sessions:,}",
+                f"{best.tpot_s.p90 * 1e3:.1f}", f"{best.refused:,}",
+                f"{best.resident_sessions:,}",
                 f"{best.cost_per_million_tokens or 0:.3f}",
             )  # fmt: skip
     show(table)

@@ -113,7 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_replay_flags(parser.add_argument_group("recorded traffic, instead of such sessions"))
     add = parser.add_argument_group("serving").add_argument
     add("--policies", default="full,kvtier", help=f"from {', '.join(POLICIES)} (%(default)s)")
-    add("--model-path", help="model directory (the demo model of the checkout)")
+    add("--model-path", help="model directory (the demo model)")
     add("--head-profile", help="head profile file (head_profile.json of the model; "
         "without one, every head keeps its whole context)")  # fmt: skip
     add("--prefill", help=f"{' or '.join(PREFILLS)} (KVTIER_PREFILL, or exact)")

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvtier.errors import HeadProfileError, HeadProfileMismatchError
+from kvtier.errors import HeadProfileError, HeadProfileMismatchError, UsageError
+from kvtier.reading import read_json
 
 SCHEMA_VERSION: Literal[1] = 1
 
@@ -151,9 +152,9 @@ class HeadProfile(BaseModel):
 def load_profile(path: Path) -> HeadProfile:
     """Read a profile. Raises HeadProfileError naming the file and what is wrong with it."""
     try:
-        return HeadProfile.model_validate_json(path.read_text())
-    except OSError as error:
-        raise HeadProfileError(f"head_profile: cannot read {path}: {error}") from error
+        return HeadProfile.model_validate(read_json(path, "head_profile"))
+    except UsageError as error:
+        raise HeadProfileError(str(error)) from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "document"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import UsageError
 from kvtier.memory.published.cli import add_published_parsers
+from kvtier.reading import read_text
 
 if TYPE_CHECKING:
     from kvtier.memory.card import Row
@@ -192,10 +193,7 @@ def _cells(row: Row) -> list[str]:
 def _source(options: argparse.Namespace) -> Source:
     from kvtier.memory.making import Source
 
-    try:
-        prefix = options.prefix_file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError("--prefix-file", "a readable text", str(error)) from error
+    prefix = read_text(options.prefix_file, "--prefix-file")
     if options.seed < 0:
         raise UsageError("--seed", "at least 0", options.seed)
     return Source(options.model_path, prefix, options.traces, options.chat, options.seed)

@@ -19,8 +19,9 @@ from pydantic import Field, ValidationError
 from torch import Tensor
 
 from kvtier.calibration.documents.base import Stored
-from kvtier.errors import MemoryFileError, MemoryMismatchError
+from kvtier.errors import MemoryFileError, MemoryMismatchError, UsageError
 from kvtier.memory.card import Identity, Row
+from kvtier.reading import read_json
 from kvtier_kernels.memory.base import PLACE_WIDTH, MemoryLayer
 
 CARD, TENSORS = "memory.json", "memory.safetensors"
@@ -145,9 +146,9 @@ def check_may_be_served(card: Card) -> None:
 def load_card(folder: Path) -> Card:
     """Raises MemoryFileError where there is none that can be read."""
     try:
-        return Card.model_validate_json((folder / CARD).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise MemoryFileError(f"{folder / CARD}: {error}") from error
+        return Card.model_validate(read_json(folder / CARD, "memory"))
+    except UsageError as error:
+        raise MemoryFileError(str(error)) from error
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(map(str, first["loc"]))

@@ -12,7 +12,6 @@ of a split, so that what is measured is not what was learned by heart.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import TracesFileError, UsageError
+from kvtier.reading import read_json_lines
 from kvtier.synthetic.tokenizer import Tokenizer
 
 
@@ -56,14 +56,9 @@ def read_traces(file: Path, prefix: str, tokenizer: Tokenizer, *, chat: bool = F
 
     Raises TracesFileError, naming the line.
     """
-    try:
-        lines = file.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise TracesFileError(str(file), "a readable file", str(error)) from error
     texts = [
-        _texts(f"{file}, line {number}", line, prefix, tokenizer)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
+        _texts(where, trace, prefix, tokenizer)
+        for where, trace in read_json_lines(file, "--traces", TracesFileError)
     ]
     if not texts:
         raise TracesFileError(str(file), "at least one trace", "none")
@@ -135,14 +130,10 @@ def system_prefix(prefix: str, tokenizer: Tokenizer) -> str:
     return rendered[0][: _common(rendered[0], rendered[1])]
 
 
-def _texts(where: str, line: str, system: str, tokenizer: Tokenizer) -> tuple[str, str, str, str]:
+def _texts(
+    where: str, trace: dict[str, Any], system: str, tokenizer: Tokenizer
+) -> tuple[str, str, str, str]:
     """Where a trace is, its prompt, its answer and its group."""
-    try:
-        trace = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TracesFileError(where, "a JSON object", str(error)) from error
-    if not isinstance(trace, dict):
-        raise TracesFileError(where, "a JSON object", trace)
     unknown = sorted(set(trace) - {"prompt", "answer", "group", "messages"})
     if unknown or ("prompt" in trace) == ("messages" in trace):
         expected = "`prompt` (and `answer`) or `messages`, and perhaps `group`"

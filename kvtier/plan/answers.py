@@ -36,6 +36,9 @@ class Slo(Frozen):
 class Answers(Frozen):
     """One fleet under one policy.
 
+    requests, refused: that were served, and that no replica could hold
+    least_refused_tokens: input and output of the shortest refused; None where none was
+    request_room_tokens: of exact KV that a replica holds for one request
     hit_device, hit_tier, recomputed: tokens of prompts, over all
     goodput_share:     of the requests, how many met the SLO's times
     resident_sessions: at the end
@@ -47,13 +50,15 @@ class Answers(Frozen):
     gpus: int
     requests: int
     refused: int
+    least_refused_tokens: int | None
+    request_room_tokens: int
     hit_device: float
     hit_tier: float
     recomputed: float
     ttft_s: Percentiles
     tpot_s: Percentiles
     goodput_share: float
-    meets_slo: bool
+    meets_times: bool
     resident_sessions: int
     sessions: int
     evicted_tokens: int
@@ -61,13 +66,28 @@ class Answers(Frozen):
     output_tokens_per_s: float
     cost_per_million_tokens: float | None
 
+    @property
+    def meets_slo(self) -> bool:
+        """Whether the times are met, and nothing was refused."""
+        return self.meets_times and self.refused == 0
+
+    @property
+    def verdict(self) -> str:
+        """Whether the SLO is met, and what of it is not."""
+        if self.meets_slo:
+            return "yes"
+        times = [] if self.meets_times else ["times" if self.requests else "nothing served"]
+        refused = [f"{self.refused:,} refused"] if self.refused else []
+        return "NO: " + ", ".join(times + refused)
+
 
 def answers_of(
     outcome: Outcome, slo: Slo, *, gpu_hour_cost: float | None = None, warm_s: float = 0.0
 ) -> Answers:
     """Summarize an outcome. warm_s: requests that arrive earlier count for nothing but the cache;
     gpu_hour_cost: of one accelerator."""
-    counted = ~outcome.refused & (outcome.arrived_s >= warm_s)
+    served = ~outcome.refused
+    counted = served & (outcome.arrived_s >= warm_s)
     inputs = outcome.traffic.input_tokens.astype(np.int64)[counted]
     outputs = outcome.traffic.output_tokens.astype(np.int64)[counted]
     ttft, tpot = outcome.ttft_s[counted], outcome.tpot_s[counted]
@@ -75,11 +95,11 @@ def answers_of(
     total = max(1, int(inputs.sum()))
     good = (ttft <= slo.ttft_s) & ~(tpot > slo.tpot_s)
     begin = max(warm_s, float(np.nanmin(outcome.arrived_s)))
-    duration_s = max(1e-9, float(np.nanmax(outcome.finish_s)) - begin)
+    duration_s = max(1e-9, float(np.max(outcome.finish_s[served], initial=0.0)) - begin)
     gpus = outcome.plan.replicas * outcome.plan.gpus_per_replica
-    refused = int(outcome.refused.sum())
+    refused = (outcome.traffic.input_tokens + outcome.traffic.output_tokens)[outcome.refused]
     meets = (
-        refused == 0
+        bool(counted.any())
         and _at(ttft, slo.percentile) <= slo.ttft_s
         and _at(tpot, slo.percentile) <= slo.tpot_s
     )
@@ -92,14 +112,16 @@ def answers_of(
         replicas=outcome.plan.replicas,
         gpus=gpus,
         requests=int(counted.sum()),
-        refused=refused,
+        refused=len(refused),
+        least_refused_tokens=int(refused.min()) if len(refused) else None,
+        request_room_tokens=min(outcome.plan.cache.ca_slots, outcome.plan.cache.locality_slots),
         hit_device=float(device / total),
         hit_tier=float(tier / total),
         recomputed=float(1 - (device + tier) / total),
         ttft_s=_percentiles(ttft),
         tpot_s=_percentiles(tpot),
         goodput_share=float(good.mean()) if len(good) else 0.0,
-        meets_slo=meets,
+        meets_times=meets,
         resident_sessions=outcome.resident_sessions,
         sessions=outcome.traffic.num_sessions,
         evicted_tokens=outcome.evicted_tokens,

@@ -24,6 +24,7 @@ from kvtier.bench.policies import POLICIES
 from kvtier.bench.replay.schema import ReplayDocument, ReplayRecord, ReplayResult
 from kvtier.errors import UsageError
 from kvtier.plan.fleet import UNBOUNDED, Cache, Rates, Windows
+from kvtier.reading import read_json
 
 # Fewer say nothing about so many rates.
 LEAST_REQUESTS = 6
@@ -41,10 +42,10 @@ class Calibration:
 
 
 def load_replay(file: Path, argument: str = "--calibration") -> ReplayDocument:
-    """A replay's JSON. Raises UsageError naming the argument."""
+    """A replay's JSON. Raises UsageError naming the argument, or file and line."""
     try:
-        return ReplayDocument.model_validate_json(file.read_text())
-    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        return ReplayDocument.model_validate(read_json(file, argument))
+    except ValidationError as error:
         expected = "what `python -m kvtier.bench --trace … --json` wrote"
         raise UsageError(argument, expected, str(file)) from error
 

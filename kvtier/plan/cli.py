@@ -27,7 +27,8 @@ def add_plan_parser(commands: Subparsers) -> None:
         "plan",
         help="how many GPUs a workload needs, with and without kvtier",
         description="Simulate a fleet under a trace or a described workload.",
-        epilog="exit codes: 0 each policy has a fleet that meets the SLO, 1 some has none, 2 usage",
+        epilog="exit codes: 0 each policy has a fleet that meets the SLO, 1 some has none or "
+        "refuses requests, 2 usage",
         allow_abbrev=False,
     )
     _add_traffic(parser.add_argument_group("traffic: a trace, or sessions as described"))
@@ -78,7 +79,7 @@ def _add_replica(group: argparse._ArgumentGroup) -> None:
     add("--tier-bytes", default="1000g", metavar="SIZE", help="that each replica's machine gives "
         "to the tier (%(default)s)")  # fmt: skip
     add("--in-flight-tokens", metavar="SIZE", help="tokens that compute and answer at once under "
-        "kvtier (32 mean requests, half of the budget at most)")  # fmt: skip
+        "kvtier (32 mean requests, half of the budget at most, or the longest)")  # fmt: skip
     add("--chunk", default="8k", metavar="SIZE", help="tokens of a prefill pass (%(default)s)")
     add("--max-running", default="64", help="requests of a replica at once (%(default)s)")
 
@@ -150,7 +151,7 @@ def run_plan(options: argparse.Namespace) -> int:
         from kvtier.plan.table import print_plan
 
         print_plan(document, make_console())
-    return EXIT_OK if all(plan.best for plan in document.policies) else EXIT_NO_FLEET
+    return EXIT_OK if all(plan.shown.meets_slo for plan in document.policies) else EXIT_NO_FLEET
 
 
 def answer(question: Question, quiet: bool = True) -> PlanDocument:

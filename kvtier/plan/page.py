@@ -50,7 +50,8 @@ def _tiles(document: PlanDocument) -> list[tuple[str, str]]:
     return [
         (
             f"{plan.shown.gpus:,}" if plan.best else f"> {plan.shown.gpus:,}",
-            f"GPUs under {plan.policy}",
+            f"GPUs under {plan.policy}"
+            + (f", {plan.shown.refused:,} requests refused" if plan.shown.refused else ""),
         )
         for plan in document.policies
     ]

@@ -1,6 +1,7 @@
-"""The fewest replicas that meet an SLO.
+"""The fewest replicas that meet an SLO's times.
 
-More replicas do not make a fleet slower, as far as routing spreads requests, so the least number is
+What one replica cannot hold any number refuses, so refusals are told and not searched for. More
+replicas do not make a fleet slower, as far as routing spreads requests, so the least number is
 found by doubling and halving. Each try is kept: together they are the curve over the fleet's size.
 """
 
@@ -15,8 +16,8 @@ from kvtier.plan.answers import Answers
 def fewest_replicas(
     answer: Callable[[int], Answers], at_most: int, begin: int = 1
 ) -> tuple[Answers | None, list[Answers]]:
-    """The least fleet that meets its SLO, or None where `at_most` replicas do not; and all that was
-    tried, by size. answer: simulates so many replicas; begin: a first guess."""
+    """The least fleet that meets its times, or None where `at_most` replicas do not; and all that
+    was tried, by size. answer: simulates so many replicas; begin: a first guess."""
     if at_most < 1:
         raise UsageError("--max-replicas", "at least 1", at_most)
     tried: dict[int, Answers] = {}
@@ -24,7 +25,7 @@ def fewest_replicas(
     def meets(replicas: int) -> bool:
         if replicas not in tried:
             tried[replicas] = answer(replicas)
-        return tried[replicas].meets_slo
+        return tried[replicas].meets_times
 
     low, high = 0, min(max(1, begin), at_most)
     while not meets(high):

@@ -13,14 +13,14 @@ import numpy as np
 
 from kvtier.bench.policies import POLICIES
 from kvtier.environment import Environment
-from kvtier.errors import UsageError
+from kvtier.errors import BudgetError, UsageError
 from kvtier.plan.answers import Answers, Frozen, Slo, answers_of
 from kvtier.plan.calibration import cache_of, calibrate, load_replay
 from kvtier.plan.fleet import UNBOUNDED, Cache, FleetPlan, Windows
 from kvtier.plan.hardware import Assumptions, Replica, find_replica
 from kvtier.plan.search import fewest_replicas
 from kvtier.plan.simulate import simulate
-from kvtier.pool_sizing import SessionShape, SlotBytes, plan_pools
+from kvtier.pool_sizing import PoolPlan, SessionShape, SlotBytes, plan_pools
 from kvtier.traffic.described import Description, make_traffic
 from kvtier.traffic.lru import hit_rates
 from kvtier.traffic.prefixes import Traffic, copies, traffic_of
@@ -40,11 +40,11 @@ class Question:
 
     trace, requests, copies, spread_s: recorded traffic, so many times; or described: a workload
     calibration: a replay's JSON, whose engine is a replica; or gpu, model, tp: stated figures
-    replicas:    of the fleet; None: the fewest up to max_replicas that meet the SLO
+    replicas:    of the fleet; None: the fewest up to max_replicas that meet the SLO's times
     tier_bytes:  that each replica's machine gives to the tier
     in_flight_tokens: of requests that compute and answer, whose locality heads keep everything
-                 meanwhile; None: 32 mean ones', as far as their full KV is half of
-                     the budget, but at least the longest's
+                 meanwhile; longer ones are refused. None: 32 mean ones', as far as their full KV
+                 is half of the budget, but the longest's where that fits
     """
 
     policies: tuple[str, ...]
@@ -76,7 +76,8 @@ class Question:
 
 
 class PolicyPlan(Frozen):
-    """One policy. best: its fleet, None where no size met the SLO; tried: all sizes, by size."""
+    """One policy. best: the least fleet that meets the SLO's times, None where no size did; tried:
+    all sizes, by size."""
 
     policy: str
     rates: dict[str, float]
@@ -201,18 +202,7 @@ def cache_on(replica: Replica, question: Question, policy: str, traffic: Traffic
     slots = SlotBytes(
         ca=round(question.ca_share * token), locality=round((1 - question.ca_share) * token)
     )
-    inputs, windows = traffic.input_tokens, question.windows
-    longest = int((inputs + traffic.output_tokens).max())
-    mean = math.ceil(float(inputs.mean()))
-    in_flight = min(IN_FLIGHT_REQUESTS * mean, int(IN_FLIGHT_SHARE * budget / token))
-    shape = SessionShape(
-        context_tokens=mean,
-        turn_tokens=math.ceil(float(traffic.output_tokens.mean())),
-        kept_tokens=windows.sink + windows.recent + 1,
-        prefill_tokens=question.in_flight_tokens or max(longest, in_flight),
-        retention=question.retention,
-    )
-    pools = plan_pools(int(budget), slots, shape)
+    windows, pools = question.windows, _pools(question, traffic, int(budget), slots)
     return Cache(
         policy=policy,
         ca_slots=pools.ca_slots,
@@ -223,6 +213,36 @@ def cache_on(replica: Replica, question: Question, policy: str, traffic: Traffic
         tier_tokens=int(question.tier_bytes / token) if POLICIES[policy].has_tier else 0,
         windows=windows,
     )
+
+
+def _pools(question: Question, traffic: Traffic, budget: int, slots: SlotBytes) -> PoolPlan:
+    """Room for what is in flight, and for sessions of mean length at rest. Where nobody says how
+    much is in flight and the longest request does not fit, it is refused, not the question."""
+    inputs, outputs, windows = traffic.input_tokens, traffic.output_tokens, question.windows
+    mean, half = math.ceil(float(inputs.mean())), int(IN_FLIGHT_SHARE * budget / slots.full)
+    in_flight = min(IN_FLIGHT_REQUESTS * mean, half)
+    longest = int((inputs + outputs).max())
+
+    def cut(prefill_tokens: int) -> PoolPlan:
+        shape = SessionShape(
+            context_tokens=min(mean, half),
+            turn_tokens=math.ceil(float(outputs.mean())),
+            kept_tokens=windows.sink + windows.recent + 1,
+            prefill_tokens=prefill_tokens,
+            retention=question.retention,
+        )
+        return plan_pools(budget, slots, shape)
+
+    if question.in_flight_tokens is not None:
+        try:
+            return cut(question.in_flight_tokens)
+        except BudgetError as error:
+            expected = f"so few that their KV fits: {error.expected}"
+            raise UsageError("--in-flight-tokens", expected, question.in_flight_tokens) from error
+    try:
+        return cut(max(longest, in_flight))
+    except BudgetError:
+        return cut(in_flight)
 
 
 def _plan(question: Question, traffic: Traffic, base: FleetPlan, tell: Tell) -> PolicyPlan:
@@ -237,16 +257,15 @@ def _plan(question: Question, traffic: Traffic, base: FleetPlan, tell: Tell) -> 
             gpu_hour_cost=question.gpu_hour_cost,
             warm_s=question.warm_s,
         )
-        verdict = "meets" if found.meets_slo else "misses"
         tell(
-            f"{base.cache.policy}: {replicas} replicas {verdict} the SLO, TTFT p90 "
+            f"{base.cache.policy}: {replicas} replicas, SLO met: {found.verdict}; TTFT p90 "
             f"{found.ttft_s.p90:.2f} s, TPOT p90 {found.tpot_s.p90 * 1e3:.1f} ms"
         )
         return found
 
     if question.replicas is not None:
         tried = [answer(question.replicas)]
-        best = tried[0] if tried[0].meets_slo else None
+        best = tried[0] if tried[0].meets_times else None
     else:
         begin = least_replicas(traffic, base)
         best, tried = fewest_replicas(answer, question.max_replicas, begin)

@@ -57,7 +57,7 @@ def describe_slo(document: PlanDocument) -> str:
 def plan_rows(document: PlanDocument) -> list[tuple[str, list[str]]]:
     """Label and one cell per policy."""
     rows: list[tuple[str, Cell]] = [
-        ("meets the SLO", lambda plan: "yes" if plan.shown.meets_slo else "NO"),
+        ("meets the SLO", lambda plan: plan.shown.verdict),
         ("replicas", lambda plan: f"{plan.shown.replicas:,}"),
         ("GPUs", lambda plan: f"{plan.shown.gpus:,}"),
         ("tokens hit on the device", lambda plan: f"{plan.shown.hit_device:.3f}"),
@@ -68,7 +68,8 @@ def plan_rows(document: PlanDocument) -> list[tuple[str, list[str]]]:
         ("requests within both times", lambda plan: f"{plan.shown.goodput_share:.1%}"),
         ("sessions resident at the end", lambda plan: f"{plan.shown.resident_sessions:,}"),
         ("tokens evicted", lambda plan: f"{plan.shown.evicted_tokens:,}"),
-        ("requests refused", lambda plan: f"{plan.shown.refused:,}"),
+        ("requests refused", _refused),
+        ("tokens that fit for one request", lambda plan: f"{plan.shown.request_room_tokens:,}"),
         ("output tokens per second", lambda plan: f"{plan.shown.output_tokens_per_s:,.0f}"),
         ("cost per million tokens", _cost),
     ]
@@ -78,6 +79,11 @@ def plan_rows(document: PlanDocument) -> list[tuple[str, list[str]]]:
 def _three(plan: PolicyPlan, name: str, factor: float, form: str) -> str:
     found = getattr(plan.shown, name)
     return " / ".join(format(factor * value, form) for value in (found.p50, found.p90, found.p99))
+
+
+def _refused(plan: PolicyPlan) -> str:
+    refused, least = plan.shown.refused, plan.shown.least_refused_tokens
+    return f"{refused:,}" if least is None else f"{refused:,}, from {least:,} tokens"
 
 
 def _cost(plan: PolicyPlan) -> str:

@@ -10,15 +10,19 @@ equal ids are equal prefixes. Source: github.com/kvcache-ai/Mooncake, FAST25-rel
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvtier.errors import TracesFileError, UsageError
+from kvtier.reading import read_json_lines
 
 # Tokens of a block in the format.
 BLOCK_TOKENS = 512
+# Of an input or an output: the simulator counts with 32 bits.
+MOST_TOKENS = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -89,43 +93,30 @@ class Trace:
 
 
 def read_trace(file: Path, argument: str = "--trace") -> Trace:
-    """A file's trace. Raises UsageError naming `argument` where it cannot be read, TracesFileError
+    """A file's trace. Raises UsageError naming `argument` where there is none, TracesFileError
     naming line and field where it is malformed."""
-    try:
-        lines = file.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(argument, "a readable trace file", str(file)) from error
-    requests = sorted(_requests(file, lines), key=lambda request: request.arrival_s)
+    requests = sorted(_requests(file, argument), key=lambda request: request.arrival_s)
     if not requests:
         raise UsageError(argument, "a trace of at least one request", str(file))
     return Trace(tuple(requests))
 
 
-def _requests(file: Path, lines: list[str]) -> Iterator[TraceRequest]:
+def _requests(file: Path, argument: str) -> Iterator[TraceRequest]:
     before: dict[int, int | None] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{file}, line {number}"
-        request = _request(where, line)
+    for where, fields in read_json_lines(file, argument, TracesFileError):
+        request = _request(where, fields)
         _check_prefixes(where, request, before)
         yield request
 
 
-def _request(where: str, line: str) -> TraceRequest:
-    try:
-        fields = json.loads(line)
-    except ValueError as error:
-        raise TracesFileError(where, "a JSON object", line[:60]) from error
-    if not isinstance(fields, dict):
-        raise TracesFileError(where, "a JSON object", line[:60])
+def _request(where: str, fields: dict[str, Any]) -> TraceRequest:
     ids = fields.get("hash_ids")
     if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
         raise TracesFileError(f"{where}: hash_ids", "a list of whole numbers", ids)
     request = TraceRequest(
         arrival_s=_number(where, fields, "timestamp", least=0) / 1000,
-        input_tokens=int(_number(where, fields, "input_length", least=1)),
-        output_tokens=int(_number(where, fields, "output_length", least=1)),
+        input_tokens=int(_number(where, fields, "input_length", least=1, most=MOST_TOKENS)),
+        output_tokens=int(_number(where, fields, "output_length", least=1, most=MOST_TOKENS)),
         block_ids=tuple(ids),
     )
     wanted = -(-request.input_tokens // BLOCK_TOKENS)
@@ -135,10 +126,13 @@ def _request(where: str, line: str) -> TraceRequest:
     return request
 
 
-def _number(where: str, fields: dict[str, Any], name: str, least: float) -> float:
+def _number(
+    where: str, fields: dict[str, Any], name: str, least: float, most: float = math.inf
+) -> float:
     value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
-        raise TracesFileError(f"{where}: {name}", f"a number of at least {least}", value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        limit = "" if most == math.inf else f", up to {most}"
+        raise TracesFileError(f"{where}: {name}", f"a number of at least {least}{limit}", value)
     return float(value)
 
 

@@ -89,7 +89,9 @@ def test_a_model_directory_without_weights_or_vocabulary_is_refused(tmp_path: Pa
     with pytest.raises(UsageError, match=r"--model-path: .*existing model directory"):
         plan_for(tmp_path / "nowhere")
     (tmp_path / "bare").mkdir()
-    with pytest.raises(UsageError, match=r"--model-path: .*readable config\.json"):
+    with pytest.raises(
+        UsageError, match=r"--model-path: expected a readable file, got .*config\.json"
+    ):
         plan_for(tmp_path / "bare")
     bare = write_model(tmp_path / "speechless", tokenizer=False)
     with pytest.raises(UsageError, match=r"--model-path: .*a model with a tokenizer"):
@@ -99,8 +101,8 @@ def test_a_model_directory_without_weights_or_vocabulary_is_refused(tmp_path: Pa
 def test_a_missing_demo_model_says_where_it_comes_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("kvtier.bench.planning.model.DEMO_MODEL", Path("models/gone"))
-    with pytest.raises(UsageError, match=r"--model-path: .*demo model .*source checkout"):
+    monkeypatch.setattr("kvtier.demo_model.PLACE", "models/gone")
+    with pytest.raises(UsageError, match=r"--model-path: .*lacks the demo model"):
         make_plans(parse_options([]))
 
 

@@ -86,8 +86,8 @@ def test_a_card_that_says_something_else_is_told(tmp_path, arguments, capsys):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--prefix-file", "nowhere.txt"), "--prefix-file: expected a readable text"),
-        (("--traces", "nowhere.jsonl"), "nowhere.jsonl: expected a readable file"),
+        (("--prefix-file", "nowhere.txt"), "--prefix-file: expected a readable file"),
+        (("--traces", "nowhere.jsonl"), "--traces: expected a readable file"),
         (("--model-path", "nowhere"), "--model-path: expected"),
         (("--target-nats", "-1"), "--target-nats: expected at least 0"),
         (("--seed", "-1"), "--seed: expected at least 0"),

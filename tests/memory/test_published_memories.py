@@ -243,8 +243,8 @@ def test_what_cannot_be_read_is_listed_as_such_and_ends_a_search(kvtier, server,
     server.admin.set(key, "no json")
     code, out, _ = kvtier("list")
     assert code == 0
-    assert "invalid: document:" in out
-    with pytest.raises(CalibrationDocumentError, match=":tools: document:"):
+    assert "invalid: document" in out
+    with pytest.raises(CalibrationDocumentError, match=":tools: document, line 1:"):
         find(model_path)
 
 

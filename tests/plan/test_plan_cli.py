@@ -9,7 +9,7 @@ import pytest
 from traffic.trace_models import make_trace, write_trace
 
 from kvtier.cli import main
-from kvtier.plan.study import PlanDocument
+from kvtier.plan.study import PlanDocument, PolicyPlan
 from kvtier.traffic.probe import probe_trace
 from kvtier.traffic.trace import read_trace
 
@@ -24,7 +24,7 @@ def trace(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--trace", "gone"], "--trace: expected a readable trace file"),
+        (["--trace", "gone"], "--trace: expected a readable file"),
         (["--policies", "full,none"], "--policies: expected some of full, kvtier, kvtier-tier"),
         (["--gpu", "b42"], "--gpu: expected one of h100"),
         (["--model", "gpt"], "--model: expected one of llama-3-8b"),
@@ -32,7 +32,7 @@ def trace(tmp_path: Path) -> str:
         (["--ca-share", "2"], "--ca-share: expected a number above 0, up to 1"),
         (["--slo-ttft", "0"], "--slo-ttft: expected a number above 0"),
         (["--turns", "0.5"], "--turns: expected a number of at least 1"),
-        (["--calibration", "gone"], "--calibration: expected what `python -m kvtier.bench"),
+        (["--calibration", "gone"], "--calibration: expected a readable file"),
         (["--write-probe", "no/such/file"], "--write-probe: expected a file in an existing"),
         (
             ["--write-probe", "f", "--probe-token-time", "0"],
@@ -60,6 +60,72 @@ def test_long_contexts_fit_a_small_replica_because_fewer_are_in_flight(capsys):
     assert "54 GB for KV" in capsys.readouterr().out
 
 
+def agents(tmp_path: Path, *flags: str) -> tuple[int, list[PolicyPlan]]:
+    """Contexts of 109k tokens on average, some of half a million, on one H100 with an 8B model."""
+    out = tmp_path / "plan.json"
+    traffic = [
+        "--sessions",
+        "60",
+        "--turns",
+        "2",
+        "--context-tokens",
+        "80000",
+        "--length-spread",
+        "1",
+    ]
+    replica = [
+        "--max-tokens",
+        "600000",
+        "--model",
+        "llama-3-8b",
+        "--tp",
+        "1",
+        "--max-replicas",
+        "64",
+    ]
+    times = ["--slo-ttft", "60000", "--slo-tpot", "1000"]
+    code = main(["plan", "-q", *traffic, *replica, *times, "--json", str(out), *flags])
+    document = PlanDocument.model_validate_json(out.read_text())
+    assert document.traffic["mean_input_tokens"] > 100_000
+    return code, list(document.policies)
+
+
+def test_requests_that_no_replica_holds_are_refused_and_the_rest_is_planned(tmp_path, capsys):
+    code, plans = agents(tmp_path)
+    printed = capsys.readouterr().out
+    assert code == 1
+    for plan in plans:
+        found = plan.best
+        assert found is not None
+        assert found.meets_times
+        assert found.refused > 0
+        assert found.least_refused_tokens > found.request_room_tokens
+        assert found.verdict == f"NO: {found.refused} refused"
+        assert found.verdict in printed
+        assert f"{found.refused}, from {found.least_refused_tokens:,} tokens" in printed
+    full, kvtier, _ = (plan.best for plan in plans)
+    assert kvtier.gpus < full.gpus
+    # Half of the budget is for what is in flight, and more where that is asked for.
+    assert 0.5 * full.request_room_tokens < kvtier.request_room_tokens
+    _, (_, most, _) = agents(tmp_path, "--in-flight-tokens", "400000")
+    assert most.best.request_room_tokens > 400_000
+    assert full.refused <= most.best.refused < kvtier.refused
+
+
+def test_more_in_flight_than_the_budget_holds_is_refused_by_its_flag(tmp_path, capsys):
+    flags = ["--model", "llama-3-8b", "--tp", "1", "--sessions", "5", "--in-flight-tokens", "1m"]
+    assert main(["plan", "-q", *flags]) == 2
+    assert "--in-flight-tokens: expected so few that their KV fits" in capsys.readouterr().err
+
+
+def test_a_fleet_that_serves_nothing_meets_nothing(capsys):
+    flags = ["--sessions", "3", "--context-tokens", "200000", "--turns", "1"]
+    tiny = ["--model", "llama-3-8b", "--tp", "1", "--memory-used", "0.21", "--max-replicas", "2"]
+    policies = ["--policies", "full,kvtier", "--max-tokens", "300000"]
+    assert main(["plan", "-q", *flags, *tiny, *policies]) == 1
+    assert capsys.readouterr().out.count("NO: nothing served, 3 refused") == 2
+
+
 def test_the_probe_is_a_trace_that_a_replay_can_read(tmp_path, capsys):
     file = tmp_path / "probe.jsonl"
     times = ["--probe-gap", "2", "--probe-token-time", "0.001"]
@@ -84,7 +150,8 @@ def test_a_trace_gives_a_table_a_document_and_a_page(trace, tmp_path, capsys):
         assert plan.best.meets_slo
         assert plan.best.gpus == plan.best.replicas
         smaller = [one for one in plan.tried if one.replicas < plan.best.replicas]
-        assert not any(one.meets_slo for one in smaller)
+        assert not any(one.meets_times for one in smaller)
+        assert plan.best.verdict == "yes"
         assert plan.best.hit_device + plan.best.hit_tier + plan.best.recomputed == pytest.approx(1)
         assert plan.best.cost_per_million_tokens > 0
     page = report.read_text()

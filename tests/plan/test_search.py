@@ -13,22 +13,25 @@ from kvtier.plan.search import fewest_replicas
 NO_TIME = Percentiles(p50=0, p90=0, p99=0)
 
 
-def answers(replicas: int, meets_slo: bool) -> Answers:
+def answers(replicas: int, meets_times: bool, refused: int = 0, requests: int = 1) -> Answers:
     return Answers(
-        policy="full", replicas=replicas, gpus=replicas, requests=1, refused=0, hit_device=0,
+        policy="full", replicas=replicas, gpus=replicas, requests=requests, refused=refused,
+        least_refused_tokens=9 if refused else None, request_room_tokens=8, hit_device=0,
         hit_tier=0, recomputed=1, ttft_s=NO_TIME, tpot_s=NO_TIME, goodput_share=1,
-        meets_slo=meets_slo, resident_sessions=0, sessions=1, evicted_tokens=0, duration_s=1,
+        meets_times=meets_times, resident_sessions=0, sessions=1, evicted_tokens=0, duration_s=1,
         output_tokens_per_s=1, cost_per_million_tokens=None,
     )  # fmt: skip
 
 
-@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 200))
-def test_the_least_fleet_is_found_wherever_the_search_begins(needed, most, begin):
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 200), st.integers(0, 2))
+def test_the_least_fleet_is_found_wherever_the_search_begins_whatever_is_refused(
+    needed, most, begin, refused
+):
     asked = []
 
     def answer(replicas: int) -> Answers:
         asked.append(replicas)
-        return answers(replicas, replicas >= needed)
+        return answers(replicas, replicas >= needed, refused)
 
     best, tried = fewest_replicas(answer, most, begin)
     assert (best.replicas if best else None) == (needed if needed <= most else None)
@@ -40,3 +43,19 @@ def test_the_least_fleet_is_found_wherever_the_search_begins(needed, most, begin
 def test_a_search_of_nothing_is_refused():
     with pytest.raises(UsageError, match="--max-replicas"):
         fewest_replicas(lambda replicas: answers(replicas, True), 0)
+
+
+@pytest.mark.parametrize(
+    ("meets_times", "refused", "requests", "verdict"),
+    [
+        (True, 0, 5, "yes"),
+        (True, 1234, 5, "NO: 1,234 refused"),
+        (False, 0, 5, "NO: times"),
+        (False, 7, 5, "NO: times, 7 refused"),
+        (False, 5, 0, "NO: nothing served, 5 refused"),
+    ],
+)
+def test_a_verdict_says_what_of_the_slo_is_not_met(meets_times, refused, requests, verdict):
+    found = answers(1, meets_times, refused, requests)
+    assert found.verdict == verdict
+    assert found.meets_slo == (verdict == "yes")

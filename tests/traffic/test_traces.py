@@ -46,7 +46,7 @@ def test_a_malformed_line_is_refused_by_line_and_field(
 
 
 def test_what_is_no_trace_at_all_is_refused(tmp_path: Path):
-    with pytest.raises(UsageError, match=r"--trace: expected a readable trace file"):
+    with pytest.raises(UsageError, match=r"--trace: expected a readable file"):
         read_trace(tmp_path / "gone")
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(UsageError, match="at least one request"):

@@ -10,6 +10,7 @@ from typing import Any
 from kvtier.bench.options import Options
 from kvtier.bench.policies import FP8, Policy
 from kvtier.bench.schema import ScriptName
+from kvtier.demo_model import find_demo_model
 from kvtier.errors import UsageError
 from kvtier.heads.model.config import context_length, model_shape, read_config
 from kvtier.heads.model.support import check_supported
@@ -17,7 +18,6 @@ from kvtier.heads.profile import ModelShape
 from kvtier.heads.samples.synthetic import speaks_recall
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 
-DEMO_MODEL = Path("models/kvtier-demo")
 # Of an NVIDIA driver; a container may show the second only.
 _NVIDIA_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
@@ -44,7 +44,7 @@ class Model:
 
 def find_model(options: Options) -> Model:
     """The model directory, checked for everything that can be told from its files."""
-    path = options.model_path or _demo_model()
+    path = options.model_path or find_demo_model()
     if not path.is_dir():
         raise UsageError("--model-path", "an existing model directory (config.json, …)", str(path))
     config = read_config(str(path))
@@ -78,15 +78,6 @@ def script_name(options: Options, model: Model) -> ScriptName:
         wanted = f"a model with a vocabulary of at least {DEFAULT_LANGUAGE.vocab_size} tokens"
         raise UsageError("--model-path", wanted, model.vocab_size)
     return "recall"
-
-
-def _demo_model() -> Path:
-    beside_package = Path(__file__).resolve().parents[2] / DEMO_MODEL
-    for path in (DEMO_MODEL, beside_package):
-        if (path / "config.json").is_file():
-            return path
-    expected = f"a model directory; the demo model ({DEMO_MODEL}) is part of a source checkout"
-    raise UsageError("--model-path", expected, str(beside_package))
 
 
 def _has_cuda() -> bool:

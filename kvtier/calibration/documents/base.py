@@ -13,6 +13,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from kvtier.calibration.documents.limits import check_json_limits
 from kvtier.errors import CalibrationDocumentError, CalibrationMismatchError
+from kvtier.reading import parse_json
 
 
 class Stored(BaseModel):
@@ -40,11 +41,16 @@ DocumentKind = TypeVar("DocumentKind", bound=Stored)
 
 def parsed(kind: type[DocumentKind], text: str | bytes) -> DocumentKind:
     """The document that `text` holds. Raises CalibrationDocumentError naming the field at fault."""
-    check_json_limits(text)
+    raw = text.encode(errors="replace") if isinstance(text, str) else text
+    check_json_limits(raw)
     try:
-        return kind.model_validate_json(text)
+        return kind.model_validate(parse_json(raw, "document", _refusal, finite=False))
     except ValidationError as error:
         raise CalibrationDocumentError(_first_problem(error)) from error
+
+
+def _refusal(where: str, expected: str, got: object) -> CalibrationDocumentError:
+    return CalibrationDocumentError(f"{where}: expected {expected}, got {got!r}")
 
 
 def _first_problem(error: ValidationError) -> str:

@@ -6,18 +6,13 @@ can follow ends it with an error that is not its own, so it is refused before it
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from kvtier.errors import CalibrationDocumentError
+from kvtier.reading import MAX_NESTING, is_too_deep
 
 MAX_DOCUMENT_BYTES = 1 << 20
 MAX_EXPORT_BYTES = 64 << 20
-MAX_NESTING = 32
-
-# A string is one token, so that brackets inside of it do not count. One that never ends matches as
-# far as it goes: what follows it is no structure.
-_TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|$)|[\[\]{}]', re.DOTALL)
 
 
 def check_json_limits(text: str | bytes, max_bytes: int = MAX_DOCUMENT_BYTES) -> None:
@@ -25,15 +20,8 @@ def check_json_limits(text: str | bytes, max_bytes: int = MAX_DOCUMENT_BYTES) ->
     raw = text.encode(errors="replace") if isinstance(text, str) else text
     if len(raw) > max_bytes:
         raise CalibrationDocumentError(f"document: larger than {max_bytes} bytes")
-    depth = 0
-    for token in _TOKENS.finditer(raw):
-        mark = raw[token.start()]
-        if mark in b"[{":
-            depth += 1
-        elif mark in b"]}":
-            depth -= 1
-        if depth > MAX_NESTING:
-            raise CalibrationDocumentError(f"document: nested deeper than {MAX_NESTING} levels")
+    if is_too_deep(raw):
+        raise CalibrationDocumentError(f"document: nested deeper than {MAX_NESTING} levels")
 
 
 def read_limited(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:

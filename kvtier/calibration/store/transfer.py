@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from kvtier.calibration.documents import Document, parse_document
 from kvtier.calibration.documents.keys import Key, parse_key
 from kvtier.calibration.documents.limits import MAX_EXPORT_BYTES, check_json_limits, read_limited
 from kvtier.calibration.store.base import CalibrationStore
 from kvtier.errors import CalibrationDocumentError, UsageError
+from kvtier.reading import parse_json
 
 SCHEMA_VERSION = 1
 
@@ -52,12 +52,14 @@ def read_export(path: Path) -> list[Document]:
     try:
         raw = read_limited(path, MAX_EXPORT_BYTES)
         check_json_limits(raw, MAX_EXPORT_BYTES)
-        content: Any = json.loads(raw)
-        version, documents = content["schema_version"], dict(content["documents"])
     except CalibrationDocumentError as error:
         raise type(error)(f"{path}: {error}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError("FILE", "a file of `kvtier calibration export`", str(path)) from error
+    except OSError as error:
+        raise UsageError("FILE", "a readable file", f"{path}: {error.strerror}") from error
+    content = parse_json(raw, str(path))
+    version, documents = content.get("schema_version"), content.get("documents")
+    if not isinstance(documents, dict):
+        raise UsageError("FILE", "a file of `kvtier calibration export`", str(path))
     if version != SCHEMA_VERSION:
         raise UsageError("FILE", f"schema_version {SCHEMA_VERSION}", version)
     found = []

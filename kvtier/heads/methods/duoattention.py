@@ -9,7 +9,6 @@ Nothing is learnt here, and the profile is measured like every other.  DuoAttent
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from kvtier.errors import HeadProfileError, HeadProfileMismatchError, UsageError
 from kvtier.heads.methods.base import HeadMethod, HeadScores, MethodOption, Target
 from kvtier.heads.profile import Head, Matrix, ModelShape
 from kvtier.heads.progress import Progress, no_progress
+from kvtier.reading import read_json, read_text
 
 if TYPE_CHECKING:
     from kvtier.heads.probes.context import ProbeBatch
@@ -46,9 +46,9 @@ def read_pattern(path: Path) -> Pattern:
     """
     file = path / GATES_FILE if path.is_dir() else path
     try:
-        lines = file.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise HeadProfileError(f"--pattern: cannot read {file}: {error}") from error
+        lines = read_text(file, "--pattern").splitlines()
+    except UsageError as error:
+        raise HeadProfileError(str(error)) from error
     rows = {n: _gates(file, n, line) for n, line in enumerate(lines, start=1) if line.strip()}
     if not rows:
         raise HeadProfileError(f"--pattern: {file}: expected one line per layer, got none")
@@ -84,9 +84,12 @@ def _trained_with(file: Path) -> tuple[int | None, int | None]:
     if not file.is_file():
         return None, None
     try:
-        document = json.loads(file.read_text())
+        document = read_json(file, "--pattern")
+    except UsageError as error:
+        raise HeadProfileError(str(error)) from error
+    try:
         return int(document["sink_size"]), int(document["recent_size"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise HeadProfileError(
             f"--pattern: {file}: expected sink_size and recent_size, got {error!r}"
         ) from error

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 from kvtier.errors import UnsupportedModelError, UsageError
 from kvtier.heads.model.support import check_supported, text_config
 from kvtier.heads.profile import ModelShape
+from kvtier.reading import read_json
 
 
 def folder_of(model_path: str, revision: str | None = None) -> Path | None:
@@ -32,15 +32,13 @@ def read_config(model_path: str) -> dict[str, Any]:
     """The config.json of a model on this machine, the text part of multimodal ones.
 
     model_path: a directory, or a hub id that is in the hub's cache. Raises UsageError when there is
-    none.
+    none that can be read.
     """
     folder = folder_of(model_path)
-    try:
-        config = json.loads(((folder or Path(model_path)) / "config.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    if folder is None:
         expected = "a directory with a readable config.json, or a hub id in the hub's cache"
-        raise UsageError("--model-path", expected, model_path) from error
-    return text_config(config)
+        raise UsageError("--model-path", expected, model_path)
+    return text_config(read_json(folder / "config.json", "--model-path", finite=False))
 
 
 def model_shape(config: dict[str, Any]) -> ModelShape:

@@ -12,7 +12,6 @@ queries; nothing is ever tokens × tokens.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvtier.errors import UsageError
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.profile import Matrix
 from kvtier.heads.progress import Progress, no_progress
 from kvtier.heads.reference.attention import attending
 from kvtier.heads.reference.session import CHUNK_TOKENS, ClassCache
+from kvtier.reading import read_json
 
 
 class RepeatMasses(NamedTuple):
@@ -132,7 +133,6 @@ def plain_tokens(model: Any) -> list[int]:
 
 def _tokenizer_document(model_path: str) -> dict[str, Any]:
     try:
-        document = json.loads((Path(model_path) / "tokenizer.json").read_text())
-    except (OSError, ValueError):
+        return read_json(Path(model_path) / "tokenizer.json", "--model-path", finite=False)
+    except UsageError:
         return {}
-    return document if isinstance(document, dict) else {}

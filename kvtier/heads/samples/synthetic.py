@@ -9,7 +9,6 @@ Held-out samples come from another stream of the same seed, and from the other h
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +24,7 @@ from kvtier.heads.samples.text import (
     SampleMaker,
     text_maker,
 )
+from kvtier.reading import read_json
 from kvtier.synthetic.frame import frame_of
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE, make_session
 from kvtier.synthetic.tokenizer import Tokenizer
@@ -87,9 +87,9 @@ def encoder_for(model_path: str) -> tuple[Encode, list[int]]:
 def speaks_recall(model_path: str) -> bool:
     """Whether the model's tokenizer is the recall language's, word for word."""
     try:
-        document = json.loads((Path(model_path) / "tokenizer.json").read_text())
+        document = read_json(Path(model_path) / "tokenizer.json", "--model-path", finite=False)
         return bool(document["model"]["vocab"] == dict(DEFAULT_LANGUAGE.ids))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UsageError, KeyError, TypeError):
         return False
 
 

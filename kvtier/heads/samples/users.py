@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from kvtier.errors import SamplesFileError
 from kvtier.heads.samples.questions import CalibrationSample, Question
 from kvtier.heads.samples.text import Encode
+from kvtier.reading import read_json_lines
 from kvtier.retention.locality import LocalityRule
 
 DEFAULT_TASK = "own"
@@ -60,15 +61,10 @@ def read_user_samples(
     Raises SamplesFileError naming the file and, where there is one, line and field.
     """
     split, seen = Split([], []), dict[str, int]()
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    sample = _Line(path, number).sample(line, encode, first, rule, longest)
-                    seen[sample.task] = seen.get(sample.task, 0) + 1
-                    split[(seen[sample.task] + 1) % 2].append(sample)
-    except (OSError, UnicodeDecodeError) as error:
-        raise SamplesFileError("--samples-file", "a readable file", f"{path}: {error}") from error
+    for where, given in read_json_lines(path, "--samples-file", SamplesFileError):
+        sample = _Line(where).sample(given, encode, first, rule, longest)
+        seen[sample.task] = seen.get(sample.task, 0) + 1
+        split[(seen[sample.task] + 1) % 2].append(sample)
     if not split.held_out:
         raise SamplesFileError(
             f"--samples-file: {path}", "two samples of one task or more", dict(seen)
@@ -79,15 +75,19 @@ def read_user_samples(
 class _Line(NamedTuple):
     """Where a sample stands."""
 
-    path: Path
-    number: int
+    where: str
 
     def sample(
-        self, text: str, encode: Encode, first: Sequence[int], rule: LocalityRule, longest: int
+        self,
+        fields: dict[str, Any],
+        encode: Encode,
+        first: Sequence[int],
+        rule: LocalityRule,
+        longest: int,
     ) -> CalibrationSample:
         """One line as a sample in tokens."""
         try:
-            given = UserSample.model_validate_json(text)
+            given = UserSample.model_validate(fields)
         except ValidationError as error:
             raise self._invalid(error) from error
         context = encode(given.context)
@@ -112,8 +112,7 @@ class _Line(NamedTuple):
 
     def error(self, field: str, expected: str, got: object) -> SamplesFileError:
         """What is wrong here; `field` "" for the whole line."""
-        where = f"--samples-file: {self.path}: line {self.number}"
-        return SamplesFileError(f"{where}: {field}" if field else where, expected, got)
+        return SamplesFileError(f"{self.where}: {field}" if field else self.where, expected, got)
 
     def _ids(self, field: str, text: str, encode: Encode) -> tuple[int, ...]:
         ids = encode(text)
@@ -133,7 +132,6 @@ class _Line(NamedTuple):
 
 
 _EXPECTED = {
-    "json_invalid": "a JSON object",
     "model_type": "a JSON object",
     "model_attributes_type": "a JSON object",
     "string_type": "a string",

@@ -47,4 +47,4 @@ def test_programs_want_a_trace_and_have_good_defaults(program, capsys):
     assert "--trace" in capsys.readouterr().err
     assert program.BENCHMARK.parse(["--trace", "some.jsonl"]).seed == 0
     assert program.main(["--trace", "no-such-trace.jsonl", "--out", os.devnull]) == 2
-    assert "--trace: expected a readable trace file" in capsys.readouterr().err
+    assert "--trace: expected a readable file" in capsys.readouterr().err

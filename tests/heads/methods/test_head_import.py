@@ -99,7 +99,7 @@ def test_other_shapes_and_missing_files_are_refused(tmp_path: Path) -> None:
     other = SHAPE.model_copy(update={"num_layers": 4})
     with pytest.raises(HeadProfileMismatchError, match=r"3 layers of 4 KV heads.* 4 of 4"):
         method.check_shape(other)
-    with pytest.raises(HeadProfileError, match="cannot read"):
+    with pytest.raises(HeadProfileError, match="--pattern: expected a readable file"):
         ImportedPattern(tmp_path / "no.tsv").check_target(Target())
     with pytest.raises(UsageError, match="--pattern"):
         ImportedPattern().check_target(Target())
