@@ -49,6 +49,17 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enable_lmcache": (lambda v: not v, "no LMCache"),
     "enable_flexkv": (lambda v: not v, "no FlexKV"),
     "enable_unified_memory": (lambda v: not v, "no unified memory pool"),
+    "enable_unified_cache_external_linker": (lambda v: not v, "no linker to another cache"),
+    # It counts tokens in SGLang's own tree.
+    "radix_eviction_policy": (
+        lambda v: str(v).lower() != "tlru",
+        "lru, lfu, slru or priority",
+    ),
+    "enable_pdmux": (lambda v: not v, "no multiplexed prefill and decoding"),
+    "enable_two_batch_overlap": (lambda v: not v, "no overlap of two batches"),
+    "enable_single_batch_overlap": (lambda v: not v, "no overlap within a batch"),
+    # Attention that is not causal.
+    "dllm_algorithm": (lambda v: not v, "no diffusion language model"),
     "enable_session_radix_cache": (lambda v: not v, "no session radix cache"),
     "enable_streaming_session": (lambda v: not v, "no streaming sessions"),
     "enable_hisparse": (lambda v: not v, "no HiSparse"),
@@ -97,11 +108,7 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
         if not acceptable(value):
             flag = "--" + field.replace("_", "-")
             raise IncompatibleFlagError(flag, f"{expected} together with kvtier", value)
-    if settings.prefill == "streaming" and getattr(server_args, "enable_mixed_chunk", False):
-        # A mixed batch would show decoding requests the window of a prefill.
-        raise IncompatibleFlagError(
-            "--enable-mixed-chunk", "no mixed chunks together with --prefill streaming", True
-        )
+    _check_mixed_chunks(server_args, settings)
     _check_ranks(server_args, settings)
     _check_drafts(server_args, settings)
     _check_memory(server_args, settings)
@@ -132,6 +139,20 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
             curve.check_fits(
                 model_name(server_args.model_path), revision, curve.policy, curve.dtype
             )
+
+
+def _check_mixed_chunks(server_args: Any, settings: Settings) -> None:
+    """Raise IncompatibleFlagError for what would take the requests of a mixed batch that decode for
+    requests that prefill."""
+    obstacles = {
+        "--prefill streaming": settings.prefill == "streaming",
+        "--refresh N or --refresh-moved": settings.refresh.while_generating,
+        "--memory": settings.memory is not None,
+    }
+    for other, is_asked in obstacles.items():
+        if is_asked and getattr(server_args, "enable_mixed_chunk", False):
+            expected = f"no mixed chunks together with kvtier and {other}"
+            raise IncompatibleFlagError("--enable-mixed-chunk", expected, True)
 
 
 def _check_ranks(server_args: Any, settings: Settings) -> None:
