@@ -48,16 +48,17 @@ class Busy:
         self.rng.shuffle(arriving)
         self.rng.shuffle(self.due)
         while arriving:
-            for index in arriving[: self.rng.randrange(1, MOST_AT_ONCE + 1)]:
+            for index in arriving[: self.rng.randrange(2, MOST_AT_ONCE + 1)]:
                 arriving.remove(index)
                 self.in_flight[index] = asyncio.create_task(self._ask(index))
-            await asyncio.sleep(self.rng.random() * 0.1)
+            await asyncio.sleep(self.rng.random() * 0.05)
             if self.due and len(self.in_flight) > 1:
                 await self._disturb(self.due.pop())
         await asyncio.gather(*self.in_flight.values())
         assert not self.due, "the server was too quick to be disturbed"
 
     async def _ask(self, index: int) -> None:
+        from fastapi import HTTPException
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request, tokens = self.requests[index], []
@@ -79,7 +80,7 @@ class Busy:
                 new = part["output_ids"]
                 tokens = [*tokens, *new] if self._streams_parts(asked) else new
                 ended = part["meta_info"]["finish_reason"]
-        except ValueError:
+        except (ValueError, HTTPException):
             # Refused, which it may be before it ran at all.
             return
         finally:
