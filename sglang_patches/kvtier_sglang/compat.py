@@ -43,6 +43,17 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enable_lmcache": (lambda v: not v, "no LMCache"),
     "enable_flexkv": (lambda v: not v, "no FlexKV"),
     "enable_unified_memory": (lambda v: not v, "no unified memory pool"),
+    "enable_unified_cache_external_linker": (lambda v: not v, "no linker to another cache"),
+    # It counts tokens in SGLang's own tree.
+    "radix_eviction_policy": (
+        lambda v: str(v).lower() != "tlru",
+        "lru, lfu, slru or priority",
+    ),
+    "enable_pdmux": (lambda v: not v, "no multiplexed prefill and decoding"),
+    "enable_two_batch_overlap": (lambda v: not v, "no overlap of two batches"),
+    "enable_single_batch_overlap": (lambda v: not v, "no overlap within a batch"),
+    # Attention that is not causal.
+    "dllm_algorithm": (lambda v: not v, "no diffusion language model"),
     "enable_session_radix_cache": (lambda v: not v, "no session radix cache"),
     "enable_streaming_session": (lambda v: not v, "no streaming sessions"),
     "enable_hisparse": (lambda v: not v, "no HiSparse"),
@@ -91,16 +102,12 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
         if not acceptable(value):
             flag = "--" + field.replace("_", "-")
             raise IncompatibleFlagError(flag, f"{expected} together with kvtier", value)
-    if settings.prefill == "streaming" and getattr(server_args, "enable_mixed_chunk", False):
-        # A mixed batch would show decoding requests the window of a prefill.
-        raise IncompatibleFlagError(
-            "--enable-mixed-chunk", "no mixed chunks together with --prefill streaming", True
-        )
     compiles = bool(getattr(server_args, "enable_torch_compile", False))
     if compiles and not torch.cuda.is_available():
         # SGLang's CPU graphs, which it records with it, ask backends for calls of their own.
         expected = "no torch.compile together with kvtier on a CPU"
         raise IncompatibleFlagError("--enable-torch-compile", expected, True)
+    _check_mixed_chunks(server_args, settings)
     _check_ranks(server_args, settings)
     _check_drafts(server_args, settings)
     _check_memory(server_args, settings)
@@ -155,6 +162,20 @@ def _check_heads_of_ranks(server_args: Any, settings: Settings, heads: int) -> N
         if is_asked and ranks > heads:
             expected = f"at most the model's {heads} KV heads {where}"
             raise IncompatibleFlagError("--tp-size", expected, ranks)
+
+
+def _check_mixed_chunks(server_args: Any, settings: Settings) -> None:
+    """Raise IncompatibleFlagError for what would take the requests of a mixed batch that decode for
+    requests that prefill."""
+    obstacles = {
+        "--prefill streaming": settings.prefill == "streaming",
+        "--refresh N or --refresh-moved": settings.refresh.while_generating,
+        "--memory": settings.memory is not None,
+    }
+    for other, is_asked in obstacles.items():
+        if is_asked and getattr(server_args, "enable_mixed_chunk", False):
+            expected = f"no mixed chunks together with kvtier and {other}"
+            raise IncompatibleFlagError("--enable-mixed-chunk", expected, True)
 
 
 def _check_ranks(server_args: Any, settings: Settings) -> None:

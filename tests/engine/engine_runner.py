@@ -40,7 +40,7 @@ async def run_rounds(engine: Any, rounds: list[list[dict[str, Any]]]) -> list[li
                 finished.append([await _reload(engine, *requests["memories"])])
                 continue
             else:
-                await _flush(engine)
+                await flush(engine)
             finished.append([])
             continue
         prompts = [_prompt(request, finished) for request in requests]
@@ -92,7 +92,7 @@ async def _reload(engine: Any, source: str, target: str) -> bool:
     return all(await engine.tokenizer_manager.set_internal_state(request))
 
 
-async def _flush(engine: Any) -> None:
+async def flush(engine: Any) -> None:
     """SGLang refuses while a request is being put away, which its answer does not wait for."""
     deadline = time.monotonic() + 10
     while not (await engine.tokenizer_manager.flush_cache()).success:
@@ -123,7 +123,7 @@ def _result(prompt: list[int], answer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _settled_states(engine: Any) -> list[dict[str, Any]]:
+def settled_states(engine: Any) -> list[dict[str, Any]]:
     """The final states, once nothing is on its way to a tier any more."""
     deadline = time.monotonic() + 30
     while True:
@@ -141,7 +141,7 @@ def main(plan_path: str, out_path: str) -> None:
     engine = sglang.Engine(**{**ENGINE_DEFAULTS, **plan["engine"]})
     try:
         rounds = engine.loop.run_until_complete(run_rounds(engine, plan["rounds"]))
-        states = _settled_states(engine)
+        states = settled_states(engine)
     finally:
         engine.shutdown()
     report = {"rounds": rounds, "state": states[0], "states": states}

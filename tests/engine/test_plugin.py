@@ -56,6 +56,12 @@ def server_args(**changes):
         ("kv_events_config", "{}"),
         ("disable_radix_cache", True),
         ("strip_thinking_cache", True),
+        ("radix_eviction_policy", "tlru"),
+        ("enable_unified_cache_external_linker", True),
+        ("enable_pdmux", True),
+        ("enable_two_batch_overlap", True),
+        ("enable_single_batch_overlap", True),
+        ("dllm_algorithm", "LowConfidence"),
     ],
 )
 def test_an_incompatible_flag_is_refused_by_name(field, value):
@@ -82,12 +88,13 @@ def test_what_ranks_cannot_do_together_is_refused(other, settings, flags):
         compat.check_server_args(arguments, load_settings(**settings))
 
 
-def test_mixed_chunks_are_refused_with_streaming_only():
+@pytest.mark.parametrize(
+    "settings", [{"prefill": "streaming"}, {**TIERED, "refresh": "8"}, {"memory": "folder"}]
+)
+def test_mixed_chunks_are_refused_with_what_tells_prompts_from_answers(settings):
     compat.check_server_args(server_args(enable_mixed_chunk=True), load_settings())
-    with pytest.raises(IncompatibleFlagError, match="--enable-mixed-chunk"):
-        compat.check_server_args(
-            server_args(enable_mixed_chunk=True), load_settings(prefill="streaming")
-        )
+    with pytest.raises(IncompatibleFlagError, match=r"^--enable-mixed-chunk: expected"):
+        compat.check_server_args(server_args(enable_mixed_chunk=True), load_settings(**settings))
 
 
 @pytest.mark.parametrize("flag", ["--sink-tokens", "--tier-span-tokens"])

@@ -31,7 +31,7 @@ from typing import Any
 
 COMMANDS = re.compile(
     r"-m kvtier serve|-m kvtier\.bench\.worker|-m benchmarks\.[a-z_.]+(engine|worker)|"
-    r"/\S*/tests/engine/(ranks/)?[a-z_]+\.py"
+    r"/\S*/tests/engine/(ranks/|scheduling/)?[a-z_]+\.py"
 )
 FOLDER = "TESTS_FORK_SERVERS"
 SERVER = Path(__file__).with_name("fork_server.py")

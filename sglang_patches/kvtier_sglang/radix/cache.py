@@ -75,8 +75,7 @@ class KvtierRadixCache(VariantRadixTree):
     ) -> None:
         self.ranks = ranks or Ranks()
         self.memories = memories
-        self.compressor = compressor
-        self.tier = tier
+        self.compressor, self.tier = compressor, tier
         self.refresh: TurnRefresh | None = None
         self.restorer: Restorer | None = None
         # What a request matched last, and how many tokens it is to fill.
@@ -124,9 +123,9 @@ class KvtierRadixCache(VariantRadixTree):
     def uses_tier(self) -> bool:
         """Whether SGLang's scheduler must ask here before it admits a request; ranks always do, as
         they must ask all at once and one's tier may be away."""
-        return self.tier is not None and (
-            self.ranks.size > 1 or self.tier.link.healthy or self.has_pending_cache_operations()
-        )
+        parts = [part for part in (self.tier, self.refresh) if part is not None]
+        awaited = any(part.is_awaited for part in parts)
+        return self.tier is not None and (self.ranks.size > 1 or self.tier.link.healthy or awaited)
 
     def prefetch_from_storage(
         self,
@@ -184,7 +183,8 @@ class KvtierRadixCache(VariantRadixTree):
         self.ranks.settle([one for part in (self.tier, self.refresh) if part for one in part.open])
 
     def has_pending_cache_operations(self) -> bool:
-        return any(part is not None and part.is_awaited for part in (self.tier, self.refresh))
+        """None that keeps SGLang from flushing: what waits here are requests in its own queue."""
+        return False
 
     def _forget(self, rid: str) -> None:
         """The request is gone: nothing is fetched or held for it any more."""
@@ -230,8 +230,6 @@ class KvtierRadixCache(VariantRadixTree):
             note_recomputed(req, cached_length(self.root_node, key) - length, length)
         if outgrows(node, self.allocator):
             node, length = start.node, start.offset
-        if length == 0:
-            return self._empty_match_result
         return MatchResult(
             device_prefix_len=length,
             last_device_node=node,
@@ -284,6 +282,8 @@ class KvtierRadixCache(VariantRadixTree):
         if self.disable:
             return
         ids = req.full_untruncated_fill_ids[:up_to]
+        # In a mixed batch SGLang counts a token whose id it does not know yet.
+        up_to = len(ids)
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]
         owned = req.kv.cache_protected_len
         anchor = req.lock.node if req.lock is not None else self.root_node
@@ -293,20 +293,19 @@ class KvtierRadixCache(VariantRadixTree):
         key = RadixKey(ids, req.extra_key, cache_salt=req.cache_salt)
         # A compressed copy is no substitute for the exact KV this request still uses.
         node, matched = self.walk(anchor, key, owned, exact_only=True)
-        # Tokens another request published meanwhile: use the tree's copy, free ours.
-        duplicates = row[owned:matched].to(torch.int64, copy=True)
         slots = row.to(torch.int64, copy=True)
         node = self.append(node, key, matched, slots, req.priority or 0, len(req.origin_input_ids))
+        node.note_used(req.kv.cache_inserted_len)
         if matched > owned:
+            # Tokens another request published meanwhile: use the tree's copy, free ours.
             path = self.path_device_indices(node)
             new = slice(owned, matched)
             self.req_to_token_pool.write((req.kv.req_pool_idx, new), path[new])
-            self.allocator.free_segment(duplicates, start_pos=owned)
+            self.allocator.free_segment(slots[new], start_pos=owned)
         req.kv.cache_protected_len = up_to
         req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, up_to)
         self.unlock(req.lock)
-        req.lock = self.lock(node)
-        req.last_node = node
+        req.lock, req.last_node = self.lock(node), node
         if self.matching.streaming and not req.finished():
             slide_window(self, self.compressor, node)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,7 +101,7 @@ class KvNode(TreeNode):
         upper = KvNode(priority=self.priority)
         upper.start, upper.prompt_stop = self.start, self.prompt_stop
         upper.lock_ref, upper.hit_count = self.lock_ref, self.hit_count
-        upper.last_access_time = self.last_access_time
+        upper.last_access_time, upper.creation_time = self.last_access_time, self.creation_time
         upper.compressed, upper.exact = self.compressed, self.exact
         upper.key, upper.value = self.key[:at], self.value[:at].clone()
         self.start += at
@@ -132,6 +133,14 @@ class KvNode(TreeNode):
         self.ca_size += upper.ca_size
         self.hit_count = max(self.hit_count, upper.hit_count)
         self.priority = max(self.priority, upper.priority)
+
+    def note_used(self, counted: int) -> None:
+        """A request computed or used the KV up to this node's end; its first `counted` tokens were
+        counted before. Eviction policies go by this, as they do over SGLang's own tree."""
+        now = time.monotonic()
+        for node in self.path():
+            node.last_access_time = now
+            node.hit_count += node.stop > counted
 
     def note_sent(self, tokens: int) -> None:
         """The exact KV of the newest `tokens` tokens up to this node's end was handed over for the

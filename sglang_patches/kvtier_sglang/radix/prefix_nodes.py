@@ -62,7 +62,7 @@ def _hang(tree: VariantRadixTree, key: RadixKey) -> KvNode:
     node = KvNode()
     node.key, node.value = key, torch.zeros(len(key), dtype=torch.int64, device=tree.device)
     node.prompt_stop, node.dropped = len(key), DroppedSpan(0, len(key))
-    node.compressed, node.exact, node.hit_count = True, False, 1
+    node.compressed, node.exact = True, False
     tree.root_node.attach(node)
     tree._update_leaf_status(node)
     return node

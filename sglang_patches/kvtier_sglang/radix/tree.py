@@ -172,7 +172,6 @@ class VariantRadixTree(RadixCache):
         child.start, child.prompt_stop = parent.stop, prompt_stop
         child.key, child.value = key, value
         child.exact = self.matching.computes_exactly(parent)
-        child.hit_count = 1
         parent.attach(child)
         child.locality_size = accounts.count_locality(child, self.allocator.locality_of)
         child.ca_size = len(child.key)
@@ -238,6 +237,9 @@ class VariantRadixTree(RadixCache):
         older = next((n for n in copies if n.compressed and n.exact == node.exact), None)
         if older is None:
             return
+        older.hit_count += node.hit_count
+        older.priority = max(older.priority, node.priority)
+        older.last_access_time = max(older.last_access_time, node.last_access_time)
         children = list(node.children.values())
         for child in children:
             child.detach()
