@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from waiting import SAFETY_S
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO_MODEL = REPOSITORY / "models" / "kvtier-demo"
 RUNNER = Path(__file__).with_name("engine_runner.py")
@@ -35,7 +37,7 @@ def run_script(
     command = [sys.executable, str(script), str(plan_path), str(out_path)]
     with log.open("wb") as stream:
         code = subprocess.run(
-            command, env=environment, stdout=stream, stderr=stream, timeout=TIMEOUT_S, check=False
+            command, env=environment, stdout=stream, stderr=stream, timeout=SAFETY_S, check=False
         ).returncode
     assert code == 0, log.read_text(errors="replace")[-4000:]
     return json.loads(out_path.read_text())

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from engine_process import CLEAN_ENVIRONMENT, run_script
 from forking import forked_commands
+from waiting import SAFETY_S
 
 pytestmark = [
     pytest.mark.engine,
@@ -114,7 +115,7 @@ def test_files_folder_and_signals_are_those_of_whoever_waits(tmp_path, sign, han
         if handles == "handles":
             assert told.readline() == "handles\n"
         waits.send_signal(sign)
-        assert waits.wait(10) == code
+        assert waits.wait(SAFETY_S) == code
         assert has_ended(forked)
         assert told.read() == ""
     waits.stdout.close()

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from calibration_samples import curve_document
 from pausing import pause, resume
+from waiting import SAFETY_S
 
 from kvtier.calibration.store import embedded
 from kvtier.calibration.store.embedded import EmbeddedStore
@@ -59,7 +60,7 @@ class User:
         return self.read()
 
     def leave(self) -> int:
-        _, _ = self.process.communicate(timeout=30)
+        _, _ = self.process.communicate(timeout=SAFETY_S)
         return self.process.returncode
 
     def kill(self) -> None:

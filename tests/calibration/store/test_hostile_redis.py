@@ -22,6 +22,7 @@ from hostile_server import (
     says_nothing,
 )
 from test_redis_tls import write_certificates
+from waiting import SAFETY_S
 
 from kvtier.calibration.documents.keys import curve_key
 from kvtier.calibration.store.local_copy import LocalCopy
@@ -123,7 +124,7 @@ def test_a_name_server_that_does_not_answer_holds_no_caller_up(monkeypatch):
 
     def silent(*where, **how):
         asked.set()
-        answered.wait(20)
+        answered.wait(SAFETY_S)
         raise socket.gaierror("too late")
 
     monkeypatch.setattr(socket, "getaddrinfo", silent)

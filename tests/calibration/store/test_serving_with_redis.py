@@ -20,6 +20,7 @@ from live_server import free_port, serving
 from prometheus_client.parser import text_string_to_metric_families
 from redis_server import RedisServer, redis_server
 from test_redis_tls import PASSWORD, tls_binary, write_certificates
+from waiting import SAFETY_S
 
 from kvtier.calibration.documents import CurveDocument
 from kvtier.calibration.store.opening import open_store
@@ -65,12 +66,12 @@ def post(url: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=SAFETY_S) as answer:
         return json.loads(answer.read())
 
 
 def retention(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{url}/server_info", timeout=30) as answer:
+    with urllib.request.urlopen(f"{url}/server_info", timeout=SAFETY_S) as answer:
         return json.loads(answer.read())["internal_states"][0]["kvtier"]["retention"]
 
 
@@ -101,7 +102,7 @@ class Load:
 
     def stop(self) -> None:
         self._stopping.set()
-        self._thread.join(120)
+        self._thread.join(SAFETY_S)
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
@@ -196,7 +197,7 @@ def calibrate(out: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=SAFETY_S,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
@@ -234,7 +235,7 @@ def share_kept(curve: CurveDocument, nll: float) -> float:
 
 def metrics(url: str) -> dict[str, float]:
     """kvtier's Prometheus samples by name and labels, `kvtier_` and the model's name left out."""
-    with urllib.request.urlopen(f"{url}/metrics/", timeout=30) as answer:
+    with urllib.request.urlopen(f"{url}/metrics/", timeout=SAFETY_S) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     found = {}
     for sample in (sample for family in families for sample in family.samples):

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 from live_server import free_port, serving, stop
-from tierd.live_tier import eventually
+from waiting import SAFETY_S, wait_for
 
 from deploy.checks.manifests import Manifests
 from deploy.checks.rendering import DEPLOY
@@ -43,7 +43,7 @@ class Cluster:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.url}{path}", data, headers, method=method)
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=SAFETY_S) as answer:
             return json.load(answer)
 
     def answers(self) -> bool:
@@ -114,7 +114,7 @@ class Router:
         given = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}", **headers}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, given)
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=SAFETY_S) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{error}: {error.read().decode()}") from error
@@ -131,7 +131,7 @@ class Router:
     def knows(self, *names: str) -> None:
         """Wait until it knows these, and no others."""
         wanted = {ADDRESSES[name] for name in names}
-        eventually(lambda: self.engines() == wanted, PATIENCE_S)
+        wait_for(lambda: self.engines() == wanted)
 
     def all_answer(self) -> None:
         for session in range(SESSIONS):
@@ -179,7 +179,7 @@ def test_engines_come_when_their_pods_are_ready_and_go_with_them(rendered):
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvd")))
         emulator = [sys.executable, str(Path(__file__).with_name("emulated_cluster.py")), str(api)]
         stack.enter_context(process(emulator, folder / "api.log"))
-        eventually(cluster.answers, PATIENCE_S)
+        wait_for(cluster.answers)
         stack.enter_context(engines(folder, port))
         cluster.add("engine-0", ADDRESSES["engine-0"], ready=True, labels=cluster.labels)
         cluster.add("engine-1", ADDRESSES["engine-1"], ready=False, labels=cluster.labels)

@@ -17,6 +17,7 @@ import torch
 from engine_process import DEMO_MODEL
 from thorough import THOROUGH
 from tierd.live_tier import live_tier
+from waiting import SAFETY_S
 
 from benchmarks.gpu.pack import add_stub
 
@@ -55,7 +56,7 @@ def serve(
         capture_output=True,
         text=True,
         check=False,
-        timeout=900,
+        timeout=SAFETY_S,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"answers"')]
     assert lines, (done.stdout + done.stderr)[-6000:]

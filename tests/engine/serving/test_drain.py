@@ -14,6 +14,7 @@ import pytest
 from engine_process import DEMO_MODEL, run_engine
 from live_server import free_port, stop, wait_until_healthy
 from tierd.live_tier import live_tier
+from waiting import SAFETY_S
 
 pytestmark = pytest.mark.engine
 
@@ -60,13 +61,15 @@ def ask_and_end(folder, prompt: list[int], tier) -> list[int]:
         tier.pause()
         body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
         head = {"Content-Type": "application/json"}
-        with urlopen(Request(f"{url}/generate", json.dumps(body).encode(), head), timeout=60) as r:
+        with urlopen(
+            Request(f"{url}/generate", json.dumps(body).encode(), head), timeout=SAFETY_S
+        ) as r:
             answer = json.load(r)["output_ids"]
         server.terminate()
         # SGLang looks after a SIGTERM every 5 s, and ends what is left of a scheduler 15 s later.
         threading.Timer(7.0, tier.resume).start()
         began = time.monotonic()
-        server.wait(40)
+        server.wait(SAFETY_S)
         assert time.monotonic() - began > 7.0
     finally:
         tier.resume()

@@ -15,7 +15,8 @@ from engine_process import DEMO_MODEL
 from live_server import free_port, serving
 from test_drain import SETTINGS
 from tierd.certificates import Authority
-from tierd.live_tier import eventually, live_tier
+from tierd.live_tier import live_tier
+from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierUnavailableError
 from kvtier.tier.client import TierClient, TlsPaths
@@ -52,7 +53,7 @@ class Engine:
     def _answer(self, path: str, body: dict[str, Any] | None = None) -> bytes:
         data = None if body is None else json.dumps(body).encode()
         request = Request(self.url + path, data, {"Content-Type": "application/json"})
-        with urlopen(request, timeout=120) as reply:
+        with urlopen(request, timeout=SAFETY_S) as reply:
             return reply.read()
 
     def ask(self, prompt: list[int]) -> tuple[list[int], int]:
@@ -108,14 +109,14 @@ def test_an_engine_goes_on_with_certificates_of_a_new_authority(tmp_path):
             engine = Engine(url)
             answer, cached = engine.ask(before)
             assert cached == 0
-            eventually(engine.has_stored, PATIENCE_S)
-            eventually(lambda: engine.restores(before, answer), PATIENCE_S)
+            wait_for(engine.has_stored)
+            wait_for(lambda: engine.restores(before, answer))
 
             tier.terminate()
             issue(tmp_path / "tier", new, "tier")
             tier.start()
             assert engine.ask(between)[1] == 0
-            eventually(lambda: not engine.tier["healthy"], PATIENCE_S)
+            wait_for(lambda: not engine.tier["healthy"])
             # Not because of the tier: who has the new certificates finds it well, and only he.
             renewed = issue(tmp_path / "renewed", new, NAMESPACE)
             with TierClient(tier.address, NAMESPACE, timeout_s=5.0, tls=renewed) as client:
@@ -126,11 +127,11 @@ def test_an_engine_goes_on_with_certificates_of_a_new_authority(tmp_path):
                 client.connect()
 
             issue(tmp_path / "engine", new, NAMESPACE)
-            eventually(engine.has_stored, PATIENCE_S)
+            wait_for(engine.has_stored)
             # What the tier had before, and what comes to it now.
-            eventually(lambda: engine.restores(before, answer), PATIENCE_S)
+            wait_for(lambda: engine.restores(before, answer))
             newest, cached = engine.ask(after)
             assert cached == 0
-            eventually(engine.has_stored, PATIENCE_S)
-            eventually(lambda: engine.restores(after, newest), PATIENCE_S)
+            wait_for(engine.has_stored)
+            wait_for(lambda: engine.restores(after, newest))
             assert engine.tier["healthy"]

@@ -24,6 +24,7 @@ from engine_process import CLEAN_ENVIRONMENT, DEMO_MODEL
 from live_server import free_port, serving
 from prometheus_client.parser import text_string_to_metric_families
 from tierd.live_tier import LiveTier, live_tier
+from waiting import SAFETY_S
 
 from kvtier.calibration.documents import load_curve
 from kvtier.calibration.store.opening import open_store
@@ -65,7 +66,7 @@ class SeenRun:
         """The status and the text of the answer."""
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         try:
-            with urlopen(Request(f"{self.url}{path}", headers=headers), timeout=30) as answer:
+            with urlopen(Request(f"{self.url}{path}", headers=headers), timeout=SAFETY_S) as answer:
                 return answer.status, answer.read().decode()
         except HTTPError as error:
             with error:
@@ -89,7 +90,7 @@ class SeenRun:
         """The text of the answer."""
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN_KEY}"}
         data = json.dumps(body or {}).encode()
-        with urlopen(Request(f"{self.url}{path}", data, headers), timeout=120) as answer:
+        with urlopen(Request(f"{self.url}{path}", data, headers), timeout=SAFETY_S) as answer:
             return answer.read().decode()
 
     def say(self, tokens: int, seed: int) -> None:
@@ -155,7 +156,7 @@ def samples_of(text: str) -> Samples:
 
 
 def scrape(url: str) -> Samples:
-    with urlopen(url, timeout=30) as answer:
+    with urlopen(url, timeout=SAFETY_S) as answer:
         return samples_of(answer.read().decode())
 
 
@@ -231,7 +232,7 @@ def redis_exporter(binary: str, redis: RedisServer, folder: Path) -> Iterator[st
 
 def _answers(url: str) -> bool:
     try:
-        with urlopen(url, timeout=5) as answer:
+        with urlopen(url, timeout=SAFETY_S) as answer:
             return answer.status == 200
     except OSError:
         return False

@@ -21,6 +21,7 @@ from deploy.monitoring_queries import RULES, panel_queries, rule_queries, rules,
 from live_server import free_port
 from seen_run import RESTORED_TOKENS, SESSIONS, SeenRun, scrape, seen_run, wait_until
 from sglang.srt.observability import metrics_collector
+from waiting import SAFETY_S
 
 from kvtier_sglang.status.figures import FIGURES, Kind
 
@@ -95,7 +96,7 @@ def ask(port: int, query: str) -> list[dict]:
     """What Prometheus answers, or nothing while it starts."""
     url = f"http://127.0.0.1:{port}/api/v1/query?query={quote(query)}"
     try:
-        with urlopen(url, timeout=10) as answer:
+        with urlopen(url, timeout=SAFETY_S) as answer:
             return json.load(answer)["data"]["result"]
     except OSError:
         return []
@@ -230,7 +231,7 @@ def test_a_browser_draws_the_page_light_and_dark_from_itself_alone(run, tmp_path
         *(["--force-dark-mode"] if scheme == "dark" else []),
         *(f"--screenshot={picture}", source.as_uri()),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SAFETY_S, check=False)
     assert done.returncode == 0, done.stderr
     assert "CONSOLE" not in done.stderr
     pixels = (255 * matplotlib.image.imread(picture)).round().astype(int)[..., :3]

@@ -13,6 +13,7 @@ import pytest
 from tiered_tree_harness import REFRESH, SHARES, turn, two_turns
 from tree_harness import MiniScheduler
 from tree_requests import context
+from waiting import SAFETY_S
 
 from kvtier.errors import TierUnavailableError
 from kvtier.retention.shares import FixedShare
@@ -150,7 +151,7 @@ def test_while_the_tier_is_away_the_scheduler_does_not_look_what_to_ask_for(conn
     link = s.tree.tier.link
 
     def asked(_):
-        answer.wait(10)
+        answer.wait(SAFETY_S)
 
     asked.needs, asked.scope = list, Scope()
     s.tree.tier.fetches.ask("waiting", asked, patience_s=10.0)

@@ -7,6 +7,7 @@ import torch
 from tiered_tree_harness import REFRESH, turn
 from tree_harness import MiniScheduler
 from tree_requests import context
+from waiting import SAFETY_S
 
 from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.refreshing import RefreshRule
@@ -70,7 +71,7 @@ def chosen_by_now(s: MiniScheduler) -> None:
     """What is chosen in the background is."""
     for ahead in s.tree.refresh.prefetch._ahead.values():
         if ahead.choosing is not None:
-            ahead.choosing.result(10)
+            ahead.choosing.result(SAFETY_S)
 
 
 def generated(s: MiniScheduler, request, count: int) -> list[int]:

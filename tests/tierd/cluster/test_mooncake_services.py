@@ -31,13 +31,13 @@ from live_tier import (
     LAYOUT,
     LiveTier,
     blob_of,
-    eventually,
     fetch,
     key_of,
     live_tier,
     payload_of,
 )
 from mooncake_master import CLIENT_TTL_S, MIB, MooncakeMaster, free_ports
+from waiting import wait_for
 
 from kvtier.errors import TierError, TierUnavailableError
 from kvtier.tier.client import Blob, Landing, TierClient
@@ -137,7 +137,7 @@ def test_a_service_that_is_killed_costs_what_it_held_and_comes_back(master, tmp_
         assert held(other, (*lost, *kept)) == [lost[0], *kept], "what the dead one has is dropped"
 
         first.start()
-        eventually(lambda: reached(one))
+        wait_for(lambda: reached(one))
         assert all(get(one, number) for number in (*kept, *fresh[:4], lost[0]))
         assert not any(get(one, number) for number in lost[1:])
         assert one.put(blob_of(lost[1], MIB))
@@ -157,7 +157,7 @@ def test_a_service_that_is_back_before_the_master_noticed_serves_nothing_wrong(
                 assert get(other, number)
             first.kill()
             first.start()
-            eventually(lambda: reached(one))
+            wait_for(lambda: reached(one))
             # Whatever is now where its bytes were, both say that they have none of them.
             for number in began:
                 assert not get(other, number)
@@ -230,7 +230,7 @@ def test_kills_under_traffic_are_errors_to_no_other_client(master, tmp_path, num
 
         assert stored_again(numbers + 100)
         for number in shared:
-            eventually(lambda number=number: stored_again(number), HALF_PUT_S + 8)
+            wait_for(lambda number=number: stored_again(number), HALF_PUT_S + 8)
         assert first.terminate() == 0
 
 
@@ -244,7 +244,7 @@ def test_the_commands_of_the_docs_make_one_cache_of_two_services(tmp_path, numbe
     command = [Path(sys.executable).with_name(name), *flags, f"--metrics_port={free_ports(1)[0]}"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            eventually(lambda: connects(int(port)))
+            wait_for(lambda: connects(int(port)))
             given = (*shlex.split(tier.replace("50051", port)), *FLAGS)
             with ExitStack() as stack:
                 one, other = (
@@ -281,5 +281,5 @@ def test_without_the_master_services_serve_misses_and_go_on_when_it_is_back(tmp_
             except TierError:  # away, or there and without segments yet
                 return False
 
-        eventually(stored)
-        eventually(lambda: get(other, numbers + 2))
+        wait_for(stored)
+        wait_for(lambda: get(other, numbers + 2))

@@ -8,7 +8,6 @@ import pytest
 from hoarders import EXHAUSTED, MIB, UNAVAILABLE, stalled_put, whose
 from live_tier import (
     blob_of,
-    eventually,
     failing,
     fetch,
     header_of,
@@ -18,6 +17,7 @@ from live_tier import (
     payload_of,
     raw_stub,
 )
+from waiting import wait_for
 
 from kvtier.errors import TierExhaustedError, UsageError
 from kvtier.tier.client import Landing, TierClient
@@ -68,7 +68,7 @@ def test_what_puts_have_sent_is_within_the_budget_and_beyond_it_refused():
         for number, namespace in enumerate(("ada", "bob")):
             put = stalled_put(stub, number, 4 * MIB, 3 * MIB, namespace)
             stack.enter_context(put)
-        eventually(lambda: budget.used_bytes == 6 * MIB)
+        wait_for(lambda: budget.used_bytes == 6 * MIB)
         with stalled_put(stub, 9, 3 * MIB, 2 * MIB, "ada") as (call, _):
             assert call.exception(10).code() is EXHAUSTED, "no namespace has more than half"
         with stalled_put(stub, 9, 4 * MIB, 4 * MIB, "eve") as (call, _):
@@ -76,7 +76,7 @@ def test_what_puts_have_sent_is_within_the_budget_and_beyond_it_refused():
             assert "--transfer-memory" in call.exception().details()
         assert budget.used_bytes == 6 * MIB
         stack.close()
-        eventually(lambda: budget.used_bytes == 0)
+        wait_for(lambda: budget.used_bytes == 0)
         with TierClient(tier.address, timeout_s=10.0) as client:
             assert client.put(blob_of(9, 4 * MIB))
 
@@ -105,7 +105,7 @@ def test_readers_of_a_blob_on_disk_share_one_copy_of_it(tmp_path, monkeypatch):
             call.cancel()
         rest = b"".join(response.chunk for response in calls[0])
         assert rest == payload_of(1, 12 * MIB), "the others' going is nothing to it"
-        eventually(lambda: tier.problems() == [])
+        wait_for(lambda: tier.problems() == [])
         assert fetch(client, [key_of(2)])[0] == [Landing.LANDED]
 
 
@@ -151,7 +151,7 @@ def test_errors_of_a_stall_and_of_a_budget_reach_our_client_as_its_own():
         raw_stub(tier.address) as stub,
         stalled_put(stub, 1, 2 * MIB, 2 * MIB - 1) as (call, _),
     ):
-        eventually(lambda: tier.server.budget.used_bytes > 0)
+        wait_for(lambda: tier.server.budget.used_bytes > 0)
         with TierClient(tier.address) as client, pytest.raises(TierExhaustedError):
             client.put(blob_of(2, MIB))
         assert call.exception(10).code() is UNAVAILABLE

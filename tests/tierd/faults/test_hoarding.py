@@ -9,7 +9,6 @@ import pytest
 from hoarders import EXHAUSTED, MIB, UNAVAILABLE, stalled_put, transfers
 from live_tier import (
     blob_of,
-    eventually,
     failing,
     fetch,
     header_of,
@@ -18,6 +17,7 @@ from live_tier import (
     payload_of,
     raw_stub,
 )
+from waiting import SAFETY_S, wait_for
 
 from kvtier.tier.client import TierClient
 from kvtier.v1 import tier_pb2 as pb
@@ -34,12 +34,12 @@ def test_a_put_takes_room_from_others_when_all_of_it_is_there_and_not_before(sen
             ada.put(blob_of(number, MIB))
         keys = [key_of(number) for number in range(12)]
         with stalled_put(stub, 99, 14 * MIB, sent_bytes, "bob") as (call, go_on):
-            eventually(lambda: transfers(tier, "bob") == 1)
-            eventually(lambda: tier.server.budget.used_bytes == sent_bytes)
+            wait_for(lambda: transfers(tier, "bob") == 1)
+            wait_for(lambda: tier.server.budget.used_bytes == sent_bytes)
             assert ada.exists(keys).leading_run == 12
             assert tier.store.account.reserved.total() == 0
             go_on.set()
-            assert call.result(20).stored
+            assert call.result(SAFETY_S).stored
         assert sum(ada.exists(keys).present) <= 2
         assert tier.problems() == []
 
@@ -63,13 +63,13 @@ def test_a_put_that_stalls_is_over_soon(parts):
                 pb.PutRequest(header=header_of(blob_of(1, 4 * MIB))),
                 pb.PutRequest(chunk=bytes(MIB)),
             ][:parts]
-            go_on.wait(20)
+            go_on.wait(SAFETY_S)
 
         call = stub.Put.future(requests())
         assert call.exception(10).code() is UNAVAILABLE
         assert "0.3 s" in call.exception().details()
         go_on.set()
-        eventually(lambda: tier.problems() == [] and transfers(tier) == 0)
+        wait_for(lambda: tier.problems() == [] and transfers(tier) == 0)
 
 
 def test_a_put_that_drips_is_over_soon_as_well():
@@ -84,7 +84,7 @@ def test_a_put_that_drips_is_over_soon_as_well():
         call = stub.Put.future(requests())
         assert call.exception(10).code() is UNAVAILABLE
         over.set()
-        eventually(lambda: tier.problems() == [] and transfers(tier) == 0)
+        wait_for(lambda: tier.problems() == [] and transfers(tier) == 0)
 
 
 def test_a_namespace_with_a_rate_is_not_cut_off_for_keeping_to_it():
@@ -116,18 +116,18 @@ def test_a_get_that_is_not_read_is_over_soon_and_pins_nothing(caplog):
         with TierClient(tier.address, timeout_s=10.0) as client:
             client.put(blob_of(1, 14 * MIB))
         call = stub.Get(pb.GetRequest(keys=[key_of(1)]))
-        eventually(lambda: any(e.pins for e in tier.store.account.entries.values()))
-        eventually(lambda: tier.problems() == [] and transfers(tier) == 0)
+        wait_for(lambda: any(e.pins for e in tier.store.account.entries.values()))
+        wait_for(lambda: tier.problems() == [] and transfers(tier) == 0)
         with failing(UNAVAILABLE):
             list(call)
         # gRPC fails the message on its way before it cancels the call, or after: some of each.
         for _ in range(12):
             gone = stub.Get(pb.GetRequest(keys=[key_of(1)] * 16))  # more than any window
             next(gone)
-            eventually(lambda: transfers(tier) == 1)
-            eventually(lambda: tier.problems() == [] and transfers(tier) == 0)
+            wait_for(lambda: transfers(tier) == 1)
+            wait_for(lambda: tier.problems() == [] and transfers(tier) == 0)
             assert len(tier.server.service.calls.running) == 1, "until it reads, or goes"
             gone.cancel()
-            eventually(lambda: not tier.server.service.calls.running)
+            wait_for(lambda: not tier.server.service.calls.running)
     assert caplog.records == [], "it is no bug of ours"
     assert ("Get", UNAVAILABLE.name) in tier.server.metrics._errors._metrics

@@ -12,13 +12,13 @@ import pytest
 from hoarders import INVALID
 from live_tier import (
     blob_of,
-    eventually,
     fetch,
     header_of,
     key_of,
     payload_of,
     raw_stub,
 )
+from waiting import SAFETY_S, wait_for
 
 from kvtier.tier.client import Landing, TierClient
 from kvtier.v1 import tier_pb2 as pb
@@ -116,7 +116,7 @@ def test_an_acquire_that_is_cancelled_leaves_nothing_leased(tier, monkeypatch):
         async def slow(name):
             if name.key == key_of(3):
                 reached.set()
-                await asyncio.sleep(20)
+                await asyncio.Event().wait()
             return await real(name)
 
         monkeypatch.setattr(tier.store, "open", slow)
@@ -124,6 +124,6 @@ def test_an_acquire_that_is_cancelled_leaves_nothing_leased(tier, monkeypatch):
         keys = [key_of(number) for number in range(4)]
         request = pb.AcquireRequest(keys=keys, shared_token=token, lease_ms=60_000)
         call = stub.Acquire.future(request)
-        assert reached.wait(10)
+        assert reached.wait(SAFETY_S)
         call.cancel()
-        eventually(lambda: tier.problems() == [])
+        wait_for(lambda: tier.problems() == [])

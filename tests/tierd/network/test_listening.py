@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from live_tier import blob_of, eventually, fetch, in_process, key_of, payload_of
+from live_tier import blob_of, fetch, in_process, key_of, payload_of
+from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierRefusedError, UsageError
 from kvtier.tier.client import TierClient
@@ -158,15 +159,15 @@ def test_for_an_engine_it_is_a_tier_that_is_down_and_is_said_once(tmp_path, monk
         try:
             for _ in range(3):
                 asked = link.submit(lambda client: client.exists([key_of(1)]))
-                assert asked.wait(10)
+                assert asked.wait(SAFETY_S)
                 assert asked.result is None
-            eventually(lambda: link.counters["probe_TierRefusedError"] > 5)
+            wait_for(lambda: link.counters["probe_TierRefusedError"] > 5)
             assert not link.healthy
             (said,) = [one for one in caplog.records if one.name == "kvtier.tier.link.calls"]
             assert said.levelname == "ERROR"
             assert f"{tmp_path}/tier.sock" in said.getMessage()
             owner.this_user()
-            eventually(lambda: link.healthy)
+            wait_for(lambda: link.healthy)
             assert link.put([blob_of(1)]) == 1
             assert link.flush(10)
             assert link.counters["put"] == 1

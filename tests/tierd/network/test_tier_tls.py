@@ -23,6 +23,7 @@ from live_tier import (
     payload_of,
     raw_stub,
 )
+from waiting import SAFETY_S
 
 from kvtier.errors import TierRefusedError, TierUnavailableError, UsageError
 from kvtier.tier.client import TierClient, TlsFiles
@@ -65,7 +66,7 @@ class Tls:
         context.load_cert_chain(*self.authority.issue("ada").write(self.folder, "looking"))
         host, _, port = tier.address.rpartition(":")
         with (
-            socket.create_connection((host, int(port)), timeout=10) as plain,
+            socket.create_connection((host, int(port)), timeout=SAFETY_S) as plain,
             context.wrap_socket(plain, server_hostname=host) as connection,
         ):
             return serial(connection.getpeercert(binary_form=True))

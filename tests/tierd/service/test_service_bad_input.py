@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from live_tier import (
     LAYOUT,
     blob_of,
-    eventually,
     failing,
     fetch,
     header_of,
@@ -22,6 +21,7 @@ from live_tier import (
     payload_of,
     raw_stub,
 )
+from waiting import wait_for
 
 from kvtier.errors import TierExhaustedError, TierProtocolError, UsageError
 from kvtier.tier.blobs.payload import CHECKSUM_BYTES, MAX_LAYOUT_BYTES
@@ -159,7 +159,7 @@ def test_a_message_that_is_none_in_the_middle_of_a_put_leaves_nothing_held(tier)
         put_raw = channel.stream_unary("/kvtier.v1.TierService/Put")
         with failing(INVALID):
             put_raw(iter([right, b"\xff\xff\xff"]))
-    eventually(lambda: tier.problems() == [])
+    wait_for(lambda: tier.problems() == [])
     assert set(tier.server.metrics._errors._metrics) == {("Put", INVALID.name)}
 
 

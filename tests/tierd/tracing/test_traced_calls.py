@@ -6,12 +6,13 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from live_tier import blob_of, eventually, fetch, in_process, key_of
+from live_tier import blob_of, fetch, in_process, key_of
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from otlp_collector import Collector, collecting
+from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierProtocolError, UsageError
 from kvtier.tier.client import TierClient
@@ -58,7 +59,7 @@ def test_every_call_in_a_span_is_a_span_of_client_and_service_in_one_trace(colle
             assert client.put(blob_of(1))
             assert client.exists([key_of(1), key_of(2)]).present == [True, False]
             fetch(client, [key_of(1), key_of(2)])
-        eventually(lambda: len(made.get_finished_spans()) == 5)
+        wait_for(lambda: len(made.get_finished_spans()) == 5)
     clients = {s.name: s for s in made.get_finished_spans() if s.kind is CLIENT}
     services = collector.wait_for(lambda spans: len(spans) == 4)
     assert {name.rpartition("/")[2] for name in clients} == {
@@ -98,7 +99,7 @@ def test_a_call_that_fails_is_a_span_that_failed_on_both_sides(collector, ours):
                 pytest.raises(TierProtocolError, match="invalid_argument"),
             ):
                 client.exists([b"short"])
-            eventually(lambda: len(made.get_finished_spans()) == 2)
+            wait_for(lambda: len(made.get_finished_spans()) == 2)
     (span,) = (one for one in made.get_finished_spans() if one.kind is CLIENT)
     assert span.attributes["rpc.grpc.status_code"] == 3
     assert not span.status.is_ok
@@ -117,8 +118,8 @@ def test_what_a_link_does_in_the_background_is_below_the_span_of_its_caller(coll
                 link.put([blob_of(1), blob_of(2)])
             assert link.flush(10)
             with tracer.start_as_current_span("two") as two:
-                assert link.submit(lambda c: c.exists([key_of(1)])).wait(10)
-            link.submit(lambda c: c.exists([key_of(2)])).wait(10)
+                assert link.submit(lambda c: c.exists([key_of(1)])).wait(SAFETY_S)
+            link.submit(lambda c: c.exists([key_of(2)])).wait(SAFETY_S)
         finally:
             link.close()
     spans = collector.wait_for(lambda spans: sum(s.method == "Exists" for s in spans) == 1)

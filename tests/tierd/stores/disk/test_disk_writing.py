@@ -11,6 +11,7 @@ import threading
 import pytest
 from disk_play import COST, ROOM, payload_files, play, put_some, read_some
 from store_blobs import SIZE, blob_name, get, held, info_of, payload_of, put, reserve
+from waiting import SAFETY_S
 
 from kvtier.errors import TierExhaustedError, UsageError
 from kvtier_tierd.limits.budget import Budget
@@ -136,7 +137,7 @@ def test_readers_that_go_before_the_payload_is_there_give_its_memory_back_when_i
 
         def slow(row):
             reading.set()
-            go_on.wait(20)
+            go_on.wait(SAFETY_S)
             return real(row)
 
         store._medium.read = slow

@@ -1,0 +1,78 @@
+"""Waiting for something to come true: the only place of the tests that sleeps or reads a clock.
+
+How long a thing takes says something about the machine, so no test bounds it. The safety limit is
+there for what will never come true, and for nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+SAFETY_S = 900.0
+POLL_S = 0.005
+
+
+class FakeClock:
+    """Seconds that pass only when a test says so. Instead of a clock: called; instead of the module
+    `time`: `monotonic`."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    monotonic = __call__
+
+
+Found = TypeVar("Found")
+What = str | Callable[[], object]
+
+
+def wait_for(
+    fact: Callable[[], Found], what: What = "did not come true", *, poll_s: float = POLL_S
+) -> Found:
+    """What `fact` says once it is true. what: the failure's message, or what makes it."""
+    for _ in _looks(what):
+        found = fact()
+        if found:
+            return found
+        time.sleep(poll_s)
+    raise AssertionError
+
+
+async def wait_for_async(
+    fact: Callable[[], Awaitable[Found] | Found],
+    what: What = "did not come true",
+    *,
+    poll_s: float = POLL_S,
+) -> Found:
+    """As `wait_for`, in an event loop; the fact may be a coroutine function."""
+    for _ in _looks(what):
+        asked = fact()
+        found: Found = await asked if isinstance(asked, Awaitable) else asked
+        if found:
+            return found
+        await asyncio.sleep(poll_s)
+    raise AssertionError
+
+
+def be_slow(seconds: float) -> None:
+    """What a stand-in for something slow does: how slow decides no test."""
+    time.sleep(seconds)
+
+
+async def be_slow_async(seconds: float) -> None:
+    """As `be_slow`, in an event loop."""
+    await asyncio.sleep(seconds)
+
+
+def _looks(what: What) -> Iterator[None]:
+    """As often as is looked; fails when the safety limit is over."""
+    deadline = time.monotonic() + SAFETY_S
+    while time.monotonic() < deadline:
+        yield
+    raise AssertionError(what if isinstance(what, str) else what())
