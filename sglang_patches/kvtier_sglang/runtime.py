@@ -339,6 +339,7 @@ class Runtime:
             TurnRules(rule, compressor.share, streaming),
             memories=None if self.memories is None else self.memories.bank,
             drain_s=settings.tier.drain_s,
+            patience_s=settings.tier.patience_s,
         )
 
 

@@ -15,9 +15,12 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
+
+# As a script it is not beside it.
+sys.path.append(str(Path(__file__).parents[1]))
+from waiting import wait_for, wait_for_async
 
 ENGINE_DEFAULTS = {
     "device": "cpu",
@@ -94,10 +97,11 @@ async def _reload(engine: Any, source: str, target: str) -> bool:
 
 async def _flush(engine: Any) -> None:
     """SGLang refuses while a request is being put away, which its answer does not wait for."""
-    deadline = time.monotonic() + 10
-    while not (await engine.tokenizer_manager.flush_cache()).success:
-        assert time.monotonic() < deadline, "the cache was not flushed"
-        await asyncio.sleep(0.05)
+
+    async def flushed() -> bool:
+        return bool((await engine.tokenizer_manager.flush_cache()).success)
+
+    await wait_for_async(flushed, "the cache was not flushed")
 
 
 def _prompt(request: dict[str, Any], finished: list[list[dict[str, Any]]]) -> list[int]:
@@ -124,14 +128,14 @@ def _result(prompt: list[int], answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settled_states(engine: Any) -> list[dict[str, Any]]:
-    """The final states, once nothing is on its way to a tier any more."""
-    deadline = time.monotonic() + 30
-    while True:
+    """The final states, once nothing is on its way to a tier any more that is there."""
+
+    def settled() -> list[dict[str, Any]]:
         states = [one["kvtier"] for one in engine.get_server_info()["internal_states"]]
-        pending = any(state.get("tier", {}).get("pending") for state in states)
-        if not pending or time.monotonic() > deadline:
-            return states
-        time.sleep(0.05)
+        tiers = [state["tier"] for state in states if "tier" in state]
+        return [] if any(tier["pending"] and tier["healthy"] for tier in tiers) else states
+
+    return wait_for(settled)
 
 
 def main(plan_path: str, out_path: str) -> None:

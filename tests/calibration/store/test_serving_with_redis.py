@@ -8,9 +8,8 @@ import random
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from live_server import free_port, serving
 from prometheus_client.parser import text_string_to_metric_families
 from redis_server import RedisServer, redis_server
 from test_redis_tls import PASSWORD, tls_binary, write_certificates
-from waiting import SAFETY_S
+from waiting import SAFETY_S, wait_for
 
 from kvtier.calibration.documents import CurveDocument
 from kvtier.calibration.store.opening import open_store
@@ -30,7 +29,6 @@ from kvtier.config import load_settings
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "models" / "kvtier-demo"
 PROFILE = MODEL / "head_profile.json"
-WAIT_S = 60.0
 PAUSE_S = 0.2
 PROMPT_TOKENS, SINK, RECENT = 600, 16, 32
 QUALITY = 0.9
@@ -103,13 +101,6 @@ class Load:
     def stop(self) -> None:
         self._stopping.set()
         self._thread.join(SAFETY_S)
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.2)
 
 
 def test_a_killed_redis_costs_no_request_and_the_curve_comes_back(tmp_path, monkeypatch):

@@ -6,15 +6,13 @@ import json
 import random
 import subprocess
 import sys
-import threading
-import time
 from urllib.request import Request, urlopen
 
 import pytest
 from engine_process import DEMO_MODEL, run_engine
 from live_server import free_port, stop, wait_until_healthy
 from tierd.live_tier import live_tier
-from waiting import SAFETY_S
+from waiting import SAFETY_S, wait_for
 
 pytestmark = pytest.mark.engine
 
@@ -66,11 +64,10 @@ def ask_and_end(folder, prompt: list[int], tier) -> list[int]:
         ) as r:
             answer = json.load(r)["output_ids"]
         server.terminate()
-        # SGLang looks after a SIGTERM every 5 s, and ends what is left of a scheduler 15 s later.
-        threading.Timer(7.0, tier.resume).start()
-        began = time.monotonic()
+        wait_for(lambda: DRAINING in log.read_text())
+        assert server.poll() is None
+        tier.resume()
         server.wait(SAFETY_S)
-        assert time.monotonic() - began > 7.0
     finally:
         tier.resume()
         stop(server)

@@ -86,15 +86,13 @@ def test_a_fork_in_the_middle_of_a_compressed_context_answers_like_one_never_com
     assert [r[0]["output_ids"] for r in forked["rounds"]] == [
         r[0]["output_ids"] for r in exact["rounds"]
     ]
-    # At most a span and the new tokens had to be computed, but for requests that found computing
-    # faster than this machine's tier just then.
+    # At most a span and the new tokens had to be computed.
     served = forked["state"]["tier"]
     computed = [
         len(fork) - answer[0]["cached_tokens"]
         for fork, answer in zip(forks, forked["rounds"][1:], strict=True)
     ]
-    rather_computed = len(rounds) - served["asked"] + served.get("gave_up_waiting", 0)
-    assert sum(tokens > 9 + 64 for tokens in computed) <= rather_computed
+    assert max(computed) <= 9 + 64
     assert served["restored_requests"] > 0
     assert forked["state"]["integrity"] == []
 

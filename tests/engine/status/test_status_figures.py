@@ -63,7 +63,7 @@ def test_metrics_are_the_figures_turn_after_turn(publish, connect):
     for number in range(3):
         turn(s, history, [number])
         history = [*history, number, *context(25, seed=number + 1)]
-        assert s.tree.tier.link.flush(10)
+        assert s.tree.tier.link.flush(SAFETY_S)
         publisher.update()
         assert samples(registry) == expected(s.tree)
     assert samples(registry)["kvtier_refreshes_total", "refreshed_turns"] == 2

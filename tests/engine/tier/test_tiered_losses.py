@@ -93,7 +93,7 @@ def test_a_turn_that_ends_while_the_tier_is_away_is_there_when_it_is_back(connec
     assert not a.tree.tier.link.flush(0.05)
     assert a.tree.tier.link.held_bytes > 0
     a.tree.tier.link.client.away = False
-    assert a.tree.tier.link.flush(10)
+    assert a.tree.tier.link.flush(SAFETY_S)
     assert a.tree.tier.link.held_bytes == 0
     b = MiniScheduler(share=share, link=connect())
     assert turn(b, [*prompt, 1, 2, 9, 9], [3]).restored == 92
@@ -137,7 +137,7 @@ def test_spans_that_found_no_room_go_when_there_is_some_or_are_shed_at_the_end(c
     a.check()
     assert spiller.counters["spans_shed"] == (0 if in_time else 12)
     link.client.away = False
-    assert link.flush(10)
+    assert link.flush(SAFETY_S)
     b = MiniScheduler(share=FixedShare(0.5), link=connect())
     assert turn(b, [*context(90), 9, 9], [3]).restored == (90 if in_time else 18)
 
@@ -233,7 +233,7 @@ class Torn:
         with nothing_there():
             at_once = MiniScheduler(share=share, link=connect())
             turn(at_once, self.longer, [6])
-            assert at_once.tree.tier.link.flush(10)
+            assert at_once.tree.tier.link.flush(SAFETY_S)
         self.b = b = MiniScheduler(share=share, link=connect(LosingClient))
         client = b.tree.tier.link.client
         client.says_so = says_so

@@ -169,7 +169,7 @@ def test_for_an_engine_it_is_a_tier_that_is_down_and_is_said_once(tmp_path, monk
             owner.this_user()
             wait_for(lambda: link.healthy)
             assert link.put([blob_of(1)]) == 1
-            assert link.flush(10)
+            assert link.flush(SAFETY_S)
             assert link.counters["put"] == 1
         finally:
             link.close()

@@ -116,7 +116,7 @@ def test_what_a_link_does_in_the_background_is_below_the_span_of_its_caller(coll
         try:
             with tracer.start_as_current_span("one") as one:
                 link.put([blob_of(1), blob_of(2)])
-            assert link.flush(10)
+            assert link.flush(SAFETY_S)
             with tracer.start_as_current_span("two") as two:
                 assert link.submit(lambda c: c.exists([key_of(1)])).wait(SAFETY_S)
             link.submit(lambda c: c.exists([key_of(2)])).wait(SAFETY_S)
