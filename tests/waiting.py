@@ -16,8 +16,8 @@ POLL_S = 0.005
 
 
 class FakeClock:
-    """Seconds that pass only when a test says so. Instead of a clock: called; instead of the module
-    `time`: `monotonic`."""
+    """Seconds that pass only where a test says so, or sleeps. It stands for a clock, which is called,
+    or for the module `time`."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
@@ -25,7 +25,10 @@ class FakeClock:
     def __call__(self) -> float:
         return self.now
 
-    monotonic = __call__
+    monotonic = perf_counter = __call__
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 Found = TypeVar("Found")

@@ -266,8 +266,8 @@ class TierSettings(Section):
         gt=0,
         le=3600,
         description="Longest that a request waits for KV from the tier, which is then asked "
-        "whatever was measured. None: as long as computing the KV would take, 30 s at the most, and not at "
-        "all where loading was slower of late.",
+        "whatever was measured. None: as long as computing the KV would take, 30 s at the most; "
+        "and where loading was slower of late, it is not asked.",
     )
     span_tokens: int = Field(
         256,

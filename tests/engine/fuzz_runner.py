@@ -3,9 +3,10 @@
 plan: {"engine": {...}, "operations": int, "seed": int, "until"?: path, "fault"?: str,
 "prefixes"?: [[...], ...]}, what half of the arrivals begin with.
 Operations are arrivals (half of them forks somewhere inside an earlier conversation), aborts, waits
-and flushes, with far more work in flight than the pools hold; after that many, or once
-there is that file and a request has finished since. SGLang's own memory checks are on, busy and idle: a violation kills the scheduler
-and with it this process. fault: of the last rank, see ranks/faulty_ranks.py.
+and flushes, with far more work in flight than the pools hold; it ends after that many, or once
+there is that file and a request has finished since. SGLang's own memory checks are on, busy and
+idle: a violation kills the scheduler and with it this process. fault: of the last rank, see
+ranks/faulty_ranks.py.
 """
 
 from __future__ import annotations

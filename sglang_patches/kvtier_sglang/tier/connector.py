@@ -280,6 +280,12 @@ class TierConnector:
     def close(self) -> None:
         """The server ends: its requests are done, their newest turns may still be on their way."""
         self.fetches.clear()
+        if self.link.pending:
+            logger.info(
+                "the server ends: %d calls to the tier are waited for, %g s at the most",
+                self.link.pending,
+                self.drain_s,
+            )
         if not self.link.flush(self.drain_s):
             logger.warning(
                 "the server ends with %d calls to the tier not done after %g s; what they carried "

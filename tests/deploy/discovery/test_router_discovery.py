@@ -26,7 +26,6 @@ from deploy.checks.rendering import DEPLOY
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 NAMESPACE, KEY, MODEL = "kvtier", "the-pod-uid", "kvtier-demo"
-PATIENCE_S = 60
 # Every Pod of a cluster has an address of its own, and all engines the same port.
 ADDRESSES = {"engine-0": "127.0.0.2", "engine-1": "127.0.0.3"}
 SESSIONS = 12

@@ -49,6 +49,7 @@ def ask_and_end(folder, prompt: list[int], tier) -> list[int]:
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
         *("--max-total-tokens", "8000", "--data-dir", str(folder / "data")),
         *("--skip-tokenizer-init", "--sleep-on-idle", "--tier", tier.address, *flags),
+        *("--tier-drain-s", "12"),
     ]
     log = folder / "server.log"
     with log.open("wb") as stream:
@@ -64,7 +65,7 @@ def ask_and_end(folder, prompt: list[int], tier) -> list[int]:
         ) as r:
             answer = json.load(r)["output_ids"]
         server.terminate()
-        wait_for(lambda: DRAINING in log.read_text())
+        wait_for(lambda: "calls to the tier are waited for" in log.read_text())
         assert server.poll() is None
         tier.resume()
         server.wait(SAFETY_S)
