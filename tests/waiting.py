@@ -16,8 +16,8 @@ POLL_S = 0.005
 
 
 class FakeClock:
-    """Seconds that pass only where a test says so, or sleeps. It stands for a clock, which is called,
-    or for the module `time`."""
+    """Seconds that pass only where a test says so. It stands for a clock, which is called, or for
+    the module `time`."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
@@ -27,8 +27,10 @@ class FakeClock:
 
     monotonic = perf_counter = __call__
 
-    def sleep(self, seconds: float) -> None:
+    def passes(self, seconds: float) -> None:
         self.now += seconds
+
+    sleep = passes
 
 
 Found = TypeVar("Found")

@@ -46,7 +46,7 @@ def test_arrivals_have_the_rate_that_was_asked_for() -> None:
 def test_waiting_for_a_busy_worker_counts_as_latency(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
     monkeypatch.setattr(load, "time", clock)
-    latencies = open_loop(lambda: clock.sleep(2.0), [0.0, 0.0, 0.0], workers=1)
+    latencies = open_loop(lambda: clock.passes(2.0), [0.0, 0.0, 0.0], workers=1)
     assert latencies == pytest.approx([2.0, 4.0, 6.0])
 
 

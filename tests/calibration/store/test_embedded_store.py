@@ -108,7 +108,7 @@ def test_it_is_what_one_gets_without_a_redis(data_dir, monkeypatch):
     with open_store(load_settings()) as store:
         assert isinstance(store, EmbeddedStore)
         key = store.put(curve_document())
-        assert 90 * 86400 - 5 < store.list()[0].ttl_s <= 90 * 86400
+        assert 89 * 86400 < store.list()[0].ttl_s <= 90 * 86400
         assert store.get(key) is not None
 
 

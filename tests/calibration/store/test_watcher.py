@@ -103,34 +103,23 @@ def test_a_deleted_curve_is_used_no_more_nor_after_the_store_goes_down(bench):
     assert watcher.current().curve is None
 
 
-class Held(RedisStore):
-    """Whose answers a test holds back while `free` is not set. asked: whether one is waited for."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url, timeout_s=0.1, ttl_s=1000)
-        self.free, self.asked = threading.Event(), threading.Event()
-        self.free.set()
-
-    def get(self, key):
-        if not self.free.is_set():
-            self.asked.set()
-            assert self.free.wait(SAFETY_S)
-        return super().get(key)
-
-
-def test_a_store_that_does_not_answer_never_holds_a_reader_up(bench):
+def test_a_store_that_does_not_answer_never_holds_a_reader_up(bench, monkeypatch):
     bench.store.put(curve_document())
-    store = Held(bench.server.url)
-    watcher = CalibrationWatcher(store, SERVED, local=bench.local, poll_s=POLL_S)
+    watcher = bench.watcher()
+    known, get = watcher.current(), RedisStore.get
+    asked, free = threading.Event(), threading.Event()
+
+    def held(store, key):
+        asked.set()
+        assert free.wait(SAFETY_S)
+        return get(store, key)
+
+    monkeypatch.setattr(RedisStore, "get", held)
     try:
-        assert watcher.wait_first_poll(SAFETY_S)
-        known = watcher.current()
-        store.free.clear()
-        assert store.asked.wait(SAFETY_S)
+        assert asked.wait(SAFETY_S)
         assert watcher.current() is known
     finally:
-        store.free.set()
-        watcher.close()
+        free.set()
 
 
 def test_a_hanging_store_is_used_again(bench):
