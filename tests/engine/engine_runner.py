@@ -5,8 +5,9 @@ plan: {"engine": {...}, "rounds": [[{"input_ids", "max_new_tokens", "logprobs"?,
 Every round is sent at once (continuous batching); a request may name the round and index it
 continues ({"continues": [round, index], "input_ids": tail}): its prompt is then that request's
 prompt, its answer, and the tail. Instead of requests a round may be {"weights": model directory},
-which are loaded over the ones before and flush the cache, {"flush": true}, or {"memories": [from,
-to]}: a directory is moved, and the folder of prefix memories read again. out: per round and
+which are loaded over the ones before and flush the cache, {"flush": true}, {"memories": [from,
+to]}: a directory is moved, and the folder of prefix memories read again, or {"until": counter,
+"request": {...}}, which is asked until the tier's counter is more than 0. out: per round and
 request the answer, and the final state; of data parallel replicas the first one's, and all of them.
 """
 
@@ -42,6 +43,9 @@ async def run_rounds(engine: Any, rounds: list[list[dict[str, Any]]]) -> list[li
             elif "memories" in requests:
                 finished.append([await _reload(engine, *requests["memories"])])
                 continue
+            elif "until" in requests:
+                finished.append([await _ask_until(engine, requests, finished)])
+                continue
             else:
                 await _flush(engine)
             finished.append([])
@@ -76,6 +80,21 @@ async def _ask(engine: Any, prompt: list[int], request: dict[str, Any]) -> dict[
         # It grows while it is streamed.
         lengths.append(len(part["output_ids"]))
     return part | {"parts": lengths}
+
+
+async def _ask_until(
+    engine: Any, wanted: dict[str, Any], finished: list[list[dict[str, Any]]]
+) -> dict[str, Any]:
+    """The last answer."""
+    prompt = _prompt(wanted["request"], finished)
+
+    async def answered() -> dict[str, Any] | None:
+        answer = await _ask(engine, prompt, wanted["request"])
+        (state,) = await engine.tokenizer_manager.get_internal_state()
+        told = state["kvtier"]["tier"].get(wanted["until"], 0)
+        return _result(prompt, answer) if told else None
+
+    return await wait_for_async(answered)
 
 
 async def _load(engine: Any, model_path: str) -> None:
