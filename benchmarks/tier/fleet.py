@@ -165,7 +165,8 @@ class Fleet:
         itself, some seconds after that answers."""
 
         def routed() -> bool:
-            return sum(worker["is_healthy"] for worker in self._workers()) == len(self.servers)
+            well = [worker for worker in self._workers() if worker["is_healthy"]]
+            return len(well) == len(self.servers)
 
         wait_until(routed, "the router does not know all servers")
 

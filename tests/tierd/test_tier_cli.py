@@ -179,11 +179,11 @@ def test_a_socket_that_a_tier_listens_on_is_not_taken_from_it(tmp_path):
     listen = f"unix:{tmp_path}/t"
     with live_tier(tmp_path, *SMALL, listen=listen) as tier:
         assert "--listen" in refusal("--listen", listen, *SMALL)
-        with TierClient(tier.address) as client:
+        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
             client.connect()
         tier.kill()
         tier.start()
-        with TierClient(tier.address) as client:
+        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
             client.connect()
 
 
@@ -277,11 +277,11 @@ def test_the_memory_file_of_a_killed_server_is_removed_by_the_next(tmp_path):
 def test_a_disk_store_outlives_its_server(tmp_path):
     flags = ("--store", "memory+disk", "--memory", "1m", "--disk-path", str(tmp_path / "disk"))
     with live_tier(tmp_path, *flags) as tier:
-        with TierClient(tier.address, timeout_s=10.0) as client:
+        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
             client.connect()
             assert client.put(blob_of(1))
         assert tier.terminate() == 0
         tier.start()
-        with TierClient(tier.address, timeout_s=10.0) as client:
+        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
             client.connect()
             assert fetch(client, [key_of(1)])[1] == {0: payload_of(1)}

@@ -117,10 +117,10 @@ def test_an_engine_goes_on_with_certificates_of_a_new_authority(tmp_path):
             wait_for(lambda: not engine.tier["healthy"])
             # Not because of the tier: who has the new certificates finds it well, and only he.
             renewed = issue(tmp_path / "renewed", new, NAMESPACE)
-            with TierClient(tier.address, NAMESPACE, timeout_s=5.0, tls=renewed) as client:
+            with TierClient(tier.address, NAMESPACE, timeout_s=SAFETY_S, tls=renewed) as client:
                 client.connect()
             refused = pytest.raises(TierUnavailableError)
-            outdated = TierClient(tier.address, NAMESPACE, timeout_s=5.0, tls=of_engine)
+            outdated = TierClient(tier.address, NAMESPACE, timeout_s=SAFETY_S, tls=of_engine)
             with outdated as client, refused:
                 client.connect()
 

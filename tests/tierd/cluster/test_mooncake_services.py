@@ -36,7 +36,7 @@ from live_tier import (
     payload_of,
 )
 from mooncake_master import MIB, MooncakeMaster, free_ports
-from waiting import wait_for
+from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierError, TierUnavailableError
 from kvtier.tier.client import Blob, Landing, TierClient
@@ -60,7 +60,7 @@ def services(
             folder.mkdir()
             common = ("--store", "mooncake", "--mooncake-master", master.address, *flags)
             tier = stack.enter_context(live_tier(folder, *common))
-            client = stack.enter_context(TierClient(tier.address, timeout_s=5.0))
+            client = stack.enter_context(TierClient(tier.address, timeout_s=SAFETY_S))
             assert client.connect().store == "mooncake"
             started.append((tier, client))
         yield started
@@ -259,7 +259,7 @@ def test_the_commands_of_the_docs_make_one_cache_of_two_services(tmp_path, numbe
             given = (*shlex.split(tier.replace("50051", port)), *FLAGS)
             with ExitStack() as stack:
                 one, other = (
-                    stack.enter_context(TierClient(service.address, timeout_s=10.0))
+                    stack.enter_context(TierClient(service.address, timeout_s=SAFETY_S))
                     for service in (stack.enter_context(live_tier(tmp_path, *given)) for _ in "ab")
                 )
                 assert one.put(blob_of(numbers, MIB))

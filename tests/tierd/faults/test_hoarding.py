@@ -29,7 +29,7 @@ from kvtier_tierd.limits.namespaces import Limits
 @pytest.mark.parametrize("sent_bytes", [0, 13 * MIB])
 def test_a_put_takes_room_from_others_when_all_of_it_is_there_and_not_before(sent_bytes):
     with in_process() as tier, raw_stub(tier.address) as stub, ExitStack() as stack:
-        ada = stack.enter_context(TierClient(tier.address, "ada", timeout_s=10.0))
+        ada = stack.enter_context(TierClient(tier.address, "ada", timeout_s=SAFETY_S))
         for number in range(12):
             ada.put(blob_of(number, MIB))
         keys = [key_of(number) for number in range(12)]
@@ -49,7 +49,7 @@ def test_a_put_that_can_never_be_stored_is_refused_by_its_header():
     with in_process(namespaces=limits) as tier, raw_stub(tier.address) as stub:
         for namespace, num_bytes in (("ada", 5 * MIB), ("bob", 17 * MIB)):
             with stalled_put(stub, 1, num_bytes, 0, namespace) as (call, _):
-                assert call.exception(10).code() is EXHAUSTED
+                assert call.exception(SAFETY_S).code() is EXHAUSTED
 
 
 @pytest.mark.parametrize("parts", [0, 1, 2])
@@ -66,7 +66,7 @@ def test_a_put_that_stalls_is_over_soon(parts):
             go_on.wait(SAFETY_S)
 
         call = stub.Put.future(requests())
-        assert call.exception(10).code() is UNAVAILABLE
+        assert call.exception(SAFETY_S).code() is UNAVAILABLE
         assert "0.3 s" in call.exception().details()
         go_on.set()
         wait_for(lambda: tier.problems() == [] and transfers(tier) == 0)
@@ -82,7 +82,7 @@ def test_a_put_that_drips_is_over_soon_as_well():
                 yield pb.PutRequest(chunk=b"x")
 
         call = stub.Put.future(requests())
-        assert call.exception(10).code() is UNAVAILABLE
+        assert call.exception(SAFETY_S).code() is UNAVAILABLE
         over.set()
         wait_for(lambda: tier.problems() == [] and transfers(tier) == 0)
 
@@ -91,7 +91,7 @@ def test_a_namespace_with_a_rate_is_not_cut_off_for_keeping_to_it():
     limits = {"ada": Limits(bytes_per_s=1 << 19)}
     with (
         in_process(namespaces=limits, stall_s=0.2) as tier,
-        TierClient(tier.address, "ada", timeout_s=20.0, shared=False) as client,
+        TierClient(tier.address, "ada", timeout_s=SAFETY_S, shared=False) as client,
     ):
         client.connect()
         assert client.put(blob_of(1, 1 << 19))
@@ -104,7 +104,7 @@ def test_many_small_chunks_cost_little_more_than_they_are():
         header = pb.PutRequest(header=header_of(blob_of(1, 20_000)))
         chunks = [pb.PutRequest(chunk=payload[at : at + 1]) for at in range(20_000)]
         assert stub.Put(iter([header, *chunks])).stored
-        with TierClient(tier.address) as client:
+        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
             assert fetch(client, [key_of(1)])[1] == {0: payload}
 
 
@@ -113,7 +113,7 @@ def test_many_small_chunks_cost_little_more_than_they_are():
 
 def test_a_get_that_is_not_read_is_over_soon_and_pins_nothing(caplog):
     with in_process(stall_s=0.1) as tier, raw_stub(tier.address) as stub:
-        with TierClient(tier.address, timeout_s=10.0) as client:
+        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
             client.put(blob_of(1, 14 * MIB))
         call = stub.Get(pb.GetRequest(keys=[key_of(1)]))
         wait_for(lambda: any(e.pins for e in tier.store.account.entries.values()))

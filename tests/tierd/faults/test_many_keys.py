@@ -49,7 +49,7 @@ def test_more_keys_than_a_call_may_hold_are_refused_naming_them_and_the_limit(ti
 
 def test_equal_keys_share_a_lease_and_all_of_them_land(tier):
     token = tier.server.service.shared.token
-    with TierClient(tier.address) as client, raw_stub(tier.address) as stub:
+    with TierClient(tier.address, timeout_s=SAFETY_S) as client, raw_stub(tier.address) as stub:
         client.connect()
         client.put(blob_of(1))
         request = pb.AcquireRequest(keys=[key_of(1)] * 100 + [key_of(2)], shared_token=token)
@@ -121,7 +121,7 @@ def test_no_call_about_many_keys_keeps_the_others_waiting(tier, monkeypatch):
 
 
 def test_an_acquire_that_is_cancelled_leaves_nothing_leased(tier, monkeypatch):
-    with TierClient(tier.address) as client, raw_stub(tier.address) as stub:
+    with TierClient(tier.address, timeout_s=SAFETY_S) as client, raw_stub(tier.address) as stub:
         client.connect()
         for number in range(4):
             client.put(blob_of(number))

@@ -29,7 +29,7 @@ def test_a_service_that_is_told_nothing_is_this_users_alone(tmp_path, monkeypatc
             assert said == f"kvtier tier: memory store on {address}\n"
             assert stat.S_IMODE((tmp_path / "kvtier").stat().st_mode) == 0o700
             for number, shared in enumerate((True, False)):
-                with TierClient(address, shared=shared) as client:
+                with TierClient(address, shared=shared, timeout_s=SAFETY_S) as client:
                     client.connect()
                     assert client.shares_memory == shared
                     assert client.put(blob_of(number))
@@ -49,7 +49,7 @@ def test_a_directory_that_is_open_to_others_is_refused_whatever_it_is_for(tmp_pa
             pass
         assert list(directory.iterdir()) == []
         serving = in_process(listen=listen, insecure_local=True)
-        with serving as tier, TierClient(tier.address) as client:
+        with serving as tier, TierClient(tier.address, timeout_s=SAFETY_S) as client:
             client.connect()
 
 
@@ -132,7 +132,7 @@ class Owner:
 
 def test_a_socket_of_another_user_is_not_spoken_to(tmp_path, monkeypatch):
     listening = in_process(listen=f"unix:{tmp_path}/tier.sock")
-    with listening as tier, TierClient(tier.address) as client:
+    with listening as tier, TierClient(tier.address, timeout_s=SAFETY_S) as client:
         owner = Owner(tier.address, monkeypatch)
         client.connect()
         assert client.put(blob_of(1))
@@ -154,7 +154,7 @@ def test_for_an_engine_it_is_a_tier_that_is_down_and_is_said_once(tmp_path, monk
     with in_process(listen=f"unix:{tmp_path}/tier.sock") as tier:
         owner = Owner(tier.address, monkeypatch)
         owner.another_user()
-        client = TierClient(tier.address)
+        client = TierClient(tier.address, timeout_s=SAFETY_S)
         link = TierLink(client, buffer_bytes=1 << 20, breaker=Breaker(first_s=0.01, longest_s=0.05))
         try:
             for _ in range(3):

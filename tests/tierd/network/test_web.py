@@ -128,7 +128,7 @@ def test_metrics_are_bound_where_they_are_wanted(tmp_path):
 
 def test_calls_are_timed_however_they_end_and_rare_events_are_told_from_the_start():
     with in_process(metrics_port=0) as tier:
-        with TierClient(tier.address, timeout_s=10) as client:
+        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
             client.connect()
             client.exists([key_of(1)])
             client.exists([key_of(2)])
@@ -169,7 +169,7 @@ def test_namespaces_that_clients_invent_have_a_bounded_number_of_series(memory_d
         for number in range(many):
             # The first is late as well: it has a label by then.
             for name in (f"invented-{number}", "invented-0"):
-                with TierClient(tier.address, name, timeout_s=10.0, shared=shared) as client:
+                with TierClient(tier.address, name, timeout_s=SAFETY_S, shared=shared) as client:
                     client.connect()
                     client.exists([key_of(1)])
                     client.put(blob_of(1, 10))
@@ -184,7 +184,7 @@ def test_namespaces_that_are_served_by_name_have_series_of_their_own_however_man
     names = [f"served-{number}" for number in range(MAX_NAMESPACES + 10)]
     with in_process(metrics_port=0, namespaces=dict.fromkeys(names, Limits())) as tier:
         for name in names:
-            with TierClient(tier.address, name, timeout_s=10.0) as client:
+            with TierClient(tier.address, name, timeout_s=SAFETY_S) as client:
                 client.connect()
                 client.exists([key_of(1)])
                 client.put(blob_of(1, 10))

@@ -32,7 +32,7 @@ from kvtier.v1 import tier_pb2 as pb
 
 
 def test_a_service_that_was_told_not_to_says_so():
-    with in_process() as tier, TierClient(tier.address) as client:
+    with in_process() as tier, TierClient(tier.address, timeout_s=SAFETY_S) as client:
         client.connect()
         assert not client.refreshes
         with pytest.raises(TierUnavailableError, match="does not refresh"):
@@ -42,7 +42,10 @@ def test_a_service_that_was_told_not_to_says_so():
 def test_a_service_that_dies_in_the_middle_ends_the_session(tmp_path):
     spans = make_spans(2, "float32")
     names = names_of(spans)
-    with live_tier(tmp_path, *FLAGS) as tier, TierClient(tier.address) as client:
+    with (
+        live_tier(tmp_path, *FLAGS) as tier,
+        TierClient(tier.address, timeout_s=SAFETY_S) as client,
+    ):
         store(client, spans, names)
         session = opened(client, Context(names, [PrunedRange(0, 64, 5)], RULES["dropped"]))
         window = make_window(0, 1, "float32")

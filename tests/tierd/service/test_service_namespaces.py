@@ -30,8 +30,8 @@ PAGE = 4096
 
 
 def test_namespaces_never_see_each_others_blobs(tier):
-    ada = TierClient(tier.address, "ada")
-    bob = TierClient(tier.address, "bob")
+    ada = TierClient(tier.address, "ada", timeout_s=SAFETY_S)
+    bob = TierClient(tier.address, "bob", timeout_s=SAFETY_S)
     with ada, bob:
         ada.connect(), bob.connect()
         assert ada.put(blob_of(1))
@@ -61,9 +61,12 @@ def test_anothers_lease_cannot_be_used(tier):
 def test_a_namespace_that_is_not_served_is_refused():
     with in_process(namespaces={"ada": Limits()}) as tier:
         for name in ("bob", "default"):
-            with TierClient(tier.address, name) as client, pytest.raises(TierRefusedError):
+            with (
+                TierClient(tier.address, name, timeout_s=SAFETY_S) as client,
+                pytest.raises(TierRefusedError),
+            ):
                 client.connect()
-        with TierClient(tier.address, "ada") as client:
+        with TierClient(tier.address, "ada", timeout_s=SAFETY_S) as client:
             assert client.connect().namespace == "ada"
 
 
@@ -77,8 +80,8 @@ def test_a_namespace_that_cannot_be_is_refused(tier, name):
 def test_a_quota_is_hard_and_evicts_only_its_own(memory_directory, shared):
     limits = {"ada": Limits(quota_bytes=10 * PAGE), "bob": Limits()}
     with in_process(namespaces=limits, shared_directory=memory_directory) as tier:
-        ada = TierClient(tier.address, "ada", shared=shared)
-        bob = TierClient(tier.address, "bob", shared=shared)
+        ada = TierClient(tier.address, "ada", shared=shared, timeout_s=SAFETY_S)
+        bob = TierClient(tier.address, "bob", shared=shared, timeout_s=SAFETY_S)
         with ada, bob:
             ada.connect(), bob.connect()
             for number in range(20):
@@ -127,7 +130,7 @@ def test_transfers_beyond_the_in_flight_limit_are_refused_and_others_are_not(wai
         assert waited == [REFUSAL_S]
         with failing(grpc.StatusCode.RESOURCE_EXHAUSTED):
             stub.Put(iter([pb.PutRequest(header=header_of(blob_of(3)))]))
-        with TierClient(tier.address, "another") as other:
+        with TierClient(tier.address, "another", timeout_s=SAFETY_S) as other:
             assert other.put(blob_of(4))
         waiting.set()
         assert all(call.result().stored for call in calls)
@@ -139,7 +142,7 @@ def test_streams_of_a_namespace_keep_to_its_rate_and_others_do_not_wait(waited):
     limits = {"ada": Limits(bytes_per_s=rate), "bob": Limits()}
     with in_process(namespaces=limits) as tier, ExitStack() as stack:
         ada, bob = (
-            stack.enter_context(TierClient(tier.address, name, timeout_s=20.0, shared=False))
+            stack.enter_context(TierClient(tier.address, name, timeout_s=SAFETY_S, shared=False))
             for name in limits
         )
         assert ada.connect().chunk_bytes == PACED_CHUNK_BYTES < bob.connect().chunk_bytes

@@ -53,7 +53,10 @@ def test_a_draining_service_ends_what_runs_and_takes_no_more():
         assert next(watched).status == health_pb2.HealthCheckResponse.NOT_SERVING
         with failing(grpc.StatusCode.UNAVAILABLE):
             stub.Exists(pb.ExistsRequest(keys=[key_of(1)]))
-        with TierClient(tier.address) as client, pytest.raises(TierUnavailableError):
+        with (
+            TierClient(tier.address, timeout_s=SAFETY_S) as client,
+            pytest.raises(TierUnavailableError),
+        ):
             client.connect()
         waiting.set()
         assert running.result().stored
@@ -88,8 +91,8 @@ def test_a_call_that_does_not_end_is_cut_off_when_draining_is_over(memory_direct
 
 def test_stats_and_metrics_say_what_happened(memory_directory):
     with in_process(shared_directory=memory_directory, metrics_port=0) as tier:
-        streaming = TierClient(tier.address, "ada", shared=False)
-        sharing = TierClient(tier.address, "ada")
+        streaming = TierClient(tier.address, "ada", shared=False, timeout_s=SAFETY_S)
+        sharing = TierClient(tier.address, "ada", timeout_s=SAFETY_S)
         with streaming, sharing:
             streaming.connect(), sharing.connect()
             streaming.put(blob_of(1, 1000))
@@ -156,7 +159,7 @@ def test_health_and_reflection_answer(tier):
 
 def test_a_unix_socket_serves_as_well(tmp_path):
     listen = f"unix:{tmp_path}/t"
-    with in_process(listen=listen) as tier, TierClient(tier.address) as client:
+    with in_process(listen=listen) as tier, TierClient(tier.address, timeout_s=SAFETY_S) as client:
         client.connect()
         assert client.put(blob_of(1))
         assert fetch(client, [key_of(1)])[1] == {0: payload_of(1)}

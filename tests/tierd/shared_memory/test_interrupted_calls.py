@@ -63,7 +63,7 @@ def test_a_get_whose_caller_fails_leaves_nothing_held(tier, client):
             raise ZeroDivisionError("a bug")
         return memoryview(bytearray(offer.num_bytes))
 
-    for one in (client, TierClient(tier.address, shared=False)):
+    for one in (client, TierClient(tier.address, shared=False, timeout_s=SAFETY_S)):
         with one, pytest.raises(ZeroDivisionError):
             one.get([key_of(number) for number in range(3)], land, MIB)
         wait_for(lambda: tier.problems() == [])
@@ -71,7 +71,7 @@ def test_a_get_whose_caller_fails_leaves_nothing_held(tier, client):
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_buffer_of_another_size_is_refused_by_name(tier, shared):
-    with TierClient(tier.address, shared=shared) as client:
+    with TierClient(tier.address, shared=shared, timeout_s=SAFETY_S) as client:
         client.connect()
         client.put(blob_of(1))
         for size in (9_999, 10_001):
@@ -81,7 +81,7 @@ def test_a_buffer_of_another_size_is_refused_by_name(tier, shared):
 
 
 def test_calls_cut_off_by_closing_the_client_end_at_once(tier):
-    with TierClient(tier.address, timeout_s=20.0, shared=False) as client:
+    with TierClient(tier.address, timeout_s=SAFETY_S, shared=False) as client:
         client.connect()
         waiting, errors = threading.Event(), []
 

@@ -88,7 +88,7 @@ sys.path[:0] = {sys.path!r}
 from live_tier import blob_of, header_of, key_of
 from kvtier.tier.client import TierClient
 from kvtier.v1 import tier_pb2 as pb
-client = TierClient({tier.address!r})
+client = TierClient({tier.address!r}, timeout_s={SAFETY_S})
 info = client.connect()
 client.put(blob_of(1))
 stub = client._stub

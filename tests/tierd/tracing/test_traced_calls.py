@@ -53,7 +53,9 @@ def test_every_call_in_a_span_is_a_span_of_client_and_service_in_one_trace(colle
     tracer, made = ours
     interceptors = [TracingInterceptor(tracer)]
     with tier_of(collector) as tier:
-        client = TierClient(tier.address, timeout_s=10, shared=False, interceptors=interceptors)
+        client = TierClient(
+            tier.address, timeout_s=SAFETY_S, shared=False, interceptors=interceptors
+        )
         with client, tracer.start_as_current_span("all") as root:
             client.connect()
             assert client.put(blob_of(1))
@@ -79,10 +81,13 @@ def test_a_call_outside_of_any_span_has_none_and_goes_as_well(collector, ours):
     tracer, made = ours
     with tier_of(collector) as tier:
         interceptors = [TracingInterceptor(tracer)]
-        with TierClient(tier.address, timeout_s=10, interceptors=interceptors) as client:
+        with TierClient(tier.address, timeout_s=SAFETY_S, interceptors=interceptors) as client:
             client.connect()
             assert client.put(blob_of(1))
-        with TierClient(tier.address, timeout_s=10) as untraced, tracer.start_as_current_span("a"):
+        with (
+            TierClient(tier.address, timeout_s=SAFETY_S) as untraced,
+            tracer.start_as_current_span("a"),
+        ):
             untraced.connect()
     assert [span.name for span in made.get_finished_spans()] == ["a"]
     assert collector.spans == []
@@ -92,7 +97,7 @@ def test_a_call_that_fails_is_a_span_that_failed_on_both_sides(collector, ours):
     tracer, made = ours
     with tier_of(collector) as tier:
         interceptors = [TracingInterceptor(tracer)]
-        with TierClient(tier.address, timeout_s=10, interceptors=interceptors) as client:
+        with TierClient(tier.address, timeout_s=SAFETY_S, interceptors=interceptors) as client:
             client.connect()
             with (
                 tracer.start_as_current_span("all"),
@@ -111,7 +116,9 @@ def test_what_a_link_does_in_the_background_is_below_the_span_of_its_caller(coll
     tracer, _ = ours
     with tier_of(collector) as tier:
         interceptors = [TracingInterceptor(tracer)]
-        client = TierClient(tier.address, timeout_s=10, shared=False, interceptors=interceptors)
+        client = TierClient(
+            tier.address, timeout_s=SAFETY_S, shared=False, interceptors=interceptors
+        )
         link = TierLink(client, buffer_bytes=1 << 22)
         try:
             with tracer.start_as_current_span("one") as one:
@@ -143,7 +150,7 @@ def test_without_an_endpoint_nothing_is_traced_and_no_library_is_there(monkeypat
 def test_a_collector_that_is_away_costs_no_call():
     with (
         in_process(otlp_traces_endpoint="127.0.0.1:9") as tier,
-        TierClient(tier.address, timeout_s=10) as client,
+        TierClient(tier.address, timeout_s=SAFETY_S) as client,
     ):
         client.connect()
         assert client.put(blob_of(1))
