@@ -56,4 +56,4 @@ def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> 
         except OSError:
             return False
 
-    wait_for(healthy, lambda: f"no answer: {log.read_text()[-4000:]}", poll_s=0.1)
+    wait_for(healthy, lambda: f"no answer: {log.read_text()[-4000:]}")

@@ -16,7 +16,7 @@ def pause(pid: int) -> None:
     Without the wait a thread on another CPU may still answer a call made right after the signal.
     """
     os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: set(_thread_states(pid)) == {"T"}, f"process {pid} did not stop", poll_s=0.001)
+    wait_for(lambda: set(_thread_states(pid)) == {"T"}, f"process {pid} did not stop")
 
 
 def resume(pid: int) -> None:

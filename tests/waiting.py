@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 SAFETY_S = 900.0
-POLL_S = 0.005
+# Between two looks: short at first, and then so long that looking costs those who work nothing.
+FIRST_POLL_S, LONGEST_POLL_S, LONGER = 0.001, 0.1, 1.3
 
 
 class FakeClock:
@@ -38,30 +39,28 @@ What = str | Callable[[], object]
 
 
 def wait_for(
-    fact: Callable[[], Found], what: What = "did not come true", *, poll_s: float = POLL_S
+    fact: Callable[[], Found], what: What = "did not come true", *, poll_s: float | None = None
 ) -> Found:
-    """What `fact` says once it is true. what: the failure's message, or what makes it."""
-    for _ in _looks(what):
+    """What `fact` says once it is true. what: the failure's message, or what makes it. poll_s: how
+    often is looked, for a fact that does something; by default less and less often."""
+    for pause_s in _pauses(what, poll_s):
         found = fact()
         if found:
             return found
-        time.sleep(poll_s)
+        time.sleep(pause_s)
     raise AssertionError
 
 
 async def wait_for_async(
-    fact: Callable[[], Awaitable[Found] | Found],
-    what: What = "did not come true",
-    *,
-    poll_s: float = POLL_S,
+    fact: Callable[[], Awaitable[Found] | Found], what: What = "did not come true"
 ) -> Found:
     """As `wait_for`, in an event loop; the fact may be a coroutine function."""
-    for _ in _looks(what):
+    for pause_s in _pauses(what):
         asked = fact()
         found: Found = await asked if isinstance(asked, Awaitable) else asked
         if found:
             return found
-        await asyncio.sleep(poll_s)
+        await asyncio.sleep(pause_s)
     raise AssertionError
 
 
@@ -75,9 +74,11 @@ async def be_slow_async(seconds: float) -> None:
     await asyncio.sleep(seconds)
 
 
-def _looks(what: What) -> Iterator[None]:
-    """As often as is looked; fails when the safety limit is over."""
-    deadline = time.monotonic() + SAFETY_S
+def _pauses(what: What, poll_s: float | None = None) -> Iterator[float]:
+    """How long to wait after each look; fails when the safety limit is over."""
+    deadline, pause_s = time.monotonic() + SAFETY_S, poll_s or FIRST_POLL_S
     while time.monotonic() < deadline:
-        yield
+        yield pause_s
+        if poll_s is None:
+            pause_s = min(LONGER * pause_s, LONGEST_POLL_S)
     raise AssertionError(what if isinstance(what, str) else what())

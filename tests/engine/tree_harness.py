@@ -191,7 +191,7 @@ class MiniScheduler:
             self.tree.check_hicache_events()
             return self.tree.check_prefetch_progress(handle)
 
-        wait_for(settled, poll_s=0.001)
+        wait_for(settled)
         return self.tree.match_prefix(MatchPrefixParams(key=key, req=request))
 
     def _load_back(self, request: Request, match: MatchResult) -> None:

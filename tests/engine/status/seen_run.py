@@ -112,7 +112,7 @@ class SeenRun:
                 and found["kvtier_restored_tokens"][""] == restored
             )
 
-        wait_for(told, poll_s=0.1)
+        wait_for(told)
 
     def flush(self) -> None:
         """SGLang refuses while a request is being put away, which its answer does not wait for."""

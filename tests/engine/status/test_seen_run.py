@@ -101,7 +101,7 @@ def scraping(run: SeenRun, folder: Path, port: int) -> Iterator[Callable[[], Non
         def again() -> None:
             before = seen()
             # A scrape or an evaluation that has begun may be too early.
-            wait_for(lambda: all(seen()[name] >= n + 2 for name, n in before.items()), poll_s=0.2)
+            wait_for(lambda: all(seen()[name] >= n + 2 for name, n in before.items()))
 
         yield again
     finally:

@@ -35,7 +35,7 @@ class WaitingClient(TierClient):
 
     def put(self, *args, **kwargs):
         if self.link is not None:
-            wait_for(lambda: self.link.counters["gets_settled"], "no get waits", poll_s=0.001)
+            wait_for(lambda: self.link.counters["gets_settled"], "no get waits")
             self.clock.now += PUT_S
         return super().put(*args, **kwargs)
 

@@ -114,7 +114,11 @@ class Fleet:
                 engine.step()
             return fact()
 
-        wait_for(loaded, lambda: f"{self.failed} failed, {self.outcomes}: {self.counters}")
+        wait_for(
+            loaded,
+            lambda: f"{self.failed} failed, {self.outcomes}: {self.counters}",
+            poll_s=0.001,
+        )
 
     def load(self, landed: int) -> None:
         """Steady load until so many more blobs have landed."""
