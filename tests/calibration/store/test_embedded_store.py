@@ -29,7 +29,7 @@ USER = textwrap.dedent("""
     from calibration_samples import curve_document
     from kvtier.calibration.store.embedded import EmbeddedStore
 
-    store = EmbeddedStore(Path(sys.argv[1]), timeout_s=2.0, ttl_s=1000)
+    store = EmbeddedStore(Path(sys.argv[1]), timeout_s=600, ttl_s=1000)
     store.list()
     print(store._store._client.info("server")["run_id"], flush=True)
     for line in sys.stdin:
@@ -72,7 +72,7 @@ def data_dir(tmp_path):
     return tmp_path / "data"
 
 
-def opened(data_dir: Path, timeout_s: float = 0.5) -> EmbeddedStore:
+def opened(data_dir: Path, timeout_s: float = SAFETY_S) -> EmbeddedStore:
     return EmbeddedStore(data_dir, timeout_s=timeout_s, ttl_s=1000)
 
 
@@ -187,17 +187,17 @@ def test_a_crashed_server_is_started_again_with_everything_that_was_written(data
 
 
 def test_a_hanging_server_is_an_error_and_not_a_second_server(data_dir):
-    with opened(data_dir, timeout_s=0.1) as store:
-        key = store.put(curve_document())
-        hanging = pid_of(store)
+    with opened(data_dir) as patient, opened(data_dir, timeout_s=0.1) as store:
+        key = patient.put(curve_document())
+        hanging = pid_of(patient)
         pause(hanging)
         try:
             with pytest.raises(StoreUnavailableError, match="runs but does not answer"):
                 store.get(key)
         finally:
             resume(hanging)
-        assert store.get(key) is not None
-        assert pid_of(store) == hanging
+        assert patient.get(key) is not None
+        assert pid_of(patient) == hanging
 
 
 def test_a_forked_child_does_not_leave_for_its_parent(data_dir):
@@ -206,7 +206,7 @@ def test_a_forked_child_does_not_leave_for_its_parent(data_dir):
         from pathlib import Path
         from kvtier.calibration.store.embedded import EmbeddedStore
 
-        store = EmbeddedStore(Path(sys.argv[1]), timeout_s=2.0, ttl_s=1000)
+        store = EmbeddedStore(Path(sys.argv[1]), timeout_s=600, ttl_s=1000)
         store.list()
         if os.fork() == 0:
             store.list()

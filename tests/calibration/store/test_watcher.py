@@ -37,7 +37,7 @@ class Bench:
 
     def __init__(self, server: RedisServer, directory, stack: ExitStack) -> None:
         self.server, self.local, self._stack = server, LocalCopy(directory), stack
-        self.store = self.opened()
+        self.store = self.opened(timeout_s=SAFETY_S)
 
     def opened(self, url: str | None = None, timeout_s: float = 0.1) -> RedisStore:
         return self._stack.enter_context(
@@ -242,7 +242,7 @@ def test_a_profile_of_another_shape_is_a_mismatch(bench):
 def test_a_refusal_is_counted_as_one_and_keeps_the_password(bench, caplog):
     url = bench.server.add_user("ada", "s3cr3t", "+@all", "-get", "~*")
     # With a short timeout there may be an outage in between, and two reports.
-    watcher = bench.watcher(url=url, timeout_s=60)
+    watcher = bench.watcher(url=url, timeout_s=SAFETY_S)
     wait_for(lambda: watcher.counters["refused"] > 1)
     assert caplog.text.count("store: refused") == 1
     assert "s3cr3t" not in caplog.text

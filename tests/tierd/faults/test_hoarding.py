@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 from hoarders import EXHAUSTED, MIB, UNAVAILABLE, stalled_put, transfers
@@ -17,10 +18,11 @@ from live_tier import (
     payload_of,
     raw_stub,
 )
-from waiting import SAFETY_S, wait_for
+from waiting import SAFETY_S, FakeClock, wait_for
 
 from kvtier.tier.client import TierClient
 from kvtier.v1 import tier_pb2 as pb
+from kvtier_tierd.limits import namespaces, progress
 from kvtier_tierd.limits.namespaces import Limits
 
 # ---- puts that do not come to an end
@@ -87,15 +89,25 @@ def test_a_put_that_drips_is_over_soon_as_well():
         wait_for(lambda: tier.problems() == [] and transfers(tier) == 0)
 
 
-def test_a_namespace_with_a_rate_is_not_cut_off_for_keeping_to_it():
-    limits = {"ada": Limits(bytes_per_s=1 << 19)}
+def test_a_namespace_with_a_rate_is_not_cut_off_for_keeping_to_it(monkeypatch):
+    """The rate's own pauses, of two minutes each way, are the only time that passes."""
+    clock = FakeClock()
+
+    async def sleep(seconds: float) -> None:
+        clock.passes(seconds)
+
+    monkeypatch.setattr(namespaces, "time", clock)
+    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(namespaces, "asyncio", SimpleNamespace(sleep=sleep))
+    limits = {"ada": Limits(bytes_per_s=1 << 12)}
     with (
-        in_process(namespaces=limits, stall_s=0.2) as tier,
+        in_process(namespaces=limits, stall_s=60.0) as tier,
         TierClient(tier.address, "ada", timeout_s=SAFETY_S, shared=False) as client,
     ):
         client.connect()
         assert client.put(blob_of(1, 1 << 19))
         assert fetch(client, [key_of(1)])[1] == {0: payload_of(1, 1 << 19)}
+    assert clock.now > FakeClock().now + 2 * 60
 
 
 def test_many_small_chunks_cost_little_more_than_they_are():
@@ -111,12 +123,20 @@ def test_many_small_chunks_cost_little_more_than_they_are():
 # ---- gets that are not read
 
 
-def test_a_get_that_is_not_read_is_over_soon_and_pins_nothing(caplog):
+def test_a_get_that_is_not_read_is_over_soon_and_pins_nothing(caplog, monkeypatch):
     with in_process(stall_s=0.1) as tier, raw_stub(tier.address) as stub:
         with TierClient(tier.address, timeout_s=SAFETY_S) as client:
             client.put(blob_of(1, 14 * MIB))
+        pinned, open_blob = threading.Event(), tier.store.open
+
+        async def opening(name):
+            handle = await open_blob(name)
+            pinned.set()
+            return handle
+
+        monkeypatch.setattr(tier.store, "open", opening)
         call = stub.Get(pb.GetRequest(keys=[key_of(1)]))
-        wait_for(lambda: any(e.pins for e in tier.store.account.entries.values()))
+        assert pinned.wait(SAFETY_S)
         wait_for(lambda: tier.problems() == [] and transfers(tier) == 0)
         with failing(UNAVAILABLE):
             list(call)
@@ -124,7 +144,6 @@ def test_a_get_that_is_not_read_is_over_soon_and_pins_nothing(caplog):
         for _ in range(12):
             gone = stub.Get(pb.GetRequest(keys=[key_of(1)] * 16))  # more than any window
             next(gone)
-            wait_for(lambda: transfers(tier) == 1)
             wait_for(lambda: tier.problems() == [] and transfers(tier) == 0)
             assert len(tier.server.service.calls.running) == 1, "until it reads, or goes"
             gone.cancel()
