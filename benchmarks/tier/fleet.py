@@ -228,6 +228,7 @@ def running_fleet(options: Options, folder: Path) -> Iterator[Fleet]:
         tiered += ["--tier-timeout-s", str(min(60, options.patience_s))]
     servers = [server_process(f"server-{i}", ("kvtier", "serve"), tiered, folder) for i in range(2)]
     host, port = free_address().split(":")
+    _, metrics_port = free_address().split(":")
     url = f"http://{host}:{port}"
     command = [
         str(options.smg), "launch", "--host", host, "--port", port,
@@ -238,6 +239,8 @@ def running_fleet(options: Options, folder: Path) -> Iterator[Fleet]:
         "--health-check-endpoint", "/ready",
         # Of a larger request nothing is left to try again when its server dies.
         "--max-buffered-request-bytes", str(KEPT_BYTES),
+        # Another router on this host may have the usual one.
+        "--prometheus-port", metrics_port,
     ]  # fmt: skip
     router = Served("router", command, folder, answers_http(url))
     started = [tier, *(server for server, _ in servers), router]
