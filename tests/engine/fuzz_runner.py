@@ -4,9 +4,9 @@ plan: {"engine": {...}, "operations": int, "seed": int, "until"?: path, "fault"?
 "prefixes"?: [[...], ...]}, what half of the arrivals begin with.
 Operations are arrivals (half of them forks somewhere inside an earlier conversation), aborts, waits
 and flushes, with far more work in flight than the pools hold; it ends after that many, or once
-there is that file and a request has finished since. SGLang's own memory checks are on, busy and
-idle: a violation kills the scheduler and with it this process. fault: of the last rank, see
-ranks/faulty_ranks.py.
+there is that file and a tier has restored a request; FILE.begun says that it has begun. SGLang's
+own memory checks are on, busy and idle: a violation kills the scheduler and with it this process.
+fault: of the last rank, see ranks/faulty_ranks.py.
 """
 
 from __future__ import annotations
@@ -91,14 +91,18 @@ class Fuzzer:
             self.counts["aborts"] += 1
             self.engine.tokenizer_manager.abort_request(rid=self.rng.choice(list(self.running)))
 
+    async def _restored(self) -> bool:
+        """Whether any request has been restored from a tier."""
+        state = (await self.engine.tokenizer_manager.get_internal_state())[0]["kvtier"]
+        return bool(state["tier"].get("restored_requests"))
+
     async def run(self, operations: int, until: Path | None) -> None:
-        finished = None
+        if until is not None:
+            until.with_suffix(".begun").touch()
         for _ in range(operations):
             if until is not None:
                 await wait_for_async(lambda: len(self.running) <= MOST_RUNNING)
-                if finished is None and until.exists():
-                    finished = self.finished
-                if finished is not None and self.finished > finished:
+                if until.exists() and await self._restored():
                     break
             await self.operate()
             await be_slow_async(0.01)

@@ -18,6 +18,7 @@ from engine_process import run_script
 from thorough import THOROUGH
 from tierd.live_tier import LiveTier, live_tier
 from tiered_engine import ENGINE, RULE
+from waiting import wait_for
 
 from benchmarks.common.recall_engine import ranks_on_a_cpu
 
@@ -35,6 +36,8 @@ def dying(tier: LiveTier, enough: Path) -> Iterator[list[str]]:
     ended, rng, done = threading.Event(), random.Random(0), list[str]()
 
     def disturb() -> None:
+        begun = enough.with_suffix(".begun")
+        wait_for(lambda: begun.exists() or ended.is_set())
         for what in ("killed", "paused") * TIMES:
             if ended.wait(rng.uniform(2, 6)):
                 return
