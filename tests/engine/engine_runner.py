@@ -21,7 +21,7 @@ from typing import Any
 
 # As a script it is not beside it.
 sys.path.append(str(Path(__file__).parents[1]))
-from waiting import wait_for, wait_for_async
+from waiting import wait_for_async
 
 ENGINE_DEFAULTS = {
     "device": "cpu",
@@ -34,7 +34,9 @@ ENGINE_DEFAULTS = {
 }
 
 
-async def run_rounds(engine: Any, rounds: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+async def run_rounds(
+    engine: Any, rounds: list[list[dict[str, Any]]], *, replicas: bool
+) -> list[list[dict[str, Any]]]:
     finished: list[list[dict[str, Any]]] = []
     for requests in rounds:
         if isinstance(requests, dict):
@@ -54,6 +56,9 @@ async def run_rounds(engine: Any, rounds: list[list[dict[str, Any]]]) -> list[li
         asked = zip(prompts, requests, strict=True)
         answers = await asyncio.gather(*(_ask(engine, *one) for one in asked))
         finished.append([_result(prompt, a) for prompt, a in zip(prompts, answers, strict=True)])
+        if replicas:
+            # What one has to store may be what another asks for.
+            await _settled_states(engine)
     return finished
 
 
@@ -146,15 +151,16 @@ def _result(prompt: list[int], answer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _settled_states(engine: Any) -> list[dict[str, Any]]:
-    """The final states, once nothing is on its way to a tier any more that is there."""
+async def _settled_states(engine: Any) -> list[dict[str, Any]]:
+    """The states, once nothing is on its way to a tier any more that is there."""
 
-    def settled() -> list[dict[str, Any]]:
-        states = [one["kvtier"] for one in engine.get_server_info()["internal_states"]]
+    async def settled() -> list[dict[str, Any]]:
+        found = await engine.tokenizer_manager.get_internal_state()
+        states = [one["kvtier"] for one in found]
         tiers = [state["tier"] for state in states if "tier" in state]
         return [] if any(tier["pending"] and tier["healthy"] for tier in tiers) else states
 
-    return wait_for(settled)
+    return await wait_for_async(settled)
 
 
 def main(plan_path: str, out_path: str) -> None:
@@ -163,8 +169,10 @@ def main(plan_path: str, out_path: str) -> None:
     plan = json.loads(Path(plan_path).read_text())
     engine = sglang.Engine(**{**ENGINE_DEFAULTS, **plan["engine"]})
     try:
-        rounds = engine.loop.run_until_complete(run_rounds(engine, plan["rounds"]))
-        states = _settled_states(engine)
+        rounds = engine.loop.run_until_complete(
+            run_rounds(engine, plan["rounds"], replicas="dp_size" in plan["engine"])
+        )
+        states = engine.loop.run_until_complete(_settled_states(engine))
     finally:
         engine.shutdown()
     report = {"rounds": rounds, "state": states[0], "states": states}
