@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,8 +13,7 @@ from opentelemetry.proto.collector.trace.v1 import (
     trace_service_pb2,
     trace_service_pb2_grpc,
 )
-
-PATIENCE_S = 30.0
+from waiting import wait_for
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,10 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     def wait_for(self, fact: Callable[[Sequence[Span]], bool]) -> list[Span]:
         """All spans, once this is true of them."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not fact(list(self.spans)):
-            names = sorted({(span.service, span.name) for span in self.spans})
-            assert time.monotonic() < deadline, f"did not come true; there are {names}"
-            time.sleep(0.05)
+        wait_for(
+            lambda: fact(list(self.spans)),
+            lambda: f"not so: {sorted({(span.service, span.name) for span in self.spans})}",
+        )
         return list(self.spans)
 
     def stop(self) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from pathlib import Path
 
-PATIENCE_S = 10.0
+from waiting import wait_for
 
 
 def pause(pid: int) -> None:
@@ -17,10 +16,7 @@ def pause(pid: int) -> None:
     Without the wait a thread on another CPU may still answer a call made right after the signal.
     """
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + PATIENCE_S
-    while set(_thread_states(pid)) != {"T"}:
-        assert time.monotonic() < deadline, f"process {pid} did not stop"
-        time.sleep(0.001)
+    wait_for(lambda: set(_thread_states(pid)) == {"T"}, f"process {pid} did not stop")
 
 
 def resume(pid: int) -> None:

@@ -1,7 +1,10 @@
-"""Contracts of the code's own shape: one about imports, which `make lint` checks, and one about the
-sizes of files and folders. Both hold, and both find what is planted to break them.
+"""Contracts of the code's own shape: one about imports, which `make lint` checks, one about the
+sizes of files and folders, and one about time in tests. All hold, and all find what is planted to
+break them.
 """
 
+import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -102,3 +105,70 @@ def test_a_planted_file_or_folder_that_is_too_large_is_found(tmp_path, planted, 
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("#\n" * lines)
     assert too_large(tmp_path) == found
+
+
+# No test measures time, and none waits for it to pass: see tests/waiting.py.
+WAITING = "tests/waiting.py"
+CLOCKS = re.compile(r"(monotonic|perf_counter|process_time|thread_time|time)(_ns)?")
+# What `be_slow` is there for: how slow they are decides no test.
+SLOW_ON_PURPOSE = {
+    "tests/engine/fuzz_runner.py": "a client that takes breath between its requests",
+    "tests/engine/ranks/faulty_ranks.py": "a rank whose tier answers late",
+    "tests/tier/test_lanes.py": "a job that still runs when another fails",
+    "tests/tierd/faults/tcp_proxy.py": "a slow network",
+    "tests/tierd/stores/test_mooncake_store.py": "a put that comes a little later than another",
+}
+
+
+def about_time(source: str) -> list[str]:
+    """What of a test sleeps, sets a timer or reads a clock, line by line. To let an event loop turn
+    (a sleep of the number 0) takes no time; a sleep in a script is one, too."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name), args=args):
+                turns = [getattr(one, "value", None) for one in args] == [0]
+                of_a_loop = name == "time" and isinstance(node.func, ast.Attribute) and not args
+                if (name == "sleep" and not turns) or name == "Timer" or of_a_loop:
+                    found.append(f"{node.lineno}: {name}")
+            case ast.Attribute(value=ast.Name(id="time"), attr=name) if CLOCKS.fullmatch(name):
+                found.append(f"{node.lineno}: {name}")
+            case ast.ImportFrom(module="time", names=names):
+                found += [f"{node.lineno}: {one.name}" for one in names]
+            case ast.Constant(value=str(text)) if re.search(r"\bsleep\(\d", text):
+                found.append(f"{node.lineno}: sleep in a script")
+    return found
+
+
+def test_no_test_measures_time_or_waits_for_it_to_pass():
+    found, slow = {}, set()
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        own = str(path.relative_to(ROOT))
+        if own == WAITING:
+            continue
+        source = path.read_text()
+        if lines := about_time(source):
+            found[own] = lines
+        if re.search(r"import .*\bbe_slow(_async)?\b", source):
+            slow.add(own)
+    assert found == {}
+    assert slow == SLOW_ON_PURPOSE.keys()
+
+
+@pytest.mark.parametrize(
+    ("planted", "found"),
+    [
+        ("time.{}(1)", ["1: sleep"]),
+        ("async def f():\n    await asyncio.{}(0.01)", ["2: sleep"]),
+        ("async def f():\n    await asyncio.{}(0)", []),
+        ("began = time.monotonic()", ["1: monotonic"]),
+        ("assert clock() < 3\nclock = time.perf_counter", ["2: perf_counter"]),
+        ("asyncio.get_running_loop().time()", ["1: time"]),
+        ("from time import monotonic", ["1: monotonic"]),
+        ("threading.Timer(1.0, f).start()", ["1: Timer"]),
+        ("SCRIPT = 'import time; time.{}(600)'", ["1: sleep in a script"]),
+        ("clock.monotonic(), clock.now, one.time, took_s", []),
+    ],
+)
+def test_a_planted_sleep_or_clock_is_found(planted, found):
+    assert about_time(planted.format("sleep")) == found

@@ -10,13 +10,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
 from live_server import free_port, serving
 from text_models import write_llama
+from waiting import SAFETY_S, wait_for
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -215,7 +215,7 @@ def test_serving_with_a_tier_works_as_written(tmp_path, monkeypatch):
             state = ask_once(served, tmp_path, text)
         finally:
             service.terminate()
-        assert service.wait(30) == 0
+        assert service.wait(SAFETY_S) == 0
     shutil.rmtree(runtime)
     assert state["tier"]["healthy"]
     assert state["tier"]["put"] > 0
@@ -231,11 +231,12 @@ def ask_once(command: str, folder: Path, text: str) -> dict:
     with serving(arguments, port, log=folder / "server.log", cwd=folder) as url:
         body = json.dumps({"text": text, "sampling_params": {"max_new_tokens": 2}})
         request = Request(f"{url}/generate", body.encode(), {"Content-Type": "application/json"})
-        with urlopen(request, timeout=60) as reply:
+        with urlopen(request, timeout=SAFETY_S) as reply:
             assert json.load(reply)["meta_info"]["completion_tokens"] == 2
-        while True:
-            with urlopen(f"{url}/server_info", timeout=60) as reply:
+
+        def stored() -> dict | None:
+            with urlopen(f"{url}/server_info", timeout=SAFETY_S) as reply:
                 state = json.load(reply)["internal_states"][0]["kvtier"]
-            if not state.get("tier", {}).get("pending"):
-                return state
-            time.sleep(0.1)
+            return None if state.get("tier", {}).get("pending") else state
+
+        return wait_for(stored)

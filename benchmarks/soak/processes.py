@@ -24,7 +24,7 @@ from kvtier.calibration.store.embedded import executable
 from kvtier.errors import KvtierError
 
 START_S = 600.0
-LOOK_S = 0.2
+LOOK_S, CLOSE_LOOK_S = 0.2, 0.005
 LOG_TAIL_LINES = 40
 # SGLang pins what its LoRA layers copy to a GPU, which wants a driver; this turns it off.
 UNPINNED = ROOT / "tests" / "engine" / "weights" / "unpinned"
@@ -37,7 +37,8 @@ class SoakError(KvtierError):
 class Served:
     """One process that can be started again and again, with the same command or another.
 
-    ready: whether it answers; asked until it does. environment: without other KVTIER_* variables.
+    ready: whether it answers; asked until it does. accepts: whether it accepts connections; asked
+    until it does not when it is killed. environment: without other KVTIER_* variables.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Served:
         folder: Path,
         ready: Callable[[], bool],
         environment: Mapping[str, str] | None = None,
+        accepts: Callable[[], bool] = lambda: False,
     ) -> None:
+        self.accepts = accepts
         self.name, self.command, self.ready = name, list(command), ready
         self.environment = dict(environment or {})
         self.log = folder / f"{name}.log"
@@ -87,13 +90,16 @@ class Served:
         self.wait_ready()
 
     def kill(self) -> None:
-        """kill -9 of all its processes, and wait until the first one is gone."""
+        """kill -9 of all its processes, and wait until the first one is gone and nobody listens
+        where it did: the kernel closes a large process's sockets some time after its death."""
         self._wanted = False
         process = self._process
         if process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)
             process.wait()
+            while self.accepts():
+                time.sleep(CLOSE_LOOK_S)
 
     def stop(self, grace_s: float = 40) -> None:
         """SIGTERM, and what is left after that time is killed. Its exit code is its own matter."""
@@ -149,6 +155,16 @@ def answers_http(url: str) -> Callable[[], bool]:
     return ready
 
 
+def accepts(host: str, port: str) -> Callable[[], bool]:
+    """Whether anybody accepts connections there."""
+
+    def accepting() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex((host, int(port))) == 0
+
+    return accepting
+
+
 def answers_socket(path: Path) -> Callable[[], bool]:
     """Whether a process accepts connections at a socket."""
 
@@ -191,7 +207,8 @@ def server_process(
     paths = [str(UNPINNED), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     command = [sys.executable, "-m", *module, *flags, "--host", host, "--port", port]
-    return Served(name, command, folder, answers_http(url), environment), url
+    listening = accepts(host, port)
+    return Served(name, command, folder, answers_http(url), environment, listening), url
 
 
 __all__ = [

@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +23,23 @@ from typing import Any
 
 from benchmarks.common.arguments import Arguments, Options
 from benchmarks.common.recall_arguments import add_model
-from benchmarks.soak.processes import Served, SoakError, answers_http, server_process, tier_process
+from benchmarks.soak.processes import (
+    LOOK_S,
+    Served,
+    SoakError,
+    answers_http,
+    server_process,
+    tier_process,
+)
 from benchmarks.tier.faults.processes import free_address
 from kvtier.tier.blobs.keys import SPAN_TOKENS
 
 HEADER = "x-session-id"
 IDS = (6, 384)
 TURN_TOKENS, ANSWER_TOKENS = 40, 8
-TIMEOUT_S = 300
+TIMEOUT_S = 900
+# As in deploy/base/router.
+KEPT_BYTES = 16 << 20
 # Tokens of room that a session has beside its context.
 ROOM_TOKENS = 8192
 
@@ -44,6 +53,10 @@ def declare_fleet(arguments: Arguments) -> None:
     )  # fmt: skip
     arguments.size("--len", "4k", "context tokens of a session")
     arguments.whole("--sessions", 8, "sessions", least=2)
+    arguments.add(
+        "--patience-s", type=float, metavar="S",
+        help="seconds that servers wait for the tier, whatever they measured (as they measured)",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -150,15 +163,45 @@ class Fleet:
     def wait_until_routed(self) -> None:
         """Until the router sends requests to every server. It learns of one that has started by
         itself, some seconds after that answers."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while True:
-            with urllib.request.urlopen(f"{self.url}/workers", timeout=TIMEOUT_S) as answer:
-                workers = json.load(answer)["workers"]
-            if sum(worker["is_healthy"] for worker in workers) == len(self.servers):
-                return
-            if time.monotonic() > deadline:
-                raise SoakError(f"the router does not know all servers: {workers}")
-            time.sleep(0.2)
+
+        def routed() -> bool:
+            well = [worker for worker in self._workers() if worker["is_healthy"]]
+            return len(well) == len(self.servers)
+
+        wait_until(routed, "the router does not know all servers")
+
+    def wait_until_stored(self) -> None:
+        """Until nothing is on its way from any server to the tier."""
+
+        def stored() -> bool:
+            return not any(_tier_of(worker["url"])["pending"] for worker in self._workers())
+
+        wait_until(stored, "not all KV has reached the tier")
+
+    def _workers(self) -> list[dict[str, Any]]:
+        workers: list[dict[str, Any]] = _asked(f"{self.url}/workers")["workers"]
+        return workers
+
+
+def wait_until(fact: Callable[[], bool], otherwise: str) -> None:
+    """Until it is true. Raises SoakError with these words where it does not come true."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not fact():
+        if time.monotonic() > deadline:
+            raise SoakError(otherwise)
+        time.sleep(LOOK_S)
+
+
+def _asked(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+def _tier_of(url: str) -> dict[str, Any]:
+    """What a server says of its tier."""
+    tier: dict[str, Any] = _asked(f"{url}/server_info")["internal_states"][0]["kvtier"]["tier"]
+    return tier
 
 
 def reason(error: OSError) -> str:
@@ -180,8 +223,12 @@ def running_fleet(options: Options, folder: Path) -> Iterator[Fleet]:
         "--log-level", "warning", "--skip-server-warmup", "--chunked-prefill-size", "2048",
     ]  # fmt: skip
     tiered = [*flags, "--tier", address]
+    if options.patience_s is not None:
+        tiered += ["--tier-patience-s", str(options.patience_s)]
+        tiered += ["--tier-timeout-s", str(min(60, options.patience_s))]
     servers = [server_process(f"server-{i}", ("kvtier", "serve"), tiered, folder) for i in range(2)]
     host, port = free_address().split(":")
+    _, metrics_port = free_address().split(":")
     url = f"http://{host}:{port}"
     command = [
         str(options.smg), "launch", "--host", host, "--port", port,
@@ -190,6 +237,10 @@ def running_fleet(options: Options, folder: Path) -> Iterator[Fleet]:
         "--health-check-interval-secs", "1", "--health-failure-threshold", "1",
         # A server that got SIGTERM is healthy while it finishes what it has, and not ready.
         "--health-check-endpoint", "/ready",
+        # Of a larger request nothing is left to try again when its server dies.
+        "--max-buffered-request-bytes", str(KEPT_BYTES),
+        # Another router on this host may have the usual one.
+        "--prometheus-port", metrics_port,
     ]  # fmt: skip
     router = Served("router", command, folder, answers_http(url))
     started = [tier, *(server for server, _ in servers), router]
@@ -216,4 +267,5 @@ __all__ = [
     "declare_fleet",
     "reason",
     "running_fleet",
+    "wait_until",
 ]

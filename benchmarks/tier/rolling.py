@@ -22,11 +22,20 @@ from benchmarks.common.bars import Bar
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
 from benchmarks.common.table import new_table, show
 from benchmarks.soak.processes import Served
-from benchmarks.tier.fleet import TURN_TOKENS, Session, declare_fleet, reason, running_fleet
+from benchmarks.tier.fleet import (
+    TURN_TOKENS,
+    Session,
+    declare_fleet,
+    reason,
+    running_fleet,
+    wait_until,
+)
 from kvtier.sizes import format_size
 
-# Between a session's turns, and before and after each restart.
-PAUSE_S, SETTLE_S = 2.0, 4.0
+# Between a session's turns.
+PAUSE_S = 2.0
+# Of every session, before and after each restart.
+TURNS = 2
 # The longest that a server may take to end, then it is killed.
 GRACE_S = 300
 
@@ -67,13 +76,14 @@ def run(options: Options) -> Measured:
         sessions = fleet.sessions(options.sessions, options.seed)
         for session in sessions:
             session.ask(options.len)
+        fleet.wait_until_stored()
         ended_s = []
         with talking(sessions) as talks:
             for server in fleet.servers:
-                time.sleep(SETTLE_S)
+                go_on(talks)
                 ended_s.append(restarted(server))
                 fleet.wait_until_routed()
-            time.sleep(SETTLE_S)
+            go_on(talks)
     return judged(options, talks, ended_s)
 
 
@@ -88,6 +98,18 @@ def talking(sessions: Sequence[Session]) -> Iterator[list[Talk]]:
     finally:
         for talk in talks:
             talk.stop()
+
+
+def go_on(talks: Sequence[Talk]) -> None:
+    """Until every session has had so many more turns, or a request has failed."""
+    wanted = [len(talk.session.turns) + TURNS for talk in talks]
+
+    def done() -> bool:
+        turns = [len(talk.session.turns) for talk in talks]
+        went_on = all(now >= then for now, then in zip(turns, wanted, strict=True))
+        return went_on or any(talk.failures for talk in talks)
+
+    wait_until(done, "the sessions do not go on")
 
 
 def restarted(server: Served) -> float:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,7 +51,7 @@ def run(options: Options) -> Measured:
         for _ in range(options.turns - 1):
             for session in sessions:
                 session.ask(TURN_TOKENS)
-        time.sleep(2)  # the last turns reach the tier
+        fleet.wait_until_stored()
         fleet.servers[0].kill()
         for session in sessions:
             try:

@@ -261,6 +261,14 @@ class TierSettings(Section):
         le=60,
         description="Longest wait for an answer of the tier that carries no KV; KV gets more.",
     )
+    patience_s: float | None = Field(
+        None,
+        gt=0,
+        le=3600,
+        description="Longest that a request waits for KV from the tier, which is then asked "
+        "whatever was measured. None: as long as computing the KV would take, 30 s at the most; "
+        "and where loading was slower of late, it is not asked.",
+    )
     span_tokens: int = Field(
         256,
         ge=16,

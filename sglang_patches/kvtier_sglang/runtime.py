@@ -332,22 +332,16 @@ class Runtime:
         self, ctx: TreeCacheBuildContext, compressor: Compressor, streaming: bool
     ) -> TierConnector:
         settings, pool, rule = self.settings, compressor.allocator.pool, compressor.rule
-        identity = ModelIdentity(ctx.tp_worker.model_runner, ctx.server_args)
+        args, profile = ctx.server_args, self.profile
+        identity = ModelIdentity(ctx.tp_worker.model_runner, args)
         return TierConnector(
             tier_link(settings.tier),
-            NamedModel(
-                settings,
-                ctx.server_args.model_path,
-                identity,
-                pool,
-                rule,
-                self.profile,
-                self.ranks,
-            ),
+            NamedModel(settings, args.model_path, identity, pool, rule, profile, self.ranks),
             SpanCodec(pool),
             TurnRules(rule, compressor.share, streaming),
             memories=None if self.memories is None else self.memories.bank,
             drain_s=settings.tier.drain_s,
+            patience_s=settings.tier.patience_s,
         )
 
 

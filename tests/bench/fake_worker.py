@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -135,9 +135,9 @@ def open_engine(plan: Plan) -> FakeEngine:
         case "crash":
             raise RuntimeError("no such weights")
         case "hang":
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
             Path(os.environ["FAKE_WORKER_PID"]).write_text(str(child.pid))
-            time.sleep(600)
+            signal.pause()
     return FakeEngine(plan)
 
 

@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from waiting import SAFETY_S, wait_for
 
 from kvtier.bench import runner
 from kvtier.bench.__main__ import main
@@ -161,19 +161,12 @@ def test_an_interrupt_exits_with_130_and_kills_the_engine_with_its_children(
     environment = os.environ | {"FAKE_WORKER": "hang", "FAKE_WORKER_PID": str(pid_file)}
     command = [sys.executable, "-c", script, "--len", "512", "--model-path", str(model_path)]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as bench:
-        _wait_for(lambda: pid_file.is_file() and pid_file.read_text() != "")
+        wait_for(lambda: pid_file.is_file() and pid_file.read_text() != "")
         bench.send_signal(sign)
-        _, errors = bench.communicate(timeout=60)
+        _, errors = bench.communicate(timeout=SAFETY_S)
     assert bench.returncode == 130
     assert "interrupted" in errors
-    _wait_for(lambda: not _is_running(int(pid_file.read_text())))
-
-
-def _wait_for(condition, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.05)
+    wait_for(lambda: not _is_running(int(pid_file.read_text())))
 
 
 def _is_running(pid: int) -> bool:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import SAFETY_S
 
 from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.profile import full_profile
@@ -28,7 +29,7 @@ def test_three_policies_serve_the_same_sessions(tmp_path: Path):
         *("--policies", "stock,full,kvtier", "--head-profile", str(profile)),
         *("--model-path", str(MODEL), "--json", str(out), "-q"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SAFETY_S, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     runs = json.loads(out.read_text())["runs"]
     assert [run["policy"] for run in runs] == ["stock", "full", "kvtier"]

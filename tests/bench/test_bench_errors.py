@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from bench_models import SHAPE, make_profile, write_model
+from waiting import SAFETY_S
 
 from kvtier.bench.__main__ import main
 from kvtier.bench.options import parse_options
@@ -164,6 +165,6 @@ def test_no_torch_and_no_engine_is_imported_to_plan_or_to_refuse(
     flags: list[str], code: int, model_path: Path
 ):
     command = [sys.executable, "-c", BLOCKED, "--model-path", str(model_path), "--len", "4k"]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=SAFETY_S)
     assert done.returncode == code, done.stderr
     assert "blocked" not in done.stderr

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-import time
 
 import pytest
 from rich.console import Console
+from waiting import wait_for
 
 from kvtier.bench.options import parse_options
 from kvtier.bench.planning import make_plans
@@ -20,12 +20,14 @@ CHUNK = "[2026-01-01 00:00:00] Prefill batch, #new-seq: 1, #new-token: 2048, #ca
 def test_chunks_are_told_as_the_log_grows(tmp_path, monkeypatch):
     monkeypatch.setattr("kvtier.bench.progress.prefill_log.LOOK_EVERY_S", 0.01)
     log, told = tmp_path / "worker.log", []
+    halves = CHUNK[:50], f"{CHUNK[50:]}\nDecode batch, #new-token: 9\n"
     log.write_text("loading\n")
     with following(log, told.append), log.open("a") as lines:
-        for part in (f"{CHUNK}\n", CHUNK[:50], f"{CHUNK[50:]}\nDecode batch, #new-token: 9\n"):
+        # The first half is read with what is told.
+        for part, heard in ((f"{CHUNK}\n{halves[0]}", 1), (halves[1], 2)):
             lines.write(part)
             lines.flush()
-            time.sleep(0.1)
+            wait_for(lambda heard=heard: len(told) == heard)
     assert told == [2048, 2048]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from bench_models import write_model
 from text_models import CHATML, write_llama, write_tokenizer
+from waiting import SAFETY_S
 
 from kvtier.bench.options import parse_options
 from kvtier.bench.planning import make_plans
@@ -93,7 +94,7 @@ def test_a_model_directory_is_benched_from_end_to_end(tmp_path: Path):
         *("--turns", "2", "--questions", "2", "--policies", "full,kvtier,window"),
         *("--json", str(out), "--report", str(page), "-q"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SAFETY_S, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     document = Document.model_validate_json(out.read_text())
     assert document.workload.script == "text"

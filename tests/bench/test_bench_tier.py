@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from waiting import SAFETY_S
 
 from kvtier.bench import measure
 from kvtier.bench.engine import _tier_reading
@@ -68,7 +69,7 @@ def test_a_tier_that_could_not_work_is_refused_by_name(flags, named):
 def test_a_local_tier_answers_while_the_run_lasts_and_is_gone_after_it(tmp_path: Path):
     with local_tier({TIER_VARIABLE: LOCAL_TIER}, tmp_path / "log") as replaced:
         address = replaced[TIER_VARIABLE]
-        with TierClient(address, timeout_s=5) as client:
+        with TierClient(address, timeout_s=SAFETY_S) as client:
             assert client.connect().store == "memory"
             path = Path(address.removeprefix("unix:"))
             assert path.is_socket(), "no port, which every user of the machine could open"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from redis_server import RedisServer, redis_server
+from waiting import SAFETY_S
 
 from kvtier.calibration.store.redis import RedisStore
 
@@ -35,5 +36,5 @@ def server(shared_server: RedisServer) -> RedisServer:
 
 @pytest.fixture
 def store(server: RedisServer) -> Iterator[RedisStore]:
-    with RedisStore(server.url, timeout_s=0.5, ttl_s=1000) as opened:
+    with RedisStore(server.url, timeout_s=SAFETY_S, ttl_s=1000) as opened:
         yield opened

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +14,9 @@ from urllib.parse import quote
 
 import redis
 from pausing import pause, resume
+from waiting import wait_for
 
 from kvtier.calibration.store.embedded import executable
-
-START_TIMEOUT_S = 10.0
 
 
 class RedisServer:
@@ -43,12 +41,10 @@ class RedisServer:
             self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         self.admin = redis.Redis(unix_socket_path=str(self.socket))
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._answers():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.stop()
-                raise AssertionError(f"{self._command} did not start")
-            time.sleep(0.01)
+        wait_for(lambda: self._answers() or self.process.poll() is not None)
+        if self.process.poll() is not None:
+            self.stop()
+            raise AssertionError(f"{self._command} did not start")
 
     def _answers(self) -> bool:
         try:

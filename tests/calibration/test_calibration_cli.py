@@ -55,7 +55,7 @@ def test_the_list_says_what_how_good_how_old_and_for_how_long(kvtier, store):
     assert [row["kind"] for row in rows] == ["curve", "memory", "profile"]
     assert rows[0]["key"] == str(curve_document().key)
     assert rows[0]["age_s"] > 86400
-    assert 990 < rows[2]["ttl_s"] <= 1000
+    assert 500 < rows[2]["ttl_s"] <= 1000
 
 
 def test_a_document_that_cannot_be_read_is_listed_as_such(kvtier, server):

@@ -62,6 +62,7 @@ _LOOSE = {
     "tier_address": _texts.map(lambda text: f"unix:/{text}"),
     "tier_namespace": _texts,
     "tier_timeout_s": st.floats(0, 60, exclude_min=True),
+    "tier_patience_s": st.floats(0, 3600, exclude_min=True),
     "tier_span_tokens": st.integers(16, 256),
     "tier_buffer_bytes": st.integers(1 << 20, 2**50),
     "tier_shared_memory": st.booleans(),

@@ -63,6 +63,7 @@ EXAMPLES = {
     "tier.certificate": ("b.pem", TLS),
     "tier.key": ("c.pem", TLS),
     "tier.timeout_s": (2.5, {}),
+    "tier.patience_s": (60.0, {}),
     "tier.span_tokens": (64, {}),
     "tier.buffer_bytes": (2 << 20, {}),
     "tier.shared_memory": (False, {}),

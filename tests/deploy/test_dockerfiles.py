@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import SAFETY_S
 
 from deploy.checks.images import DIGEST
 from deploy.checks.rendering import DEPLOY
@@ -20,7 +21,7 @@ def hadolint(recipe: Path) -> str:
     """What it says; empty where all is fine."""
     binary = Path(sys.executable).with_name("hadolint")
     command = [str(binary), "--no-color", "--config", str(IMAGES / "hadolint.yaml"), str(recipe)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SAFETY_S, check=False)
     assert (done.returncode == 0) == (not done.stdout), done
     return done.stdout
 

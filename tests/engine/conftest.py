@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 from tierd.live_tier import in_process
+from waiting import SAFETY_S
 
 from kvtier.tier.client import TierClient
 from kvtier.tier.link.breaker import Breaker
@@ -32,8 +33,8 @@ def connect(tier, request):
 
     def make(client_class: type[TierClient] = TierClient, **options) -> TierLink:
         namespace = f"{request.node.name[:150]}"
-        # Answers are waited for however busy the machine is; tests that lose them say so.
-        client = client_class(tier.address, namespace, **{"timeout_s": 10.0, **options})
+        # Answers are waited for; tests that lose them say so.
+        client = client_class(tier.address, namespace, **{"timeout_s": SAFETY_S, **options})
         links.append(TierLink(client, buffer_bytes=1 << 22, breaker=Breaker(first_s=0.01)))
         return links[-1]
 

@@ -10,18 +10,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from waiting import SAFETY_S
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO_MODEL = REPOSITORY / "models" / "kvtier-demo"
 RUNNER = Path(__file__).with_name("engine_runner.py")
-TIMEOUT_S = 900
 
 # An engine runs as a user would start it, whatever the tests' own processes want; and what one test
 # leaves in the environment later reaches no engine of another.
 CLEAN_ENVIRONMENT = {
     k: v for k, v in os.environ.items() if not k.startswith("KVTIER_") and k != "TRITON_INTERPRET"
 }
-# On a busy machine, too, a tier that answers is waited for.
-PATIENT = {"KVTIER_TIER_TIMEOUT_S": "10"}
+# A tier that answers is waited for, however fast computing would be.
+PATIENT = {"KVTIER_TIER_TIMEOUT_S": "60", "KVTIER_TIER_PATIENCE_S": f"{SAFETY_S}"}
 
 
 def run_script(
@@ -35,7 +36,7 @@ def run_script(
     command = [sys.executable, str(script), str(plan_path), str(out_path)]
     with log.open("wb") as stream:
         code = subprocess.run(
-            command, env=environment, stdout=stream, stderr=stream, timeout=TIMEOUT_S, check=False
+            command, env=environment, stdout=stream, stderr=stream, timeout=SAFETY_S, check=False
         ).returncode
     assert code == 0, log.read_text(errors="replace")[-4000:]
     return json.loads(out_path.read_text())

@@ -5,8 +5,9 @@ plan: {"engine": {...}, "rounds": [[{"input_ids", "max_new_tokens", "logprobs"?,
 Every round is sent at once (continuous batching); a request may name the round and index it
 continues ({"continues": [round, index], "input_ids": tail}): its prompt is then that request's
 prompt, its answer, and the tail. Instead of requests a round may be {"weights": model directory},
-which are loaded over the ones before and flush the cache, {"flush": true}, or {"memories": [from,
-to]}: a directory is moved, and the folder of prefix memories read again. out: per round and
+which are loaded over the ones before and flush the cache, {"flush": true}, {"memories": [from,
+to]}: a directory is moved, and the folder of prefix memories read again, or {"until": counter,
+"request": {...}}, which is asked until the tier's counter is more than 0. out: per round and
 request the answer, and the final state; of data parallel replicas the first one's, and all of them.
 """
 
@@ -15,9 +16,12 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
+
+# As a script it is not beside it.
+sys.path.append(str(Path(__file__).parents[1]))
+from waiting import wait_for_async
 
 ENGINE_DEFAULTS = {
     "device": "cpu",
@@ -30,7 +34,9 @@ ENGINE_DEFAULTS = {
 }
 
 
-async def run_rounds(engine: Any, rounds: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+async def run_rounds(
+    engine: Any, rounds: list[list[dict[str, Any]]], *, replicas: bool
+) -> list[list[dict[str, Any]]]:
     finished: list[list[dict[str, Any]]] = []
     for requests in rounds:
         if isinstance(requests, dict):
@@ -38,6 +44,9 @@ async def run_rounds(engine: Any, rounds: list[list[dict[str, Any]]]) -> list[li
                 await _load(engine, requests["weights"])
             elif "memories" in requests:
                 finished.append([await _reload(engine, *requests["memories"])])
+                continue
+            elif "until" in requests:
+                finished.append([await _ask_until(engine, requests, finished)])
                 continue
             else:
                 await flush(engine)
@@ -47,6 +56,9 @@ async def run_rounds(engine: Any, rounds: list[list[dict[str, Any]]]) -> list[li
         asked = zip(prompts, requests, strict=True)
         answers = await asyncio.gather(*(_ask(engine, *one) for one in asked))
         finished.append([_result(prompt, a) for prompt, a in zip(prompts, answers, strict=True)])
+        if replicas:
+            # What one has to store may be what another asks for.
+            await settled_states(engine)
     return finished
 
 
@@ -75,6 +87,21 @@ async def _ask(engine: Any, prompt: list[int], request: dict[str, Any]) -> dict[
     return part | {"parts": lengths}
 
 
+async def _ask_until(
+    engine: Any, wanted: dict[str, Any], finished: list[list[dict[str, Any]]]
+) -> dict[str, Any]:
+    """The last answer."""
+    prompt = _prompt(wanted["request"], finished)
+
+    async def answered() -> dict[str, Any] | None:
+        answer = await _ask(engine, prompt, wanted["request"])
+        (state,) = await engine.tokenizer_manager.get_internal_state()
+        told = state["kvtier"]["tier"].get(wanted["until"], 0)
+        return _result(prompt, answer) if told else None
+
+    return await wait_for_async(answered)
+
+
 async def _load(engine: Any, model_path: str) -> None:
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
@@ -94,10 +121,11 @@ async def _reload(engine: Any, source: str, target: str) -> bool:
 
 async def flush(engine: Any) -> None:
     """SGLang refuses while a request is being put away, which its answer does not wait for."""
-    deadline = time.monotonic() + 10
-    while not (await engine.tokenizer_manager.flush_cache()).success:
-        assert time.monotonic() < deadline, "the cache was not flushed"
-        await asyncio.sleep(0.05)
+
+    async def flushed() -> bool:
+        return bool((await engine.tokenizer_manager.flush_cache()).success)
+
+    await wait_for_async(flushed, "the cache was not flushed")
 
 
 def _prompt(request: dict[str, Any], finished: list[list[dict[str, Any]]]) -> list[int]:
@@ -123,15 +151,16 @@ def _result(prompt: list[int], answer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def settled_states(engine: Any) -> list[dict[str, Any]]:
-    """The final states, once nothing is on its way to a tier any more."""
-    deadline = time.monotonic() + 30
-    while True:
-        states = [one["kvtier"] for one in engine.get_server_info()["internal_states"]]
-        pending = any(state.get("tier", {}).get("pending") for state in states)
-        if not pending or time.monotonic() > deadline:
-            return states
-        time.sleep(0.05)
+async def settled_states(engine: Any) -> list[dict[str, Any]]:
+    """The states, once nothing is on its way to a tier any more that is there."""
+
+    async def settled() -> list[dict[str, Any]]:
+        found = await engine.tokenizer_manager.get_internal_state()
+        states = [one["kvtier"] for one in found]
+        tiers = [state["tier"] for state in states if "tier" in state]
+        return [] if any(tier["pending"] and tier["healthy"] for tier in tiers) else states
+
+    return await wait_for_async(settled)
 
 
 def main(plan_path: str, out_path: str) -> None:
@@ -140,8 +169,10 @@ def main(plan_path: str, out_path: str) -> None:
     plan = json.loads(Path(plan_path).read_text())
     engine = sglang.Engine(**{**ENGINE_DEFAULTS, **plan["engine"]})
     try:
-        rounds = engine.loop.run_until_complete(run_rounds(engine, plan["rounds"]))
-        states = settled_states(engine)
+        rounds = engine.loop.run_until_complete(
+            run_rounds(engine, plan["rounds"], replicas="dp_size" in plan["engine"])
+        )
+        states = engine.loop.run_until_complete(settled_states(engine))
     finally:
         engine.shutdown()
     report = {"rounds": rounds, "state": states[0], "states": states}

@@ -1,28 +1,28 @@
 """Random life of a server: `python fuzz_runner.py plan.json out.json`.
 
-plan: {"engine": {...}, "operations": int, "seed": int, "seconds"?: float, "fault"?: str,
+plan: {"engine": {...}, "operations": int, "seed": int, "until"?: path, "fault"?: str,
 "prefixes"?: [[...], ...]}, what half of the arrivals begin with.
 Operations are arrivals (half of them forks somewhere inside an earlier conversation), aborts, waits
-and flushes, with far more work in flight than the pools hold; after that many, or after that long
-if that is given. SGLang's own memory checks are on, busy and idle: a violation kills the scheduler
-and with it this process. fault: of the last rank, see ranks/faulty_ranks.py.
+and flushes, with far more work in flight than the pools hold; it ends after that many, or once
+there is that file and a tier has restored a request; FILE.begun says that it has begun. SGLang's
+own memory checks are on, busy and idle: a violation kills the scheduler and with it this process.
+fault: of the last rank, see ranks/faulty_ranks.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from engine_runner import ENGINE_DEFAULTS
+from waiting import be_slow_async, wait_for_async
 
 MAX_PROMPT_TOKENS = 700
-# Requests in flight where time ends a run: more would still wait when it is over.
+# Requests in flight where a file ends a run: more would still wait when it is there.
 MOST_RUNNING = 64
 
 
@@ -50,7 +50,7 @@ class Fuzzer:
             self._abort()
         elif choice < 0.97:
             self.counts["waits"] += 1
-            await asyncio.sleep(self.rng.random() * 0.1)
+            await be_slow_async(self.rng.random() * 0.1)
         else:
             self.counts["flushes"] += 1
             await self.engine.tokenizer_manager.flush_cache()
@@ -91,19 +91,22 @@ class Fuzzer:
             self.counts["aborts"] += 1
             self.engine.tokenizer_manager.abort_request(rid=self.rng.choice(list(self.running)))
 
-    async def run(self, operations: int, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        most_running = math.inf if math.isinf(seconds) else MOST_RUNNING
+    async def _restored(self) -> bool:
+        """Whether any request has been restored from a tier."""
+        state = (await self.engine.tokenizer_manager.get_internal_state())[0]["kvtier"]
+        return bool(state["tier"].get("restored_requests"))
+
+    async def run(self, operations: int, until: Path | None) -> None:
+        if until is not None:
+            until.with_suffix(".begun").touch()
         for _ in range(operations):
-            while len(self.running) > most_running and time.monotonic() < until:
-                await asyncio.sleep(0.05)
-            if time.monotonic() >= until:
-                break
+            if until is not None:
+                await wait_for_async(lambda: len(self.running) <= MOST_RUNNING)
+                if until.exists() and await self._restored():
+                    break
             await self.operate()
-            await asyncio.sleep(0.01)
+            await be_slow_async(0.01)
         await asyncio.gather(*list(self.running.values()))
-        # Long enough idle for SGLang's idle self-check to run.
-        await asyncio.sleep(1.0)
 
 
 def main(plan_path: str, out_path: str) -> None:
@@ -119,8 +122,10 @@ def main(plan_path: str, out_path: str) -> None:
     fuzzer = Fuzzer(engine, plan["seed"], plan.get("prefixes", []))
     try:
         engine.loop.run_until_complete(
-            fuzzer.run(plan["operations"], plan.get("seconds", math.inf))
+            fuzzer.run(plan["operations"], Path(plan["until"]) if "until" in plan else None)
         )
+        # Between two requests a scheduler with nothing else to do checks itself.
+        engine.get_server_info()
         busy = engine.get_server_info()["internal_states"][0]["kvtier"]
         engine.flush_cache()
         empty = engine.get_server_info()["internal_states"][0]["kvtier"]

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from engine_process import CLEAN_ENVIRONMENT, run_script
 from forking import forked_commands
+from waiting import SAFETY_S, wait_for
 
 pytestmark = [
     pytest.mark.engine,
@@ -32,13 +32,13 @@ here = {"pid": os.getpid(), "left": left, "setting": os.environ.get("KVTIER_MARK
 json.dump(here, open(out, "w"))
 """
 ENDLESS = """
-import os, signal, sys, time
+import os, signal, sys
 os.write(int(sys.argv[1]), f"{os.getpid()}\\n".encode())
 print(sys.stdin.readline().strip(), os.getcwd(), flush=True)
 if sys.argv[2] == "handles":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
     os.write(int(sys.argv[1]), b"handles\\n")
-time.sleep(600)
+signal.pause()
 """
 
 
@@ -56,10 +56,7 @@ def script(tmp_path):
 
 
 def has_ended(pid: int) -> bool:
-    deadline = time.monotonic() + 10
-    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not os.path.exists(f"/proc/{pid}")
+    return wait_for(lambda: not os.path.exists(f"/proc/{pid}"))
 
 
 def test_scripts_do_not_share_settings_and_leave_no_process(script, tmp_path):
@@ -114,7 +111,7 @@ def test_files_folder_and_signals_are_those_of_whoever_waits(tmp_path, sign, han
         if handles == "handles":
             assert told.readline() == "handles\n"
         waits.send_signal(sign)
-        assert waits.wait(10) == code
+        assert waits.wait(SAFETY_S) == code
         assert has_ended(forked)
         assert told.read() == ""
     waits.stdout.close()

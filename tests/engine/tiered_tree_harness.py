@@ -8,6 +8,7 @@ from array import array
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from tree_harness import MiniScheduler, run_turn
 from tree_requests import context
+from waiting import SAFETY_S
 
 from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.refreshing import RefreshRule
@@ -23,7 +24,7 @@ def two_turns(s: MiniScheduler) -> list[int]:
     """The tokens of two turns, [0, 62) exact and [62, 105) computed behind what was dropped."""
     turn(s, context(60), [1, 2])
     turn(s, [*context(60), 1, 2, *context(40, seed=1)], [3, 4, 5])
-    assert s.tree.tier.link.flush(10)
+    assert s.tree.tier.link.flush(SAFETY_S)
     return [*context(60), 1, 2, *context(40, seed=1), 3, 4, 5]
 
 

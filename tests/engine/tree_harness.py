@@ -7,7 +7,6 @@ prefix, so that any entry found under the wrong prefix is noticed.
 
 from __future__ import annotations
 
-import time
 from array import array
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from tree_requests import Request, digest
+from waiting import wait_for
 
 from kvtier.heads.profile import HeadProfile, full_profile
 from kvtier.retention.locality import LocalityRule
@@ -86,6 +86,7 @@ class MiniScheduler:
         near_data: bool = False,
         again: TriggerRule | None = None,
         drain_s: float = 0.0,
+        patience_s: float | None = None,
         adaptive: bool = False,
     ):
         """adaptive: every head is CA, and heads compete for what is kept."""
@@ -133,6 +134,7 @@ class MiniScheduler:
                 SpanCodec(self.pool),
                 TurnRules(self.rule, compressor.share, streaming),
                 drain_s=drain_s,
+                patience_s=patience_s,
             )
         self.tree = KvtierRadixCache(
             params,
@@ -186,11 +188,12 @@ class MiniScheduler:
         ids = request.full_untruncated_fill_ids[: len(request.prompt) - 1]
         node = match.last_device_node
         self.tree.prefetch_from_storage(handle, node, ids[held:], matched_prefix_tokens=ids[:held])
-        while True:
+
+        def settled() -> bool:
             self.tree.check_hicache_events()
-            if self.tree.check_prefetch_progress(handle):
-                break
-            time.sleep(0.001)
+            return self.tree.check_prefetch_progress(handle)
+
+        wait_for(settled)
         return self.tree.match_prefix(MatchPrefixParams(key=key, req=request))
 
     def _load_back(self, request: Request, match: MatchResult) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from live_server import free_port, serving
+from waiting import SAFETY_S
 
 from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.profile import full_profile
@@ -52,7 +53,7 @@ def test_an_agent_opens_every_vault(agent: str, server_url: str):
         [sys.executable, str(ROOT / "examples" / agent), "--url", server_url],
         capture_output=True,
         text=True,
-        timeout=AGENT_TIMEOUT_S,
+        timeout=SAFETY_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("assistant:") == 5
@@ -72,6 +73,6 @@ def test_an_agent_whose_tool_call_fails_exits_with_1(agent: str, server_url: str
         f"runpy.run_path({str(ROOT / 'examples' / agent)!r}, run_name='__main__')\n"
     )
     command = [sys.executable, str(script), "--url", server_url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=AGENT_TIMEOUT_S)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SAFETY_S)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "does not open it" in done.stdout

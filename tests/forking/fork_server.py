@@ -1,6 +1,7 @@
 """A process that has SGLang imported and forks a process for each command: see forked_commands.py.
 
-`python fork_server.py ADDRESS` listens on a Unix socket. A connection carries one job: first a line
+`python fork_server.py ADDRESS FILE` listens on a Unix socket, and then closes the file descriptor
+FILE. A connection carries one job: first a line
 of JSON (arguments, environment, working directory) with the client's open files, then one byte per
 signal to deliver. The server answers with the exit code. When the client closes the connection,
 the forked process and its group are killed.
@@ -26,7 +27,7 @@ LOOK_S = 5.0
 MOST_FILES = 64
 
 
-def serve(address: str) -> None:
+def serve(address: str, listens: int) -> None:
     """Import what engines need, then fork a process per job until the tests have ended."""
     preload()
     # Or a fork's first collection would copy all that was imported.
@@ -40,6 +41,7 @@ def serve(address: str) -> None:
     listener.bind(address)
     listener.listen(64)
     listener.setblocking(False)
+    os.close(listens)
     woken, wakes = socket.socketpair()
     wakes.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -189,4 +191,4 @@ def save_coverage() -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], int(sys.argv[2]))

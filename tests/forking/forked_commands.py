@@ -25,7 +25,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ COMMANDS = re.compile(
 )
 FOLDER = "TESTS_FORK_SERVERS"
 SERVER = Path(__file__).with_name("fork_server.py")
-START_S = 600.0
 # They decide nothing about what is imported; but for one of ours, which chooses SGLang's platform.
 HARMLESS = ("KVTIER_", "PYTEST_")
 PLATFORM = "KVTIER_FORCE_CPU"
@@ -75,19 +73,22 @@ def connected(folder: Path, environment: dict[str, str]) -> socket.socket:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if connection.connect_ex(address) == 0:
             return connection
+        ready, listens = os.pipe()
         with open(f"{address}.log", "w") as log:
             subprocess.Popen(
-                [sys.executable, str(SERVER), address],
+                [sys.executable, str(SERVER), address, str(listens)],
                 env=decides,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                pass_fds=(listens,),
             )
-        until = time.monotonic() + START_S
-        while connection.connect_ex(address) != 0:
-            assert time.monotonic() < until, Path(f"{address}.log").read_text()[-4000:]
-            time.sleep(0.1)
+        os.close(listens)
+        # Its end of the pipe is closed when it listens, or has ended.
+        os.read(ready, 1)
+        os.close(ready)
+        assert connection.connect_ex(address) == 0, Path(f"{address}.log").read_text()[-4000:]
     return connection
 
 

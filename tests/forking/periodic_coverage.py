@@ -3,7 +3,6 @@
 import contextlib
 import os
 import threading
-import time
 
 from coverage import Coverage
 
@@ -11,8 +10,9 @@ INTERVAL_S = 3.0
 
 
 def _save_again_and_again() -> None:
-    while True:
-        time.sleep(INTERVAL_S)
+    # Never set: the wait is the interval.
+    ended = threading.Event()
+    while not ended.wait(INTERVAL_S):
         if (coverage := Coverage.current()) is not None:
             # What cannot be saved now is saved the next time.
             with contextlib.suppress(Exception):

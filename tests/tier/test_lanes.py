@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
+from waiting import SAFETY_S, be_slow
 
 pytest.importorskip("grpc")
 
 from kvtier.tier.transport.lanes import Lanes
-
-PATIENCE_S = 10.0
 
 
 @pytest.fixture
@@ -32,21 +30,21 @@ def test_every_job_runs_once_and_the_caller_takes_part(lanes: Lanes) -> None:
 
 
 def test_two_jobs_run_at_the_same_time(lanes: Lanes) -> None:
-    both = threading.Barrier(2, timeout=PATIENCE_S)
+    both = threading.Barrier(2, timeout=SAFETY_S)
     lanes.run([both.wait, both.wait])
     assert not both.broken
 
 
 def test_a_busy_second_thread_is_not_waited_for(lanes: Lanes) -> None:
     free, ran = threading.Event(), []
-    lanes.later(lambda: free.wait(PATIENCE_S))
+    lanes.later(lambda: free.wait(SAFETY_S))
     lanes.run([lambda: ran.append(1), lambda: ran.append(2)])
     assert ran == [1, 2]
     free.set()
 
 
 def test_an_error_in_either_lane_is_raised_when_nothing_runs_any_more(lanes: Lanes) -> None:
-    both, running, ran = threading.Barrier(2, timeout=PATIENCE_S), threading.Event(), []
+    both, running, ran = threading.Barrier(2, timeout=SAFETY_S), threading.Event(), []
 
     def fail() -> None:
         both.wait()
@@ -55,7 +53,7 @@ def test_an_error_in_either_lane_is_raised_when_nothing_runs_any_more(lanes: Lan
     def slow() -> None:
         both.wait()
         running.set()
-        time.sleep(0.05)
+        be_slow(0.05)
         running.clear()
 
     for jobs in ([fail, slow], [slow, fail]):

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 import grpc
 import pytest
 from pausing import pause, resume
+from waiting import SAFETY_S
 
 from kvtier.tier.blobs.payload import checksum, record_layout
 from kvtier.tier.client import Blob, Landing, Offer, TierClient
@@ -26,17 +26,9 @@ from kvtier_tierd.options import TierOptions
 from kvtier_tierd.server import TierServer
 from kvtier_tierd.stores.memory import MemoryOptions
 
-PATIENCE_S = 20.0
 LAYOUT = record_layout("test")
 
 Result = TypeVar("Result")
-
-
-def eventually(fact: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + patience_s
-    while not fact():
-        assert time.monotonic() < deadline, "did not come true"
-        time.sleep(0.005)
 
 
 def key_of(number: int) -> bytes:
@@ -147,7 +139,7 @@ class LiveTier:
         """The exit code."""
         assert self.process is not None
         assert self.process.stdout is not None
-        code = self.process.wait(PATIENCE_S)
+        code = self.process.wait(SAFETY_S)
         self.process.stdout.close()
         self.process = None
         return code
@@ -193,7 +185,7 @@ class InProcessTier:
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run something where the service runs."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(SAFETY_S)
 
     def call(self, function: Callable[[], Result]) -> Result:
         async def called() -> Result:
@@ -239,7 +231,7 @@ class InProcessTier:
 
     def _end_loop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(PATIENCE_S)
+        self.thread.join(SAFETY_S)
         self.loop.close()
 
 

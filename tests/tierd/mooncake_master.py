@@ -7,15 +7,14 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from pausing import pause, resume
+from waiting import wait_for
 
 MIB = 1 << 20
-UP_S = 20.0
 CLIENT_TTL_S = 2  # seconds without a heartbeat after which the master drops a segment
 
 
@@ -83,20 +82,24 @@ class MooncakeMaster:
             self._wait_for(port)
 
     def _wait_for(self, port: int) -> None:
-        deadline = time.monotonic() + UP_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                return
-            except OSError:
-                assert self.process is not None
-                assert self.process.poll() is None, f"the master ended: {self.output()}"
-                assert time.monotonic() < deadline, f"no master: {self.output()}"
-                time.sleep(0.02)
+        def is_up() -> bool:
+            assert self.process is not None
+            assert self.process.poll() is None, f"the master ended: {self.output()}"
+            with socket.socket() as one:
+                return one.connect_ex(("127.0.0.1", port)) == 0
+
+        wait_for(is_up, lambda: f"no master: {self.output()}")
+
+    def _said(self) -> str:
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace")
 
     def output(self) -> str:
-        self.log.seek(0)
-        return self.log.read().decode(errors="replace")[-2000:]
+        return self._said()[-2000:]
+
+    def dropped(self) -> int:
+        """How many segments of silent services it has dropped."""
+        return self._said().count("action=unmount_expired")
 
     def signal(self, number: int) -> None:
         assert self.process is not None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from mooncake_master import MIB, MooncakeMaster
@@ -44,23 +43,6 @@ def play(options: MooncakeOptions, scenario: Callable[[MooncakeStore], Awaitable
             return await scenario(store)
 
     return asyncio.run(run())
-
-
-@contextmanager
-def within(seconds: float) -> Iterator[None]:
-    begin = time.monotonic()
-    yield
-    took = time.monotonic() - begin
-    assert took < seconds, f"took {took:.2f} s"
-
-
-async def until(seconds: float, succeeds: Callable[[], Awaitable[bool]]) -> float:
-    """Seconds that it took."""
-    begin = time.monotonic()
-    while not await succeeds():
-        assert time.monotonic() - begin < seconds, "it never did"
-        await asyncio.sleep(0.1)
-    return time.monotonic() - begin
 
 
 async def puts(store: MooncakeStore, number: int, num_bytes: int = MIB) -> bool:

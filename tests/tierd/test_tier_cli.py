@@ -14,7 +14,6 @@ import pytest
 from live_tier import (
     LiveTier,
     blob_of,
-    eventually,
     fetch,
     header_of,
     key_of,
@@ -22,6 +21,7 @@ from live_tier import (
     payload_of,
     raw_stub,
 )
+from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import KvtierError, UsageError
 from kvtier.tier.client import TierClient
@@ -36,7 +36,7 @@ SMALL = ("--memory", "1m", "--shared-memory", "off", "--insecure-local")
 def tierd(*arguments: str) -> subprocess.CompletedProcess[str]:
     """`python -m kvtier_tierd`, expected to end by itself."""
     command = [sys.executable, "-m", "kvtier_tierd", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=SAFETY_S)
 
 
 def refusal(*arguments: str) -> str:
@@ -179,11 +179,11 @@ def test_a_socket_that_a_tier_listens_on_is_not_taken_from_it(tmp_path):
     listen = f"unix:{tmp_path}/t"
     with live_tier(tmp_path, *SMALL, listen=listen) as tier:
         assert "--listen" in refusal("--listen", listen, *SMALL)
-        with TierClient(tier.address) as client:
+        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
             client.connect()
         tier.kill()
         tier.start()
-        with TierClient(tier.address) as client:
+        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
             client.connect()
 
 
@@ -213,7 +213,7 @@ def test_a_start_that_fails_leaves_no_file_behind(tmp_path):
 def test_metrics_are_served_where_it_says(tmp_path):
     with (
         live_tier(tmp_path, "--memory", "1m", "--metrics-port", "0") as tier,
-        urllib.request.urlopen(tier.metrics_url, timeout=10) as answer,
+        urllib.request.urlopen(tier.metrics_url, timeout=SAFETY_S) as answer,
     ):
         assert b"kvtier_tier_capacity_bytes 1.048576e+06" in answer.read()
 
@@ -232,12 +232,12 @@ def test_a_signal_drains_and_ends_it_well(tmp_path, number):
         def half():
             yield pb.PutRequest(header=header_of(blob_of(1)))
             half_done.set()
-            go_on.wait(20)
+            go_on.wait(SAFETY_S)
             yield pb.PutRequest(chunk=payload_of(1))
 
         running = stub.Put.future(half())
-        assert half_done.wait(20)
-        eventually(lambda: stub.Stats(pb.StatsRequest()).capacity_bytes > 0)
+        assert half_done.wait(SAFETY_S)
+        wait_for(lambda: stub.Stats(pb.StatsRequest()).capacity_bytes > 0)
         process = tier.process
         tier.signal(number)
         assert process.stdout.readline().strip() == "kvtier tier: draining"
@@ -277,11 +277,11 @@ def test_the_memory_file_of_a_killed_server_is_removed_by_the_next(tmp_path):
 def test_a_disk_store_outlives_its_server(tmp_path):
     flags = ("--store", "memory+disk", "--memory", "1m", "--disk-path", str(tmp_path / "disk"))
     with live_tier(tmp_path, *flags) as tier:
-        with TierClient(tier.address, timeout_s=10.0) as client:
+        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
             client.connect()
             assert client.put(blob_of(1))
         assert tier.terminate() == 0
         tier.start()
-        with TierClient(tier.address, timeout_s=10.0) as client:
+        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
             client.connect()
             assert fetch(client, [key_of(1)])[1] == {0: payload_of(1)}

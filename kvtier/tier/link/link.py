@@ -63,6 +63,7 @@ class TierLink:
 
     buffer_bytes:    host memory for blobs on their way, both directions together.
     waiting_fetches: more of them are refused.
+    settle_s:        longest wait of a fetch for what it needs to reach the tier; None: SETTLE_S.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class TierLink:
         buffer_bytes: int,
         breaker: Breaker | None = None,
         waiting_fetches: int = WAITING_FETCHES,
+        settle_s: float | None = None,
     ) -> None:
         self.client = client
         self.breaker = breaker or Breaker()
@@ -80,6 +82,7 @@ class TierLink:
         self.counters = self._calls.counters
         self._buffer_bytes = buffer_bytes
         self._waiting_fetches = waiting_fetches
+        self._settle_s = settle_s
         self._claimed_bytes = 0
         self._puts = Outgoing()
         self._fetches = Incoming()
@@ -160,7 +163,7 @@ class TierLink:
 
         needs: names of blobs, asked for in the background. While some of them are on their way to
         the tier and puts are well, the groups of their puts go before all others, and the work
-        waits for them, SETTLE_S at the most.
+        waits for them, `settle_s` at the most.
         """
         fetch = Fetch(work, needs)
         with self._changed:
@@ -305,7 +308,8 @@ class TierLink:
                 return False
             self.count("gets_settled")
             self._puts.go_first(wanted)
-            self._fetches.hold(fetch, wanted, SETTLE_S)
+            longest_s = SETTLE_S if self._settle_s is None else self._settle_s
+            self._fetches.hold(fetch, wanted, longest_s)
             self._ended_one()
         return True
 

@@ -2,7 +2,7 @@
 
     prefetch     a request arrived: the tier is asked for what the tree lacks
     settled      it waits in the queue for the answer, never longer than computing what it asked
-                 for would take, and LONGEST_WAIT_S at the most
+                 for would take, and LONGEST_WAIT_S at the most; or as long as the settings say
     landed       what came, in host memory
     take         it is admitted: what came is the cache's, to be restored
     published    its own KV leaves (spiller.py)
@@ -76,6 +76,7 @@ class TierConnector:
     names:   of this server's KV, until its weights change.
     memories: that requests may be behind; None: none.
     drain_s: longest wait for what is on its way to the tier when the server ends.
+    patience_s: longest wait of a request, whatever was measured; None: as the cost model says.
     """
 
     def __init__(
@@ -88,10 +89,12 @@ class TierConnector:
         cost_model: CostModel | None = None,
         memories: RequestMemories | None = None,
         drain_s: float = 0.0,
+        patience_s: float | None = None,
     ) -> None:
         self.link, self.model, self.codec, self.rules = link, model, codec, rules
         self.memories = memories
         self.drain_s = drain_s
+        self._patience_s = patience_s
         self.names = names = model.names()
         # _renamed: the model's names have to be asked for again, as its weights may have changed.
         # _outdated: the cache may hold KV that was computed by the weights before.
@@ -166,7 +169,7 @@ class TierConnector:
         least = self.names.span_tokens
         if len(new) < least:
             return
-        if not self.cost_model.loading_pays(self.token_bytes):
+        if not self.loading_pays:
             if shared:
                 self.fetches.decline(rid, scope)
             return
@@ -185,7 +188,14 @@ class TierConnector:
 
     def patience_s(self, tokens: int) -> float:
         """How long a request waits for the exact KV of so many tokens."""
+        if self._patience_s is not None:
+            return self._patience_s
         return min(self.cost_model.compute_s(tokens), LONGEST_WAIT_S)
+
+    @property
+    def loading_pays(self) -> bool:
+        """Whether the tier is asked at all."""
+        return self._patience_s is not None or self.cost_model.loading_pays(self.token_bytes)
 
     @property
     def token_bytes(self) -> int:
@@ -270,6 +280,12 @@ class TierConnector:
     def close(self) -> None:
         """The server ends: its requests are done, their newest turns may still be on their way."""
         self.fetches.clear()
+        if self.link.pending:
+            logger.info(
+                "the server ends: %d calls to the tier are waited for, %g s at the most",
+                self.link.pending,
+                self.drain_s,
+            )
         if not self.link.flush(self.drain_s):
             logger.warning(
                 "the server ends with %d calls to the tier not done after %g s; what they carried "
@@ -290,7 +306,7 @@ class TierConnector:
             **self.fetches.counters,
             **self.counters,
             **self.cost_model.report(),
-            "loading_pays": self.cost_model.loading_pays(self.token_bytes),
+            "loading_pays": self.loading_pays,
         }
 
 

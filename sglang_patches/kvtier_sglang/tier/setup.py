@@ -42,7 +42,7 @@ def tier_link(tier: TierSettings) -> TierLink:
         shared=tier.shared_memory,
         interceptors=interceptors(),
     )
-    return TierLink(client, buffer_bytes=tier.buffer_bytes)
+    return TierLink(client, buffer_bytes=tier.buffer_bytes, settle_s=tier.patience_s)
 
 
 class NamedModel:

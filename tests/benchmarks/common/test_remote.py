@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from benchmarks.common.remote import WorkerError, run_module, running_module
 
@@ -44,10 +44,7 @@ def test_a_worker_answers_what_it_is_told_and_is_gone_afterwards(
         assert first == {"do": "sing", "song": 3, "pid": first["pid"]}
         assert remote.tell("sing", song=4)["pid"] == first["pid"]
         assert not gone(first["pid"])
-    deadline = time.monotonic() + 10
-    while not gone(first["pid"]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert gone(first["pid"])
+    wait_for(lambda: gone(first["pid"]))
 
 
 def test_a_worker_that_ends_early_is_an_error_with_its_last_lines(
@@ -68,10 +65,7 @@ def test_a_worker_that_is_gone_before_it_is_told_is_the_same_error(
 
     def tell_a_dead_worker() -> None:
         with running_module("told", [tmp_path], environment, log) as remote:
-            deadline = time.monotonic() + 10
-            while "gone" not in log.read_text() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            time.sleep(0.2)
+            wait_for(lambda: remote._process.poll() is not None)
             remote.tell("sing")
 
     with pytest.raises(WorkerError, match="gone at once"):

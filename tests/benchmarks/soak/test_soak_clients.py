@@ -151,10 +151,15 @@ def test_a_closed_gate_has_no_client_inside_and_lets_none_in() -> None:
     async def run() -> list[str]:
         gate, said_so = Gate(), []
 
+        async def turns() -> None:
+            """Of the event loop: as many as anything here could need."""
+            for _ in range(20):
+                await asyncio.sleep(0)
+
         async def visit(name: str) -> None:
             async with gate.entered():
                 said_so.append(f"{name} in")
-                await asyncio.sleep(0.01)
+                await turns()
                 said_so.append(f"{name} out")
 
         async def close() -> None:
@@ -162,7 +167,7 @@ def test_a_closed_gate_has_no_client_inside_and_lets_none_in() -> None:
                 assert not gate.is_open
                 said_so.append("closed")
                 later = asyncio.create_task(visit("second"))
-                await asyncio.sleep(0.02)
+                await turns()
                 said_so.append("open")
             await later
 

@@ -35,7 +35,7 @@ def test_memory_is_that_of_the_longest_lived_start() -> None:
 
 
 def test_memory_is_that_of_a_process_and_its_children(tmp_path) -> None:
-    own = "import time; block = bytearray(50 << 20); print(flush=True); time.sleep(600)"
+    own = "import signal; block = bytearray(50 << 20); print(flush=True); signal.pause()"
     code = f"""
 import subprocess, sys, pathlib
 child = subprocess.Popen([sys.executable, "-c", {own!r}], stdout=subprocess.PIPE)
@@ -67,7 +67,7 @@ def test_a_process_that_ends_by_itself_is_told_with_its_last_words(tmp_path) -> 
 
 
 def test_a_process_that_was_killed_has_not_ended_by_itself(tmp_path) -> None:
-    child = process(tmp_path, "import time; time.sleep(600)")
+    child = process(tmp_path, "import signal; signal.pause()")
     child.launch()
     try:
         assert child.resident_bytes() is None, "it does not answer yet"
@@ -83,11 +83,11 @@ def test_whatever_fails_first_ends_the_soak() -> None:
     async def fail() -> None:
         raise SoakError("gone")
 
-    async def sleep() -> None:
-        await asyncio.sleep(60)
+    async def wait() -> None:
+        await asyncio.Event().wait()
 
     with pytest.raises(SoakError, match="gone"):
-        asyncio.run(until_first_failure(sleep(), [sleep(), fail()]))
+        asyncio.run(until_first_failure(wait(), [wait(), fail()]))
 
 
 def test_what_failed_first_is_told_without_the_groups_around_it() -> None:

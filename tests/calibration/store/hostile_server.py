@@ -8,21 +8,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from waiting import SAFETY_S
+
 Answer = Callable[[socket.socket, threading.Event], None]
 
 DRIP_S = 0.05
 HUGE_BYTES = 256 * 2**20
-LIFE_S = 10.0  # longer than any deadline of a test: who still waits then has none
 
 
 @contextmanager
 def hostile_server(answer: Answer, unix_path: Path | None = None) -> Iterator[str]:
     """The URL of a server that hands every connection to `answer`, in a thread of its own.
 
-    `answer` has to return soon after its event is set, which happens after LIFE_S at the latest.
+    `answer` has to return soon after its event is set. Fails where who asked has no deadline, and
+    still waits when the safety limit is over.
     """
-    ended = threading.Event()
-    life = threading.Timer(LIFE_S, ended.set)
+    ended, outlived = threading.Event(), threading.Event()
+
+    def live() -> None:
+        if not ended.wait(SAFETY_S):
+            outlived.set()
+            ended.set()
+
+    life = threading.Thread(target=live)
     life.start()
     listener = _listening(unix_path)
     thread = threading.Thread(target=_accept, args=(listener, answer, ended))
@@ -31,12 +39,13 @@ def hostile_server(answer: Answer, unix_path: Path | None = None) -> Iterator[st
         where = f"127.0.0.1:{listener.getsockname()[1]}" if unix_path is None else ""
         yield f"redis://{where}" if unix_path is None else f"unix://{unix_path}"
     finally:
-        life.cancel()
         ended.set()
+        life.join()
         thread.join()
         listener.close()
         if unix_path is not None:
             unix_path.unlink()  # or no other server could listen there
+    assert not outlived.is_set(), "a call waited as long as it was let"
 
 
 def _listening(unix_path: Path | None) -> socket.socket:

@@ -4,7 +4,6 @@ its certificate alone, and nothing else."""
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import redis
 from calibration_samples import curve_document
 from live_server import free_port
 from test_redis_tls import needs_tls_binary, write_certificates
+from waiting import wait_for
 
 from deploy.checks.rendering import DEPLOY
 from kvtier.calibration.store.opening import open_store
@@ -21,7 +21,6 @@ from kvtier.config import load_settings
 from kvtier.errors import StoreUnavailableError
 
 CONFIGURATION = DEPLOY / "base" / "redis" / "valkey.conf"
-START_S = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -68,16 +67,14 @@ def client(port: int, folder: Path) -> Any:
 
 
 def wait_until_it_answers(one: Any, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_S
-    while True:
+    def answers() -> bool:
+        assert server.poll() is None, "the server ended"
         try:
-            one.ping()
+            return bool(one.ping())
         except redis.ConnectionError:
-            assert server.poll() is None, "the server ended"
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        else:
-            return
+            return False
+
+    wait_for(answers)
 
 
 @pytest.fixture

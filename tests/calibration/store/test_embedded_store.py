@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 from calibration_samples import curve_document
 from pausing import pause, resume
+from waiting import SAFETY_S, wait_for
 
 from kvtier.calibration.store import embedded
 from kvtier.calibration.store.embedded import EmbeddedStore
@@ -29,7 +29,7 @@ USER = textwrap.dedent("""
     from calibration_samples import curve_document
     from kvtier.calibration.store.embedded import EmbeddedStore
 
-    store = EmbeddedStore(Path(sys.argv[1]), timeout_s=2.0, ttl_s=1000)
+    store = EmbeddedStore(Path(sys.argv[1]), timeout_s=600, ttl_s=1000)
     store.list()
     print(store._store._client.info("server")["run_id"], flush=True)
     for line in sys.stdin:
@@ -59,7 +59,7 @@ class User:
         return self.read()
 
     def leave(self) -> int:
-        _, _ = self.process.communicate(timeout=30)
+        _, _ = self.process.communicate(timeout=SAFETY_S)
         return self.process.returncode
 
     def kill(self) -> None:
@@ -72,7 +72,7 @@ def data_dir(tmp_path):
     return tmp_path / "data"
 
 
-def opened(data_dir: Path, timeout_s: float = 0.5) -> EmbeddedStore:
+def opened(data_dir: Path, timeout_s: float = SAFETY_S) -> EmbeddedStore:
     return EmbeddedStore(data_dir, timeout_s=timeout_s, ttl_s=1000)
 
 
@@ -86,14 +86,10 @@ def runs(data_dir: Path) -> bool:
 
 
 def ends(data_dir: Path) -> bool:
-    """Whether the server is gone soon, and has let go of its lock."""
+    """Whether the server goes, and lets go of its lock."""
     lock = embedded._open_lock(data_dir / "redis" / "server.lock")
-    deadline = time.monotonic() + 5
     try:
-        while not embedded._try_lock(lock, fcntl.LOCK_EX):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.02)
+        wait_for(lambda: embedded._try_lock(lock, fcntl.LOCK_EX))
     finally:
         os.close(lock)
     return not runs(data_dir)
@@ -112,7 +108,7 @@ def test_it_is_what_one_gets_without_a_redis(data_dir, monkeypatch):
     with open_store(load_settings()) as store:
         assert isinstance(store, EmbeddedStore)
         key = store.put(curve_document())
-        assert 90 * 86400 - 5 < store.list()[0].ttl_s <= 90 * 86400
+        assert 89 * 86400 < store.list()[0].ttl_s <= 90 * 86400
         assert store.get(key) is not None
 
 
@@ -190,20 +186,18 @@ def test_a_crashed_server_is_started_again_with_everything_that_was_written(data
         assert pid_of(store) != crashed
 
 
-def test_a_hanging_server_is_an_error_in_time_and_not_a_second_server(data_dir):
-    with opened(data_dir, timeout_s=0.1) as store:
-        key = store.put(curve_document())
-        hanging = pid_of(store)
+def test_a_hanging_server_is_an_error_and_not_a_second_server(data_dir):
+    with opened(data_dir) as patient, opened(data_dir, timeout_s=0.1) as store:
+        key = patient.put(curve_document())
+        hanging = pid_of(patient)
         pause(hanging)
         try:
-            began = time.monotonic()
             with pytest.raises(StoreUnavailableError, match="runs but does not answer"):
                 store.get(key)
-            assert time.monotonic() - began < 3
         finally:
             resume(hanging)
-        assert store.get(key) is not None
-        assert pid_of(store) == hanging
+        assert patient.get(key) is not None
+        assert pid_of(patient) == hanging
 
 
 def test_a_forked_child_does_not_leave_for_its_parent(data_dir):
@@ -212,7 +206,7 @@ def test_a_forked_child_does_not_leave_for_its_parent(data_dir):
         from pathlib import Path
         from kvtier.calibration.store.embedded import EmbeddedStore
 
-        store = EmbeddedStore(Path(sys.argv[1]), timeout_s=2.0, ttl_s=1000)
+        store = EmbeddedStore(Path(sys.argv[1]), timeout_s=600, ttl_s=1000)
         store.list()
         if os.fork() == 0:
             store.list()
@@ -233,7 +227,7 @@ def test_a_deep_directory_is_no_problem(tmp_path):
         with opened(deep) as other:
             assert other.get(key) is not None
     lock = embedded._open_lock(deep / "redis" / "server.lock")
-    embedded._lock(lock, fcntl.LOCK_EX, timeout_s=5)
+    embedded._lock(lock, fcntl.LOCK_EX, timeout_s=SAFETY_S)
     os.close(lock)
     assert "bye bye" in (deep / "redis" / "redis.log").read_text()
 

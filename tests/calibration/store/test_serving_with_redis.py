@@ -8,9 +8,8 @@ import random
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from live_server import free_port, serving
 from prometheus_client.parser import text_string_to_metric_families
 from redis_server import RedisServer, redis_server
 from test_redis_tls import PASSWORD, tls_binary, write_certificates
+from waiting import SAFETY_S, wait_for
 
 from kvtier.calibration.documents import CurveDocument
 from kvtier.calibration.store.opening import open_store
@@ -29,7 +29,6 @@ from kvtier.config import load_settings
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "models" / "kvtier-demo"
 PROFILE = MODEL / "head_profile.json"
-WAIT_S = 60.0
 PAUSE_S = 0.2
 PROMPT_TOKENS, SINK, RECENT = 600, 16, 32
 QUALITY = 0.9
@@ -65,12 +64,12 @@ def post(url: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=SAFETY_S) as answer:
         return json.loads(answer.read())
 
 
 def retention(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{url}/server_info", timeout=30) as answer:
+    with urllib.request.urlopen(f"{url}/server_info", timeout=SAFETY_S) as answer:
         return json.loads(answer.read())["internal_states"][0]["kvtier"]["retention"]
 
 
@@ -101,14 +100,7 @@ class Load:
 
     def stop(self) -> None:
         self._stopping.set()
-        self._thread.join(120)
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.2)
+        self._thread.join(SAFETY_S)
 
 
 def test_a_killed_redis_costs_no_request_and_the_curve_comes_back(tmp_path, monkeypatch):
@@ -196,7 +188,7 @@ def calibrate(out: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=SAFETY_S,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
@@ -234,7 +226,7 @@ def share_kept(curve: CurveDocument, nll: float) -> float:
 
 def metrics(url: str) -> dict[str, float]:
     """kvtier's Prometheus samples by name and labels, `kvtier_` and the model's name left out."""
-    with urllib.request.urlopen(f"{url}/metrics/", timeout=30) as answer:
+    with urllib.request.urlopen(f"{url}/metrics/", timeout=SAFETY_S) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     found = {}
     for sample in (sample for family in families for sample in family.samples):

@@ -136,8 +136,6 @@ def test_a_context_that_a_tier_brought_back_is_asked_with_drafts(tmp_path):
             named = {**env, "KVTIER_TIER": tier.address, "KVTIER_TIER_NAMESPACE": name}
             out = run_engine(tmp_path, {**ENGINE, **drafts}, asked, named)
             found = out["state"]["tier"]
-            if found["restored_requests"] < 4 or found.get("refresh_missed"):
-                pytest.skip("this machine found computing faster than its tier just then")
-            assert found["refreshed_turns"] == 4
+            assert found["restored_requests"] == found["refreshed_turns"] == 4
             answers.append(said(out))
     assert answers[0] == answers[1]

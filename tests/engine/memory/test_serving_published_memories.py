@@ -18,6 +18,7 @@ from calibration.redis_server import RedisServer
 from compressing import RULE_ENV
 from engine_process import DEMO_MODEL, REPOSITORY
 from live_server import free_port, serving
+from waiting import SAFETY_S
 
 from benchmarks.common.recall_engine import ranks_on_a_cpu
 from kvtier.cli import main
@@ -69,7 +70,7 @@ class Server:
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=SAFETY_S) as answer:
             return json.loads(answer.read())
 
     def reloads(self) -> bool:
@@ -82,7 +83,7 @@ class Server:
         return self.post("/generate", body)["output_ids"]
 
     def loaded(self) -> list[str]:
-        with urllib.request.urlopen(f"{self.url}/server_info", timeout=30) as answer:
+        with urllib.request.urlopen(f"{self.url}/server_info", timeout=SAFETY_S) as answer:
             state = json.loads(answer.read())["internal_states"][0]["kvtier"]
         return [one["digest"] for one in state["memories"]["loaded"]]
 

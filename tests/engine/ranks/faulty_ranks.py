@@ -5,18 +5,16 @@ them: `play(fault)` before the engine is made. A server of one rank is its own l
     losing     none of its tier's answers comes
     unsteady   of three of its tier's answers one is late and one does not come, by chance
     parting    it keeps a token less of every context than its partners do: a planted divergence
-
-In all of these, and with None, loading is taken to be faster than computing, whatever this machine
-measures: which of both a request does, and so what it is computed from, is no matter of time.
 """
 
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+
+from waiting import be_slow
 
 from kvtier.retention.shares import Choice
 
@@ -25,10 +23,7 @@ FAULTS = ("slow", "losing", "unsteady", "parting")
 
 
 def play(fault: str | None) -> None:
-    from kvtier_sglang.tier.cost_model import CostModel
-
     assert fault is None or fault in FAULTS
-    CostModel.computed = lambda self, seconds, tokens: None
     if fault == "parting":
         _part()
     elif fault is not None:
@@ -51,7 +46,7 @@ def _play_on_the_link(fault: str) -> None:
         def worse(client: Any) -> Any:
             now = rng.choice(("slow", "losing", None)) if fault == "unsteady" else fault
             if now == "slow":
-                time.sleep(SLOW_S)
+                be_slow(SLOW_S)
             return None if now == "losing" else work(client)
 
         return submit(self, worse if _is_last() else work, **kwargs)

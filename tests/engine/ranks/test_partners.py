@@ -8,6 +8,7 @@ import pytest
 from tiered_tree_harness import REFRESH, turn, two_turns
 from tree_harness import MiniScheduler
 from tree_requests import context
+from waiting import SAFETY_S
 
 from kvtier.retention.shares import FixedShare
 from kvtier.tier.link.link import TierLink
@@ -43,7 +44,7 @@ def server(link, partner: Partner) -> MiniScheduler:
 
 
 def holds_nothing(s: MiniScheduler) -> bool:
-    assert s.tree.tier.link.flush(10)
+    assert s.tree.tier.link.flush(SAFETY_S)
     return not s.tree.has_pending_cache_operations() and s.tree.tier.link.held_bytes == 0
 
 

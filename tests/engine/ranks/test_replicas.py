@@ -49,9 +49,6 @@ def session_rounds() -> list[list[dict[str, Any]]]:
 def test_two_replicas_that_take_turns_say_what_one_server_says(tmp_path, tier):
     """With three sessions and two replicas, every turn meets the replica that did not have the one
     before: what it lacks comes from the tier, compressed as it was.
-
-    Replicas are started by a process of SGLang's, where nothing is taken for granted: one that
-    finds computing faster has the exact context, and may go on otherwise.
     """
     alone = serve(tmp_path, 1, session_rounds(), ENV)
     env = {**ENV, "KVTIER_TIER": tier.address, **ranks_on_a_cpu(2)}
@@ -63,12 +60,14 @@ def test_two_replicas_that_take_turns_say_what_one_server_says(tmp_path, tier):
     for session in range(SESSIONS):
         for turn in range(TURNS):
             (mine,), (theirs,) = (out["rounds"][turn * SESSIONS + session] for out in (both, alone))
-            if mine["cached_tokens"] != theirs["cached_tokens"]:
+            missing = theirs["cached_tokens"] - mine["cached_tokens"]
+            # Less than a span of 64 tokens is not asked for.
+            assert 0 <= missing < 64
+            if missing:
                 break
             assert mine["output_ids"] == theirs["output_ids"]
             restored_turns += (mine["cached_tokens_details"] or {}).get("storage", 0) > 0
-    if not restored_turns:
-        pytest.skip("this machine found computing faster than its tier just then")
+    assert restored_turns
 
 
 def test_a_server_answers_what_another_has_computed(tmp_path, tier):

@@ -47,11 +47,12 @@ class Busy:
         arriving = list(range(len(self.requests)))
         self.rng.shuffle(arriving)
         self.rng.shuffle(self.due)
-        while arriving:
+        while arriving or (self.due and len(self.in_flight) > 1):
             for index in arriving[: self.rng.randrange(2, MOST_AT_ONCE + 1)]:
                 arriving.remove(index)
                 self.in_flight[index] = asyncio.create_task(self._ask(index))
-            await asyncio.sleep(self.rng.random() * 0.05)
+            # Some are in the middle of their answers, then.
+            await asyncio.wait(self.in_flight.values(), return_when=asyncio.FIRST_COMPLETED)
             if self.due and len(self.in_flight) > 1:
                 await self._disturb(self.due.pop())
         await asyncio.gather(*self.in_flight.values())
@@ -116,9 +117,9 @@ def main(plan_path: str, out_path: str) -> None:
     busy = Busy(engine, plan)
     try:
         engine.loop.run_until_complete(busy.run())
-        state = settled_states(engine)[0]
+        state = engine.loop.run_until_complete(settled_states(engine))[0]
         engine.loop.run_until_complete(flush(engine))
-        empty = settled_states(engine)[0]
+        empty = engine.loop.run_until_complete(settled_states(engine))[0]
     finally:
         engine.shutdown()
     report = {"answers": busy.answers, "flushed": busy.flushed}

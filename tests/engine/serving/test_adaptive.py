@@ -198,7 +198,6 @@ def test_a_restarted_server_restores_and_refreshes_what_heads_competed_for(
         assert "unrefreshed_layers" not in stayed["state"]["tier"]
         before = run_never_missing(tmp_path, rounds[: len(sessions[0]) - 1], env, engine)
         assert said(before) == said(stayed)[: len(before["rounds"])]
-        env["KVTIER_TIER_NAMESPACE"] = before["namespace"]
         (last,) = before["rounds"][-1]
         request = rounds[len(sessions[0]) - 1][0]
         again = {
@@ -207,8 +206,6 @@ def test_a_restarted_server_restores_and_refreshes_what_heads_competed_for(
         }
         back = run_engine(tmp_path, engine, [[again]], env)
     found = back["state"]["tier"]
-    if found.get("gave_up_waiting") or found.get("refresh_missed"):
-        pytest.skip("this machine found computing faster than its tier just then")
     assert found["restored_requests"] == 1
     assert found["refreshed_turns"] == 1
     assert said(back)[0] == said(stayed)[len(sessions[0]) - 1]

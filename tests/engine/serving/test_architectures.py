@@ -33,7 +33,7 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0,
     "original_max_position_embeddings": 128,
 }  # fmt: skip
-PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
+MINISTRAL = {**YARN, "llama_4_scaling_beta": 0.1}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", {}),
@@ -44,9 +44,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3, normalised Q and K": ("Qwen3", {}),
     "Qwen3-MoE": ("Qwen3Moe", EXPERTS),
     "Mistral without a window": ("Mistral", {"sliding_window": None}),
-    "Ministral 3": ("Ministral3", {"sliding_window": None, "rope_parameters": PLAIN}),
+    "Ministral 3": ("Ministral3", {"sliding_window": None, "rope_parameters": MINISTRAL}),
     "Mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
-    "OLMoE": ("Olmoe", EXPERTS),
+    "OLMoE": ("Olmoe", {"num_key_value_heads": 4, **EXPERTS}),
     "Granite": ("Granite", {}),
     "Gemma 1": ("Gemma", {}),
     "Starcoder2": ("Starcoder2", {"sliding_window": None}),
@@ -69,12 +69,13 @@ def write_model(folder: Path, architecture: str, extra: dict[str, Any]) -> Any:
     """A random model whose attention is far from uniform and whose biases are not zero."""
     import transformers
 
-    config = getattr(transformers, f"{architecture}Config")(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        max_position_embeddings=512, initializer_range=0.25, bos_token_id=1, eos_token_id=2,
-        pad_token_id=0, **extra,
-    )  # fmt: skip
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 512, "initializer_range": 0.25, "bos_token_id": 1,
+        "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    config = getattr(transformers, f"{architecture}Config")(**{**sizes, **extra})
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model = getattr(transformers, f"{architecture}ForCausalLM")(config)

@@ -6,14 +6,13 @@ import json
 import random
 import subprocess
 import sys
-import threading
-import time
 from urllib.request import Request, urlopen
 
 import pytest
 from engine_process import DEMO_MODEL, run_engine
 from live_server import free_port, stop, wait_until_healthy
 from tierd.live_tier import live_tier
+from waiting import SAFETY_S, wait_for
 
 pytestmark = pytest.mark.engine
 
@@ -50,6 +49,7 @@ def ask_and_end(folder, prompt: list[int], tier) -> list[int]:
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
         *("--max-total-tokens", "8000", "--data-dir", str(folder / "data")),
         *("--skip-tokenizer-init", "--sleep-on-idle", "--tier", tier.address, *flags),
+        *("--tier-drain-s", "12"),
     ]
     log = folder / "server.log"
     with log.open("wb") as stream:
@@ -60,14 +60,15 @@ def ask_and_end(folder, prompt: list[int], tier) -> list[int]:
         tier.pause()
         body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
         head = {"Content-Type": "application/json"}
-        with urlopen(Request(f"{url}/generate", json.dumps(body).encode(), head), timeout=60) as r:
+        with urlopen(
+            Request(f"{url}/generate", json.dumps(body).encode(), head), timeout=SAFETY_S
+        ) as r:
             answer = json.load(r)["output_ids"]
         server.terminate()
-        # SGLang looks after a SIGTERM every 5 s, and ends what is left of a scheduler 15 s later.
-        threading.Timer(7.0, tier.resume).start()
-        began = time.monotonic()
-        server.wait(40)
-        assert time.monotonic() - began > 7.0
+        wait_for(lambda: "calls to the tier are waited for" in log.read_text())
+        assert server.poll() is None
+        tier.resume()
+        server.wait(SAFETY_S)
     finally:
         tier.resume()
         stop(server)

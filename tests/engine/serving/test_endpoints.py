@@ -14,6 +14,7 @@ from urllib.request import Request, urlopen
 import pytest
 from engine_process import DEMO_MODEL
 from live_server import free_port, serving
+from waiting import SAFETY_S
 
 pytestmark = pytest.mark.engine
 
@@ -52,7 +53,6 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 # What is begun by one endpoint and ended by another.
 ENDED_BY = {"/pause_generation": "/continue_generation", "/start_profile": "/stop_profile"}
-SAFETY_S = 600
 
 
 def endpoints() -> list[tuple[str, str]]:

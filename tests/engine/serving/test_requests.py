@@ -12,6 +12,7 @@ from urllib.request import Request, urlopen
 import pytest
 from engine_process import DEMO_MODEL
 from live_server import free_port, serving
+from waiting import SAFETY_S
 
 from kvtier.errors import UsageError
 from kvtier_sglang import requests
@@ -52,7 +53,7 @@ def post(url: str, body: dict) -> tuple[int, dict]:
     """Status and answer."""
     request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
-        with urlopen(request, timeout=60) as reply:
+        with urlopen(request, timeout=SAFETY_S) as reply:
             return reply.status, json.load(reply)
     except HTTPError as error:
         return error.code, json.load(error)

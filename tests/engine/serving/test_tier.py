@@ -86,15 +86,13 @@ def test_a_fork_in_the_middle_of_a_compressed_context_answers_like_one_never_com
     assert [r[0]["output_ids"] for r in forked["rounds"]] == [
         r[0]["output_ids"] for r in exact["rounds"]
     ]
-    # At most a span and the new tokens had to be computed, but for requests that found computing
-    # faster than this machine's tier just then.
+    # At most a span and the new tokens had to be computed.
     served = forked["state"]["tier"]
     computed = [
         len(fork) - answer[0]["cached_tokens"]
         for fork, answer in zip(forks, forked["rounds"][1:], strict=True)
     ]
-    rather_computed = len(rounds) - served["asked"] + served.get("gave_up_waiting", 0)
-    assert sum(tokens > 9 + 64 for tokens in computed) <= rather_computed
+    assert max(computed) <= 9 + 64
     assert served["restored_requests"] > 0
     assert forked["state"]["integrity"] == []
 
@@ -124,9 +122,9 @@ def test_entries_chosen_by_the_tier_give_the_tokens_of_entries_chosen_here(tmp_p
     assert answers[0] == answers[1]
     fetched, near = (state["tier"]["refresh_moved_bytes"] for state in states)
     assert near <= 1.1 * retention * fetched
-    # Answers long enough that what is chosen in the background comes before the end of some, on a
-    # busy machine, too.
+    # Asked again until what is chosen in the background has come before the end of an answer.
     longer = [[{**one, "max_new_tokens": 80} for one in requests] for requests in sessions]
+    longer += [{"until": "refreshed_again", "request": longer[-1][0]}]
     for refresh_by in ("fetch", "near-data"):
         wanted = {"KVTIER_REFRESH": "4", "KVTIER_REFRESH_BY": refresh_by}
         found = run_engine(tmp_path, engine, longer, env | wanted)

@@ -9,8 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,11 @@ from urllib.request import Request, urlopen
 
 from calibration.redis_server import RedisServer, redis_server
 from engine.memory.memory_samples import Stored, make_memory
-from engine_process import CLEAN_ENVIRONMENT, DEMO_MODEL
+from engine_process import CLEAN_ENVIRONMENT, DEMO_MODEL, PATIENT
 from live_server import free_port, serving
 from prometheus_client.parser import text_string_to_metric_families
 from tierd.live_tier import LiveTier, live_tier
+from waiting import SAFETY_S, wait_for
 
 from kvtier.calibration.documents import load_curve
 from kvtier.calibration.store.opening import open_store
@@ -34,11 +34,7 @@ from kvtier.memory.recipe import Recipe
 ADMIN_KEY = "the-admins-own"
 SESSIONS = 3
 EXPORTER = shutil.which("prometheus-redis-exporter")
-PATIENCE_S = 60.0
-# For a second a server gives the same answer again.
-SAME_ANSWER_S = 1.2
-# On a busy machine requests may find computing faster than the tier. Then the run tries again.
-ATTEMPTS, RESTORED_TOKENS = 5, 1600 * SESSIONS
+RESTORED_TOKENS = 1600 * SESSIONS
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -56,16 +52,16 @@ class SeenRun:
     # Before the last time that all sessions came back.
     restored_before: float = 0
 
-    def restored_so_far(self) -> float:
-        """Tokens that came from the tier, of all sessions together."""
-        time.sleep(SAME_ANSWER_S)
-        return self.status()["figures"]["kvtier_restored_tokens"][""]
+    def state(self) -> dict[str, Any]:
+        """What the engine says of its tier just now; its status page may be a second old."""
+        _, text = self.get("/server_info")
+        return json.loads(text)["internal_states"][0]["kvtier"]["tier"]
 
     def get(self, path: str, key: str | None = ADMIN_KEY) -> tuple[int, str]:
         """The status and the text of the answer."""
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         try:
-            with urlopen(Request(f"{self.url}{path}", headers=headers), timeout=30) as answer:
+            with urlopen(Request(f"{self.url}{path}", headers=headers), timeout=SAFETY_S) as answer:
                 return answer.status, answer.read().decode()
         except HTTPError as error:
             with error:
@@ -89,7 +85,7 @@ class SeenRun:
         """The text of the answer."""
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN_KEY}"}
         data = json.dumps(body or {}).encode()
-        with urlopen(Request(f"{self.url}{path}", data, headers), timeout=120) as answer:
+        with urlopen(Request(f"{self.url}{path}", data, headers), timeout=SAFETY_S) as answer:
             return answer.read().decode()
 
     def say(self, tokens: int, seed: int) -> None:
@@ -105,9 +101,18 @@ class SeenRun:
         self.ask([*self.memory.prefix, *(rng.randrange(136, 384) for _ in range(40))])
 
     def settle(self) -> None:
-        """Until nothing is on its way to the tier any more."""
-        time.sleep(SAME_ANSWER_S)
-        wait_until(lambda: not self.status()["figures"]["kvtier_engine_tier_pending"][""])
+        """Until nothing is on its way to the tier any more, and the status page says so, too."""
+        wait_for(lambda: not self.state()["pending"])
+        restored = self.state().get("restored_tokens", 0)
+
+        def told() -> bool:
+            found = self.status()["figures"]
+            return (
+                not found["kvtier_engine_tier_pending"][""]
+                and found["kvtier_restored_tokens"][""] == restored
+            )
+
+        wait_for(told)
 
     def flush(self) -> None:
         """SGLang refuses while a request is being put away, which its answer does not wait for."""
@@ -119,30 +124,23 @@ class SeenRun:
                 return False
             return True
 
-        wait_until(flushed)
+        wait_for(flushed)
 
-    def drive(self) -> None:
-        """Two turns, an empty cache, two more turns that come back; and the memory's requests."""
-        self.ask_memory(seed=5)
+    def drive(self, watched: Callable[[], None]) -> None:
+        """Two turns; and twice an empty cache, a turn that comes back, another, and a request of
+        the memory. watched: returns once whoever looks at the run has looked again. All that counts
+        does so before that and after it, and so has a rate."""
         self.say(1500, seed=1)
         self.say(300, seed=2)
-        for attempt in range(ATTEMPTS):
+        for seed in (3, 4):
             self.settle()
             self.flush()
-            self.restored_before = self.restored_so_far()
-            self.say(200, seed=10 + attempt)
-            if self.restored_so_far() - self.restored_before > RESTORED_TOKENS:
-                break
-        self.say(100, seed=4)
-        self.ask_memory(seed=6)
-        self.settle()
-
-
-def wait_until(fact: Any, patience_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + patience_s
-    while not fact():
-        assert time.monotonic() < deadline, "did not come true"
-        time.sleep(0.1)
+            self.restored_before = self.state().get("restored_tokens", 0)
+            self.say(200, seed=seed)
+            self.say(100, seed=10 + seed)
+            self.ask_memory(seed=20 + seed)
+            self.settle()
+            watched()
 
 
 def samples_of(text: str) -> Samples:
@@ -155,7 +153,7 @@ def samples_of(text: str) -> Samples:
 
 
 def scrape(url: str) -> Samples:
-    with urlopen(url, timeout=30) as answer:
+    with urlopen(url, timeout=SAFETY_S) as answer:
         return samples_of(answer.read().decode())
 
 
@@ -169,7 +167,7 @@ def seen_run(folder: Path, *flags: str) -> Iterator[SeenRun]:
         )
         recipe = Recipe(0.3, 40, 0.5, 7, 0.0)
         memory = make_memory(load_model(str(DEMO_MODEL)), folder / "memories/m", 150, recipe, 2)
-        environment = {**CLEAN_ENVIRONMENT, "KVTIER_TIER_TIMEOUT_S": "10"}
+        environment = {**CLEAN_ENVIRONMENT, **PATIENT}
         environment["KVTIER_REDIS_URL"] = redis.url
         with open_store(load_settings(redis_url=redis.url)) as store:
             store.put(load_curve(DEMO_MODEL / "curve.json"))
@@ -222,7 +220,7 @@ def redis_exporter(binary: str, redis: RedisServer, folder: Path) -> Iterator[st
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
         url = f"http://{address}/metrics"
-        wait_until(lambda: _answers(url))
+        wait_for(lambda: _answers(url))
         yield url
     finally:
         process.kill()
@@ -231,7 +229,7 @@ def redis_exporter(binary: str, redis: RedisServer, folder: Path) -> Iterator[st
 
 def _answers(url: str) -> bool:
     try:
-        with urlopen(url, timeout=5) as answer:
+        with urlopen(url, timeout=SAFETY_S) as answer:
             return answer.status == 200
     except OSError:
         return False

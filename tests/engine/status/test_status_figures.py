@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from tiered_tree_harness import REFRESH, turn, two_turns
 from tree_harness import MiniScheduler, run_turn
 from tree_requests import context
+from waiting import SAFETY_S
 
 from kvtier.retention.shares import FixedShare
 from kvtier_sglang.status import publisher as publisher_module
@@ -30,7 +31,7 @@ def publish(monkeypatch):
     yield make
     for one in made:
         one.stop.set()
-        one.thread.join(10)
+        one.thread.join(SAFETY_S)
 
 
 def samples(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
@@ -62,7 +63,7 @@ def test_metrics_are_the_figures_turn_after_turn(publish, connect):
     for number in range(3):
         turn(s, history, [number])
         history = [*history, number, *context(25, seed=number + 1)]
-        assert s.tree.tier.link.flush(10)
+        assert s.tree.tier.link.flush(SAFETY_S)
         publisher.update()
         assert samples(registry) == expected(s.tree)
     assert samples(registry)["kvtier_refreshes_total", "refreshed_turns"] == 2
@@ -127,7 +128,7 @@ def test_metrics_that_fail_are_off_and_nothing_else_is(monkeypatch, caplog):
 
     monkeypatch.setattr(Publisher, "update", fail)
     publisher = Publisher(MiniScheduler().tree, "a-model", CollectorRegistry())
-    assert failed.wait(10)
-    publisher.thread.join(10)
+    assert failed.wait(SAFETY_S)
+    publisher.thread.join(SAFETY_S)
     assert not publisher.thread.is_alive()
     assert caplog.text.count("metrics failed and are off") == 1

@@ -13,6 +13,7 @@ from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateR
 from sglang.srt.utils.auth import add_api_key_middleware
 from tree_harness import MiniScheduler, run_turn
 from tree_requests import context
+from waiting import SAFETY_S
 
 from kvtier_sglang.status import routes
 from kvtier_sglang.status.routes import Asker, mount
@@ -156,7 +157,7 @@ def test_an_answer_that_is_old_is_asked_for_anew(cache, monkeypatch):
     assert len(manager.asked) == 2
 
 
-def test_a_scheduler_that_is_busy_is_waited_for_in_the_background_and_its_answer_is_not_lost(cache):
+def test_a_late_scheduler_is_waited_for_in_the_background_and_its_answer_is_not_lost(cache):
     """A late answer must not be taken for that to SGLang's own next question."""
     manager = Manager(cache, replies=False)
 
@@ -171,6 +172,7 @@ def test_a_scheduler_that_is_busy_is_waited_for_in_the_background_and_its_answer
         await asyncio.sleep(0)
         assert len(manager.asked) == 1
         manager.reply(manager.asked[0])
+        asker._patience_s = SAFETY_S
         (replica,) = await asker.ask()
         assert replica["sessions"]["seen"] == 2
         while len(manager.asked) == 1:

@@ -8,6 +8,7 @@ import pytest
 from tiered_tree_harness import REFRESH, turn, two_turns
 from tree_harness import MiniScheduler, run_turn
 from tree_requests import context
+from waiting import SAFETY_S
 
 from kvtier.retention.shares import FixedShare
 from kvtier_sglang.status import sessions as sessions_module
@@ -154,7 +155,7 @@ def test_nothing_of_a_status_depends_on_the_tokens(connect):
         s = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=REFRESH)
         tokens = [(token * (7 if seed == 1 else 11)) % 50 for token in range(60)]
         run_turn(s, tokens, [seed, 1])
-        assert s.tree.tier.link.flush(10)
+        assert s.tree.tier.link.flush(SAFETY_S)
         status = status_of(s.tree)
         first = status["sessions"]["rows"][0]["branch"]
         text = json.dumps(without_times(status)).replace(f'"branch": {first}', '"branch": 0')

@@ -16,6 +16,7 @@ from thorough import THOROUGH
 from tiered_tree_harness import shape, turn, two_turns
 from tree_harness import MiniScheduler
 from tree_requests import context
+from waiting import SAFETY_S
 
 from kvtier.errors import TierProtocolError
 from kvtier.retention.shares import FixedShare
@@ -116,7 +117,7 @@ def test_a_record_that_cannot_be_restored_is_a_miss(connect):
         patch.setattr(lookup, "decode_record", lambda payload: forged)
         assert turn(b, [*session.tokens, 9, 9], [3]).restored == 0
     assert b.tree.report()["tier"]["restore_failed"] == 1
-    assert b.tree.tier.link.flush(10)
+    assert b.tree.tier.link.flush(SAFETY_S)
     assert b.tree.tier.link.held_bytes == 0
 
 
@@ -284,7 +285,7 @@ def test_thousands_of_forged_records_are_taken_or_refused_and_nothing_else(conne
             b.release(request, checkpoint=False, aborted=True)
             assert b.tree.check_integrity() == []
         counted += b.tree.restorer.counters + b.tree.tier.counters
-    assert link.flush(10)
+    assert link.flush(SAFETY_S)
     assert link.held_bytes == 0
     assert link.counters["get_bugs"] == 0
     assert link.counters["records_refused"] > 20

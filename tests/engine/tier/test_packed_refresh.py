@@ -8,6 +8,7 @@ from packed_checks import SHAPE, AnyOrder
 from tiered_tree_harness import REFRESH, turn
 from tree_harness import QUERY_SCALE, MiniScheduler
 from tree_requests import context, digest
+from waiting import SAFETY_S
 
 from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import choose_again
@@ -56,7 +57,7 @@ def test_a_turn_reads_packed_entries_of_its_own_chosen_by_its_queries_too(connec
     s = MiniScheduler(share=FixedShare(share), link=connect(), refresh=REFRESH, adaptive=True)
     prompt = context(90)
     turn(s, prompt, [1, 2])
-    assert s.tree.tier.link.flush(10)
+    assert s.tree.tier.link.flush(SAFETY_S)
     (node,) = s.tree.nodes()
     before = held(s, node.value)
     request = s.admit([*prompt, 1, 2, 7, 7, 7])
@@ -81,7 +82,7 @@ def test_a_turn_reads_packed_entries_of_its_own_chosen_by_its_queries_too(connec
     s.release(request, checkpoint=True)
     s.check()
     assert s.tree.private_ca == 0
-    assert s.tree.tier.link.flush(10)
+    assert s.tree.tier.link.flush(SAFETY_S)
     assert s.tree.tier.link.held_bytes == 0
 
 
@@ -90,7 +91,7 @@ def test_another_server_restores_the_packed_context_and_refreshes_it(connect):
     first = MiniScheduler(share=FixedShare(0.4), link=link, refresh=REFRESH, adaptive=True)
     prompt = context(90)
     turn(first, prompt, [1, 2])
-    assert link.flush(10)
+    assert link.flush(SAFETY_S)
     (node,) = first.tree.nodes()
     second = MiniScheduler(share=FixedShare(0.4), link=link, refresh=REFRESH, adaptive=True)
     request = second.admit([*prompt, 1, 2, 7, 7, 7])
@@ -113,7 +114,7 @@ def test_a_turn_without_room_for_entries_of_its_own_goes_on_with_the_trees(conne
     )
     prompt = context(90)
     turn(s, prompt, [1, 2])
-    assert s.tree.tier.link.flush(10)
+    assert s.tree.tier.link.flush(SAFETY_S)
     request = s.admit([*prompt, 1, 2, 7, 7, 7])
     hold = s.allocator.alloc(s.allocator.available_size() - 20)
     assert s.extend(request, 100)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tierd.live_tier import in_process, key_of
 from tree_harness import PROFILE
+from waiting import SAFETY_S
 
 from kvtier.tier.client import Blob, Landing, TierClient
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
@@ -72,7 +73,9 @@ def test_a_round_trip_is_bit_exact(tier, dtype, shared, state_width):
     (payload,) = gathered.rows
     layout = codec.layout(TOKENS)
     landed = bytearray(layout.num_bytes)
-    with TierClient(tier.address, f"{dtype}-{shared}-{state_width}", shared=shared) as client:
+    with TierClient(
+        tier.address, f"{dtype}-{shared}-{state_width}", shared=shared, timeout_s=SAFETY_S
+    ) as client:
         client.connect()
         assert client.shares_memory is shared
         client.put(Blob(key_of(1), layout.encode(), [memoryview(payload.numpy())]))

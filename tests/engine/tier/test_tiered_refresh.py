@@ -7,6 +7,7 @@ import torch
 from tiered_tree_harness import REFRESH, turn
 from tree_harness import MiniScheduler
 from tree_requests import context
+from waiting import SAFETY_S
 
 from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.refreshing import RefreshRule
@@ -20,7 +21,7 @@ def test_a_turn_reads_entries_of_its_own_and_leaves_the_tree_as_it_was(connect):
     s = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=REFRESH)
     prompt = context(90)
     turn(s, prompt, [1, 2])
-    assert s.tree.tier.link.flush(10)
+    assert s.tree.tier.link.flush(SAFETY_S)
     before = [node.value.clone() for node in s.tree.nodes()]
     request = s.admit([*prompt, 1, 2, 7, 7, 7])
     assert s.extend(request, 100)
@@ -47,7 +48,7 @@ def test_a_tier_that_chooses_by_itself_chooses_the_same(connect):
             share=FixedShare(0.5), link=connect(), refresh=REFRESH, near_data=near_data
         )
         turn(s, prompt, [1, 2])
-        assert s.tree.tier.link.flush(10)
+        assert s.tree.tier.link.flush(SAFETY_S)
         request = s.admit([*prompt, 1, 2, 7, 7, 7])
         assert s.extend(request, 100)
         report = s.tree.report()["tier"]
@@ -58,7 +59,7 @@ def test_a_tier_that_chooses_by_itself_chooses_the_same(connect):
         s.check()
         s.release(request, checkpoint=True)
         s.check()
-        assert s.tree.tier.link.flush(10)
+        assert s.tree.tier.link.flush(SAFETY_S)
         assert s.tree.tier.link.held_bytes == 0
     (fetched, all_bytes), (near, some_bytes) = held
     assert fetched.equal(near)
@@ -70,7 +71,7 @@ def chosen_by_now(s: MiniScheduler) -> None:
     """What is chosen in the background is."""
     for ahead in s.tree.refresh.prefetch._ahead.values():
         if ahead.choosing is not None:
-            ahead.choosing.result(10)
+            ahead.choosing.result(SAFETY_S)
 
 
 def generated(s: MiniScheduler, request, count: int) -> list[int]:
@@ -80,7 +81,7 @@ def generated(s: MiniScheduler, request, count: int) -> list[int]:
         row = s.rows.req_to_token[request.kv.req_pool_idx, : request.filled].long()
         before = s.pool.ca[1].k[row[row > 0]]
         assert s.decode(request, number)
-        assert s.tree.tier.link.flush(10)
+        assert s.tree.tier.link.flush(SAFETY_S)
         chosen_by_now(s)
         row = s.rows.req_to_token[request.kv.req_pool_idx, : request.filled - 1].long()
         if not s.pool.ca[1].k[row[row > 0]].equal(before):
@@ -100,7 +101,7 @@ def test_every_so_many_tokens_the_newest_queries_choose_again(connect, near_data
     )
     prompt = context(90)
     turn(s, prompt, [1, 2])
-    assert s.tree.tier.link.flush(10)
+    assert s.tree.tier.link.flush(SAFETY_S)
     request = s.admit([*prompt, 1, 2, 7, 7, 7])
     assert s.extend(request, 100)
     # Asked with the 4th token, come and being chosen from with the 5th, written with the 6th.
@@ -112,7 +113,7 @@ def test_every_so_many_tokens_the_newest_queries_choose_again(connect, near_data
     s.check()
     assert s.tree.private_ca == 0
     assert not s.tree.refresh.trigger._watched
-    assert s.tree.tier.link.flush(10)
+    assert s.tree.tier.link.flush(SAFETY_S)
     assert s.tree.tier.link.held_bytes == 0
 
 
@@ -126,7 +127,7 @@ def test_attention_that_has_moved_on_chooses_again_and_attention_that_has_not_do
         )
         prompt = context(90, seed=int(100 * moved))
         turn(s, prompt, [1, 2])
-        assert s.tree.tier.link.flush(10)
+        assert s.tree.tier.link.flush(SAFETY_S)
         request = s.admit([*prompt, 1, 2, 7, 7, 7])
         assert s.extend(request, 100)
         # Looked at with the 8th token for the first time, and with the 16th.
@@ -142,7 +143,7 @@ def test_a_turn_that_began_without_the_tier_is_refreshed_when_it_is_back(connect
     )
     prompt = context(90)
     turn(s, prompt, [1, 2])
-    assert s.tree.tier.link.flush(10)
+    assert s.tree.tier.link.flush(SAFETY_S)
     with monkeypatch.context() as patch:
         patch.setattr(TierClient, "get", lambda *args: [Landing.MISSING] * len(args[1]))
         request = s.admit([*prompt, 1, 2, 7, 7, 7])
@@ -160,18 +161,18 @@ def test_a_restored_context_is_refreshed_from_what_it_was_restored_from(connect)
     a = MiniScheduler(share=FixedShare(0.5), link=connect())
     prompt = context(90)
     turn(a, prompt, [1, 2])
-    assert a.tree.tier.link.flush(10)
+    assert a.tree.tier.link.flush(SAFETY_S)
     b = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=REFRESH)
     assert turn(b, [*prompt, 1, 2, 7, 7, 7], [3]).restored == 92
     assert b.tree.refresh.refresher.counters["refreshed_turns"] == 1
-    assert b.tree.tier.link.flush(10)
+    assert b.tree.tier.link.flush(SAFETY_S)
     assert b.tree.tier.link.held_bytes == 0
 
 
 def test_a_refresh_without_room_leaves_no_host_memory_held(connect, monkeypatch):
     s = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=REFRESH)
     turn(s, context(90), [1, 2])
-    assert s.tree.tier.link.flush(10)
+    assert s.tree.tier.link.flush(SAFETY_S)
     monkeypatch.setattr(s.tree.refresh.refresher, "_allocate", lambda refreshing: False)
     request = s.admit([*context(90), 1, 2, 7, 7])
     assert s.tree.tier.link.held_bytes > 0

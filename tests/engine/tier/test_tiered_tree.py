@@ -11,6 +11,7 @@ from thorough import THOROUGH
 from tiered_tree_harness import REFRESH, SHARES, entries, shape, turn, two_turns
 from tree_harness import MiniScheduler
 from tree_requests import context, random_tokens
+from waiting import SAFETY_S
 
 from kvtier.errors import TierUnavailableError
 from kvtier.retention.shares import FixedShare
@@ -26,7 +27,7 @@ def test_turns_come_back_to_another_server_compressed_as_they_were(connect, shar
         for s in (a, never_left):
             turn(s, history, answer)
         history = [*history, *answer, *context(25, seed=number + 1)]
-    assert a.tree.tier.link.flush(10)
+    assert a.tree.tier.link.flush(SAFETY_S)
     b = MiniScheduler(share=share, link=connect())
     came = turn(b, history, [7])
     stayed = turn(never_left, history, [7])
@@ -41,7 +42,7 @@ def test_a_fork_inside_a_compressed_context_gets_its_exact_prefix_back(connect, 
     s = MiniScheduler(share=share, link=connect())
     shared = context(90)
     turn(s, shared, [1, 2])
-    assert s.tree.tier.link.flush(10)
+    assert s.tree.tier.link.flush(SAFETY_S)
     fork = turn(s, [*shared[:61], 7, 7, 7], [3])
     # Spans are 6 tokens long: 60 of the 61 shared ones came whole.
     assert fork.prefix_len == 60
@@ -51,7 +52,7 @@ def test_a_tail_shorter_than_a_span_comes_back_too(connect):
     a = MiniScheduler(link=connect())
     prompt = context(23)
     turn(a, prompt, [1, 2])
-    assert a.tree.tier.link.flush(10)
+    assert a.tree.tier.link.flush(SAFETY_S)
     b = MiniScheduler(link=connect())
     assert turn(b, [*prompt, 1, 2, 9, 9], [3]).restored == 25
 
@@ -70,7 +71,7 @@ def test_another_policy_shares_exact_kv_and_nothing_else(connect):
     turn(a, first, [1, 2])
     second = [*first, 1, 2, *context(40, seed=1)]
     turn(a, second, [3])
-    assert a.tree.tier.link.flush(10)
+    assert a.tree.tier.link.flush(SAFETY_S)
     b = MiniScheduler(share=FixedShare(0.25), link=connect())
     # Other scores stand beside the KV in this test, so not even the exact part is shared.
     assert turn(b, [*second, 3, 9], [4]).restored == 0
@@ -79,26 +80,38 @@ def test_another_policy_shares_exact_kv_and_nothing_else(connect):
 def test_requests_that_end_without_finishing_leave_nothing_in_flight(connect):
     s = MiniScheduler(link=connect())
     turn(s, context(60), [1])
-    assert s.tree.tier.link.flush(10)
+    assert s.tree.tier.link.flush(SAFETY_S)
     request = s.admit([*context(40), 7, 7])
     s.extend(request, 1)
     s.release(request, checkpoint=False, aborted=True)
     s.check()
     assert not s.tree.has_pending_cache_operations()
-    assert s.tree.tier.link.flush(10)
+    assert s.tree.tier.link.flush(SAFETY_S)
     assert s.tree.tier.link.held_bytes == 0
 
 
 def test_what_is_computed_faster_than_it_is_loaded_is_computed(connect):
     a = MiniScheduler(link=connect())
     turn(a, context(60), [1])
-    assert a.tree.tier.link.flush(10)
+    assert a.tree.tier.link.flush(SAFETY_S)
     b = MiniScheduler(link=connect())
     b.tree.tier.cost_model.computed(1.0, 10**9)
     b.tree.tier.cost_model.loaded(1.0, 1000, 1)
     assert turn(b, [*context(60), 1, 7], [2]).restored == 0
     assert b.tree.tier.fetches.counters["asked"] == 0
     assert not b.tree.report()["tier"]["loading_pays"]
+
+
+def test_with_a_patience_of_its_own_a_server_asks_the_tier_whatever_was_measured(connect):
+    a = MiniScheduler(link=connect())
+    turn(a, context(60), [1])
+    assert a.tree.tier.link.flush(SAFETY_S)
+    b = MiniScheduler(link=connect(), patience_s=SAFETY_S)
+    b.tree.tier.cost_model.computed(1.0, 10**9)
+    b.tree.tier.cost_model.loaded(1.0, 1000, 1)
+    assert b.tree.report()["tier"]["loading_pays"]
+    assert b.tree.tier.patience_s(60) == SAFETY_S
+    assert turn(b, [*context(60), 1, 7], [2]).restored == 61
 
 
 class FlakyClient(TierClient):
@@ -177,9 +190,9 @@ def test_random_turns_forks_and_aborts_on_two_servers_and_one_tier(connect, clie
         if going:
             histories.append([*prompt, *answered])
         if rng.random() < 0.5:
-            s.tree.tier.link.flush(10)
+            s.tree.tier.link.flush(SAFETY_S)
     for s in servers:
-        assert s.tree.tier.link.flush(10)
+        assert s.tree.tier.link.flush(SAFETY_S)
         assert s.tree.tier.link.held_bytes == 0
         assert not s.tree.has_pending_cache_operations()
         assert s.tree.private_ca == 0

@@ -8,6 +8,7 @@ import pytest
 from thorough import THOROUGH
 from tree_harness import MiniScheduler
 from tree_requests import random_tokens
+from waiting import SAFETY_S
 
 from kvtier.retention.shares import FixedShare, QualityTarget, TokenBudget
 from kvtier.tier.blobs.turns import TurnRecord
@@ -79,7 +80,7 @@ def test_whatever_servers_do_their_own_records_pass(connect, share, streaming, s
             s.check()
             histories.append([*request.prompt, *answered])
         if rng.random() < 0.5:
-            s.tree.tier.link.flush(10)
+            s.tree.tier.link.flush(SAFETY_S)
     dropped = [node for record in records for node in record.nodes if node.dropped != (0, 0)]
     assert len(dropped) > 20
     assert sum(s.tree.tier.link.counters["records_refused"] for s in servers) == 0

@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tiered_tree_harness import REFRESH, turn
 from tree_harness import MiniScheduler, run_turn
 from tree_requests import Request, context
+from waiting import SAFETY_S
 
 from kvtier.retention.shares import FixedShare
 from kvtier_sglang.tracing.instrument import instrument
@@ -87,7 +88,7 @@ def test_a_turn_is_matched_spilled_and_selected(traced, connect):
 def test_what_comes_back_is_fetched_restored_and_refreshed(traced, connect):
     a = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=REFRESH)
     turn(a, context(60), [1, 2])
-    assert a.tree.tier.link.flush(10)
+    assert a.tree.tier.link.flush(SAFETY_S)
     b = server(traced, connect, refresh=REFRESH)
     turn(b, [*context(60), 1, 2, 9, 9], [3])
     assert traced.below_the_request("kvtier.restore") == [{"tokens": 62}]
@@ -133,7 +134,7 @@ def test_a_request_that_is_not_traced_has_no_spans_and_the_same_answers(
     s, plain = server(traced, connect), MiniScheduler(share=FixedShare(0.5), link=connect())
     for one in (s, plain):
         turn(one, context(60), [1, 2])
-        assert one.tree.tier.link.flush(10)
+        assert one.tree.tier.link.flush(SAFETY_S)
     assert traced.exporter.get_finished_spans() == ()
     assert [n.ca_size for n in s.tree.nodes()] == [n.ca_size for n in plain.tree.nodes()]
 

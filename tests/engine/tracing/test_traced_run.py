@@ -14,7 +14,8 @@ import pytest
 from engine_process import CLEAN_ENVIRONMENT, DEMO_MODEL
 from live_server import free_port, serving
 from otlp_collector import Collector, Span, collecting
-from tierd.live_tier import eventually, live_tier
+from tierd.live_tier import live_tier
+from waiting import SAFETY_S, wait_for
 
 pytestmark = pytest.mark.engine
 
@@ -23,7 +24,8 @@ RULE = {
     "locality-recent-tokens": "64",
     "locality-branch-recent-tokens": "24",
     "tier-span-tokens": "64",
-    "tier-timeout-s": "10",
+    "tier-timeout-s": "60",
+    "tier-patience-s": "600",
     "retention": "0.5",
     "refresh": "turn",
     "head-profile": str(DEMO_MODEL / "head_profile.json"),
@@ -63,7 +65,7 @@ def traced(tmp_path_factory) -> Iterator[Traced]:
 
 def post(url: str, body: dict, headers: dict[str, str] | None = None) -> bytes:
     head = {"Content-Type": "application/json", **(headers or {})}
-    with urlopen(Request(url, json.dumps(body).encode(), head), timeout=60) as answer:
+    with urlopen(Request(url, json.dumps(body).encode(), head), timeout=SAFETY_S) as answer:
         return answer.read()
 
 
@@ -81,16 +83,16 @@ def flush(traced: Traced) -> None:
             return False
         return True
 
-    eventually(flushed)
+    wait_for(flushed)
 
 
 def test_a_request_that_is_restored_and_refreshed_is_one_trace_from_engine_to_tier(traced):
     rng = random.Random(1)
     prompt = [rng.randrange(136, 384) for _ in range(1000)]
     prompt += ask(traced, prompt)["output_ids"]
-    with urlopen(f"{traced.url}/server_info", timeout=30) as answer:
+    with urlopen(f"{traced.url}/server_info", timeout=SAFETY_S) as answer:
         assert json.load(answer)["internal_states"][0]["kvtier"]["tier"]["healthy"]
-    eventually(lambda: not pending(traced))
+    wait_for(lambda: not pending(traced))
     flush(traced)
     prompt += [rng.randrange(136, 384) for _ in range(100)]
     header = {"traceparent": f"00-{TRACE_ID}-{CLIENT_SPAN}-01"}
@@ -143,5 +145,5 @@ def test_spans_say_nothing_of_what_was_asked(traced):
 
 
 def pending(traced: Traced) -> int:
-    with urlopen(f"{traced.url}/server_info", timeout=30) as answer:
+    with urlopen(f"{traced.url}/server_info", timeout=SAFETY_S) as answer:
         return json.load(answer)["internal_states"][0]["kvtier"]["tier"]["pending"]

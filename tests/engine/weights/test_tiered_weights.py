@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from tiered_tree_harness import turn
 from tree_harness import MiniScheduler, Unchanging
 from tree_requests import Request, context
+from waiting import SAFETY_S
 
 from kvtier.tier.blobs.names import ContextNames
 from kvtier_sglang.tier.scopes import joined
@@ -53,7 +54,7 @@ def test_turns_of_other_weights_have_other_names(connect):
     update(a, 1)
     flush(a)
     assert turn(a, [*PROMPT, 1, 2, 9], [3]).restored == 0
-    assert a.tree.tier.link.flush(10)
+    assert a.tree.tier.link.flush(SAFETY_S)
     for step in (0, 1):
         assert turn(server(connect, step), [*PROMPT, 1, 2, 9], [3]).restored >= 60
     assert turn(server(connect, 2), [*PROMPT, 1, 2, 9], [3]).restored == 0
@@ -62,7 +63,7 @@ def test_turns_of_other_weights_have_other_names(connect):
 def test_nothing_is_asked_or_stored_while_kv_of_other_weights_is_cached(connect):
     other = server(connect, 1)
     turn(other, PROMPT, [1, 2])
-    assert other.tree.tier.link.flush(10)
+    assert other.tree.tier.link.flush(SAFETY_S)
     s = server(connect)
     turn(s, context(50, seed=3), [1])
     spilled = s.tree.tier.spiller.counters["spans_spilled"]
@@ -88,7 +89,7 @@ def test_a_request_that_runs_while_weights_change_is_not_stored(connect):
     assert s.decode(request, 1)
     assert s.decode(request, 2)
     s.release(request, checkpoint=True)
-    assert s.tree.tier.link.flush(10)
+    assert s.tree.tier.link.flush(SAFETY_S)
     for step in (0, 1):
         # What was stored before the change is of the weights before.
         restored = turn(server(connect, step), [*PROMPT, 1, 2, 9], [3]).restored
@@ -98,7 +99,7 @@ def test_a_request_that_runs_while_weights_change_is_not_stored(connect):
 def test_what_landed_before_the_weights_changed_is_dropped(connect):
     a = server(connect)
     turn(a, PROMPT, [1, 2])
-    assert a.tree.tier.link.flush(10)
+    assert a.tree.tier.link.flush(SAFETY_S)
     b = server(connect)
     request = Request([*PROMPT, 1, 2, 9])
     key = RadixKey(request.full_untruncated_fill_ids, limit=len(PROMPT) + 2)
@@ -111,7 +112,7 @@ def test_what_landed_before_the_weights_changed_is_dropped(connect):
 def test_equal_tokens_of_another_adapter_extra_key_or_salt_share_nothing(connect):
     a = server(connect)
     turn(a, PROMPT, [1, 2])
-    assert a.tree.tier.link.flush(10)
+    assert a.tree.tier.link.flush(SAFETY_S)
     found = [
         a.tree.tier.scope("rid", extra_key, salt)
         for extra_key in (joined("", None), joined("lora", None), joined("", "lora"))

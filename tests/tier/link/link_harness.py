@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierUnavailableError
 from kvtier.tier.blobs.payload import record_layout
@@ -14,16 +15,8 @@ from kvtier.tier.client import Blob
 from kvtier.tier.link.breaker import Breaker
 from kvtier.tier.link.link import TierLink
 
-PATIENCE_S = 10.0
 LAYOUT = record_layout("test")
 BUDGET = 1000
-
-
-def eventually(fact: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not fact():
-        assert time.monotonic() < deadline, "did not come true"
-        time.sleep(0.002)
 
 
 def blob_of(number: int, num_bytes: int = 100) -> Blob:
@@ -53,7 +46,7 @@ class FakeClient:
 
     def put(self, blob: Blob, *, replace: bool = False) -> bool:
         self.calls += 1
-        assert self.gate.wait(PATIENCE_S) or self.closed
+        assert self.gate.wait(SAFETY_S) or self.closed
         if self.closed:
             raise TierUnavailableError("cut off")
         if self.fails is not None:
@@ -85,10 +78,10 @@ def hold_the_put_thread(link, client):
     """A put under way that does not end until `client.gate` is set."""
     client.gate.clear()
     assert link.put([blob_of(10_000, 1)]) == 1
-    eventually(lambda: client.calls == 1)
+    wait_for(lambda: client.calls == 1)
 
 
 def fail(link, times: int) -> None:
     """Calls that fail, until the breaker opens."""
     for _ in range(times):
-        assert link.submit(lambda client: client.put(blob_of(1))).wait(PATIENCE_S)
+        assert link.submit(lambda client: client.put(blob_of(1))).wait(SAFETY_S)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
-from link_harness import PATIENCE_S, blob_of, eventually, hold_the_put_thread, linked
+from link_harness import blob_of, hold_the_put_thread, linked
+from waiting import SAFETY_S, FakeClock, wait_for
 
 from kvtier.errors import TierUnavailableError
 from kvtier.tier.link import link as link_module
@@ -19,31 +19,32 @@ from kvtier.tier.link.fetch import Fetch
 def test_what_is_put_is_stored_in_order_and_counted(link, client):
     blobs = [blob_of(number) for number in range(5)]
     assert link.put(blobs) == 5
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert link.put(blobs[:2]) == 2
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert client.stored == blobs
     assert link.put(blobs[:1], replace=True) == 1
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert link.counters == {"put": 6, "put_bytes": 600, "put_known": 2, "puts_shed": 0}
     assert link.held_bytes == link.pending == 0
     assert client.connects == 1
 
 
 def test_a_payload_is_waited_for_in_the_background_before_it_is_read(link, client):
-    complete = threading.Event()
+    asked, complete = threading.Event(), threading.Event()
     where: list[str] = []
 
     def ready() -> None:
-        assert complete.wait(PATIENCE_S)
+        asked.set()
+        assert complete.wait(SAFETY_S)
         where.append(threading.current_thread().name)
 
     assert link.put([blob_of(0), blob_of(1)], ready=ready) == 2
     assert link.put([blob_of(2)]) == 1
-    time.sleep(0.02)
+    assert asked.wait(SAFETY_S)
     assert client.stored == []
     complete.set()
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert client.stored == [blob_of(number) for number in range(3)]
     assert where == ["kvtier-putting"] * 2
 
@@ -54,16 +55,16 @@ def test_work_runs_in_the_background_and_its_result_is_there_when_it_is_done(lin
     def work(given):
         assert given is client
         began.set()
-        go_on.wait(PATIENCE_S)
+        go_on.wait(SAFETY_S)
         return 42
 
     fetch = link.submit(work)
-    assert began.wait(PATIENCE_S)
+    assert began.wait(SAFETY_S)
     assert not fetch.done
     assert not fetch.wait(0.0)
     assert link.pending == 1
     go_on.set()
-    assert fetch.wait(PATIENCE_S)
+    assert fetch.wait(SAFETY_S)
     assert (fetch.done, fetch.result) == (True, 42)
 
 
@@ -71,7 +72,7 @@ def test_flush_says_whether_it_got_there(link, client):
     hold_the_put_thread(link, client)
     assert not link.flush(0.01)
     client.gate.set()
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
 
 
 # ---- what is asked for while it is on its way
@@ -80,7 +81,7 @@ def test_flush_says_whether_it_got_there(link, client):
 @pytest.fixture
 def patient(monkeypatch):
     """No get stops waiting for puts before a test does."""
-    monkeypatch.setattr(link_module, "SETTLE_S", PATIENCE_S)
+    monkeypatch.setattr(link_module, "SETTLE_S", 100 * SAFETY_S)
 
 
 def asking(link, *numbers: int) -> Fetch[int]:
@@ -97,13 +98,13 @@ def test_what_is_asked_for_goes_first_and_is_waited_for(link, client):
     for blob in blobs:
         link.put([blob])
     fetch = asking(link, 2, 4, 77)
-    eventually(lambda: link.counters["gets_settled"] == 1)
+    wait_for(lambda: link.counters["gets_settled"] == 1)
     assert not fetch.done
     assert link.pending == 8
     client.gate.set()
-    assert fetch.wait(PATIENCE_S)
+    assert fetch.wait(SAFETY_S)
     assert fetch.result >= 3
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert client.stored[1:] == [blobs[i] for i in (2, 4, 0, 1, 3, 5)]
 
 
@@ -115,10 +116,10 @@ def test_what_belongs_together_keeps_its_order_when_it_goes_first(link, client):
     for number, blob in enumerate(blobs):
         link.put([blob], group="ours" if number % 2 else f"another's {number}")
     fetch = asking(link, 5)
-    eventually(lambda: link.counters["gets_settled"] == 1)
+    wait_for(lambda: link.counters["gets_settled"] == 1)
     client.gate.set()
-    assert fetch.wait(PATIENCE_S)
-    assert link.flush(PATIENCE_S)
+    assert fetch.wait(SAFETY_S)
+    assert link.flush(SAFETY_S)
     assert client.stored[1:] == [blobs[i] for i in (1, 3, 5, 0, 2, 4)]
 
 
@@ -130,23 +131,34 @@ def test_a_get_that_waits_for_puts_holds_no_other_up(link, client):
     held = [asking(link, number) for number in range(3)]
     others = [asking(link, 7), asking(link), link.submit(lambda client: len(client.stored))]
     for fetch in others:
-        assert fetch.wait(PATIENCE_S / 2)
+        assert fetch.wait(SAFETY_S)
         assert fetch.result == 0
     assert not any(fetch.done for fetch in held)
     assert link.counters["gets_settled"] == 3
     client.gate.set()
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert all(fetch.result for fetch in held)
 
 
 def test_waiting_for_what_is_under_way_has_an_end(link, client, monkeypatch):
     monkeypatch.setattr(link_module, "SETTLE_S", 0.02)
     hold_the_put_thread(link, client)
-    began = time.monotonic()
-    fetch = asking(link, 10_000)
-    assert fetch.wait(PATIENCE_S)
+    clock = FakeClock()
+    monkeypatch.setattr(link_module, "time", clock)
+
+    def needs() -> list[bytes]:
+        clock.now += 7  # while it waits for its turn
+        return [blob_of(10_000).key]
+
+    def work(client) -> int:
+        clock.now += 5
+        return len(client.stored)
+
+    fetch = link.submit(work, needs=needs)
+    assert fetch.wait(SAFETY_S)
     assert fetch.result == 0
-    assert fetch.took_s < time.monotonic() - began - 0.02
+    assert link.counters["gets_settled"] == 1
+    assert fetch.took_s == 5
     client.gate.set()
 
 
@@ -155,10 +167,10 @@ def test_who_waits_for_puts_and_loses_interest_never_begins(link, client):
     hold_the_put_thread(link, client)
     began = []
     fetch = link.submit(began.append, needs=lambda: [blob_of(10_000).key])
-    eventually(lambda: link.counters["gets_settled"] == 1)
+    wait_for(lambda: link.counters["gets_settled"] == 1)
     fetch.cancel()
     client.gate.set()
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert fetch.done
     assert began == []
 
@@ -168,11 +180,11 @@ def test_no_get_waits_for_puts_that_wait_for_the_tier(link, client):
     """The breaker opens while a get waits."""
     hold_the_put_thread(link, client)
     fetch = asking(link, 10_000)
-    eventually(lambda: link.counters["gets_settled"] == 1)
+    wait_for(lambda: link.counters["gets_settled"] == 1)
     for _ in range(3):
         link.breaker.failed()
     link.put([blob_of(1)])
-    assert fetch.wait(PATIENCE_S / 2)
+    assert fetch.wait(SAFETY_S)
     client.gate.set()
 
 
@@ -181,11 +193,11 @@ def test_no_get_waits_for_puts_that_pause():
     with linked(breaker=Breaker(first_s=60.0)) as (link, client):
         client.fails, link._calls.connected = TierUnavailableError("only puts"), True
         link.put([blob_of(1)])
-        eventually(lambda: link._calls.put_breaker.is_open)
+        wait_for(lambda: link._calls.put_breaker.is_open)
         assert link.healthy
         client.fails = None
         fetch = asking(link, 1)
-        assert fetch.wait(PATIENCE_S / 2)
+        assert fetch.wait(SAFETY_S)
         assert link.counters["gets_settled"] == 0
 
 
@@ -195,11 +207,11 @@ def test_a_bug_in_what_a_get_needs_is_counted_as_one_of_its_work(link, bug):
         raise bug
 
     fetch = link.submit(lambda _: needs(), needs=needs)
-    assert fetch.wait(PATIENCE_S)
+    assert fetch.wait(SAFETY_S)
     assert fetch.result is None
     assert link.counters["get_bugs"] == 1
     fetch = link.submit(lambda _: "fine")
-    assert fetch.wait(PATIENCE_S)
+    assert fetch.wait(SAFETY_S)
     assert fetch.result == "fine"
 
 
@@ -211,7 +223,7 @@ def test_what_is_on_its_way_is_not_sent_twice(link, client):
     assert link.put([blob_of(1)], replace=True) == 1
     assert link.held_bytes == 401
     client.gate.set()
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert [blob.key[-1] for blob in client.stored[1:]] == [1, 2, 3, 1]
     assert link.held_bytes == 0
 
@@ -221,13 +233,13 @@ def test_what_is_on_its_way_is_not_sent_twice(link, client):
 
 def test_work_that_is_cancelled_before_it_began_never_begins(link, client):
     go_on = threading.Event()
-    first = link.submit(lambda _: go_on.wait(PATIENCE_S))
+    first = link.submit(lambda _: go_on.wait(SAFETY_S))
     ran = []
     second = link.submit(lambda _: ran.append(1))
     second.cancel()
     go_on.set()
-    assert first.wait(PATIENCE_S)
-    assert second.wait(PATIENCE_S)
+    assert first.wait(SAFETY_S)
+    assert second.wait(SAFETY_S)
     assert (second.result, ran) == (None, [])
 
 
@@ -237,26 +249,26 @@ def test_a_result_that_is_no_longer_wanted_is_given_back_once(link, client, when
 
     def work(_):
         began.set()
-        go_on.wait(PATIENCE_S)
+        go_on.wait(SAFETY_S)
         return "a result"
 
     fetch = link.submit(work)
-    assert began.wait(PATIENCE_S)
+    assert began.wait(SAFETY_S)
     if when == "done":
         go_on.set()
-        assert fetch.wait(PATIENCE_S)
+        assert fetch.wait(SAFETY_S)
     fetch.cancel(unwanted.append)
     go_on.set()
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert unwanted == ["a result"]
 
 
 def test_giving_back_may_fail_and_the_thread_goes_on(link, client, caplog):
     began, go_on = threading.Event(), threading.Event()
-    fetch = link.submit(lambda _: (began.set(), go_on.wait(PATIENCE_S)))
-    assert began.wait(PATIENCE_S)
+    fetch = link.submit(lambda _: (began.set(), go_on.wait(SAFETY_S)))
+    assert began.wait(SAFETY_S)
     fetch.cancel(lambda _: 1 / 0)
     go_on.set()
-    assert link.submit(lambda _: "next").wait(PATIENCE_S)
+    assert link.submit(lambda _: "next").wait(SAFETY_S)
     assert link.counters["get_bugs"] == 1
     assert "could not be given back" in caplog.text

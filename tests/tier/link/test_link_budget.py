@@ -6,7 +6,8 @@ import threading
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from link_harness import BUDGET, PATIENCE_S, blob_of, hold_the_put_thread, linked
+from link_harness import BUDGET, blob_of, hold_the_put_thread, linked
+from waiting import SAFETY_S
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
 from kvtier.tier.link.breaker import Breaker
@@ -19,7 +20,7 @@ def test_puts_beyond_the_budget_are_shed_the_last_ones_first(link, client):
     assert link.put([blob_of(9, 2000)]) == 0
     assert link.counters["puts_shed"] == 3
     client.gate.set()
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert [blob.key[-1] for blob in client.stored[1:]] == [0, 1, 2]
     assert link.held_bytes == 0
 
@@ -34,7 +35,7 @@ def test_puts_are_shed_before_gets_and_the_newest_first(link, client):
     assert link.counters["gets_refused"] == 1
     assert link.put([blob_of(9, 300)]) == 0
     client.gate.set()
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert [blob.key[-1] for blob in client.stored[1:]] == [0]
     link.release(600)
     assert link.held_bytes == 0
@@ -46,7 +47,7 @@ def test_a_get_that_could_not_fit_anyway_sheds_nothing(link, client):
     assert not link.claim(1000)
     assert not link.claim(1 << 60)
     client.gate.set()
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert link.counters["puts_shed"] == 0
     assert len(client.stored) == 2
 
@@ -54,11 +55,11 @@ def test_a_get_that_could_not_fit_anyway_sheds_nothing(link, client):
 def test_shedding_the_last_put_that_waits_ends_a_flush(link, client):
     hold_the_put_thread(link, client)
     client.gate.set()
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     with link._changed:
         assert link.put([blob_of(1, 900)]) == 1
         assert link.claim(500)
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     link.release(500)
 
 
@@ -91,22 +92,22 @@ def test_whatever_happens_no_more_is_held_than_the_budget_and_all_of_it_comes_ba
             assert sum(claimed) <= link.held_bytes <= BUDGET
         client.gate.set()
         client.fails = None
-        assert link.flush(PATIENCE_S)
+        assert link.flush(SAFETY_S)
         assert link.held_bytes == sum(claimed)
 
 
 def test_more_fetches_than_may_wait_are_refused_at_once():
     with linked(waiting_fetches=2) as (link, _):
         began, go_on = threading.Event(), threading.Event()
-        running = link.submit(lambda _: (began.set(), go_on.wait(PATIENCE_S)))
-        assert began.wait(PATIENCE_S)
+        running = link.submit(lambda _: (began.set(), go_on.wait(SAFETY_S)))
+        assert began.wait(SAFETY_S)
         waiting = [link.submit(lambda _: "done") for _ in range(2)]
         refused = link.submit(lambda _: "done")
         assert refused.done
         assert refused.result is None
         assert link.counters["gets_refused"] == 1
         go_on.set()
-        assert link.flush(PATIENCE_S)
+        assert link.flush(SAFETY_S)
         assert running.done
         assert [fetch.result for fetch in waiting] == ["done", "done"]
 
@@ -125,6 +126,6 @@ def test_counters_are_exact_however_many_threads_count():
             thread.start()
         for thread in threads:
             thread.join()
-        assert link.flush(PATIENCE_S)
+        assert link.flush(SAFETY_S)
         assert link.counters["gets_refused"] == 800
         assert link.counters["put_TierExhaustedError"] + link.counters["puts_shed"] == 800

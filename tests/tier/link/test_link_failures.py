@@ -5,20 +5,18 @@ still arrive does.
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 from link_harness import (
     BUDGET,
     LAYOUT,
-    PATIENCE_S,
     FakeClient,
     blob_of,
-    eventually,
     fail,
     hold_the_put_thread,
     linked,
 )
+from waiting import SAFETY_S, FakeClock, wait_for
 
 from kvtier.errors import (
     TierExhaustedError,
@@ -40,12 +38,12 @@ def test_puts_wait_for_a_tier_that_is_away_and_arrive_in_order(link, client):
     fail(link, 2)
     blobs = [blob_of(number) for number in range(6)]
     assert link.put(blobs[:3]) == 3
-    eventually(lambda: not link.healthy)
+    wait_for(lambda: not link.healthy)
     assert link.put(blobs[3:]) == 3
     assert not link.flush(0.05)
     assert link.held_bytes == 600
     client.fails = None
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert client.stored == blobs
     assert link.held_bytes == 0
     assert link.counters["puts_shed"] == link.counters["puts_given_up"] == 0
@@ -57,13 +55,13 @@ def test_of_a_tier_that_stays_away_nothing_more_is_held(monkeypatch):
         client.fails = TierUnavailableError("down")
         fail(link, 3)
         assert link.put([blob_of(1)]) == 1
-        eventually(lambda: link.room_bytes == 0)
+        wait_for(lambda: link.room_bytes == 0)
         assert link.put([blob_of(2)]) == 0
         assert link.held_bytes == 100
         client.fails = None
-        assert link.flush(PATIENCE_S)
+        assert link.flush(SAFETY_S)
         assert link.put([blob_of(3)]) == 1
-        assert link.flush(PATIENCE_S)
+        assert link.flush(SAFETY_S)
         assert [blob.key[-1] for blob in client.stored] == [1, 3]
 
 
@@ -75,7 +73,7 @@ def test_puts_that_wait_for_the_tier_make_room_for_gets_and_have_their_limit(lin
     assert link.claim(600)
     assert link.counters["puts_shed"] == 3
     client.fails = None
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert [blob.key[-1] for blob in client.stored] == [0]
     link.release(600)
     assert link.room_bytes == BUDGET
@@ -92,22 +90,26 @@ def test_what_was_damaged_on_its_way_is_sent_again(link, client):
 
     client.put = damaged_twice
     assert link.put([blob_of(1), blob_of(2)]) == 2
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert [blob.key[-1] for blob in client.stored] == [1, 2]
     assert link.healthy
     assert link.counters["put_TierIntegrityError"] == 2
 
 
-def test_a_put_that_nothing_helps_is_paced_and_does_not_stand_for_the_tier(link, client):
-    client.fails, link._calls.connected = TierUnavailableError("whenever this comes"), True
-    client.connect = lambda: None
-    began = time.monotonic()
-    assert link.put([blob_of(1)]) == 1
-    assert link.flush(PATIENCE_S)
-    # Four pauses of 0.02, 0.04, 0.05 and 0.05 s, a quarter more or less.
-    assert time.monotonic() - began >= 0.75 * 0.16
-    assert client.calls == link_module.PUT_ATTEMPTS
-    assert link.breaker.opened == 0
+def test_a_put_that_nothing_helps_is_paced_and_does_not_stand_for_the_tier():
+    clock = FakeClock()
+    with linked(breaker=Breaker(first_s=0.02, longest_s=0.05, clock=clock)) as (link, client):
+        client.fails, link._calls.connected = TierUnavailableError("whenever this comes"), True
+        client.connect = lambda: None
+        assert link.put([blob_of(1)]) == 1
+        for attempt, about_s in enumerate((0.02, 0.04, 0.05, 0.05), start=1):
+            pause_s = wait_for(link._calls.put_breaker.seconds_to_probe)
+            assert 0.75 * about_s <= pause_s <= 1.25 * about_s + 1e-9
+            assert client.calls == attempt
+            clock.now += pause_s + 1e-6
+        assert link.flush(SAFETY_S)
+        assert client.calls == link_module.PUT_ATTEMPTS
+        assert link.breaker.opened == 0
 
 
 def test_a_put_that_nothing_helps_does_not_hold_up_the_others(link, client):
@@ -121,9 +123,9 @@ def test_a_put_that_nothing_helps_does_not_hold_up_the_others(link, client):
     client.put = poisoned
     assert link.put([blob_of(1), blob_of(2)]) == 2
     while client.stored == []:
-        assert link.submit(lambda _: "got").wait(PATIENCE_S)
+        assert link.submit(lambda _: "got").wait(SAFETY_S)
         assert link.healthy, "gets go on meanwhile"
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert [blob.key[-1] for blob in client.stored] == [2]
     assert link.counters["puts_given_up"] == 1
     assert link.counters["put_TierUnavailableError"] == link_module.PUT_ATTEMPTS
@@ -134,15 +136,13 @@ def test_three_failures_open_the_breaker_and_the_rest_is_refused_at_once():
     with linked(breaker=Breaker(first_s=60.0)) as (link, client):
         client.fails = TierUnavailableError("down")
         fetches = [link.submit(lambda c: c.put(blob_of(1))) for _ in range(20)]
-        assert link.flush(PATIENCE_S)
+        assert link.flush(SAFETY_S)
         assert all(fetch.result is None for fetch in fetches)
         assert client.connects == 3, "no other call had to wait"
         assert not link.healthy
         assert link.counters == {"get_TierUnavailableError": 3, "refused_while_open": 17}
-        began = time.monotonic()
         assert link.submit(lambda c: c).done
         assert link.put([blob_of(1)]) == 1
-        assert time.monotonic() - began < 1.0
         assert client.connects == 3
 
 
@@ -151,11 +151,11 @@ def test_the_breaker_closes_by_itself_once_the_tier_is_back(both, caplog):
     caplog.set_level("INFO")
     client.fails = TierUnavailableError("down")
     fail(link, 3)
-    eventually(lambda: link.counters["probe_TierUnavailableError"] >= 3)
+    wait_for(lambda: link.counters["probe_TierUnavailableError"] >= 3)
     client.fails = None
-    eventually(lambda: link.healthy)
+    wait_for(lambda: link.healthy)
     assert link.put([blob_of(7)]) == 1
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert client.stored[-1].key[-1] == 7
     assert caplog.text.count("serving goes on without the tier") == 1
     assert caplog.text.count("tier there:1 is back") == 1
@@ -170,7 +170,7 @@ def test_a_tier_that_says_no_is_told_to_the_operator_as_an_error(both, caplog, e
     def told() -> list[str]:
         return [one.levelname for one in caplog.records if "serving goes on" in one.getMessage()]
 
-    eventually(lambda: bool(told()))
+    wait_for(lambda: bool(told()))
     assert told() == ["ERROR"]
     assert not link.healthy
 
@@ -184,7 +184,7 @@ def test_a_tier_that_is_full_or_lost_something_is_still_asked(link, client, erro
     link._calls.connected = True
     for number in range(10):
         link.put([blob_of(number)])
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert link.healthy
     assert client.calls == 10 * attempts
     assert link.counters[f"put_{error.__name__}"] == 10 * attempts
@@ -198,7 +198,7 @@ def test_a_tier_that_answers_probes_and_nothing_else_costs_one_failure_each_time
         assert link.breaker.opened == 1
         calls = client.calls
         for times in range(1, 6):
-            eventually(lambda: link.healthy)
+            wait_for(lambda: link.healthy)
             fail(link, 1)
             assert client.calls == calls + times
             assert link.breaker.opened == 1 + times
@@ -206,12 +206,12 @@ def test_a_tier_that_answers_probes_and_nothing_else_costs_one_failure_each_time
 
 def test_after_a_failure_it_connects_again_before_anything_else(link, client):
     link.put([blob_of(1)])
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     client.fails = TierUnavailableError("gone")
     fail(link, 1)
     client.fails = None
     link.put([blob_of(3)])
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert client.connects == 2
 
 
@@ -225,10 +225,10 @@ def test_a_bug_in_work_ends_neither_the_thread_nor_the_trust_in_the_tier(link, c
 
     for _ in range(5):
         fetch = link.submit(work)
-        assert fetch.wait(PATIENCE_S)
+        assert fetch.wait(SAFETY_S)
         assert fetch.result is None
     fetch = link.submit(lambda _: "fine")
-    assert fetch.wait(PATIENCE_S)
+    assert fetch.wait(SAFETY_S)
     assert fetch.result == "fine"
     assert link.healthy
     assert link.counters["get_bugs"] == 5
@@ -238,26 +238,38 @@ def test_a_bug_in_work_ends_neither_the_thread_nor_the_trust_in_the_tier(link, c
 def test_a_bug_in_a_put_loses_that_blob_only(link, client):
     client.fails, link._calls.connected = ZeroDivisionError("a bug"), True
     link.put([blob_of(1)])
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     client.fails = None
     link.put([blob_of(2)])
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert [blob.key[-1] for blob in client.stored] == [2]
     assert link.counters["put_bugs"] == 1
     assert link.held_bytes == 0
 
 
-def test_a_bug_in_probing_is_not_repeated_without_a_pause(link, client):
-    client.fails = TierUnavailableError("down")
-    link.put([blob_of(number) for number in range(3)])
-    eventually(lambda: not link.healthy)
-    client.fails = ZeroDivisionError("a bug")
-    eventually(lambda: link.counters["probe_bugs"] >= 1)
-    before, began = link.counters["probe_bugs"], time.monotonic()
-    eventually(lambda: link.counters["probe_bugs"] >= before + 3)
-    assert time.monotonic() - began > 3 * 0.75 * 0.02
-    client.fails = None
-    eventually(lambda: link.healthy)
+class NotedBreaker(Breaker):
+    """Of which every answer about pauses is noted; no time passes for it."""
+
+    def __init__(self) -> None:
+        super().__init__(first_s=0.02, longest_s=0.05, clock=FakeClock())
+        self.pauses_s: list[float | None] = []
+
+    def seconds_to_probe(self) -> float | None:
+        self.pauses_s.append(super().seconds_to_probe())
+        return self.pauses_s[-1]
+
+
+def test_a_bug_in_probing_is_not_repeated_without_a_pause():
+    with linked(breaker=NotedBreaker()) as (link, client):
+        client.fails = TierUnavailableError("down")
+        fail(link, 3)
+        client.fails = ZeroDivisionError("a bug")
+        wait_for(lambda: link.counters["probe_bugs"] >= 4)
+        # One for each probe.
+        assert len(link.breaker.pauses_s) >= 4
+        assert all(pause_s >= 0.75 * 0.02 for pause_s in link.breaker.pauses_s)
+        client.fails = None
+        wait_for(lambda: link.healthy)
 
 
 def test_payloads_that_were_let_go_of_do_not_hurt_the_accounts(link, client):
@@ -268,7 +280,7 @@ def test_payloads_that_were_let_go_of_do_not_hurt_the_accounts(link, client):
     assert link.put([Blob(bytes(32), LAYOUT, [view])]) == 1
     view.release()
     client.gate.set()
-    assert link.flush(PATIENCE_S)
+    assert link.flush(SAFETY_S)
     assert link.held_bytes == 0
 
 
@@ -279,11 +291,12 @@ def test_closing_ends_what_waits_and_cuts_off_what_is_under_way(caplog):
     with linked(breaker=Breaker(failures=1)) as (link, client):
         hold_the_put_thread(link, client)
         began, go_on = threading.Event(), threading.Event()
-        running = link.submit(lambda _: (began.set(), go_on.wait(PATIENCE_S)))
-        assert began.wait(PATIENCE_S)
+        running = link.submit(lambda _: (began.set(), go_on.wait(SAFETY_S)))
+        assert began.wait(SAFETY_S)
         waiting = link.submit(lambda _: "never")
         link.put([blob_of(1)])
-        threading.Timer(0.05, go_on.set).start()
+        close = client.close
+        client.close = lambda: (close(), go_on.set())
         link.close()
         assert waiting.done
         assert waiting.result is None
@@ -304,23 +317,21 @@ def test_closing_never_hangs_on_work_that_does(monkeypatch, caplog):
     client = FakeClient()
     link = TierLink(client, buffer_bytes=BUDGET)
     began, go_on = threading.Event(), threading.Event()
-    link.submit(lambda _: (began.set(), go_on.wait(PATIENCE_S)))
-    assert began.wait(PATIENCE_S)
-    since = time.monotonic()
+    link.submit(lambda _: (began.set(), go_on.wait(SAFETY_S)))
+    assert began.wait(SAFETY_S)
     link.close()
-    assert time.monotonic() - since < 1.0
     assert "left behind" in caplog.text
     go_on.set()
     for thread in link._threads:
-        thread.join(PATIENCE_S)
+        thread.join(SAFETY_S)
         assert not thread.is_alive()
 
 
-def test_closing_while_the_breaker_is_open_does_not_wait_for_a_probe():
-    with linked(breaker=Breaker(first_s=60.0)) as (link, client):
+def test_closing_while_the_breaker_is_open_does_not_wait_for_a_probe(caplog):
+    with linked(breaker=Breaker(first_s=3600.0, longest_s=3600.0)) as (link, client):
         client.fails = TierUnavailableError("down")
         fail(link, 3)
         link.put([blob_of(1)])
-        since = time.monotonic()
         link.close()
-        assert time.monotonic() - since < 1.0
+        assert not any(thread.is_alive() for thread in link._threads)
+        assert "left behind" not in caplog.text

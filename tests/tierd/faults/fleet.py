@@ -8,13 +8,12 @@ does not count.
 from __future__ import annotations
 
 import random
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from live_tier import LAYOUT, eventually, key_of, payload_of
+from live_tier import LAYOUT, key_of, payload_of
+from waiting import SAFETY_S, wait_for
 
 from kvtier.tier.client import Blob, Landing, Offer, TierClient
 from kvtier.tier.link.breaker import Breaker
@@ -34,7 +33,6 @@ class Engine:
     """One link under load.
 
     wrong:     what landed and was not what was put. lost: what the latest get found damaged.
-    slowest_s: of all gets.
     """
 
     def __init__(self, address: str, seed: int, *, shared: bool, timeout_s: float) -> None:
@@ -46,7 +44,6 @@ class Engine:
         self.wrong: list[int] = []
         self.outcomes: Counter[Landing] = Counter()
         self.lost: list[int] = []
-        self.slowest_s = 0.0
         self._fetches: list[Fetch[None]] = []
 
     def step(self) -> None:
@@ -66,11 +63,7 @@ class Engine:
             buffers[offer.position] = bytearray(offer.num_bytes)
             return memoryview(buffers[offer.position])
 
-        began = time.monotonic()
-        try:
-            outcome = client.get([key_of(number) for number in numbers], land, ALL_BYTES)
-        finally:
-            self.slowest_s = max(self.slowest_s, time.monotonic() - began)
+        outcome = client.get([key_of(number) for number in numbers], land, ALL_BYTES)
         self.outcomes.update(outcome)
         self.lost = [n for n, one in zip(numbers, outcome, strict=True) if one is Landing.CORRUPT]
         for position, (number, one) in enumerate(zip(numbers, outcome, strict=True)):
@@ -94,15 +87,15 @@ class Engine:
         """Whether a put and a get go through."""
         self.link.put([blob_of(0)], replace=True)
         fetch = self.link.submit(lambda client: self.get(client, [0]))
-        fetch.wait(5)
+        fetch.wait(SAFETY_S)
         before = self.outcomes[Landing.LANDED]
         fetch = self.link.submit(lambda client: self.get(client, [0]))
-        return fetch.wait(5) and self.outcomes[Landing.LANDED] > before
+        return fetch.wait(SAFETY_S) and self.outcomes[Landing.LANDED] > before
 
     def settle(self) -> None:
         """The fault is over: everything has to be as if it had never been, without a restart."""
-        eventually(lambda: self.link.healthy and self.works())
-        assert self.link.flush(10)
+        wait_for(lambda: self.link.healthy and self.works())
+        assert self.link.flush(SAFETY_S)
         assert not self.waits()
         assert self.link.held_bytes == self.link.pending == 0
         assert self.wrong == []
@@ -113,20 +106,28 @@ class Fleet:
     def __init__(self, engines: list[Engine]) -> None:
         self.engines = engines
 
-    def load(self, seconds: float) -> None:
-        """Steady load for a while."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+    def load_until(self, fact: Callable[[], bool]) -> None:
+        """Steady load until this is true."""
+
+        def loaded() -> bool:
             for engine in self.engines:
                 engine.step()
-            time.sleep(0.001)
+            return fact()
+
+        wait_for(
+            loaded,
+            lambda: f"{self.failed} failed, {self.outcomes}: {self.counters}",
+            poll_s=0.001,
+        )
+
+    def load(self, landed: int) -> None:
+        """Steady load until so many more blobs have landed."""
+        wanted = self.outcomes[Landing.LANDED] + landed
+        self.load_until(lambda: self.outcomes[Landing.LANDED] >= wanted)
 
     def load_until_failed(self, wanted: int) -> None:
         """Load until so many operations have failed in all."""
-        until = time.monotonic() + 15.0
-        while self.failed < wanted:
-            assert time.monotonic() < until, f"{self.failed} of {wanted}: {self.counters}"
-            self.load(0.02)
+        self.load_until(lambda: self.failed >= wanted)
 
     @property
     def failed(self) -> int:
@@ -166,28 +167,6 @@ def fleet(
     finally:
         for engine in engines:
             engine.link.close()
-
-
-@contextmanager
-def alarm_clock() -> Iterator[Callable[[], float]]:
-    """How late, in seconds and at worst, a thread of this process ran that had only to wake up:
-    what a busy machine or a garbage collection adds to every wait."""
-    ended, worst = threading.Event(), 0.0
-
-    def tick() -> None:
-        nonlocal worst
-        began = time.monotonic()
-        while not ended.wait(0.01):
-            now = time.monotonic()
-            worst, began = max(worst, now - began - 0.01), now
-
-    thread = threading.Thread(target=tick)
-    thread.start()
-    try:
-        yield lambda: worst
-    finally:
-        ended.set()
-        thread.join()
 
 
 def blob_of(number: int) -> Blob:

@@ -11,6 +11,7 @@ from live_tier import (
     header_of,
     payload_of,
 )
+from waiting import SAFETY_S
 
 from kvtier.v1 import tier_pb2 as pb
 
@@ -34,7 +35,7 @@ def stalled_put(stub, number, num_bytes, sent_bytes, namespace="default"):
         yield pb.PutRequest(header=header)
         for begin in range(0, sent_bytes, MIB):
             yield pb.PutRequest(chunk=payload[begin : min(begin + MIB, sent_bytes)])
-        go_on.wait(30)
+        go_on.wait(SAFETY_S)
         for begin in range(sent_bytes, num_bytes, MIB):
             yield pb.PutRequest(chunk=payload[begin : begin + MIB])
 

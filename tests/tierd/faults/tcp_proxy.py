@@ -9,11 +9,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from waiting import SAFETY_S, be_slow_async
+
 
 class TcpProxy:
-    """Forwards 127.0.0.1:port to `target`. delay_s: before every piece, in both directions."""
+    """Forwards 127.0.0.1:port to `target`. delay_s: before every piece, in both directions.
+    sent: all that clients have sent, where it is to `keep` that."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, keep: bool = False) -> None:
+        self.sent = bytearray()
+        self._keep = keep
         self._host, _, self._port = target.rpartition(":")
         self.delay_s = 0.0
         self._writers: set[asyncio.StreamWriter] = set()
@@ -21,7 +26,7 @@ class TcpProxy:
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy")
         self._thread.start()
         started = asyncio.run_coroutine_threadsafe(self._start(), self._loop)
-        self.address = f"127.0.0.1:{started.result(10)}"
+        self.address = f"127.0.0.1:{started.result(SAFETY_S)}"
 
     async def _start(self) -> int:
         self._server = await asyncio.start_server(self._accepted, "127.0.0.1", 0)
@@ -35,14 +40,22 @@ class TcpProxy:
             return
         both = {writer, onward}
         self._writers |= both
-        await asyncio.gather(self._pump(reader, onward), self._pump(upstream, writer))
+        kept = self.sent if self._keep else None
+        await asyncio.gather(self._pump(reader, onward, kept), self._pump(upstream, writer))
         self._writers -= both
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        kept: bytearray | None = None,
+    ) -> None:
         with suppress(OSError):
             while data := await reader.read(1 << 16):
                 if self.delay_s:
-                    await asyncio.sleep(self.delay_s)
+                    await be_slow_async(self.delay_s)
+                if kept is not None:
+                    kept += data
                 writer.write(data)
                 await writer.drain()
         writer.close()
@@ -65,18 +78,18 @@ class TcpProxy:
         self._server.close()
         self._reset()
         others = asyncio.all_tasks() - {asyncio.current_task()}
-        await asyncio.wait(others, timeout=5) if others else None
+        await asyncio.wait(others, timeout=SAFETY_S) if others else None
 
     def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(SAFETY_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(SAFETY_S)
         self._loop.close()
 
 
 @contextmanager
-def tcp_proxy(target: str) -> Iterator[TcpProxy]:
-    proxy = TcpProxy(target)
+def tcp_proxy(target: str, *, keep: bool = False) -> Iterator[TcpProxy]:
+    proxy = TcpProxy(target, keep=keep)
     try:
         yield proxy
     finally:

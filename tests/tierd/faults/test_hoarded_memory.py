@@ -8,7 +8,6 @@ import pytest
 from hoarders import EXHAUSTED, MIB, UNAVAILABLE, stalled_put, whose
 from live_tier import (
     blob_of,
-    eventually,
     failing,
     fetch,
     header_of,
@@ -18,6 +17,7 @@ from live_tier import (
     payload_of,
     raw_stub,
 )
+from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierExhaustedError, UsageError
 from kvtier.tier.client import Landing, TierClient
@@ -31,7 +31,7 @@ from kvtier_tierd.stores.disk.options import DiskOptions
 def test_a_namespace_reserves_a_part_of_the_memory_and_all_together_not_all_of_it(tier):
     stub_of = raw_stub(tier.address)
     token = tier.server.service.shared.token
-    with stub_of as stub, TierClient(tier.address, "ada", shared=False) as ada:
+    with stub_of as stub, TierClient(tier.address, "ada", shared=False, timeout_s=SAFETY_S) as ada:
         for number in range(8):
             ada.put(blob_of(number, MIB))
 
@@ -68,16 +68,16 @@ def test_what_puts_have_sent_is_within_the_budget_and_beyond_it_refused():
         for number, namespace in enumerate(("ada", "bob")):
             put = stalled_put(stub, number, 4 * MIB, 3 * MIB, namespace)
             stack.enter_context(put)
-        eventually(lambda: budget.used_bytes == 6 * MIB)
+        wait_for(lambda: budget.used_bytes == 6 * MIB)
         with stalled_put(stub, 9, 3 * MIB, 2 * MIB, "ada") as (call, _):
-            assert call.exception(10).code() is EXHAUSTED, "no namespace has more than half"
+            assert call.exception(SAFETY_S).code() is EXHAUSTED, "no namespace has more than half"
         with stalled_put(stub, 9, 4 * MIB, 4 * MIB, "eve") as (call, _):
-            assert call.exception(10).code() is EXHAUSTED
+            assert call.exception(SAFETY_S).code() is EXHAUSTED
             assert "--transfer-memory" in call.exception().details()
         assert budget.used_bytes == 6 * MIB
         stack.close()
-        eventually(lambda: budget.used_bytes == 0)
-        with TierClient(tier.address, timeout_s=10.0) as client:
+        wait_for(lambda: budget.used_bytes == 0)
+        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
             assert client.put(blob_of(9, 4 * MIB))
 
 
@@ -86,7 +86,7 @@ def test_readers_of_a_blob_on_disk_share_one_copy_of_it(tmp_path, monkeypatch):
     with (
         in_process(store=DiskOptions(tmp_path), **options) as tier,
         raw_stub(tier.address) as stub,
-        TierClient(tier.address, timeout_s=10.0) as client,
+        TierClient(tier.address, timeout_s=SAFETY_S) as client,
     ):
         for number in range(3):
             client.put(blob_of(number, 12 * MIB))
@@ -105,7 +105,7 @@ def test_readers_of_a_blob_on_disk_share_one_copy_of_it(tmp_path, monkeypatch):
             call.cancel()
         rest = b"".join(response.chunk for response in calls[0])
         assert rest == payload_of(1, 12 * MIB), "the others' going is nothing to it"
-        eventually(lambda: tier.problems() == [])
+        wait_for(lambda: tier.problems() == [])
         assert fetch(client, [key_of(2)])[0] == [Landing.LANDED]
 
 
@@ -122,7 +122,7 @@ def test_a_service_with_a_disk_grows_by_one_blob_for_many_who_do_not_read_it(tmp
     with (
         live_tier(tmp_path, *flags) as tier,
         raw_stub(tier.address) as stub,
-        TierClient(tier.address, timeout_s=20.0) as client,
+        TierClient(tier.address, timeout_s=SAFETY_S) as client,
     ):
         client.connect()
         client.put(blob_of(1, size))
@@ -151,7 +151,10 @@ def test_errors_of_a_stall_and_of_a_budget_reach_our_client_as_its_own():
         raw_stub(tier.address) as stub,
         stalled_put(stub, 1, 2 * MIB, 2 * MIB - 1) as (call, _),
     ):
-        eventually(lambda: tier.server.budget.used_bytes > 0)
-        with TierClient(tier.address) as client, pytest.raises(TierExhaustedError):
+        wait_for(lambda: tier.server.budget.used_bytes > 0)
+        with (
+            TierClient(tier.address, timeout_s=SAFETY_S) as client,
+            pytest.raises(TierExhaustedError),
+        ):
             client.put(blob_of(2, MIB))
-        assert call.exception(10).code() is UNAVAILABLE
+        assert call.exception(SAFETY_S).code() is UNAVAILABLE

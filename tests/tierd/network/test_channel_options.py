@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import time
 from pathlib import Path
 
 import grpc
@@ -12,6 +11,8 @@ import grpc._cython.cygrpc as cygrpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from live_tier import in_process
+from tierd.faults.tcp_proxy import tcp_proxy
+from waiting import wait_for
 
 from kvtier.tier.transport import channel as channel_module
 from kvtier_tierd import server as server_module
@@ -66,12 +67,26 @@ def test_a_client_that_is_idle_keeps_its_connection(monkeypatch):
         "grpc.keepalive_time_ms": 200,
         "grpc.http2.max_pings_without_data": 0,
     }
-    with in_process() as tier, grpc.insecure_channel(tier.address, [*options.items()]) as channel:
+    with (
+        in_process() as tier,
+        tcp_proxy(tier.address, keep=True) as proxy,
+        grpc.insecure_channel(proxy.address, [*options.items()]) as channel,
+    ):
         health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         channel.subscribe(states.append)
-        time.sleep(5.5)
+        wait_for(lambda: pings(proxy.sent) >= 6)
         channel.unsubscribe(states.append)
     assert set(states) == {grpc.ChannelConnectivity.READY}
+
+
+def pings(sent: bytes) -> int:
+    """PING frames that a client has sent, and not in answer to one (RFC 9113, 4.1 and 6.7)."""
+    found, at = 0, len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+    while at + 9 <= len(sent):
+        kind, flags = sent[at + 3], sent[at + 4]
+        found += kind == 6 and not flags & 1
+        at += 9 + int.from_bytes(sent[at : at + 3], "big")
+    return found
 
 
 def test_pings_of_our_own_clients_come_no_sooner_than_the_server_allows():

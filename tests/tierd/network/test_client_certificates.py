@@ -9,6 +9,7 @@ import pytest
 from certificates import DAY, Pair
 from live_tier import blob_of
 from test_tier_tls import Tls
+from waiting import SAFETY_S
 
 from kvtier.errors import TierUnavailableError, UsageError
 from kvtier.tier.client import TierClient, TlsPaths
@@ -32,7 +33,10 @@ def replaced(path: Path, content: bytes) -> None:
 
 def test_a_renewed_certificate_is_used_for_the_next_connection(tls):
     paths = written(tls, tls.authority.issue("ada", valid=-DAY))
-    with tls.serving() as tier, TierClient(tier.address, "ada", timeout_s=5.0, tls=paths) as client:
+    with (
+        tls.serving() as tier,
+        TierClient(tier.address, "ada", timeout_s=SAFETY_S, tls=paths) as client,
+    ):
         with pytest.raises(TierUnavailableError):
             client.connect()
         renewed = tls.authority.issue("ada")
@@ -47,7 +51,10 @@ def test_a_renewed_certificate_is_used_for_the_next_connection(tls):
 
 def test_a_connection_that_works_goes_on_while_files_make_no_sense(tls):
     paths = written(tls, tls.authority.issue("ada"))
-    with tls.serving() as tier, TierClient(tier.address, "ada", timeout_s=5.0, tls=paths) as client:
+    with (
+        tls.serving() as tier,
+        TierClient(tier.address, "ada", timeout_s=SAFETY_S, tls=paths) as client,
+    ):
         client.connect()
         replaced(paths.certificate, b"nonsense")
         paths.key.unlink()
@@ -59,4 +66,4 @@ def test_files_that_do_not_belong_together_are_refused_at_once(tls):
     paths = written(tls, tls.authority.issue("ada"))
     replaced(paths.key, tls.authority.issue("ada").key)
     with pytest.raises(UsageError, match=r"^tier.certificate: expected"):
-        TierClient("127.0.0.1:1", "ada", tls=paths)
+        TierClient("127.0.0.1:1", "ada", tls=paths, timeout_s=SAFETY_S)

@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from live_tier import blob_of, eventually, fetch, in_process, key_of, payload_of
+from live_tier import blob_of, fetch, in_process, key_of, payload_of
+from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierRefusedError, UsageError
 from kvtier.tier.client import TierClient
@@ -28,7 +29,7 @@ def test_a_service_that_is_told_nothing_is_this_users_alone(tmp_path, monkeypatc
             assert said == f"kvtier tier: memory store on {address}\n"
             assert stat.S_IMODE((tmp_path / "kvtier").stat().st_mode) == 0o700
             for number, shared in enumerate((True, False)):
-                with TierClient(address, shared=shared) as client:
+                with TierClient(address, shared=shared, timeout_s=SAFETY_S) as client:
                     client.connect()
                     assert client.shares_memory == shared
                     assert client.put(blob_of(number))
@@ -48,7 +49,7 @@ def test_a_directory_that_is_open_to_others_is_refused_whatever_it_is_for(tmp_pa
             pass
         assert list(directory.iterdir()) == []
         serving = in_process(listen=listen, insecure_local=True)
-        with serving as tier, TierClient(tier.address) as client:
+        with serving as tier, TierClient(tier.address, timeout_s=SAFETY_S) as client:
             client.connect()
 
 
@@ -131,7 +132,7 @@ class Owner:
 
 def test_a_socket_of_another_user_is_not_spoken_to(tmp_path, monkeypatch):
     listening = in_process(listen=f"unix:{tmp_path}/tier.sock")
-    with listening as tier, TierClient(tier.address) as client:
+    with listening as tier, TierClient(tier.address, timeout_s=SAFETY_S) as client:
         owner = Owner(tier.address, monkeypatch)
         client.connect()
         assert client.put(blob_of(1))
@@ -153,22 +154,22 @@ def test_for_an_engine_it_is_a_tier_that_is_down_and_is_said_once(tmp_path, monk
     with in_process(listen=f"unix:{tmp_path}/tier.sock") as tier:
         owner = Owner(tier.address, monkeypatch)
         owner.another_user()
-        client = TierClient(tier.address)
+        client = TierClient(tier.address, timeout_s=SAFETY_S)
         link = TierLink(client, buffer_bytes=1 << 20, breaker=Breaker(first_s=0.01, longest_s=0.05))
         try:
             for _ in range(3):
                 asked = link.submit(lambda client: client.exists([key_of(1)]))
-                assert asked.wait(10)
+                assert asked.wait(SAFETY_S)
                 assert asked.result is None
-            eventually(lambda: link.counters["probe_TierRefusedError"] > 5)
+            wait_for(lambda: link.counters["probe_TierRefusedError"] > 5)
             assert not link.healthy
             (said,) = [one for one in caplog.records if one.name == "kvtier.tier.link.calls"]
             assert said.levelname == "ERROR"
             assert f"{tmp_path}/tier.sock" in said.getMessage()
             owner.this_user()
-            eventually(lambda: link.healthy)
+            wait_for(lambda: link.healthy)
             assert link.put([blob_of(1)]) == 1
-            assert link.flush(10)
+            assert link.flush(SAFETY_S)
             assert link.counters["put"] == 1
         finally:
             link.close()

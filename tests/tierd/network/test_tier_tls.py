@@ -23,6 +23,7 @@ from live_tier import (
     payload_of,
     raw_stub,
 )
+from waiting import SAFETY_S
 
 from kvtier.errors import TierRefusedError, TierUnavailableError, UsageError
 from kvtier.tier.client import TierClient, TlsFiles
@@ -56,7 +57,7 @@ class Tls:
         self, tier: InProcessTier, namespace: str = "ada", files: TlsFiles | None = None
     ) -> TierClient:
         tls = files or self.files(namespace)
-        return TierClient(tier.address, namespace, timeout_s=10.0, tls=tls)
+        return TierClient(tier.address, namespace, timeout_s=SAFETY_S, tls=tls)
 
     def serial_seen(self, tier: InProcessTier) -> int:
         """Of the certificate that a new connection is shown."""
@@ -65,7 +66,7 @@ class Tls:
         context.load_cert_chain(*self.authority.issue("ada").write(self.folder, "looking"))
         host, _, port = tier.address.rpartition(":")
         with (
-            socket.create_connection((host, int(port)), timeout=10) as plain,
+            socket.create_connection((host, int(port)), timeout=SAFETY_S) as plain,
             context.wrap_socket(plain, server_hostname=host) as connection,
         ):
             return serial(connection.getpeercert(binary_form=True))
@@ -151,10 +152,10 @@ def test_a_certificate_without_a_name_is_refused(tls):
 def test_a_client_without_a_good_certificate_finds_the_tier_unavailable(tls, who):
     with tls.serving() as tier:
         if who == "plaintext":
-            client = TierClient(tier.address, "ada", timeout_s=5.0)
+            client = TierClient(tier.address, "ada", timeout_s=SAFETY_S)
         elif who == "none":
             client = TierClient(
-                tier.address, "ada", timeout_s=5.0, tls=TlsFiles(tls.authority.pem, None, None)
+                tier.address, "ada", timeout_s=SAFETY_S, tls=TlsFiles(tls.authority.pem, None, None)
             )
         else:
             by = Authority() if who == "foreign" else tls.authority

@@ -12,7 +12,6 @@ import pytest
 from live_tier import (
     InProcessTier,
     blob_of,
-    eventually,
     fetch,
     header_of,
     in_process,
@@ -21,6 +20,7 @@ from live_tier import (
     raw_stub,
 )
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierProtocolError, TierUnavailableError, UsageError
 from kvtier.tier.client import TierClient
@@ -35,7 +35,7 @@ def ask(tier: InProcessTier, path: str, host: str = "127.0.0.1") -> tuple[int, s
     """The status and the text of the answer."""
     url = f"http://{host}:{tier.server.metrics_port}{path}"
     try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=SAFETY_S) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -58,18 +58,18 @@ def test_a_service_that_drains_is_alive_and_not_ready():
 
         def half():
             yield pb.PutRequest(header=header_of(blob_of(1)))
-            waiting.wait(20)
+            waiting.wait(SAFETY_S)
 
         call = stub.Put.future(half())
-        eventually(lambda: tier.server.service.namespaces._in_flight["default"] == 1)
+        wait_for(lambda: tier.server.service.namespaces._in_flight["default"] == 1)
         stopping = threading.Thread(target=tier.shut_down)
         stopping.start()
-        eventually(lambda: ask(tier, "/readyz")[0] == 503)
+        wait_for(lambda: ask(tier, "/readyz")[0] == 503)
         assert ask(tier, "/readyz") == (503, "not ready\n")
         assert ask(tier, "/livez") == (200, "ok\n")
         waiting.set()
         assert call.exception() is not None
-        stopping.join(20)
+        stopping.join(SAFETY_S)
 
 
 def test_a_service_that_recovers_its_store_is_alive_and_not_ready(monkeypatch):
@@ -122,13 +122,13 @@ def test_metrics_are_bound_where_they_are_wanted(tmp_path):
     flags = ("--memory", "1m", "--metrics-host", "127.0.0.2", "--metrics-port", "0")
     with live_tier(tmp_path, *flags) as live:
         assert live.metrics_url.startswith("http://127.0.0.2:")
-        with urllib.request.urlopen(live.metrics_url, timeout=10) as answer:
+        with urllib.request.urlopen(live.metrics_url, timeout=SAFETY_S) as answer:
             assert b"kvtier_tier" in answer.read()
 
 
 def test_calls_are_timed_however_they_end_and_rare_events_are_told_from_the_start():
     with in_process(metrics_port=0) as tier:
-        with TierClient(tier.address, timeout_s=10) as client:
+        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
             client.connect()
             client.exists([key_of(1)])
             client.exists([key_of(2)])
@@ -169,7 +169,7 @@ def test_namespaces_that_clients_invent_have_a_bounded_number_of_series(memory_d
         for number in range(many):
             # The first is late as well: it has a label by then.
             for name in (f"invented-{number}", "invented-0"):
-                with TierClient(tier.address, name, timeout_s=10.0, shared=shared) as client:
+                with TierClient(tier.address, name, timeout_s=SAFETY_S, shared=shared) as client:
                     client.connect()
                     client.exists([key_of(1)])
                     client.put(blob_of(1, 10))
@@ -184,7 +184,7 @@ def test_namespaces_that_are_served_by_name_have_series_of_their_own_however_man
     names = [f"served-{number}" for number in range(MAX_NAMESPACES + 10)]
     with in_process(metrics_port=0, namespaces=dict.fromkeys(names, Limits())) as tier:
         for name in names:
-            with TierClient(tier.address, name, timeout_s=10.0) as client:
+            with TierClient(tier.address, name, timeout_s=SAFETY_S) as client:
                 client.connect()
                 client.exists([key_of(1)])
                 client.put(blob_of(1, 10))
@@ -202,7 +202,7 @@ def test_metrics_are_bound_to_an_address_of_ipv6(tmp_path):
     flags = ("--memory", "1m", "--metrics-host", "::1", "--metrics-port", "0")
     with live_tier(tmp_path, *flags) as tier:
         assert tier.metrics_url.startswith("http://[::1]:")
-        with urllib.request.urlopen(tier.metrics_url, timeout=10) as answer:
+        with urllib.request.urlopen(tier.metrics_url, timeout=SAFETY_S) as answer:
             assert answer.status == 200
 
 

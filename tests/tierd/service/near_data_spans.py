@@ -6,6 +6,7 @@ from hashlib import sha256
 
 import numpy as np
 import torch
+from waiting import SAFETY_S
 
 from kvtier.retention.keepkv import KeepKV, QueryWindow
 from kvtier.retention.refreshing import RefreshRule
@@ -24,7 +25,6 @@ RULES = {
     "beta": RefreshRule(KeepKV(floor=0.0, pool_width=1), merges=True),
     "paper": RefreshRule(KeepKV("paper", floor=0.0, pool_width=1), merges=True),
 }
-PATIENCE_S = 20.0
 FLAGS = ("--memory", "16m", "--refresh-workers", "1")
 
 
@@ -59,6 +59,6 @@ def make_window(seed: int, heads: int, dtype: str) -> QueryWindow:
 
 
 def opened(client: TierClient, context: Context) -> NearData:
-    session = NearData.open(client, context, Deadline(PATIENCE_S))
+    session = NearData.open(client, context, Deadline(SAFETY_S))
     assert session is not None
     return session

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_tier import blob_of, fetch, header_of, key_of, payload_of
+from waiting import SAFETY_S
 
 from kvtier.errors import (
     TierError,
@@ -76,7 +77,7 @@ def lying(kind: type[Liar] = Liar) -> Iterator[tuple[Liar, TierClient]]:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        with TierClient(f"127.0.0.1:{port}", timeout_s=10.0) as client:
+        with TierClient(f"127.0.0.1:{port}", timeout_s=SAFETY_S) as client:
             yield liar, client
     finally:
         server.stop(None).wait()
@@ -304,4 +305,4 @@ def test_bad_input_is_a_protocol_error_on_the_other_side():
 @pytest.mark.parametrize("namespace", ["", "ü", "a\nb"])
 def test_a_namespace_that_cannot_be_said_is_refused_by_name(namespace):
     with pytest.raises(UsageError, match="namespace"):
-        TierClient("127.0.0.1:1", namespace)
+        TierClient("127.0.0.1:1", namespace, timeout_s=SAFETY_S)

@@ -12,13 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from live_tier import eventually, failing, in_process, raw_stub
+from live_tier import failing, in_process, raw_stub
 from near_data_spans import (
     DIM,
     DTYPES,
     HEADS,
     LAYERS,
-    PATIENCE_S,
     RULES,
     make_spans,
     make_window,
@@ -26,6 +25,7 @@ from near_data_spans import (
     opened,
     store,
 )
+from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import (
     TierError,
@@ -62,10 +62,10 @@ def service():
 
 @pytest.fixture
 def client(service):
-    with TierClient(service.address, timeout_s=PATIENCE_S) as client:
+    with TierClient(service.address, timeout_s=SAFETY_S) as client:
         client.connect()
         yield client
-        eventually(lambda: service.problems() == [])
+        wait_for(lambda: service.problems() == [])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,7 +79,7 @@ def test_what_comes_is_what_fetching_would_have_given(client, rule, dtype):
     heads = [0, 2]
     for layer in (1, 0):
         window = make_window(layer, len(heads), dtype)
-        came = session.choose(layer, heads, window, dtype, Deadline(PATIENCE_S))
+        came = session.choose(layer, heads, window, dtype, Deadline(SAFETY_S))
         for pruned, chosen in zip(ranges, came, strict=True):
             k, v = exact_kv(spans, layer, heads, pruned)
             assert_equal(chosen, rule.choose(k, v, pruned.kept, window))
@@ -119,7 +119,7 @@ def test_a_span_that_is_not_held_means_no_session(client):
     names = names_of(spans, seed=1)
     store(client, spans[:2], names[:2])
     context = Context(names, [PrunedRange(0, 96, 10)], RULES["dropped"])
-    assert NearData.open(client, context, Deadline(PATIENCE_S)) is None
+    assert NearData.open(client, context, Deadline(SAFETY_S)) is None
 
 
 def test_a_span_that_does_not_verify_means_no_session_and_is_gone(client, service):
@@ -133,7 +133,7 @@ def test_a_span_that_does_not_verify_means_no_session_and_is_gone(client, servic
 
     service.call(spoil)
     context = Context(names, [PrunedRange(0, 64, 10)], RULES["dropped"])
-    assert NearData.open(client, context, Deadline(PATIENCE_S)) is None
+    assert NearData.open(client, context, Deadline(SAFETY_S)) is None
     assert client.exists([name.key for name in names]).present == [True, False]
 
 
@@ -191,7 +191,7 @@ def test_a_hole_beyond_the_spans_is_refused(client):
     store(client, spans, names)
     session = opened(client, Context(names, [PrunedRange(10, 80, 5)], RULES["dropped"]))
     with pytest.raises(TierError, match="without a gap"):
-        session.choose(0, [0], make_window(0, 1, "float32"), "float32", Deadline(PATIENCE_S))
+        session.choose(0, [0], make_window(0, 1, "float32"), "float32", Deadline(SAFETY_S))
     session.close()
 
 
@@ -208,7 +208,7 @@ def test_spans_of_another_shape_are_refused(client):
     store(client, mixed, names)
     session = opened(client, Context(names, [PrunedRange(10, 60, 5)], RULES["dropped"]))
     with pytest.raises(TierError, match="one layout"):
-        session.choose(0, [0], make_window(0, 1, "float32"), "float32", Deadline(PATIENCE_S))
+        session.choose(0, [0], make_window(0, 1, "float32"), "float32", Deadline(SAFETY_S))
     session.close()
 
 
@@ -226,9 +226,9 @@ def test_contexts_that_wait_may_not_pin_everything(
     with opened_for_a_while(client, context):
         monkeypatch.setattr(near_data, limit, value)
         with pytest.raises(TierExhaustedError, match=named):
-            NearData.open(client, context, Deadline(PATIENCE_S))
+            NearData.open(client, context, Deadline(SAFETY_S))
     monkeypatch.undo()
-    eventually(lambda: service.server.refreshes._sessions.total() == 0)
+    wait_for(lambda: service.server.refreshes._sessions.total() == 0)
     assert service.server.refreshes._pinned_bytes == 0
 
 
@@ -250,13 +250,13 @@ def test_what_was_sent_is_counted(client, service):
         client, Context(names, [PrunedRange(0, 64, 5)], RULES["dropped"])
     ) as session:
         window = make_window(0, 1, "float32")
-        session.choose(0, [0], window, "float32", Deadline(PATIENCE_S))
+        session.choose(0, [0], window, "float32", Deadline(SAFETY_S))
 
         def counted() -> bool:
             found = registry.get_sample_value("kvtier_tier_refreshed_bytes_total", labels) or 0
             return found - before == 2 * 5 * DIM * 4
 
-        eventually(counted)
+        wait_for(counted)
 
 
 def test_holes_that_overlap_are_refused(service):

@@ -8,7 +8,6 @@ from near_data_spans import (
     DIM,
     FLAGS,
     GROUP,
-    PATIENCE_S,
     RULES,
     make_spans,
     make_window,
@@ -17,6 +16,7 @@ from near_data_spans import (
     store,
 )
 from test_lying_service import Liar, lying
+from waiting import SAFETY_S
 
 from kvtier.errors import (
     TierError,
@@ -32,21 +32,24 @@ from kvtier.v1 import tier_pb2 as pb
 
 
 def test_a_service_that_was_told_not_to_says_so():
-    with in_process() as tier, TierClient(tier.address) as client:
+    with in_process() as tier, TierClient(tier.address, timeout_s=SAFETY_S) as client:
         client.connect()
         assert not client.refreshes
         with pytest.raises(TierUnavailableError, match="does not refresh"):
-            NearData.open(client, Context([], [], RULES["dropped"]), Deadline(PATIENCE_S))
+            NearData.open(client, Context([], [], RULES["dropped"]), Deadline(SAFETY_S))
 
 
 def test_a_service_that_dies_in_the_middle_ends_the_session(tmp_path):
     spans = make_spans(2, "float32")
     names = names_of(spans)
-    with live_tier(tmp_path, *FLAGS) as tier, TierClient(tier.address) as client:
+    with (
+        live_tier(tmp_path, *FLAGS) as tier,
+        TierClient(tier.address, timeout_s=SAFETY_S) as client,
+    ):
         store(client, spans, names)
         session = opened(client, Context(names, [PrunedRange(0, 64, 5)], RULES["dropped"]))
         window = make_window(0, 1, "float32")
-        session.choose(0, [0], window, "float32", Deadline(PATIENCE_S))
+        session.choose(0, [0], window, "float32", Deadline(SAFETY_S))
         tier.pause()
         with pytest.raises(TierExhaustedError, match="in time"):
             session.choose(1, [0], window, "float32", Deadline(0.05))
@@ -55,7 +58,7 @@ def test_a_service_that_dies_in_the_middle_ends_the_session(tmp_path):
         # The answer that was late may be there; it is not taken for another.
         for _ in range(2):
             with pytest.raises(TierError):
-                session.choose(1, [0], window, "float32", Deadline(PATIENCE_S))
+                session.choose(1, [0], window, "float32", Deadline(SAFETY_S))
         session.close()
 
 
@@ -95,5 +98,5 @@ def test_a_service_that_lies_gives_no_entries(say):
         liar.say = say
         session = opened(client, Context([], [PrunedRange(0, 9, 5)], RULES["dropped"]))
         with pytest.raises(TierError):
-            session.choose(0, [0], make_window(0, 1, "float32"), "float32", Deadline(PATIENCE_S))
+            session.choose(0, [0], make_window(0, 1, "float32"), "float32", Deadline(SAFETY_S))
         session.close()

@@ -14,6 +14,7 @@ from live_tier import (
     key_of,
     payload_of,
 )
+from waiting import SAFETY_S
 
 from kvtier.tier.blobs.payload import DTYPE_BYTES, SpanLayout
 from kvtier.tier.client import Blob, Landing, TierClient
@@ -24,7 +25,7 @@ PAGE = 4096
 
 @pytest.fixture(params=["shared", "stream"])
 def client(tier, request):
-    with TierClient(tier.address, timeout_s=10.0, shared=request.param == "shared") as client:
+    with TierClient(tier.address, timeout_s=SAFETY_S, shared=request.param == "shared") as client:
         client.connect()
         assert client.shares_memory == (request.param == "shared")
         yield client
@@ -54,7 +55,7 @@ def test_tensors_come_back_bit_by_bit(client, dtype):
 def test_blobs_of_any_size_come_back(num_bytes, memory_directory):
     with in_process(shared_directory=memory_directory, chunk_bytes=CHUNK) as tier:
         for number, shared in enumerate([True, False]):
-            with TierClient(tier.address, timeout_s=10.0, shared=shared) as client:
+            with TierClient(tier.address, timeout_s=SAFETY_S, shared=shared) as client:
                 client.connect()
                 assert client.put(blob_of(number, num_bytes))
                 outcome, landed = fetch(client, [key_of(number)])
@@ -129,7 +130,7 @@ def test_exists_says_what_is_there_and_how_far_a_chain_goes(exists_client, data)
 
 @pytest.fixture(scope="module")
 def exists_client():
-    with in_process() as tier, TierClient(tier.address, timeout_s=10.0) as client:
+    with in_process() as tier, TierClient(tier.address, timeout_s=SAFETY_S) as client:
         client.connect()
         for number in range(21):
             if number % 3:

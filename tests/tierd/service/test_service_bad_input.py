@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from live_tier import (
     LAYOUT,
     blob_of,
-    eventually,
     failing,
     fetch,
     header_of,
@@ -22,6 +21,7 @@ from live_tier import (
     payload_of,
     raw_stub,
 )
+from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierExhaustedError, TierProtocolError, UsageError
 from kvtier.tier.blobs.payload import CHECKSUM_BYTES, MAX_LAYOUT_BYTES
@@ -53,7 +53,7 @@ def put(stub, *parts):
 def stub(tier):
     with raw_stub(tier.address) as stub:
         yield stub
-    with TierClient(tier.address, shared=False) as client:
+    with TierClient(tier.address, shared=False, timeout_s=SAFETY_S) as client:
         client.connect()
         assert client.stats().blobs == client.stats().used_bytes == 0
         assert client.put(BLOB), "the service goes on"
@@ -114,7 +114,7 @@ def test_a_header_that_cannot_be_is_refused(memory_directory, changes, code):
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_blob_larger_than_allowed_is_no_reason_to_give_up_on_the_tier(memory_directory, shared):
     serving = in_process(shared_directory=memory_directory, max_blob_bytes=1 << 20)
-    with serving as tier, TierClient(tier.address, shared=shared) as client:
+    with serving as tier, TierClient(tier.address, shared=shared, timeout_s=SAFETY_S) as client:
         client.connect()
         with pytest.raises(TierExhaustedError, match="1048576"):
             client.put(blob_of(1, (1 << 20) + 1))
@@ -159,7 +159,7 @@ def test_a_message_that_is_none_in_the_middle_of_a_put_leaves_nothing_held(tier)
         put_raw = channel.stream_unary("/kvtier.v1.TierService/Put")
         with failing(INVALID):
             put_raw(iter([right, b"\xff\xff\xff"]))
-    eventually(lambda: tier.problems() == [])
+    wait_for(lambda: tier.problems() == [])
     assert set(tier.server.metrics._errors._metrics) == {("Put", INVALID.name)}
 
 
@@ -183,7 +183,7 @@ def test_a_line_that_is_said_often_is_written_seldom(caplog):
 def test_a_wrong_checksum_is_found_where_it_lands_and_the_blob_is_quarantined(tier, shared):
     with raw_stub(tier.address) as stub:
         put(stub, header_of(BLOB, checksum=bytes(CHECKSUM_BYTES)), PAYLOAD)
-    with TierClient(tier.address, shared=shared) as client:
+    with TierClient(tier.address, shared=shared, timeout_s=SAFETY_S) as client:
         client.connect()
         assert fetch(client, [BLOB.key]) == ([Landing.CORRUPT], {})
         assert fetch(client, [BLOB.key]) == ([Landing.MISSING], {})
@@ -201,7 +201,7 @@ def test_another_keys_or_namespaces_bytes_under_this_key_do_not_land(tier, share
             put(stub, header, PAYLOAD)
         meaning = header_of(BLOB, layout=b"\x12\x05\x0a\x03old")
         put(stub, meaning, PAYLOAD)
-    with TierClient(tier.address, shared=shared) as client:
+    with TierClient(tier.address, shared=shared, timeout_s=SAFETY_S) as client:
         client.connect()
         outcome, landed = fetch(client, [key_of(n) for n in (1, 2, 3)])
         assert (outcome, landed) == ([Landing.CORRUPT] * 3, {})
@@ -213,7 +213,7 @@ def test_a_client_that_cries_wolf_takes_nothing_out_of_service(tier, monkeypatch
     monkeypatch.setattr(
         verifying, "verifies", lambda *a: looked.append(threading.current_thread()) or verifies(*a)
     )
-    with TierClient(tier.address) as client, raw_stub(tier.address) as stub:
+    with TierClient(tier.address, timeout_s=SAFETY_S) as client, raw_stub(tier.address) as stub:
         client.connect()
         client.put(BLOB)
         answer = stub.Quarantine(pb.QuarantineRequest(keys=[BLOB.key, key_of(9)]))
@@ -239,7 +239,7 @@ def test_keys_of_another_length_are_refused_everywhere(tier, key):
         ):
             with failing(INVALID):
                 call()
-    with TierClient(tier.address) as client:
+    with TierClient(tier.address, timeout_s=SAFETY_S) as client:
         client.connect()
         with pytest.raises(TierProtocolError):
             client.exists([key])

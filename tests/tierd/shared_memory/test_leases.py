@@ -9,7 +9,6 @@ import grpc
 import pytest
 from live_tier import (
     blob_of,
-    eventually,
     failing,
     fetch,
     header_of,
@@ -18,6 +17,7 @@ from live_tier import (
     payload_of,
     raw_stub,
 )
+from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierUnavailableError
 from kvtier.tier.client import TierClient
@@ -46,7 +46,7 @@ def test_a_lease_that_is_over_gives_its_room_back_and_its_commit_is_refused(tier
         assert [extent.key for extent in extents] == [key_of(2), key_of(3)], "1 is held"
         for extent in extents:
             fill(tier, extent, int.from_bytes(extent.key, "big"))
-        eventually(lambda: tier.server.service.leases.expired == 2)
+        wait_for(lambda: tier.server.service.leases.expired == 2)
         with failing(grpc.StatusCode.FAILED_PRECONDITION):
             stub.Commit(pb.CommitRequest(leases=[extents[0].lease]))
     assert tier.problems() == []
@@ -88,7 +88,7 @@ sys.path[:0] = {sys.path!r}
 from live_tier import blob_of, header_of, key_of
 from kvtier.tier.client import TierClient
 from kvtier.v1 import tier_pb2 as pb
-client = TierClient({tier.address!r})
+client = TierClient({tier.address!r}, timeout_s={SAFETY_S})
 info = client.connect()
 client.put(blob_of(1))
 stub = client._stub
@@ -100,9 +100,9 @@ def half():
     os.kill(os.getpid(), signal.SIGKILL)
 stub.Put(half())
 """
-    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=SAFETY_S)
     assert done.returncode == -9
-    eventually(lambda: tier.problems() == [])
+    wait_for(lambda: tier.problems() == [])
     assert tier.server.service.leases.expired == 2
 
 
@@ -120,7 +120,7 @@ def test_a_writer_that_was_asleep_until_its_lease_was_over_writes_nothing(tier, 
     real_copy, late = shared_puts.copy, []
 
     def copy_late(pieces, into, **options):
-        eventually(lambda: tier.server.service.leases.expired == 1)
+        wait_for(lambda: tier.server.service.leases.expired == 1)
         late.append(bytes(into))
         try:
             real_copy(pieces, into, **options)

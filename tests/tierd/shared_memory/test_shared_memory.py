@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 
 import pytest
 from live_tier import (
     LAYOUT,
     blob_of,
-    eventually,
     fetch,
     in_process,
     key_of,
     live_tier,
     payload_of,
 )
+from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierProtocolError, TierUnavailableError
 from kvtier.tier.client import Blob, Landing, TierClient
@@ -49,7 +48,10 @@ def test_a_client_that_has_mapped_the_memory_of_an_earlier_service_writes_nothin
     directory = tmp_path / "shm"
     directory.mkdir()
     flags = ("--shared-memory", str(directory), "--memory", "1m")
-    with live_tier(tmp_path, *flags) as tier, TierClient(tier.address, timeout_s=5) as client:
+    with (
+        live_tier(tmp_path, *flags) as tier,
+        TierClient(tier.address, timeout_s=SAFETY_S) as client,
+    ):
         client.connect()
         assert client.put(blob_of(1))
         (old,) = directory.iterdir()
@@ -57,7 +59,7 @@ def test_a_client_that_has_mapped_the_memory_of_an_earlier_service_writes_nothin
         tier.start()
         (new,) = directory.iterdir()
         assert new != old, "the file of the killed one is gone"
-        eventually(lambda: _answers(client))
+        wait_for(lambda: _answers(client))
         blank = new.read_bytes()[4096:]
         with pytest.raises(TierUnavailableError, match="connect again"):
             client.put(blob_of(2))
@@ -117,7 +119,7 @@ def test_an_extent_outside_of_the_memory_is_refused(memory_directory, extent):
 def test_a_client_elsewhere_streams(memory_directory):
     with in_process(shared_directory=memory_directory) as tier:
         os.rename(tier.server.service.shared.path, memory_directory / "elsewhere")
-        with TierClient(tier.address) as client:
+        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
             client.connect()
             assert not client.shares_memory
             assert client.put(blob_of(1))
@@ -144,7 +146,7 @@ def test_what_is_not_in_shared_memory_comes_by_the_stream(tier, client, monkeypa
 
 def test_reconnecting_while_others_copy_disturbs_none_of_them(tier):
     """The mapping is replaced under the hands of threads that use it."""
-    with TierClient(tier.address, timeout_s=10.0) as client:
+    with TierClient(tier.address, timeout_s=SAFETY_S) as client:
         client.connect()
         blobs = [blob_of(number, 300_000) for number in range(4)]
         ended, failures = threading.Event(), []
@@ -175,7 +177,7 @@ def test_reconnecting_while_others_copy_disturbs_none_of_them(tier):
 def test_copying_stops_when_time_is_up():
     target = bytearray(3 * shared_module.BLOCK_BYTES)
     with pytest.raises(TierUnavailableError, match="lease"):
-        copy([bytes(len(target))], memoryview(target), until=time.monotonic())
+        copy([bytes(len(target))], memoryview(target), until=0.0)
     copy([b"abc", b"", b"def"], memoryview(target)[:6])
     assert target[:6] == b"abcdef"
 
@@ -183,7 +185,10 @@ def test_copying_stops_when_time_is_up():
 def test_nothing_that_is_open_is_handed_down_to_other_programs(memory_directory):
     """Neither sockets nor the memory: a program started later would keep them."""
     before = inheritable()
-    with in_process(shared_directory=memory_directory) as tier, TierClient(tier.address) as client:
+    with (
+        in_process(shared_directory=memory_directory) as tier,
+        TierClient(tier.address, timeout_s=SAFETY_S) as client,
+    ):
         client.connect()
         assert client.shares_memory
         client.put(Blob(key_of(1), LAYOUT, [bytes(10)]))

@@ -18,10 +18,10 @@ from mooncake_play import (
     play,
     prefixes,
     puts,
-    until,
 )
 from store_blobs import SIZE, blob_name, content, get, held, info_of, payload_of, put, reserve
 from store_contract import StoreContract
+from waiting import be_slow_async, wait_for_async
 
 from kvtier.errors import TierExhaustedError
 from kvtier_tierd.stores.mooncake.link import MooncakeLink
@@ -79,7 +79,7 @@ class TestMooncakeStoreContract(StoreContract):
 def test_the_master_evicts_when_everything_is_full_and_lookups_notice(master):
     async def scenario(store: MooncakeStore) -> None:
         for number in range(40):
-            await until(5, lambda number=number: puts(store, number))
+            await wait_for_async(lambda number=number: puts(store, number))
             assert await get(store, blob_name(number)) in (None, payload_of(number, MIB))
         there = await held(store, *range(40))
         assert 0 < len(there) < 20
@@ -152,7 +152,7 @@ def test_two_services_that_put_the_same_blob_at_a_time_both_succeed(master):
                     asyncio.to_thread(peer.ask, "put", number, num_bytes=4 * MIB)
                 )
                 # Until the peer has made its payload, so that the two meet.
-                await asyncio.sleep(0.002 * number)
+                await be_slow_async(0.002 * number)
                 await store.commit(draft)
                 assert await asked is True
                 assert await get(store, blob_name(number)) == payload
@@ -169,15 +169,14 @@ def test_memory_under_a_call_that_was_given_up_is_not_used_again_before_it_ends(
         go, client = threading.Event(), link._client
         link._client = Slow(client, go)
         reading = asyncio.create_task(store.open(blob_name(1)))
-        while "get_into" not in link._client.called:
-            await asyncio.sleep(0.01)
+        await wait_for_async(lambda: "get_into" in link._client.called)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
         assert len(store.arena._held) == 1
         go.set()
         link._client = client
-        assert await until(5, lambda: all_free(store)) < 5
+        await wait_for_async(lambda: all_free(store))
         assert await get(store, blob_name(1)) == payload_of(1)
         await store.close()
 

@@ -6,12 +6,13 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from live_tier import blob_of, eventually, fetch, in_process, key_of
+from live_tier import blob_of, fetch, in_process, key_of
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from otlp_collector import Collector, collecting
+from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierProtocolError, UsageError
 from kvtier.tier.client import TierClient
@@ -52,13 +53,15 @@ def test_every_call_in_a_span_is_a_span_of_client_and_service_in_one_trace(colle
     tracer, made = ours
     interceptors = [TracingInterceptor(tracer)]
     with tier_of(collector) as tier:
-        client = TierClient(tier.address, timeout_s=10, shared=False, interceptors=interceptors)
+        client = TierClient(
+            tier.address, timeout_s=SAFETY_S, shared=False, interceptors=interceptors
+        )
         with client, tracer.start_as_current_span("all") as root:
             client.connect()
             assert client.put(blob_of(1))
             assert client.exists([key_of(1), key_of(2)]).present == [True, False]
             fetch(client, [key_of(1), key_of(2)])
-        eventually(lambda: len(made.get_finished_spans()) == 5)
+        wait_for(lambda: len(made.get_finished_spans()) == 5)
     clients = {s.name: s for s in made.get_finished_spans() if s.kind is CLIENT}
     services = collector.wait_for(lambda spans: len(spans) == 4)
     assert {name.rpartition("/")[2] for name in clients} == {
@@ -78,10 +81,13 @@ def test_a_call_outside_of_any_span_has_none_and_goes_as_well(collector, ours):
     tracer, made = ours
     with tier_of(collector) as tier:
         interceptors = [TracingInterceptor(tracer)]
-        with TierClient(tier.address, timeout_s=10, interceptors=interceptors) as client:
+        with TierClient(tier.address, timeout_s=SAFETY_S, interceptors=interceptors) as client:
             client.connect()
             assert client.put(blob_of(1))
-        with TierClient(tier.address, timeout_s=10) as untraced, tracer.start_as_current_span("a"):
+        with (
+            TierClient(tier.address, timeout_s=SAFETY_S) as untraced,
+            tracer.start_as_current_span("a"),
+        ):
             untraced.connect()
     assert [span.name for span in made.get_finished_spans()] == ["a"]
     assert collector.spans == []
@@ -91,14 +97,14 @@ def test_a_call_that_fails_is_a_span_that_failed_on_both_sides(collector, ours):
     tracer, made = ours
     with tier_of(collector) as tier:
         interceptors = [TracingInterceptor(tracer)]
-        with TierClient(tier.address, timeout_s=10, interceptors=interceptors) as client:
+        with TierClient(tier.address, timeout_s=SAFETY_S, interceptors=interceptors) as client:
             client.connect()
             with (
                 tracer.start_as_current_span("all"),
                 pytest.raises(TierProtocolError, match="invalid_argument"),
             ):
                 client.exists([b"short"])
-            eventually(lambda: len(made.get_finished_spans()) == 2)
+            wait_for(lambda: len(made.get_finished_spans()) == 2)
     (span,) = (one for one in made.get_finished_spans() if one.kind is CLIENT)
     assert span.attributes["rpc.grpc.status_code"] == 3
     assert not span.status.is_ok
@@ -110,15 +116,17 @@ def test_what_a_link_does_in_the_background_is_below_the_span_of_its_caller(coll
     tracer, _ = ours
     with tier_of(collector) as tier:
         interceptors = [TracingInterceptor(tracer)]
-        client = TierClient(tier.address, timeout_s=10, shared=False, interceptors=interceptors)
+        client = TierClient(
+            tier.address, timeout_s=SAFETY_S, shared=False, interceptors=interceptors
+        )
         link = TierLink(client, buffer_bytes=1 << 22)
         try:
             with tracer.start_as_current_span("one") as one:
                 link.put([blob_of(1), blob_of(2)])
-            assert link.flush(10)
+            assert link.flush(SAFETY_S)
             with tracer.start_as_current_span("two") as two:
-                assert link.submit(lambda c: c.exists([key_of(1)])).wait(10)
-            link.submit(lambda c: c.exists([key_of(2)])).wait(10)
+                assert link.submit(lambda c: c.exists([key_of(1)])).wait(SAFETY_S)
+            link.submit(lambda c: c.exists([key_of(2)])).wait(SAFETY_S)
         finally:
             link.close()
     spans = collector.wait_for(lambda spans: sum(s.method == "Exists" for s in spans) == 1)
@@ -142,7 +150,7 @@ def test_without_an_endpoint_nothing_is_traced_and_no_library_is_there(monkeypat
 def test_a_collector_that_is_away_costs_no_call():
     with (
         in_process(otlp_traces_endpoint="127.0.0.1:9") as tier,
-        TierClient(tier.address, timeout_s=10) as client,
+        TierClient(tier.address, timeout_s=SAFETY_S) as client,
     ):
         client.connect()
         assert client.put(blob_of(1))

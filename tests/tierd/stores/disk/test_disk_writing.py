@@ -11,6 +11,7 @@ import threading
 import pytest
 from disk_play import COST, ROOM, payload_files, play, put_some, read_some
 from store_blobs import SIZE, blob_name, get, held, info_of, payload_of, put, reserve
+from waiting import SAFETY_S, wait_for_async
 
 from kvtier.errors import TierExhaustedError, UsageError
 from kvtier_tierd.limits.budget import Budget
@@ -136,12 +137,12 @@ def test_readers_that_go_before_the_payload_is_there_give_its_memory_back_when_i
 
         def slow(row):
             reading.set()
-            go_on.wait(20)
+            go_on.wait(SAFETY_S)
             return real(row)
 
         store._medium.read = slow
         gone = [asyncio.create_task(store.open(blob_name(1))) for _ in range(3)]
-        await asyncio.to_thread(reading.wait, 20)
+        await asyncio.to_thread(reading.wait, SAFETY_S)
         for task in gone:
             task.cancel()
         await asyncio.gather(*gone, return_exceptions=True)
@@ -149,8 +150,7 @@ def test_readers_that_go_before_the_payload_is_there_give_its_memory_back_when_i
         with pytest.raises(TierExhaustedError, match="--transfer-memory"):
             await store.open(blob_name(2))
         go_on.set()
-        while budget.used_bytes:
-            await asyncio.sleep(0.001)
+        await wait_for_async(lambda: not budget.used_bytes)
         assert await get(store, blob_name(1)) == payload
         assert budget.used_bytes == 0
         assert store.check_integrity() == []
