@@ -54,7 +54,7 @@ from kvtier_sglang.radix.cache import KvtierRadixCache
 from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.refresh.trigger import TriggerRule
 from kvtier_sglang.refresh.turn_refresh import make_turn_refresh
-from kvtier_sglang.support import confirm, repeated_keys, rotations
+from kvtier_sglang.support import confirm, rotations
 from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.connector import TierConnector
 from kvtier_sglang.tier.identity import ModelIdentity
@@ -204,11 +204,7 @@ class Runtime:
         UnsupportedModelError for a loaded model that cannot be served."""
         settings, pool = self.settings, head_split_pool(runner)
         pool.scales = KvScales.of_model(runner.model, pool.layers, pool.dtype)
-        context = int(runner.model_config.context_len)
-        confirm(
-            runner.model, pool.layers, heads=pool.head_num, head_dim=pool.head_dim, context=context
-        )
-        keys, at = repeated_keys(runner, pool.layers)
+        keys, at = confirm(runner, pool)
         rotated: list[KeyRotation | None] = []
         if pool.state is not None or self.memory_source is not None:
             rotated = rotations(runner.model, keys, at)
@@ -226,6 +222,7 @@ class Runtime:
             self.memories = Memories.open(source, runner, rotated, self.backend.kernels, shape)
             self.backend.use_memories(self.memories.passes)
         if torch.device(runner.device).type == "cuda":
+            context = int(runner.model_config.context_len)
             chunk = runner.server_args.chunked_prefill_size
             streams, locality = settings.prefill == "streaming", settings.locality
             warm_up(

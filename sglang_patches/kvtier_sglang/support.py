@@ -9,13 +9,12 @@ the layers that were loaded.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -31,8 +30,7 @@ from kvtier.heads.reference.rotation import (
     prove,
     proving_positions,
 )
-
-logger = logging.getLogger(__name__)
+from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
 
 
 def resolved_config(server_args: Any) -> dict[str, Any]:
@@ -81,36 +79,27 @@ _COMPUTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def confirm(model: Any, layers: range, *, heads: int, head_dim: int, context: int) -> None:
-    """Raise UnsupportedModelError for a layer that the attention backend does not compute.
+def check_layer(layer: Any, *, heads: int, head_dim: int, context: int) -> None:
+    """Raise UnsupportedModelError for a RadixAttention that the attention backend does not compute.
 
-    heads: KV heads of each on this rank; context: tokens of the longest request.
+    heads: KV heads of each layer on this rank; context: tokens of the longest request.
     """
-    found: set[int] = set()
-    for name, module in model.named_modules():
-        if not isinstance(module, RadixAttention):
-            continue
-        if module.layer_id in found or module.layer_id not in layers:
-            raise _unsupported(name, f"a second attention in layer {module.layer_id}")
-        found.add(module.layer_id)
-        for attribute, computed in _COMPUTED.items():
-            value = getattr(module, attribute, computed[0])
-            if value not in computed:
-                raise _unsupported(name, f"{attribute} = {value}")
-        window = module.sliding_window_size
-        if window is not None and 0 <= window < context - 1:
-            raise _unsupported(name, f"a window of {window} tokens")
-        shape = module.tp_k_head_num, module.qk_head_dim, module.v_head_dim
-        if shape != (heads, head_dim, head_dim):
-            expected = f"{heads} KV heads of {head_dim}"
-            raise _unsupported(name, f"KV heads, size of keys and values {shape}, not {expected}")
-    missing = [layer for layer in layers if layer not in found]
-    if missing:
-        raise _unsupported("the model", f"no attention in layers {missing}")
+    name = f"layer {layer.layer_id}"
+    for attribute, computed in _COMPUTED.items():
+        value = getattr(layer, attribute, computed[0])
+        if value not in computed:
+            raise _unsupported(f"{name}: {attribute} = {value}")
+    window = layer.sliding_window_size
+    if window is not None and 0 <= window < context - 1:
+        raise _unsupported(f"{name}: a window of {window} tokens")
+    shape = layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
+    if shape != (heads, head_dim, head_dim):
+        expected = f"{heads} KV heads of {head_dim}"
+        raise _unsupported(f"{name}: KV heads, size of keys and values {shape}, not {expected}")
 
 
-def _unsupported(name: str, why: str) -> UnsupportedModelError:
-    return UnsupportedModelError("--model-path", EXPECTED, f"{name}: {why}")
+def _unsupported(why: str) -> UnsupportedModelError:
+    return UnsupportedModelError("--model-path", EXPECTED, why)
 
 
 class _SeenAllError(Exception):
@@ -118,35 +107,40 @@ class _SeenAllError(Exception):
 
 
 class _Watching:
-    """An attention backend that notes what layers hand to it.
+    """An attention backend that notes what layers hand to it, and checks that kvtier's could.
 
     All values of a repeated token are alike, so its attention is its value, whatever the scores.
     """
 
-    def __init__(self, runner: Any, last: int) -> None:
-        self.token_to_kv_pool = runner.token_to_kv_pool
+    def __init__(self, runner: Any, layers: range, pool: HeadSplitKVPool) -> None:
+        self.token_to_kv_pool = pool
         self.req_to_token_pool = runner.req_to_token_pool
-        self.last = last
+        self.context = int(runner.model_config.context_len)
+        self.layers = layers
         self.keys: dict[int, torch.Tensor] = {}
 
     def forward(
         self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save: bool = True, **others: Any
     ) -> torch.Tensor:
+        pool, number = self.token_to_kv_pool, layer.layer_id
+        check_layer(layer, heads=pool.head_num, head_dim=pool.head_dim, context=self.context)
         asked = sorted(name for name, value in others.items() if value is not None)
         if asked or k is None:
-            raise _unsupported(f"layer {layer.layer_id}", f"attention with {asked or 'no keys'}")
+            raise _unsupported(f"layer {number}: attention with {asked or 'no keys'}")
+        if number in self.keys or number not in self.layers:
+            raise _unsupported(f"layer {number}: a second attention")
         heads, group = layer.tp_k_head_num, layer.tp_q_head_num // layer.tp_k_head_num
-        self.keys[layer.layer_id] = k.view(-1, heads, layer.qk_head_dim).transpose(0, 1)
-        if layer.layer_id == self.last:
+        self.keys[number] = k.view(-1, heads, layer.qk_head_dim).transpose(0, 1)
+        if number == self.layers[-1]:
             raise _SeenAllError
         return v.view(-1, heads, layer.v_head_dim).repeat_interleave(group, 1).flatten(1)
 
 
 @torch.inference_mode()
-def repeated_keys(runner: Any, layers: range) -> tuple[list[torch.Tensor], torch.Tensor]:
+def confirm(runner: Any, pool: HeadSplitKVPool) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Each layer's keys of one repeated token, `[heads, tokens, dim]`, and its positions.
 
-    Raises UnsupportedModelError for attention that is asked for what the backend does not know.
+    Raises UnsupportedModelError for attention that is not what kvtier's backend computes.
     """
     device = torch.device(runner.device)
     positions = proving_positions(int(runner.model_config.context_len), device)
@@ -163,14 +157,17 @@ def repeated_keys(runner: Any, layers: range) -> tuple[list[torch.Tensor], torch
         positions=positions,
         mrope_positions=positions.expand(3, -1),
     )
-    watching: Any = _Watching(runner, layers[-1])
+    watching: Any = _Watching(runner, pool.layers, pool)
     with forward_context(ForwardContext(attn_backend=watching)), suppress(_SeenAllError):
         runner.model.forward(batch.input_ids, positions, batch)
-    return [watching.keys[layer] for layer in layers], positions
+    missing = [layer for layer in pool.layers if layer not in watching.keys]
+    if missing:
+        raise _unsupported(f"no attention in layers {missing}")
+    return [watching.keys[layer] for layer in pool.layers], positions
 
 
 def rotations(model: Any, keys: list[torch.Tensor], at: torch.Tensor) -> list[KeyRotation | None]:
-    """How each layer rotates its keys, None where it does not; proven on `repeated_keys`.
+    """How each layer rotates its keys, None where it does not; proven on `confirm`.
 
     Raises UnsupportedModelError where a position is not the token's own index, and where no rotary
     embedding of the model fits.
@@ -210,4 +207,4 @@ def _of_others(rotary: Any) -> list[KeyRotation]:
     return candidates_of(rotary)
 
 
-__all__ = ["check_config", "confirm", "repeated_keys", "resolved_config", "rotations"]
+__all__ = ["check_config", "check_layer", "confirm", "resolved_config", "rotations"]

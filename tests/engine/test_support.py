@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engine_process import DEMO_MODEL
-from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from kvtier.config import load_settings
 from kvtier.errors import UnsupportedModelError
@@ -151,19 +151,13 @@ def test_calibrating_refuses_what_serving_refuses(hub: Path) -> None:
         check_model("some/model")
 
 
-class Attention(torch.nn.Module):
-    """The attributes of RadixAttention that `confirm` reads."""
-
-    def __init__(self, **changed: Any) -> None:
-        super().__init__()
-        attributes = {
-            "layer_id": 0, "tp_k_head_num": 2, "qk_head_dim": 16, "v_head_dim": 16,
-            "sliding_window_size": -1, "logit_cap": 0.0, "attn_type": AttentionType.DECODER,
-            "is_cross_attention": False, "use_irope": False, "pos_encoding_mode": "NONE",
-            "xai_temperature_len": -1,
-        }  # fmt: skip
-        for name, value in {**attributes, **changed}.items():
-            setattr(self, name, value)
+def attention(**changed: Any) -> RadixAttention:
+    """A layer of SGLang's, with some attributes changed."""
+    layer = RadixAttention(num_heads=4, head_dim=16, scaling=0.25, num_kv_heads=2, layer_id=0)
+    for name, value in changed.items():
+        assert hasattr(layer, name)
+        setattr(layer, name, value)
+    return layer
 
 
 LAYERS: dict[str, dict[str, Any]] = {
@@ -176,33 +170,40 @@ LAYERS: dict[str, dict[str, Any]] = {
     "xai_temperature_len = 1024": {"xai_temperature_len": 1024},
     "size of keys and values": {"v_head_dim": 8},
     "KV heads": {"tp_k_head_num": 4},
-    "no attention in layers": {"layer_id": 1},
 }
-
-
-def confirm(monkeypatch: pytest.MonkeyPatch, *attention: Attention) -> None:
-    monkeypatch.setattr(support, "RadixAttention", Attention)
-    model = torch.nn.ModuleList(attention)
-    support.confirm(model, range(1), heads=2, head_dim=16, context=4096)
+POOL: Any = SimpleNamespace(head_num=2, head_dim=16, layers=range(2))
 
 
 @pytest.mark.parametrize("why", LAYERS)
-def test_a_loaded_layer_that_the_backend_does_not_compute_is_refused(
-    monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
-    confirm(monkeypatch, Attention())
+def test_a_loaded_layer_that_the_backend_does_not_compute_is_refused(why: str) -> None:
+    shape = {"heads": 2, "head_dim": 16, "context": 4096}
+    support.check_layer(attention(), **shape)
     # A window as long as the longest request is none.
-    confirm(monkeypatch, Attention(sliding_window_size=4096))
-    with pytest.raises(UnsupportedModelError, match=why if "no att" not in why else "attention"):
-        confirm(monkeypatch, Attention(**LAYERS[why]))
+    support.check_layer(attention(sliding_window_size=4096), **shape)
+    with pytest.raises(UnsupportedModelError, match=why):
+        support.check_layer(attention(**LAYERS[why]), **shape)
 
 
-def test_attention_that_is_asked_for_more_than_queries_keys_and_values_is_refused() -> None:
-    watching = support._Watching(SimpleNamespace(token_to_kv_pool=0, req_to_token_pool=0), 5)
-    layer = SimpleNamespace(
-        layer_id=0, tp_k_head_num=2, tp_q_head_num=4, qk_head_dim=8, v_head_dim=8
-    )
-    q, kv = torch.zeros(3, 32), torch.ones(3, 16)
-    assert watching.forward(q, kv, kv, layer, None, sinks=None).shape == (3, 32)
-    with pytest.raises(UnsupportedModelError, match="sinks"):
-        watching.forward(q, kv, kv, layer, None, sinks=torch.zeros(4))
+def runner(*layers: RadixAttention, **asked: Any) -> Any:
+    """A model runner whose model hands a repeated token's values on from layer to layer."""
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> None:
+        kv = torch.ones(len(ids), 32)
+        for layer in layers:
+            layer(torch.ones(len(ids), 64), kv, kv, batch, **asked)
+
+    return SimpleNamespace(
+        device="cpu", model=SimpleNamespace(forward=forward), req_to_token_pool=None,
+        model_config=SimpleNamespace(context_len=512),
+    )  # fmt: skip
+
+
+def test_what_layers_hand_to_attention_is_confirmed() -> None:
+    keys, positions = support.confirm(runner(attention(), attention(layer_id=1)), POOL)
+    assert [k.shape for k in keys] == [(2, len(positions), 16)] * 2
+    with pytest.raises(UnsupportedModelError, match=r"layer 0: attention with \['sinks'\]"):
+        support.confirm(runner(attention(), sinks=torch.zeros(4)), POOL)
+    with pytest.raises(UnsupportedModelError, match="layer 0: a second attention"):
+        support.confirm(runner(attention(), attention()), POOL)
+    with pytest.raises(UnsupportedModelError, match=r"no attention in layers \[1\]"):
+        support.confirm(runner(attention()), POOL)

@@ -51,6 +51,8 @@ class Busy:
             for index in arriving[: self.rng.randrange(2, MOST_AT_ONCE + 1)]:
                 arriving.remove(index)
                 self.in_flight[index] = asyncio.create_task(self._ask(index))
+            if arriving and len(self.in_flight) <= MOST_AT_ONCE:
+                continue
             # Some are in the middle of their answers, then.
             await asyncio.wait(self.in_flight.values(), return_when=asyncio.FIRST_COMPLETED)
             if self.due and len(self.in_flight) > 1:

@@ -33,7 +33,6 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0,
     "original_max_position_embeddings": 128,
 }  # fmt: skip
-MINISTRAL = {**YARN, "llama_4_scaling_beta": 0.1}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", {}),
@@ -44,7 +43,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3, normalised Q and K": ("Qwen3", {}),
     "Qwen3-MoE": ("Qwen3Moe", EXPERTS),
     "Mistral without a window": ("Mistral", {"sliding_window": None}),
-    "Ministral 3": ("Ministral3", {"sliding_window": None, "rope_parameters": MINISTRAL}),
+    "Ministral 3": ("Ministral3", {"sliding_window": None}),
     "Mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
     "OLMoE": ("Olmoe", {"num_key_value_heads": 4, **EXPERTS}),
     "Granite": ("Granite", {}),
@@ -87,13 +86,18 @@ def write_model(folder: Path, architecture: str, extra: dict[str, Any]) -> Any:
 
 
 def prompts() -> list[tuple[list[int], list[int]]]:
-    """First and second prompts of sessions; some are longer than a chunk."""
+    """First and second prompts of sessions; some are longer than a chunk.
+
+    No two begin with the same token: what sessions share is a turn of its own, and what a turn
+    keeps depends on where it begins.
+    """
     generator = torch.Generator().manual_seed(5)
 
     def some(count: int) -> list[int]:
         return torch.randint(3, VOCAB, (count,), generator=generator).tolist()
 
-    return [(some(count), some(9)) for count in (1, 30, 150, 260)]
+    lengths = (1, 30, 150, 260)
+    return [([3 + at, *some(count - 1)], some(9)) for at, count in enumerate(lengths)]
 
 
 @torch.inference_mode()

@@ -1,0 +1,83 @@
+"""Models loaded in bfloat16, as they are on every GPU: whatever calibrates them gets through, past
+the first chunk of a context, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_llama import RULE, make_ids, profile_of, tiny_model
+
+from kvtier.calibration.measuring import calibrate as curves
+from kvtier.config import load_settings
+from kvtier.heads import calibrate, tokens
+from kvtier.heads.methods import METHODS, ImportedPattern, Target
+from kvtier.heads.model.config import model_shape, read_config
+from kvtier.heads.model.loading import load_model
+from kvtier.heads.profile import full_profile, load_profile
+from kvtier.heads.reference.compaction import AdaptiveSession, CompactingSession
+from kvtier.heads.reference.session import ReferenceSession
+from kvtier.memory.collecting import prefix_kv
+
+DEMO = Path(__file__).parents[2] / "models" / "kvtier-demo"
+# Nats by which bfloat16 changes what these tiny models say.
+ROUNDING = 0.35
+
+
+def in_bfloat16(model_path: str) -> Any:
+    return load_model(model_path).to(torch.bfloat16)
+
+
+def sessions(model: Any) -> list[ReferenceSession]:
+    """One of each kind, in chunks of few tokens."""
+    profile = profile_of((0,), (), (0, 1))
+    compacting = CompactingSession(model, profile, RULE, 16)
+    adaptive = AdaptiveSession(model, RULE, 16)
+    for session in (compacting, adaptive):
+        session.keep_count = lambda prompt, span: span // 3
+    return [ReferenceSession(model, profile, RULE, 16), compacting, adaptive]
+
+
+def test_sessions_in_bfloat16_say_what_they_say_in_float32() -> None:
+    both = [tiny_model(dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    for ours, exact in zip(*map(sessions, both), strict=True):
+        for prompt in (make_ids(70), make_ids(40, seed=1)):
+            logits = []
+            for session in (ours, exact):
+                session.turn(prompt, 0)
+                logits.append(session.fork()._forward([7]).log_softmax(-1))
+            assert (logits[0] - logits[1]).abs().max() < ROUNDING
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != ImportedPattern.name])
+def test_heads_are_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.setattr(calibrate, "load_model", in_bfloat16)
+    out = tmp_path / "profile.json"
+    target = Target(share=0.5)
+    calibrate.calibrate_heads(
+        str(DEMO), method, out, target=target, lengths=[512], samples=1, rule=RULE
+    )
+    assert 0 < load_profile(out).ca_share < 1
+
+
+def test_tokens_and_curves_are_calibrated_past_the_first_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (tokens, curves):
+        monkeypatch.setattr(module, "load_model", in_bfloat16)
+    monkeypatch.setattr(tokens, "JUDGED_CONTEXTS", 1)
+    fit = tokens.fit_tokens(str(DEMO), contexts=1, lengths=[2100])
+    assert fit.tokens == 2100
+    profile = full_profile(model_shape(read_config(str(DEMO))))
+    settings = load_settings(quality=0.9)
+    curve = curves.calibrate_curve(str(DEMO), profile, settings, lengths=[512], contexts=2)
+    assert curve.document.dtype == "bfloat16"
+
+
+def test_a_prefix_is_encoded_past_the_first_chunk() -> None:
+    model = tiny_model(dtype=torch.bfloat16)
+    (k, v), *_ = prefix_kv(model, make_ids(400))
+    assert k.shape == v.shape == (2, 400, 16)
+    assert k.dtype == torch.bfloat16
