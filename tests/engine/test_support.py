@@ -122,6 +122,15 @@ def test_a_kind_that_cannot_be_served_is_refused_by_name(hub: Path, kind: str, b
         check_supported(read_config(path))
 
 
+def test_the_docs_name_every_kind() -> None:
+    """Words in brackets and behind commas tell kinds of one name apart."""
+    text = (DEMO_MODEL.parents[1] / "docs" / "models.md").read_text()
+    for kind in REFUSED:
+        name = kind.split(",")[0].removesuffix(" with a window")
+        if name != "nested":
+            assert all(word in text for word in name.split(" ")), kind
+
+
 @pytest.mark.parametrize("kind", SERVED)
 def test_a_window_that_leaves_nothing_out_is_none(kind: str) -> None:
     check_supported({"max_position_embeddings": 131072, **SERVED[kind]})

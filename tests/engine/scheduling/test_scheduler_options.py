@@ -153,7 +153,9 @@ def live(folder: Path, engine: dict[str, Any], env: dict[str, str], **plan: Any)
     plan = {"engine": {**SMALL, **POLICIES["kvtier"], **engine}, "seed": 3, **plan}
     out = run_script(BUSY, folder, {**plan, "requests": requests()}, env)
     assert out["state"]["integrity"] == []
-    assert out["state"]["kv_evicted_tokens"] > 0, "nobody had to make room"
+    # What a context keeps a quarter of may find room.
+    everything = "KVTIER_RETENTION" not in env
+    assert not everything or out["state"]["kv_evicted_tokens"] > 0, "nobody had to make room"
     assert out["after_flush"]["ca_slots_used"] == out["after_flush"]["locality_slots_used"] == 0
     return out
 
