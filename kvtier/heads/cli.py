@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import UsageError
 from kvtier.heads.methods import DEFAULT_METHOD, METHODS, Target
+from kvtier.heads.model.config import located
 from kvtier.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DEFAULT_LENGTHS, DEFAULT_SAMPLES = "4k", 4
+MODEL_HELP = "a directory, or a hub id in the hub's cache"
 
 
 def add_heads_parser(kinds: Subparsers) -> None:
@@ -28,7 +30,7 @@ def add_heads_parser(kinds: Subparsers) -> None:
         "heads",
         help="find the KV heads that need the whole context, and measure what keeping them costs",
     )
-    heads.add_argument("--model-path", required=True, help="local model directory")
+    heads.add_argument("--model-path", type=located, required=True, help=MODEL_HELP)
     heads.add_argument(
         "--method", default=DEFAULT_METHOD, metavar="NAME[@SHARE][,…]",
         help=f"{', '.join(sorted(METHODS))}; several are compared on the same samples, and the "
@@ -69,7 +71,7 @@ def add_tokens_parser(kinds: Subparsers) -> None:
         "tokens", help="fit what each token will be worth to later turns (--scorer reconstruction)"
     )
     add = tokens.add_argument
-    add("--model-path", required=True, help="local model directory")
+    add("--model-path", type=located, required=True, help=MODEL_HELP)
     add("--out", type=Path, required=True, help="file to write, such as token_worth.npz")
     add("--len", default="1.5k,3k", help="context lengths (default: %(default)s)")
     add("--contexts", type=int, default=11, help="contexts per length (default: %(default)s)")

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import UsageError
+from kvtier.heads.cli import MODEL_HELP
+from kvtier.heads.model.config import located
 from kvtier.memory.published.cli import add_published_parsers
 from kvtier.reading import read_text
 
@@ -51,7 +53,7 @@ def add_memory_parser(commands: Subparsers) -> None:
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model-path", required=True, help="local model directory")
+    add("--model-path", type=located, required=True, help=MODEL_HELP)
     add("--prefix-file", type=Path, required=True, help="text that the requests begin with")
     add(
         "--traces", type=Path, required=True, metavar="FILE.jsonl",

@@ -15,11 +15,13 @@ import torch
 from engine_process import DEMO_MODEL
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
+from kvtier import cli
 from kvtier.config import load_settings
 from kvtier.errors import UnsupportedModelError
 from kvtier.heads.calibrate import check_model
 from kvtier.heads.model.config import folder_of, model_name, read_config, weights_revision
 from kvtier.heads.model.support import check_supported
+from kvtier.heads.profile import load_profile
 from kvtier_sglang import compat, support
 
 MLA, OTHER, WINDOW, SPARSE = "MLA", "layers without KV", "sliding-window", "sparse or chunked"
@@ -151,6 +153,18 @@ def test_a_hub_id_has_the_name_and_revision_of_its_snapshot(hub: Path) -> None:
     compat.check_server_args(arguments("some/model"), load_settings())
     settings = load_settings(head_profile=DEMO_MODEL / "head_profile.json", retention=0.5)
     compat.check_server_args(arguments("some/model"), settings)
+
+
+def test_a_hub_id_is_calibrated_as_its_snapshot(hub: Path, tmp_path: Path) -> None:
+    folder, out = snapshot(hub, "some/calibrated"), tmp_path / "profile.json"
+    for file in DEMO_MODEL.iterdir():
+        (folder / file.name).symlink_to(file)
+    command = f"calibrate heads --model-path some/calibrated --out {out} --quiet"
+    options = "--method attention-mass --share 0.5 --len 512 --samples 1"
+    assert cli.main(f"{command} {options}".split()) == 0
+    profile = load_profile(out)
+    assert profile.model == "some/calibrated"
+    assert profile.revision == weights_revision(str(DEMO_MODEL))
 
 
 def test_calibrating_refuses_what_serving_refuses(hub: Path) -> None:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from kvtier.config import Settings, load_settings
 from kvtier.errors import StoreError, UsageError
-from kvtier.heads.cli import add_heads_parser, add_tokens_parser
+from kvtier.heads.cli import MODEL_HELP, add_heads_parser, add_tokens_parser
 from kvtier.heads.methods import DEFAULT_METHOD, Target
+from kvtier.heads.model.config import located
 from kvtier.heads.parallel.cli import add_permute_parser
 from kvtier.heads.progress import no_progress
 from kvtier.sizes import parse_size
@@ -58,7 +59,7 @@ def add_calibrate_parser(subparsers: Subparsers) -> None:
 
 def _add_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
     add = parser.add_argument
-    add("--model-path", required=required, help="local model directory")
+    add("--model-path", type=located, required=required, help=MODEL_HELP)
     add("--out", type=Path, default=Path("calibration"), metavar="DIRECTORY",
         help="where documents and pictures are written as well (default: %(default)s)")  # fmt: skip
     add("--len", default=DEFAULT_LENGTHS, help="context lengths (default: %(default)s)")

@@ -28,6 +28,12 @@ def folder_of(model_path: str, revision: str | None = None) -> Path | None:
         return None
 
 
+def located(model_path: str) -> str:
+    """The folder of a model on this machine, whatever names it; the name itself where it has none,
+    for whoever reads it to refuse."""
+    return str(folder_of(model_path) or model_path)
+
+
 def read_config(model_path: str) -> dict[str, Any]:
     """The config.json of a model on this machine, the text part of multimodal ones.
 
