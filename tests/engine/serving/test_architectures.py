@@ -15,8 +15,10 @@ from engine_process import run_engine
 
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.profile import full_profile
-from kvtier.heads.reference.compaction import CompactingSession
+from kvtier.heads.reference.compaction import AdaptiveSession, CompactingSession
+from kvtier.retention.scorers.reconstruction import Reconstruction
 from kvtier.retention.shares import FixedShare, Turn
+from kvtier.retention.token_worth import TokenWorth, feature_width
 
 pytestmark = pytest.mark.engine
 
@@ -150,17 +152,37 @@ def test_it_says_what_transformers_says(tmp_path: Path, name: str) -> None:
     assert found["state"]["integrity"] == []
 
 
-@pytest.mark.parametrize("name", ROTATED)
-def test_compressed_it_says_what_the_reference_says(tmp_path: Path, name: str) -> None:
-    """Every head keeps its own best third of a turn, by keys before rotation."""
+@pytest.mark.parametrize(
+    ("name", "budgets"),
+    [*((name, "adaptive") for name in ROTATED), ("Llama", "equal"), ("Cohere", "equal")],
+)
+def test_compressed_it_says_what_the_reference_says(
+    tmp_path: Path, name: str, budgets: str
+) -> None:
+    """A third of a turn is kept, chosen by keys before rotation."""
     model = write_model(tmp_path / "model", *ARCHITECTURES[name])
-    rule, profile = FixedShare(0.35), full_profile(shape_of(model))
+    rule, shape = FixedShare(0.35), shape_of(model)
+    width = feature_width(shape.num_kv_heads, shape.head_dim)
+    random = torch.Generator().manual_seed(0)
+    weights = torch.randn(shape.num_layers, shape.num_kv_heads, width, generator=random)
+    worth = TokenWorth(weights)
+    worth.save(tmp_path / "worth.npz")
+    env = {**RULE_ENV, "KVTIER_RETENTION": "0.35", "KVTIER_SCORER": "distinct-keys"}
+    if budgets == "adaptive":
+        env |= {
+            "KVTIER_SCORER": "reconstruction",
+            "KVTIER_SCORER_FILE": str(tmp_path / "worth.npz"),
+            "KVTIER_HEAD_BUDGETS": "adaptive",
+        }
     expected = []
     for turns in prompts():
-        session = CompactingSession(model, profile, RULE, 128)
+        session: AdaptiveSession | CompactingSession
+        if budgets == "adaptive":
+            session = AdaptiveSession(model, RULE, 128, Reconstruction.of(worth))
+        else:
+            session = CompactingSession(model, full_profile(shape), RULE, 128)
         session.keep_count = lambda prompt, span: rule.choose(Turn(prompt, span)).kept_tokens
         expected.append([session.turn(prompt, NEW_TOKENS).token_ids for prompt in turns])
-    env = {**RULE_ENV, "KVTIER_RETENTION": "0.35", "KVTIER_SCORER": "distinct-keys"}
     found = answers_of(tmp_path / "kvtier", tmp_path / "model", "float32", KVTIER, env)
     said = [[answer["output_ids"] for answer in answers] for answers in found["rounds"]]
     assert [list(turns) for turns in zip(*said, strict=True)] == expected
