@@ -23,7 +23,9 @@ def compress_path(tree: VariantRadixTree, compressor: Compressor, node: KvNode) 
 def remove_path(tree: VariantRadixTree, node: KvNode, begin: int) -> None:
     """Take the path to `node` out of the tree, down to position `begin`, as far as nothing else
     stands on it or uses it."""
-    while node.stop > begin and node.lock_ref == 0 and not node.children:
+    while node is not tree.root_node and node.start >= begin:
+        if node.lock_ref or node.children:
+            return
         parent = node.parent
         tree.remove_leaf(node)
         node = parent
