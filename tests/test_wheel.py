@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from live_server import free_port, stop, wait_until_healthy
-from tierd.live_tier import eventually
+from waiting import SAFETY_S, wait_for
 
 from kvtier.calibration.documents import load_curve
 
@@ -25,7 +25,6 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kvtier", "kvtier_kernels", "kvtier_sglang", "kvtier_tierd")
 # For what hangs: nothing here depends on how long something takes.
-SAFETY_S = 600
 
 
 class Installed:
@@ -166,7 +165,7 @@ def test_a_server_answers_and_its_tier_has_the_turn(installed, model):
             )
             with urllib.request.urlopen(request, timeout=SAFETY_S) as answer:
                 assert len(json.load(answer)["output_ids"]) == 4
-            eventually(lambda: blobs(metrics) > 0, SAFETY_S)
+            wait_for(lambda: blobs(metrics) > 0, "nothing reached the tier")
 
 
 def blobs(port: int) -> float:
