@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
 
 from waiting import SAFETY_S, wait_for
 
 
 def free_port() -> int:
-    """A loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A loopback port that was free a moment ago, below those that the kernel hands out: a server
+    that starts for a minute finds it free still, whatever listens anywhere meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager
@@ -53,7 +58,7 @@ def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> 
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=SAFETY_S) as answer:
                 return answer.status == 200
-        except OSError:
+        except (OSError, HTTPException):
             return False
 
     wait_for(healthy, lambda: f"no answer: {log.read_text()[-4000:]}")
