@@ -177,7 +177,9 @@ def rotations(model: Any, keys: list[torch.Tensor], at: torch.Tensor) -> list[Ke
         if isinstance(rotary, MRotaryEmbedding):
             expected = "keys rotated by the token's own index where a retention or a memory is set"
             raise UnsupportedModelError("--model-path", expected, type(rotary).__name__)
-        candidates += _of_sglang(rotary) if hasattr(rotary, "is_neox_style") else _of_others(rotary)
+        # Other modules are transformers', in models under SGLang's backend for them.
+        is_sglangs = hasattr(rotary, "is_neox_style")
+        candidates += _of_sglang(rotary) if is_sglangs else candidates_of(rotary)
     return prove(keys, at, candidates)
 
 
@@ -200,11 +202,6 @@ def _of_sglang(rotary: RotaryEmbedding) -> list[KeyRotation]:
         return cos, sin
 
     return [KeyRotation(tables, interleaved=not rotary.is_neox_style)]
-
-
-def _of_others(rotary: Any) -> list[KeyRotation]:
-    """Of transformers' modules, which stand in models under SGLang's transformers backend."""
-    return candidates_of(rotary)
 
 
 __all__ = ["check_config", "check_layer", "confirm", "resolved_config", "rotations"]

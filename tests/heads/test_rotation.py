@@ -1,4 +1,4 @@
-"""How layers rotate their keys: what was found against what the projections gave."""
+"""The rotations that were found for layers, against what their projections gave."""
 
 from __future__ import annotations
 

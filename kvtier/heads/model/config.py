@@ -13,8 +13,8 @@ from kvtier.reading import read_json
 
 
 def folder_of(model_path: str, revision: str | None = None) -> Path | None:
-    """Where a model lies on this machine: the directory itself, or a hub id's snapshot in the hub's
-    cache, the default revision's or that of `revision`. None where there is none; nothing is
+    """The folder of a model on this machine: the directory itself, or a hub id's snapshot in the
+    hub's cache, of the default revision or of `revision`. None where there is none; nothing is
     downloaded."""
     path = Path(model_path)
     if path.is_dir():

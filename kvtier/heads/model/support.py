@@ -1,4 +1,4 @@
-"""Which models kvtier can serve and calibrate, decided from a configuration before anything loads.
+"""The models that kvtier can serve and calibrate, told by their configuration before they load.
 
 Every layer must attend to its whole context, with KV of its own per head: what else a layer may do
 (a window, chunks, latent KV, states instead of KV, sinks, a cap) is refused by name. The engine

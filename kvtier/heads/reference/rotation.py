@@ -1,4 +1,4 @@
-"""How each layer of a model rotates its keys, found by trying and proven.
+"""The rotation of each layer's keys, found by trying and proven.
 
 At every position of one repeated token a layer sees the same hidden state: its values are all
 alike, so attention returns them, whatever it weighs. The keys before rotation are then alike, too:

@@ -1,5 +1,5 @@
-"""What models of other architectures say through kvtier over two turns: tiny random models, against
-transformers' own greedy tokens where everything is kept, and against the reference where it is not.
+"""Models of other architectures say through kvtier, over two turns, what they should: tiny random
+ones, compared with transformers where everything is kept, and with the reference where it is not.
 docs/models.md lists them.
 """
 
