@@ -20,8 +20,9 @@ endif
 THOROUGH ?=
 export TESTS_THOROUGH := $(THOROUGH)
 
-# Tests side by side, one thread each; a file's tests stay together, because they share engines.
-PROCESSES ?= 2
+# Tests side by side, one thread each, one more than a small machine has cores, because many wait. A
+# file's tests stay together, because they share engines.
+PROCESSES ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=5
 
 # COVERAGE=1: tests also say which branches of the packages pytest's own processes leave out.

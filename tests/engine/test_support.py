@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from engine_process import DEMO_MODEL
+from engine_process import CLEAN_ENVIRONMENT, DEMO_MODEL
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from kvtier import cli
@@ -122,6 +124,23 @@ def test_a_kind_that_cannot_be_served_is_refused_by_name(hub: Path, kind: str, b
         compat.check_server_args(arguments(path), load_settings())
     with pytest.raises(UnsupportedModelError, match=REFUSED[kind][1]):
         check_supported(read_config(path))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("by", ["folder", "hub id"])
+def test_a_server_that_is_started_with_one_ends_by_its_name(tmp_path: Path, by: str) -> None:
+    folder = snapshot(tmp_path, "some/gemma")
+    (folder / "config.json").write_text(json.dumps(written("Gemma 3")))
+    path = str(folder) if by == "folder" else "some/gemma"
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtier", "serve", "--model-path", path, "--device", "cpu"],
+        env={**CLEAN_ENVIRONMENT, "HF_HUB_CACHE": str(tmp_path), "KVTIER_DATA_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(f"kvtier: error: --model-path: .*{WINDOW}.*\n", done.stderr)
 
 
 def test_the_docs_name_every_kind() -> None:

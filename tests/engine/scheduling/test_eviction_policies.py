@@ -1,5 +1,5 @@
-"""What is evicted, by each of SGLang's policies: the same as from SGLang's own tree, where nothing
-is compressed."""
+"""Each of SGLang's policies evicts the same as from SGLang's own tree, where nothing is compressed:
+shown for the tree alone, and for two engines beside stock SGLang."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compressing import POLICIES as BACKENDS
+from engine_process import DEMO_MODEL, run_engine
 from packed_checks import SHAPE
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, MatchPrefixParams
@@ -127,3 +129,26 @@ def test_everything_is_evicted_in_the_order_of_sglangs_tree(policy):
             found[ours].append(ask(cache, prompt, rng.randrange(3)))
             known[rng.randrange(len(known))] = prompt
     assert found[True] == found[False]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("policy", "kept"), [("lfu", 600), ("slru", 600), ("lru", 0)])
+def test_an_engine_keeps_of_a_beginning_and_a_scan_what_stock_sglang_keeps(tmp_path, policy, kept):
+    rng = random.Random(3)
+    beginning = [rng.randrange(6, 384) for _ in range(600)]
+    prompts = [[*beginning, 6 + number] for number in range(6)]
+    prompts += [[rng.randrange(6, 384) for _ in range(500)] for _ in range(8)]
+    prompts += [[*beginning, 100]]
+    rounds = [[{"input_ids": prompt, "max_new_tokens": 1}] for prompt in prompts]
+    cached = {}
+    for backend in ("stock", "kvtier"):
+        engine = {
+            "model_path": str(DEMO_MODEL),
+            "max_total_tokens": SLOTS,
+            "radix_eviction_policy": policy,
+            **BACKENDS[backend],
+        }
+        answers = run_engine(tmp_path, engine, rounds)["rounds"]
+        cached[backend] = [answer["cached_tokens"] for (answer,) in answers]
+    assert cached["kvtier"] == cached["stock"]
+    assert cached["kvtier"][-1] == kept
