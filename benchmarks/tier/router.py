@@ -4,8 +4,9 @@ server dies its sessions go on at the other, restored.
     python -m benchmarks.tier.router
 
 Sessions hold their turns through the router; then one server is killed, and every session holds
-another turn. No request may fail, no context may be computed again, and all answers have to be
-those of a server to which nothing happened.
+another turn. With `--deaths N` it is started again, and the other one is killed next. No request
+may fail, no context may be computed again, and all answers have to be those of a server to which
+nothing happened.
 
     kept in place    later turns whose context the server still had on the device
     moved            turns of the killed server's sessions at the other one: the context comes from
@@ -37,6 +38,7 @@ from kvtier.sizes import format_size
 def declare(arguments: Arguments) -> None:
     declare_fleet(arguments)
     arguments.whole("--turns", 3, "turns of each before a server is killed", least=2)
+    arguments.whole("--deaths", 1, "times that a server is killed")
 
 
 def run(options: Options) -> Measured:
@@ -51,14 +53,19 @@ def run(options: Options) -> Measured:
         for _ in range(options.turns - 1):
             for session in sessions:
                 session.ask(TURN_TOKENS)
-        fleet.wait_until_stored()
-        fleet.servers[0].kill()
-        for session in sessions:
-            try:
-                session.ask(TURN_TOKENS)
-            except OSError as error:
-                failures.append(f"{session.name}: {reason(error)}")
-        fleet.servers[1].kill()
+        for death in range(options.deaths):
+            if death:
+                fleet.servers[1 - death % 2].start()
+                fleet.wait_until_routed()
+            fleet.wait_until_stored()
+            fleet.servers[death % 2].kill()
+            for session in sessions:
+                try:
+                    session.ask(TURN_TOKENS)
+                except OSError as error:
+                    failures.append(f"death {death}, {session.name}: {reason(error)}")
+        for server in fleet.servers:
+            server.kill()
         different = fleet.undisturbed(sessions)
     return judged(options, sessions, failures, different)
 
@@ -80,6 +87,7 @@ def judged(
         "after the death, restored elsewhere": moved,
     }
     title = f"{len(first)} sessions of {format_size(options.len)}, two servers, one of them killed"
+    title += f" {options.deaths} times" if options.deaths > 1 else ""
     table = new_table(title, ("turns", "number", "median time to first token"), left=("turns",))
     for label, turns in rows.items():
         table.add_row(label, str(len(turns)), f"{median_ms(turns):.0f} ms")
@@ -88,6 +96,7 @@ def judged(
     figures = {
         "context_tokens": options.len,
         "sessions": len(first),
+        "deaths": options.deaths,
         **{
             name: [turn.figures() for turn in turns]
             for name, turns in (("first", first), ("later", later), ("after", after))

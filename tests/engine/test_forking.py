@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -128,3 +129,41 @@ def test_what_decides_imports_has_a_server_of_its_own():
         {"KVTIER_FORCE_CPU": "true"},
     ):
         assert forked_commands.imports_by(environment | decides) != one
+
+
+def test_a_retired_server_takes_no_more_jobs_and_ends_with_its_last_fork(tmp_path):
+    script = written(tmp_path, ENDLESS)
+    folder = tmp_path / "servers"
+    folder.mkdir()
+    reads, writes = os.pipe()
+    waits = subprocess.Popen(
+        [sys.executable, str(script), str(writes), "handles"], stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, env={**CLEAN_ENVIRONMENT, "TESTS_FORK_SERVERS": str(folder)},
+        pass_fds=(writes,),
+    )  # fmt: skip
+    os.close(writes)
+    with os.fdopen(reads) as told:
+        forked = int(told.readline())
+        assert told.readline() == "handles\n"
+        (address,) = (file for file in folder.iterdir() if file.is_socket())
+        server = int(Path(f"/proc/{forked}/stat").read_text().rpartition(")")[2].split()[1])
+        forked_commands.retire(address)
+        assert not address.exists()
+        assert Path(f"/proc/{server}").exists()
+        waits.send_signal(signal.SIGTERM)
+        assert waits.wait(SAFETY_S) == 7
+    assert has_ended(server)
+
+
+def test_the_servers_that_were_used_longest_ago_are_retired(tmp_path, monkeypatch):
+    listening = []
+    for number in range(forked_commands.MOST + 2):
+        listening.append(socket.socket(socket.AF_UNIX))
+        listening[-1].bind(str(tmp_path / f"{number}"))
+        os.utime(tmp_path / f"{number}", (number, number))
+    retired = []
+    monkeypatch.setattr(forked_commands, "retire", lambda address: retired.append(address.name))
+    forked_commands.retire_others(tmp_path, keep="0")
+    assert sorted(retired) == ["1", "2"]
+    for one in listening:
+        one.close()

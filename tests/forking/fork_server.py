@@ -4,7 +4,8 @@
 FILE. A connection carries one job: first a line
 of JSON (arguments, environment, working directory) with the client's open files, then one byte per
 signal to deliver. The server answers with the exit code. When the client closes the connection,
-the forked process and its group are killed.
+the forked process and its group are killed. Instead of a job a connection may carry RETIRE: then
+the server takes no more jobs, and ends when its last fork has.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import sys
 import threading
 from typing import Any
 
+from forked_commands import RETIRE
+
 LOOK_S = 5.0
 MOST_FILES = 64
 
@@ -36,8 +39,7 @@ def serve(address: str, listens: int) -> None:
     tests = int(os.environ["TESTS_PROCESS"])
     listener = socket.socket(socket.AF_UNIX)
     # Of one that was killed; whoever starts a server holds the lock.
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(address)
+    unlink(address)
     listener.bind(address)
     listener.listen(64)
     listener.setblocking(False)
@@ -47,15 +49,27 @@ def serve(address: str, listens: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes.fileno())
     asked_by: dict[int, socket.socket] = {}
-    while runs(tests):
-        readable, _, _ = select.select([listener, woken], [], [], LOOK_S)
+    reachable = [listener]
+    while runs(tests) and (reachable or asked_by):
+        readable, _, _ = select.select([*reachable, woken], [], [], LOOK_S)
         if woken in readable:
             woken.recv(4096)
         if listener in readable:
             connection, _ = listener.accept()
-            if (child := fork(connection)) is not None:
-                asked_by[child] = connection
+            text, files = received(connection)
+            if text == RETIRE:
+                reachable = []
+                unlink(address)
+                listener.close()
+                connection.close()
+            elif text:
+                asked_by[fork(text, files, connection)] = connection
         report_ended(asked_by)
+    if reachable:
+        unlink(address)
+
+
+def unlink(address: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(address)
 
@@ -87,18 +101,21 @@ def runs(process: int) -> bool:
     return True
 
 
-def fork(connection: socket.socket) -> int | None:
-    """The process that does a connection's job; None if nothing came."""
+def received(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """What a client sends: a line, and files. Nothing, if it does not come."""
     connection.settimeout(10)
     try:
         text, files, _, _ = socket.recv_fds(connection, 1 << 20, MOST_FILES)
         while text and not text.endswith(b"\n"):
             text += connection.recv(1 << 20)
     except OSError:
-        return None
-    if not text:
-        return None
+        return b"", []
     connection.settimeout(None)
+    return text, files
+
+
+def fork(text: bytes, files: list[int], connection: socket.socket) -> int:
+    """The process that does a job."""
     child = os.fork()
     if child == 0:
         become(json.loads(text), files, connection)

@@ -10,12 +10,15 @@ working directory and open files to a fork server, waits for the process that th
 ends with that process's exit code. If it is killed, the forked process and its group are killed.
 
 There is one fork server for each environment that decides what is imported (Triton, PYTHONPATH,
-SGLang's own variables), started when it is first needed, and ended when the tests have ended.
-TESTS_FORK_SERVERS says where they listen; without it, or with TESTS_SPAWN, commands start as usual.
+SGLang's own variables), started when it is first needed, and ended when the tests have ended. As
+each holds 800 MB, there are MOST of them at most: the one that was used longest ago is retired, and
+ends when its last fork has. TESTS_FORK_SERVERS says where they listen; without it, or with
+TESTS_SPAWN, commands start as usual.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -34,6 +37,9 @@ COMMANDS = re.compile(
 )
 FOLDER = "TESTS_FORK_SERVERS"
 SERVER = Path(__file__).with_name("fork_server.py")
+# Fork servers that take jobs.
+MOST = 4
+RETIRE = b"retire\n"
 # They decide nothing about what is imported; but for one of ours, which chooses SGLang's platform.
 HARMLESS = ("KVTIER_", "PYTEST_")
 PLATFORM = "KVTIER_FORCE_CPU"
@@ -72,6 +78,7 @@ def connected(folder: Path, environment: dict[str, str]) -> socket.socket:
     with open(f"{address}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if connection.connect_ex(address) == 0:
+            os.utime(address)
             return connection
         ready, listens = os.pipe()
         with open(f"{address}.log", "w") as log:
@@ -89,7 +96,33 @@ def connected(folder: Path, environment: dict[str, str]) -> socket.socket:
         os.read(ready, 1)
         os.close(ready)
         assert connection.connect_ex(address) == 0, Path(f"{address}.log").read_text()[-4000:]
+    retire_others(folder, keep=name)
     return connection
+
+
+def retire_others(folder: Path, keep: str) -> None:
+    """Retire those fork servers that were used longest ago, so that MOST are left."""
+    used: list[tuple[float, Path]] = []
+    for file in folder.iterdir():
+        # Another process may retire one meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            if file.is_socket() and file.name != keep:
+                used.append((file.stat().st_mtime, file))
+    for _, address in sorted(used, reverse=True)[MOST - 1 :]:
+        retire(address)
+
+
+def retire(address: Path) -> None:
+    """Tell a fork server that no more jobs come, unless one is on its way there."""
+    with open(f"{address}.lock", "w") as lock, socket.socket(socket.AF_UNIX) as connection:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        if connection.connect_ex(str(address)) == 0:
+            connection.sendall(RETIRE)
+            # It closes the connection once nobody can reach it any more.
+            connection.recv(1)
 
 
 def open_files() -> list[int]:
