@@ -86,8 +86,9 @@ def judged(
         "after the death, session stays": [turn for turn in after if not turn.from_tier],
         "after the death, restored elsewhere": moved,
     }
-    title = f"{len(first)} sessions of {format_size(options.len)}, two servers, one of them killed"
-    title += f" {options.deaths} times" if options.deaths > 1 else ""
+    deaths = options.deaths
+    killed = "one of them killed" if deaths == 1 else f"killed in turn {deaths} times"
+    title = f"{len(first)} sessions of {format_size(options.len)}, two servers, {killed}"
     table = new_table(title, ("turns", "number", "median time to first token"), left=("turns",))
     for label, turns in rows.items():
         table.add_row(label, str(len(turns)), f"{median_ms(turns):.0f} ms")

@@ -102,7 +102,7 @@ def runs(process: int) -> bool:
 
 
 def received(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """What a client sends: a line, and files. Nothing, if it does not come."""
+    """The line that a client sends, and its files; an empty line where it sends none in time."""
     connection.settimeout(10)
     try:
         text, files, _, _ = socket.recv_fds(connection, 1 << 20, MOST_FILES)

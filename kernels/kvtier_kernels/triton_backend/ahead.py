@@ -87,8 +87,6 @@ def compile_all(capability: int = HOPPER) -> Iterator[Compiled]:
     for dim, group, kv_dtype, votes in itertools.product(
         (64, 128, 256), (1, 4, 8), (torch.bfloat16, *FP8_DTYPES), (0, 1, 2)
     ):
-        if dim != 128 and group != 4:
-            continue
         if (dim, group) != (128, 4) and (votes == 2 or kv_dtype != torch.bfloat16):
             continue
         if kv_dtype == torch.float8_e4m3fn and capability < FIRST_WITH_E4M3:
