@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, contextmanager
+from types import SimpleNamespace
 
 import grpc
 from live_tier import (
     blob_of,
     header_of,
+    key_of,
     payload_of,
 )
 from waiting import SAFETY_S
 
 from kvtier.v1 import tier_pb2 as pb
+from kvtier_tierd.limits import progress
 
 MIB = 1 << 20
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -49,3 +54,37 @@ def stalled_put(stub, number, num_bytes, sent_bytes, namespace="default"):
 
 def transfers(tier, namespace="default"):
     return tier.server.service.namespaces._in_flight[namespace]
+
+
+class Patience:
+    """A service's patience with its clients, which is over when a test says so, not by a clock."""
+
+    def __init__(self, monkeypatch) -> None:
+        self._waits: list[asyncio.Timeout] = []
+        monkeypatch.setattr(progress, "asyncio", SimpleNamespace(timeout=self._timeout))
+
+    @asynccontextmanager
+    async def _timeout(self, _allowed_s: float) -> AsyncIterator[None]:
+        async with asyncio.timeout(None) as wait:
+            self._waits.append(wait)
+            try:
+                yield
+            finally:
+                self._waits.remove(wait)
+
+    def blocked(self, tier, stub) -> bool:
+        """Return whether the service waits for a client, and still for the same message after other
+        calls of that client have come and been answered: all that has room was sent before them."""
+        before = tier.call(lambda: list(self._waits))
+        for _ in range(3):
+            stub.Exists(pb.ExistsRequest(keys=[key_of(1)]))
+        return bool(before) and tier.call(lambda: list(self._waits)) == before
+
+    def is_over(self, tier) -> None:
+        """End all that the service waits for."""
+
+        def end() -> None:
+            for wait in self._waits:
+                wait.reschedule(tier.loop.time())
+
+        tier.call(end)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import pytest
-from hoarders import EXHAUSTED, MIB, UNAVAILABLE, stalled_put, whose
+from hoarders import EXHAUSTED, MIB, UNAVAILABLE, Patience, stalled_put, whose
 from live_tier import (
     blob_of,
     failing,
@@ -144,8 +144,9 @@ def test_a_budget_that_no_blob_fits_into_is_refused_naming_the_flag():
             TierOptions(stall_s=stall_s)
 
 
-def test_errors_of_a_stall_and_of_a_budget_reach_our_client_as_its_own():
-    options = {"transfer_bytes": 4 * MIB, "max_blob_bytes": 2 * MIB, "stall_s": 0.3}
+def test_errors_of_a_stall_and_of_a_budget_reach_our_client_as_its_own(monkeypatch):
+    patience = Patience(monkeypatch)
+    options = {"transfer_bytes": 4 * MIB, "max_blob_bytes": 2 * MIB}
     with (
         in_process(**options) as tier,
         raw_stub(tier.address) as stub,
@@ -157,4 +158,6 @@ def test_errors_of_a_stall_and_of_a_budget_reach_our_client_as_its_own():
             pytest.raises(TierExhaustedError),
         ):
             client.put(blob_of(2, MIB))
+        wait_for(lambda: patience.blocked(tier, stub))
+        patience.is_over(tier)
         assert call.exception(SAFETY_S).code() is UNAVAILABLE

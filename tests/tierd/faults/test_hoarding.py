@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
-from hoarders import EXHAUSTED, MIB, UNAVAILABLE, stalled_put, transfers
+from hoarders import EXHAUSTED, MIB, UNAVAILABLE, Patience, stalled_put, transfers
 from live_tier import (
     blob_of,
     failing,
@@ -124,20 +124,15 @@ def test_many_small_chunks_cost_little_more_than_they_are():
 
 
 def test_a_get_that_is_not_read_is_over_soon_and_pins_nothing(caplog, monkeypatch):
-    # A server that is itself held up for so long takes its own pause for its client's.
-    with in_process(stall_s=0.5) as tier, raw_stub(tier.address) as stub:
+    patience = Patience(monkeypatch)
+    with in_process() as tier, raw_stub(tier.address) as stub:
         with TierClient(tier.address, timeout_s=SAFETY_S) as client:
             client.put(blob_of(1, 14 * MIB))
-        pinned, open_blob = threading.Event(), tier.store.open
-
-        async def opening(name):
-            handle = await open_blob(name)
-            pinned.set()
-            return handle
-
-        monkeypatch.setattr(tier.store, "open", opening)
         call = stub.Get(pb.GetRequest(keys=[key_of(1)]))
-        assert pinned.wait(SAFETY_S)
+        wait_for(lambda: patience.blocked(tier, stub))
+        assert tier.problems() != []
+        assert transfers(tier) == 1
+        patience.is_over(tier)
         wait_for(lambda: tier.problems() == [] and transfers(tier) == 0)
         with failing(UNAVAILABLE):
             list(call)
@@ -145,6 +140,8 @@ def test_a_get_that_is_not_read_is_over_soon_and_pins_nothing(caplog, monkeypatc
         for _ in range(12):
             gone = stub.Get(pb.GetRequest(keys=[key_of(1)] * 16))  # more than any window
             next(gone)
+            wait_for(lambda: patience.blocked(tier, stub))
+            patience.is_over(tier)
             wait_for(lambda: tier.problems() == [] and transfers(tier) == 0)
             assert len(tier.server.service.calls.running) == 1, "until it reads, or goes"
             gone.cancel()
