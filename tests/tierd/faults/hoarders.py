@@ -15,7 +15,7 @@ from live_tier import (
     key_of,
     payload_of,
 )
-from waiting import SAFETY_S
+from waiting import SAFETY_S, wait_for
 
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.limits import progress
@@ -57,34 +57,41 @@ def transfers(tier, namespace="default"):
 
 
 class Patience:
-    """A service's patience with its clients, which is over when a test says so, not by a clock."""
+    """A service's patience with its clients, which runs out when a test says so, not by a clock."""
 
     def __init__(self, monkeypatch) -> None:
         self._waits: list[asyncio.Timeout] = []
+        self._ran_out = 0
         monkeypatch.setattr(progress, "asyncio", SimpleNamespace(timeout=self._timeout))
 
     @asynccontextmanager
     async def _timeout(self, _allowed_s: float) -> AsyncIterator[None]:
-        async with asyncio.timeout(None) as wait:
-            self._waits.append(wait)
-            try:
-                yield
-            finally:
-                self._waits.remove(wait)
+        try:
+            async with asyncio.timeout(None) as wait:
+                self._waits.append(wait)
+                try:
+                    yield
+                finally:
+                    self._waits.remove(wait)
+        except TimeoutError:
+            self._ran_out += 1
+            raise
 
-    def blocked(self, tier, stub) -> bool:
-        """Return whether the service waits for a client, and still for the same message after other
-        calls of that client have come and been answered: all that has room was sent before them."""
-        before = tier.call(lambda: list(self._waits))
+    def runs_out(self, tier, stub) -> None:
+        """Wait until the service waits for a client that does nothing, and end that wait."""
+        before = self._ran_out
+
+        def look() -> bool:
+            if self._ran_out == before and self._is_blocked(tier, stub):
+                tier.call(lambda: [wait.reschedule(0.0) for wait in self._waits])
+            return self._ran_out > before
+
+        wait_for(look)
+
+    def _is_blocked(self, tier, stub) -> bool:
+        """Return whether the service waits for the same message after other calls of that client
+        have come and been answered: whatever had room was sent before them."""
+        waits = tier.call(lambda: list(self._waits))
         for _ in range(3):
             stub.Exists(pb.ExistsRequest(keys=[key_of(1)]))
-        return bool(before) and tier.call(lambda: list(self._waits)) == before
-
-    def is_over(self, tier) -> None:
-        """End all that the service waits for."""
-
-        def end() -> None:
-            for wait in self._waits:
-                wait.reschedule(tier.loop.time())
-
-        tier.call(end)
+        return bool(waits) and tier.call(lambda: list(self._waits)) == waits

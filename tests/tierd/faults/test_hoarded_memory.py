@@ -158,6 +158,5 @@ def test_errors_of_a_stall_and_of_a_budget_reach_our_client_as_its_own(monkeypat
             pytest.raises(TierExhaustedError),
         ):
             client.put(blob_of(2, MIB))
-        wait_for(lambda: patience.blocked(tier, stub))
-        patience.is_over(tier)
+        patience.runs_out(tier, stub)
         assert call.exception(SAFETY_S).code() is UNAVAILABLE
