@@ -1,8 +1,8 @@
 """Attention over ragged KV with votes, and what selects and merges its entries: one contract,
 interchangeable backends.
 
-This package knows tensors only: no engine, no cache policy, no I/O. Start with `base.py` and
-`selection.py`, which state the contract. `registry.py` says which backend runs, and
+This package knows tensors only: no engine, no cache policy, no I/O. Start with `base.py`,
+`selection.py` and `lists.py`, which state the contract. `registry.py` says which backend runs, and
 `reference_backend` is the one that every other is held to. `scores`, `prediction` and `merging` are
 what callers select and merge with.
 """
@@ -15,6 +15,7 @@ from kvtier_kernels.base import (
     RaggedKV,
     Window,
 )
+from kvtier_kernels.lists import CellKV, ListKernels, ListTables
 from kvtier_kernels.registry import AUTO, available_kernels, get_kernels, selection_kernels
 from kvtier_kernels.selection import SelectionKernels
 from kvtier_kernels.states import empty_state, merge_states
@@ -23,8 +24,11 @@ __all__ = [
     "AUTO",
     "AttentionKernels",
     "AttentionState",
+    "CellKV",
     "HeadMap",
     "KernelUnavailableError",
+    "ListKernels",
+    "ListTables",
     "RaggedKV",
     "SelectionKernels",
     "Window",

@@ -1,5 +1,5 @@
-"""The kernel contract, first half: ragged attention over slot tables, with votes. The second half,
-selection and merging, is in `selection.py`.
+"""The kernel contract, first part: ragged attention over slot tables, with votes. The second,
+selection and merging, is in `selection.py`; the third, lists of entries in pages, in `lists.py`.
 
 One call serves one *head class* of one layer for a batch of requests. Requests may hold
 different numbers of entries; all heads of a class hold the same number.
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvtier_kernels.fp8 import put
+from kvtier_kernels.lists import ListKernels
 from kvtier_kernels.memory.base import MemoryKernels
 from kvtier_kernels.selection import SelectionKernels
 from kvtier_kernels.states import AttentionState as AttentionState
@@ -106,12 +107,14 @@ class AttentionKernels(ABC):
     name:            what users choose it by.
     selection:       how it selects and merges; unlike the rest, for any thread and stream.
     memory:          how it attends over fixed prefixes that memories stand for.
+    lists:           how it attends over lists of entries in pages.
     plans_on_device: whether `plan_on_device` and `empty_plan` are there.
     """
 
     name: str
     selection: SelectionKernels
     memory: MemoryKernels
+    lists: ListKernels
     plans_on_device = False
 
     def reads(self, dtype: torch.dtype) -> bool:

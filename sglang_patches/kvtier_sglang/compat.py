@@ -288,8 +288,6 @@ def _graph_obstacle(settings: Settings, server_args: Any) -> str | None:
     """What keeps CUDA graphs from recording decoding, if anything does."""
     if not kernels_of(settings, server_args).plans_on_device:
         return f"together with --kernels {settings.kernels}, which plans on the host"
-    if settings.packs:
-        return "together with --head-budgets adaptive, whose entries are planned on the host"
     if getattr(server_args, "speculative_algorithm", None) is not None:
         return "together with --speculative-algorithm, whose drafts are verified without them"
     if settings.refresh.while_generating:

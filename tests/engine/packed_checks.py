@@ -49,7 +49,7 @@ def check_packed(pool: HeadSplitKVPool, row: torch.Tensor, tokens: list[int], no
     cells = pool.packed.cells
     for pruned, span in zip(pruned_ranges(node), pool.packed.in_row(row), strict=True):
         part = slice(pruned.begin, pruned.end)
-        place = span.cells(cells)
+        place = span.cells
         for begin, count in zip(span.indptr, span.counts, strict=False):
             kept = cells.k[place[begin : begin + count], 0, 0]
             assert torch.isin(kept, expected[part]).all(), "an entry of another context"

@@ -32,12 +32,12 @@ def test_a_plan_covers_every_slot_once_and_leaves_votes_out_of_runs(slots, min_r
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_without_a_tiled_operator_is_the_same_in_blocks(monkeypatch, causal):
-    from kvtier_kernels.reference_backend import kernels as reference
+    from kvtier_kernels.reference_backend import products
 
     q, k, v = torch.randn(3, 1, 2, 70, 16)
     mask = None if causal else torch.randn(1, 1, 70, 70)
-    expected = reference._flash(q, k, v, 0.3, causal, mask)
-    monkeypatch.setattr(reference, "BLOCK_LOGITS", 2 * 70 * 16)
-    got = reference._blockwise(q, k, v, 0.3, causal, mask)
+    expected = products.flash(q, k, v, 0.3, causal, mask)
+    monkeypatch.setattr(products, "BLOCK_LOGITS", 2 * 70 * 16)
+    got = products._blockwise(q, k, v, 0.3, causal, mask)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

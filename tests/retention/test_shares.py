@@ -12,6 +12,7 @@ from kvtier.calibration.curves import Curve
 from kvtier.config import load_settings
 from kvtier.errors import ConfigurationError, UsageError
 from kvtier.retention.shares import (
+    PAGE,
     SHARE_RULES,
     ByteBudget,
     Everything,
@@ -164,7 +165,7 @@ def test_a_share_counts_the_prompt_and_rounding_never_undercuts_it(prompt, prote
     this = turn(prompt, protected)
     kept = this.protected_tokens + FixedShare(share).choose(this).kept_tokens
     wanted = share * prompt
-    assert wanted - 1e-6 <= kept <= max(wanted, this.protected_tokens) + 1
+    assert wanted - 1e-6 <= kept <= max(wanted, this.protected_tokens) + PAGE
 
 
 def test_everything_is_the_default():
@@ -172,9 +173,10 @@ def test_everything_is_the_default():
 
 
 def test_a_fixed_share_is_for_every_context():
-    assert FixedShare(0.3).choose(turn(10)).kept_tokens == 3
-    assert FixedShare(0.3).choose(turn(1000, 100)).kept_tokens == 200
-    assert FixedShare(0.3).choose(turn(1000, 384)).kept_tokens == 1
+    assert FixedShare(0.3).choose(turn(10)).kept_tokens == 10
+    assert FixedShare(0.3).choose(turn(160)).kept_tokens == 48
+    assert FixedShare(0.3).choose(turn(1000, 100)).kept_tokens == 208
+    assert FixedShare(0.3).choose(turn(1000, 384)).kept_tokens == PAGE
 
 
 @given(st.integers(1, 5000), st.lists(st.integers(1, 3000), min_size=1, max_size=5))
@@ -184,8 +186,8 @@ def test_a_budget_holds_for_all_turns_of_a_session_together(budget, prompts):
         kept = TokenBudget(budget).choose(turn(prompt, held_tokens=held)).kept_tokens
         assert kept <= prompt
         held += kept
-    # A turn always keeps an entry, even where nothing is left.
-    assert held <= max(budget, 0) + len(prompts)
+    # A turn always keeps a page, even where nothing is left.
+    assert held <= budget + PAGE * len(prompts)
 
 
 @given(st.floats(0.5, 5.0), st.floats(0.05, 1.0), st.integers(0, 500))
@@ -195,7 +197,7 @@ def test_a_quality_target_keeps_what_the_curve_says_and_says_what_it_predicts(
     choice = QualityTarget(target, Source(CURVE)).choose(turn(1000, protected, nll=nll))
     assert choice.reason == "quality"
     share = CURVE.retention(target, nll)
-    assert choice.kept_tokens == pytest.approx(share * (1000 - protected), abs=1)
+    assert choice.kept_tokens == pytest.approx(share * (1000 - protected), abs=PAGE)
     kept = choice.kept_tokens / (1000 - protected)
     assert choice.quality == CURVE.quality(kept, nll)
     assert choice.quality >= target - 1e-6

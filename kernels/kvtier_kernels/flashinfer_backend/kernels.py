@@ -75,6 +75,7 @@ class FlashInferKernels(AttentionKernels):
         self._triton = TritonKernels()
         self.selection = self._triton.selection
         self.memory = self._triton.memory
+        self.lists = self._triton.lists
         self._wrappers = Wrappers(make)
 
     def reads(self, dtype: torch.dtype) -> bool:

@@ -1,6 +1,7 @@
 """The backend `reference`, in PyTorch:
 
-kernels.py     attention, the contract's face; slots.py cuts its slot tables in runs
+kernels.py     attention, the contract's face -> products.py; slots.py cuts slot tables in runs
+lists.py       lists of entries in pages -> products.py
 memory.py      fixed prefixes
 selection.py   what selecting and merging ask for -> homes.py
 """

@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 
 from kvtier_kernels.base import AttentionState, HeadMap, RaggedKV, Window
 from kvtier_kernels.fp8 import FP8_DTYPES
+from kvtier_kernels.lists import CellKV, ListKernels, ListTables
 from kvtier_kernels.memory.base import PLACE_WIDTH, MemoryKernels, MemoryLayer
 from kvtier_kernels.selection import SelectionKernels, Stretch
 from kvtier_kernels.triton_backend.kernels import TritonKernels
@@ -41,6 +42,9 @@ LOOPS = (
     "schedule_units",
     "decode_units",
     "extend_blocks",
+    "deal_pages",
+    "attend_stretch",
+    "merge_lists",
     "window_rows",
     "window_columns",
     "nearest_home",
@@ -155,6 +159,7 @@ def _use(
     q = torch.empty(requests * new, 2 * heads, group, dim, dtype=dtype)
     own = torch.empty(requests * new, 2 * heads, dim, dtype=dtype)
     q_indptr = tuple(range(0, requests * new + 1, new))
+    _use_lists(kernels.lists, q, k.view(-1, dim), log_votes, q_indptr)
     arguments = (q, own, own, q_indptr, kv, plan, 0.1, heads_of_class, torch.empty_like(q))
     kernels.extend_heads(*arguments)
     kernels.store(own, own, kv, torch.arange(len(own)), heads_of_class)
@@ -173,6 +178,28 @@ def _use(
         q, own = q[:, :heads], own[:, :heads]
         kernels.selection.window_mass(q, own, [Stretch(0, new, new)], 0.1)
         _use_merging(kernels.selection, own.transpose(0, 1), q)
+
+
+def _use_lists(
+    kernels: ListKernels,
+    q: torch.Tensor,
+    cells: torch.Tensor,
+    log_votes: torch.Tensor | None,
+    q_indptr: tuple[int, ...],
+) -> None:
+    """q `[tokens, heads, group, dim]` of tokens to extend by; votes as slots have them."""
+    if log_votes is not None and log_votes.ndim == 3:
+        log_votes = log_votes.flatten(0, 1)
+    kv = CellKV(cells, cells, 32, log_votes)
+    layers, requests, heads = 2, len(q_indptr) - 1, q.shape[1]
+    pages = torch.zeros(requests, layers * heads, dtype=torch.int32)
+    tables = ListTables(pages.long(), pages, pages)
+    plan = kernels.plan(tables, pages[:, 0], pages[:, 0], layers, heads)
+    kernels.extend(q, q_indptr, kv, plan, 1, 0.1)
+    # Of a draft of eight tokens, and of one.
+    draft = q.view(-1, 8, *q.shape[1:]).transpose(1, 2).flatten(2, 3)
+    for rows in (draft, q):
+        kernels.decode(rows[:requests], kv, plan, 1, 0.1)
 
 
 def _use_merging(kernels: SelectionKernels, keys: torch.Tensor, q: torch.Tensor) -> None:

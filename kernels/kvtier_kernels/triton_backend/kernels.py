@@ -14,6 +14,7 @@ from kvtier_kernels.base import AttentionKernels, AttentionState, HeadMap, Ragge
 from kvtier_kernels.bins import Bins
 from kvtier_kernels.selection import SelectionKernels, Stretch
 from kvtier_kernels.triton_backend.attention import by_slots
+from kvtier_kernels.triton_backend.attention.by_lists import TritonLists
 from kvtier_kernels.triton_backend.attention.dense import CUDNN, DensePrefixes, has_cudnn_attention
 from kvtier_kernels.triton_backend.attention.merge import merge_two
 from kvtier_kernels.triton_backend.attention.output import Output
@@ -89,6 +90,7 @@ class TritonKernels(AttentionKernels):
         """dense: computes long prefixes on any device. None: cuDNN does, where it can."""
         self.selection = TritonSelection(launch)
         self.memory = TritonMemory(launch)
+        self.lists = TritonLists(launch)
         self._launch = launch
         self._dense = dense
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +96,35 @@ def weights_revision(model_path: str, revision: str | None = None) -> str | None
     when there are none on this machine (a hub id that is not in the cache, another format).
 
     revision: the hub's name for the snapshot that is wanted
+
+    The files are read once: the digest is remembered in the user's cache (XDG_CACHE_HOME) for as
+    long as their sizes and times stay what they are.
     """
     folder = folder_of(model_path, revision)
     files = [] if folder is None else sorted(folder.glob("*.safetensors"))
-    if not files:
+    if folder is None or not files:
         return None
+    place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    memory = cache / "kvtier" / "weights" / f"{place}.json"
+    # Of the files themselves, where the hub's cache has links to them.
+    stats = [(file.name, file.stat()) for file in files]
+    seen = [[name, one.st_size, one.st_mtime_ns, one.st_ino] for name, one in stats]
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        known = json.loads(memory.read_text())
+        if known["files"] == seen:
+            return str(known["revision"])
+    found = _digest(files)
+    # A cache that cannot be written costs time only.
+    with suppress(OSError):
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        written = memory.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps({"files": seen, "revision": found}))
+        written.replace(memory)
+    return found
+
+
+def _digest(files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.name.encode())

@@ -10,7 +10,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.errors import UsageError
-from kvtier.retention.shares.base import Choice, CurveSource, Number, Serving, ShareRule, Turn
+from kvtier.retention.shares.base import (
+    PAGE,
+    Choice,
+    CurveSource,
+    Number,
+    Serving,
+    ShareRule,
+    Turn,
+    whole_pages,
+)
 from kvtier.retention.shares.byte_budget import ByteBudget
 from kvtier.retention.shares.everything import Everything
 from kvtier.retention.shares.fixed_share import FixedShare
@@ -75,6 +84,7 @@ def _named_share(text: str) -> AskedShare:
 
 
 __all__ = [
+    "PAGE",
     "SHARE_RULES",
     "AskedShare",
     "ByteBudget",
@@ -90,4 +100,5 @@ __all__ = [
     "Turn",
     "asked_share",
     "expected_share",
+    "whole_pages",
 ]

@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
 if TYPE_CHECKING:
     from kvtier.config import Settings
 
+PAGE = 16
+"""Entries of one KV head that lie together in memory: what is kept fills whole pages."""
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -137,9 +140,15 @@ class ShareRule(ABC):
         return self.choose(replace(turn, held_tokens=most_held)).kept_tokens, most
 
 
+def whole_pages(kept_tokens: int, droppable_tokens: int) -> int:
+    """The fewest entries, at least `kept_tokens`, that fill whole pages: one page or more, but at
+    most all `droppable_tokens`."""
+    return min(max(1, -(-kept_tokens // PAGE)) * PAGE, droppable_tokens)
+
+
 def within(turn: Turn, kept_tokens: int) -> int:
-    """The nearest that may be kept of a turn's droppable tokens: 1 … all."""
-    return min(max(kept_tokens, 1), turn.droppable_tokens)
+    """The nearest that may be kept of a turn's droppable tokens."""
+    return whole_pages(kept_tokens, turn.droppable_tokens)
 
 
 def share_of(share: float, tokens: int) -> int:

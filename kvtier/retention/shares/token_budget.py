@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from kvtier.retention.shares.base import Choice, Number, Serving, ShareRule, Turn, within
+from kvtier.retention.shares.base import PAGE, Choice, Number, Serving, ShareRule, Turn, within
 
 if TYPE_CHECKING:
     from kvtier.config import Settings
@@ -31,4 +31,5 @@ class TokenBudget(ShareRule):
 
     def choose(self, turn: Turn) -> Choice:
         left = self.tokens - turn.held_tokens - turn.protected_tokens
-        return Choice(within(turn, left), "budget", turn.nll)
+        # A page that the budget does not hold is not begun.
+        return Choice(within(turn, left // PAGE * PAGE), "budget", turn.nll)

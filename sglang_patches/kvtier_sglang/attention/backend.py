@@ -24,7 +24,6 @@ from kvtier_kernels.fp8 import as_stored
 from kvtier_kernels.side_by_side import SideBySide
 from kvtier_sglang.attention.cuda_graphs import DecodeGraphs
 from kvtier_sglang.attention.drafts import fold, over_branches, over_prefixes, unfold
-from kvtier_sglang.attention.packed import PackedPlan
 from kvtier_sglang.attention.pass_refresh import PassRefresh, no_refresh
 from kvtier_sglang.attention.plans import BatchPlan, ClassPlan, Planner, indptr
 from kvtier_sglang.compression.selection import PrefillRows, TokenSelection
@@ -69,6 +68,8 @@ class KvtierAttnBackend(AttentionBackend):
         # Set by the runner that captures CUDA graphs.
         self.graphs: DecodeGraphs | None = None
         self._side_by_side = SideBySide(self.device)
+        # All entries, where heads may keep different numbers of them.
+        self._cells: Any = None if self.pool.packed is None else self.pool.packed.kv
 
     def use_memories(self, memories: MemoryPasses) -> None:
         """Requests may begin with prefixes that these stand for."""
@@ -100,7 +101,9 @@ class KvtierAttnBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Room for the plans of batches of up to max_bs requests."""
-        self.graphs = DecodeGraphs(self.kernels, self.pool, self.req_to_token, max_bs)
+        self.graphs = DecodeGraphs(
+            self.kernels, self.pool, self.req_to_token, max_bs, self.planner.lists
+        )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length of requests that only fill up a batch: none has to read anything."""
@@ -114,13 +117,14 @@ class KvtierAttnBackend(AttentionBackend):
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         assert self.graphs is not None, "init_cuda_graph_state was not called"
-        self.graphs.fill(forward_batch)
+        lists = self.graphs.fill(forward_batch)
         ca, locality = self.graphs.room(forward_batch.batch_size)
         self.forward_metadata = BatchPlan(
             ca=ClassPlan(ca),
             locality=None if locality is None else ClassPlan(locality),
             write=self.planner.write(forward_batch.out_cache_loc),
             q_indptr=(),
+            lists=lists,
             memory=None if self.memories is None else self.memories.recorded(forward_batch),
         )
 
@@ -191,13 +195,15 @@ class KvtierAttnBackend(AttentionBackend):
                 refresh.end_pass()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for buffers, part, votes in self._classes(index, batch):
-            if batch.packed is not None and buffers is self.pool.ca[index]:
-                own = buffers.select(q), buffers.select(k), buffers.select(v)
-                o = batch.packed.extend(index, *own, batch.q_indptr, batch.dense, layer.scaling)
-                buffers.head_map.place(out, o)
-                continue
             kv = RaggedKV(buffers.k, buffers.v, votes)
             rest = batch.q_indptr, kv, part.plan, layer.scaling
+            if batch.lists is not None:
+                before = self.kernels.lists.extend(
+                    q, batch.q_indptr, self._cells, batch.lists, index, layer.scaling
+                )
+                own = self.kernels.extend(q, k, v, *rest)
+                out = self.kernels.merge_states(before, own).o
+                continue
             if memory is not None:
                 mine, own_k, own_v = buffers.select(q), buffers.select(k), buffers.select(v)
                 state = self.kernels.extend(mine, own_k, own_v, *rest, part.window)
@@ -227,14 +233,15 @@ class KvtierAttnBackend(AttentionBackend):
         watching = self._watching
         if watching is not None:
             watching.record(index, q)
+        if batch.lists is not None:
+            state = self.kernels.lists.decode(q, self._cells, batch.lists, index, layer.scaling)
+            return self._in_model_units(index, state.o)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         calls: list[Callable[[], None]] = []
         for buffers, part, votes in self._classes(index, batch):
             kv = RaggedKV(buffers.k, buffers.v, votes)
             args = (q, kv, part.plan, layer.scaling, buffers.head_map, out)
-            if batch.packed is not None and buffers is self.pool.ca[index]:
-                calls.append(partial(self._decode_packed, index, batch.packed, *args))
-            elif memory is not None:
+            if memory is not None:
                 v_scale = self.pool.scales.of(index).v
                 calls.append(partial(self._decode_behind, memory, v_scale, *args))
             else:
@@ -260,30 +267,18 @@ class KvtierAttnBackend(AttentionBackend):
             heads = buffers.select
             kv = RaggedKV(buffers.k, buffers.v, votes)
             decode = partial(self.kernels.decode, kv=kv, plan=part.plan, scale=scale)
+            if batch.lists is not None:
+                decode = partial(
+                    self.kernels.lists.decode,
+                    kv=self._cells,
+                    plan=batch.lists,
+                    layer=index,
+                    scale=scale,
+                )
             state = over_prefixes(decode, heads(q))
-            if batch.packed is not None and buffers is self.pool.ca[index]:
-                decode = partial(batch.packed.decode, index, scale=scale)
-                state = self.kernels.merge_states(state, over_prefixes(decode, heads(q)))
             branches = over_branches(heads(q), heads(k), heads(v), masks, scale)
             buffers.head_map.place(out, self.kernels.merge_states(state, branches).o)
         return unfold(out, count)
-
-    def _decode_packed(
-        self,
-        index: int,
-        packed: PackedPlan,
-        q: torch.Tensor,
-        kv: RaggedKV,
-        plan: Any,
-        scale: float,
-        heads: HeadMap,
-        out: torch.Tensor,
-    ) -> None:
-        """`decode_heads` where requests have packed entries beside those of the plan."""
-        q = heads.select(q)
-        dense = self.kernels.decode(q, kv, plan, scale)
-        both = self.kernels.merge_states(dense, packed.decode(index, q, scale))
-        heads.place(out, both.o)
 
     def _decode_behind(
         self,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvtier_kernels import AttentionKernels
+from kvtier_sglang.attention.lists import RequestLists
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
 
 SLOT_DTYPE = torch.int32
@@ -28,16 +29,18 @@ def room_bytes(requests: int, context: int, classes: int) -> int:
 
 
 class GraphPlans(NamedTuple):
-    """Plans of one batch size; locality is None when no layer has locality heads."""
+    """Plans of one batch size; locality is None when no layer has locality heads. Over lists there
+    are none here: attention/lists.py has them."""
 
-    ca: Any
+    ca: Any | None
     locality: Any | None
 
 
 class DecodeGraphs:
     """See the module docstring.
 
-    table: `[requests, tokens]`, the engine's token slots per request.
+    table: `[requests, tokens]`, the engine's token slots per request. lists: where heads may keep
+    different numbers of entries, what requests read instead.
     """
 
     def __init__(
@@ -46,17 +49,21 @@ class DecodeGraphs:
         pool: HeadSplitKVPool,
         table: torch.Tensor,
         max_requests: int,
+        lists: RequestLists | None = None,
     ) -> None:
+        self.lists = lists
         self.kernels = kernels
         self.pool = pool
         self.table = table
         classes = 2 if pool.splits_heads else 1
-        shape = (classes, max_requests * table.shape[1])
+        shape = (classes, max_requests * table.shape[1] if lists is None else 0)
         self._slots = torch.zeros(shape, dtype=SLOT_DTYPE, device=table.device)
         self._plans: dict[int, GraphPlans] = {}
 
     def room(self, requests: int) -> GraphPlans:
         """The plans of that batch size. Not to be called first while a graph is captured."""
+        if self.lists is not None:
+            return GraphPlans(None, None)
         if requests not in self._plans:
             ca = self._empty(0, requests, voted=self.pool.ca_votes is not None)
             locality = self._empty(1, requests, voted=True) if self.pool.splits_heads else None
@@ -67,12 +74,16 @@ class DecodeGraphs:
         slots = self._slots[index, : requests * self.table.shape[1]]
         return self.kernels.empty_plan(slots, requests, voted=voted)
 
-    def fill(self, forward_batch: Any) -> None:
-        """Plan a decoding batch anew, asking nothing of the host.
+    def fill(self, forward_batch: Any) -> Any:
+        """Plan a decoding batch anew, asking nothing of the host. Returns the plan over lists,
+        where there are any.
 
         forward_batch: its req_pool_indices and seq_lens (the newest token included), `[requests]`.
         """
         requests = forward_batch.req_pool_indices
+        if self.lists is not None:
+            newest = forward_batch.out_cache_loc
+            return self.lists.recorded(requests, forward_batch.seq_lens, newest)
         plans = self.room(requests.numel())
         images = (None, self.pool.locality_of)
         for plan, image in zip(plans, images, strict=True):
@@ -85,6 +96,7 @@ class DecodeGraphs:
                     image,
                     into=plan,
                 )
+        return None
 
 
 def graph_bytes(configurator: Any, classes: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from kvtier.config import Settings
 from kvtier_kernels import AttentionKernels, Window
 from kvtier_kernels.positions import positions_of
 from kvtier_sglang.attention.drafts import tree_masks
-from kvtier_sglang.attention.packed import PackedPlan
+from kvtier_sglang.attention.lists import RequestLists
 from kvtier_sglang.compression.selection import PrefillRows
 from kvtier_sglang.memory.passes import MemoryPass
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
@@ -41,8 +41,9 @@ class BatchPlan:
     write:        where this pass's new tokens are stored, in both slot spaces.
     q_indptr:     row ranges of the requests in an extend pass; empty in a decoding one.
     prefill:      what an extend pass computes, where selection wants to know; else None.
-    packed:       CA entries of packed spans, which `ca` leaves out; None where there are none.
-    dense:        beside `packed` in an extend pass: each request's other CA slots.
+    lists:        instead of `ca`, where heads may have different entries: a plan over lists of all
+                  that was there before, or, in a decoding pass, is there now; `ca` is then over
+                  nothing.
     drafts:       in a pass that verifies drafts, bool [requests, drafts, drafts]: which drafts each
                   of them sees. It is planned like a decoding one, over what was there before.
     memory:       what the pass asks of prefix memories; None where no request has one.
@@ -53,8 +54,7 @@ class BatchPlan:
     write: KVWriteLoc
     q_indptr: tuple[int, ...]
     prefill: PrefillRows | None = None
-    packed: PackedPlan | None = None
-    dense: tuple[torch.Tensor, ...] = ()
+    lists: Any = None
     drafts: torch.Tensor | None = None
     memory: MemoryPass | None = None
 
@@ -75,8 +75,9 @@ class Planner:
         self.settings = settings
         # Whether tokens of a request may have no CA slot: compressed ones, and a memory's prefix.
         self.has_gaps = pool.state is not None
-        # Of the last pass: decoding asks for the same again.
-        self._packed: PackedPlan | None = None
+        self.lists: RequestLists | None = None
+        if pool.packed is not None:
+            self.lists = RequestLists(kernels, pool, *req_to_token.shape)
 
     def extend(self, forward_batch: Any, requests: list[int]) -> BatchPlan:
         """requests: their rows, which the caller has asked the device for."""
@@ -87,36 +88,60 @@ class Planner:
         if self.pool.state is not None:
             prefill = PrefillRows(q_indptr, tuple(lengths), written)
         rows = self._rows(requests, lengths)
-        packed = self._packed_plan(rows)
+        lists = None
+        if self.lists is not None:
+            every = zip(requests, rows, pairwise(q_indptr), strict=True)
+            dense = [self.lists.begin(one, row, written[a:b]) for one, row, (a, b) in every]
+            if self.lists.has_packed(requests):
+                indices = forward_batch.req_pool_indices
+                lists = self.lists.prefixes(indices, dense)
+                rows = [row[:0] for row in rows]
         return BatchPlan(
             ca=self._ca(rows),
             locality=self._locality(rows, streaming=self.settings.prefill == "streaming"),
             write=self.write(written),
             q_indptr=q_indptr,
             prefill=prefill,
-            packed=packed,
-            dense=() if packed is None else tuple(self._dense(rows)),
+            lists=lists,
         )
 
     def decode(self, forward_batch: Any) -> BatchPlan:
-        packed = None
-        if self.pool.packed is not None:
-            packed = self._packed_plan(self._all_rows(forward_batch))
+        if self.lists is not None:
+            return self._over_lists(
+                forward_batch,
+                self.lists.grown(
+                    forward_batch.req_pool_indices,
+                    forward_batch.seq_lens,
+                    forward_batch.out_cache_loc,
+                ),
+            )
         if self.kernels.plans_on_device:
             longest = int(forward_batch.seq_lens_cpu.max())
-            dense = None if self.pool.packed is None else self.pool.packed.dense_of
-            ca = self._on_device(forward_batch, longest, dense)
+            ca = self._on_device(forward_batch, longest, None)
             locality = None
             if self.pool.splits_heads:
                 locality = self._on_device(forward_batch, longest, self.pool.locality_of)
         else:
             rows = self._all_rows(forward_batch)
             ca, locality = self._ca(rows), self._locality(rows, streaming=False)
-        return BatchPlan(ca, locality, self.write(forward_batch.out_cache_loc), (), packed=packed)
+        return BatchPlan(ca, locality, self.write(forward_batch.out_cache_loc), ())
+
+    def _over_lists(self, forward_batch: Any, lists: Any) -> BatchPlan:
+        """A pass over lists alone."""
+        write = self.write(forward_batch.out_cache_loc)
+        return BatchPlan(ClassPlan(None), None, write, (), lists=lists)
 
     def verify(self, forward_batch: Any) -> BatchPlan:
         """Drafts over prefixes that are as long as the batch says."""
-        return replace(self.decode(forward_batch), drafts=tree_masks(forward_batch))
+        masks = tree_masks(forward_batch)
+        if self.lists is None:
+            return replace(self.decode(forward_batch), drafts=masks)
+        # Of the drafts before, those that were accepted are where their positions are.
+        requests = forward_batch.req_pool_indices.tolist()
+        for request, row in zip(requests, self._all_rows(forward_batch), strict=True):
+            self.lists.begin(request, row, row[:0])
+        lists = self.lists.before(forward_batch.req_pool_indices, forward_batch.seq_lens)
+        return replace(self._over_lists(forward_batch, lists), drafts=masks)
 
     def write(self, written: torch.Tensor) -> KVWriteLoc:
         """Where a pass's new tokens go, in both slot spaces."""
@@ -128,17 +153,6 @@ class Planner:
         """The rows of a decoding pass."""
         lengths = [int(n) for n in forward_batch.seq_lens_cpu]
         return self._rows(forward_batch.req_pool_indices.tolist(), lengths)
-
-    def _packed_plan(self, rows: list[torch.Tensor]) -> PackedPlan | None:
-        """The packed spans of each request's row."""
-        if self.pool.packed is None:
-            return None
-        spans = tuple(self.pool.packed.in_row(row) for row in rows)
-        if not any(spans):
-            self._packed = None
-        elif self._packed is None or self._packed.spans != spans:
-            self._packed = PackedPlan(self.kernels, self.pool, spans)
-        return self._packed
 
     def _rows(self, requests: list[int], lengths: list[int]) -> list[torch.Tensor]:
         """Each request's token slots."""
@@ -157,7 +171,7 @@ class Planner:
             forward_batch.seq_lens,
             longest,
             slot_map,
-            voted=slot_map is self.pool.locality_of or self.pool.ca_votes is not None,
+            voted=slot_map is not None or self.pool.ca_votes is not None,
         )
         return ClassPlan(plan)
 

@@ -142,13 +142,13 @@ class Compressor:
         """Let CA heads keep their best `keep` entries of the dropped span; returns how many slots
         the others gave back."""
         span = node.dropped
-        freed = span.num_tokens - keep
-        if freed > 0:
-            slots = node.value[span.begin : span.end]
-            selection.compact(slots, node.start + span.begin, keep)
-            node.value[span.begin : span.end] = self.allocator.compact(slots, keep)
-            self.counters["compacted_tokens"] += freed
-        return max(freed, 0)
+        if keep >= span.num_tokens:
+            return 0
+        slots = node.value[span.begin : span.end]
+        stay, free = selection.compact(slots, node.start + span.begin, keep)
+        node.value[span.begin : span.end] = self.allocator.compact(stay, free)
+        self.counters["compacted_tokens"] += free.numel()
+        return free.numel()
 
 
 __all__ = ["Compressible", "Compressor", "Freed"]

@@ -61,16 +61,20 @@ class TokenSelection:
         chunk = Chunk(heads(q), heads(k), heads(v), rows.indptr, rows.start, scale)
         state[index][:, rows.slots] = self.scorer.observe(chunk).flatten(0, 1)
 
-    def compact(self, slots: torch.Tensor, first_position: int, keep: int) -> None:
-        """Move each CA head's best `keep` entries of a span into its first `keep` slots.
+    def compact(
+        self, slots: torch.Tensor, first_position: int, keep: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Move each CA head's best `keep` entries of a span into so many of its slots. Returns
+        those, and the others, which the caller frees.
 
-        slots: [tokens] int64 in order of position, the first at `first_position`; the caller frees
-        the others. No request may be reading them.
+        slots: [tokens] int64 in order of position, the first at `first_position`. No request may be
+        reading them.
         """
         for index, buffers in enumerate(self.pool.ca):
             if buffers.heads:
                 selected = select(self.scores(index, buffers, slots, first_position), keep)
                 _gather_in_place(buffers, slots, selected)
+        return slots[:keep], slots[keep:]
 
     def scores(
         self, index: int, buffers: ClassBuffers, slots: torch.Tensor, first: int

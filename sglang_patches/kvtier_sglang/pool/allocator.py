@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
+from kvtier.retention.shares import PAGE
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
 from kvtier_sglang.pool.prefill_budget import HeadSplitPrefillBudget
 
@@ -91,7 +92,7 @@ class HeadSplitAllocator(TokenToKVPoolAllocator):
         if self.unsorted and need_size > 1:
             self._sort_free_lists()
         self.changed = True
-        slots = super().alloc(need_size)
+        slots = self._take(need_size)
         if slots is not None:
             self.locality_of[slots] = self.locality_free[:need_size]
             self.pool.settled.index_fill_(0, slots, value=False)
@@ -99,10 +100,24 @@ class HeadSplitAllocator(TokenToKVPoolAllocator):
             self.locality_free = self.locality_free[need_size:]
         return slots
 
+    def _take(self, need_size: int) -> torch.Tensor | None:
+        """Whole bundles are for prompts: what is generated takes single slots where there are."""
+        if self.pool.packed is None or not 0 < need_size < min(PAGE, len(self.free_pages)):
+            return super().alloc(need_size)
+        slots = self.free_pages[-need_size:]
+        self.free_pages = self.free_pages[:-need_size]
+        return slots
+
     def _sort_free_lists(self) -> None:
         """Sorted free lists give long contexts long contiguous runs, which attention reads
-        in place instead of gathering."""
+        in place instead of gathering. Slots of whole bundles come first."""
         self.free_pages = torch.sort(self.free_pages).values
+        if self.pool.packed is not None:
+            bundle = self.free_pages // PAGE
+            counts = torch.zeros(self.size // PAGE + 1, dtype=torch.int64, device=self.device)
+            loose = counts.index_add_(0, bundle, torch.ones_like(bundle))[bundle] < PAGE
+            self.free_pages = self.free_pages[torch.argsort(loose.int(), stable=True)]
+            self._whole = PAGE * (counts == PAGE).sum()
         self.locality_free = torch.sort(self.locality_free).values
         self.unsorted = False
 
@@ -148,17 +163,28 @@ class HeadSplitAllocator(TokenToKVPoolAllocator):
         self.pool.compensate(held, int(held[0]))
         return self.free_locality(holders[1:])
 
-    def compact(self, ca_slots: torch.Tensor, keep: int) -> torch.Tensor:
-        """Give back all but the first `keep` slots of a dropped span.
+    def compact(self, stay: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
+        """Give back the slots of a dropped span that are not to `stay`.
 
-        ca_slots: [tokens] int64; only the first may still have a locality slot (that of the
-        compensation entry). Returns the span as the tree keeps it, 0 where a slot went.
+        stay, free: int64; only one of all may still have a locality slot (that of the compensation
+        entry), which the first to stay takes over. Returns the span as the tree keeps it, 0 where a
+        slot went.
         """
-        assert not bool(self.locality_of[ca_slots[keep:]].any()), "compacting what is still local"
-        kept = ca_slots.clone()
-        kept[keep:] = 0
-        self.free(ca_slots[keep:])
+        assert stay.numel(), "a span of which nothing stays"
+        holder = free[self.locality_of[free] > 0]
+        if holder.numel():
+            assert holder.numel() == 1, "compacting what is still local"
+            self.locality_of[stay[:1]] = self.locality_of[holder]
+            self.locality_of.index_fill_(0, holder, 0)
+        kept = torch.cat((stay, torch.zeros_like(free)))
+        self.free(free)
         return kept
+
+    def alloc_bundles(self, need_size: int) -> torch.Tensor | None:
+        """Slots of whole bundles (pool/packed.py); None where there are not enough. need_size: a
+        multiple of PAGE."""
+        self._sort_free_lists()
+        return self.alloc(need_size) if need_size <= int(self._whole) else None
 
     def reclaim(self, ca_slots: torch.Tensor) -> None:
         """Free those of these slots that are not free: after something went wrong halfway."""

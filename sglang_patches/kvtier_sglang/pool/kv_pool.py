@@ -11,8 +11,9 @@ SGLang knows CA slots only. `KVWriteLoc.swa_loc`, which carries "the other pool'
 sliding-window models, carries the locality slot here.
 
 Physical layout on a CPU is [heads, slots, dim], which streams 3-7 times faster through
-matrix products than [slots, heads, dim] (measured at 128k x 4 heads x 32); accelerators use
-[slots, heads, dim], the layout of paged kernels. Callers always see [slots, heads, dim].
+matrix products than [slots, heads, dim] (measured at 128k x 4 heads x 32); so it is where heads
+have pages of their own. Else accelerators use [slots, heads, dim]. Callers always see
+[slots, heads, dim].
 
 An fp8 cache holds bytes, as SGLang's own pools do, in stored units (kvtier_kernels.fp8).
 """
@@ -28,6 +29,7 @@ from sglang.srt.mem_cache.memory_pool import KVCache, KVWriteLoc, unwrap_write_l
 from kvtier.errors import StartupError
 from kvtier.heads.profile import HeadProfile
 from kvtier.pool_sizing import PACKED_BYTES, SlotBytes, score_bytes, vote_bytes
+from kvtier.retention.shares import PAGE
 from kvtier_kernels import AttentionKernels, HeadMap, RaggedKV
 from kvtier_kernels.fp8 import put, raw, take
 from kvtier_sglang.pool.packed import Cells, PackedSpans
@@ -121,13 +123,18 @@ class HeadSplitKVPool(KVCache):
         self.head_num = shape.num_kv_heads
         self.head_dim = shape.head_dim
         self.v_head_dim = shape.head_dim
-        self.ca, cells = self._buffers(ca_size, profile.ca_heads)
+        # Where heads keep different numbers of entries, a head's entries lie in pages of its own.
+        by_head = packs or device == "cpu"
+        self.ca, cells = self._buffers(ca_size, profile.ca_heads, by_head=by_head)
         every = range(shape.num_layers)
         self.locality, locality_cells = self._buffers(
-            locality_size, [profile.locality_heads(layer) for layer in every]
+            locality_size, [profile.locality_heads(layer) for layer in every], by_head=by_head
         )
         self._cells = cells, locality_cells
-        self.packed = PackedSpans(ca_size + page_size, cells) if packs else None
+        self.packed: PackedSpans | None = None
+        if packs:
+            column_cells = cells.k.shape[0] // cells.bases.numel()
+            self.packed = PackedSpans(ca_size + page_size, cells, column_cells)
         self.locality_of = torch.zeros(ca_size + 1, dtype=torch.int64, device=device)
         self.settled = torch.zeros(ca_size + 1, dtype=torch.bool, device=device)
         self.log_votes = torch.zeros(locality_size + 1, dtype=torch.float32, device=device)
@@ -152,13 +159,15 @@ class HeadSplitKVPool(KVCache):
         self._finalize_allocation_log(ca_size)
 
     def _buffers(
-        self, size: int, layers: Sequence[tuple[int, ...]]
+        self, size: int, layers: Sequence[tuple[int, ...]], *, by_head: bool
     ) -> tuple[list[ClassBuffers], Cells]:
         """The buffers of one class, layer by layer, and their memory as cells.
 
         layers: the class's heads of each layer.
         """
-        slots, dim, every = size + self.page_size, self.head_dim, sum(map(len, layers))
+        dim, every = self.head_dim, sum(map(len, layers))
+        # Pages of a head begin at multiples of their size, wherever its cells begin.
+        slots = -(-(size + self.page_size) // PAGE) * PAGE
         sides = [
             torch.zeros((every * slots, dim), dtype=self.store_dtype, device=self.device).view(
                 self.dtype
@@ -171,7 +180,7 @@ class HeadSplitKVPool(KVCache):
         for heads in layers:
             count, first = len(heads), len(bases)
             views = [side[first * slots : (first + count) * slots] for side in sides]
-            if self.device == "cpu":
+            if by_head:
                 views = [view.view(count, slots, dim).transpose(0, 1) for view in views]
                 bases += [(first + head) * slots for head in range(count)]
                 strides += [1] * count

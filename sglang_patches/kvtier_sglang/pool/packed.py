@@ -1,18 +1,19 @@
-"""Spans of which every head keeps as many entries as it needs, packed into the slots that stay.
+"""Spans of which every head keeps as many entries as it needs, in pages of the slots that stay.
 
-A CA slot is one *cell* for every CA head of every layer. A compressed span that keeps 3 slots of 4
-heads has 12 cells, and any of its entries may stand in any of them:
+A CA slot is one *cell* for every CA head of every layer, a column. The cells of one column at
+`PAGE` slots that follow each other, from a multiple of it, are a *page*; those of all columns are a
+*bundle*. A compressed span keeps whole bundles, whose pages belong to whatever columns need them:
 
-    entries kept      head 0: 5    head 1: 1    head 2: 4    head 3: 2
+    pages kept        column 0: 5    column 1: 1    column 2: 4    column 3: 2
 
-    cells             head 0   head 1   head 2   head 3
-      slot 17           0        1        2        3
-      slot 18           0        0        2        3
-      slot 19           0        0        2        2
+    pages             column 0   column 1   column 2   column 3
+      bundle 17           0        1        2        3
+      bundle 18           0        0        2        3
+      bundle 19           0        0        2        2
 
-A head's entries stand in its own column first; what does not fit goes to the cells that others have
-left, in order. So counts and slots alone say where everything is. SGLang counts slots, as always:
-its free lists, locks and invariants never notice.
+A column's pages stand in the column itself first; what does not fit goes to the pages that others
+have left, in order. So counts and slots alone say where everything is. SGLang counts slots, as
+always: its free lists, locks and invariants never notice.
 
 A packed slot is not a token of every head any more: `dense_of` leaves it out where attention looks
 for ordinary entries.
@@ -26,7 +27,9 @@ from itertools import accumulate
 
 import torch
 
+from kvtier.retention.shares import PAGE
 from kvtier_kernels.fp8 import raw
+from kvtier_kernels.lists import ENTRY_BITS, CellKV
 
 # Entries moved at a time, to bound the copy.
 MOVED_AT_A_TIME = 1 << 20
@@ -58,57 +61,90 @@ class Cells:
                 side[target[some]] = side[source[some]]
 
 
+def bundles_first(slots: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The same slots `[n]` int64, those of whole bundles before the others and each part
+    ascending, and how many are in whole bundles."""
+    bundle = slots // PAGE
+    found, place, counts = torch.unique(bundle, return_inverse=True, return_counts=True)
+    loose = (counts < PAGE)[place]
+    whole = PAGE * int(found.numel() - (counts < PAGE).sum())
+    return torch.cat((slots[~loose].sort().values, slots[loose].sort().values)), whole
+
+
 @dataclass(frozen=True, eq=False)
 class PackedSpan:
-    """A packed span. slots: int64 `[slots]`, those that stay; counts: entries of every column."""
+    """A packed span.
+
+    slots:  int64 `[bundles * PAGE]`, those that stay: whole bundles, one after another
+    counts: entries of every column
+    words:  int32 `[pages]`, each page and how many entries it has (kvtier_kernels.lists), column
+            by column
+    column: int64 `[pages]`, of each page
+    """
 
     slots: torch.Tensor
     counts: tuple[int, ...]
+    words: torch.Tensor
+    column: torch.Tensor
+
+    @classmethod
+    def of(cls, slots: torch.Tensor, counts: Sequence[int], column_cells: int) -> PackedSpan:
+        """The span whose columns keep so many entries in these bundles."""
+        entries = torch.tensor(counts)
+        pages = -(-entries // PAGE)
+        column = torch.arange(pages.numel()).repeat_interleave(pages)
+        number = torch.arange(column.numel()) - (pages.cumsum(0) - pages)[column]
+        filled = (entries[column] - PAGE * number).clamp_max(PAGE)
+        # Where each page stands: in its own column first, then wherever others have left one.
+        bundles = slots.numel() // PAGE
+        free = torch.nonzero(torch.arange(bundles) >= pages[:, None])
+        beyond = number >= bundles
+        stands, bundle = column.clone(), number
+        taken = free[: int(beyond.sum())]
+        stands[beyond], bundle[beyond] = taken[:, 0], taken[:, 1]
+        first = slots[::PAGE][bundle.to(slots.device)]
+        page = (stands.to(slots.device) * column_cells + first) // PAGE
+        words = (page << ENTRY_BITS | filled.to(slots.device)).to(torch.int32)
+        return cls(slots, tuple(counts), words, column.to(slots.device))
 
     @property
     def indptr(self) -> tuple[int, ...]:
         """Where each column's entries begin in `cells`, and where the last one's end."""
         return (0, *accumulate(self.counts))
 
-    def cells(self, cells: Cells) -> torch.Tensor:
+    @property
+    def cells(self) -> torch.Tensor:
         """int64 `[entries]`: the cell of every entry, column by column."""
-        counts = torch.tensor(self.counts, device=self.slots.device)
-        indptr = counts.cumsum(0) - counts
-        own = cells.of(slice(None), self.slots)
-        place = torch.arange(self.slots.numel(), device=self.slots.device)
-        held = place < counts[:, None]
-        found = own.new_empty(sum(self.counts))
-        found[(indptr[:, None] + place)[held]] = own[held]
-        column, offset = _beyond(self.counts, self.slots.numel(), self.slots.device)
-        found[indptr[column] + offset] = own[~held][: column.numel()]
-        return found
-
-
-def _beyond(
-    counts: Sequence[int], slots: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Column and offset of each entry that finds no place in its own column."""
-    beyond = [max(count - slots, 0) for count in counts]
-    columns = torch.arange(len(counts)).repeat_interleave(torch.tensor(beyond))
-    offsets = [torch.arange(slots, slots + count) for count in beyond if count]
-    offset = torch.cat(offsets) if offsets else torch.empty(0, dtype=torch.int64)
-    return columns.to(device), offset.to(device)
+        words = self.words.to(torch.int64)[:, None]
+        step = torch.arange(PAGE, device=words.device)
+        held = step < (words & ((1 << ENTRY_BITS) - 1))
+        return ((words >> ENTRY_BITS) * PAGE + step)[held]
 
 
 class PackedSpans:
     """The packed spans of a pool.
 
-    dense_of: int64 `[slots]`: an ordinary slot's own number, 0 for a packed one
+    column_cells: of a column, which lie together
+    dense_of:     int64 `[slots]`: an ordinary slot's own number, 0 for a packed one
     """
 
-    def __init__(self, slots: int, cells: Cells) -> None:
-        self.cells = cells
+    def __init__(self, slots: int, cells: Cells, column_cells: int) -> None:
+        self.cells, self.column_cells = cells, column_cells
         self.dense_of = torch.arange(slots, dtype=torch.int64, device=cells.k.device)
         self._by_first: dict[int, PackedSpan] = {}
 
     def clear(self) -> None:
         self._by_first.clear()
         torch.arange(self.dense_of.numel(), out=self.dense_of)
+
+    @property
+    def kv(self) -> CellKV:
+        """All cells, for attention over lists."""
+        return CellKV(self.cells.k[:, 0], self.cells.v[:, 0], self.column_cells)
+
+    def span(self, slots: torch.Tensor, counts: Sequence[int]) -> PackedSpan:
+        """The span of columns that keep so many entries in these whole bundles."""
+        return PackedSpan.of(slots, counts, self.column_cells)
 
     def add(self, span: PackedSpan) -> None:
         """A span whose entries stand where its counts say."""
@@ -148,4 +184,4 @@ class PackedSpans:
             yield "slots are packed that are in no span, or the other way round"
 
 
-__all__ = ["Cells", "PackedSpan", "PackedSpans"]
+__all__ = ["Cells", "PackedSpan", "PackedSpans", "bundles_first"]

@@ -18,7 +18,7 @@ import torch
 from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import PrunedRange, RefreshRule, choose_again
 from kvtier_kernels.fp8 import put
-from kvtier_sglang.pool.packed import PackedSpan, PackedSpans
+from kvtier_sglang.pool.packed import PackedSpans
 from kvtier_sglang.refresh.refresher import Contexts, Refresher, Refreshing
 from kvtier_sglang.refresh.sources import FetchedSource, RefreshSource
 
@@ -56,14 +56,16 @@ class PackedRefresher(Refresher):
         assert self.pool.packed is not None, "a pool that does not pack"
         return self.pool.packed
 
+    def _slots(self, count: int) -> torch.Tensor | None:
+        return self.allocator.alloc_bundles(count)
+
     def _point(self, refreshing: Refreshing, row: torch.Tensor) -> None:
         """Let a request's row read its own spans, which begin as copies of the tree's."""
-        cells = self.packed.cells
         for pruned, slots in zip(refreshing.ranges, refreshing.slots, strict=True):
             part = slice(pruned.begin, pruned.begin + pruned.kept)
             (shared,) = self.packed.in_row(row[part].to(torch.int64))
-            own = PackedSpan(slots, shared.counts)
-            cells.move(shared.cells(cells), own.cells(cells))
+            own = self.packed.span(slots, shared.counts)
+            self.packed.cells.move(shared.cells, own.cells)
             self.packed.add(own)
             self.allocator.free_locality(slots)
             row[part] = slots.to(row.dtype)
@@ -92,7 +94,7 @@ class PackedRefresher(Refresher):
         state = k.new_empty(heads, 0, tokens, dtype=torch.float32)
         worth = self.selection.score(index, k, v, state, pruned.begin)
         (span,) = self.packed.in_row(slots)
-        place, indptr = span.cells(cells), span.indptr
+        place, indptr = span.cells, span.indptr
         for head in range(heads):
             column = self._first_column[index] + head
             own = place[indptr[column] : indptr[column + 1]]

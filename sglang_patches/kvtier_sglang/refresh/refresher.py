@@ -187,12 +187,16 @@ class Refresher:
     def _allocate(self, refreshing: Refreshing) -> bool:
         needs = [pruned.kept + self.spare_entries for pruned in refreshing.ranges]
         self.contexts.make_room(sum(needs))
-        slots = self.allocator.alloc(sum(needs))
+        slots = self._slots(sum(needs))
         if slots is None:
             return False
         self.contexts.hold_private(sum(needs))
         refreshing.slots = list(torch.split(slots, needs))
         return True
+
+    def _slots(self, count: int) -> torch.Tensor | None:
+        """So many slots of a request's own."""
+        return self.allocator.alloc(count)
 
     def _point(self, refreshing: Refreshing, row: torch.Tensor) -> None:
         """Let a request's row read its own entries, which begin as copies of the tree's."""

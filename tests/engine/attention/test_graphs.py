@@ -14,10 +14,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtier.config import load_settings
-from kvtier.heads.profile import HeadProfile, ModelShape
+from kvtier.heads.profile import HeadProfile, ModelShape, full_profile
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 from kvtier_sglang.attention.backend import KvtierAttnBackend
 from kvtier_sglang.attention.cuda_graphs import room_bytes
+from kvtier_sglang.attention.plans import Planner
 from kvtier_sglang.pool.allocator import HeadSplitAllocator
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
 
@@ -197,6 +198,111 @@ def addresses_of(batch) -> list[int]:
             tensors = (schedule.stretch, schedule.units_indptr, schedule.unit_request)
             found += [tensor.data_ptr() for tensor in tensors]
     return found
+
+
+@pytest.fixture
+def packing():
+    """A runner whose heads may keep different numbers of entries: three spans, of four bundles
+    each, which four requests have none, one or two of."""
+    torch.manual_seed(3)
+    shape = make_pool(merges=False).profile.shape
+    pool = HeadSplitKVPool(
+        SLOTS, SLOTS, profile=full_profile(shape), dtype=torch.float32, device=DEVICE,
+        start_layer=0, state_width=0, packs=True,
+    )  # fmt: skip
+    for buffers in pool.ca:
+        buffers.k.normal_()
+        buffers.v.normal_()
+    spans = []
+    for first in (64, 128, 192):
+        counts = torch.randint(0, 80, (LAYERS * KV_HEADS,))
+        spans.append(
+            pool.packed.span(torch.arange(first, first + 64, device=DEVICE), counts.tolist())
+        )
+        pool.packed.add(spans[-1])
+    table = torch.zeros(REQUESTS + 1, CONTEXT, dtype=torch.int32, device=DEVICE)
+    runner = SimpleNamespace(
+        token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=table), device=DEVICE
+    )
+    return runner, spans
+
+
+def begin(backend: KvtierAttnBackend, runner, spans, seed: int) -> list[int]:
+    """New requests in all rows. Returns how many tokens each has."""
+    generator = torch.Generator().manual_seed(seed)
+    free = torch.arange(300, SLOTS)[torch.randperm(SLOTS - 300, generator=generator)]
+    lengths = []
+    for row, held in enumerate(([], spans[:1], spans[1:], []), start=1):
+        own = free[20 * row : 20 * row + 3 * row].to(DEVICE)
+        dropped = torch.zeros(5, dtype=torch.int64, device=DEVICE)
+        slots = torch.cat([own[:2], *(x for span in held for x in (span.slots, dropped)), own[2:]])
+        new = free[100 + row : 101 + row].to(DEVICE)
+        backend.planner.lists.begin(row, slots, new)
+        lengths.append(len(slots) + 1)
+    return lengths
+
+
+def grow(batch: SimpleNamespace, lengths: list[int], step: int) -> None:
+    """The next decoding step of requests, in the order of their rows turned round; a length of 0
+    is that of one that has ended."""
+    for static in (batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc):
+        static.zero_()
+    live = [row for row in range(REQUESTS, 0, -1) if lengths[row - 1]]
+    for place, row in enumerate(live):
+        lengths[row - 1] += 1
+        batch.req_pool_indices[place] = row
+        batch.seq_lens[place] = lengths[row - 1]
+        batch.out_cache_loc[place] = 500 + 10 * step + place
+
+
+def test_what_was_recorded_over_lists_serves_other_requests_as_they_grow(packing):
+    runner, spans = packing
+    reference, recorded = backend_of(runner, "reference"), backend_of(runner, "triton")
+    recorded.init_cuda_graph_state(REQUESTS, REQUESTS)
+    batch, inputs, got = static_batch(), some_inputs(0), []
+    recorded.init_forward_metadata_out_graph(batch, in_capture=True)
+
+    def step() -> None:
+        recorded.init_forward_metadata_in_graph(batch)
+        got[:] = layers(recorded, inputs)
+
+    replay = recorded_once(step)
+    addresses = set()
+    for seed in range(2):
+        lengths = begin(recorded, runner, spans, seed)
+        assert begin(reference, runner, spans, seed) == lengths
+        for number in range(3):
+            if number == 2:
+                lengths[1] = 0
+            grow(batch, lengths, 3 * seed + number)
+            for static, new in zip(inputs, some_inputs(number), strict=True):
+                static.copy_(new)
+            replay()
+            (deal,) = recorded.forward_metadata.lists.deals.values()
+            addresses.add((deal.bounds.data_ptr(), deal.stretch.data_ptr()))
+            reference.init_forward_metadata(eager(batch))
+            expected = layers(reference, inputs)
+            real = sum(length > 0 for length in lengths)
+            for ours, theirs in zip(got, expected, strict=True):
+                torch.testing.assert_close(ours[:real], theirs[:real], rtol=2e-5, atol=2e-5)
+                assert torch.isfinite(ours).all(), "a padded row spoils nothing"
+    assert len(addresses) == 1
+
+
+def test_what_is_recorded_over_lists_asks_the_host_nothing(packing):
+    runner, spans = packing
+    backend = backend_of(runner, "triton")
+    backend.kernels = TritonKernels(launch_nothing)
+    backend.planner = Planner(backend.kernels, backend.pool, backend.req_to_token, backend.settings)
+    backend.init_cuda_graph_state(REQUESTS, REQUESTS)
+    batch, inputs = static_batch(), some_inputs(0)
+    grow(batch, begin(backend, runner, spans, 0), 0)
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    backend.init_forward_metadata_in_graph(batch)
+    layers(backend, inputs)
+    with OnTheDeviceOnly():
+        backend.init_forward_metadata_in_graph(batch)
+        layers(backend, inputs)
 
 
 class AsksTheHostError(Exception):

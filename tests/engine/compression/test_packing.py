@@ -13,18 +13,19 @@ from hypothesis import strategies as st
 from kvtier.heads.profile import ModelShape, full_profile
 from kvtier.retention.head_budgets import adaptive_selection
 from kvtier.retention.scorers import TokenScorer
-from kvtier_kernels import get_kernels
-from kvtier_sglang.attention.packed import PackedPlan
+from kvtier.retention.shares import PAGE, whole_pages
+from kvtier_kernels import RaggedKV, get_kernels
+from kvtier_sglang.attention.lists import RequestLists
 from kvtier_sglang.compression.packing import AdaptiveSelection
 from kvtier_sglang.pool.allocator import HeadSplitAllocator
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
-from kvtier_sglang.pool.packed import PackedSpan
+from kvtier_sglang.pool.packed import PackedSpan, bundles_first
 
 LAYERS, HEADS, GROUP, DIM = 2, 3, 2, 4
 SHAPE = ModelShape(
     num_layers=LAYERS, num_kv_heads=HEADS, num_attention_heads=HEADS * GROUP, head_dim=DIM
 )
-SLOTS = 80
+SLOTS = 160
 
 
 @dataclass(frozen=True)
@@ -63,49 +64,87 @@ def expected_of(keys: list[torch.Tensor], keep: int) -> list[torch.Tensor]:
 
 
 def packed_span(pool, slots, keep) -> PackedSpan:
-    AdaptiveSelection(pool, LastDimension(), [None] * LAYERS).compact(slots, 0, keep)
-    (span,) = pool.packed.in_row(slots[:keep])
+    selection = AdaptiveSelection(pool, LastDimension(), [None] * LAYERS)
+    stay, free = selection.compact(slots, 0, keep)
+    assert torch.equal(torch.cat((stay, free)).sort().values, slots.sort().values)
+    (span,) = pool.packed.in_row(stay)
     return span
 
 
-@given(counts=st.lists(st.integers(0, 12), min_size=1, max_size=6), data=st.data())
-def test_every_entry_has_a_cell_of_its_own_and_its_own_column_first(counts, data):
-    least = max(math.ceil(sum(counts) / len(counts)), 1)
-    keep = data.draw(st.integers(least, 12))
-    n = len(counts)
+@given(counts=st.lists(st.integers(0, 70), min_size=1, max_size=6), more=st.integers(0, 2))
+def test_every_page_has_a_place_of_its_own_and_its_own_column_first(counts, more):
+    n, pages = len(counts), [math.ceil(count / PAGE) for count in counts]
+    bundles = max(math.ceil(sum(pages) / n), 1) + more
     shape = ModelShape(num_layers=1, num_kv_heads=n, num_attention_heads=n, head_dim=DIM)
     pool = HeadSplitKVPool(
-        20, 0, profile=full_profile(shape), dtype=torch.float32, device="cpu", start_layer=0,
+        20 * PAGE, 0, profile=full_profile(shape), dtype=torch.float32, device="cpu", start_layer=0,
         packs=True,
     )  # fmt: skip
-    slots = torch.randperm(20, generator=torch.Generator().manual_seed(keep))[:keep] + 1
-    span = PackedSpan(slots, tuple(counts))
-    cells = span.cells(pool.packed.cells)
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(more))[:bundles]
+    slots = (order[:, None] * PAGE + torch.arange(PAGE)).flatten()
+    cells = (span := pool.packed.span(slots, counts)).cells
     assert torch.unique(cells).numel() == cells.numel() == sum(counts)
     allowed = pool.packed.cells.of(slice(None), slots)
     assert torch.isin(cells, allowed).all()
     for column, (begin, count) in enumerate(zip(span.indptr, counts, strict=False)):
-        own = cells[begin : begin + min(count, keep)]
+        own = cells[begin : begin + min(count, len(slots))]
         assert torch.equal(own, allowed[column, : own.numel()])
+        for page in torch.split(cells[begin : begin + count], PAGE) if count else ():
+            assert torch.equal(page, page[0] + torch.arange(len(page)))
+            assert page[0] % PAGE == 0
 
 
-@given(
-    seed=st.integers(0, 1000), tokens=st.integers(2, 40), share=st.floats(0.05, 0.95),
-)  # fmt: skip
-def test_the_best_entries_of_all_heads_stay(seed, tokens, share):
+@given(seed=st.integers(0, 1000), tokens=st.integers(17, SLOTS), share=st.floats(0.05, 0.95))
+def test_the_best_pages_of_all_heads_stay(seed, tokens, share):
     pool = a_pool(seed)
-    generator = torch.Generator().manual_seed(seed)
-    slots = torch.randperm(SLOTS, generator=generator)[:tokens] + 1
-    keep = min(max(int(share * tokens), 1), tokens - 1)
-    expected = expected_of(entries(pool, slots), keep)
+    # Some of whole bundles and some not, in any order.
+    slots = torch.arange(1, SLOTS + 1)
+    slots = slots[torch.randperm(SLOTS, generator=torch.Generator().manual_seed(seed))[:tokens]]
+    slots = torch.cat((slots, torch.arange(PAGE, 4 * PAGE))).unique()
+    keep = whole_pages(int(share * len(slots)), len(slots))
+    keep = min(keep, bundles_first(slots)[1])
+    keys = entries(pool, slots)
+    expected = expected_of(keys, keep)
+    if keep == len(slots):
+        return
     span = packed_span(pool, slots, keep)
     cells = pool.packed.cells
-    place = span.cells(cells)
+    place = span.cells
     for column, k in enumerate(expected):
         own = place[span.indptr[column] : span.indptr[column + 1]]
         torch.testing.assert_close(cells.k[own, 0], k)
         torch.testing.assert_close(cells.v[own, 0], -k)
-    assert sum(span.counts) == keep * LAYERS * HEADS
+    pages = sum(math.ceil(count / PAGE) for count in span.counts)
+    assert pages == keep // PAGE * LAYERS * HEADS
+
+
+@given(seed=st.integers(0, 1000), tokens=st.integers(2, 100), kept=st.integers(1, 100))
+def test_a_budget_of_pages_is_spent_on_the_best_first_entries(seed, tokens, kept):
+    worth = torch.randn(5, tokens, generator=torch.Generator().manual_seed(seed))
+    chosen = adaptive_selection(worth, kept)
+    budget = whole_pages(kept, tokens)
+    if budget == tokens:
+        assert chosen.all()
+        return
+    counts = chosen.sum(-1)
+    pages = -(-counts // PAGE)
+    assert int(pages.sum()) == 5 * budget // PAGE
+    assert bool(((counts % PAGE == 0) | (counts == tokens)).all())
+    ranked = worth.sort(-1, descending=True).values
+    opened = [ranked[head, PAGE * page] for head in range(5) for page in range(pages[head])]
+    for head in range(5):
+        assert torch.equal(
+            worth[head][chosen[head]].sort(descending=True).values, ranked[head, : counts[head]]
+        )
+        if PAGE * pages[head] < tokens:
+            assert ranked[head, PAGE * pages[head]] <= min(opened)
+
+
+def test_slots_of_whole_bundles_come_first():
+    slots = torch.tensor([3, 40, *range(16, 32), 47, *range(64, 80)])
+    ordered, whole = bundles_first(slots)
+    assert ordered.tolist() == [*range(16, 32), *range(64, 80), 3, 40, 47]
+    assert whole == 32
 
 
 @given(seed=st.integers(0, 1000), spans=st.integers(0, 2), tokens=st.integers(1, 5))
@@ -113,69 +152,92 @@ def test_attention_is_that_over_the_entries_that_stay(seed, spans, tokens):
     """Two requests: one with packed spans, another with ordinary entries only."""
     pool, kernels = a_pool(seed), get_kernels("reference", "cpu")
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(SLOTS, generator=generator) + 1
+    order = torch.randperm(15, generator=generator) + 1
     ordinary = (order[:7], order[7:10])
-    held = []
+    held, stay = [], []
     for number in range(spans):
-        slots = order[10 + 20 * number : 30 + 20 * number]
-        held.append(expected_of(entries(pool, slots), 8))
-        packed_span(pool, slots, 8)
-    rows = [
-        torch.cat([ordinary[0], *(order[10 + 20 * n : 18 + 20 * n] for n in range(spans))]),
-        ordinary[1],
-    ]
-    plan = PackedPlan(kernels, pool, tuple(pool.packed.in_row(row) for row in rows))
+        slots = torch.arange(16 + 64 * number, 80 + 64 * number)
+        held.append(expected_of(entries(pool, slots), 32))
+        stay.append(packed_span(pool, slots, 32).slots)
+    rows = [torch.cat([ordinary[0], *stay]), ordinary[1]]
+    lists = RequestLists(kernels, pool, 2, SLOTS)
+    dense = [lists.begin(number, row, row[:0]) for number, row in enumerate(rows)]
+    assert dense == [7, 3]
+    plan = lists.prefixes(torch.arange(2), dense)
+    kv = pool.packed.kv
     q = torch.randn(2 * tokens, HEADS, GROUP, DIM, generator=generator)
     k, v = (torch.randn(2 * tokens, HEADS, DIM, generator=generator) for _ in range(2))
     q_indptr = (0, tokens, 2 * tokens)
     for layer in range(LAYERS):
-        extended = plan.extend(layer, q, k, v, q_indptr, ordinary, 0.5)
+        before = kernels.lists.extend(q, q_indptr, kv, plan, layer, 0.5)
+        own = kernels.extend(
+            q, k, v, q_indptr, RaggedKV(k[:0], v[:0]), kernels.plan(ordinary[0][:0], (0, 0, 0)), 0.5
+        )
+        extended = kernels.merge_states(before, own).o
         first = torch.stack([q[0], q[tokens]])
-        decoded = plan.decode(layer, first, 0.5)
+        decoded = kernels.lists.decode(first, kv, plan, layer, 0.5)
         for request, begin in enumerate((0, tokens)):
             for head in range(HEADS):
                 column = layer * HEADS + head
                 of_spans = [span[column] for span in held] if request == 0 else []
                 keys = torch.cat([torch.empty(0, DIM), *of_spans])
-                query = q[begin, head]
-                if len(keys):
-                    logits = query @ keys.T * 0.5
-                    torch.testing.assert_close(decoded.lse[request, head], logits.logsumexp(-1))
-                    expected = logits.softmax(-1) @ -keys
-                    torch.testing.assert_close(decoded.o[request, head], expected)
-                else:
-                    assert torch.isinf(decoded.lse[request, head]).all()
                 mine = pool.ca[layer].k[ordinary[request], head]
+                keys = torch.cat([keys, mine])
+                logits = q[begin, head] @ keys.T * 0.5
+                torch.testing.assert_close(decoded.lse[request, head], logits.logsumexp(-1))
+                torch.testing.assert_close(decoded.o[request, head], logits.softmax(-1) @ -keys)
                 for token in range(tokens):
                     new = slice(begin, begin + token + 1)
-                    every = torch.cat([keys, mine, k[new, head]])
-                    values = torch.cat([-keys, -mine, v[new, head]])
+                    every = torch.cat([keys, k[new, head]])
+                    values = torch.cat([-keys, v[new, head]])
                     logits = q[begin + token, head] @ every.T * 0.5
                     torch.testing.assert_close(
                         extended[begin + token, head], logits.softmax(-1) @ values
                     )
 
 
+def compacted(allocator: HeadSplitAllocator, tokens: int, keep: int) -> torch.Tensor:
+    """The slots that stay of so many tokens."""
+    slots = allocator.alloc(tokens)
+    allocator.free_locality(slots)
+    selection = AdaptiveSelection(allocator.pool, LastDimension(), [None] * LAYERS)
+    stay, free = selection.compact(slots, 0, keep)
+    assert torch.equal(allocator.compact(stay, free), torch.cat((stay, torch.zeros_like(free))))
+    return stay
+
+
 def test_slots_that_are_freed_are_ordinary_again():
     pool = a_pool(0)
     allocator = HeadSplitAllocator(pool, streaming_tokens=None, need_sort=False)
-    slots = allocator.alloc(30)
-    allocator.free_locality(slots)
-    packed_span(pool, slots, 10)
-    allocator.compact(slots, 10)
+    stay = compacted(allocator, 60, 32)
     assert allocator.check_integrity() == []
-    assert allocator.available_size() == SLOTS - 10
-    assert int((pool.packed.dense_of == 0).sum()) == 11
-    allocator.free(slots[:10])
+    assert allocator.available_size() == SLOTS - 32
+    assert int((pool.packed.dense_of == 0).sum()) == 33
+    allocator.free(stay)
     assert allocator.check_integrity() == []
-    assert pool.packed.in_row(slots) == ()
+    assert pool.packed.in_row(stay) == ()
     assert torch.equal(pool.packed.dense_of, torch.arange(SLOTS + 1))
 
 
 def test_a_packed_slot_that_is_free_is_noticed():
     pool = a_pool(0)
     allocator = HeadSplitAllocator(pool, streaming_tokens=None, need_sort=False)
-    slots = allocator.alloc(30)
-    packed_span(pool, slots, 10)
-    allocator.free_pages = torch.cat([allocator.free_pages, slots[:1]])
+    stay = compacted(allocator, 60, 32)
+    allocator.free_pages = torch.cat([allocator.free_pages, stay[:1]])
     assert "a free slot is packed" in allocator.check_integrity()
+
+
+def test_prompts_take_whole_bundles_and_what_is_generated_takes_what_is_left():
+    allocator = HeadSplitAllocator(a_pool(0), streaming_tokens=None, need_sort=False)
+    first = allocator.alloc(50)
+    allocator.free(first)
+    held = allocator.alloc(40)
+    assert bundles_first(held)[1] == 32
+    generated = torch.cat([allocator.alloc(2) for _ in range(7)])
+    assert not torch.isin(generated // PAGE, held[:32] // PAGE).any()
+    assert generated.max() == SLOTS
+    allocator.free(generated[::2])
+    own = allocator.alloc_bundles(48)
+    assert bundles_first(own)[1] == 48
+    assert allocator.alloc_bundles(96) is None
+    assert allocator.check_integrity() == []

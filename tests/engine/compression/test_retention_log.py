@@ -29,7 +29,7 @@ def test_every_turn_is_told_to_the_metrics():
 def test_metrics_that_fail_are_off_and_the_turn_is_decided_all_the_same(caplog):
     metrics = Metrics(works=False)
     retention = Retention(FixedShare(0.5), metrics=metrics)
-    assert [retention.choose(Turn(1000, 600)).kept_tokens for _ in range(3)] == [100] * 3
+    assert [retention.choose(Turn(1000, 600)).kept_tokens for _ in range(3)] == [112] * 3
     assert len(metrics.turns) == 1
     assert retention.report()["reasons"] == {"share": 3}
     assert caplog.text.count("metrics failed") == 1

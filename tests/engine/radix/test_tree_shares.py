@@ -8,19 +8,20 @@ from tree_harness import MiniScheduler, matched, run_turn
 from tree_requests import context, digest
 
 from kvtier.retention.scorers import Span
-from kvtier.retention.shares import FixedShare, QualityTarget, TokenBudget
+from kvtier.retention.shares import PAGE, FixedShare, QualityTarget, TokenBudget
 
 
 def test_a_share_of_the_context_gives_its_ca_slots_back():
     s = MiniScheduler(share=FixedShare(0.4))
     run_turn(s, context(60), [1, 2, 3])
     node = next(s.tree.nodes())
-    # 40% of 60 prompt tokens, the protected sink (4) and recent (6) among them, and the answer.
-    assert node.ca_size == 24 + 3
+    # 40% of 60 prompt tokens, the protected sink (4) and recent (6) among them: of the others one
+    # page. And the answer.
+    assert node.ca_size == 10 + PAGE + 3
     assert s.allocator.available_size() == s.allocator.size - node.ca_size
     assert s.tree.evictable_size() == node.ca_size
     assert matched(s, [*context(60), 1, 2, 3]) == 63
-    assert s.tree.compressor.retention.report()["retained_share"] == pytest.approx(24 / 60)
+    assert s.tree.compressor.retention.report()["retained_share"] == pytest.approx((10 + PAGE) / 60)
 
 
 def test_the_best_tokens_of_a_span_are_those_that_stay():
@@ -31,8 +32,8 @@ def test_the_best_tokens_of_a_span_are_those_that_stay():
     values = torch.tensor([digest(tokens[: p + 1]) for p in range(span.begin, span.end)])
     kv = Span(values[None, :, None].expand(1, -1, 2), (values % 97)[None, None])
     scores = s.tree.compressor.selection.scorer.score(kv)
-    best = scores[0].topk(14).indices.sort().values
-    kept = node.value[span.begin : span.begin + 14]
+    best = scores[0].topk(PAGE).indices.sort().values
+    kept = node.value[span.begin : span.begin + PAGE]
     assert torch.equal(s.pool.ca[1].k[kept, 0, 0], values[best])
 
 
@@ -52,9 +53,10 @@ def test_a_token_budget_is_for_the_whole_session():
     run_turn(s, context(60), [])
     run_turn(s, [*context(60), *context(40, seed=1)], [])
     first, second = sorted(s.tree.nodes(), key=lambda node: node.start)
-    assert first.ca_size == 50
-    # Nothing is left of the budget: the recent window and one entry stay.
-    assert second.ca_size == 6 + 1
+    # Sink, recent window, and as many pages as the rest of the budget holds.
+    assert first.ca_size == 10 + 2 * PAGE
+    # Not even a page is left of the budget: the recent window and one page stay.
+    assert second.ca_size == 6 + PAGE
 
 
 def test_without_a_curve_everything_is_kept():

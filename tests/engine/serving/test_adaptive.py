@@ -23,7 +23,7 @@ from kvtier.heads.profile import full_profile
 from kvtier.heads.reference.compaction import AdaptiveSession
 from kvtier.heads.tokens import fit_tokens
 from kvtier.retention.scorers.reconstruction import Reconstruction
-from kvtier.retention.shares import FixedShare, Turn
+from kvtier.retention.shares import PAGE, FixedShare, Turn
 from kvtier.retention.token_worth import TokenWorth
 
 pytestmark = pytest.mark.engine
@@ -126,7 +126,7 @@ def test_a_quality_target_keeps_what_the_curve_says_of_each_context(tmp_path, ad
         edges = settings.locality.sink_tokens + settings.locality.recent_tokens
         share = curve.retention(0.95, turn["nll"])
         kept = edges + share * (turn["prompt_tokens"] - edges)
-        assert turn["kept_tokens"] == pytest.approx(kept, abs=2)
+        assert turn["kept_tokens"] == pytest.approx(kept, abs=PAGE)
 
 
 def test_drafts_are_verified_over_what_heads_competed_for(tmp_path, adaptive):

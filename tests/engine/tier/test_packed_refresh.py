@@ -21,7 +21,7 @@ def held(s: MiniScheduler, row: torch.Tensor) -> list[list[torch.Tensor]]:
     cells = s.pool.packed.cells
     found = []
     for span in s.pool.packed.in_row(row):
-        keys = cells.k[span.cells(cells), 0, 0]
+        keys = cells.k[span.cells, 0, 0]
         found.append([
             keys[begin : begin + count]
             for begin, count in zip(span.indptr, span.counts, strict=False)

@@ -1,1 +1,1 @@
-"""Attention over entries by slot, and over long prefixes by a library."""
+"""Attention over entries by slot, over lists in pages, and over long prefixes by a library."""

@@ -21,6 +21,8 @@ MAX_SPLITS = 16
 # five programs still fit a multiprocessor. Without tensor cores a tile lies in registers.
 DECODE_ENTRIES = 32
 DECODE_ENTRIES_IEEE = 16
+# Of a multiprocessor.
+REGISTERS = 65536
 # In the interpreter every operation costs the same, however much it does.
 INTERPRETED_TILE = 64
 
@@ -66,4 +68,64 @@ def extend_tile(dim: int, ieee: bool, *, laden: bool) -> Tile:
     return Tile(128, 32, 8, 4) if laden else Tile(64, 64, 4, 3)
 
 
-__all__ = ["Tile", "decode_entries", "extend_tile", "num_splits"]
+class ListTile(NamedTuple):
+    """As `Tile`. programs: that are resident on a multiprocessor at a time."""
+
+    rows: int
+    entries: int
+    warps: int
+    stages: int
+    programs: int
+
+    @property
+    def registers(self) -> int:
+        """Of a thread. Told nothing, ptxas spills to fit more programs than shared memory has room
+        for."""
+        return min(255, REGISTERS // (32 * self.warps * self.programs) // 8 * 8)
+
+
+def list_tile(dim: int, ieee: bool, rows: int, *, laden: bool) -> ListTile:
+    """Of attention over lists: what keeps to the registers (`ahead`). For few rows it was measured
+    on an H200: with dim 128, 64 entries in three stages leave room for just three programs.
+
+    rows: the most of a request, tokens times group. laden: with votes per query head, or of fp8.
+    """
+    wanted = max(16, triton.next_power_of_2(rows))
+    if is_interpreted():
+        return ListTile(min(wanted, INTERPRETED_TILE), INTERPRETED_TILE, 4, 3, 3)
+    if ieee:
+        return ListTile(16, 16, 4, 3, 2) if wanted == 16 else ListTile(32, 16, 4, 1, 2)
+    entries = 64 if dim <= 128 else 32
+    stages = 3 if has_wide_products() else 2
+    if wanted == 16:
+        return ListTile(16, entries, 4, stages, 2 if laden else stages)
+    if laden or dim > 128:
+        return ListTile(32, 32, 4, stages, stages - 1)
+    return ListTile(min(wanted, 64), entries, 4, stages, stages - 1)
+
+
+class MergeTile(NamedTuple):
+    """parts: of a row at a time."""
+
+    rows: int
+    parts: int
+
+
+def merge_tile(rows: int) -> MergeTile:
+    """Of merging what attention over lists leaves. rows: of a list."""
+    if is_interpreted():
+        return MergeTile(INTERPRETED_TILE, 4)
+    # Few rows have many parts each, which are best read at once.
+    return MergeTile(1, 32) if rows <= 16 else MergeTile(8, 4)
+
+
+__all__ = [
+    "ListTile",
+    "MergeTile",
+    "Tile",
+    "decode_entries",
+    "extend_tile",
+    "list_tile",
+    "merge_tile",
+    "num_splits",
+]

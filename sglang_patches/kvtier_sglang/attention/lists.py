@@ -1,0 +1,123 @@
+"""What requests read where heads keep different numbers of entries: tables of lists, one row each.
+
+    row of a request    words of column 0, 1, 2 …      of all packed spans of its prefix, joined
+                        slots 7 8 9 31 32 …            of its dense tokens: all that is not packed
+
+A row is written when a request's prefill plans a pass, from its slots and spans. After that its
+dense tokens grow by one a step, which is noted on the device: so a decoding pass asks
+nothing of the host, and CUDA graphs record it. The tables stay where they are.
+
+The last row is that of requests that only fill up a batch: they have nothing. Forward thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvtier_kernels import AttentionKernels
+from kvtier_kernels.lists import ListTables
+from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.pool.packed import PackedSpan
+
+
+class RequestLists:
+    """See the module docstring.
+
+    rows, width: of SGLang's table of token slots.
+    """
+
+    def __init__(
+        self, kernels: AttentionKernels, pool: HeadSplitKVPool, rows: int, width: int
+    ) -> None:
+        assert pool.packed is not None, "a pool that does not pack"
+        self._kernels, self._pool, self._packed = kernels.lists, pool, pool.packed
+        self.columns = pool.layer_num * pool.head_num
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=pool.device)
+
+        self._blank = zeros(1, dtype=torch.int64) + rows
+        self.tables = ListTables(
+            words=zeros(rows + 1, self.columns, dtype=torch.int64),
+            pages=zeros(rows + 1, self.columns),
+            slots=zeros(rows + 1, width),
+        )
+        # Of each row: tokens that are not dense.
+        self._packed_tokens = zeros(rows + 1)
+        # What the rows' words are, which the tables only point to.
+        self._words: dict[int, tuple[tuple[PackedSpan, ...], torch.Tensor]] = {}
+        # Of the last decoding pass, by the number of its requests: the next may be like it.
+        self._last: dict[int, Any] = {}
+        # Of CUDA graphs, likewise.
+        self._of_graphs: dict[int, Any] = {}
+
+    def begin(self, row: int, slots: torch.Tensor, new: torch.Tensor) -> int:
+        """A request's row, before a pass. slots: int64 `[tokens]` of its prefix, 0 where
+        compression took one; new: those of the pass. Returns how many dense tokens the prefix has.
+        """
+        dense = self._packed.dense_of[slots]
+        dense = dense[dense > 0]
+        count = dense.numel()
+        self.tables.slots[row, :count] = dense
+        self.tables.slots[row, count : count + new.numel()] = new
+        self._packed_tokens[row : row + 1].fill_(slots.numel() - count)
+        self._last = {}
+        spans = self._packed.in_row(slots)
+        if not spans:
+            self.tables.pages[row].zero_()
+            self._words.pop(row, None)
+        elif spans != self._words.get(row, ((), None))[0]:
+            words = torch.cat([span.words for span in spans])
+            column = torch.cat([span.column for span in spans])
+            order = torch.argsort(column, stable=True)
+            pages = torch.zeros_like(self.tables.words[row])
+            pages.index_add_(0, column, torch.ones_like(column))
+            words = words[order]
+            self.tables.words[row] = 4 * (pages.cumsum(0) - pages) + words.data_ptr()
+            self.tables.pages[row] = pages
+            # Only now may the words before be freed: passes under way read them.
+            self._words[row] = spans, words
+        return count
+
+    def has_packed(self, rows: Sequence[int]) -> bool:
+        """Whether any of these rows has packed spans."""
+        return any(row in self._words for row in rows)
+
+    def prefixes(self, rows: torch.Tensor, dense: Sequence[int]) -> Any:
+        """A plan over what `begin` was told of: the prefixes of a pass."""
+        return self._plan(rows, torch.tensor(dense, dtype=torch.int32).to(rows.device))
+
+    def grown(self, rows: torch.Tensor, lengths: torch.Tensor, newest: torch.Tensor) -> Any:
+        """A plan of a decoding pass. rows, lengths: `[requests]`, lengths with the newest token,
+        whose slots are `newest`; a length of 0 where a request only fills up the batch."""
+        at = rows.numel()
+        self._last = {at: self._grown(rows, lengths, newest, self._last.get(at))}
+        return self._last[at]
+
+    def recorded(self, rows: torch.Tensor, lengths: torch.Tensor, newest: torch.Tensor) -> Any:
+        """The same for a CUDA graph of so many requests, whose plan stays where it is."""
+        at = rows.numel()
+        self._of_graphs[at] = self._grown(rows, lengths, newest, self._of_graphs.get(at))
+        return self._of_graphs[at]
+
+    def _grown(
+        self, rows: torch.Tensor, lengths: torch.Tensor, newest: torch.Tensor, into: Any
+    ) -> Any:
+        rows = torch.where(lengths > 0, rows, self._blank)
+        dense = (lengths - self._packed_tokens[rows]).clamp_min(0)
+        self.tables.slots[rows, (dense - 1).clamp_min(0)] = newest.to(torch.int32)
+        return self._plan(rows, dense, into)
+
+    def before(self, rows: torch.Tensor, lengths: torch.Tensor) -> Any:
+        """A plan over so many tokens of each request, which its row has."""
+        return self._plan(rows, lengths - self._packed_tokens[rows])
+
+    def _plan(self, rows: torch.Tensor, dense: torch.Tensor, into: Any = None) -> Any:
+        layers, heads = self._pool.layer_num, self._pool.head_num
+        return self._kernels.plan(self.tables, rows, dense, layers, heads, into)
+
+
+__all__ = ["RequestLists"]
