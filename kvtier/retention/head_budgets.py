@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvtier.retention.shares.base import PAGE, whole_pages
+from kvtier.retention.shares.base import PAGE
 
 
 def best_of_all(worth: Tensor, entries: int) -> Tensor:
@@ -35,18 +35,17 @@ def adaptive_selection(worth: Tensor, kept: int) -> Tensor:
     head that keeps everything. Nothing waits for the device.
 
     worth: float32 `[heads, tokens]`, of the heads of all layers
-    kept:  entries per head on average; see `whole_pages`
+    kept:  entries per head on average, 0 … tokens; all heads together keep no more
 
     What a head drops is in no entry. One for its mean with as many votes, as locality heads have,
     was tried: .99 of the context's worth instead of .97 at a quarter of 2k tokens, but -.62 instead
     of .90 of many-shot classification at a quarter of 4k.
     """
     heads, tokens = worth.shape
-    kept = whole_pages(kept, tokens)
-    if kept == tokens:
+    if kept >= tokens:
         return torch.ones_like(worth, dtype=torch.bool)
     values, order = worth.sort(-1, descending=True)
-    pages = best_of_all(values[:, ::PAGE], heads * (kept // PAGE)).sum(-1, keepdim=True)
+    pages = best_of_all(values[:, ::PAGE], heads * kept // PAGE).sum(-1, keepdim=True)
     within = torch.arange(tokens, device=worth.device) < pages * PAGE
     return torch.zeros_like(within).scatter(-1, order, within)
 
