@@ -106,7 +106,7 @@ def test_quick_commands_run_as_written(command, tmp_path, monkeypatch):
 @pytest.mark.engine
 def test_calibrating_and_serving_work_as_written(tmp_path, monkeypatch):
     """The calibrate command, then the serve command that picks up its profile and curve from the
-    embedded store, answering one request."""
+    store, answering one request."""
     monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
     (tmp_path / "models").symlink_to(REPOSITORY / "models")
     (calibrate,) = commands("kvtier calibrate --model-path models/")

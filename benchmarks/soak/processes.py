@@ -17,10 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.common.benchmark import ROOT
+from benchmarks.common.redis_binary import redis_binary
 from benchmarks.common.remote import clean_environment
 from benchmarks.tier.faults.processes import free_address
 from kvtier.bench.runner import stop_group
-from kvtier.calibration.store.embedded import executable
 from kvtier.errors import KvtierError
 
 START_S = 600.0
@@ -181,7 +181,7 @@ def redis_process(folder: Path) -> tuple[Served, str]:
     """A Redis that keeps what it was told when it is killed, and its URL."""
     path = folder / "redis.sock"
     command = [
-        executable(), "--port", "0", "--unixsocket", str(path), "--unixsocketperm", "700",
+        redis_binary(), "--port", "0", "--unixsocket", str(path), "--unixsocketperm", "700",
         "--dir", str(folder), "--save", "", "--appendonly", "yes", "--appendfsync", "always",
     ]  # fmt: skip
     return Served("redis", command, folder, answers_socket(path)), f"unix://{path}"

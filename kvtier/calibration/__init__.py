@@ -3,7 +3,7 @@
     curves       the curve, its inverse and its fit
     documents    curves, head profiles and published prefix memories as JSON, with what they were
                  measured on, and their keys
-    store        Redis, the embedded server, copies on disk, and the watcher of a serving engine
+    store        Redis, files, copies of what Redis had, and the watcher of a serving engine
     measuring    contexts, what a kept share of them costs, and the curve of a model
     cli          `kvtier calibrate` and `kvtier calibration`
 

@@ -111,8 +111,8 @@ class RedisSettings(Section):
 
     url: SecretStr | None = Field(
         None,
-        description="redis://, rediss:// or unix://, with user and password. None: an embedded "
-        "server in data_dir.",
+        description="redis://, rediss:// or unix://, with user and password. None: files "
+        "in data_dir.",
     )
     ca: Path | None = Field(
         None,

@@ -88,7 +88,7 @@ class Settings(BaseModel):
     )
     data_dir: Path = Field(
         default_factory=lambda: user_data_path("kvtier", appauthor=False),
-        description="What kvtier keeps between runs: the embedded Redis and local copies.",
+        description="What kvtier keeps between runs: calibrations, or copies of those in a Redis.",
     )
     budget: BudgetSettings = BudgetSettings()
     scorer: ScorerSettings = ScorerSettings()

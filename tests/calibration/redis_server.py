@@ -16,7 +16,7 @@ import redis
 from pausing import pause, resume
 from waiting import wait_for
 
-from kvtier.calibration.store.embedded import executable
+from benchmarks.common.redis_binary import redis_binary
 
 
 class RedisServer:
@@ -27,7 +27,7 @@ class RedisServer:
         self.directory = Path(tempfile.mkdtemp(prefix="kvr"))
         self.socket = self.directory / "s"
         self._command = [
-            binary or executable(), "--port", "0", "--unixsocket", str(self.socket),
+            binary or redis_binary(), "--port", "0", "--unixsocket", str(self.socket),
             "--dir", str(self.directory), "--save", "", *options,
         ]  # fmt: skip
         self.start()

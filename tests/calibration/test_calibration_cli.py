@@ -185,7 +185,7 @@ def test_spans_are_short(seconds, text):
 
 
 def test_it_works_without_torch_and_without_a_redis(tmp_path):
-    """The embedded store, in an interpreter that cannot import torch, sglang or matplotlib."""
+    """Files, in an interpreter that cannot import torch, sglang or matplotlib."""
     script = (
         "import sys\n"
         "for name in ('torch', 'transformers', 'sglang', 'matplotlib', 'scipy'):\n"

@@ -252,7 +252,7 @@ def test_a_store_that_is_away_is_told_from_one_that_has_nothing(monkeypatch, mod
     monkeypatch.setenv("KVTIER_REDIS_URL", f"unix://{tmp_path}/nobody")
     with pytest.raises(StoreUnavailableError):
         find(model_path)
-    # No embedded server is started to find that nobody ever stored anything.
+    # Nothing is made to find that nobody ever stored anything.
     monkeypatch.delenv("KVTIER_REDIS_URL")
     assert find(model_path) == []
     assert not (tmp_path / "data").exists()

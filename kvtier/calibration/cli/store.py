@@ -6,7 +6,7 @@
     kvtier calibration import FILE          ... and back, validated before anything is written
     kvtier calibration delete KEY...
 
-The store is that of the settings: `KVTIER_REDIS_URL`, or the embedded one of `KVTIER_DATA_DIR`.
+The store is that of the settings: `KVTIER_REDIS_URL`, or the files of `KVTIER_DATA_DIR`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Where calibration documents are kept: Redis, an embedded server, copies on disk."""
+"""Where calibration documents are kept: Redis, or files, and copies of what Redis had."""

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 JITTER = 0.1
 MAX_BACKOFF_S = 60.0
 CLOSE_TIMEOUT_S = 10.0
-LOCAL_DIRECTORY = "calibration"
+LOCAL_DIRECTORY = "copies"
 REASONS = (
     "polls", "changes", "unavailable", "refused", "invalid", "mismatch", "local_copy", "unexpected",
 )  # fmt: skip

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from kvtier.calibration.documents import MemoryDocument
-from kvtier.calibration.store.embedded import has_data
 from kvtier.calibration.store.opening import open_store
 from kvtier.config import Settings
 from kvtier.errors import MemoryFileError, MemoryMismatchError
@@ -81,10 +80,7 @@ class PublishedMemories:
         return model_name(self._model_path), weights_revision(self._model_path)
 
     def find(self) -> list[Place]:
-        settings = self._settings
-        if settings.redis.url is None and not has_data(settings.data_dir):
-            return []
-        with open_store(settings) as store:
+        with open_store(self._settings) as store:
             documents = published(store, *self._model)
         return [_place_of(document) for document in documents]
 

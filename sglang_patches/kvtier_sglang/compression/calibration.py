@@ -13,7 +13,6 @@ from typing import ClassVar
 from kvtier.calibration.documents import CurveDocument, ProfileDocument, load_curve
 from kvtier.calibration.documents.keys import profile_key
 from kvtier.calibration.policy_digest import policy_digest
-from kvtier.calibration.store.embedded import has_data
 from kvtier.calibration.store.local_copy import LocalCopy
 from kvtier.calibration.store.opening import open_store
 from kvtier.calibration.store.watcher import (
@@ -113,8 +112,6 @@ def _watched(settings: Settings, served: Served, on_event: OnEvent | None) -> Wa
 
 def stored_profile(settings: Settings, model_path: str, shape: ModelShape) -> HeadProfile | None:
     """The stored head profile of a model, or None: then every head keeps the whole context."""
-    if settings.redis.url is None and not has_data(settings.data_dir):
-        return None
     model, revision = model_name(model_path), weights_revision(model_path)
     key = profile_key(model, revision)
     local = LocalCopy(settings.data_dir / LOCAL_DIRECTORY)

@@ -44,6 +44,7 @@ def test_a_nesting_bomb_is_refused_before_it_is_parsed(document, depth, mark, tm
     with pytest.raises(CalibrationDocumentError, match=r"^kvtier:v1:.*nested deeper than 32"):
         parse_document(document.key, text)
     path = LocalCopy(tmp_path).path(document.key)
+    path.parent.mkdir(parents=True)
     path.write_text(text)
     assert LocalCopy(tmp_path).load(document.key) is None
     with pytest.raises(CalibrationDocumentError, match=f"{path}: .*nested deeper"):
@@ -65,6 +66,7 @@ def test_what_is_too_large_is_refused(document, tmp_path):
     with pytest.raises(CalibrationDocumentError, match=r"^kvtier:v1:.*larger than 1048576 bytes"):
         parse_document(document.key, text)
     path = LocalCopy(tmp_path).path(document.key)
+    path.parent.mkdir(parents=True)
     path.write_text(text)
     assert LocalCopy(tmp_path).load(document.key) is None
     with pytest.raises(CalibrationDocumentError, match="larger than"):

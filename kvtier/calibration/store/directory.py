@@ -1,0 +1,116 @@
+"""Calibration documents in files, where no Redis was named.
+
+    DIRECTORY/MODEL/REVISION/profile.json
+                             curve:POLICY.json
+                             memory:NAME.json
+
+Parts of a key are percent-encoded, as in its text. Files do not expire.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvtier.calibration.documents import Document, parse_document
+from kvtier.calibration.documents.keys import PREFIX, Key, parse_key
+from kvtier.calibration.documents.limits import check_json_limits, read_limited
+from kvtier.calibration.store.base import Closing, StoredKey
+from kvtier.errors import CalibrationDocumentError, StoreUnavailableError, UsageError
+
+SUFFIX = ".json"
+
+
+class DirectoryStore(Closing):
+    """See the module docstring. The directory is made by the first document.
+
+    A document is replaced in one step: whoever reads meanwhile has the one before.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __repr__(self) -> str:
+        return f"DirectoryStore({str(self.directory)!r})"
+
+    def get(self, key: Key) -> Document | None:
+        with self._usable():
+            try:
+                text = read_limited(self.path(key))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return parse_document(key, text)
+
+    def put(self, document: Document) -> Key:
+        key, text = document.key, document.to_json()
+        try:
+            check_json_limits(text)
+        except CalibrationDocumentError as error:
+            raise CalibrationDocumentError(f"{key}: {error}") from None
+        with self._usable():
+            path = self.path(key)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _replace(path, text.encode())
+        return key
+
+    def delete(self, key: Key) -> bool:
+        with self._usable():
+            try:
+                self.path(key).unlink()
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+        return True
+
+    def list(self) -> tuple[StoredKey, ...]:
+        with self._usable():
+            files = sorted(self.directory.glob(f"*/*/*{SUFFIX}"))
+        keys = sorted(filter(None, map(_key_of, files)), key=str)
+        return tuple(StoredKey(key, None) for key in keys)
+
+    def path(self, key: Key) -> Path:
+        """The file of a key."""
+        kind, model, revision, *rest = str(key).removeprefix(PREFIX).split(":")
+        # No directory may be called . or .. after a model.
+        folders = [part.replace(".", "%2E") if not part.strip(".") else part
+                   for part in (model, revision)]  # fmt: skip
+        return self.directory.joinpath(*folders, ":".join((kind, *rest)) + SUFFIX)
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        """Raise StoreUnavailableError where the system does not let us work there."""
+        try:
+            yield
+        except OSError as error:
+            message = f"calibrations in {self.directory}: {error}"
+            raise StoreUnavailableError(message) from error
+
+
+def _key_of(file: Path) -> Key | None:
+    """The key of a file; None for one that is not ours."""
+    kind, *rest = file.name.removesuffix(SUFFIX).split(":")
+    revision, model = (folder.name for folder in file.parents[:2])
+    folders = [part.replace("%2E", ".") for part in (model, revision)]
+    try:
+        return parse_key(PREFIX + ":".join((kind, *folders, *rest)))
+    except UsageError:
+        return None
+
+
+def _replace(path: Path, content: bytes) -> None:
+    handle, staging = tempfile.mkstemp(dir=path.parent, prefix=path.name[:32], suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(staging, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(staging)
+        raise
+
+
+__all__ = ["DirectoryStore"]

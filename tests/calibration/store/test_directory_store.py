@@ -1,0 +1,107 @@
+"""Calibrations in files: whole or not there, wherever a model's name would lead."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from calibration_samples import curve_document, profile_document
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.calibration.documents.keys import curve_key, memory_key
+from kvtier.calibration.documents.limits import MAX_DOCUMENT_BYTES
+from kvtier.calibration.store.base import StoredKey
+from kvtier.calibration.store.directory import DirectoryStore, _key_of
+from kvtier.calibration.store.opening import open_store
+from kvtier.config import load_settings
+from kvtier.errors import CalibrationDocumentError, StoreUnavailableError
+
+
+@pytest.fixture
+def store(tmp_path):
+    return DirectoryStore(tmp_path / "data" / "calibration")
+
+
+def test_it_is_what_one_gets_without_a_redis(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
+    document = curve_document()
+    with open_store(load_settings()) as store:
+        assert store.list() == ()
+        assert store.get(document.key) is None
+        assert not (tmp_path / "data").exists(), "reading makes nothing"
+        store.put(document)
+    with open_store(load_settings()) as store:
+        assert store.get(document.key) == document
+
+
+def test_what_was_put_is_listed_replaced_and_deleted(store):
+    documents = [curve_document(), profile_document(), curve_document(policy="other")]
+    keys = sorted((store.put(document) for document in documents), key=str)
+    assert store.list() == tuple(StoredKey(key, None) for key in keys)
+    store.put(curve_document(rmse=0.5))
+    assert store.get(curve_document().key).rmse == 0.5
+    assert [store.delete(key) for key in (*keys, keys[0])] == [True, True, True, False]
+    assert store.list() == ()
+
+
+def test_files_of_others_are_not_ours(store):
+    key = store.put(curve_document())
+    folder = store.path(key).parent
+    (folder / "notes.json").write_text("{}")
+    (folder / "curve:a:b:c.json").write_text("{}")
+    (folder / "curve:half.tmp").write_text("{")
+    assert [one.key for one in store.list()] == [key]
+
+
+parts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=20)
+
+
+@given(parts | st.sampled_from([".", "..", "a/../b", "%2E", "~"]), parts, parts)
+def test_every_key_has_a_place_of_its_own_within_the_directory(tmp_path_factory, model, rev, name):
+    directory = tmp_path_factory.getbasetemp() / "keys"
+    store = DirectoryStore(directory)
+    for key in (curve_key(model, rev, name), memory_key(model, rev, name)):
+        path = store.path(key)
+        assert path.resolve().is_relative_to(directory.resolve())
+        assert len(path.relative_to(directory).parts) == 3
+        assert _key_of(path) == key
+
+
+def test_a_reader_never_sees_half_of_a_document(store):
+    key, over = store.put(curve_document(rmse=0.0)), threading.Event()
+
+    def write() -> None:
+        for number in range(200):
+            store.put(curve_document(rmse=number / 1000))
+        over.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = []
+    while not over.is_set():
+        seen.append(store.get(key).rmse)
+    writer.join()
+    assert seen == sorted(seen)
+    assert [path.name for path in store.path(key).parent.iterdir()] == [store.path(key).name]
+
+
+def test_a_place_that_cannot_be_one_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    store = DirectoryStore(tmp_path / "file")
+    assert store.get(curve_document().key) is None
+    with pytest.raises(StoreUnavailableError, match="file"):
+        store.put(curve_document())
+
+
+def test_what_could_not_be_read_back_is_not_written(store):
+    with pytest.raises(CalibrationDocumentError, match="larger than"):
+        store.put(curve_document(parameters={"x": "y" * MAX_DOCUMENT_BYTES}))
+    assert store.list() == ()
+
+
+def test_a_damaged_document_is_refused_by_its_key(store):
+    key = store.put(curve_document())
+    store.path(key).write_text('{"half a docu')
+    with pytest.raises(CalibrationDocumentError, match=r"kvtier:v1:curve"):
+        store.get(key)
