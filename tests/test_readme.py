@@ -105,16 +105,16 @@ def test_quick_commands_run_as_written(command, tmp_path, monkeypatch):
 
 @pytest.mark.engine
 def test_calibrating_and_serving_work_as_written(tmp_path, monkeypatch):
-    """The calibrate command, then the serve command that picks up its profile and curve from the
-    store, answering one request."""
+    """The commands that find a head profile and its curve, then the serve command that picks both
+    up from the store, answering one request."""
     monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
     (tmp_path / "models").symlink_to(REPOSITORY / "models")
-    (calibrate,) = commands("kvtier calibrate --model-path models/")
+    (calibrate,) = commands("kvtier calibrate --model-path models/kvtier-demo --len")
     (serve,) = serving_with("--quality")
     done = run(in_this_environment(calibrate), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    files = {path.name for path in (tmp_path / "calibration").iterdir()}
-    assert files == {"head_profile.json", "head_profile.png", "curve.json", "curve.png"}
+    files = {path.name for path in (tmp_path / "data").rglob("*") if path.is_file()}
+    assert {"head_profile.json", "head_profile.png", "curve.json", "curve.png"} <= files
     (listing,) = commands("kvtier calibration list")
     listed = run(in_this_environment(listing), cwd=tmp_path).stdout
     assert "kvtier:v1:profile:kvtier-demo:" in listed
@@ -128,7 +128,9 @@ def test_calibrating_and_serving_work_as_written(tmp_path, monkeypatch):
 def test_fitting_tokens_and_letting_heads_compete_work_as_written(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
     (tmp_path / "models").symlink_to(REPOSITORY / "models")
-    (fit,), (serve,) = commands("kvtier calibrate tokens"), serving_with("--head-budgets")
+    (fit,) = commands("kvtier calibrate --model-path models/kvtier-demo --parts tokens")
+    serve = next(one for one in commands("kvtier serve") if "--calibrate" not in one)
+    assert "--retention" not in serve
     done = run(in_this_environment(fit), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "of the best entries" in done.stdout

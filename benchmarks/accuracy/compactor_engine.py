@@ -16,15 +16,16 @@ from benchmarks.accuracy.compactor_records import Record
 from benchmarks.common.recall_arguments import DEMO_MODEL
 from benchmarks.common.recall_contexts import RecallContext
 from benchmarks.common.recall_engine import PROFILE_FILE, ask_engine
-from kvtier.config import Settings, load_settings
+from kvtier.config import load_settings
 from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile
 from kvtier.pool_sizing import slot_bytes
 from kvtier.retention.scorers import SCORERS
+from kvtier.retention.scorers.distinct_keys import DistinctKeys
 
 Heads = Literal["all", "profile"]
 METHODS: dict[Heads, str] = {"all": "kvtier", "profile": "kvtier + head profile"}
-DEFAULT_SCORER = Settings().scorer.name
+DEFAULT_SCORER = DistinctKeys.name
 # The first and last tokens kept unseen: those of kvpress's CompactorPress, where heads are alike.
 # kvtier's own windows (128 + 256) would be most of what a tenth of 4k may keep.
 WINDOWS: dict[Heads, dict[str, str]] = {

@@ -69,9 +69,10 @@ class ScorerSettings(Section):
 
     main: ClassVar[str | None] = "name"
 
-    name: str = Field(
-        "distinct-keys",
-        description="Which tokens CA heads keep: distinct-keys, compactor, keydiff, …",
+    name: str | None = Field(
+        None,
+        description="Which tokens CA heads keep: distinct-keys, compactor, keydiff, … None: "
+        "reconstruction where heads compete, else distinct-keys.",
     )
     leverage_weight: float = Field(
         1.0, ge=0, description="Weight of key leverage beside attention (compactor)."

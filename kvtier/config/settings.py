@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -57,17 +58,19 @@ class Settings(BaseModel):
         None,
         gt=0,
         le=1,
-        description="Share of every context that CA heads keep, instead of `quality`.",
+        description="Share of every context that CA heads keep, instead of `quality`. None: 0.25 "
+        "where heads compete and nothing else says how much, or everything.",
     )
     share_rule: str | None = Field(
         None,
         description="Any share rule by its name, as NAME=NUMBER: how much CA heads keep, instead.",
     )
-    head_budgets: Literal["equal", "adaptive"] = Field(
-        "equal",
+    head_budgets: Literal["equal", "adaptive"] | None = Field(
+        None,
         description="equal: every CA head keeps as much. adaptive: the best entries of all KV "
         "heads stay, however many a head has; it takes a scorer whose scores compare across heads "
-        "(reconstruction), and no head profile.",
+        "(reconstruction), and no head profile. None: adaptive with a calibrated model, unless "
+        "what else is asked for excludes it.",
     )
     nll_stride: int = Field(
         4, ge=1, description="Every how many prompt tokens the model's surprise is measured."
@@ -109,26 +112,28 @@ class Settings(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _adaptive_budgets_have_what_they_need(self) -> Self:
+    def _adaptive_budgets_have_nothing_beside_them(self) -> Self:
         if not self.packs:
             return self
-        if not self.compacts:
-            expected = "adaptive only with a share of the context: quality, retention, or a budget"
-            raise refusal("head_budgets", expected, self.head_budgets)
-        if self.head_profile is not None:
-            expected = "none beside head_budgets = adaptive, which finds what each head keeps"
-            raise refusal("head_profile", expected, self.head_profile)
-        if self.prefill != "exact":
-            raise refusal("prefill", "exact beside head_budgets = adaptive", self.prefill)
-        if self.merge.is_on:
-            raise refusal("merge.form", "off beside head_budgets = adaptive", self.merge.form)
-        if self.refresh.while_generating:
-            expected = "off or turn, and no refresh.moved, beside head_budgets = adaptive"
-            raise refusal("refresh.when", expected, self.refresh.when)
-        if self.refresh.is_on and self.refresh.by != "fetch":
-            expected = "fetch beside head_budgets = adaptive"
-            raise refusal("refresh.by", expected, self.refresh.by)
+        for name, expected, value in self._excludes_adaptive_budgets():
+            raise refusal(name, f"{expected} beside head_budgets = adaptive", value)
         return self
+
+    def _excludes_adaptive_budgets(self) -> Iterator[tuple[str, str, Any]]:
+        """What heads that compete cannot go with: a setting, what it would have to be, and what it
+        is."""
+        if self.head_profile is not None:
+            yield "head_profile", "none", self.head_profile
+        if self.prefill != "exact":
+            yield "prefill", "exact", self.prefill
+        if self.memory is not None:
+            yield "memory", "none", self.memory
+        if self.merge.is_on:
+            yield "merge.form", "off", self.merge.form
+        if self.refresh.while_generating:
+            yield "refresh.when", "off or turn, and no refresh.moved,", self.refresh.when
+        if self.refresh.is_on and self.refresh.by != "fetch":
+            yield "refresh.by", "fetch", self.refresh.by
 
     @model_validator(mode="after")
     def _a_refresh_has_what_it_needs(self) -> Self:
@@ -165,6 +170,11 @@ class Settings(BaseModel):
     def compacts(self) -> bool:
         """Whether CA heads may keep less than the whole context."""
         return bool(self._retention_rules())
+
+    @property
+    def heads_may_compete(self) -> bool:
+        """Whether nothing that was asked for excludes adaptive budgets."""
+        return self.head_budgets != "equal" and not any(self._excludes_adaptive_budgets())
 
     @property
     def packs(self) -> bool:

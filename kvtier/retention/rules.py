@@ -8,6 +8,8 @@ from kvtier.retention.keepkv import Form, KeepKV
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.scorers import SCORERS, TokenScorer
+from kvtier.retention.scorers.distinct_keys import DistinctKeys
+from kvtier.retention.scorers.reconstruction import Reconstruction
 
 
 def locality_rule(settings: Settings) -> LocalityRule:
@@ -33,13 +35,16 @@ def refresh_rule(settings: Settings) -> RefreshRule | None:
 def scorer_of(settings: Settings) -> TokenScorer:
     """What says which tokens CA heads keep in a server with these settings. Raises UsageError for a
     scorer that there is none of, or whose scores do not compare across heads that compete."""
-    scorer = SCORERS.get(settings.scorer.name)
+    name = settings.scorer.name
+    if name is None:
+        name = Reconstruction.name if settings.packs else DistinctKeys.name
+    scorer = SCORERS.get(name)
     if scorer is None:
-        raise UsageError("scorer", f"one of {', '.join(SCORERS)}", settings.scorer.name)
+        raise UsageError("scorer", f"one of {', '.join(SCORERS)}", name)
     if settings.packs and not scorer.comparable:
         names = [name for name, one in SCORERS.items() if one.comparable]
         expected = f"{' or '.join(names)} with head_budgets = adaptive, where heads compete"
-        raise UsageError("scorer", expected, settings.scorer.name)
+        raise UsageError("scorer", expected, name)
     if scorer.comparable and settings.compacts and not settings.packs:
         # With a head profile it would not see all KV heads of a layer.
         expected = f"adaptive, with a share of the context, beside scorer = {scorer.name}"

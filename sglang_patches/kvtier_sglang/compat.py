@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from kvtier.calibration.defaults import with_calibration
 from kvtier.calibration.documents import load_curve
-from kvtier.config import Settings
+from kvtier.config import Settings, load_settings
 from kvtier.errors import ConfigurationError, IncompatibleFlagError
 from kvtier.heads.model.config import model_name, model_shape, weights_revision
 from kvtier.heads.profile import ModelShape, load_profile
@@ -82,6 +83,16 @@ def backends_are_ours() -> tuple[bool, bool]:
     return (
         get_exec().kernel.attention_backend == NAME,
         get_memory().radix_cache_backend == NAME,
+    )
+
+
+def settings_of(server_args: Any) -> Settings:
+    """The settings of a server, with what they leave open as its model's calibration says."""
+    return with_calibration(
+        load_settings(),
+        server_args.model_path,
+        revision=getattr(server_args, "revision", None),
+        ranks=getattr(server_args, "tp_size", None) or 1,
     )
 
 
@@ -198,7 +209,6 @@ def _check_memory(server_args: Any, settings: Settings) -> None:
     if settings.memory is None:
         return
     obstacles = {
-        "--head-budgets adaptive": settings.packs,
         "--speculative-algorithm": bool(getattr(server_args, "speculative_algorithm", None)),
         "--radix-cache-backend of another cache": (
             getattr(server_args, "radix_cache_backend", None) != NAME

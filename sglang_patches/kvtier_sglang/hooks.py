@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.config import load_settings
 from kvtier_sglang import compat
 from kvtier_sglang.exact_requests import recomputed_tokens
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
@@ -22,7 +21,7 @@ def check_flags(server_args: Any, *args: Any, **kwargs: Any) -> None:
     are read-only, and what they are was checked here before.
     """
     if compat.uses_kvtier(server_args) and not compat.is_resolved(server_args):
-        settings = load_settings()
+        settings = compat.settings_of(server_args)
         compat.check_server_args(server_args, settings)
         compat.settle_cuda_graphs(server_args, settings)
 

@@ -30,7 +30,7 @@ from kvtier_sglang.attention.backend import KvtierAttnBackend
 from kvtier_sglang.attention.cuda_graphs import graph_bytes
 from kvtier_sglang.attention.pass_refresh import PassRefresh
 from kvtier_sglang.attention.warm_up import warm_up
-from kvtier_sglang.compat import backends_are_ours, check_documents
+from kvtier_sglang.compat import backends_are_ours, check_documents, settings_of
 from kvtier_sglang.compression.calibration import (
     FixedCurve,
     NoCurve,
@@ -93,7 +93,10 @@ class Runtime:
         if not radix:
             room = graph_bytes(configurator, 1) if attention else 0
             return original(configurator, budget_bytes - room, **kwargs)
+        self.settings = settings_of(configurator.server_args)
         profile = self._profile(configurator)
+        if self.settings == load_settings() and self.settings.heads_may_compete:
+            self._say_what_is_open(profile, configurator.server_args.model_path)
         budget_bytes -= graph_bytes(configurator, 1 if profile.ca_share == 1 else 2)
         if self.settings.memory is not None:
             path = configurator.model_config.model_path
@@ -104,6 +107,15 @@ class Runtime:
             original, configurator, budget_bytes, self.settings, profiles, **kwargs
         )
         return config
+
+    def _say_what_is_open(self, profile: HeadProfile, model_path: str) -> None:
+        if profile.ca_share == 1 and not self.settings.compacts and self.ranks.is_first:
+            logger.warning(
+                "%s is not calibrated, so every head keeps the whole context: "
+                "`kvtier calibrate --model-path %s` takes minutes, and a quarter is kept then",
+                model_path,
+                model_path,
+            )
 
     @property
     def profile(self) -> HeadProfile:

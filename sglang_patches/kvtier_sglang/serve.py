@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
+import sys
 from typing import Any
 
-from kvtier.config import load_settings
+from kvtier.calibration.defaults import WORTH_FILE, calibration_folder
+from kvtier.config import Settings, load_settings
 from kvtier.config.flags import add_flags, check_flags
+from kvtier.errors import StartupError, UsageError
+from kvtier.heads.model.config import located
 from kvtier_sglang.compat import NAME
 
 
@@ -19,11 +24,33 @@ def main(argv: list[str]) -> int:
     """Serve until interrupted. Raises KvtierError for bad input, before any model loads."""
     options, sglang_flags = _parser().parse_known_args(argv)
     check_flags(sglang_flags)
-    settings = load_settings(**vars(options))
+    flags = vars(options)
+    calibrate = flags.pop("calibrate")
+    settings = load_settings(**flags)
+    if calibrate:
+        _calibrate(settings, sglang_flags)
     # SGLang's processes are spawned: the environment is how settings reach them.
     os.environ.update(settings.to_env())
     launch(with_defaults(sglang_flags))
     return 0
+
+
+def _calibrate(settings: Settings, sglang_flags: list[str]) -> None:
+    """Calibrate the model in a process of its own, which gives all memory back, unless that was
+    done. Raises StartupError where it fails, which says why."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model-path", "--model")
+    parser.add_argument("--revision")
+    served, _ = parser.parse_known_args(sglang_flags)
+    if served.model_path is None:
+        raise UsageError("--calibrate", "a --model-path beside it", None)
+    model = located(served.model_path, served.revision)
+    if (calibration_folder(settings, model) / WORTH_FILE).is_file():
+        return
+    command = [sys.executable, "-m", "kvtier", "calibrate", "--model-path", model]
+    done = subprocess.run(command, env=os.environ | settings.to_env(), check=False)
+    if done.returncode != 0:
+        raise StartupError(f"`{' '.join(command[1:])}` failed: exit code {done.returncode}")
 
 
 def launch(sglang_flags: list[str]) -> None:
@@ -38,7 +65,7 @@ def launch(sglang_flags: list[str]) -> None:
     load_plugins()
     plugin.verify()
     server_args = prepare_server_args(sglang_flags)
-    compat.check_server_args(server_args, load_settings())
+    compat.check_server_args(server_args, compat.settings_of(server_args))
     if compat.uses_kvtier(server_args):
         _mount_status(server_args)
     try:
@@ -79,6 +106,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_flags(parser)
+    parser.add_argument(
+        "--calibrate", action="store_true", help="calibrate the model first, unless that was done"
+    )
     return parser
 
 

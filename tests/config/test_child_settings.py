@@ -109,6 +109,7 @@ def _valid_settings(draw):
             "refresh_when",
             "head_profile",
             "prefill",
+            "memory",
         }:
             values |= draw(st.sampled_from([{}, {"head_budgets": "adaptive"}]))
     values |= draw(st.sampled_from([{}, _TLS_FILES]))

@@ -159,7 +159,7 @@ def test_a_scorer_that_sees_all_heads_is_refused_where_some_are_locality_heads(w
 
 def test_heads_compete_by_scores_that_compare_only():
     with pytest.raises(UsageError, match="scorer: expected reconstruction with head_budgets"):
-        scorer_of(load_settings(retention=0.5, head_budgets="adaptive"))
+        scorer_of(load_settings(retention=0.5, head_budgets="adaptive", scorer="keydiff"))
 
 
 def test_a_scorer_that_there_is_none_of_is_named():

@@ -1,4 +1,4 @@
-"""`kvtier calibrate` (heads, curve, store: everything) and `kvtier calibrate curve`."""
+"""`kvtier calibrate`, which finds all that a server of a model wants, and its kinds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtier.calibration.defaults import WORTH_FILE
 from kvtier.config import Settings, load_settings
 from kvtier.errors import StoreError, UsageError
 from kvtier.heads.cli import MODEL_HELP, add_heads_parser, add_tokens_parser
@@ -28,18 +29,25 @@ if TYPE_CHECKING:
 DEFAULT_LENGTHS, DEFAULT_CONTEXTS, DEFAULT_SHARE = "4k", 16, 0.25
 # What a curve is explained by.
 SHOWN_QUALITY = 0.95
-PROFILE_FILE, PROFILE_PICTURE, CURVE_FILE, CURVE_PICTURE, WORTH_FILE = (
-    "head_profile.json", "head_profile.png", "curve.json", "curve.png", "token_worth.npz",
+PROFILE_FILE, PROFILE_PICTURE, CURVE_FILE, CURVE_PICTURE = (
+    "head_profile.json", "head_profile.png", "curve.json", "curve.png",
 )  # fmt: skip
+# What a run finds, in this order; servers use the first as soon as it is there.
+PARTS = ("tokens", "curve", "heads")
 
 
 def add_calibrate_parser(subparsers: Subparsers) -> None:
     """Add `calibrate` and its kinds; parsed arguments carry the handler as `handler`."""
     parser = subparsers.add_parser(
         "calibrate",
-        help="find a model's head profile, fit its curve, and store both for every server",
+        help="find what a model's tokens are worth, its curve and its heads, for every server",
     )
     _add_options(parser, required=False)
+    parser.add_argument(
+        "--parts", default=",".join(PARTS),
+        help="what is found, in this order; a server with no other flag wants tokens alone "
+        "(default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--share", type=float, help=f"share of KV heads ({DEFAULT_SHARE})")
     parser.add_argument(
         "--budget",
@@ -60,20 +68,22 @@ def add_calibrate_parser(subparsers: Subparsers) -> None:
 def _add_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
     add = parser.add_argument
     add("--model-path", type=located, required=required, help=MODEL_HELP)
-    add("--out", type=Path, default=Path("calibration"), metavar="DIRECTORY",
-        help="where documents and pictures are written as well (default: %(default)s)")  # fmt: skip
-    add("--len", default=DEFAULT_LENGTHS, help="context lengths (default: %(default)s)")
+    add("--out", type=Path, metavar="DIRECTORY",
+        help="where files and pictures go (default: the model's folder in KVTIER_DATA_DIR, where "
+        "servers look for them)")  # fmt: skip
+    add("--len", default=DEFAULT_LENGTHS,
+        help="context lengths of curve and heads (default: %(default)s)")  # fmt: skip
     add("--contexts", type=int, default=DEFAULT_CONTEXTS,
         help="contexts per length the curve is fitted on (default: %(default)s)")  # fmt: skip
     add("--samples-file", type=Path, metavar="FILE.jsonl", help="your own samples instead")
     add(
         "--scorer",
         metavar="NAME",
-        help="which tokens stay (default: the settings'); with "
-        "reconstruction heads compete for entries, and no head profile is made",
+        help="which tokens stay (default: reconstruction, by which heads compete); with another "
+        "one the curve is that of the head profile",
     )
     add("--scorer-file", type=Path, metavar="FILE",
-        help="what `kvtier calibrate tokens` fitted (reconstruction)")  # fmt: skip
+        help="what tokens are worth, as it was fitted before (reconstruction)")  # fmt: skip
     add("--dtype", help="of the KV cache that will serve, as fp8_e4m3 (default: what the model "
         "runs in here)")  # fmt: skip
     add("--seed", type=int, default=0)
@@ -85,63 +95,78 @@ def run_calibrate(options: argparse.Namespace) -> int:
     """Handler of `kvtier calibrate`. Raises KvtierError; returns the exit code 0."""
     if options.model_path is None:
         raise UsageError("--model-path", "a local model directory", None)
+    parts = [part.strip() for part in options.parts.split(",")]
+    for part in parts:
+        if part not in PARTS:
+            raise UsageError("--parts", f"some of {', '.join(PARTS)}", part)
     settings, lengths = _checked(options)
-    if _heads_compete(settings):
-        return _calibrate_tokens_and_curve(options, settings, lengths)
-    share = options.share
-    if share is None and options.budget is None:
-        share = DEFAULT_SHARE
-    target = Target(share=share, budget=options.budget)
-    from kvtier.heads.calibrate import calibrate_heads
-    from kvtier.heads.picture import draw_profile
-    from kvtier.heads.report import summary
-    from kvtier.retention.rules import locality_rule
-
-    with _progress(options) as progress:
-        found = calibrate_heads(
-            options.model_path, DEFAULT_METHOD, options.out / PROFILE_FILE, target=target,
-            lengths=lengths, seed=options.seed, rule=locality_rule(settings),
-            samples_file=options.samples_file, progress=progress,
-        )  # fmt: skip
-        draw_profile(found.profile, options.out / PROFILE_PICTURE)
-        curve = _curve(options, settings, found.profile, lengths, progress)
-    if not options.quiet:
-        print("\n".join(summary(found)))
-    return _finish(options, settings, found.profile, curve)
-
-
-def _calibrate_tokens_and_curve(
-    options: argparse.Namespace, settings: Settings, lengths: list[int]
-) -> int:
-    """Where heads compete: what tokens are worth, unless a file says it, and the curve."""
-    for name in ("share", "budget"):
-        if getattr(options, name) is not None:
-            expected = f"none with scorer {settings.scorer.name}, by which heads compete"
-            raise UsageError(f"--{name}", expected, getattr(options, name))
-    from kvtier.heads.tokens import fit_tokens, summary
-
+    compete = _heads_compete(settings)
+    profile: HeadProfile | None = None
+    curve: CalibratedCurve | None = None
     said: list[str] = []
     with _progress(options) as progress:
-        if settings.scorer.file is None:
-            file = options.out / WORTH_FILE
-            fit = fit_tokens(options.model_path, seed=options.seed, progress=progress)
-            fit.worth.save(file)
-            said = summary(fit, file)
-            settings = load_settings(scorer=options.scorer, scorer_file=file)
-        profile = _profile(options, settings)
-        curve = _curve(options, settings, profile, lengths, progress)
-    if not options.quiet:
+        if compete:
+            if "tokens" in parts and settings.scorer.file is None:
+                said += _tokens(options, progress)
+            if "curve" in parts:
+                every, settings = _every_head(options), _competing(options, settings)
+                curve = _curve(options, settings, every, lengths, progress)
+        if "heads" in parts:
+            profile, about = _heads(options, settings, lengths, progress)
+            said += about
+        if "curve" in parts and not compete:
+            known = profile or _profile(options, settings)
+            curve = _curve(options, settings, known, lengths, progress)
+    if not options.quiet and said:
         print("\n".join(said))
-    return _finish(options, settings, None, curve)
+    return _finish(options, settings, profile, curve)
 
 
 def run_calibrate_curve(options: argparse.Namespace) -> int:
     """Handler of `kvtier calibrate curve`. Raises KvtierError; returns the exit code 0."""
     settings, lengths = _checked(options)
-    profile = _profile(options, settings)
+    compete = _heads_compete(settings)
+    if settings.scorer.name is None:
+        # Whatever a server would do: heads compete where the model was calibrated for that.
+        is_fitted = settings.scorer.file is not None or (options.out / WORTH_FILE).is_file()
+        compete = is_fitted and options.head_profile is None
+    if compete:
+        profile, settings = _every_head(options), _competing(options, settings)
+    else:
+        profile = _profile(options, settings)
     with _progress(options) as progress:
         curve = _curve(options, settings, profile, lengths, progress)
     return _finish(options, settings, None, curve)
+
+
+def _tokens(options: argparse.Namespace, progress: Progress) -> list[str]:
+    """Fit what tokens are worth; returns what to say about it."""
+    from kvtier.heads.tokens import fit_tokens, summary
+
+    file = options.out / WORTH_FILE
+    fit = fit_tokens(options.model_path, seed=options.seed, progress=progress)
+    fit.worth.save(file)
+    return summary(fit, file)
+
+
+def _heads(
+    options: argparse.Namespace, settings: Settings, lengths: list[int], progress: Progress
+) -> tuple[HeadProfile, list[str]]:
+    """Find and draw a head profile; returns what to say about it, too."""
+    from kvtier.heads.calibrate import calibrate_heads
+    from kvtier.heads.picture import draw_profile
+    from kvtier.heads.report import summary
+    from kvtier.retention.rules import locality_rule
+
+    share = DEFAULT_SHARE if options.share is None and options.budget is None else options.share
+    found = calibrate_heads(
+        options.model_path, DEFAULT_METHOD, options.out / PROFILE_FILE,
+        target=Target(share=share, budget=options.budget),
+        lengths=lengths, seed=options.seed, rule=locality_rule(settings),
+        samples_file=options.samples_file, progress=progress,
+    )  # fmt: skip
+    draw_profile(found.profile, options.out / PROFILE_PICTURE)
+    return found.profile, summary(found)
 
 
 def _checked(options: argparse.Namespace) -> tuple[Settings, list[int]]:
@@ -152,10 +177,13 @@ def _checked(options: argparse.Namespace) -> tuple[Settings, list[int]]:
     if options.seed < 0:
         raise UsageError("--seed", "at least 0", options.seed)
     lengths = [parse_size(text, "--len") for text in options.len.split(",")]
+    from kvtier.calibration.defaults import calibration_folder
     from kvtier.retention.rules import scorer_of
 
     if not (_heads_compete(settings) and settings.scorer.file is None):
         scorer_of(settings)
+    if options.out is None:
+        options.out = calibration_folder(settings, options.model_path)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -171,20 +199,35 @@ def _checked(options: argparse.Namespace) -> tuple[Settings, list[int]]:
 def _heads_compete(settings: Settings) -> bool:
     from kvtier.retention.scorers import SCORERS
 
-    scorer = SCORERS.get(settings.scorer.name)
-    return scorer is not None and scorer.comparable
+    name = settings.scorer.name
+    return name is None or (name in SCORERS and SCORERS[name].comparable)
+
+
+def _competing(options: argparse.Namespace, settings: Settings) -> Settings:
+    """The settings under which heads compete. Raises UsageError before tokens have been fitted."""
+    file = settings.scorer.file or options.out / WORTH_FILE
+    if not file.is_file():
+        raise UsageError("--scorer-file", "what `kvtier calibrate --parts tokens` fits", str(file))
+    name = settings.scorer.name or "reconstruction"
+    scorer = settings.scorer.model_copy(update={"name": name, "file": file})
+    return settings.model_copy(update={"head_budgets": "adaptive", "scorer": scorer})
+
+
+def _every_head(options: argparse.Namespace) -> HeadProfile:
+    from kvtier.heads.model.config import model_shape, read_config
+    from kvtier.heads.profile import full_profile
+
+    return full_profile(model_shape(read_config(options.model_path)))
 
 
 def _profile(options: argparse.Namespace, settings: Settings) -> HeadProfile:
     from kvtier.calibration.documents import ProfileDocument
     from kvtier.calibration.documents.keys import profile_key
     from kvtier.calibration.store.opening import open_store
-    from kvtier.heads.model.config import model_name, model_shape, read_config, weights_revision
-    from kvtier.heads.profile import full_profile, load_profile
+    from kvtier.heads.model.config import model_name, weights_revision
+    from kvtier.heads.profile import load_profile
 
-    if _heads_compete(settings):
-        return full_profile(model_shape(read_config(options.model_path)))
-    file = options.head_profile or settings.head_profile
+    file = getattr(options, "head_profile", None) or settings.head_profile
     if file is not None:
         return load_profile(file)
     key = profile_key(model_name(options.model_path), weights_revision(options.model_path))
@@ -228,20 +271,21 @@ def _finish(
     options: argparse.Namespace,
     settings: Settings,
     profile: HeadProfile | None,
-    curve: CalibratedCurve,
+    curve: CalibratedCurve | None,
 ) -> int:
     """Store what was found, and say so. The files are written by now, so nothing is lost."""
     from kvtier.calibration.measuring.calibrate import publish
     from kvtier.calibration.store.opening import open_store
 
     if not options.quiet:
-        print("\n".join(describe_curve(curve)))
+        if curve is not None:
+            print("\n".join(describe_curve(curve)))
         print(f"files: {options.out}")
     if options.no_store:
         return 0
     try:
         with open_store(settings) as store:
-            keys = publish(store, profile, curve.document)
+            keys = publish(store, profile, None if curve is None else curve.document)
     except StoreError as error:
         raise type(error)(f"{error}; the result is in {options.out}, nothing is lost") from error
     if not options.quiet:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvtier.calibration.documents import Document, parse_document
-from kvtier.calibration.documents.keys import PREFIX, Key, parse_key
+from kvtier.calibration.documents.keys import PREFIX, Key, parse_key, profile_key
 from kvtier.calibration.documents.limits import check_json_limits, read_limited
 from kvtier.calibration.store.base import Closing, StoredKey
 from kvtier.errors import CalibrationDocumentError, StoreUnavailableError, UsageError
@@ -74,9 +74,14 @@ class DirectoryStore(Closing):
         """The file of a key."""
         kind, model, revision, *rest = str(key).removeprefix(PREFIX).split(":")
         # No directory may be called . or .. after a model.
-        folders = [part.replace(".", "%2E") if not part.strip(".") else part
-                   for part in (model, revision)]  # fmt: skip
+        folders = [
+            part if part.strip(".") else part.replace(".", "%2E") for part in (model, revision)
+        ]
         return self.directory.joinpath(*folders, ":".join((kind, *rest)) + SUFFIX)
+
+    def folder(self, model: str, revision: str | None) -> Path:
+        """Where everything of a model is, by its name and its weights' revision."""
+        return self.path(profile_key(model, revision)).parent
 
     @contextmanager
     def _usable(self) -> Iterator[None]:

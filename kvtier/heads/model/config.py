@@ -32,10 +32,10 @@ def folder_of(model_path: str, revision: str | None = None) -> Path | None:
         return None
 
 
-def located(model_path: str) -> str:
+def located(model_path: str, revision: str | None = None) -> str:
     """The folder of a model on this machine, whatever names it; the name itself where it has none,
-    for whoever reads it to refuse."""
-    return str(folder_of(model_path) or model_path)
+    for whoever reads it to refuse. revision: the hub's name for the snapshot that is wanted"""
+    return str(folder_of(model_path, revision) or model_path)
 
 
 def read_config(model_path: str) -> dict[str, Any]:

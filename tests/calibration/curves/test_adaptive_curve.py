@@ -107,6 +107,7 @@ def test_the_command_fits_what_tokens_are_worth_and_a_curve_that_a_server_asks_f
 ) -> None:
     arguments = ["calibrate", "--model-path", str(MODEL), "--scorer", "reconstruction"]
     arguments += ["--len", str(LENGTH + 384), "--contexts", "3", "--no-store"]
+    arguments += ["--parts", "tokens,curve"]
     assert main([*arguments, "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "token_worth.npz: fitted on" in shown
@@ -126,9 +127,9 @@ def test_the_command_fits_what_tokens_are_worth_and_a_curve_that_a_server_asks_f
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["curve"], "scorer.file: expected a file that `kvtier calibrate tokens` has written"),
-        (["--share", "0.25"], "--share: expected none with scorer reconstruction"),
-        (["--budget", "0.05"], "--budget: expected none with scorer reconstruction"),
+        (["curve"], "--scorer-file: expected what `kvtier calibrate --parts tokens` fits"),
+        (["--parts", "curve"], "--scorer-file: expected what `kvtier calibrate --parts tokens`"),
+        (["--parts", "tokens,all"], "--parts: expected some of tokens, curve, heads"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_the_model_loads(
