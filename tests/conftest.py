@@ -60,6 +60,8 @@ if FORKING not in os.environ.get("PYTHONPATH", ""):
 if sys.platform == "linux" and "TESTS_PROCESS" not in os.environ:
     os.environ["TESTS_PROCESS"] = str(os.getpid())
     os.environ["TESTS_FORK_SERVERS"] = tempfile.mkdtemp(prefix="kvtier-tests-")
+    # Where calibrations are by default: a user's own must change no test.
+    os.environ["XDG_DATA_HOME"] = os.environ["TESTS_FORK_SERVERS"]
 
 
 def pytest_unconfigure() -> None:

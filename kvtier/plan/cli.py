@@ -71,15 +71,16 @@ def _add_replica(group: argparse._ArgumentGroup) -> None:
     for field in fields(Assumptions):
         flag = "--" + field.name.replace("_", "-")
         add(flag, dest=f"assumed_{field.name}", metavar="X", help=f"({field.default:g})")
-    add("--ca-share", default="0.25", help="context-anchored heads (%(default)s)")
-    add("--retention", default="1", help="of a context, what they keep (%(default)s)")
-    add("--sink", default="128", help="first tokens that other heads keep (%(default)s)")
+    add("--ca-share", default="1", help="context-anchored heads of a head profile (%(default)s: "
+        "heads compete)")  # fmt: skip
+    add("--retention", default="0.25", help="of a context, what they keep (%(default)s)")
+    add("--sink", default="128", help="first tokens that all heads keep (%(default)s)")
     add("--recent", default="256", help="last tokens of a turn that they keep (%(default)s)")
     add("--branch-recent", default="128", help="of them, before a branch (%(default)s)")
     add("--tier-bytes", default="1000g", metavar="SIZE", help="that each replica's machine gives "
         "to the tier (%(default)s)")  # fmt: skip
-    add("--in-flight-tokens", metavar="SIZE", help="tokens that compute and answer at once under "
-        "kvtier (32 mean requests, half of the budget at most, or the longest)")  # fmt: skip
+    add("--in-flight-tokens", metavar="SIZE", help="with a head profile: tokens that compute and "
+        "answer at once (32 mean requests, half of the budget at most, or the longest)")  # fmt: skip
     add("--chunk", default="8k", metavar="SIZE", help="tokens of a prefill pass (%(default)s)")
     add("--max-running", default="64", help="requests of a replica at once (%(default)s)")
 

@@ -59,8 +59,8 @@ class Question:
     model: str = "llama-3-70b"
     tp: int = 8
     assumed: Assumptions = field(default_factory=Assumptions)
-    ca_share: float = 0.25
-    retention: float = 1.0
+    ca_share: float = 1.0
+    retention: float = 0.25
     windows: Windows = field(default_factory=lambda: Windows(128, 256, 128))
     tier_bytes: float = 1e12
     in_flight_tokens: int | None = None
@@ -199,19 +199,26 @@ def cache_on(replica: Replica, question: Question, policy: str, traffic: Traffic
     budget, token = replica.kv_budget_bytes, replica.kv_token_bytes
     if not POLICIES[policy].splits_heads:
         return Cache(policy, ca_slots=int(budget / token))
-    slots = SlotBytes(
-        ca=round(question.ca_share * token), locality=round((1 - question.ca_share) * token)
-    )
-    windows, pools = question.windows, _pools(question, traffic, int(budget), slots)
+    if question.ca_share < 1:
+        share = question.ca_share
+        slots = SlotBytes(ca=round(share * token), locality=round((1 - share) * token))
+        pools = _pools(question, traffic, int(budget), slots)
+        ca_slots, locality_slots = pools.ca_slots, pools.locality_slots
+    elif question.in_flight_tokens is None:
+        # What is in flight and what rests share one pool.
+        ca_slots, locality_slots = int(budget / token), UNBOUNDED
+    else:
+        expected = "none where heads compete (--ca-share 1): all share one pool"
+        raise UsageError("--in-flight-tokens", expected, question.in_flight_tokens)
     return Cache(
         policy=policy,
-        ca_slots=pools.ca_slots,
-        locality_slots=pools.locality_slots,
+        ca_slots=ca_slots,
+        locality_slots=locality_slots,
         splits_heads=True,
         ca_share=question.ca_share,
         retention=question.retention,
         tier_tokens=int(question.tier_bytes / token) if POLICIES[policy].has_tier else 0,
-        windows=windows,
+        windows=question.windows,
     )
 
 

@@ -13,6 +13,7 @@ from kvtier.plan.study import PlanDocument, PolicyPlan
 from kvtier.traffic.probe import probe_trace
 from kvtier.traffic.trace import read_trace
 
+PROFILE = ["--ca-share", "0.25", "--retention", "1"]
 FAST = ["--gpu", "a100", "--model", "llama-3-8b", "--tp", "1", "-q"]
 
 
@@ -91,7 +92,7 @@ def agents(tmp_path: Path, *flags: str) -> tuple[int, list[PolicyPlan]]:
 
 
 def test_requests_that_no_replica_holds_are_refused_and_the_rest_is_planned(tmp_path, capsys):
-    code, plans = agents(tmp_path)
+    code, plans = agents(tmp_path, *PROFILE)
     printed = capsys.readouterr().out
     assert code == 1
     for plan in plans:
@@ -107,15 +108,26 @@ def test_requests_that_no_replica_holds_are_refused_and_the_rest_is_planned(tmp_
     assert kvtier.gpus < full.gpus
     # Half of the budget is for what is in flight, and more where that is asked for.
     assert 0.5 * full.request_room_tokens < kvtier.request_room_tokens
-    _, (_, most, _) = agents(tmp_path, "--in-flight-tokens", "400000")
+    _, (_, most, _) = agents(tmp_path, *PROFILE, "--in-flight-tokens", "400000")
     assert most.best.request_room_tokens > 400_000
     assert full.refused <= most.best.refused < kvtier.refused
 
 
 def test_more_in_flight_than_the_budget_holds_is_refused_by_its_flag(tmp_path, capsys):
     flags = ["--model", "llama-3-8b", "--tp", "1", "--sessions", "5", "--in-flight-tokens", "1m"]
-    assert main(["plan", "-q", *flags]) == 2
+    assert main(["plan", "-q", *flags, *PROFILE]) == 2
     assert "--in-flight-tokens: expected so few that their KV fits" in capsys.readouterr().err
+    assert main(["plan", "-q", *flags]) == 2
+    assert "--in-flight-tokens: expected none where heads compete" in capsys.readouterr().err
+
+
+def test_competing_heads_hold_whatever_full_kv_holds(tmp_path):
+    """One pool has no split to choose: nothing more is refused, and a session is smaller."""
+    _, plans = agents(tmp_path)
+    full, kvtier, _ = (plan.best for plan in plans)
+    assert 0 < kvtier.refused <= full.refused
+    assert kvtier.request_room_tokens == full.request_room_tokens
+    assert kvtier.gpus < full.gpus
 
 
 def test_a_fleet_that_serves_nothing_meets_nothing(capsys):
