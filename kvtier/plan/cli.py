@@ -79,8 +79,8 @@ def _add_replica(group: argparse._ArgumentGroup) -> None:
     add("--branch-recent", default="128", help="of them, before a branch (%(default)s)")
     add("--tier-bytes", default="1000g", metavar="SIZE", help="that each replica's machine gives "
         "to the tier (%(default)s)")  # fmt: skip
-    add("--in-flight-tokens", metavar="SIZE", help="with a head profile: tokens that compute and "
-        "answer at once (32 mean requests, half of the budget at most, or the longest)")  # fmt: skip
+    add("--in-flight-tokens", metavar="SIZE", help="with a head profile: tokens that compute "
+        "and answer at once (32 mean requests, half of the budget, or the longest)")  # fmt: skip
     add("--chunk", default="8k", metavar="SIZE", help="tokens of a prefill pass (%(default)s)")
     add("--max-running", default="64", help="requests of a replica at once (%(default)s)")
 
