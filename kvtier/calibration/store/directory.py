@@ -67,8 +67,8 @@ class DirectoryStore(Closing):
     def list(self) -> tuple[StoredKey, ...]:
         with self._usable():
             files = sorted(self.directory.glob(f"*/*/*{SUFFIX}"))
-        keys = sorted(filter(None, map(_key_of, files)), key=str)
-        return tuple(StoredKey(key, None) for key in keys)
+        keys = [key for file in files if (key := _key_of(file)) is not None]
+        return tuple(StoredKey(key, None) for key in sorted(keys, key=str))
 
     def path(self, key: Key) -> Path:
         """The file of a key."""
