@@ -26,6 +26,15 @@ def calibration_folder(settings: Settings, model_path: str, revision: str | None
     return store.folder(model_name(model_path), weights_revision(model_path, revision))
 
 
+def fitted_worth(settings: Settings, model_path: str, revision: str | None = None) -> Path | None:
+    """The map that was fitted to exactly these weights; None where there is none, and for weights
+    that have no revision to tell them by. See `calibration_folder`."""
+    if weights_revision(model_path, revision) is None:
+        return None
+    file = calibration_folder(settings, model_path, revision) / WORTH_FILE
+    return file if file.is_file() else None
+
+
 def with_calibration(
     settings: Settings, model_path: str, *, revision: str | None = None, ranks: int = 1
 ) -> Settings:
@@ -36,12 +45,11 @@ def with_calibration(
     from kvtier.retention.scorers import SCORERS
     from kvtier.retention.scorers.reconstruction import Reconstruction
 
-    if not settings.heads_may_compete or settings.kernels == "flashinfer":
+    if not settings.heads_may_compete:
         return settings
     scorer, file = settings.scorer, settings.scorer.file
     if scorer.name is None:
-        found = calibration_folder(settings, model_path, revision) / WORTH_FILE
-        file = file or (found if found.is_file() else None)
+        file = file or fitted_worth(settings, model_path, revision)
     elif scorer.name not in SCORERS or not SCORERS[scorer.name].comparable:
         return settings
     if file is None or ranks > _kv_heads(file):
@@ -64,4 +72,10 @@ def _kv_heads(file: Path) -> int:
     return int(TokenWorth.load(file).weights.shape[1])
 
 
-__all__ = ["DEFAULT_RETENTION", "WORTH_FILE", "calibration_folder", "with_calibration"]
+__all__ = [
+    "DEFAULT_RETENTION",
+    "WORTH_FILE",
+    "calibration_folder",
+    "fitted_worth",
+    "with_calibration",
+]

@@ -124,6 +124,8 @@ class Settings(BaseModel):
         is."""
         if self.head_profile is not None:
             yield "head_profile", "none", self.head_profile
+        if self.kernels == "flashinfer":
+            yield "kernels", "reference, triton or auto", self.kernels
         if self.prefill != "exact":
             yield "prefill", "exact", self.prefill
         if self.memory is not None:

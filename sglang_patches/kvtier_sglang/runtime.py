@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
+from kvtier.calibration.defaults import fitted_worth
 from kvtier.config import Settings, load_settings
 from kvtier.errors import StartupError
 from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_profile
@@ -95,8 +96,7 @@ class Runtime:
             return original(configurator, budget_bytes - room, **kwargs)
         self.settings = settings_of(configurator.server_args)
         profile = self._profile(configurator)
-        if self.settings == load_settings() and self.settings.heads_may_compete:
-            self._say_what_is_open(profile, configurator.server_args.model_path)
+        self._say_if_not_calibrated(profile, configurator.server_args)
         budget_bytes -= graph_bytes(configurator, 1 if profile.ca_share == 1 else 2)
         if self.settings.memory is not None:
             path = configurator.model_config.model_path
@@ -108,13 +108,18 @@ class Runtime:
         )
         return config
 
-    def _say_what_is_open(self, profile: HeadProfile, model_path: str) -> None:
-        if profile.ca_share == 1 and not self.settings.compacts and self.ranks.is_first:
+    def _say_if_not_calibrated(self, profile: HeadProfile, server_args: Any) -> None:
+        """One line where everything is kept only because nobody has calibrated the model."""
+        settings, model = self.settings, server_args.model_path
+        if settings.compacts or not settings.heads_may_compete or profile.ca_share < 1:
+            return
+        revision = getattr(server_args, "revision", None)
+        if self.ranks.is_first and fitted_worth(settings, model, revision) is None:
             logger.warning(
-                "%s is not calibrated, so every head keeps the whole context: "
-                "`kvtier calibrate --model-path %s` takes minutes, and a quarter is kept then",
-                model_path,
-                model_path,
+                "%s is not calibrated, so every head keeps the whole context; a quarter is kept "
+                "after `kvtier calibrate --model-path %s --parts tokens`, which takes minutes",
+                model,
+                model,
             )
 
     @property

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from typing import Any
 
-from kvtier.calibration.defaults import WORTH_FILE, calibration_folder
+from kvtier.calibration.defaults import fitted_worth
 from kvtier.config import Settings, load_settings
 from kvtier.config.flags import add_flags, check_flags
 from kvtier.errors import StartupError, UsageError
@@ -45,9 +45,10 @@ def _calibrate(settings: Settings, sglang_flags: list[str]) -> None:
     if served.model_path is None:
         raise UsageError("--calibrate", "a --model-path beside it", None)
     model = located(served.model_path, served.revision)
-    if (calibration_folder(settings, model) / WORTH_FILE).is_file():
+    if fitted_worth(settings, model) is not None:
         return
     command = [sys.executable, "-m", "kvtier", "calibrate", "--model-path", model]
+    command += ["--parts", "tokens"]
     done = subprocess.run(command, env=os.environ | settings.to_env(), check=False)
     if done.returncode != 0:
         raise StartupError(f"`{' '.join(command[1:])}` failed: exit code {done.returncode}")

@@ -105,12 +105,12 @@ def _valid_settings(draw):
     values |= draw(st.one_of(st.just({}), _RETENTION_RULES))
     if any(rule in values for rule in _RULES):
         values |= draw(st.one_of(st.just({}), _REFRESHING))
-        if "quality" not in values and not values.keys() & {
-            "refresh_when",
-            "head_profile",
-            "prefill",
-            "memory",
-        }:
+        excluding = {"refresh_when", "head_profile", "prefill", "memory"}
+        if (
+            "quality" not in values
+            and not values.keys() & excluding
+            and values.get("kernels") != "flashinfer"
+        ):
             values |= draw(st.sampled_from([{}, {"head_budgets": "adaptive"}]))
     values |= draw(st.sampled_from([{}, _TLS_FILES]))
     if values.get("redis_url", "").startswith("rediss:"):

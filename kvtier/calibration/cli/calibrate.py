@@ -145,7 +145,10 @@ def _tokens(options: argparse.Namespace, progress: Progress) -> list[str]:
 
     file = options.out / WORTH_FILE
     fit = fit_tokens(options.model_path, seed=options.seed, progress=progress)
-    fit.worth.save(file)
+    # A server that starts meanwhile reads all of it or nothing.
+    staging = file.with_suffix(".tmp")
+    fit.worth.save(staging)
+    staging.replace(file)
     return summary(fit, file)
 
 
@@ -178,11 +181,14 @@ def _checked(options: argparse.Namespace) -> tuple[Settings, list[int]]:
         raise UsageError("--seed", "at least 0", options.seed)
     lengths = [parse_size(text, "--len") for text in options.len.split(",")]
     from kvtier.calibration.defaults import calibration_folder
+    from kvtier.heads.model.config import read_config
     from kvtier.retention.rules import scorer_of
 
     if not (_heads_compete(settings) and settings.scorer.file is None):
         scorer_of(settings)
     if options.out is None:
+        # Refused before a folder is made for what is no model.
+        read_config(options.model_path)
         options.out = calibration_folder(settings, options.model_path)
     try:
         options.out.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,8 @@ from typing import Protocol, Self
 
 from kvtier.calibration.documents import Document
 from kvtier.calibration.documents.keys import Key
+from kvtier.calibration.documents.limits import check_json_limits
+from kvtier.errors import CalibrationDocumentError
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,17 @@ class StoredKey:
 
     key: Key
     ttl_s: float | None
+
+
+def text_of(document: Document) -> str:
+    """What a store keeps of a document. Raises CalibrationDocumentError, naming its key, for one
+    that is too large to be read back."""
+    text = document.to_json()
+    try:
+        check_json_limits(text)
+    except CalibrationDocumentError as error:
+        raise CalibrationDocumentError(f"{document.key}: {error}") from None
+    return text
 
 
 class CalibrationStore(Protocol):

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from kvtier.calibration.documents import Document, parse_document
 from kvtier.calibration.documents.keys import PREFIX, Key, parse_key, profile_key
-from kvtier.calibration.documents.limits import check_json_limits, read_limited
-from kvtier.calibration.store.base import Closing, StoredKey
-from kvtier.errors import CalibrationDocumentError, StoreUnavailableError, UsageError
+from kvtier.calibration.documents.limits import read_limited
+from kvtier.calibration.store.base import Closing, StoredKey, text_of
+from kvtier.errors import StoreUnavailableError, UsageError
 
 SUFFIX = ".json"
 
@@ -45,11 +45,7 @@ class DirectoryStore(Closing):
         return parse_document(key, text)
 
     def put(self, document: Document) -> Key:
-        key, text = document.key, document.to_json()
-        try:
-            check_json_limits(text)
-        except CalibrationDocumentError as error:
-            raise CalibrationDocumentError(f"{key}: {error}") from None
+        key, text = document.key, text_of(document)
         with self._usable():
             path = self.path(key)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -14,8 +14,8 @@ from typing import Any
 from kvtier.addresses.redis import RedisAddress, parse_address
 from kvtier.calibration.documents import Document, parse_document
 from kvtier.calibration.documents.keys import PREFIX, Key, parse_key
-from kvtier.calibration.documents.limits import MAX_DOCUMENT_BYTES, check_json_limits
-from kvtier.calibration.store.base import Closing, StoredKey
+from kvtier.calibration.documents.limits import MAX_DOCUMENT_BYTES
+from kvtier.calibration.store.base import Closing, StoredKey, text_of
 from kvtier.errors import CalibrationDocumentError, UsageError
 
 CLIENT_NAME = "kvtier"
@@ -83,11 +83,7 @@ class RedisStore(Closing):
         return None if text is None else parse_document(key, text)
 
     def put(self, document: Document) -> Key:
-        key, text = document.key, document.to_json()
-        try:
-            check_json_limits(text)
-        except CalibrationDocumentError as error:
-            raise CalibrationDocumentError(f"{key}: {error}") from None
+        key, text = document.key, text_of(document)
         with self._call():
             self._client.set(str(key), text, ex=self._ttl_s)
         return key

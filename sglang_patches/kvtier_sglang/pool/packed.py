@@ -29,8 +29,10 @@ import torch
 
 from kvtier.retention.shares import PAGE
 from kvtier_kernels.fp8 import raw
-from kvtier_kernels.lists import ENTRY_BITS, CellKV
+from kvtier_kernels.lists import ENTRY_BITS, PAGE_CELLS, CellKV
 
+# What budgets are counted in is what kernels read.
+assert PAGE == PAGE_CELLS
 # Entries moved at a time, to bound the copy.
 MOVED_AT_A_TIME = 1 << 20
 
