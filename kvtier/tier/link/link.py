@@ -109,7 +109,8 @@ class TierLink:
     @property
     def pending(self) -> int:
         """Puts and fetches that wait or are under way."""
-        return len(self._puts) + len(self._fetches) + self._busy
+        with self._changed:
+            return len(self._puts) + len(self._fetches) + self._busy
 
     @property
     def held_bytes(self) -> int:

@@ -39,11 +39,13 @@ class PendingFetch:
     @property
     def answer(self) -> object:
         """See ranks.Awaited."""
-        landed = self.fetch.result if self.fetch.done else None
-        if landed is not None:
-            return landed.begin, landed.stop, landed.exact_stop, landed.places
-        gives_up = self.fetch.done or time.monotonic() >= self.deadline
-        return Answer.LOST if gives_up else Answer.AWAITED
+        # Looked at once: it may be done at any moment, and would be lost between two looks.
+        if not self.fetch.done:
+            return Answer.LOST if time.monotonic() >= self.deadline else Answer.AWAITED
+        landed = self.fetch.result
+        if landed is None:
+            return Answer.LOST
+        return landed.begin, landed.stop, landed.exact_stop, landed.places
 
     def settle(self, *, came: bool) -> None:
         """See ranks.Awaited."""

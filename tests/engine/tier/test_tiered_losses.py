@@ -5,6 +5,7 @@ and is not taken for more than it is.
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -19,9 +20,13 @@ from kvtier.retention.shares import FixedShare
 from kvtier.tier.blobs.keys import Scope
 from kvtier.tier.client import Presence, TierClient
 from kvtier.tier.link import link as link_module
+from kvtier.tier.link.fetch import Fetch
 from kvtier.tier.link.link import TierLink
+from kvtier.tier.prefetch.lookup import Landed
 from kvtier.tier.transport.landing import Landing
 from kvtier_sglang import hooks
+from kvtier_sglang.ranks import Answer
+from kvtier_sglang.tier.prefetch import PendingFetch
 
 # Longer than any machine takes to load anything here.
 PUT_S = 3600.0
@@ -145,6 +150,27 @@ def test_spans_that_found_no_room_go_when_there_is_some_or_are_shed_at_the_end(c
     assert link.flush(SAFETY_S)
     b = MiniScheduler(share=FixedShare(0.5), link=connect())
     assert turn(b, [*context(90), 9, 9], [3]).restored == (90 if in_time else 18)
+
+
+class EndsWhenLookedAt(Fetch[Landed]):
+    """Comes between two looks of the scheduler at it: the first one says that it is not done."""
+
+    came: Landed
+
+    @property
+    def done(self) -> bool:
+        was_done = super().done
+        if not was_done:
+            self.end(self.came)
+        return was_done
+
+
+def test_what_comes_while_the_scheduler_looks_is_not_lost():
+    fetch = EndsWhenLookedAt(lambda client: None)
+    fetch.came = Landed(0, 64, 64, [], host=None)
+    pending = PendingFetch(fetch, Scope(), deadline=time.monotonic() + SAFETY_S)
+    assert pending.answer is Answer.AWAITED
+    assert pending.answer == (0, 64, 64, [])
 
 
 def test_while_the_tier_is_away_the_scheduler_does_not_look_what_to_ask_for(connect):
