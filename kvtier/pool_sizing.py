@@ -15,6 +15,9 @@ from kvtier.heads.profile import HeadProfile
 
 # Tokens of other requests' decode steps that may be in flight beside a prefill.
 SLACK_SLOTS = 64
+# Share of one pool that requests in flight may hold while another runs, where turns are compressed
+# when they end: a cache of full KV would hold no more than they do, and they push out what rests.
+IN_FLIGHT_SHARE = 0.5
 # Beside its KV: what SGLang holds for each token of the longest pass there could be (48), a place
 # in its list of free slots, where the token's locality slot is, and a mark.
 CA_TABLE_BYTES = 48 + 8 + 8 + 1

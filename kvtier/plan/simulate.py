@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvtier.errors import UsageError
 from kvtier.plan.fleet import FleetPlan
+from kvtier.pool_sizing import IN_FLIGHT_SHARE
 from kvtier.traffic.prefixes import Traffic
 
 try:
@@ -111,6 +112,9 @@ def _is_last(traffic: Traffic) -> npt.NDArray[np.bool_]:
 
 def _numbers(plan: FleetPlan) -> Fleet:
     cache, rates = plan.cache, plan.rates
+    in_flight = cache.ca_slots
+    if cache.splits_heads and cache.ca_share == 1 and cache.retention < 1:
+        in_flight = int(IN_FLIGHT_SHARE * in_flight)
     return Fleet(
         replicas=plan.replicas,
         ca_slots=cache.ca_slots,
@@ -121,6 +125,7 @@ def _numbers(plan: FleetPlan) -> Fleet:
         recent=cache.windows.recent,
         branch_recent=cache.windows.branch_recent,
         retention=float(cache.retention),
+        in_flight_slots=in_flight,
         chunk=plan.chunk_tokens,
         max_running=plan.max_running,
         prefill_base_s=float(rates.prefill_base_s),

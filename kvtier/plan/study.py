@@ -20,7 +20,7 @@ from kvtier.plan.fleet import UNBOUNDED, Cache, FleetPlan, Windows
 from kvtier.plan.hardware import Assumptions, Replica, find_replica
 from kvtier.plan.search import fewest_replicas
 from kvtier.plan.simulate import simulate
-from kvtier.pool_sizing import PoolPlan, SessionShape, SlotBytes, plan_pools
+from kvtier.pool_sizing import IN_FLIGHT_SHARE, PoolPlan, SessionShape, SlotBytes, plan_pools
 from kvtier.traffic.described import Description, make_traffic
 from kvtier.traffic.lru import hit_rates
 from kvtier.traffic.prefixes import Traffic, copies, traffic_of
@@ -28,7 +28,7 @@ from kvtier.traffic.trace import read_trace
 
 # What is in flight at once, where nobody says: so many requests of mean length, as far as full KV
 # of theirs would fit that share of the budget.
-IN_FLIGHT_REQUESTS, IN_FLIGHT_SHARE = 32, 0.5
+IN_FLIGHT_REQUESTS = 32
 # Sizes of the curve over an LRU cache, in tokens.
 CURVE_TOKENS = tuple(2.0**power for power in range(16, 31))
 Tell = Callable[[str], None]

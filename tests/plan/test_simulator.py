@@ -35,7 +35,9 @@ WINDOWS = Windows(sink=4, recent=256, branch_recent=64)
 SPLIT = Cache("kvtier", 60_000, 30_000, splits_heads=True, ca_share=0.25, windows=WINDOWS)
 HALF = replace(SPLIT, retention=0.5)
 TIERED = replace(SPLIT, policy="kvtier-tier", tier_tokens=100_000)
-CACHES = (FULL, SPLIT, HALF, TIERED)
+# Heads compete: one pool.
+COMPETE = Cache("kvtier", 30_000, splits_heads=True, retention=0.25, windows=WINDOWS)
+CACHES = (FULL, SPLIT, HALF, TIERED, COMPETE)
 
 
 def small_traffic(seed: int) -> Traffic:
@@ -159,6 +161,22 @@ def test_compressed_sessions_stay_where_full_ones_are_evicted_and_the_tier_resto
     assert split.hit_device.sum() > 1.2 * full.hit_device.sum()
     assert both.hit_tier.sum() > 0
     assert (both.hit_device + both.hit_tier).sum() > split.hit_device.sum()
+
+
+def test_what_is_in_flight_leaves_room_for_what_rests(monkeypatch):
+    """More sessions at once than the pool holds: half of it for those in flight keeps more."""
+    described = Description(
+        sessions=30, sessions_per_s=50.0, turns=4, shared_tokens=0, context_tokens=6000,
+        turn_tokens=200, output_tokens=200, think_s=0.5, max_tokens=12_000,
+    )  # fmt: skip
+    traffic = make_traffic(described, 1)
+    plan = FleetPlan(1, RATES, COMPETE)
+    spared = simulate(traffic, plan)
+    monkeypatch.setattr("kvtier.plan.simulate.IN_FLIGHT_SHARE", 1.0)
+    pushed_out = simulate(traffic, plan)
+    check(spared)
+    assert spared.hit_device.sum() > 1.2 * pushed_out.hit_device.sum() > 0
+    assert not spared.refused.any()
 
 
 def test_affinity_keeps_a_session_in_place_and_round_robin_does_not():

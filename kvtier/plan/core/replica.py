@@ -199,9 +199,11 @@ def _admit(
     lock_path(world, unit)
     wanted = tokens - hit + answer
     wanted_loc = wanted if fleet.compresses else 0
-    if not reserve(world, fleet, replica, wanted, wanted_loc):
+    alone = replicas.num_running[replica] + replicas.num_batch[replica] == 0
+    in_flight = replicas.used_ca[replica] - replicas.evictable_ca[replica] + wanted
+    waits = not alone and in_flight > fleet.in_flight_slots
+    if waits or not reserve(world, fleet, replica, wanted, wanted_loc):
         unlock_path(world, unit)
-        alone = replicas.num_running[replica] + replicas.num_batch[replica] == 0
         if not alone:
             return NO_ROOM
         requests.refused[request] = True

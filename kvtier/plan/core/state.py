@@ -39,6 +39,7 @@ class Fleet(NamedTuple):
     compresses: locality heads drop and CA heads keep `retention` of a turn that has ended
     ca_weight:  bytes of a CA slot over those of both
     routing:    a place in routing.POLICIES
+    in_flight_slots: CA slots that requests in flight may hold while another runs
     tier_tokens: 0 where there is no tier; tier_span: fewer missing tokens are not asked for
     """
 
@@ -51,6 +52,7 @@ class Fleet(NamedTuple):
     recent: int
     branch_recent: int
     retention: float
+    in_flight_slots: int
     chunk: int
     max_running: int
     prefill_base_s: float

@@ -1,8 +1,11 @@
-"""Prefill admission that counts both pools.
+"""Prefill admission that counts both pools, and spares what rests.
 
 SGLang's budget keeps counting CA slots (one per token). Locality slots are counted beside
 them: every new token needs one, except that a streaming prefill holds only sink + recent +
 the chunk in flight.
+
+Requests in flight hold exact KV, what rests a share of it. Where both are in one pool, requests
+wait while others run rather than push out several sessions each: see IN_FLIGHT_SHARE.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+
+from kvtier.pool_sizing import IN_FLIGHT_SHARE
 
 
 class HeadSplitPrefillBudget(PrefillBudget):
@@ -20,6 +25,8 @@ class HeadSplitPrefillBudget(PrefillBudget):
     ) -> None:
         super().__init__(allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
         self.locality_offset = num_mixed_decode_tokens
+        packs = allocator.pool.packed is not None
+        self.in_flight_slots = int(IN_FLIGHT_SHARE * allocator.size) if packs else allocator.size
 
     @property
     def remaining_locality(self) -> int:
@@ -54,6 +61,9 @@ class HeadSplitPrefillBudget(PrefillBudget):
         auxiliary_swa_host_hit_length: int = 0,
     ) -> tuple[bool, int | None]:
         if total_tokens >= self.remaining_total:
+            return False, None
+        in_flight = self.allocator.size - self.remaining_total + total_tokens
+        if self.total_offset > 0 and in_flight > self.in_flight_slots:
             return False, None
         beyond_extend = total_tokens - extend_input_len
         needed = self.locality_tokens(extend_input_len, chunk_limit) + beyond_extend

@@ -147,6 +147,27 @@ def test_drafts_are_verified_over_what_heads_competed_for(tmp_path, adaptive):
     assert max(one["accept_length"] or 1 for (one,) in drafted["rounds"]) > 1.5
 
 
+def test_what_rests_is_not_pushed_out_by_what_is_in_flight(tmp_path, adaptive):
+    """Three prompts at once would take the whole pool; one after the other they leave room for
+    three contexts that rest."""
+    rng = random.Random(13)
+    contexts = [[rng.randrange(6, 384) for _ in range(2400)] for _ in range(6)]
+    resting = [[{"input_ids": one, "max_new_tokens": 2}] for one in contexts[:3]]
+    at_once = [{"input_ids": one, "max_new_tokens": 64} for one in contexts[3:]]
+    again = [[{"input_ids": [7], "max_new_tokens": 2, "continues": [turn, 0]}] for turn in range(3)]
+    engine = {
+        "model_path": str(DEMO_MODEL),
+        "max_total_tokens": 8000,
+        "chunked_prefill_size": 512,
+        **POLICIES["kvtier"],
+    }
+    env = {**RULE_ENV, **adaptive, "KVTIER_RETENTION": "0.25"}
+    out = run_engine(tmp_path, engine, [*resting, at_once, *again], env)
+    assert out["state"]["integrity"] == []
+    assert [one["cached_tokens"] for (one,) in out["rounds"][4:]] == [2401] * 3
+    assert [len(one["output_ids"]) for one in out["rounds"][3]] == [64] * 3
+
+
 def test_triton_kernels_say_the_same(tmp_path, adaptive):
     """Without a GPU in Triton's interpreter, so contexts are short."""
     engine = {
