@@ -63,7 +63,6 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "strip_thinking_cache": (lambda v: not v, "no stripped thinking tokens"),
     "enable_memory_saver": (lambda v: not v, "no memory saver"),
     "kv_events_config": (lambda v: not v, "no KV cache events"),
-    "page_size": (lambda v: v in (None, 1), "a page size of 1"),
     "pp_size": (lambda v: v in (None, 1), "a pipeline of one stage"),
     "attn_cp_size": (lambda v: v in (None, 1), "an attention context parallelism of 1"),
     "dcp_size": (lambda v: v in (None, 1), "a decode context parallelism of 1"),
@@ -242,6 +241,18 @@ def _check_drafts(server_args: Any, settings: Settings) -> None:
 def is_resolved(server_args: Any) -> bool:
     """Whether SGLang has derived everything from the arguments, which are read-only since."""
     return bool(getattr(server_args, "_resolution_finished", False))
+
+
+def settle_page_size(server_args: Any) -> None:
+    """Let SGLang count single tokens, whatever page size was asked for: requests share prefixes
+    token by token, and the pages that heads keep are the pool's own.
+
+    server_args: before resolution; its `page_size` may be set.
+    """
+    asked = getattr(server_args, "page_size", None)
+    if uses_kvtier(server_args) and asked is not None and asked > 1:
+        logger.info("--page-size %d: kvtier's prefixes end at any token, as with pages of 1", asked)
+        server_args.page_size = 1
 
 
 def settle_cuda_graphs(server_args: Any, settings: Settings) -> None:

@@ -15,7 +15,7 @@ from kvtier_sglang.radix.cache import KvtierRadixCache
 
 def check_flags(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE ServerArgs.resolve_once: refuse what cannot be combined, before anything loads, and
-    turn off what would not work.
+    change what would not work.
 
     SGLang asks again and again for a resolution that is done, in children too; then the arguments
     are read-only, and what they are was checked here before.
@@ -23,6 +23,7 @@ def check_flags(server_args: Any, *args: Any, **kwargs: Any) -> None:
     if compat.uses_kvtier(server_args) and not compat.is_resolved(server_args):
         settings = compat.settings_of(server_args)
         compat.check_server_args(server_args, settings)
+        compat.settle_page_size(server_args)
         compat.settle_cuda_graphs(server_args, settings)
 
 

@@ -48,7 +48,6 @@ def server_args(**changes):
         ("disaggregation_mode", "prefill"),
         ("enable_hierarchical_cache", True),
         ("enable_lmcache", True),
-        ("page_size", 16),
         ("pp_size", 2),
         ("attn_cp_size", 2),
         ("kv_cache_dtype", "mxfp8"),
@@ -240,7 +239,15 @@ def test_kvtiers_tree_needs_kvtiers_attention():
 
 def test_a_server_that_does_not_use_kvtier_is_left_alone():
     args = server_args(attention_backend="triton", radix_cache_backend=None, page_size=64)
-    compat.check_server_args(args, load_settings())
+    hooks.check_flags(args)
+    assert args.page_size == 64
+
+
+@pytest.mark.parametrize("asked", [None, 1, 16, 32, 64])
+def test_whatever_page_size_is_asked_for_sglang_counts_tokens(asked):
+    args = server_args(page_size=asked)
+    hooks.check_flags(args)
+    assert args.page_size in (None, 1)
 
 
 @pytest.mark.parametrize(

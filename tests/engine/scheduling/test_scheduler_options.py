@@ -15,8 +15,6 @@ import pytest
 from compressing import POLICIES, RULE_ENV, uneven_profile
 from engine_process import DEMO_MODEL, run_engine, run_script
 
-from kvtier_sglang import compat
-
 pytestmark = pytest.mark.engine
 
 BUSY = Path(__file__).with_name("busy_runner.py")
@@ -112,6 +110,7 @@ LIVES: dict[str, dict[str, Any]] = {
         "prefill_decode_interval_min_bs": 2,
         "min_free_slots_delay": 2,
         "scheduler_recv_interval": 3,
+        "page_size": 16,
         "schedule_policy": "routing-key",
         "abort_on_priority_when_disabled": True,
         "sleep_on_idle": True,
@@ -126,7 +125,6 @@ LIVES: dict[str, dict[str, Any]] = {
 RETRACTED = {"enable_mixed_chunk": True, "schedule_policy": "random"}
 # In all lives.
 SIZES = {"max_running_requests"}
-REFUSED = {"page_size"}
 # Of models, devices and tasks that are refused, by us or by SGLang.
 ELSEWHERE = {
     *("swa_full_tokens_ratio", "_swa_full_tokens_ratio_explicitly_set", "swa_prefix_tails"),
@@ -140,8 +138,7 @@ def test_every_option_of_the_scheduler_is_in_a_life_or_refused():
 
     lives = [*LIVES.values(), RETRACTED]
     lived = {name for life in lives for name in life}
-    assert set(Schedule.__struct_fields__) - lived == SIZES | REFUSED | ELSEWHERE
-    assert set(compat._RULES) >= REFUSED
+    assert set(Schedule.__struct_fields__) - lived == SIZES | ELSEWHERE
     hints = get_type_hints(Schedule, include_extras=True)
     (policies,) = hints["schedule_policy"].__metadata__
     # SGLang's scheduler does not know this one of its own list.
