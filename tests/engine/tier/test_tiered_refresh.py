@@ -173,7 +173,7 @@ def test_a_refresh_without_room_leaves_no_host_memory_held(connect, monkeypatch)
     s = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=REFRESH)
     turn(s, context(90), [1, 2])
     assert s.tree.tier.link.flush(SAFETY_S)
-    monkeypatch.setattr(s.tree.refresh.refresher, "_allocate", lambda refreshing: False)
+    monkeypatch.setattr(s.tree.refresh.refresher, "_allocate", lambda refreshing, row: False)
     request = s.admit([*context(90), 1, 2, 7, 7])
     assert s.tree.tier.link.held_bytes > 0
     assert s.extend(request, 100)
