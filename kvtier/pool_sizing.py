@@ -21,8 +21,6 @@ IN_FLIGHT_SHARE = 0.5
 # Beside its KV: what SGLang holds for each token of the longest pass there could be (48), a place
 # in its list of free slots, where the token's locality slot is, and a mark.
 CA_TABLE_BYTES = 48 + 8 + 8 + 1
-# What packing remembers of a CA slot: a number.
-PACKED_BYTES = 8
 # A vote, and a place among the free.
 LOCALITY_TABLE_BYTES = 4 + 8
 
@@ -93,6 +91,12 @@ def vote_bytes(profile: HeadProfile) -> int:
     return 4 * (profile.num_ca_heads * group + 1)
 
 
+def packed_bytes(profile: HeadProfile, votes: int) -> int:
+    """Bytes per CA slot of what packing remembers of it: a number, and so many votes of each entry
+    that may stand for several tokens."""
+    return 8 + 4 * votes * profile.num_ca_heads
+
+
 def slot_bytes(
     profile: HeadProfile,
     dtype_bytes: int,
@@ -100,16 +104,19 @@ def slot_bytes(
     state_width: int | None = None,
     merges: bool = False,
     packs: bool = False,
+    compensates: bool = False,
 ) -> SlotBytes:
     """Bytes per slot of each class for a profile's model shape. state_width: of the token scorer,
     where CA heads keep a part; `merges` where they merge; `packs` where each keeps as many entries
-    as it needs."""
+    as it needs; `compensates` where some of those stand for several tokens."""
     head_bytes = 2 * profile.shape.head_dim * dtype_bytes
     total = profile.shape.num_layers * profile.shape.num_kv_heads
     ca = profile.num_ca_heads * head_bytes
     beside = 0 if state_width is None else score_bytes(profile, state_width)
-    beside += vote_bytes(profile) if merges else 0
-    beside += PACKED_BYTES if packs else 0
+    if packs:
+        beside += packed_bytes(profile, profile.shape.group_size if merges else int(compensates))
+    elif merges:
+        beside += vote_bytes(profile)
     return SlotBytes(ca=ca + beside, locality=total * head_bytes - ca)
 
 

@@ -65,12 +65,13 @@ class Settings(BaseModel):
         None,
         description="Any share rule by its name, as NAME=NUMBER: how much CA heads keep, instead.",
     )
-    head_budgets: Literal["equal", "adaptive"] | None = Field(
+    head_budgets: Literal["equal", "adaptive", "profile"] | None = Field(
         None,
         description="equal: every CA head keeps as much. adaptive: the best entries of all KV "
         "heads stay, however many a head has; it takes a scorer whose scores compare across heads "
-        "(reconstruction), and no head profile. None: adaptive with a calibrated model, unless "
-        "what else is asked for excludes it.",
+        "(reconstruction), and no head profile. profile: as equal, with CA and locality heads in "
+        "one pool. None: adaptive with a calibrated model, unless what else is asked for excludes "
+        "it.",
     )
     nll_stride: int = Field(
         4, ge=1, description="Every how many prompt tokens the model's surprise is measured."
@@ -112,11 +113,14 @@ class Settings(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _adaptive_budgets_have_nothing_beside_them(self) -> Self:
+    def _packed_budgets_have_nothing_beside_them(self) -> Self:
         if not self.packs:
             return self
-        for name, expected, value in self._excludes_adaptive_budgets():
-            raise refusal(name, f"{expected} beside head_budgets = adaptive", value)
+        if self.head_budgets == "profile" and self.head_profile is None:
+            raise refusal("head_profile", "one beside head_budgets = profile", None)
+        excludes = self._excludes_adaptive_budgets() if self.competes else self._excludes_packing()
+        for name, expected, value in excludes:
+            raise refusal(name, f"{expected} beside head_budgets = {self.head_budgets}", value)
         return self
 
     def _excludes_adaptive_budgets(self) -> Iterator[tuple[str, str, Any]]:
@@ -124,18 +128,22 @@ class Settings(BaseModel):
         is."""
         if self.head_profile is not None:
             yield "head_profile", "none", self.head_profile
-        if self.kernels == "flashinfer":
-            yield "kernels", "reference, triton or auto", self.kernels
-        if self.prefill != "exact":
-            yield "prefill", "exact", self.prefill
-        if self.memory is not None:
-            yield "memory", "none", self.memory
+        yield from self._excludes_packing()
         if self.merge.is_on:
             yield "merge.form", "off", self.merge.form
         if self.refresh.while_generating:
             yield "refresh.when", "off or turn, and no refresh.moved,", self.refresh.when
         if self.refresh.is_on and self.refresh.by != "fetch":
             yield "refresh.by", "fetch", self.refresh.by
+
+    def _excludes_packing(self) -> Iterator[tuple[str, str, Any]]:
+        """The same of heads that keep different numbers of entries, whoever says how many."""
+        if self.kernels == "flashinfer":
+            yield "kernels", "reference, triton or auto", self.kernels
+        if self.prefill != "exact":
+            yield "prefill", "exact", self.prefill
+        if self.memory is not None:
+            yield "memory", "none", self.memory
 
     @model_validator(mode="after")
     def _a_refresh_has_what_it_needs(self) -> Self:
@@ -176,11 +184,18 @@ class Settings(BaseModel):
     @property
     def heads_may_compete(self) -> bool:
         """Whether nothing that was asked for excludes adaptive budgets."""
-        return self.head_budgets != "equal" and not any(self._excludes_adaptive_budgets())
+        return self.head_budgets in (None, "adaptive") and not any(
+            self._excludes_adaptive_budgets()
+        )
 
     @property
     def packs(self) -> bool:
-        """Whether heads keep different numbers of entries."""
+        """Whether heads keep different numbers of entries, in one pool."""
+        return self.head_budgets in ("adaptive", "profile")
+
+    @property
+    def competes(self) -> bool:
+        """Whether heads compete for the entries that are kept."""
         return self.head_budgets == "adaptive"
 
     @property

@@ -2,10 +2,12 @@
 
     equal      every head keeps the same number: its own best
     adaptive   the best entries of all heads and layers stay, however many of them a head has
+    profile    anchored heads keep the same number, the others one entry for all
 
              head 0              head 1              head 2              6 entries
     equal    a . c . . . .       a b . . . . .       . . . . e f .
     adaptive a . c d e f .       . b . . . . .       . . . . . . .
+    profile  a . c d . . .       mean of all         mean of all
 
 Adaptive budgets need scores that compare across heads (`TokenScorer.comparable`). Sources: AdaKV
 (arXiv 2407.11550) for budgets within a layer, KVzip (arXiv 2505.23416) for those over all layers.
@@ -30,6 +32,13 @@ def best_of_all(worth: Tensor, entries: int) -> Tensor:
     return kept.view(worth.shape)
 
 
+def profile_slots(kept: int, anchored: int, heads: int) -> int:
+    """How many slots of all heads hold a span of which the anchored heads keep so many entries each
+    and every other head one page."""
+    pages = anchored * -(-kept // PAGE) + heads - anchored
+    return PAGE * -(-pages // heads)
+
+
 def adaptive_selection(worth: Tensor, kept: int) -> Tensor:
     """Which tokens each head keeps, bool `[heads, tokens]`: whole pages, but for a last one of a
     head that keeps everything. Nothing waits for the device.
@@ -50,4 +59,4 @@ def adaptive_selection(worth: Tensor, kept: int) -> Tensor:
     return torch.zeros_like(within).scatter(-1, order, within)
 
 
-__all__ = ["adaptive_selection", "best_of_all"]
+__all__ = ["adaptive_selection", "best_of_all", "profile_slots"]

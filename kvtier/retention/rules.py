@@ -37,15 +37,15 @@ def scorer_of(settings: Settings) -> TokenScorer:
     scorer that there is none of, or whose scores do not compare across heads that compete."""
     name = settings.scorer.name
     if name is None:
-        name = Reconstruction.name if settings.packs else DistinctKeys.name
+        name = Reconstruction.name if settings.competes else DistinctKeys.name
     scorer = SCORERS.get(name)
     if scorer is None:
         raise UsageError("scorer", f"one of {', '.join(SCORERS)}", name)
-    if settings.packs and not scorer.comparable:
+    if settings.competes and not scorer.comparable:
         names = [name for name, one in SCORERS.items() if one.comparable]
         expected = f"{' or '.join(names)} with head_budgets = adaptive, where heads compete"
         raise UsageError("scorer", expected, name)
-    if scorer.comparable and settings.compacts and not settings.packs:
+    if scorer.comparable and settings.compacts and not settings.competes:
         # With a head profile it would not see all KV heads of a layer.
         expected = f"adaptive, with a share of the context, beside scorer = {scorer.name}"
         raise UsageError("head_budgets", expected, settings.head_budgets)

@@ -24,6 +24,7 @@ from kvtier.config import Settings, load_settings
 from kvtier.errors import StartupError
 from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_profile
 from kvtier.heads.reference.rotation import KeyRotation
+from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.rules import locality_rule, refresh_rule, scorer_of, state_width
 from kvtier.retention.shares import QualityTarget, Serving, asked_share
 from kvtier.tier.blobs.turn_rules import TurnRules
@@ -41,7 +42,7 @@ from kvtier_sglang.compression.calibration import (
 )
 from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.compression.metrics import RetentionMetrics
-from kvtier_sglang.compression.packing import AdaptiveSelection
+from kvtier_sglang.compression.packing import AdaptiveSelection, ProfileSelection
 from kvtier_sglang.compression.prompt_nll import observe_nll
 from kvtier_sglang.compression.retention import Retention
 from kvtier_sglang.compression.selection import TokenSelection
@@ -53,13 +54,15 @@ from kvtier_sglang.pool.scales import KvScales
 from kvtier_sglang.pool.sizing import size_pools
 from kvtier_sglang.radix.cache import KvtierRadixCache
 from kvtier_sglang.ranks import Ranks
+from kvtier_sglang.refresh.packed import AdaptiveRefresher, ProfileRefresher
+from kvtier_sglang.refresh.refresher import Contexts, Refresher
 from kvtier_sglang.refresh.trigger import TriggerRule
 from kvtier_sglang.refresh.turn_refresh import make_turn_refresh
 from kvtier_sglang.support import confirm, rotations
 from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.connector import TierConnector
 from kvtier_sglang.tier.identity import ModelIdentity
-from kvtier_sglang.tier.setup import NamedModel, tier_link
+from kvtier_sglang.tier.setup import NamedModel, budgets_profile, tier_link
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +180,7 @@ class Runtime:
             state_width=state_width(self.settings) if radix else None,
             merges=radix and self.settings.merge.is_on,
             packs=radix and self.settings.packs,
+            compensates=radix and self.settings.packs and not self.settings.competes,
         )
         logger.info(
             "kvtier pools: %d CA slots, %d locality slots, %d of %d KV heads CA",
@@ -226,11 +230,10 @@ class Runtime:
         if pool.state is not None or self.memory_source is not None:
             rotated = rotations(runner.model, keys, at)
         if pool.state is not None:
-            scorer, shape = scorer_of(settings), self.profile.shape
             # Again, for a model that was no local directory at start-up, or a file that changed.
-            check_documents(settings, shape, runner.server_args)
-            selection = AdaptiveSelection if pool.packed is not None else TokenSelection
-            self.selection = selection(pool, self.ranks.scorer(scorer, shape), rotated)
+            check_documents(settings, self.profile.shape, runner.server_args)
+        if pool.state is not None or pool.packed is not None:
+            self.selection = self._selection(pool, rotated)
         self.backend = KvtierAttnBackend(
             runner, settings, selection=self.selection, refresh=self._pass_refresh
         )
@@ -251,6 +254,29 @@ class Runtime:
                 window=(locality.sink_tokens, locality.recent_tokens) if streams else None,
             )
         return self.backend
+
+    def _selection(
+        self, pool: HeadSplitKVPool, rotated: list[KeyRotation | None]
+    ) -> TokenSelection:
+        """What chooses the entries that heads keep of a finished turn."""
+        settings, ranks, shape = self.settings, self.ranks, self.profile.shape
+        scorer = ranks.scorer(scorer_of(settings), shape)
+        if pool.packed is None:
+            return TokenSelection(pool, scorer, rotated)
+        if settings.competes:
+            return AdaptiveSelection(pool, scorer, rotated)
+        profile = ranks.first(lambda: budgets_profile(settings))
+        assert profile is not None, "settings that pack by a head profile name it"
+        profile.check_fits(shape)
+        return ProfileSelection(
+            pool,
+            scorer,
+            rotated,
+            anchored=profile.of_rank(ranks.rank, ranks.size).ca_heads,
+            most_anchored=max(one.num_ca_heads for one in ranks.profiles(profile)),
+            compensation=settings.locality.compensation,
+            spare=int(settings.merge.is_on),
+        )
 
     def _pass_refresh(self) -> PassRefresh | None:
         return None if self.cache is None else self.cache.refresh
@@ -301,7 +327,7 @@ class Runtime:
                 refresh_rule(settings),
                 near_data=settings.refresh.by == "near-data",
                 trigger=_trigger_rule(settings),
-                selection=self._adaptive,
+                make_refresher=self._refresher,
             )
         self.cache = KvtierRadixCache(
             ctx.params,
@@ -314,15 +340,19 @@ class Runtime:
         )
         return self.cache
 
-    @property
-    def _adaptive(self) -> AdaptiveSelection | None:
-        return self.selection if isinstance(self.selection, AdaptiveSelection) else None
+    def _refresher(self, rule: RefreshRule, contexts: Contexts) -> Refresher:
+        """What chooses the entries of a turn again, as `selection` keeps them."""
+        if isinstance(self.selection, AdaptiveSelection):
+            return AdaptiveRefresher(rule, contexts, self.selection)
+        if isinstance(self.selection, ProfileSelection):
+            return ProfileRefresher(rule, contexts, self.selection.anchored_heads)
+        return Refresher(rule, contexts)
 
     def _compressor(self, ctx: TreeCacheBuildContext, allocator: HeadSplitAllocator) -> Compressor:
         settings, rule, pool = self.settings, locality_rule(self.settings), allocator.pool
         share = asked_share(settings)
         if share is None:
-            return Compressor(allocator, rule)
+            return Compressor(allocator, rule, selection=self.selection)
         source: WatchedCurve | FixedCurve | NoCurve | None = None
         metrics = None
         if ctx.server_args.enable_metrics and self.ranks.is_first:

@@ -112,6 +112,9 @@ def _valid_settings(draw):
             and values.get("kernels") != "flashinfer"
         ):
             values |= draw(st.sampled_from([{}, {"head_budgets": "adaptive"}]))
+    packs = not values.keys() & {"prefill", "memory"} and values.get("kernels") != "flashinfer"
+    if packs and values.get("head_profile") is not None:
+        values |= draw(st.sampled_from([{}, {"head_budgets": "profile"}]))
     values |= draw(st.sampled_from([{}, _TLS_FILES]))
     if values.get("redis_url", "").startswith("rediss:"):
         values |= draw(st.sampled_from([{}, {"redis_ca": Path(__file__)}, _REDIS_TLS_FILES]))

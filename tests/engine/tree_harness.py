@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import packed_checks
@@ -45,6 +46,8 @@ from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
 from kvtier_sglang.radix.cache import KvtierRadixCache
 from kvtier_sglang.radix.contexts import pruned_ranges
 from kvtier_sglang.radix.node import KvNode
+from kvtier_sglang.refresh.packed import AdaptiveRefresher
+from kvtier_sglang.refresh.refresher import Refresher
 from kvtier_sglang.refresh.trigger import TriggerRule
 from kvtier_sglang.refresh.turn_refresh import make_turn_refresh
 from kvtier_sglang.tier.codec import SpanCodec
@@ -145,7 +148,9 @@ class MiniScheduler:
                 refresh,
                 near_data=near_data,
                 trigger=again,
-                selection=selection if adaptive else None,
+                make_refresher=partial(AdaptiveRefresher, selection=selection)
+                if adaptive
+                else Refresher,
             ),
         )
         self.running: list[Request] = []

@@ -129,7 +129,7 @@ def _plan(
         from kvtier.retention.rules import state_width
 
         width = state_width(options.settings)
-    packs = policy.compacts and options.settings.packs
+    packs = policy.compacts and options.settings.competes
     slots = slot_bytes(profile, model.kv_bytes(policy), state_width=width, packs=packs)
     session = session_shape(options, policy)
     token_bytes = slot_bytes(profile, model.kv_bytes()).full

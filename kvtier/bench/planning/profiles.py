@@ -27,7 +27,7 @@ def find_profile(options: Options, model: Model) -> tuple[HeadProfile | None, st
     """
     if not any(policy.needs_profile for policy in options.policies):
         return None, ""
-    if options.settings.packs:
+    if options.settings.competes:
         if any(policy.name == "random" for policy in options.policies):
             raise HeadProfileError(
                 "--head-budgets: expected equal beside policy random, which draws as many CA heads "

@@ -74,7 +74,7 @@ class Planner:
         self.req_to_token = req_to_token
         self.settings = settings
         # Whether tokens of a request may have no CA slot: compressed ones, and a memory's prefix.
-        self.has_gaps = pool.state is not None
+        self.has_gaps = pool.state is not None or pool.packed is not None
         self.lists: RequestLists | None = None
         if pool.packed is not None:
             self.lists = RequestLists(kernels, pool, *req_to_token.shape)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from kvtier.retention.locality import DroppedSpan, LocalityRule
+from kvtier.retention.scorers import TokenScorer
 from kvtier.retention.shares import Choice, Everything, ShareRule, Turn
 from kvtier.tier.blobs.turns import NodeRecord
 from kvtier_sglang.compression.retention import Retention, mean_nll
@@ -36,6 +37,7 @@ class Compressible(Protocol):
     dropped: DroppedSpan
     compressed: bool
     choice: Choice | None
+    kept_entries: int | None
 
     @property
     def stop(self) -> int: ...
@@ -77,17 +79,22 @@ class Compressor:
         """The rule that is in force for CA heads."""
         return Everything() if self.selection is None else self.retention.rule
 
+    @property
+    def scorer(self) -> TokenScorer | None:
+        """What says which tokens CA heads keep; None where they keep all."""
+        asked = self.selection is not None and self.allocator.pool.state is not None
+        return self.selection.scorer if asked and self.selection else None
+
     def report(self) -> dict[str, Any]:
         """For the server's internal state: what was let go, and by which scorer and share rule."""
-        retention = self.retention.report()
-        if self.selection is not None:
-            scorer = self.selection.scorer
+        retention, scorer = self.retention.report(), self.scorer
+        if scorer is not None:
             retention["scorer"] = {"name": scorer.name, **scorer.parameters()}
         return {**self.counters, "retention": retention}
 
     def end_turn(self, node: Compressible, held_before: Iterable[int]) -> Freed:
-        """Compress a node that no request has locked. held_before: CA slots that the nodes before
-        it hold, each."""
+        """Compress a node that no request has locked. held_before: CA entries that the nodes
+        before it keep, each."""
         span = self.rule.dropped(node.start, node.stop, node.prompt_stop)
         return self._compress(node, span, lambda: self._wanted(node, span, held_before))
 
@@ -114,12 +121,14 @@ class Compressor:
     def _wanted(self, node: Compressible, span: DroppedSpan, held_before: Iterable[int]) -> Choice:
         """How many entries of the dropped span the share rule keeps."""
         prompt_stop = min(node.prompt_stop, node.stop)
-        asked = self.allocator.pool.nll[node.value[: prompt_stop - node.start]]
+        nll = None
+        if self.retention.rule.needs_nll:
+            nll = mean_nll(self.allocator.pool.nll[node.value[: prompt_stop - node.start]])
         turn = Turn(
             prompt_tokens=prompt_stop - node.start,
             droppable_tokens=span.num_tokens,
             held_tokens=sum(held_before),
-            nll=mean_nll(asked) if self.retention.rule.needs_nll else None,
+            nll=nll,
         )
         return self.retention.choose(turn)
 
@@ -142,10 +151,11 @@ class Compressor:
         """Let CA heads keep their best `keep` entries of the dropped span; returns how many slots
         the others gave back."""
         span = node.dropped
-        if keep >= span.num_tokens:
-            return 0
         slots = node.value[span.begin : span.end]
         stay, free = selection.compact(slots, node.start + span.begin, keep)
+        node.kept_entries = selection.entries(stay.numel(), keep)
+        if not free.numel():
+            return 0
         node.value[span.begin : span.end] = self.allocator.compact(stay, free)
         self.counters["compacted_tokens"] += free.numel()
         return free.numel()

@@ -70,11 +70,17 @@ class TokenSelection:
         slots: [tokens] int64 in order of position, the first at `first_position`. No request may be
         reading them.
         """
+        if keep >= slots.numel():
+            return slots, slots[:0]
         for index, buffers in enumerate(self.pool.ca):
             if buffers.heads:
                 selected = select(self.scores(index, buffers, slots, first_position), keep)
                 _gather_in_place(buffers, slots, selected)
         return slots[:keep], slots[keep:]
+
+    def entries(self, stay: int, keep: int) -> int:
+        """How many entries of its span a CA head was meant to keep, where so many slots stayed."""
+        return stay
 
     def scores(
         self, index: int, buffers: ClassBuffers, slots: torch.Tensor, first: int

@@ -125,7 +125,7 @@ class HeadSplitAllocator(TokenToKVPoolAllocator):
         """free_index: CA slots, of any integer type: SGLang frees what an aborted or retracted
         request has straight from its row of int32."""
         free_index = free_index.to(torch.int64)
-        if self.pool.state is not None:
+        if self.pool.state is not None or self.pool.packed is not None:
             # Compression leaves the padding slot where a token has no CA entry any more.
             free_index = free_index[free_index > 0]
         if free_index.numel() == 0:

@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.memory_pool import KVCache, KVWriteLoc, unwrap_write_l
 
 from kvtier.errors import StartupError
 from kvtier.heads.profile import HeadProfile
-from kvtier.pool_sizing import PACKED_BYTES, SlotBytes, score_bytes, vote_bytes
+from kvtier.pool_sizing import SlotBytes, packed_bytes, score_bytes, vote_bytes
 from kvtier.retention.shares import PAGE
 from kvtier_kernels import AttentionKernels, HeadMap, RaggedKV
 from kvtier_kernels.fp8 import put, raw, take
@@ -90,6 +90,7 @@ class HeadSplitKVPool(KVCache):
     ca_voted:    [ca_size + 1] float32, 1 where any layer has votes.
 
     packed:      spans of which heads keep different numbers of entries, where `packs`; else None.
+                 With `compensates`, entries of theirs may stand for several tokens.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class HeadSplitKVPool(KVCache):
         state_width: int | None = None,
         merges: bool = False,
         packs: bool = False,
+        compensates: bool = False,
     ) -> None:
         shape = profile.shape
         super().__init__(
@@ -134,7 +136,9 @@ class HeadSplitKVPool(KVCache):
         self.packed: PackedSpans | None = None
         if packs:
             column_cells = cells.k.shape[0] // cells.bases.numel()
-            self.packed = PackedSpans(ca_size + page_size, cells, column_cells)
+            slots = ca_size + page_size
+            votes = shape.group_size if merges else int(compensates)
+            self.packed = PackedSpans(slots, cells, column_cells, votes)
         self.locality_of = torch.zeros(ca_size + 1, dtype=torch.int64, device=device)
         self.settled = torch.zeros(ca_size + 1, dtype=torch.bool, device=device)
         self.log_votes = torch.zeros(locality_size + 1, dtype=torch.float32, device=device)
@@ -147,10 +151,10 @@ class HeadSplitKVPool(KVCache):
             self._every_state = torch.zeros((sum(rows), ca_size + 1), device=device)
             self.state = list(torch.split(self._every_state, rows))
             self.nll = torch.full((ca_size + 1,), torch.nan, device=device)
-        self.group = shape.num_attention_heads // shape.num_kv_heads
+        self.group = shape.group_size
         self.ca_votes: list[torch.Tensor] | None = None
         self.ca_voted = torch.empty(0, device=device)
-        if merges:
+        if merges and not packs:
             self.ca_votes = [
                 torch.zeros((ca_size + 1, len(heads), self.group), device=device)
                 for heads in profile.ca_heads
@@ -210,7 +214,7 @@ class HeadSplitKVPool(KVCache):
         if self.ca_votes is not None:
             scores += vote_bytes(self.profile)
         if self.packed is not None:
-            scores += PACKED_BYTES
+            scores += packed_bytes(self.profile, self.packed.votes)
         return SlotBytes(
             ca=_bytes_per_slot(self.ca) + scores, locality=_bytes_per_slot(self.locality)
         )

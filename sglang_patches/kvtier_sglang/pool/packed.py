@@ -13,7 +13,8 @@ A CA slot is one *cell* for every CA head of every layer, a column. The cells of
 
 A column's pages stand in the column itself first; what does not fit goes to the pages that others
 have left, in order. So counts and slots alone say where everything is. SGLang counts slots, as
-always: its free lists, locks and invariants never notice.
+always: its free lists, locks and invariants never notice. An entry that stands for several tokens
+has as many votes.
 
 A packed slot is not a token of every head any more: `dense_of` leaves it out where attention looks
 for ordinary entries.
@@ -128,21 +129,35 @@ class PackedSpans:
 
     column_cells: of a column, which lie together
     dense_of:     int64 `[slots]`: an ordinary slot's own number, 0 for a packed one
+    log_votes:    float32 `[cells, votes]`, 0 for a token, ln N for an entry that stands for N of
+                  them; None where all stand for one
+    votes:        1, or as many as query heads of a group, which then have votes of their own; 0
+                  where all entries stand for one token
     """
 
-    def __init__(self, slots: int, cells: Cells, column_cells: int) -> None:
-        self.cells, self.column_cells = cells, column_cells
-        self.dense_of = torch.arange(slots, dtype=torch.int64, device=cells.k.device)
+    def __init__(self, slots: int, cells: Cells, column_cells: int, votes: int = 0) -> None:
+        self.cells, self.column_cells, self.votes = cells, column_cells, votes
+        device = cells.k.device
+        self.dense_of = torch.arange(slots, dtype=torch.int64, device=device)
+        self.log_votes = torch.zeros(cells.k.shape[0], votes, device=device) if votes else None
         self._by_first: dict[int, PackedSpan] = {}
+        # Cells that may have votes, by the span's first slot.
+        self._voted: dict[int, torch.Tensor] = {}
 
     def clear(self) -> None:
         self._by_first.clear()
+        self._voted.clear()
         torch.arange(self.dense_of.numel(), out=self.dense_of)
+        if self.log_votes is not None:
+            self.log_votes.zero_()
 
     @property
     def kv(self) -> CellKV:
         """All cells, for attention over lists."""
-        return CellKV(self.cells.k[:, 0], self.cells.v[:, 0], self.column_cells)
+        votes = self.log_votes
+        if votes is not None and votes.shape[1] == 1:
+            votes = votes[:, 0]
+        return CellKV(self.cells.k[:, 0], self.cells.v[:, 0], self.column_cells, votes)
 
     def span(self, slots: torch.Tensor, counts: Sequence[int]) -> PackedSpan:
         """The span of columns that keep so many entries in these whole bundles."""
@@ -154,12 +169,28 @@ class PackedSpans:
         self.dense_of.index_fill_(0, slots, 0)
         self._by_first[int(slots[0])] = span
 
+    def vote(self, span: PackedSpan, columns: Sequence[int], log_votes: float) -> torch.Tensor:
+        """Give the last entry of each of these columns so many votes; returns their cells."""
+        assert self.log_votes is not None, "packed spans without votes"
+        ends = [span.indptr[column + 1] - 1 for column in columns]
+        cells = span.cells[torch.tensor(ends, device=span.slots.device)]
+        self.log_votes.index_fill_(0, cells, log_votes)
+        self._voted[int(span.slots[0])] = cells
+        return cells
+
+    def let_vote(self, span: PackedSpan) -> None:
+        """Any entry of a span may be given votes in `log_votes`, which end with the span."""
+        self._voted[int(span.slots[0])] = span.cells
+
     def forget(self, slots: torch.Tensor) -> None:
         """These slots are free: they are ordinary again. slots: of whole spans, and others."""
         if not self._by_first:
             return
         for first in slots[self.dense_of[slots] == 0].tolist():
             self._by_first.pop(first, None)
+            voted = self._voted.pop(first, None)
+            if voted is not None and self.log_votes is not None:
+                self.log_votes.index_fill_(0, voted, 0.0)
         self.dense_of[slots] = slots
 
     def in_row(self, row: torch.Tensor) -> tuple[PackedSpan, ...]:
@@ -179,6 +210,11 @@ class PackedSpans:
         slots = torch.cat(held) if held else free[:0]
         if torch.unique(slots).numel() != slots.numel():
             yield "a slot is in two packed spans"
+        if self.log_votes is not None:
+            voted = torch.cat([*self._voted.values(), slots[:0]])
+            found = torch.nonzero(self.log_votes.any(-1)).flatten()
+            if not bool(torch.isin(found, voted).all()):
+                yield "an entry has votes that is in no packed span"
         if bool(torch.isin(slots, free).any()):
             yield "a free slot is packed"
         packed = torch.nonzero(self.dense_of == 0).flatten()

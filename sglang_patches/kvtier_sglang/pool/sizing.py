@@ -34,10 +34,19 @@ def size_pools(
     itemsize = configurator.kv_cache_dtype.itemsize
     merges = settings.merge.is_on
     width, packs = state_width(settings), settings.packs
-    ranks = [
-        with_tables(slot_bytes(profile, itemsize, state_width=width, merges=merges, packs=packs))
+    compensates = packs and not settings.competes
+    slots = [
+        slot_bytes(
+            profile,
+            itemsize,
+            state_width=width,
+            merges=merges,
+            packs=packs,
+            compensates=compensates,
+        )
         for profile in profiles
     ]
+    ranks = [with_tables(one) for one in slots]
     longest = configurator.model_config.context_len
     plan = plan_ranks(budget_bytes, ranks, session_shape(settings, longest))
     # What is kept beside the KV is not in SGLang's bytes of a token.

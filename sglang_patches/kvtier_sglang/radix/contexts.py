@@ -17,7 +17,7 @@ def pruned_ranges(node: KvNode) -> list[PrunedRange]:
     for one in node.path():
         begin, end = one.dropped
         kept = one.kept
-        if 0 < kept < end - begin:
+        if 0 < kept < end - begin and one.ca_size < len(one.key):
             found.append(PrunedRange(one.start + begin, one.start + end, kept))
     return sorted(found, key=lambda pruned: pruned.begin)
 

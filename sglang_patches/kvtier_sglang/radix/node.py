@@ -29,6 +29,7 @@ class KvNode(TreeNode):
                     a token without one is 0, SGLang's padding slot.
     exact:          its KV was computed with nothing before it dropped.
     choice:         how much of the dropped span CA heads keep, and why; None where they keep all.
+    kept_entries:   entries of the dropped span that a CA head keeps; None where they keep all.
     sent_tokens:    tokens whose exact KV was handed over for the tier.
     restored_tokens: tokens whose KV came from the tier.
     """
@@ -56,6 +57,7 @@ class KvNode(TreeNode):
         self.ca_size = 0
         self.exact = True
         self.choice: Choice | None = None
+        self.kept_entries: int | None = None
         self.sent_tokens = self.restored_tokens = 0
 
     @property
@@ -77,8 +79,12 @@ class KvNode(TreeNode):
     @property
     def kept(self) -> int:
         """CA entries that are left of the dropped span."""
-        begin, end = self.dropped
-        return int(torch.count_nonzero(self.value[begin:end]))
+        return self.dropped.num_tokens if self.kept_entries is None else self.kept_entries
+
+    @property
+    def ca_entries(self) -> int:
+        """Entries that a CA head keeps of the node; none of what a memory stands for."""
+        return len(self.key) - self.dropped.num_tokens + self.kept if self.ca_size else 0
 
     def attach(self, child: KvNode) -> None:
         first = child.key.child_key()
@@ -112,6 +118,7 @@ class KvNode(TreeNode):
         elif self.dropped.num_tokens:
             upper.dropped, self.dropped = self.dropped, NOTHING_DROPPED
             upper.choice, self.choice = self.choice, None
+            upper.kept_entries, self.kept_entries = self.kept_entries, None
         upper.sent_tokens = min(self.sent_tokens, at)
         upper.restored_tokens = min(self.restored_tokens, at)
         self.sent_tokens -= upper.sent_tokens
@@ -126,7 +133,7 @@ class KvNode(TreeNode):
         self.value = torch.cat((upper.value, self.value))
         self.start = upper.start
         self.dropped, self.exact = upper.dropped, upper.exact and self.exact
-        self.choice = upper.choice
+        self.choice, self.kept_entries = upper.choice, upper.kept_entries
         self.sent_tokens += upper.sent_tokens
         self.restored_tokens += upper.restored_tokens
         self.locality_size += upper.locality_size

@@ -14,7 +14,7 @@ def compress_path(tree: VariantRadixTree, compressor: Compressor, node: KvNode) 
         if not node.compressed and node.lock_ref == 0:
             node = tree.merge_upwards(node)
             parent = node.parent
-            held = (one.ca_size for one in parent.path())
+            held = (one.ca_entries for one in parent.path())
             tree.shrink(node, *compressor.end_turn(node, held))
             tree.remove_duplicate(node)
         node = parent

@@ -28,7 +28,8 @@ import torch
 from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
 from kvtier.tier.transport.deadline import Deadline
-from kvtier_kernels.fp8 import put
+from kvtier_kernels import HeadMap
+from kvtier_kernels.fp8 import put, take
 from kvtier_sglang.pool.allocator import HeadSplitAllocator
 from kvtier_sglang.refresh.sources import RefreshSource
 
@@ -80,17 +81,17 @@ class Active:
 class Refresher:
     """See the module docstring.
 
-    spare_entries: private slots of a range beside those of its kept entries, here for the entry of
-                   what is like none of them.
+    heads: per layer, those whose entries are chosen again; None: all CA heads.
     """
 
-    spare_entries = 1
-
-    def __init__(self, rule: RefreshRule, contexts: Contexts) -> None:
+    def __init__(
+        self, rule: RefreshRule, contexts: Contexts, heads: Sequence[HeadMap] | None = None
+    ) -> None:
         self.contexts = contexts
         self.allocator = allocator = contexts.allocator
         self.pool = allocator.pool
         self.rule = rule
+        self.heads = [buffers.head_map for buffers in self.pool.ca] if heads is None else heads
         self.counters: Counter[str] = Counter()
         self.refresh_s = 0.0
         self._waiting: dict[str, Refreshing] = {}
@@ -162,7 +163,7 @@ class Refresher:
 
     def _begin(self, refreshing: Refreshing, row: torch.Tensor) -> bool:
         """Give a request entries of its own; False where there is no room for them."""
-        if not self._allocate(refreshing):
+        if not self._allocate(refreshing, row):
             self.counters["refresh_no_room"] += 1
             return False
         self._point(refreshing, row)
@@ -184,8 +185,8 @@ class Refresher:
         self.refresh_s += time.monotonic() - began
         return True
 
-    def _allocate(self, refreshing: Refreshing) -> bool:
-        needs = [pruned.kept + self.spare_entries for pruned in refreshing.ranges]
+    def _allocate(self, refreshing: Refreshing, row: torch.Tensor) -> bool:
+        needs = self._needs(refreshing, row)
         self.contexts.make_room(sum(needs))
         slots = self._slots(sum(needs))
         if slots is None:
@@ -193,6 +194,11 @@ class Refresher:
         self.contexts.hold_private(sum(needs))
         refreshing.slots = list(torch.split(slots, needs))
         return True
+
+    def _needs(self, refreshing: Refreshing, row: torch.Tensor) -> list[int]:
+        """How many slots of its own each range of a request takes: one for each entry, and one for
+        the entry of what is like none of them."""
+        return [pruned.kept + 1 for pruned in refreshing.ranges]
 
     def _slots(self, count: int) -> torch.Tensor | None:
         """So many slots of a request's own."""
@@ -231,14 +237,14 @@ class Refresher:
 
         q: `[tokens, KV heads, group, dim]`, all heads, rotated.
         """
-        buffers = self.pool.ca[index]
-        if not (buffers.heads and self._active):
+        heads = self.heads[index]
+        if not (heads.heads and self._active):
             return []
         windows = []
         began = time.monotonic()
         newest = self.rule.keepkv.window_queries
         for active in self._active:
-            window = QueryWindow(buffers.select(q[active.rows][-newest:]), scale)
+            window = QueryWindow(heads.select(q[active.rows][-newest:]), scale)
             refreshing = active.refreshing
             windows.append((active.rid, window))
             if refreshing.source is None:
@@ -253,13 +259,22 @@ class Refresher:
         self, index: int, refreshing: Refreshing, source: RefreshSource, window: QueryWindow
     ) -> bool:
         """Choose a request's entries of one layer again; False where the source has failed."""
-        heads = self.pool.ca[index].heads
-        chosen = source.choose(index, heads, window, self._deadline)
+        chosen = source.choose(index, self.heads[index].heads, window, self._deadline)
         if chosen is None:
             return False
         for slots, one in zip(refreshing.slots, chosen, strict=True):
             self._write(index, slots, one)
         return True
+
+    def own_keys(
+        self, index: int, slots: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The keys of a request's own entries in one layer, `[heads, entries, dim]`, and their
+        log-votes `[heads, group, entries]`, None where there are none."""
+        every = torch.cat(list(slots))
+        votes = self.pool.ca_votes
+        keys = take(self.pool.ca[index].k, 0, every).transpose(0, 1)
+        return keys, None if votes is None else votes[index][every].permute(1, 2, 0)
 
     def end_pass(self) -> None:
         """The pass is over: what was refreshed needs its source no more."""

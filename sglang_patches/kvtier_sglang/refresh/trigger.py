@@ -22,7 +22,6 @@ import torch
 
 from kvtier.errors import UsageError
 from kvtier.retention.keepkv import QueryWindow
-from kvtier_kernels.fp8 import take
 from kvtier_sglang.refresh.prefetch import CompactedContext, RefreshPrefetch
 from kvtier_sglang.refresh.refresher import Refresher, Refreshing
 
@@ -107,10 +106,10 @@ class RefreshTrigger:
     def record(self, index: int, q: torch.Tensor) -> None:
         """The queries of a decode pass in the pool's `index`-th layer: `[tokens, KV heads, group,
         dim]`."""
-        buffers = self.refresher.pool.ca[index]
+        heads = self.refresher.heads[index]
         for place, watched in self._rows:
             if index in watched.windows:
-                self._remember(watched, index, buffers.select(q[place : place + 1]))
+                self._remember(watched, index, heads.select(q[place : place + 1]))
 
     def _remember(self, watched: Watched, index: int, q: torch.Tensor) -> None:
         newest = self.refresher.rule.keepkv.window_queries
@@ -143,14 +142,12 @@ class RefreshTrigger:
     def _look(self, watched: Watched) -> dict[int, torch.Tensor]:
         """What the newest queries look at among a request's own entries: float32
         `[heads, entries]` by layer, each row of sum 1."""
-        slots = torch.cat(watched.refreshing.slots)
         found = {}
         for index, window in self._windows(watched).items():
-            keys = take(self.refresher.pool.ca[index].k, 0, slots).float()
-            logits = torch.einsum("whgd,nhd->whgn", window.q.float(), keys) * window.scale
-            votes = self.refresher.pool.ca_votes
+            keys, votes = self.refresher.own_keys(index, watched.refreshing.slots)
+            logits = torch.einsum("whgd,hnd->whgn", window.q.float(), keys.float()) * window.scale
             if votes is not None:
-                logits += votes[index][slots].permute(1, 2, 0)
+                logits += votes
             found[index] = torch.softmax(logits, dim=-1).mean(dim=(0, 2))
         return found
 

@@ -17,7 +17,6 @@ import torch
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.tier.prefetch.host import HostSpans
 from kvtier_sglang.ranks import Awaited
-from kvtier_sglang.refresh.packed import HeadsCompete, PackedRefresher
 from kvtier_sglang.refresh.prefetch import CompactedContext, RefreshPrefetch
 from kvtier_sglang.refresh.refresher import Contexts, Refresher, Refreshing
 from kvtier_sglang.refresh.sources import FetchedSource, RefreshSource
@@ -154,22 +153,20 @@ def make_turn_refresh(
     *,
     near_data: bool = False,
     trigger: TriggerRule | None = None,
-    selection: HeadsCompete | None = None,
+    make_refresher: Callable[[RefreshRule, Contexts], Refresher] = Refresher,
 ) -> MakeRefresh | None:
     """How a cache's contexts are refreshed by a rule; None where there is none.
 
     near_data: whether the tier chooses where it can. trigger: when entries are chosen again while
-    a turn is generated, None: not at all. selection: how heads compete for entries, where they do;
-    then there is neither.
+    a turn is generated, None: not at all. make_refresher: of the entries as they are kept. Where
+    heads compete there is neither.
     """
     if rule is None:
         return None
 
     def make(tier: TierConnector, contexts: Contexts) -> TurnRefresh:
-        heads = [buffers.heads for buffers in contexts.allocator.pool.ca]
-        refresher = Refresher(rule, contexts)
-        if selection is not None:
-            refresher = PackedRefresher(rule, contexts, selection)
+        refresher = make_refresher(rule, contexts)
+        heads = [layer.heads for layer in refresher.heads]
         prefetch = RefreshPrefetch(
             tier.link, lambda: tier.names, tier.layouts, rule, heads, near_data=near_data
         )

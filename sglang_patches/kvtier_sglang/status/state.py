@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtier_sglang.compression.compressor import Compressor
+from kvtier_sglang.compression.packing import AdaptiveSelection
 from kvtier_sglang.radix.cache import KvtierRadixCache
 from kvtier_sglang.status.figures import read_all
 from kvtier_sglang.status.sessions import sessions
@@ -51,18 +52,18 @@ def _policy(cache: KvtierRadixCache) -> dict[str, Any]:
     """What is kept, by which settings."""
     pool, compressor, rule = cache.allocator.pool, cache.compressor, cache.compressor.rule
     profile = cache.allocator.pool.profile
-    selection = compressor.selection
+    scorer = compressor.scorer
     return {
         "ca_heads": profile.num_ca_heads,
         "heads": profile.shape.num_layers * profile.shape.num_kv_heads,
         "head_method": profile.method,
-        "heads_compete": pool.packed is not None,
+        "heads_compete": isinstance(compressor.selection, AdaptiveSelection),
         "sink_tokens": rule.sink_tokens,
         "recent_tokens": rule.recent_tokens,
         "compensation": rule.compensation,
         "share_rule": compressor.share.name,
         "share": _numbers(compressor.share),
-        "scorer": None if selection is None else selection.scorer.name,
+        "scorer": None if scorer is None else scorer.name,
         "streaming_prefill": cache.matching.streaming,
         "refreshes": cache.refresh is not None,
         "dtype": str(pool.dtype).removeprefix("torch."),

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from kvtier.config import Settings
 from kvtier.config.sections import TierSettings
 from kvtier.heads.model.config import model_name
-from kvtier.heads.profile import HeadProfile
+from kvtier.heads.profile import HeadProfile, load_profile
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.rules import scorer_of
 from kvtier.retention.shares import asked_share
@@ -86,15 +86,25 @@ class NamedModel:
         return self._identity.adapter(lora_id)
 
 
+def budgets_profile(settings: Settings) -> HeadProfile | None:
+    """The head profile by which heads of one pool keep different numbers of entries, where they
+    do. Raises HeadProfileError for a file that is none."""
+    if settings.head_budgets != "profile" or settings.head_profile is None:
+        return None
+    return load_profile(settings.head_profile)
+
+
 def _policy(settings: Settings, profile: HeadProfile, rule: LocalityRule) -> str:
     """A digest of everything that decides what a later turn sees of an earlier one."""
     scorer, share = scorer_of(settings), asked_share(settings)
+    anchored = budgets_profile(settings)
     return _digest(
         {
             "ca_heads": profile.ca_heads,
             "rule": asdict(rule),
             "prefill": settings.prefill,
             **({"head_budgets": settings.head_budgets} if settings.packs else {}),
+            **({"anchored": anchored.ca_heads} if anchored else {}),
             "share": None if share is None else [share.rule.name, share.number],
             scorer.name: scorer.parameters(),
         }

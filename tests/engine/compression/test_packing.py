@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.heads.profile import ModelShape, full_profile
-from kvtier.retention.head_budgets import adaptive_selection
+from kvtier.retention.head_budgets import adaptive_selection, profile_slots
 from kvtier.retention.scorers import TokenScorer
 from kvtier.retention.shares import PAGE, whole_pages
 from kvtier_kernels import RaggedKV, get_kernels
 from kvtier_sglang.attention.lists import RequestLists
-from kvtier_sglang.compression.packing import AdaptiveSelection
+from kvtier_sglang.compression.packing import AdaptiveSelection, ProfileSelection
 from kvtier_sglang.pool.allocator import HeadSplitAllocator
 from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
 from kvtier_sglang.pool.packed import PackedSpan, bundles_first
@@ -40,10 +40,10 @@ class LastDimension(TokenScorer):
         return span.keys[..., -1].float()
 
 
-def a_pool(seed: int) -> HeadSplitKVPool:
+def a_pool(seed: int, *, compensates: bool = False) -> HeadSplitKVPool:
     pool = HeadSplitKVPool(
         SLOTS, SLOTS, profile=full_profile(SHAPE), dtype=torch.float32, device="cpu", start_layer=0,
-        state_width=0, packs=True,
+        state_width=0, packs=True, compensates=compensates,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     for buffers in pool.ca:
@@ -239,4 +239,55 @@ def test_prompts_take_whole_bundles_and_what_is_generated_takes_what_is_left():
     own = allocator.alloc_bundles(48)
     assert bundles_first(own)[1] == 48
     assert allocator.alloc_bundles(96) is None
+    assert allocator.check_integrity() == []
+
+
+ANCHORED = ((1,), (0, 2))
+
+
+def by_profile(pool: HeadSplitKVPool, *, compensation: bool = True) -> ProfileSelection:
+    return ProfileSelection(
+        pool, LastDimension(), [None] * LAYERS, anchored=ANCHORED, most_anchored=3,
+        compensation=compensation,
+    )  # fmt: skip
+
+
+@given(
+    seed=st.integers(0, 1000), tokens=st.integers(40, SLOTS), share=st.floats(0.05, 1),
+    compensation=st.booleans(),
+)  # fmt: skip
+def test_anchored_heads_keep_their_best_and_the_others_one_entry_for_all(
+    seed, tokens, share, compensation
+):
+    pool = a_pool(seed, compensates=True)
+    allocator = HeadSplitAllocator(pool, streaming_tokens=None, need_sort=False)
+    slots = allocator.alloc(tokens)
+    allocator.free_locality(slots)
+    keys = entries(pool, slots)
+    keep = whole_pages(int(share * tokens), tokens)
+    selection = by_profile(pool, compensation=compensation)
+    stay, free = selection.compact(slots, 0, keep)
+    wanted = profile_slots(keep, 3, LAYERS * HEADS)
+    if not free.numel():
+        assert wanted >= tokens or wanted > bundles_first(slots)[1]
+        return
+    assert stay.numel() == wanted
+    allocator.compact(stay, free)
+    assert allocator.check_integrity() == []
+    (span,) = pool.packed.in_row(stay)
+    for column, k in enumerate(keys):
+        own = span.cells[span.indptr[column] : span.indptr[column + 1]]
+        found, votes = pool.packed.cells.k[own, 0], pool.packed.log_votes[own, 0]
+        if column % HEADS in ANCHORED[column // HEADS]:
+            best = k[k[:, -1].topk(keep).indices]
+            assert {tuple(one) for one in found.tolist()} == {tuple(one) for one in best.tolist()}
+            assert not votes.any()
+        elif compensation:
+            torch.testing.assert_close(found, k.mean(0, keepdim=True))
+            torch.testing.assert_close(votes, torch.tensor([math.log(tokens)]))
+        else:
+            assert not own.numel()
+        torch.testing.assert_close(pool.packed.cells.v[own, 0], -found)
+    allocator.free(stay)
+    assert not pool.packed.log_votes.any()
     assert allocator.check_integrity() == []
