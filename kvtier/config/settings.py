@@ -199,6 +199,11 @@ class Settings(BaseModel):
         return self.head_budgets == "adaptive"
 
     @property
+    def compensates(self) -> bool:
+        """Whether heads of one pool keep an entry for all that they drop."""
+        return self.packs and not self.competes and self.locality.compensation
+
+    @property
     def memory_folder(self) -> Path | None:
         """The directory that `memory` names; None where it names none."""
         return None if self.memory is None or self.memory == STORE else Path(self.memory)

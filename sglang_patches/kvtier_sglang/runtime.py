@@ -180,7 +180,7 @@ class Runtime:
             state_width=state_width(self.settings) if radix else None,
             merges=radix and self.settings.merge.is_on,
             packs=radix and self.settings.packs,
-            compensates=radix and self.settings.packs and not self.settings.competes,
+            compensates=radix and self.settings.compensates,
         )
         logger.info(
             "kvtier pools: %d CA slots, %d locality slots, %d of %d KV heads CA",
@@ -272,7 +272,7 @@ class Runtime:
             pool,
             scorer,
             rotated,
-            anchored=profile.of_rank(ranks.rank, ranks.size).ca_heads,
+            profile=profile.of_rank(ranks.rank, ranks.size),
             most_anchored=max(one.num_ca_heads for one in ranks.profiles(profile)),
             compensation=settings.locality.compensation,
             spare=int(settings.merge.is_on),

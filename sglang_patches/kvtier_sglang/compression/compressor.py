@@ -82,8 +82,9 @@ class Compressor:
     @property
     def scorer(self) -> TokenScorer | None:
         """What says which tokens CA heads keep; None where they keep all."""
-        asked = self.selection is not None and self.allocator.pool.state is not None
-        return self.selection.scorer if asked and self.selection else None
+        if self.selection is None or self.allocator.pool.state is None:
+            return None
+        return self.selection.scorer
 
     def report(self) -> dict[str, Any]:
         """For the server's internal state: what was let go, and by which scorer and share rule."""

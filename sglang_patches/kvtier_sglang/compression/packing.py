@@ -15,11 +15,13 @@ mean of all with as many votes.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from kvtier.heads.profile import HeadProfile
 from kvtier.heads.reference.rotation import KeyRotation
 from kvtier.retention.head_budgets import adaptive_selection, profile_slots
 from kvtier.retention.scorers import TokenScorer, select
@@ -44,15 +46,15 @@ class Kept(NamedTuple):
     slots: int
 
 
-class PackedSelection(TokenSelection):
+class PackedSelection(TokenSelection, ABC):
     """See the module docstring. Its pool packs."""
 
+    @abstractmethod
     def choose(
         self, slots: torch.Tensor, first_position: int, keep: int, whole: int
     ) -> Kept | None:
         """What is kept of a span; None where it stays as it is. Arguments as of `compact`; whole:
         how many of the slots are in whole bundles."""
-        raise NotImplementedError
 
     def compact(
         self, slots: torch.Tensor, first_position: int, keep: int
@@ -70,9 +72,7 @@ class PackedSelection(TokenSelection):
             held[list(chosen.means)] += 1
         counts = held.tolist()
         heads = [(b, head) for b in self.pool.ca for head in range(len(b.heads))]
-        for (buffers, head), mine, count in zip(heads, chosen.entries, counts, strict=True):
-            if count == slots.numel():
-                continue
+        for (buffers, head), mine in zip(heads, chosen.entries, strict=True):
             those = slots[mine]
             for side in buffers.sides:
                 column = side[:, head]
@@ -128,7 +128,7 @@ class ProfileSelection(PackedSelection):
     """What a head profile says: anchored heads keep their best entries, all the same number, and
     the others one for all.
 
-    anchored:      this rank's anchored heads of each layer
+    profile:       of this rank's heads
     most_anchored: how many the rank has that has most: all ranks free the same slots
     compensation:  whether the other heads keep their mean, or nothing
     spare:         entries that anchored heads may want beside those they keep
@@ -140,22 +140,24 @@ class ProfileSelection(PackedSelection):
         scorer: TokenScorer,
         rotations: Sequence[KeyRotation | None],
         *,
-        anchored: Sequence[tuple[int, ...]],
+        profile: HeadProfile,
         most_anchored: int,
         compensation: bool,
         spare: int = 0,
     ) -> None:
         super().__init__(pool, scorer, rotations)
-        self._most_anchored, self._spare = most_anchored, spare
+        self.profile, self._most_anchored, self._spare = profile, most_anchored, spare
         self.anchored_heads = [
             HeadMap(heads, torch.tensor(heads, dtype=torch.int64, device=pool.device))
-            for heads in anchored
+            for heads in profile.ca_heads
         ]
         self._anchored = [
-            index * pool.head_num + head for index, heads in enumerate(anchored) for head in heads
+            index * pool.head_num + head
+            for index, heads in enumerate(profile.ca_heads)
+            for head in heads
         ]
-        columns = range(pool.layer_num * pool.head_num)
-        self._means = [c for c in columns if c not in set(self._anchored)] if compensation else []
+        others = set(range(pool.layer_num * pool.head_num)) - set(self._anchored)
+        self._means = sorted(others) if compensation else []
 
     def entries(self, stay: int, keep: int) -> int:
         """As the base's: here slots are no entries."""
@@ -172,9 +174,11 @@ class ProfileSelection(PackedSelection):
         if stay >= tokens or stay > whole:
             return None
         entries = torch.zeros((columns, tokens), dtype=torch.bool, device=slots.device)
-        entries[self._anchored] = keep == tokens
+        if keep == tokens:
+            entries[self._anchored] = True
+            return Kept(entries, self._means, stay)
         for index, layer in enumerate(self.anchored_heads):
-            if keep == tokens or not layer.heads:
+            if not layer.heads:
                 continue
             scores = self.scores(index, self.pool.ca[index], slots, first_position)[layer.ids]
             mine = entries[index * heads : (index + 1) * heads]

@@ -115,6 +115,15 @@ class PackedSpan:
         """Where each column's entries begin in `cells`, and where the last one's end."""
         return (0, *accumulate(self.counts))
 
+    def of_column(self, column: int) -> torch.Tensor:
+        """int64 `[entries]`: the cells of one column's entries. It asks the device for nothing."""
+        first = sum(-(-count // PAGE) for count in self.counts[:column])
+        pages = self.words[first : first - (-self.counts[column] // PAGE)].to(torch.int64)
+        step = torch.arange(PAGE, device=pages.device)
+        # All pages of a column but the last are full.
+        cells = (pages[:, None] >> ENTRY_BITS) * PAGE + step
+        return cells.flatten()[: self.counts[column]]
+
     @property
     def cells(self) -> torch.Tensor:
         """int64 `[entries]`: the cell of every entry, column by column."""
@@ -172,8 +181,7 @@ class PackedSpans:
     def vote(self, span: PackedSpan, columns: Sequence[int], log_votes: float) -> torch.Tensor:
         """Give the last entry of each of these columns so many votes; returns their cells."""
         assert self.log_votes is not None, "packed spans without votes"
-        ends = [span.indptr[column + 1] - 1 for column in columns]
-        cells = span.cells[torch.tensor(ends, device=span.slots.device)]
+        cells = torch.cat([span.of_column(column)[-1:] for column in columns])
         self.log_votes.index_fill_(0, cells, log_votes)
         self._voted[int(span.slots[0])] = cells
         return cells

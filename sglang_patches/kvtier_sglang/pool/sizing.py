@@ -34,7 +34,6 @@ def size_pools(
     itemsize = configurator.kv_cache_dtype.itemsize
     merges = settings.merge.is_on
     width, packs = state_width(settings), settings.packs
-    compensates = packs and not settings.competes
     slots = [
         slot_bytes(
             profile,
@@ -42,7 +41,7 @@ def size_pools(
             state_width=width,
             merges=merges,
             packs=packs,
-            compensates=compensates,
+            compensates=settings.compensates,
         )
         for profile in profiles
     ]

@@ -115,10 +115,9 @@ class AdaptiveRefresher(PackedRefresher):
         state = k.new_empty(heads, 0, tokens, dtype=torch.float32)
         worth = self.selection.score(index, k, v, state, pruned.begin)
         (span,) = self.packed.in_row(slots)
-        place, indptr = span.cells, span.indptr
         for head in range(heads):
             column = self._first_column[index] + head
-            own = place[indptr[column] : indptr[column + 1]]
+            own = span.of_column(column)
             mine = slice(head, head + 1)
             queries = QueryWindow(window.q[:, mine], window.scale)
             kept = choose_again(
@@ -147,8 +146,8 @@ class ProfileRefresher(PackedRefresher):
 
     def _copy(self, shared: PackedSpan, own: PackedSpan) -> None:
         packed, place = self.packed, own.cells
-        bounds = zip(own.indptr, shared.counts, strict=False)
-        into = torch.cat([place[begin : begin + count] for begin, count in bounds])
+        begun = zip(own.indptr, shared.counts, strict=False)
+        into = torch.cat([place[begin : begin + count] for begin, count in begun])
         packed.cells.move(shared.cells, into)
         if packed.log_votes is None:
             return
@@ -164,8 +163,7 @@ class ProfileRefresher(PackedRefresher):
     def _own(self, index: int, slots: torch.Tensor) -> torch.Tensor:
         """int64 `[heads, entries]`: the cells of a layer's anchored heads in a request's range."""
         (span,) = self.packed.in_row(slots)
-        place, indptr = span.cells, span.indptr
-        return torch.stack([place[indptr[c] : indptr[c + 1]] for c in self._columns[index]])
+        return torch.stack([span.of_column(column) for column in self._columns[index]])
 
     def _write(self, index: int, slots: torch.Tensor, chosen: Chosen) -> None:
         packed, own = self.packed, self._own(index, slots)

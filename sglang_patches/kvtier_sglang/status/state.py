@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtier_sglang.compression.compressor import Compressor
-from kvtier_sglang.compression.packing import AdaptiveSelection
+from kvtier_sglang.compression.packing import AdaptiveSelection, ProfileSelection
 from kvtier_sglang.radix.cache import KvtierRadixCache
 from kvtier_sglang.status.figures import read_all
 from kvtier_sglang.status.sessions import sessions
@@ -51,13 +51,14 @@ def status_of(cache: KvtierRadixCache) -> dict[str, Any]:
 def _policy(cache: KvtierRadixCache) -> dict[str, Any]:
     """What is kept, by which settings."""
     pool, compressor, rule = cache.allocator.pool, cache.compressor, cache.compressor.rule
-    profile = cache.allocator.pool.profile
-    scorer = compressor.scorer
+    selection, scorer = compressor.selection, compressor.scorer
+    # Where heads share one pool, the pool's own profile has all heads in one class.
+    profile = selection.profile if isinstance(selection, ProfileSelection) else pool.profile
     return {
         "ca_heads": profile.num_ca_heads,
         "heads": profile.shape.num_layers * profile.shape.num_kv_heads,
         "head_method": profile.method,
-        "heads_compete": isinstance(compressor.selection, AdaptiveSelection),
+        "heads_compete": isinstance(selection, AdaptiveSelection),
         "sink_tokens": rule.sink_tokens,
         "recent_tokens": rule.recent_tokens,
         "compensation": rule.compensation,

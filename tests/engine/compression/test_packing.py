@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvtier.heads.profile import ModelShape, full_profile
+from kvtier.heads.profile import HeadProfile, ModelShape, full_profile
 from kvtier.retention.head_budgets import adaptive_selection, profile_slots
 from kvtier.retention.scorers import TokenScorer
 from kvtier.retention.shares import PAGE, whole_pages
@@ -84,6 +84,7 @@ def test_every_page_has_a_place_of_its_own_and_its_own_column_first(counts, more
     slots = (order[:, None] * PAGE + torch.arange(PAGE)).flatten()
     cells = (span := pool.packed.span(slots, counts)).cells
     assert torch.unique(cells).numel() == cells.numel() == sum(counts)
+    assert torch.equal(torch.cat([span.of_column(column) for column in range(n)]), cells)
     allowed = pool.packed.cells.of(slice(None), slots)
     assert torch.isin(cells, allowed).all()
     for column, (begin, count) in enumerate(zip(span.indptr, counts, strict=False)):
@@ -95,6 +96,8 @@ def test_every_page_has_a_place_of_its_own_and_its_own_column_first(counts, more
 
 
 @given(seed=st.integers(0, 1000), tokens=st.integers(17, SLOTS), share=st.floats(0.05, 0.95))
+# A head that keeps all.
+@example(seed=1, tokens=17, share=0.75)
 def test_the_best_pages_of_all_heads_stay(seed, tokens, share):
     pool = a_pool(seed)
     # Some of whole bundles and some not, in any order.
@@ -247,8 +250,8 @@ ANCHORED = ((1,), (0, 2))
 
 def by_profile(pool: HeadSplitKVPool, *, compensation: bool = True) -> ProfileSelection:
     return ProfileSelection(
-        pool, LastDimension(), [None] * LAYERS, anchored=ANCHORED, most_anchored=3,
-        compensation=compensation,
+        pool, LastDimension(), [None] * LAYERS, most_anchored=3, compensation=compensation,
+        profile=HeadProfile(model="test", shape=SHAPE, method="test", ca_heads=ANCHORED),
     )  # fmt: skip
 
 

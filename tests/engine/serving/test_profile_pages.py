@@ -100,6 +100,23 @@ def test_one_pool_says_what_two_slot_spaces_say(tmp_path, settings, flags, ranks
 
 @pytest.mark.parametrize(
     "settings",
+    [{"KVTIER_REFRESH": "4"}, {"KVTIER_REFRESH": "4", "KVTIER_MERGE": "beta"},
+     {"KVTIER_REFRESH": "turn", "KVTIER_REFRESH_MOVED": "0.05"}],
+    ids=["every four tokens", "merged", "moved"],
+)  # fmt: skip
+def test_one_pool_is_refreshed_while_a_turn_is_generated(tmp_path, settings):
+    """Asked again until what is chosen in the background has come before the end of an answer."""
+    longer = [[{**one, "max_new_tokens": 80} for one in asked] for asked in turn_by_turn()[:2]]
+    longer += [{"until": "refreshed_again", "request": longer[1][0]}]
+    env = {**RULE, **settings, **ONE_POOL, "KVTIER_RETENTION": "0.4"}
+    with live_tier(tmp_path, "--memory", "512m") as tier:
+        out = run_engine(tmp_path, ENGINE, longer, env | {"KVTIER_TIER": tier.address})
+    assert out["state"]["integrity"] == []
+    assert out["state"]["tier"]["refreshed_again"] > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
     [{}, {"KVTIER_MERGE": "beta"}, {"KVTIER_REFRESH_BY": "near-data"}],
     ids=["refreshed", "merged", "near data"],
 )
