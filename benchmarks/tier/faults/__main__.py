@@ -92,6 +92,7 @@ def declare(arguments: Arguments) -> None:
     arguments.add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="(all)")
     arguments.whole("--sessions", SESSIONS, "different ones")
     arguments.whole("--rounds", 8, "of throughput", least=0)
+    arguments.add("--tier-patience-s", type=float, help="of the engine whose tier fails (measured)")
 
 
 def run(options: Options) -> Measured:
@@ -119,6 +120,7 @@ def run(options: Options) -> Measured:
         "device_tokens": DEVICE_TOKENS,
         "tier_span_tokens": SPAN_TOKENS,
         "tier_timeout_s": TIMEOUT_S,
+        "tier_patience_s": options.tier_patience_s,
         "seed": options.seed,
     }
     figures = {"settings": settings, "outcome": outcome.model_dump()}
@@ -178,7 +180,10 @@ def under_faults(
     mine.mkdir()
     address = free_address()
     outcomes = []
-    with running_engine(mine, options.model_path, sessions, {"TIER": address}) as engine:
+    settings = {"TIER": address}
+    if options.tier_patience_s is not None:
+        settings["TIER_PATIENCE_S"] = str(options.tier_patience_s)
+    with running_engine(mine, options.model_path, sessions, settings) as engine:
         engine.tell("take", answers=answers)
         engine.tell("start", seed=options.seed)
         for number, name in enumerate(options.kinds):
