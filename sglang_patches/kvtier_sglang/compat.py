@@ -27,8 +27,6 @@ from kvtier_kernels import (
 from kvtier_sglang.support import check_config
 
 NAME = "kvtier"
-# Attention kernels that are tested over packed spans.
-PACKING_KERNELS = ("reference", "triton")
 # KV caches of one byte a number.
 FP8 = ("fp8_e4m3", "fp8_e5m2")
 logger = logging.getLogger(__name__)
@@ -121,10 +119,7 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
     _check_ranks(server_args, settings)
     _check_drafts(server_args, settings)
     _check_memory(server_args, settings)
-    kernels = kernels_of(settings, server_args)
-    if settings.packs and kernels.name not in PACKING_KERNELS:
-        expected = f"{' or '.join(PACKING_KERNELS)} with head_budgets = adaptive"
-        raise ConfigurationError("kernels", expected, kernels.name)
+    kernels_of(settings, server_args)
     scorer_of(settings)
     asked_share(settings)
     if server_args.radix_cache_backend == NAME and server_args.attention_backend != NAME:

@@ -3,7 +3,7 @@
 A page is one entry, so a plan's slot table is the page table, and KV stays where the pool has it,
 slot-major or head-major. Decoding and the prefix of extending are the same call: FlashInfer's
 tensor-core kernels, which take any GQA group. Extending attends over the new tokens apart and
-merges the two states.
+merges the two states. Lists in pages are tables of cells (`lists.py`).
 
 FlashInfer plans on the host, for a class and a number of heads at a time; the layers of a step
 share that (`FlashInferPlan`). It cannot be recorded by CUDA graphs, so `plan_on_device` is not
@@ -31,6 +31,7 @@ from kvtier_kernels.base import (
     Window,
 )
 from kvtier_kernels.flashinfer_backend.limits import aligned, fits
+from kvtier_kernels.flashinfer_backend.lists import FlashInferLists
 from kvtier_kernels.flashinfer_backend.tables import natural, pages_of, rows_without_entries
 from kvtier_kernels.flashinfer_backend.variant import run_arguments
 from kvtier_kernels.flashinfer_backend.wrappers import (
@@ -75,7 +76,7 @@ class FlashInferKernels(AttentionKernels):
         self._triton = TritonKernels()
         self.selection = self._triton.selection
         self.memory = self._triton.memory
-        self.lists = self._triton.lists
+        self.lists = FlashInferLists(self, self._triton.lists)
         self._wrappers = Wrappers(make)
 
     def reads(self, dtype: torch.dtype) -> bool:
@@ -97,7 +98,7 @@ class FlashInferKernels(AttentionKernels):
     ) -> AttentionState:
         if not fits(q, kv):
             return self._triton.decode(q, kv, plan.entries, scale)
-        return self._over_entries(q, tuple(range(q.shape[0] + 1)), kv, plan, scale)
+        return self.over_entries(q, tuple(range(q.shape[0] + 1)), kv, plan, scale)
 
     def extend(
         self,
@@ -117,12 +118,12 @@ class FlashInferKernels(AttentionKernels):
         own = self._over_new(q, k_new, v_new, rows, plan, scale)
         if plan.bounds[-1] == 0:
             return own
-        return self.merge_states(self._over_entries(q, rows, kv, plan, scale), own)
+        return self.merge_states(self.over_entries(q, rows, kv, plan, scale), own)
 
     def merge_states(self, a: AttentionState, b: AttentionState) -> AttentionState:
         return self._triton.merge_states(a, b)
 
-    def _over_entries(
+    def over_entries(
         self,
         q: torch.Tensor,
         q_indptr: tuple[int, ...],

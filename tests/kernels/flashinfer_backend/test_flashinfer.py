@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from list_problems import HEADS, LAYERS, make_problem
 from thorough import COMPILED, THOROUGH
 
 from kvtier_kernels import KernelUnavailableError, RaggedKV, Window, get_kernels
@@ -175,6 +176,46 @@ def test_what_flashinfer_cannot_do_is_served_all_the_same(kernels, made):
     got = kernels.extend(*args, kernels.plan(slots, indptr), 0.1, window)
     expected = reference.extend(*args, reference.plan(slots, indptr), 0.1, window)
     assert_states_equal(got, expected, torch.float16)
+    assert not made
+
+
+@needs_compiler
+@without_gpu
+@pytest.mark.parametrize("votes", [None, (), (4,)], ids=["no votes", "per entry", "per head"])
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn])
+def test_lists_are_the_references(kernels, made, votes, kv_dtype):
+    """And a plan is filled again while they grow."""
+    problem, reference = make_problem(kv_dtype, votes=votes), get_kernels("reference").lists
+    exact = problem.kv._replace(k=problem.kv.k.float(), v=problem.kv.v.float())
+    news, plan = [0, 9, 30], None
+    indptr, q = [0, 0, 9, 39], torch.randn(39, HEADS, 4, 64).half()
+    for _ in range(2):
+        asked = problem.tables, problem.rows, problem.dense, LAYERS, HEADS
+        plan, expected = kernels.lists.plan(*asked, into=plan), reference.plan(*asked)
+        for layer in range(LAYERS):
+            some = q[: len(news)]
+            got = kernels.lists.decode(some, problem.kv, plan, layer, 0.2)
+            wanted = reference.decode(some.float(), exact, expected, layer, 0.2)
+            assert_states_equal(got, wanted, torch.float16)
+            got = kernels.lists.extend(q, indptr, problem.kv, plan, layer, 0.2)
+            wanted = reference.extend(q.float(), indptr, exact, expected, layer, 0.2)
+            assert_states_equal(got, wanted, torch.float16)
+        problem.grow()
+    assert made
+
+
+@needs_compiler
+@without_gpu
+def test_lists_that_flashinfer_cannot_read_are_served_all_the_same(kernels, made):
+    """Float32, and the rows of several tokens as one group with votes of four heads."""
+    for dtype, group in ((torch.float32, 4), (torch.float16, 12)):
+        problem, reference = make_problem(dtype, votes=(4,)), get_kernels("reference").lists
+        exact = problem.kv._replace(k=problem.kv.k.float(), v=problem.kv.v.float())
+        asked = problem.tables, problem.rows, problem.dense, LAYERS, HEADS
+        q = torch.randn(3, HEADS, group, 64).to(dtype)
+        got = kernels.lists.decode(q, problem.kv, kernels.lists.plan(*asked), 1, 0.2)
+        wanted = reference.decode(q.float(), exact, reference.plan(*asked), 1, 0.2)
+        assert_states_equal(got, wanted, torch.float16)
     assert not made
 
 
