@@ -138,12 +138,8 @@ class Settings(BaseModel):
 
     def _excludes_packing(self) -> Iterator[tuple[str, str, Any]]:
         """The same of heads that keep different numbers of entries, whoever says how many."""
-        if self.kernels == "flashinfer":
-            yield "kernels", "reference, triton or auto", self.kernels
         if self.prefill != "exact":
             yield "prefill", "exact", self.prefill
-        if self.memory is not None:
-            yield "memory", "none", self.memory
 
     @model_validator(mode="after")
     def _a_refresh_has_what_it_needs(self) -> Self:

@@ -105,15 +105,10 @@ def _valid_settings(draw):
     values |= draw(st.one_of(st.just({}), _RETENTION_RULES))
     if any(rule in values for rule in _RULES):
         values |= draw(st.one_of(st.just({}), _REFRESHING))
-        excluding = {"refresh_when", "head_profile", "prefill", "memory"}
-        if (
-            "quality" not in values
-            and not values.keys() & excluding
-            and values.get("kernels") != "flashinfer"
-        ):
+        excluding = {"refresh_when", "head_profile", "prefill"}
+        if "quality" not in values and not values.keys() & excluding:
             values |= draw(st.sampled_from([{}, {"head_budgets": "adaptive"}]))
-    packs = not values.keys() & {"prefill", "memory"} and values.get("kernels") != "flashinfer"
-    if packs and values.get("head_profile") is not None:
+    if "prefill" not in values and values.get("head_profile") is not None:
         values |= draw(st.sampled_from([{}, {"head_budgets": "profile"}]))
     values |= draw(st.sampled_from([{}, _TLS_FILES]))
     if values.get("redis_url", "").startswith("rediss:"):

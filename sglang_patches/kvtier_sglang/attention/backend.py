@@ -197,20 +197,17 @@ class KvtierAttnBackend(AttentionBackend):
         for buffers, part, votes in self._classes(index, batch):
             kv = RaggedKV(buffers.k, buffers.v, votes)
             rest = batch.q_indptr, kv, part.plan, layer.scaling
+            if batch.lists is None and memory is None:
+                self.kernels.extend_heads(q, k, v, *rest, buffers.head_map, out, part.window)
+                continue
+            mine, own_k, own_v = buffers.select(q), buffers.select(k), buffers.select(v)
+            state = self.kernels.extend(mine, own_k, own_v, *rest, part.window)
             if batch.lists is not None:
                 before = self.kernels.lists.extend(
                     q, batch.q_indptr, self._cells, batch.lists, index, layer.scaling
                 )
-                own = self.kernels.extend(q, k, v, *rest)
-                out = self.kernels.merge_states(before, own).o
-                continue
-            if memory is not None:
-                mine, own_k, own_v = buffers.select(q), buffers.select(k), buffers.select(v)
-                state = self.kernels.extend(mine, own_k, own_v, *rest, part.window)
-                v_scale = self.pool.scales.of(index).v
-                merge_into(out, buffers.head_map, state, memory, self.kernels, v_scale)
-                continue
-            self.kernels.extend_heads(q, k, v, *rest, buffers.head_map, out, part.window)
+                state = self.kernels.merge_states(before, state)
+            self._place(index, out, buffers.head_map, state, memory)
         return self._in_model_units(index, out)
 
     def forward_decode(
@@ -233,17 +230,19 @@ class KvtierAttnBackend(AttentionBackend):
         watching = self._watching
         if watching is not None:
             watching.record(index, q)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if batch.lists is not None:
             state = self.kernels.lists.decode(q, self._cells, batch.lists, index, layer.scaling)
-            return self._in_model_units(index, state.o)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            if memory is None:
+                return self._in_model_units(index, state.o)
+            self._place(index, out, self.pool.ca[index].head_map, state, memory)
+            return self._in_model_units(index, out)
         calls: list[Callable[[], None]] = []
         for buffers, part, votes in self._classes(index, batch):
             kv = RaggedKV(buffers.k, buffers.v, votes)
             args = (q, kv, part.plan, layer.scaling, buffers.head_map, out)
             if memory is not None:
-                v_scale = self.pool.scales.of(index).v
-                calls.append(partial(self._decode_behind, memory, v_scale, *args))
+                calls.append(partial(self._decode_behind, index, memory, *args))
             else:
                 calls.append(partial(self.kernels.decode_heads, *args))
         self._side_by_side.run(calls)
@@ -282,8 +281,8 @@ class KvtierAttnBackend(AttentionBackend):
 
     def _decode_behind(
         self,
+        index: int,
         memory: AttentionState,
-        v_scale: float,
         q: torch.Tensor,
         kv: RaggedKV,
         plan: Any,
@@ -293,7 +292,22 @@ class KvtierAttnBackend(AttentionBackend):
     ) -> None:
         """`decode_heads` where requests have prefix memories."""
         state = self.kernels.decode(heads.select(q), kv, plan, scale)
-        merge_into(out, heads, state, memory, self.kernels, v_scale)
+        self._place(index, out, heads, state, memory)
+
+    def _place(
+        self,
+        index: int,
+        out: torch.Tensor,
+        heads: HeadMap,
+        state: AttentionState,
+        memory: AttentionState | None,
+    ) -> None:
+        """Store what some heads of a layer find in their entries, and in prefix memories."""
+        if memory is None:
+            heads.place(out, state.o)
+        else:
+            v_scale = self.pool.scales.of(index).v
+            merge_into(out, heads, state, memory, self.kernels, v_scale)
 
     def _in_stored_units(
         self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

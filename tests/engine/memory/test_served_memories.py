@@ -11,14 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from compressing import POLICIES
+from compressing import POLICIES, RULE
 from engine_process import DEMO_MODEL, run_engine, run_script
 from memory_samples import tokens
 
 from benchmarks.common.recall_engine import ranks_on_a_cpu
+from kvtier.heads.reference.attention import AttentionState
+from kvtier.heads.reference.compaction import AdaptiveSession
+from kvtier.heads.reference.rotation import rotation_of
+from kvtier.heads.reference.session import ClassCache
+from kvtier.heads.tokens import fit_tokens
 from kvtier.memory.collecting import prefix_kv
-from kvtier.memory.prefixes import ExactPrefix, MemoryPrefix, Prefix, generate_behind
+from kvtier.memory.prefixes import Asked, ExactPrefix, MemoryPrefix, Prefix, generate_behind
 from kvtier.memory.storage import save
+from kvtier.retention.scorers.reconstruction import Reconstruction
+from kvtier.retention.shares import FixedShare, Turn
 
 pytestmark = pytest.mark.engine
 
@@ -90,6 +97,97 @@ def test_tokens_are_those_of_the_reference_in_mixed_batches(tmp_path, model, sto
     assert [one["cached_tokens"] for one in out["rounds"][0]][:2] == [500, 150]
 
 
+class SessionBehind(AdaptiveSession):
+    """A session whose heads compete for entries, behind a prefix of so many tokens."""
+
+    def __init__(self, prefix: Prefix, length: int, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.num_tokens = self.turn_start = self.length = length
+        self.prefix = prefix
+        self.found: AttentionState | None = None
+        heads = range(len(self._by_head[0]))
+        self._by_head = [[CacheBehind((head,), self) for head in heads] for _ in self._by_head]
+
+    def _attend_layer(self, layer, q, k, v, scale):
+        positions = torch.arange(self.num_tokens - q.shape[2], self.num_tokens)
+        rotation = rotation_of(self.model, layer, positions)
+        asked = Asked(q[0].unflatten(0, (k.shape[1], -1)), rotation, positions - self.length, scale)
+        self.found = self.prefix.state(layer, asked)
+        return super()._attend_layer(layer, q, k, v, scale)
+
+
+class CacheBehind(ClassCache):
+    """A head of theirs."""
+
+    def __init__(self, heads: tuple[int, ...], session: SessionBehind) -> None:
+        super().__init__(heads)
+        self.session = session
+
+    def attend_state(self, q, k, v, scale):
+        state, found, mine = super().attend_state(q, k, v, scale), self.session.found, self.heads
+        return state.merge(AttentionState(found.out[list(mine)], found.lse[list(mine)]))
+
+
+def test_heads_compete_behind_a_memory(tmp_path, model, stored, env):
+    """The tokens are the reference's: turns that are compressed, in a batch with a session that has
+    no memory."""
+    worth = fit_tokens(str(DEMO_MODEL), contexts=3, lengths=[512]).worth
+    worth.save(tmp_path / "worth.npz")
+    share, rng = FixedShare(0.3), random.Random(9)
+    rounds, wanted = [[], [], []], []
+    for index, which in enumerate((0, 1, None)):
+        turns = [tokens(rng, count) for count in (700 - 100 * index, 130, 3)]
+        scored = model, RULE, 32, Reconstruction.of(worth)
+        if which is None:
+            session, before = AdaptiveSession(*scored), []
+        else:
+            memory, before = MemoryPrefix(stored[which].memory.layers), stored[which].prefix
+            session = SessionBehind(memory, len(before), *scored)
+        session.keep_count = lambda prompt, span: share.choose(Turn(prompt, span)).kept_tokens
+        wanted.append([session.turn(prompt, NEW).token_ids for prompt in turns])
+        for turn, prompt in enumerate(turns):
+            request = {"input_ids": prompt if turn else [*before, *prompt], "max_new_tokens": NEW}
+            rounds[turn].append(request | ({"continues": [turn - 1, index]} if turn else {}))
+    del env["KVTIER_HEAD_PROFILE"]
+    out = run_engine(
+        tmp_path,
+        ENGINE,
+        rounds,
+        env
+        | {
+            "KVTIER_SCORER": "reconstruction",
+            "KVTIER_SCORER_FILE": str(tmp_path / "worth.npz"),
+            "KVTIER_HEAD_BUDGETS": "adaptive",
+            "KVTIER_RETENTION": "0.3",
+        },
+    )
+    assert [list(turns) for turns in zip(*said(out), strict=True)] == wanted
+    assert out["state"]["memories"]["lookups"] > 0
+    assert out["state"]["compacted_tokens"] > 700
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_pool_says_behind_memories_what_two_slot_spaces_say(tmp_path, stored, env, ranks):
+    rng = random.Random(10)
+    rounds = [
+        [
+            {"input_ids": [*stored[which].prefix, *tokens(rng, count)], "max_new_tokens": NEW}
+            for which, count in ((0, 600), (1, 450), (0, 900))
+        ]
+    ]
+    for turn, count in enumerate((5, 170, 20)):
+        more = [{"input_ids": tokens(rng, count), "continues": [turn, i]} for i in range(3)]
+        rounds.append([one | {"max_new_tokens": NEW} for one in more])
+    env |= ranks_on_a_cpu(ranks) | {"KVTIER_RETENTION": "0.4"}
+    two, one = (
+        run_engine(tmp_path, {**ENGINE, "tp_size": ranks}, rounds, env | more)
+        for more in ({}, {"KVTIER_HEAD_BUDGETS": "profile"})
+    )
+    assert said(one) == said(two)
+    assert one["state"]["memories"]["lookups"] == two["state"]["memories"]["lookups"] > 0
+    assert one["state"]["compacted_tokens"] > two["state"]["compacted_tokens"]
+
+
 def test_a_session_in_fp8_behind_a_memory_in_the_models_dtype(tmp_path, model, stored, env):
     rng = random.Random(8)
     turns = [[tokens(rng, 60), tokens(rng, 25)], [tokens(rng, 110), tokens(rng, 3)]]
@@ -157,8 +255,9 @@ def test_two_ranks_say_what_one_says(tmp_path, stored, env):
         assert two["state"]["memories"][name] == one["state"]["memories"][name] > 0
 
 
+@pytest.mark.parametrize("one_pool", [False, True], ids=["two slot spaces", "one pool"])
 def test_nothing_leaks_in_a_life_of_forks_aborts_evictions_and_new_beginnings(
-    tmp_path, stored, env
+    tmp_path, stored, env, one_pool
 ):
     """Pools that hold a fraction of what is asked for, and a card that sends some requests to the
     exact prefix. SGLang's checks end a server that loses a slot."""
@@ -180,7 +279,11 @@ def test_nothing_leaks_in_a_life_of_forks_aborts_evictions_and_new_beginnings(
             **env,
             "KVTIER_MEMORY": str(tmp_path / "memories"),
             "KVTIER_RETENTION": "0.5",
-            "KVTIER_LOCALITY_SLOTS": "1100",
+            **(
+                {"KVTIER_HEAD_BUDGETS": "profile"}
+                if one_pool
+                else {"KVTIER_LOCALITY_SLOTS": "1100"}
+            ),
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
         },
     )
