@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,8 +23,24 @@ from kvtier_kernels.lists import CellKV, ListKernels, ListTables
 from kvtier_kernels.reference_backend.lists import ReferenceListPlan, ReferenceLists
 from kvtier_kernels.states import AttentionState
 
-if TYPE_CHECKING:
-    from kvtier_kernels.flashinfer_backend.kernels import FlashInferKernels, FlashInferPlan
+
+class Tables(Protocol):
+    """FlashInfer over slot tables."""
+
+    def plan(
+        self, slots: torch.Tensor, indptr: Sequence[int], log_votes: torch.Tensor | None = None
+    ) -> Any:
+        """See AttentionKernels.plan."""
+
+    def over_entries(
+        self,
+        q: torch.Tensor,
+        q_indptr: tuple[int, ...],
+        kv: RaggedKV,
+        plan: Any,
+        scale: float,
+    ) -> AttentionState:
+        """Every query over all entries of its request."""
 
 
 @dataclass(eq=False)
@@ -37,14 +53,14 @@ class FlashInferListPlan:
 
     lists: ReferenceListPlan
     otherwise: Callable[[], Any]
-    layers: dict[int, FlashInferPlan] = field(default_factory=dict)
+    layers: dict[int, Any] = field(default_factory=dict)
 
 
 class FlashInferLists(ListKernels):
-    """kernels: attend over the tables of cells. otherwise: serve what FlashInfer does not."""
+    """cells: attends over tables of cells. otherwise: serves what FlashInfer does not."""
 
-    def __init__(self, kernels: FlashInferKernels, otherwise: ListKernels) -> None:
-        self._kernels, self._otherwise = kernels, otherwise
+    def __init__(self, cells: Tables, otherwise: ListKernels) -> None:
+        self._cells, self._otherwise = cells, otherwise
         self._reader = ReferenceLists()
 
     def plan(
@@ -75,7 +91,7 @@ class FlashInferLists(ListKernels):
             return self._otherwise.decode(q, kv, plan.otherwise(), layer, scale)
         rows = q.flatten(0, 1).unsqueeze(1)
         table = self._table(kv, plan, layer)
-        state = self._kernels.over_entries(rows, tuple(range(len(rows) + 1)), flat, table, scale)
+        state = self._cells.over_entries(rows, tuple(range(len(rows) + 1)), flat, table, scale)
         return AttentionState(state.o.view(q.shape), state.lse.view(q.shape[:-1]))
 
     def extend(
@@ -91,23 +107,21 @@ class FlashInferLists(ListKernels):
         if not _serves(q, flat):
             return self._otherwise.extend(q, q_indptr, kv, plan.otherwise(), layer, scale)
         heads, news = q.shape[1], [end - begin for begin, end in pairwise(q_indptr)]
-        parts = [part.transpose(0, 1).flatten(0, 1) for part in q.split(news)]
+        parts = [part.transpose(0, 1).flatten(0, 1) for part in torch.split(q, news)]
         indptr = (0, *accumulate(new for new in news for _ in range(heads)))
         table = self._table(kv, plan, layer)
-        state = self._kernels.over_entries(
-            torch.cat(parts).unsqueeze(1), indptr, flat, table, scale
-        )
+        state = self._cells.over_entries(torch.cat(parts).unsqueeze(1), indptr, flat, table, scale)
 
         def by_token(x: torch.Tensor) -> torch.Tensor:
             """[rows, 1, ...] list by list as [tokens, heads, ...]."""
-            lists = x[:, 0].split([heads * new for new in news])
+            lists = torch.split(x[:, 0], [heads * new for new in news])
             shapes = [(heads, new, *x.shape[2:]) for new in news]
             each = zip(lists, shapes, strict=True)
             return torch.cat([rows.view(shape).transpose(0, 1) for rows, shape in each])
 
         return AttentionState(by_token(state.o), by_token(state.lse))
 
-    def _table(self, kv: CellKV, plan: FlashInferListPlan, layer: int) -> FlashInferPlan:
+    def _table(self, kv: CellKV, plan: FlashInferListPlan, layer: int) -> Any:
         """A layer's lists, request by request and head by head."""
         if layer not in plan.layers:
             cells, heads = [], plan.lists.heads
@@ -116,7 +130,7 @@ class FlashInferLists(ListKernels):
                     dense = request.dense.all_slots + column * kv.column_cells
                     cells.append(torch.cat((request.cells[column].all_slots, dense)))
             indptr = (0, *accumulate(len(each) for each in cells))
-            plan.layers[layer] = self._kernels.plan(torch.cat(cells), indptr, kv.log_votes)
+            plan.layers[layer] = self._cells.plan(torch.cat(cells), indptr, kv.log_votes)
         return plan.layers[layer]
 
 
