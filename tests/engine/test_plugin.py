@@ -343,17 +343,3 @@ def test_fitted_weights_of_another_model_are_refused_at_start_up(tmp_path):
     )
     with pytest.raises(UsageError, match=r"scorer\.file: expected weights for 3 layers of 4 KV"):
         compat.check_server_args(server_args(model_path=str(DEMO_MODEL)), settings)
-
-
-def test_kernels_that_no_packed_span_was_tested_with_are_refused(tmp_path, monkeypatch):
-    TokenWorth(torch.zeros(1, 1, 3)).save(tmp_path / "worth.npz")
-    settings = load_settings(
-        retention=0.5,
-        head_budgets="adaptive",
-        scorer="reconstruction",
-        scorer_file=tmp_path / "worth.npz",
-    )
-    other = SimpleNamespace(name="other", plans_on_device=False)
-    monkeypatch.setattr(compat, "kernels_of", lambda *_: other)
-    with pytest.raises(ConfigurationError, match="reference or triton with head_budgets"):
-        compat.check_server_args(server_args(), settings)
