@@ -112,7 +112,7 @@ def test_a_namespace_with_a_rate_is_not_cut_off_for_keeping_to_it(monkeypatch):
 
 def test_many_small_chunks_cost_little_more_than_they_are():
     payload = payload_of(1, 20_000)
-    with in_process() as tier, raw_stub(tier.address) as stub:
+    with in_process(stall_s=SAFETY_S) as tier, raw_stub(tier.address) as stub:
         header = pb.PutRequest(header=header_of(blob_of(1, 20_000)))
         chunks = [pb.PutRequest(chunk=payload[at : at + 1]) for at in range(20_000)]
         assert stub.Put(iter([header, *chunks])).stored
