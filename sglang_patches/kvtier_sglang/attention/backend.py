@@ -112,6 +112,8 @@ class KvtierAttnBackend(AttentionBackend):
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         assert self.graphs is not None, "init_cuda_graph_state was not called"
         self.graphs.room(forward_batch.batch_size)
+        if not in_capture:
+            self.planner.follow_moved(forward_batch)
         # A replay plans by itself, and may not find an earlier pass here.
         self.forward_metadata = None
 

@@ -3,9 +3,10 @@
     row of a request    words of column 0, 1, 2 …      of all packed spans of its prefix, joined
                         slots 7 8 9 31 32 …            of its dense tokens: all that is not packed
 
-A row is written when a request's prefill plans a pass, from its slots and spans. After that its
-dense tokens grow by one a step, which is noted on the device: so a decoding pass asks
-nothing of the host, and CUDA graphs record it. The tables stay where they are.
+A row is written when a request's prefill plans a pass, from its slots and spans, and again where it
+gets other slots later (`PackedSpans.moved`). After that its dense tokens grow by one a step, which
+is noted on the device: so a decoding pass asks nothing of the host, and CUDA graphs record it. The
+tables stay where they are.
 
 The last row is that of requests that only fill up a batch: they have nothing. Forward thread only.
 """
@@ -58,6 +59,7 @@ class RequestLists:
         """A request's row, before a pass. slots: int64 `[tokens]` of its prefix, 0 where
         compression took one; new: those of the pass. Returns how many dense tokens the prefix has.
         """
+        self._packed.moved.discard(row)
         dense = self._packed.dense_of[slots]
         dense = dense[dense > 0]
         count = dense.numel()

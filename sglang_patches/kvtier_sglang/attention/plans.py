@@ -105,7 +105,19 @@ class Planner:
             lists=lists,
         )
 
+    def follow_moved(self, forward_batch: Any) -> None:
+        """Before a decoding pass, write rows again that have other slots than their lists say. It
+        asks the device only where there are some."""
+        if self.lists is None or self.pool.packed is None or not self.pool.packed.moved:
+            return
+        requests, lengths = forward_batch.req_pool_indices, forward_batch.seq_lens
+        for request, length in zip(requests.tolist(), lengths.tolist(), strict=True):
+            if length and request in self.pool.packed.moved:
+                (row,) = self._rows([request], [length - 1])
+                self.lists.begin(request, row, row[:0])
+
     def decode(self, forward_batch: Any) -> BatchPlan:
+        self.follow_moved(forward_batch)
         if self.lists is not None:
             return self._over_lists(
                 forward_batch,

@@ -142,6 +142,8 @@ class PackedSpans:
                   them; None where all stand for one
     votes:        1, or as many as query heads of a group, which then have votes of their own; 0
                   where all entries stand for one token
+    moved:        rows of requests that have other slots than when their prefill was planned, of
+                  which attention does not know yet
     """
 
     def __init__(self, slots: int, cells: Cells, column_cells: int, votes: int = 0) -> None:
@@ -149,11 +151,13 @@ class PackedSpans:
         device = cells.k.device
         self.dense_of = torch.arange(slots, dtype=torch.int64, device=device)
         self.log_votes = torch.zeros(cells.k.shape[0], votes, device=device) if votes else None
+        self.moved: set[int] = set()
         self._by_first: dict[int, PackedSpan] = {}
         # Cells that may have votes, by the span's first slot.
         self._voted: dict[int, torch.Tensor] = {}
 
     def clear(self) -> None:
+        self.moved.clear()
         self._by_first.clear()
         self._voted.clear()
         torch.arange(self.dense_of.numel(), out=self.dense_of)

@@ -301,6 +301,8 @@ class KvtierRadixCache(VariantRadixTree):
             path = self.path_device_indices(node)
             new = slice(owned, matched)
             self.req_to_token_pool.write((req.kv.req_pool_idx, new), path[new])
+            if self.allocator.pool.packed is not None:
+                self.allocator.pool.packed.moved.add(req.kv.req_pool_idx)
             self.allocator.free_segment(slots[new], start_pos=owned)
         req.kv.cache_protected_len = up_to
         req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, up_to)

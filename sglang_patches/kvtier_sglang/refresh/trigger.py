@@ -99,6 +99,9 @@ class RefreshTrigger:
             watched.since += 1
             if watched.asked:
                 self._perhaps_write(rid, watched, rows[request])
+                if self.refresher.pool.packed is not None:
+                    # Its entries may be in slots of its own since now.
+                    self.refresher.pool.packed.moved.add(request)
             elif self.prefetch.can_choose_ahead and self._due(watched):
                 self.prefetch.choose_ahead(rid, watched.context, self._windows(watched))
                 watched.asked = True

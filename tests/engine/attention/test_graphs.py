@@ -289,6 +289,26 @@ def test_what_was_recorded_over_lists_serves_other_requests_as_they_grow(packing
     assert len(addresses) == 1
 
 
+def test_a_row_that_got_other_slots_is_written_again_before_a_replay(packing):
+    """As where another request published the same tokens, and this one's own are free."""
+    runner, spans = packing
+    backend = backend_of(runner, "reference")
+    backend.init_cuda_graph_state(REQUESTS, REQUESTS)
+    batch = static_batch()
+    lengths = begin(backend, runner, spans, 0)
+    grow(batch, lengths, 0)
+    held = lengths[0] - 1
+    other = torch.arange(400, 400 + held, dtype=torch.int32, device=DEVICE)
+    runner.req_to_token_pool.req_to_token[1, :held] = other
+    before = backend.planner.lists.tables.slots.clone()
+    runner.token_to_kv_pool.packed.moved |= {1}
+    backend.init_forward_metadata_out_graph(batch)
+    after = backend.planner.lists.tables.slots
+    assert torch.equal(after[1, :held], other)
+    assert torch.equal(after[2:], before[2:])
+    assert not runner.token_to_kv_pool.packed.moved
+
+
 def test_what_is_recorded_over_lists_asks_the_host_nothing(packing):
     runner, spans = packing
     backend = backend_of(runner, "triton")

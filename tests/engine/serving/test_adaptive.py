@@ -168,6 +168,30 @@ def test_what_rests_is_not_pushed_out_by_what_is_in_flight(tmp_path, adaptive):
     assert [len(one["output_ids"]) for one in out["rounds"][3]] == [64] * 3
 
 
+def test_requests_that_prefill_one_prefix_together_share_it_from_then_on(tmp_path, adaptive):
+    """All but one get the tree's copy of it, and their own slots go to others while they decode:
+    their answers are those of stock SGLang."""
+    rng = random.Random(5)
+    shared = [rng.randrange(6, 384) for _ in range(300)]
+    own = [[rng.randrange(6, 384) for _ in range(rng.randrange(20, 90))] for _ in range(8)]
+    requests = [{"input_ids": [*shared, *ids], "max_new_tokens": 40} for ids in own]
+    common = {
+        "model_path": str(DEMO_MODEL),
+        "max_total_tokens": 30_000,
+        "chunked_prefill_size": 4096,
+    }
+    env = {**RULE_ENV, **adaptive, "KVTIER_RETENTION": "0.5"}
+    ours, stock = (
+        run_engine(tmp_path, {**common, **POLICIES[name]}, [requests], env)
+        for name in ("kvtier", "stock")
+    )
+    answers = [[one["output_ids"] for one in out["rounds"][0]] for out in (ours, stock)]
+    assert answers[0] == answers[1]
+    assert ours["state"]["integrity"] == []
+    # Nobody had a prefix to begin with.
+    assert {one["cached_tokens"] for one in ours["rounds"][0]} == {0}
+
+
 def test_triton_kernels_say_the_same(tmp_path, adaptive):
     """Without a GPU in Triton's interpreter, so contexts are short."""
     engine = {
