@@ -75,8 +75,6 @@ def test_how_much_is_kept_is_what_was_asked_for(asked, model, worth_file):
         {"head_profile": "profile.json"},
         {"scorer": "keydiff"},
         {"prefill": "streaming"},
-        {"memory": "memories"},
-        {"kernels": "flashinfer"},
         {**TIER, "refresh": "64"},
         {**TIER, "refresh": "turn", "refresh_by": "near-data"},
         {**TIER, "refresh": "turn", "merge": "keepkv"},
@@ -85,6 +83,18 @@ def test_how_much_is_kept_is_what_was_asked_for(asked, model, worth_file):
 def test_what_excludes_competing_heads_stays_as_it_was_asked_for(asked, model, worth_file):
     settings = load_settings(**asked)
     assert with_calibration(settings, str(model)) == settings
+
+
+@pytest.mark.parametrize("asked", [{"memory": "memories"}, {"kernels": "flashinfer"}])
+def test_heads_compete_beside_whatever_goes_with_it(asked, model, worth_file):
+    found = with_calibration(load_settings(**asked), str(model))
+    assert found == load_settings(
+        **asked,
+        retention=DEFAULT_RETENTION,
+        head_budgets="adaptive",
+        scorer="reconstruction",
+        scorer_file=worth_file,
+    )
 
 
 def test_another_file_may_be_named(model, worth_file, tmp_path):

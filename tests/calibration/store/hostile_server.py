@@ -13,6 +13,8 @@ from waiting import SAFETY_S
 Answer = Callable[[socket.socket, threading.Event], None]
 
 DRIP_S = 0.05
+# How often a server that waits for commands looks whether it is to end.
+POLL_S = 0.2
 HUGE_BYTES = 256 * 2**20
 
 
@@ -70,7 +72,7 @@ def _accept(listener: socket.socket, answer: Answer, ended: threading.Event) -> 
 
 def _serve(connection: socket.socket, answer: Answer, ended: threading.Event) -> None:
     with connection, suppress(OSError):
-        connection.settimeout(0.2)
+        connection.settimeout(POLL_S)
         answer(connection, ended)
 
 

@@ -14,6 +14,7 @@ import pytest
 from calibration_samples import DTYPE, MODEL, POLICY, REVISION, curve_document
 from hostile_server import (
     HUGE_BYTES,
+    POLL_S,
     SendsAHugeString,
     answering,
     drips_its_handshake,
@@ -155,7 +156,10 @@ def over_tls(answer, folder: Path):
     context.load_cert_chain(folder / "server.pem", folder / "server.key")
 
     def wrapped(connection: socket.socket, ended: threading.Event) -> None:
+        # A busy client takes its time for its side of the handshake.
+        connection.settimeout(SAFETY_S)
         with context.wrap_socket(connection, server_side=True) as encrypted:
+            encrypted.settimeout(POLL_S)
             answer(encrypted, ended)
 
     return wrapped
