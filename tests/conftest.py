@@ -13,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import hypothesis
 import pytest
 import torch
+from forking import faster_interpreter
 from thorough import THOROUGH
 
 # No deadlines: how long an example takes says more about what else the machine does than about what
@@ -24,6 +25,7 @@ hypothesis.settings.load_profile("thorough" if THOROUGH else "kvtier")
 if not torch.cuda.is_available():
     # Triton decides when it is imported. Without a GPU its kernels are tested in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    faster_interpreter.when_imported()
 
 
 class EndsAtOnce:

@@ -51,7 +51,7 @@ def column_of(layer, head):
 def make_problem(kv_dtype=torch.float32, dim=64, votes=(), seed=0, entries=ENTRIES, dense=DENSE):
     """Lists of random pages of all columns, and dense tokens of random slots; rows in no order.
 
-    votes: the shape of an entry's; None for no votes.
+    votes: the shape of an entry's in a page; None for no votes.
     """
     g = torch.Generator("cpu").manual_seed(seed)
     columns, requests = LAYERS * HEADS, len(dense)
@@ -62,6 +62,8 @@ def make_problem(kv_dtype=torch.float32, dim=64, votes=(), seed=0, entries=ENTRI
     width = 64
     first_dense = COLUMN_CELLS - requests * width
     assert first_dense % 16 == 0
+    if log_votes is not None:
+        log_votes.view(columns, COLUMN_CELLS, *votes)[:, first_dense:] = 0
     slots = first_dense + torch.randperm(requests * width, generator=g, device="cpu")
     of_lists = torch.arange(cells // 16, device="cpu").view(columns, -1)[:, : first_dense // 16]
     free = of_lists.flatten()[torch.randperm(of_lists.numel(), generator=g, device="cpu")].tolist()

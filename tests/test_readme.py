@@ -121,7 +121,7 @@ def test_calibrating_and_serving_work_as_written(tmp_path, monkeypatch):
     assert "kvtier:v1:curve:kvtier-demo:" in listed
     state = ask_once(serve, tmp_path, "river along")
     assert state["retention"]["calibration"]["changes"] >= 1, "the curve was not picked up"
-    assert "3 of 12 KV heads CA" in (tmp_path / "server.log").read_text()
+    assert "3 of 12 KV heads context-anchored" in (tmp_path / "server.log").read_text()
 
 
 @pytest.mark.engine
@@ -149,7 +149,7 @@ def test_serving_with_fp8_kv_works_as_written(tmp_path, monkeypatch):
     shape = json.loads((REPOSITORY / "models" / "kvtier-demo" / "config.json").read_text())
     heads = shape["num_hidden_layers"] * shape["num_key_value_heads"]
     dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-    assert state["kv_capacity_bytes"] / state["ca_slots"] < 2 * dim * heads + 4 * (heads + 1) + 8
+    assert state["kv_capacity_bytes"] / state["slots"] < 2 * dim * heads + 4 * (heads + 1) + 8
 
 
 @pytest.mark.engine
@@ -180,16 +180,6 @@ def test_prefix_memories_are_built_measured_served_and_published_as_written(tmp_
     state = ask_once(serve_published + " --dtype float32", tmp_path, prefix + traces[0]["prompt"])
     assert state["memories"]["lookups"] > 0
     assert ":tools " in run(in_this_environment(withdraw), cwd=tmp_path).stdout
-
-
-def test_putting_heads_into_another_order_works_as_written(tmp_path):
-    (tmp_path / "models").symlink_to(REPOSITORY / "models")
-    (permute,) = commands("kvtier calibrate permute")
-    done = run(in_this_environment(permute), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    # One head more cannot be split.
-    assert "CA heads of each rank: 2 + 1, now 2 + 1" in done.stdout
-    assert (tmp_path / "even" / "head_profile.json").exists()
 
 
 @pytest.mark.engine
@@ -223,12 +213,11 @@ def test_serving_with_a_tier_works_as_written(tmp_path, monkeypatch):
 
 
 def ask_once(command: str, folder: Path, text: str) -> dict:
-    """Serve as the command says, but on a free port and in a part of the memory, as other tests
-    run beside this (what they take meanwhile is of the other part); the server's kvtier state
-    after one answer."""
+    """Serve as the command says, but on a free port and with a small pool, as other tests that run
+    beside this want memory, too; the server's kvtier state after one answer."""
     port = free_port()
     arguments = in_this_environment(command.replace("30000", str(port)))
-    arguments += ["--mem-fraction-static", "0.5"]
+    arguments += ["--max-total-tokens", "100000"]
     with serving(arguments, port, log=folder / "server.log", cwd=folder) as url:
         body = json.dumps({"text": text, "sampling_params": {"max_new_tokens": 2}})
         request = Request(f"{url}/generate", body.encode(), {"Content-Type": "application/json"})

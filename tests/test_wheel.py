@@ -150,7 +150,7 @@ def test_a_server_answers_and_its_tier_has_the_turn(installed, model):
         address = f"unix:{runtime}/tier.sock"
         tier = ("tier", "--listen", address, "--memory", "64m", "--metrics-port", str(metrics))
         serve = ("serve", "--model-path", model, "--dtype", "float32", "--tier", address)
-        rest = ("--port", str(port), "--mem-fraction-static", "0.3")
+        rest = ("--port", str(port), "--max-total-tokens", "8000")
         with (
             installed.running("kvtier", *tier),
             installed.running("python", "-m", "kvtier", *serve, *rest) as (server, log),

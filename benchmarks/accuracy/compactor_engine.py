@@ -22,6 +22,7 @@ from kvtier.heads.profile import HeadProfile, full_profile, load_profile
 from kvtier.pool_sizing import slot_bytes
 from kvtier.retention.scorers import SCORERS
 from kvtier.retention.scorers.distinct_keys import DistinctKeys
+from kvtier.retention.shares import PAGE
 
 Heads = Literal["all", "profile"]
 METHODS: dict[Heads, str] = {"all": "kvtier", "profile": "kvtier + head profile"}
@@ -85,16 +86,18 @@ def retention_for(
 ) -> float:
     """Retention of the CA heads at which the cache takes `share` of the bytes of an exact one.
 
-    What kvtier remembers beside keys and values (scores; votes where it merges) is paid from the
-    same bytes. 1 where the profile alone already keeps less; never below what one token is.
-    Locality heads keep sink, recent and one compensation entry.
+    What kvtier remembers beside keys and values (scores, votes) is paid from the same bytes. 1
+    where the profile alone already keeps less; never below what one token is. Every head keeps sink
+    and recent, a locality head a page for its one entry beside them.
     """
     if share == 1:
         return 1.0
-    settings = load_settings()
-    held = min(settings.locality.kept_tokens + 1, context_tokens)
-    exact = slot_bytes(profile, DTYPE_BYTES).full
+    edges = min(load_settings().locality.kept_tokens, context_tokens)
+    heads = profile.shape.num_layers * profile.shape.num_kv_heads
+    local = heads - profile.num_ca_heads
+    votes = profile.shape.group_size if merges else int(local > 0)
     width = SCORERS[scorer].state_width
-    ours = slot_bytes(profile, DTYPE_BYTES, state_width=width, merges=merges)
-    left = share * exact - ours.locality * held / context_tokens
-    return min(1.0, max(1 / context_tokens, left / ours.ca))
+    ours = slot_bytes(profile.shape, DTYPE_BYTES, state_width=width, votes=votes)
+    slots = share * context_tokens * slot_bytes(profile.shape, DTYPE_BYTES) / ours
+    entries = (heads * (slots - edges) - local * PAGE) / profile.num_ca_heads
+    return min(1.0, max(1.0, edges + entries) / context_tokens)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from kvtier.errors import UsageError
 from kvtier.sizes import parse_size
@@ -24,6 +25,7 @@ class Arguments:
             prog=f"benchmarks.{name}", description=description.split("\n")[0]
         )
         self._checks: list[Callable[[Options], None]] = []
+        self._other_defaults: dict[str, Mapping[str, Any]] = {}
         self.add = self._parser.add_argument
 
     def whole(
@@ -73,6 +75,11 @@ class Arguments:
 
         self.check(read)
 
+    def other_defaults(self, flag: str, values: Mapping[str, Any]) -> None:
+        """What other flags are, by their names without dashes, where `flag` is given and they are
+        not."""
+        self._other_defaults[_name(flag)] = values
+
     def check(self, check: Callable[[Options], None]) -> None:
         """Run a check over all options once they are parsed; it raises UsageError."""
         self._checks.append(check)
@@ -80,6 +87,10 @@ class Arguments:
     def parse(self, argv: Sequence[str] | None) -> Options:
         """The options, checked. Raises UsageError; SystemExit where argparse refuses a flag."""
         options = self._parser.parse_args(argv)
+        for flag, values in self._other_defaults.items():
+            if getattr(options, flag):
+                self._parser.set_defaults(**values)
+                options = self._parser.parse_args(argv)
         for check in self._checks:
             check(options)
         return options

@@ -55,7 +55,8 @@ class Benchmark:
                  comes, so that a run that is cut off leaves something, and the last one is judged
     out:         where the JSON goes if --out does not say; None: nowhere
     seed:        the default of --seed; seeded: what is drawn from it
-    gpu:         refused where there is no CUDA device, which is described in the environment
+    gpu:         refused where there is no CUDA device, which is described in the environment; but
+                 for `--dry`, where a benchmark has such a flag
     """
 
     name: str
@@ -84,7 +85,7 @@ class Benchmark:
         input or where it cannot be measured here."""
         try:
             options = self.parse(argv)
-            if self.gpu:
+            if self._wants_gpu(options):
                 require_gpu()
             bars = self._measure(options)
         except UsageError as error:
@@ -97,10 +98,13 @@ class Benchmark:
             print(bar)
         return 0 if all_met(bars) else 1
 
+    def _wants_gpu(self, options: Options) -> bool:
+        return self.gpu and not getattr(options, "dry", False)
+
     def _measure(self, options: Options) -> Sequence[Bar]:
         """Run, write every outcome, and return what the last one claims."""
         started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
-        environment = record_environment(options.seed, gpu=self.gpu)
+        environment = record_environment(options.seed, gpu=self._wants_gpu(options))
         bars: Sequence[Bar] = ()
         found = self.run(options)
         for measured in (found,) if isinstance(found, Measured) else found:

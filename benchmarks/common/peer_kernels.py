@@ -10,12 +10,13 @@ Of each one file is read, which wants torch, Triton and transformers alone:
     kvpress          one dense cache; before every call, keys of entries that a head dropped are
                      overwritten by one that no query sees, and all of them are attended to
 
-What is handed to them is built here out of our slots, so that outputs can be compared.
+What is handed to them is built here out of our lists, so that outputs can be compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -24,47 +25,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.lists import Contexts
 from benchmarks.common.llama import SINK_TOKENS
-from kvtier_kernels import AttentionKernels, RaggedKV
 
 COMPACTOR_FILE = "compactor-vllm/src/compactor_vllm/attention/sparse_decode_kernel.py"
 KVPRESS_FILE = "kvpress/attention_patch.py"
 # Tokens of compactor-vllm's pages, as its engine has them by default.
 PAGE_TOKENS = 128
-
-
-@dataclass(frozen=True)
-class Held:
-    """Heads that hold the same entries: `kv` by slot, and each request's slots between `indptr`."""
-
-    kv: RaggedKV
-    slots: torch.Tensor
-    indptr: Sequence[int]
-
-    @property
-    def heads(self) -> int:
-        return self.kv.k.shape[1]
-
-    def of(self, request: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[heads, entries, dim]` of a request."""
-        slots = self.slots[self.indptr[request] : self.indptr[request + 1]].long()
-        return self.kv.k[slots].transpose(0, 1), self.kv.v[slots].transpose(0, 1)
-
-
-def decode_classes(
-    kernels: AttentionKernels,
-    q: torch.Tensor,
-    kv: Sequence[RaggedKV],
-    plans: Sequence[Any],
-    scale: float,
-) -> torch.Tensor:
-    """Ours: q and the outcome `[requests, heads, group, dim]`, heads of all classes in a row."""
-    parts = torch.split(q, [one.k.shape[1] for one in kv], dim=1)
-    outs = [
-        kernels.decode(part, one, plan, scale).o
-        for part, one, plan in zip(parts, kv, plans, strict=True)
-    ]
-    return torch.cat(outs, dim=1)
 
 
 def load_peer(peers: Path, file: str) -> ModuleType:
@@ -89,39 +56,23 @@ class Paged:
     table: torch.Tensor
 
 
-def to_pages(classes: Sequence[Held], seed: int) -> Paged:
-    """Heads of all classes after each other; pages lie anywhere."""
-    device, dtype, dim = classes[0].slots.device, classes[0].kv.k.dtype, classes[0].kv.k.shape[-1]
-    requests = len(classes[0].indptr) - 1
-    lengths = torch.tensor(
-        [
-            [one.indptr[at + 1] - one.indptr[at] for one in classes for _ in range(one.heads)]
-            for at in range(requests)
-        ],
-        dtype=torch.int32,
-    )
-    pages = -(-lengths.long() // PAGE_TOKENS)
-    generator = torch.Generator().manual_seed(seed)
-    free = torch.randperm(int(pages.sum()), generator=generator)
-    table = torch.zeros(*lengths.shape, int(pages.max()), dtype=torch.int32)
-    k, v = (
-        torch.zeros(len(free) * PAGE_TOKENS, dim, dtype=dtype, device=device) for _ in ("k", "v")
-    )
-    taken = 0
-    for request in range(requests):
-        head = 0
-        for one in classes:
-            keys, values = one.of(request)
-            for own_keys, own_values in zip(keys, values, strict=True):
-                count = int(pages[request, head])
-                mine = free[taken : taken + count]
-                table[request, head, :count] = mine
-                rows = (mine[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()
-                rows = rows[: len(own_keys)].to(device)
-                k[rows], v[rows] = own_keys, own_values
-                taken += count
-                head += 1
-    return Paged(k, v, lengths.to(device), table.to(device))
+def to_pages(contexts: Contexts, layer: int, seed: int) -> Paged:
+    """The lists of a layer; pages lie anywhere."""
+    device, dim = contexts.kv.k.device, contexts.kv.k.shape[1]
+    shape = contexts.requests, contexts.heads
+    lengths = torch.tensor(contexts.packed) + contexts.dense.cpu()[:, None]
+    pages = -(-lengths // PAGE_TOKENS)
+    free = torch.randperm(int(pages.sum()), generator=torch.Generator().manual_seed(seed))
+    table = torch.zeros(*shape, int(pages.max()), dtype=torch.int32)
+    k, v = (contexts.kv.k.new_zeros(len(free) * PAGE_TOKENS, dim) for _ in "kv")
+    taken = torch.split(free, pages.flatten().tolist())
+    for (request, head), mine in zip(itertools.product(*map(range, shape)), taken, strict=True):
+        table[request, head, : len(mine)] = mine
+        keys, values = contexts.of(layer, request, head)
+        rows = (mine[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()
+        rows = rows[: len(keys)].to(device)
+        k[rows], v[rows] = keys, values
+    return Paged(k, v, lengths.int().to(device), table.to(device))
 
 
 class CompactorVllm:
@@ -163,26 +114,19 @@ class Masked:
     dropped: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def to_masked(classes: Sequence[Held], tokens: int) -> Masked:
-    """One context of which a head that does not hold all keeps sinks and what is recent."""
-    device, dim = classes[0].slots.device, classes[0].kv.k.shape[-1]
-    heads = sum(one.heads for one in classes)
-    k, v = (
-        torch.zeros(1, heads, tokens, dim, dtype=classes[0].kv.k.dtype, device=device)
-        for _ in ("k", "v")
-    )
-    seen = torch.zeros(1, heads, tokens, dtype=torch.bool, device=device)
-    head = 0
-    for one in classes:
-        keys, values = one.of(0)
-        held = keys.shape[1]
-        sinks = min(SINK_TOKENS, held)
-        recent = torch.arange(tokens - held + sinks, tokens)
-        places = torch.cat([torch.arange(sinks), recent]).to(device)
-        mine = slice(head, head + one.heads)
-        k[0, mine, places], v[0, mine, places] = keys, values
-        seen[0, mine, places] = True
-        head += one.heads
+def to_masked(contexts: Contexts, tokens: int) -> Masked:
+    """The first layer of one context of so many tokens, of which a head that does not hold all
+    keeps sinks and what is recent."""
+    heads = contexts.heads
+    k, v = (x.new_zeros(1, heads, tokens, x.shape[1]) for x in contexts.kv[:2])
+    seen = torch.zeros(1, heads, tokens, dtype=torch.bool, device=k.device)
+    for head in range(heads):
+        keys, values = contexts.of(0, 0, head)
+        sinks = min(SINK_TOKENS, len(keys))
+        recent = torch.arange(tokens - len(keys) + sinks, tokens)
+        places = torch.cat([torch.arange(sinks), recent]).to(k.device)
+        k[0, head, places], v[0, head, places] = keys, values
+        seen[0, head, places] = True
     batch, row, place = (~seen).nonzero(as_tuple=True)
     return Masked(k, v, (batch, row, place))
 
@@ -213,11 +157,9 @@ __all__ = [
     "COMPACTOR_FILE",
     "KVPRESS_FILE",
     "CompactorVllm",
-    "Held",
     "Kvpress",
     "Masked",
     "Paged",
-    "decode_classes",
     "load_peer",
     "to_masked",
     "to_pages",

@@ -107,7 +107,6 @@ def make_plan(model: Path, contexts: Sequence[RecallContext], profile: Path) -> 
         "--turns": "1",
         "--questions": str(len(contexts[0].questions)),
         "--len": str(len(contexts[0].context_ids)),
-        "--prefill": "exact",
         "--model-path": str(model),
         "--head-profile": str(profile),
     }

@@ -83,17 +83,27 @@ def running_module(
 
 
 def run_module(
-    module: str, files: Sequence[Path], environment: Mapping[str, str], log: Path
+    module: str,
+    files: Sequence[Path],
+    environment: Mapping[str, str],
+    log: Path,
+    limit_s: float | None = None,
 ) -> None:
-    """`python -m module files…` in a process group of its own, to its end.
+    """`python -m module files…` in a process group of its own, to its end or until `limit_s` have
+    passed, which the log says then.
 
-    Raises WorkerError where that is not a good one.
+    Raises WorkerError where that is not a good end.
     """
     process = _start(module, files, environment, log)
+    exit_code, late = None, ""
     try:
-        exit_code = process.wait()
+        exit_code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        late = f"\nstopped after {limit_s:g} s\n"
     finally:
         stop_group(process)
+    with log.open("a") as stream:
+        stream.write(late)
     if exit_code != 0:
         raise WorkerError(log)
 

@@ -39,10 +39,7 @@ def serve(
     memory: of a prefix, for kvtier's cache."""
     file, out, log = (folder / name for name in ("plan.json", "out.json", "log"))
     file.write_text(plan.model_dump_json())
-    load, environment = plan.load, clean_environment()
-    # What the pools are planned for: the worker's first request has two chunks.
-    session = len(load.prefix) + load.context + load.turns * (load.turn_tokens + load.answer_tokens)
-    environment[ENV_PREFIX + "SESSION_TOKENS"] = str(max(session, 3 * load.chunk))
+    environment = clean_environment()
     for name, path in (("HEAD_PROFILE", profile), ("MEMORY", memory)):
         if path is not None:
             environment[ENV_PREFIX + name] = str(path)

@@ -9,7 +9,7 @@ others sinks and recent tokens:
     full            torch's attention over everything, nothing dropped
     full, kvtier    the same by the backend `reference`, as it serves on a CPU
     masked          kvpress: keys of dropped entries are overwritten, torch attends to everything
-    kvtier          the backend `reference` over what is kept
+    kvtier          the backend `reference` over lists of what is kept
 
 They take turns. Masked attention and kvtier's have to agree; full attention sees more.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,11 @@ from rich.table import Table
 
 from benchmarks.common.bars import at_most
 from benchmarks.common.benchmark import RESULTS, ROOT, Arguments, Benchmark, Measured, Options
+from benchmarks.common.lists import make_contexts
 from benchmarks.common.llama import DIM, GROUP, KV_HEADS, LOCALITY_ENTRIES, SCALE
 from benchmarks.common.peer_kernels import (
     KVPRESS_FILE,
-    Held,
     Kvpress,
-    decode_classes,
     load_peer,
     to_masked,
 )
@@ -41,7 +41,7 @@ from benchmarks.common.table import new_table, show
 from benchmarks.common.timing import seconds
 from kvtier.errors import UsageError
 from kvtier.sizes import format_size
-from kvtier_kernels import RaggedKV, get_kernels
+from kvtier_kernels import get_kernels
 
 PEERS = ROOT / "benchmarks" / "peers" / "kernels"
 MOST_DIFFERENCE = 1e-4
@@ -91,18 +91,16 @@ def make_calls(
     peer: Kvpress, tokens: int, ca_heads: int, seed: int
 ) -> dict[str, Callable[[], torch.Tensor]]:
     """A step of one layer by each, `[1, heads, group, dim]`."""
-    generator = torch.Generator().manual_seed(seed)
     kernels = get_kernels("reference")
-    held, plans = [], []
-    for heads, entries in ((ca_heads, tokens), (KV_HEADS - ca_heads, LOCALITY_ENTRIES)):
-        k, v = (torch.randn(entries, heads, DIM, generator=generator) for _ in ("k", "v"))
-        held.append(Held(RaggedKV(k, v), torch.arange(entries), (0, entries)))
-        plans.append(kernels.plan(held[-1].slots, held[-1].indptr))
+    make = partial(make_contexts, layers=1, dim=DIM, dtype=torch.float32, device="cpu", seed=seed)
+    of_heads = [tokens] * ca_heads + [LOCALITY_ENTRIES] * (KV_HEADS - ca_heads)
+    kept, whole = make([of_heads], [0]), make([[0] * KV_HEADS], [tokens])
+    plans = [one.planned_by(kernels) for one in (kept, whole)]
+    generator = torch.Generator().manual_seed(seed)
     q = torch.randn(1, KV_HEADS, GROUP, DIM, generator=generator)
-    masked = to_masked(held, tokens)
+    masked = to_masked(kept, tokens)
     # Masking overwrites its own.
     keys = masked.k.clone()
-    everything = RaggedKV(*(x[0].transpose(0, 1).contiguous() for x in (keys, masked.v)))
 
     def full() -> torch.Tensor:
         found = torch.nn.functional.scaled_dot_product_attention(
@@ -112,9 +110,9 @@ def make_calls(
 
     return {
         "full": full,
-        "full, kvtier": lambda: kernels.decode(q, everything, plans[0], SCALE).o,
+        "full, kvtier": lambda: kernels.lists.decode(q, whole.kv, plans[1], 0, SCALE).o,
         "masked": lambda: peer.decode(q, masked, SCALE),
-        "kvtier": lambda: decode_classes(kernels, q, [one.kv for one in held], plans, SCALE),
+        "kvtier": lambda: kernels.lists.decode(q, kept.kv, plans[0], 0, SCALE).o,
     }
 
 

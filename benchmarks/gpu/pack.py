@@ -7,9 +7,10 @@
 There, torch, Triton, transformers, numpy and a C compiler are taken for granted. The pack has
 wheels of the versions in constraints.txt, unpacked, for the Python asked for; SGLang without what
 serves no language model; kvtier with its entry points, behind which the checkout's own code is
-found first; and a stub for sglang-kernel, whose binary wants the newest torch (gpu/pack_stub.py
-says what that leaves out). Where sglang-kernel can be
-installed, do that instead: `pip install kvtier[sglang,tier]`.
+found first; a stub for sglang-kernel, whose binary wants the newest torch (gpu/pack_stub.py says
+what that leaves out); and a plugin of SGLang, whose code is the checkout's, for what a Llama
+computes by sglang-kernel (gpu/fused). Where sglang-kernel can be installed, do that instead:
+`pip install kvtier[sglang,tier]`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ OUT = ROOT / "out" / "gpu-pack.tar.gz"
 STUB = ROOT / "benchmarks" / "gpu" / "pack_stub.py"
 PLATFORMS = ("2_35", "2_34", "2_31", "2_28", "2_27", "2_24", "2_17", "2014", "1")
 PACKAGES = Path(__file__).with_name("pack.txt")
+PLUGIN = {
+    "METADATA": "Metadata-Version: 2.1\nName: kvtier-gpu-pack\nVersion: 0\n",
+    "entry_points.txt": "[sglang.srt.plugins]\nfused = benchmarks.gpu.fused.plugin:register\n",
+}
 # Of SGLang: pictures and films, and its own tests.
 TRIMMED = ("multimodal_gen", "test", "benchmark")
 ENVIRONMENT = """\
@@ -37,7 +42,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 checkout=$PWD:$PWD/kernels:$PWD/services:$PWD/sglang_patches
 export PYTHONPATH=$checkout:$here/site${PYTHONPATH:+:$PYTHONPATH}
 export SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1
-export SGLANG_FORCE_FUSED_OP_BACKEND=torch
+export SGLANG_FORCE_FUSED_OP_BACKEND=plugin
 export SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python
 export HF_HUB_OFFLINE=1
 python3 -W ignore -m compileall -q -j 0 "$here/site" || true
@@ -56,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         install(site, options.python)
         trim(site / "sglang")
         add_stub(site)
+        add_plugin(site)
         (pack / "environment.sh").write_text(ENVIRONMENT)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         with tarfile.open(options.out, "w:gz") as archive:
@@ -93,6 +99,14 @@ def add_stub(site: Path) -> None:
     target.mkdir()
     shutil.copy(STUB, target / "__init__.py")
     shutil.copy(Path(found.origin).parent / "scalar_type.py", target)
+
+
+def add_plugin(site: Path) -> None:
+    """What SGLang finds its plugins by."""
+    folder = site / "kvtier_gpu_pack-0.dist-info"
+    folder.mkdir()
+    for name, text in PLUGIN.items():
+        (folder / name).write_text(text)
 
 
 if __name__ == "__main__":

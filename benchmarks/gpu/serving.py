@@ -1,6 +1,7 @@
 """What kvtier saves and costs while serving a model of real size on this GPU.
 
-    python -m benchmarks.gpu.serving --out out/gpu-serving.json        where SGLang and kvtier are
+    python -m benchmarks.gpu.serving --equal-bytes --out out/gpu-serving.json       with SGLang
+    python -m benchmarks.gpu.serving --equal-bytes --dry             on a CPU, to see that it runs
 
 A model of Llama-3.1-8B's shape with random weights (SGLang's `load_format="dummy"`): its answers
 mean nothing, but its time and memory are those of the real one. Sessions prefill a long context one
@@ -10,56 +11,47 @@ this run, with the same requests:
     stock     SGLang's radix cache and its Triton attention (--stock-attention names another)
     full      SGLang's radix cache, kvtier's attention over every head
     kvtier    a quarter of the heads keeps the context, the others sink + recent
+    adaptive  all heads compete for a quarter of the entries, by what tokens are worth
+              (--token-worth: as fitted to a model of this shape; else random)
 
-The JSON has per policy the bytes of KV that the sessions hold between turns (from the pools), and
-the medians of time to first token and time per output token of the later turns.
+The JSON has per policy the bytes of KV that the sessions hold between turns (from the pools), the
+medians of time to first token and time per output token of the later turns, tokens per second over
+these turns, and what one step of decoding consists of, from a profile of one more turn. With
+--equal-bytes each policy that compresses has a second engine, with as many sessions as go into the
+bytes that full KV takes for those of the first. Both engines' pools have slack beside these bytes:
+a chunk and 4096 slots. So what sessions hold between turns is compared, not the sizes of pools.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.bars import Bar
+from benchmarks.common.bars import Bar, at_least, at_most
 from benchmarks.common.benchmark import Arguments, Benchmark, Measured, Options
-from benchmarks.common.remote import WorkerError, clean_environment, run_module
-from benchmarks.gpu.serving_worker import Load, Plan
-from kvtier.config import ENV_PREFIX
-from kvtier.heads.model.config import model_shape
-from kvtier.heads.profile import HeadProfile
+from benchmarks.common.remote import WorkerError, run_module
+from benchmarks.gpu.serving_plan import (
+    COMPRESSING,
+    POLICIES,
+    environment,
+    equal_pool,
+    full_bytes,
+    make_plan,
+    write_model,
+)
+from benchmarks.gpu.step_parts import lines, totals
+from kvtier.errors import BudgetError
 
-VOCAB_SIZE = 128256
-# Ids at both ends of a vocabulary may be special.
-MARGIN_IDS = 1000
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": 131072 + 4096,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "bfloat16",
-}
-POLICIES = ("stock", "full", "kvtier")
-# In every layer as many, anywhere.
-CA_HEADS = 2
-SLACK_TOKENS = 4096
 LOG_TAIL_CHARACTERS = 6000
+# As small as compressing shows.
+DRY = {
+    "sessions": 2, "context": 1200, "turns": 2, "turn_tokens": 16, "answer_tokens": 12,
+    "chunk": 512, "stock_attention": "torch_native",
+}  # fmt: skip
 
 
 def declare(arguments: Arguments) -> None:
@@ -68,11 +60,15 @@ def declare(arguments: Arguments) -> None:
     whole("--context", 64 << 10, "tokens of each")
     whole("--turns", 4, "of each, the one with its context included", least=2)
     whole("--turn-tokens", 128, "that a later turn asks")
-    whole("--answer-tokens", 64, "of every answer")
+    whole("--answer-tokens", 64, "of every answer", least=8)
     whole("--chunk", 8192, "tokens prefilled at a time")
-    add("--prefill", choices=("exact", "streaming"), default="exact", help="(%(default)s)")
     add("--policies", nargs="+", choices=POLICIES, default=POLICIES, help="(all)")
     add("--stock-attention", default="triton", metavar="NAME", help="(%(default)s)")
+    add("--token-worth", type=Path, metavar="FILE", help="of `kvtier calibrate tokens` (random)")
+    add("--equal-bytes", action="store_true", help="also as many sessions as full KV's bytes hold")
+    arguments.number("--limit-s", 3600, "for each engine, which is ended then", metavar="SECONDS")
+    add("--dry", action="store_true", help="on a CPU, the demo model's shape, smaller defaults")
+    arguments.other_defaults("--dry", DRY)
 
 
 def run(options: Options) -> Iterator[Measured]:
@@ -81,117 +77,108 @@ def run(options: Options) -> Iterator[Measured]:
 
     policies: dict[str, dict[str, Any]] = {}
     figures = {
-        "device": torch.cuda.get_device_name(),
-        "options": {key: value for key, value in vars(options).items() if key != "out"},
+        "device": "cpu" if options.dry else torch.cuda.get_device_name(),
+        "options": {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in vars(options).items()
+            if key != "out"
+        },
+        "full_kv_bytes": full_bytes(options),
         "policies": policies,
     }
-    with tempfile.TemporaryDirectory(prefix="kvtier-serving-") as folder:
-        write_model(Path(folder))
+    with tempfile.TemporaryDirectory(prefix="kvtier-serving-") as name:
+        folder = Path(name)
+        write_model(options, folder)
         for policy in options.policies:
-            policies[policy] = serve(options, policy, Path(folder))
-            print(policy, json.dumps(policies[policy])[-1500:], flush=True)
-            yield Measured(figures, make_bars(policies))
+            policies[policy] = serve(options, policy, folder)
+            print(policy, in_short(policies[policy]), flush=True)
+            yield Measured(figures, make_bars(policies, options))
+        # Last, as a machine may be there for minutes only.
+        for policy in options.policies if options.equal_bytes else ():
+            policies[policy]["equal_bytes"] = serve_equal_bytes(options, policy, folder, policies)
+            yield Measured(figures, make_bars(policies, options))
+    for line in (*lines(policies), *totals(policies)):
+        print(line)
 
 
-def serve(options: Options, policy: str, folder: Path) -> dict[str, Any]:
-    """One policy in an engine of its own; `failed` has the log's end where it could not. folder:
-    with the model, and for the engine's files."""
-    plan, out, log = (folder / f"{policy}-{name}" for name in ("plan.json", "out.json", "log"))
-    plan.write_text(make_plan(options, policy, folder).model_dump_json())
+def serve_equal_bytes(
+    options: Options, policy: str, folder: Path, policies: Mapping[str, Any]
+) -> dict[str, Any]:
+    """As many sessions as the bytes hold: in a second engine, where the first had fewer; `failed`
+    says where they hold none beside a prefill."""
     try:
-        run_module(
-            "benchmarks.gpu.serving_worker", [plan, out], environment(options, policy, folder), log
-        )
-    except WorkerError:
-        return {"failed": log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:]}
-    found: dict[str, Any] = json.loads(out.read_text())
+        sessions = int(equal_pool(options, policy, folder).sessions)
+    except BudgetError as error:
+        return {"failed": str(error)}
+    if sessions == options.sessions:
+        return {key: value for key, value in policies[policy].items() if key != "step"}
+    found = serve(options, policy, folder, sessions)
+    print(policy, "in the same bytes", in_short(found), flush=True)
     return found
 
 
-def make_plan(options: Options, policy: str, model: Path) -> Plan:
-    """What a policy's engine is started with, and the load, which is the same for all."""
-    load = Load(
-        sessions=options.sessions,
-        context=options.context,
-        turns=options.turns,
-        turn_tokens=options.turn_tokens,
-        answer_tokens=options.answer_tokens,
-        chunk=options.chunk,
-        ids=(MARGIN_IDS, VOCAB_SIZE - MARGIN_IDS),
-        seed=options.seed,
-    )
-    return Plan(engine=engine_arguments(options, policy, model), load=load)
+def serve(
+    options: Options, policy: str, folder: Path, sessions: int | None = None
+) -> dict[str, Any]:
+    """One policy in an engine of its own; `failed` has the log's end where it could not. folder:
+    with the model, and for the engine's files; sessions: where they are not those asked for."""
+    name = policy if sessions is None else f"{policy}-{sessions}"
+    plan, out, log = (folder / f"{name}-{file}" for file in ("plan.json", "out.json", "log"))
+    plan.write_text(make_plan(options, policy, folder, sessions).model_dump_json())
+    found: dict[str, Any] = {}
+    try:
+        run_module(
+            "benchmarks.gpu.serving_worker",
+            [plan, out],
+            environment(options, policy, folder),
+            log,
+            options.limit_s,
+        )
+    except WorkerError:
+        found["failed"] = log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:]
+    # It may have failed after its figures were written.
+    return json.loads(out.read_text()) | found if out.exists() else found
 
 
-def environment(options: Options, policy: str, model: Path) -> dict[str, str]:
-    """Of a policy's engine: no KVTIER_* variable but what the policy needs."""
-    settings = {"DATA_DIR": str(model)}
-    if policy == "kvtier":
-        turn = options.turn_tokens + options.answer_tokens
-        settings |= {
-            "HEAD_PROFILE": str(model / "head_profile.json"),
-            "SESSION_TOKENS": str(options.context),
-            "SESSION_TURN_TOKENS": str(options.turns * turn),
-            "PREFILL": options.prefill,
-        }
-    return clean_environment() | {ENV_PREFIX + name: value for name, value in settings.items()}
+def in_short(found: Mapping[str, Any]) -> str:
+    """One policy's figures, or the end of its log, in a line."""
+    long = ("first_answers", "step")
+    return json.dumps({key: one for key, one in found.items() if key not in long})[-1500:]
 
 
-def engine_arguments(options: Options, policy: str, model: Path) -> dict[str, Any]:
-    """Keyword arguments of sglang.Engine."""
-    turn = options.turn_tokens + options.answer_tokens
-    session = options.context + options.turns * turn
-    arguments: dict[str, Any] = {
-        "model_path": str(model),
-        "load_format": "dummy",
-        "dtype": "bfloat16",
-        "skip_tokenizer_init": True,
-        "grammar_backend": "none",
-        "skip_server_warmup": True,
-        "chunked_prefill_size": options.chunk,
-        "max_total_tokens": options.sessions * session + options.chunk + SLACK_TOKENS,
-        "max_running_requests": options.sessions,
-        # kvtier has no CUDA graphs of prefill, so the other policies go without them, too.
-        "disable_prefill_cuda_graph": True,
-        "cuda_graph_bs_decode": sorted({1, options.sessions}),
-        "random_seed": options.seed,
-        "log_level": "warning",
-        "attention_backend": options.stock_attention if policy == "stock" else "kvtier",
-    }
-    if policy == "kvtier":
-        arguments["radix_cache_backend"] = "kvtier"
-    return arguments
-
-
-def write_model(folder: Path) -> None:
-    """A configuration, and a head profile for it; no weights."""
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
-    shape = model_shape(LLAMA_8B)
-    chance = random.Random(0)
-    heads = tuple(
-        tuple(sorted(chance.sample(range(shape.num_kv_heads), CA_HEADS)))
-        for _ in range(shape.num_layers)
-    )
-    HeadProfile(model="dummy", shape=shape, method="assumed", ca_heads=heads).save(
-        folder / "head_profile.json"
-    )
-
-
-def make_bars(policies: Mapping[str, Mapping[str, Any]]) -> list[Bar]:
+def make_bars(policies: Mapping[str, Mapping[str, Any]], options: Options) -> list[Bar]:
     """Every policy served, and no engine found a fault with its own accounts."""
     bars = []
-    for policy, found in policies.items():
-        bars.append(
-            Bar(f"{policy}: the engine served", "failed" not in found, "failed" not in found)
-        )
-        problems = found.get("integrity", [])
-        bars.append(Bar(f"{policy}: the engine's accounts", problems or "sound", not problems))
+    for policy, one in policies.items():
+        bars += _sound(policy, one)
+        # On a CPU there are none.
+        if "step" in one and not options.dry:
+            seen = one["step"].get("failed") or one["step"]["steps"]
+            bars.append(Bar(f"{policy}: a profile of steps", seen, one["step"].get("steps", 0) > 0))
+        if "equal_bytes" not in one or policy not in COMPRESSING:
+            continue
+        name, equal = f"{policy}, equal bytes", one["equal_bytes"]
+        bars += _sound(name, equal)
+        if "failed" not in equal:
+            held = equal["kv_used_bytes"] / full_bytes(options)
+            bars.append(at_most(f"{name}: KV between turns / full KV's", held, 1))
+            kept = equal["cached_tokens"] / options.context
+            bars.append(at_least(f"{name}: of a context, computed once", kept, 1))
     return bars
 
 
+def _sound(name: str, found: Mapping[str, Any]) -> list[Bar]:
+    problems = found.get("integrity", [])
+    return [
+        Bar(f"{name}: the engine served", "failed" not in found, "failed" not in found),
+        Bar(f"{name}: the engine's accounts", problems or "sound", not problems),
+    ]
+
+
 BENCHMARK = Benchmark(
-    "gpu.serving", __doc__, declare, run, seeded="of all tokens and of the weights", gpu=True
-)
+    "gpu.serving", __doc__, declare, run, gpu=True,
+    seeded="of all tokens, of the weights, of the profile and of what tokens are worth",
+)  # fmt: skip
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:kernels python -m benchmarks.gpu.sweep --out out/gpu-sweep.json
 
-The defaults are in `kvtier_kernels/triton_backend/`: the tile in attention/tiles.py and
-attention/by_slots.py, the cut in planning/plans.py.
+The defaults are in `kvtier_kernels/triton_backend/`: the tile in attention/tiles.py, the cut in
+planning/lists.py.
 Each row is the median time of one layer's decode of `benchmarks.gpu.check`'s shapes, replayed as a
 CUDA graph, as a share of what this GPU's read bandwidth allows (higher = better). Tiles come
 first, under the default cut; then cuts, with the best tile by the geometric mean over shapes.
@@ -21,129 +21,119 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.common.benchmark import Arguments, Benchmark, Measured, Options
-from benchmarks.common.llama import KV_HEADS, SCALE
+from benchmarks.common.lists import Contexts
+from benchmarks.common.llama import SCALE
 from benchmarks.gpu.bandwidth import read_bandwidth
-from benchmarks.gpu.head_classes import (
-    RUN,
-    HeadClass,
-    Shape,
-    both_classes,
-    layer_seconds,
-    make_class,
-    queries,
-)
-from kvtier_kernels.triton_backend.attention.decode import decode_units
+from benchmarks.gpu.contexts import Shape, full, layer_seconds, queries, retained
+from kvtier_kernels.triton_backend.attention import by_lists
+from kvtier_kernels.triton_backend.attention.tiles import ListTile
 from kvtier_kernels.triton_backend.kernels import TritonKernels
-from kvtier_kernels.triton_backend.launching import launch
-from kvtier_kernels.triton_backend.planning import plans
+from kvtier_kernels.triton_backend.planning import lists
 
 SWEPT = tuple(Shape(batch, heads) for batch, heads in ((1, 2), (4, 2), (16, 2), (64, 2), (16, 4)))
-ENTRIES, WARPS, STAGES = (16, 32, 64, 128), (1, 2, 4, 8), (2, 3, 4)
-UNITS_PER_SM, LEAST_STRETCH = (2, 3, 4, 6, 8, 12, 16), (64, 128, 256, 512)
-
-
-def kernels_with(entries: int, warps: int, stages: int) -> TritonKernels:
-    """Decoding by another tile."""
-    tile = {"BLOCK_N": entries, "num_warps": warps, "num_stages": stages}
-
-    def tuned(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        launch(kernel, grid, *args, **options | (tile if kernel is decode_units else {}))
-
-    return TritonKernels(tuned)
+# Of a tile; the last is how many programs a multiprocessor is meant to hold.
+ENTRIES, WARPS, STAGES, PROGRAMS = (32, 64, 128), (2, 4, 8), (2, 3, 4), (1, 2, 3, 4)
+LEAST_PAGES = (1, 2, 4, 8, 16, 32)
+# A group's queries.
+ROWS = 16
 
 
 @contextmanager
-def cut(units_per_sm: int, least_stretch: int) -> Iterator[None]:
-    """Plans that are made inside cut the work so."""
-    before = plans.UNITS_PER_SM, plans.LEAST_STRETCH
-    plans.UNITS_PER_SM, plans.LEAST_STRETCH = units_per_sm, least_stretch
-    try:
+def tiled(tile: Sequence[int]) -> Iterator[None]:
+    """Lists are attended to by such a tile, whatever would be chosen."""
+    with patch.object(by_lists, "list_tile", lambda *_, **__: ListTile(ROWS, *tile)):
         yield
-    finally:
-        plans.UNITS_PER_SM, plans.LEAST_STRETCH = before
 
 
-Held = dict[Shape, list[HeadClass]]
+@contextmanager
+def cut(least_pages: int) -> Iterator[None]:
+    """Plans that are made inside give a program at least so many pages."""
+    with patch.object(lists, "LEAST_PAGES", least_pages):
+        yield
 
 
-def measured(kernels: TritonKernels, held: Held, ceiling: float) -> dict[str, float]:
+Held = dict[Shape, Contexts]
+
+
+def measured(held: Held, ceiling: float) -> dict[str, float]:
     """Share of the ceiling by shape."""
-    found = {}
-    for shape, classes in held.items():
-        planned = [one.planned_by(kernels) for one in classes]
-        taken = layer_seconds(kernels, planned, shape.batch)
-        found[str(shape)] = sum(one.num_bytes for one in classes) / taken / ceiling
-    return found
+    kernels = TritonKernels()
+    return {
+        str(shape): contexts.num_bytes / layer_seconds(kernels, contexts) / ceiling
+        for shape, contexts in held.items()
+    }
 
 
 def mean_of(shares: dict[str, float]) -> float:
     return math.exp(sum(map(math.log, shares.values())) / len(shares))
 
 
-def sweep(seed: int, *, voted: bool, full: bool) -> dict[str, Any]:
+def sweep(seed: int, *, voted: bool, uncompressed: bool) -> dict[str, Any]:
     """Rows by tile, then by cut."""
     ceiling = read_bandwidth()
-    usual = TritonKernels()
     held: Held = {}
     for shape in SWEPT:
-        if full:
-            held[shape] = [make_class(usual, shape.lengths(seed), KV_HEADS, seed, voted=voted)]
-        else:
-            held[shape] = both_classes(usual, shape, seed, voted=voted)
+        lengths = shape.lengths(seed)
+        held[shape] = (
+            full(lengths, seed) if uncompressed else retained(shape, lengths, seed, voted=voted)
+        )
     device = torch.cuda.get_device_name()
-    document = {"device": device, "read_bytes_per_s": ceiling, "voted": voted, "full": full}
-    choices = list(itertools.product(ENTRIES, WARPS, STAGES))
-    heads = {one.heads for classes in held.values() for one in classes}
-    compile_all(choices, sorted(heads), voted=voted)
-    rows = (_row(tile, partial(measured, kernels_with(*tile), held, ceiling)) for tile in choices)
-    tiles = [row for row in rows if row]
+    document = {"device": device, "read_bytes_per_s": ceiling, "voted": voted, "full": uncompressed}
+    choices = list(itertools.product(ENTRIES, WARPS, STAGES, PROGRAMS))
+    compile_all(choices, voted=voted)
+    measure = partial(measured, held, ceiling)
+    tiles, cuts = [], []
+    for tile in choices:
+        with tiled(tile):
+            tiles += _rows(tile, measure)
     best = max(tiles, key=lambda row: row["mean"])["setting"]
-    kernels, cuts = kernels_with(*best), []
-    for setting in itertools.product(UNITS_PER_SM, LEAST_STRETCH):
-        with cut(*setting):
-            cuts.append(_row(setting, partial(measured, kernels, held, ceiling)))
-    return document | {"tiles": tiles, "cuts": [row for row in cuts if row]}
+    for least in LEAST_PAGES:
+        with tiled(best), cut(least):
+            cuts += _rows([least], measure)
+    return document | {"tiles": tiles, "cuts": cuts}
 
 
-def compile_all(tiles: Sequence[Sequence[int]], heads: Sequence[int], *, voted: bool) -> None:
+def compile_all(tiles: Sequence[Sequence[int]], *, voted: bool) -> None:
     """Fill Triton's cache from all cores, as compiling takes longer than measuring."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), mp_context=context) as pool:
         for tile in tiles:
-            pool.submit(_compile, tile, heads, voted)
+            pool.submit(_compile, tile, voted)
 
 
-def _compile(tile: Sequence[int], heads: Sequence[int], voted: bool) -> None:
-    kernels = kernels_with(*tile)
-    for count in heads:
-        one = make_class(kernels, [RUN * 4], count, 0, voted=voted, layers=1)
-        kernels.decode(queries(1, count), one.layers[0], one.plan, SCALE)
+def _compile(tile: Sequence[int], voted: bool) -> None:
+    kernels, shape = TritonKernels(), Shape(1, 2)
+    contexts = retained(shape, [2048], 0, voted=voted)
+    with tiled(tile):
+        kernels.lists.decode(queries(1), contexts.kv, contexts.planned_by(kernels), 0, SCALE)
 
 
-def _row(setting: Sequence[int], measure: Callable[[], dict[str, float]]) -> dict[str, Any] | None:
+def _rows(setting: Sequence[int], measure: Callable[[], dict[str, float]]) -> list[dict[str, Any]]:
+    """One, or none where the setting does not run."""
     try:
         shares = measure()
     except Exception as error:
         # A tile that does not fit the shared memory.
         print(f"{setting}: {type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
-        return None
+        return []
     print(setting, " ".join(f"{share:.3f}" for share in shares.values()), flush=True)
-    return {"setting": list(setting), "mean": mean_of(shares), "shares": shares}
+    return [{"setting": list(setting), "mean": mean_of(shares), "shares": shares}]
 
 
 def declare(arguments: Arguments) -> None:
     arguments.add("--voted", action="store_true", help="entries with votes")
-    arguments.add("--full", action="store_true", help="one class of all heads")
+    arguments.add("--full", action="store_true", help="nothing is compressed")
 
 
 def run(options: Options) -> Measured:
     """Sweep, and print the ten best of either kind."""
-    figures = sweep(options.seed, voted=options.voted, full=options.full)
-    for part, names in (("tiles", "entries, warps, stages"), ("cuts", "units/SM, stretch")):
+    figures = sweep(options.seed, voted=options.voted, uncompressed=options.full)
+    for part, names in (("tiles", "entries, warps, stages, programs"), ("cuts", "pages")):
         print(f"best {part} ({names}):")
         for row in sorted(figures[part], key=lambda row: -row["mean"])[:10]:
             print(f"  {row['setting']}  {row['mean']:.3f}")

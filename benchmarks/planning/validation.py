@@ -5,10 +5,10 @@
 On two cores: one for the engine, and one for everything beside it, as a GPU's server has.
 
 Three policies replay the first requests of a recorded trace on the real engine, scaled to this
-machine. The simulator serves the same requests with the same pools. Its rates are from another
-replay, of a trace made for that (`kvtier.traffic.probe`); nothing of the judged replay is known to
-it. Bars: hit rate and resident conversations within 5%, the median time to the first token within
-25%.
+machine. The simulator serves the same requests with pools of the same size. Its rates are from
+another replay, of a trace made for that (`kvtier.traffic.probe`); nothing of the judged replay is
+known to it. Bars: hit rate and resident conversations within 5%, the median time to the first token
+within 25%.
 """
 
 from __future__ import annotations

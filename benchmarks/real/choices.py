@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.real.records import Records
 from kvtier.heads.calibrate import prepare
-from kvtier.heads.methods import METHODS, Target, make_method
+from kvtier.heads.methods import METHODS, make_method
 from kvtier.heads.model.config import model_name, weights_revision
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.probes.context import HeadProbe
@@ -19,13 +19,10 @@ from kvtier.heads.profile import Head
 from kvtier.heads.progress import Progress
 from kvtier.heads.samples.synthetic import CALIBRATION, Tasks, make_samples, tasks_for
 
-# Elimination ends here; below, heads go by what each is worth alone.
-FEWEST = 0.1
-
 
 @dataclass(frozen=True)
 class Choice:
-    """order: every head, best first; seconds: scoring and selecting, without the prefill."""
+    """order: every head, best first; seconds: scoring and ranking, without the prefill."""
 
     method: str
     order: tuple[Head, ...]
@@ -34,25 +31,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, its tasks, and what every method chooses on.
-
-    parameters: keyword arguments of methods, by name
-    """
+    """A model, its tasks, and what every method chooses on."""
 
     model_path: Path
     tasks: Tasks
     length: int
     contexts: int
     seed: int
-    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, model_path: Path, length: int, contexts: int, seed: int,
-        parameters: Mapping[str, Mapping[str, Any]],
-    ) -> Setup:  # fmt: skip
+    def of(cls, model_path: Path, length: int, contexts: int, seed: int) -> Setup:
         """Raises UsageError for a model that is not there."""
-        return cls(model_path, tasks_for(str(model_path)), length, contexts, seed, parameters)
+        return cls(model_path, tasks_for(str(model_path)), length, contexts, seed)
 
     def described(self) -> dict[str, Any]:
         """What records are kept under; reads all weights for their digest."""
@@ -65,7 +55,6 @@ class Setup:
                 "context_tokens": self.length,
                 "contexts": self.contexts,
             },
-            "parameters": self.parameters,
             "seed": self.seed,
         }
 
@@ -88,9 +77,8 @@ def chosen_heads(
         batches = prepare(probe, samples, progress)
         for name, method in missing.items():
             began = time.perf_counter()
-            scores = method.score(batches, progress)
-            chosen = method.select(scores, batches, Target(share=FEWEST), progress)
-            document = {"seconds": time.perf_counter() - began, "order": chosen.order}
+            order = method.ranking(method.score(batches, progress), probe.shape)
+            document = {"seconds": time.perf_counter() - began, "order": order}
             files[name].write_text(json.dumps(document) + "\n")
             for batch in batches:
                 batch.forget()
@@ -105,9 +93,7 @@ def chosen_heads(
 def make(setup: Setup, name: str) -> Any:
     """The method, with the run's seed where it draws. Raises UsageError."""
     seeded = name in METHODS and METHODS[name].takes_seed
-    return make_method(
-        name, **({"seed": setup.seed} if seeded else {}), **setup.parameters.get(name, {})
-    )
+    return make_method(name, **({"seed": setup.seed} if seeded else {}))
 
 
 __all__ = ["Choice", "Setup", "chosen_heads"]

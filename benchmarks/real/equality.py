@@ -160,7 +160,7 @@ def ask_engine(
         profile.save(folder / "head_profile.json")
         flags = {
             "--workload": "text", "--policies": policy, "--turns": str(TURNS), "--questions": "1",
-            "--len": str(options.len + 512), "--chunk": str(chunk_tokens), "--prefill": "exact",
+            "--len": str(options.len + 512), "--chunk": str(chunk_tokens),
             "--model-path": str(options.model_path), "--kv-dtype": options.kv_dtype,
         }  # fmt: skip
         if "HEAD_BUDGETS" in settings:
@@ -208,7 +208,9 @@ def ask_reference(
             )
         else:
             scorer = SCORERS[settings.get("SCORER", "distinct-keys")]()
-            session = WatchedSession(model, profile, RULE, CHUNK_TOKENS, scorer, kv_dtype=kv_dtype)
+            session = WatchedSession(
+                model, profile, RULE, CHUNK_TOKENS, scorer, kv_dtype=kv_dtype, in_pages=True
+            )
         if "RETENTION" in settings:
             session.share = FixedShare(SHARE)
         answers.append([session.say(prompt, eos) for prompt in prompts])

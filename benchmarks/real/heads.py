@@ -33,7 +33,7 @@ from kvtier.heads.profile import Head, random_profile, window_profile
 from kvtier.heads.progress import Progress, rich_progress
 from kvtier.heads.samples.synthetic import HELD_OUT, make_samples
 
-DEFAULT_METHODS = "gates,taylor,sensitivity,attention-mass,contextkeeper,razor"
+DEFAULT_METHODS = "gates,taylor,contextkeeper,razor"
 RANDOM = "random"
 # After so many measurements the time of all is foretold.
 FIRST_TIMED = 8
@@ -45,7 +45,6 @@ def declare(arguments: Arguments) -> None:
     arguments.shares("--shares", (0.5, 0.33, 0.25, 0.15), "shares of the KV heads")
     arguments.size("--choose-len", "1536", "context tokens to choose on")
     arguments.whole("--choose-contexts", 4, "contexts to choose on")
-    arguments.whole("--round-share", 8, "of sensitivity, see kvtier.heads.methods.sensitivity")
     arguments.sizes("--lens", ("1536", "4k"), "context tokens to measure at")
     arguments.whole("--contexts", 3, "contexts per task and length to measure on", least=2)
     arguments.whole("--draws", 2, "random choices of heads")
@@ -69,10 +68,7 @@ class Setting:
 
 def run(options: Options) -> Measured:
     """Choose, measure, and compare."""
-    setup = Setup.of(
-        options.model_path, options.choose_len, options.choose_contexts, options.seed,
-        {"sensitivity": {"round_share": options.round_share}},
-    )  # fmt: skip
+    setup = Setup.of(options.model_path, options.choose_len, options.choose_contexts, options.seed)
     described = setup.described()
     records = Records(options.state, described)
     with rich_progress() as progress:

@@ -108,9 +108,7 @@ class Bench(NamedTuple):
 
 def run(options: Options) -> Iterator[Measured]:
     """Choose, fit, and measure; after every length the table as far as it is."""
-    setup = Setup.of(
-        options.model_path, options.choose_len, options.choose_contexts, options.seed, {}
-    )
+    setup = Setup.of(options.model_path, options.choose_len, options.choose_contexts, options.seed)
     if options.plots is not None and not options.plots.is_dir():
         raise UsageError("--plots", "an existing directory", str(options.plots))
     tasks = asked_for("--tasks", setup.tasks.measuring, options.tasks)

@@ -105,9 +105,8 @@ async def accounts(engine: Engine) -> list[str]:
     await engine.server.flush()
     state = await engine.server.state()
     problems += [f"{engine.name}, emptied: {one}" for one in state["integrity"]]
-    for pool in ("ca_slots_used", "locality_slots_used"):
-        if state[pool]:
-            problems.append(f"{engine.name}, emptied: {state[pool]} {pool}")
+    if state["slots_used"]:
+        problems.append(f"{engine.name}, emptied: {state['slots_used']} slots used")
     return problems
 
 

@@ -130,7 +130,6 @@ def engine_flags(folder: Path, redis_url: str, tier: str, policy: str, full: Pat
         "tier": tier,
         "tier-span-tokens": str(SPAN_TOKENS),
         "tier-buffer-bytes": str(64 << 20),
-        "session-tokens": "4096",
     }
     settings |= {"head-profile": str(full)} if policy == EVERYTHING else POLICIES[policy]
     return [text for name, value in settings.items() for text in (f"--{name}", value)]

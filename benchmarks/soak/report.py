@@ -97,7 +97,7 @@ def engine_counters(state: Mapping[str, Any]) -> dict[str, Any]:
     """What an engine did with its tree and its tier, at the end of one of its lives."""
     tier = state["tier"]
     numbers = {name: value for name, value in tier.items() if not isinstance(value, dict)}
-    tree = ("engine", "rule", "compressed_nodes", "dropped_tokens", "variants", "compacted_tokens")
+    tree = ("engine", "rule", "compressed_nodes", "variants", "compacted_tokens")
     return {**{name: state[name] for name in tree}, **numbers, "integrity": state["integrity"]}
 
 

@@ -163,7 +163,6 @@ def make_plan(policy: str, model: Path, tokens: int) -> Plan:
         "--len": str(tokens),
         "--sessions": str(ROOM_CONTEXTS),
         "--budget-sessions": str(ROOM_CONTEXTS),
-        "--prefill": "exact",
         "--model-path": str(model),
         "--head-profile": str(model / PROFILE_FILE),
     }

@@ -43,7 +43,7 @@ class Servers:
         self.folder, self.tier = folder, tier
         flags = {
             "--workload": "recall", "--policies": "kvtier", "--turns": "2", "--questions": "1",
-            "--len": str(tokens + 256), "--prefill": "exact", "--model-path": str(model),
+            "--len": str(tokens + 256), "--model-path": str(model),
             "--head-profile": str(model / PROFILE_FILE),
         }  # fmt: skip
         self.plan = bench_plan(flags)

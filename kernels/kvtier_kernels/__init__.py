@@ -1,5 +1,5 @@
-"""Attention over ragged KV with votes, and what selects and merges its entries: one contract,
-interchangeable backends.
+"""Attention over ragged KV and over lists of entries with votes, and what selects and merges those:
+one contract, interchangeable backends.
 
 This package knows tensors only: no engine, no cache policy, no I/O. Start with `base.py`,
 `selection.py` and `lists.py`, which state the contract. `registry.py` says which backend runs, and
@@ -13,7 +13,6 @@ from kvtier_kernels.base import (
     HeadMap,
     KernelUnavailableError,
     RaggedKV,
-    Window,
 )
 from kvtier_kernels.lists import CellKV, ListKernels, ListTables
 from kvtier_kernels.registry import AUTO, available_kernels, get_kernels, selection_kernels
@@ -31,7 +30,6 @@ __all__ = [
     "ListTables",
     "RaggedKV",
     "SelectionKernels",
-    "Window",
     "available_kernels",
     "empty_state",
     "get_kernels",

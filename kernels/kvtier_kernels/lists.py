@@ -60,10 +60,12 @@ class CellKV(NamedTuple):
 
     k, v:         [cells, dim], contiguous, in the query's dtype or one that converts to it (fp8).
     column_cells: cells of a column.
-    log_votes:    float32 added to the logits of an entry, contiguous: [cells], or [cells, group]
-                  where every query head has its own; None when every entry stands for exactly one
-                  token. Where a query's `group` is that of several tokens (drafts), token by token,
-                  row g has the votes of query head g % log_votes.shape[1].
+    log_votes:    float32 added to the logits of an entry in a page (KeepKV: ln p), contiguous:
+                  [cells], or [cells, group] where every query head has its own; None when every
+                  entry stands for exactly one token. No query sees an entry with -inf. A dense
+                  token has no votes: what is there for its cell has to be 0, and backends need not
+                  read it. Where a query's `group` is that of several tokens (drafts), token by
+                  token, row g has the votes of query head g % log_votes.shape[1].
     """
 
     k: torch.Tensor
@@ -85,7 +87,7 @@ class ListKernels(ABC):
         heads: int,
         into: Any = None,
     ) -> Any:
-        """A plan for `decode` and `extend` of all layers. `triton` asks the device for nothing.
+        """A plan for `decode` and `extend` of all layers. See `AttentionKernels.plans_on_device`.
 
         rows:  [requests] int32 or int64, each request's row.
         dense: [requests] int32 or int64, how many dense tokens each has.

@@ -1,4 +1,4 @@
-"""The kernel contract, second half: what selecting and merging entries ask of a backend.
+"""The kernel contract, second part: what selecting and merging entries ask of a backend.
 
 Callers do not hold such a backend: they have tensors, in the engine, in the tier's service, in
 calibration and in benchmarks. So they call the functions of `scores`, `prediction` and `merging`,

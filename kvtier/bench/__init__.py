@@ -2,7 +2,7 @@
 
 `python -m kvtier.bench --turns 5 --len 128k`; `--help` lists the rest.
 
-    options, planning/   flags, and what they mean for a model: pools, profiles, engine arguments
+    options, planning/   flags, and what they mean for a model: pool, profiles, engine arguments
     runner, worker       a process per policy
     workload, measure    what is asked, and asking it; scoring: how likely right answers were
     recorded/, replay/   a trace's requests instead of such sessions

@@ -90,14 +90,14 @@ def make_document(
 
 
 def warn_if_small(entry: PolicyPlan, progress: Progress) -> None:
-    """Say beforehand when kvtier's own budget will make it recompute, and what would help."""
+    """Say beforehand when kvtier's own budget will make it recompute."""
     pools, workload = entry.plan.pools, entry.plan.workload
     # A trace's conversations come and go; how many there are at once nobody says.
     wanted = workload.sessions if isinstance(workload, Workload) else 1
     if entry.policy.splits_heads and pools.sessions < wanted:
         progress.note(
             f"{entry.policy.name}: the budget holds {pools.sessions:.1f} of {wanted} sessions, so "
-            "later turns will recompute; --prefill streaming or a smaller --chunk leaves more room"
+            "later turns will recompute"
         )
 
 
@@ -159,7 +159,7 @@ def plan_document(model: Model, plans: Sequence[PolicyPlan]) -> dict[str, Any]:
         "plans": [
             {
                 **entry.plan.model_dump(mode="json"),
-                "bytes_per_token": {"ca": entry.slots.ca, "locality": entry.slots.locality},
+                "bytes_per_token": entry.slot_bytes,
                 "session_bytes": entry.session_bytes,
                 "prefill_bytes": entry.prefill_bytes,
             }

@@ -70,7 +70,7 @@ class ChatEngine(Protocol):
         ...
 
     def occupancy(self) -> Occupancy:
-        """What the KV pools hold now; starts a new peak."""
+        """What the KV pool holds now; starts a new peak."""
         ...
 
     def flush(self) -> None:

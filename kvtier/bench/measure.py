@@ -139,7 +139,7 @@ def _hold_turn(engine: ChatEngine, talk: Conversation, turn: int) -> list[Asked]
 
 
 def settled(engine: ChatEngine) -> Occupancy:
-    """What the pools hold after a turn, once its KV has reached the tier: people and tools take
+    """What the pool holds after a turn, once its KV has reached the tier: people and tools take
     longer than that between turns. The first reading has the peak."""
     first = last = engine.occupancy()
     deadline = time.monotonic() + TIER_PATIENCE_S

@@ -26,7 +26,6 @@ DEFAULT_BUDGET_REQUESTS = 32.0
 DEFAULT_TURNS, DEFAULT_LEN = "5", "32k"
 MIN_CONTEXT_TOKENS = 64
 MIN_CHUNK_TOKENS = 16
-PREFILLS = ("exact", "streaming")
 HEAD_BUDGETS = ("equal", "adaptive")
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -116,7 +115,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model-path", help="model directory (the demo model)")
     add("--head-profile", help="head profile file (head_profile.json of the model; "
         "without one, every head keeps its whole context)")  # fmt: skip
-    add("--prefill", help=f"{' or '.join(PREFILLS)} (KVTIER_PREFILL, or exact)")
     add("--quality", help="quality target: each context keeps what its curve allows, such as 0.95")
     add("--curve", help="curve file for --quality (curve.json of the model, or the store's)")
     add("--retention", help="share of each context that CA heads keep instead, such as 0.5")
@@ -158,7 +156,6 @@ def parse_options(argv: Sequence[str]) -> Options:
         settings=load_settings(
             head_profile=args.head_profile,
             curve=args.curve,
-            prefill=_choice(args.prefill, "--prefill", PREFILLS),
             tier=_tier(args.tier, policies),
             refresh=_refresh(args.refresh),
             refresh_by=_choice(args.refresh_by, "--refresh-by", REFRESHERS),

@@ -27,7 +27,7 @@ class Policy:
     """One way to serve the workload.
 
     kvtier_attention: our attention backend instead of SGLang's own
-    splits_heads:     our radix cache, two pools and a head profile
+    splits_heads:     our radix cache and a head profile
     """
 
     name: str

@@ -81,11 +81,10 @@ class Replay(Frozen):
 
 
 class PoolSizes(Frozen):
-    """Slots the engine is started with. locality_slots is None where the cache is not split."""
+    """Slots the engine is started with."""
 
     budget_bytes: int
     max_total_tokens: int
-    locality_slots: int | None = None
     sessions: float = Field(description="Sessions of this workload the budget holds.")
 
 
@@ -144,7 +143,7 @@ class TierReading(Frozen):
 
 
 class Occupancy(Frozen):
-    """What the KV pools hold, as the engine reports it.
+    """What the KV pool holds, as the engine reports it.
 
     compacted_turns: turns so far whose CA heads were asked to keep a share; newest: the last one.
     evicted_tokens:  of cached context that made room for something else, so far

@@ -234,21 +234,14 @@ def print_plan(model: Model, plans: Sequence[PolicyPlan], console: Console) -> N
 
 
 def _plan_rows(plans: Sequence[PolicyPlan]) -> list[tuple[str, list[str]]]:
-    full = max(entry.slots.full * entry.session.total_tokens for entry in plans)
+    full = max(entry.slot_bytes * entry.session.total_tokens for entry in plans)
     return [
         ("CA heads", [f"{entry.profile.ca_share:.1%}" for entry in plans]),
-        ("bytes per token, CA heads", [f"{entry.slots.ca:,}" for entry in plans]),
-        ("bytes per token, locality heads", [f"{entry.slots.locality:,}" for entry in plans]),
+        ("bytes of a slot", [f"{entry.slot_bytes:,}" for entry in plans]),
         ("one resting session", [format_bytes(entry.session_bytes) for entry in plans]),
         ("… smaller than full", [f"{full / entry.session_bytes:.2f}x" for entry in plans]),
         ("one session in prefill", [format_bytes(entry.prefill_bytes) for entry in plans]),
         ("KV budget", [format_bytes(entry.plan.pools.budget_bytes) for entry in plans]),
-        ("CA slots", [f"{entry.plan.pools.max_total_tokens:,}" for entry in plans]),
-        ("locality slots", [_slots(entry) for entry in plans]),
+        ("slots", [f"{entry.plan.pools.max_total_tokens:,}" for entry in plans]),
         ("sessions in the budget", [f"{entry.plan.pools.sessions:.1f}" for entry in plans]),
     ]
-
-
-def _slots(entry: PolicyPlan) -> str:
-    slots = entry.plan.pools.locality_slots
-    return NOTHING if slots is None else f"{slots:,}"

@@ -5,16 +5,24 @@ other, every head keeps everything.
 
     DATA_DIR/calibration/MODEL/REVISION/token_worth.npz    what the map says a token is worth
                                         curve:POLICY.json  and what is there without a Redis
+
+With a Redis that file is a copy of what is there.
 """
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
-from kvtier.calibration.store.directory import DirectoryStore
-from kvtier.calibration.store.opening import DIRECTORY
+from kvtier.calibration.documents import WorthDocument
+from kvtier.calibration.documents.keys import WorthKey, worth_key
+from kvtier.calibration.store.directory import DirectoryStore, replace
+from kvtier.calibration.store.opening import DIRECTORY, open_store
 from kvtier.config import Settings
+from kvtier.errors import CalibrationDocumentError, StoreError
 from kvtier.heads.model.config import model_name, weights_revision
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_RETENTION = 0.25
 WORTH_FILE = "token_worth.npz"
@@ -29,10 +37,27 @@ def calibration_folder(settings: Settings, model_path: str, revision: str | None
 def fitted_worth(settings: Settings, model_path: str, revision: str | None = None) -> Path | None:
     """The map that was fitted to exactly these weights; None where there is none, and for weights
     that have no revision to tell them by. See `calibration_folder`."""
-    if weights_revision(model_path, revision) is None:
+    weights = weights_revision(model_path, revision)
+    if weights is None:
         return None
     file = calibration_folder(settings, model_path, revision) / WORTH_FILE
+    if settings.redis.url is not None:
+        _copy(settings, worth_key(model_name(model_path), weights), file)
     return file if file.is_file() else None
+
+
+def _copy(settings: Settings, key: WorthKey, file: Path) -> None:
+    """Let a file hold what the store does. Where that cannot be had it stays as it is."""
+    try:
+        with open_store(settings) as store:
+            document = store.get(key)
+        if not isinstance(document, WorthDocument):
+            return
+        if not file.is_file() or file.read_bytes() != document.weights:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace(file, document.weights)
+    except (StoreError, CalibrationDocumentError, OSError) as error:
+        logger.warning("%s: %s; using the last known one", key, error)
 
 
 def with_calibration(
@@ -42,24 +67,24 @@ def with_calibration(
 
     ranks: of tensor parallelism; heads compete where each has at least one of them.
     """
-    from kvtier.retention.scorers import SCORERS
-    from kvtier.retention.scorers.reconstruction import Reconstruction
-
     if not settings.heads_may_compete:
         return settings
     scorer, file = settings.scorer, settings.scorer.file
     if scorer.name is None:
         file = file or fitted_worth(settings, model_path, revision)
-    elif scorer.name not in SCORERS or not SCORERS[scorer.name].comparable:
+    if file is None:
         return settings
-    if file is None or ranks > _kv_heads(file):
+    # Only now, as scorers import torch.
+    from kvtier.retention.scorers import SCORERS
+    from kvtier.retention.scorers.reconstruction import Reconstruction
+
+    name = scorer.name or Reconstruction.name
+    if name not in SCORERS or not SCORERS[name].comparable or ranks > _kv_heads(file):
         return settings
     return settings.model_copy(
         update={
             "head_budgets": "adaptive",
-            "scorer": scorer.model_copy(
-                update={"name": scorer.name or Reconstruction.name, "file": file}
-            ),
+            "scorer": scorer.model_copy(update={"name": name, "file": file}),
             "retention": settings.retention if settings.compacts else DEFAULT_RETENTION,
         }
     )

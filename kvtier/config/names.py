@@ -30,7 +30,6 @@ RENAMED = {
     "leverage_weight": "scorer_leverage_weight",
     "score_window_tokens": "scorer_window_tokens",
     "score_pool_width": "scorer_pool_width",
-    "turn_tokens": "session_turn_tokens",
     "drain_s": "tier_drain_s",
 }
 

@@ -26,7 +26,7 @@ def refusal(field: str, expected: str, got: Any) -> PydanticCustomError:
 
 
 class LocalitySettings(Section):
-    """What locality heads keep of a context, and the slots of their pool."""
+    """What locality heads keep of a context."""
 
     sink_tokens: int = Field(
         128, ge=0, description="First tokens of a context that locality heads always keep."
@@ -42,9 +42,6 @@ class LocalitySettings(Section):
     )
     compensation: bool = Field(
         True, description="Represent a node's dropped tokens by one voted entry (RazorAttention)."
-    )
-    slots: int | None = Field(
-        None, ge=1, description="Slots of the locality pool. None: derived from the KV budget."
     )
 
     @property
@@ -93,18 +90,6 @@ class ScorerSettings(Section):
         if width % 2 == 0:
             raise PydanticCustomError("pool_width", "an odd number of tokens")
         return width
-
-
-class SessionSettings(Section):
-    """What a session is expected to be; sizes the two pools."""
-
-    tokens: int = Field(32768, ge=1, description="Expected context length of a session.")
-    turn_tokens: int = Field(
-        1024, ge=1, description="Expected tokens that a session adds in all its turns."
-    )
-    retention: float | None = Field(
-        None, gt=0, le=1, description="Expected share that CA heads keep. None: `retention`, or 1."
-    )
 
 
 class RedisSettings(Section):

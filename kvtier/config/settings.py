@@ -19,7 +19,6 @@ from kvtier.config.sections import (
     RedisSettings,
     RefreshSettings,
     ScorerSettings,
-    SessionSettings,
     TierSettings,
     refusal,
 )
@@ -29,7 +28,7 @@ STORE = "store"
 
 
 class Settings(BaseModel):
-    """What a context keeps, and how the pools are cut. `Settings()` are the defaults; those that a
+    """What a context keeps. `Settings()` are the defaults; those that a
     user chose come from `load_settings`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -38,11 +37,6 @@ class Settings(BaseModel):
         None,
         description="Head profile file (JSON). None: the calibration store's; without one there, "
         "every head is context-anchored.",
-    )
-    prefill: Literal["exact", "streaming"] = Field(
-        "exact",
-        description="exact: prefill attends to everything, then compresses. streaming: locality "
-        "heads see sink + recent already during prefill, so their peak memory falls too.",
     )
     quality: float | None = Field(
         None,
@@ -65,13 +59,12 @@ class Settings(BaseModel):
         None,
         description="Any share rule by its name, as NAME=NUMBER: how much CA heads keep, instead.",
     )
-    head_budgets: Literal["equal", "adaptive", "profile"] | None = Field(
+    head_budgets: Literal["equal", "adaptive"] | None = Field(
         None,
         description="equal: every CA head keeps as much. adaptive: the best entries of all KV "
         "heads stay, however many a head has; it takes a scorer whose scores compare across heads "
-        "(reconstruction), and no head profile. profile: as equal, with CA and locality heads in "
-        "one pool. None: adaptive with a calibrated model, unless what else is asked for excludes "
-        "it.",
+        "(reconstruction), and no head profile. None: adaptive with a calibrated model, unless "
+        "what else is asked for excludes it.",
     )
     nll_stride: int = Field(
         4, ge=1, description="Every how many prompt tokens the model's surprise is measured."
@@ -97,7 +90,6 @@ class Settings(BaseModel):
     budget: BudgetSettings = BudgetSettings()
     scorer: ScorerSettings = ScorerSettings()
     locality: LocalitySettings = LocalitySettings()
-    session: SessionSettings = SessionSettings()
     tier: TierSettings = TierSettings()
     refresh: RefreshSettings = RefreshSettings()
     merge: MergeSettings = MergeSettings()
@@ -113,14 +105,10 @@ class Settings(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _packed_budgets_have_nothing_beside_them(self) -> Self:
-        if not self.packs:
-            return self
-        if self.head_budgets == "profile" and self.head_profile is None:
-            raise refusal("head_profile", "one beside head_budgets = profile", None)
-        excludes = self._excludes_adaptive_budgets() if self.competes else self._excludes_packing()
-        for name, expected, value in excludes:
-            raise refusal(name, f"{expected} beside head_budgets = {self.head_budgets}", value)
+    def _adaptive_budgets_have_nothing_beside_them(self) -> Self:
+        if self.competes:
+            for name, expected, value in self._excludes_adaptive_budgets():
+                raise refusal(name, f"{expected} beside head_budgets = adaptive", value)
         return self
 
     def _excludes_adaptive_budgets(self) -> Iterator[tuple[str, str, Any]]:
@@ -128,18 +116,8 @@ class Settings(BaseModel):
         is."""
         if self.head_profile is not None:
             yield "head_profile", "none", self.head_profile
-        yield from self._excludes_packing()
-        if self.merge.is_on:
-            yield "merge.form", "off", self.merge.form
-        if self.refresh.while_generating:
-            yield "refresh.when", "off or turn, and no refresh.moved,", self.refresh.when
         if self.refresh.is_on and self.refresh.by != "fetch":
             yield "refresh.by", "fetch", self.refresh.by
-
-    def _excludes_packing(self) -> Iterator[tuple[str, str, Any]]:
-        """The same of heads that keep different numbers of entries, whoever says how many."""
-        if self.prefill != "exact":
-            yield "prefill", "exact", self.prefill
 
     @model_validator(mode="after")
     def _a_refresh_has_what_it_needs(self) -> Self:
@@ -185,19 +163,9 @@ class Settings(BaseModel):
         )
 
     @property
-    def packs(self) -> bool:
-        """Whether heads keep different numbers of entries, in one pool."""
-        return self.head_budgets in ("adaptive", "profile")
-
-    @property
     def competes(self) -> bool:
         """Whether heads compete for the entries that are kept."""
         return self.head_budgets == "adaptive"
-
-    @property
-    def compensates(self) -> bool:
-        """Whether heads of one pool keep an entry for all that they drop."""
-        return self.packs and not self.competes and self.locality.compensation
 
     @property
     def memory_folder(self) -> Path | None:
@@ -215,7 +183,6 @@ class Settings(BaseModel):
                 "share_rule": None,
                 "head_budgets": "equal",
                 "budget": BudgetSettings(),
-                "session": self.session.model_copy(update={"retention": None}),
                 "tier": self.tier.model_copy(update={"address": None}),
                 "refresh": self.refresh.model_copy(update={"when": "off", "moved": None}),
                 "merge": self.merge.model_copy(update={"form": "off"}),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.errors import UsageError
-from kvtier.heads.entries import Entry, Parameters, make_entry
+from kvtier.heads.entries import Entry, make_entry
 from kvtier.heads.methods import HeadScores, Selection, Target
 from kvtier.heads.methods.ranking import heads_by_layer
 from kvtier.heads.model.config import (
@@ -26,7 +26,6 @@ from kvtier.heads.model.config import (
 )
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.model.support import check_supported
-from kvtier.heads.parallel.balance import balanced_heads, check_ranks
 from kvtier.heads.probes.context import HeadProbe, ProbeBatch
 from kvtier.heads.profile import Head, HeadProfile
 from kvtier.heads.progress import Progress, no_progress
@@ -48,17 +47,16 @@ class Calibrated:
 
     label:    the method as it was asked for
     seconds:  scoring and selecting, without prefilling the samples
-    work:     prefilling the samples, scoring and selecting; None where it depends on the number of
-              heads, so that nothing follows for other models
+    work:     prefilling the samples, scoring and selecting
     weights:  of the model's layers
     """
 
     profile: HeadProfile
     verifications: tuple[Verification, ...]
-    label: str = ""
-    seconds: float = 0.0
-    work: Work | None = None
-    weights: int = 0
+    label: str
+    seconds: float
+    work: Work
+    weights: int
 
 
 class Choice(NamedTuple):
@@ -84,15 +82,12 @@ class CalibrationRun:
     description:      samples, seed and rule, as the profiles' parameters carry them
     curve:            what other shares of the first method would cost, most heads first; one
                       measurement per group of held-out samples each; empty when not asked for
-    unbalanced:       what the first method would have chosen for one rank, and what was measured of
-                      it; None when ranks were not asked for
     """
 
     results: tuple[Calibrated, ...]
     prefill_seconds: float
     description: dict[str, Any]
-    curve: tuple[CurvePoint, ...] = ()
-    unbalanced: Calibrated | None = None
+    curve: tuple[CurvePoint, ...]
 
 
 def calibrate_heads(
@@ -106,7 +101,6 @@ def calibrate_heads(
     seed: int = 0,
     rule: LocalityRule = DEFAULT_RULE,
     samples_file: Path | None = None,
-    parameters: Parameters | None = None,
     progress: Progress = no_progress,
 ) -> Calibrated:
     """Find the CA heads of a local model, measure what they cost, and write the profile to `out`.
@@ -114,12 +108,11 @@ def calibrate_heads(
     lengths:       context lengths in tokens, `samples` contexts each; the cost is measured at each
     rule:          what a locality head keeps; the costs hold for this rule only
     samples_file:  the user's own samples (`kvtier.heads.samples.users`) instead of lengths, samples
-    parameters:    keyword arguments of methods, by name
 
     Raises UsageError, naming the argument, before anything heavy starts.
     """
     run = run_methods(
-        model_path, [make_entry(method, target, parameters)], out,
+        model_path, [make_entry(method, target)], out,
         lengths=lengths, samples=samples, seed=seed, rule=rule, samples_file=samples_file,
         progress=progress,
     )  # fmt: skip
@@ -137,21 +130,17 @@ def run_methods(
     rule: LocalityRule = DEFAULT_RULE,
     samples_file: Path | None = None,
     curve: bool = False,
-    ranks: int = 1,
     progress: Progress = no_progress,
 ) -> CalibrationRun:
     """Run every entry on the same samples; the first one's profile goes to `out`, if given.
 
     curve:  measure CURVE_SHARES of the first entry's heads as well
-    ranks:  tensor parallel ranks that will serve: the first entry's heads are chosen so that all
-            have equally many, and what that costs is measured
 
     Other arguments and errors as in `calibrate_heads`.
     """
     if out is not None and not out.parent.is_dir():
         raise UsageError("--out", "a file in an existing directory", str(out))
     check_model(model_path, entries)
-    check_ranks(model_shape(read_config(model_path)), ranks)
     if samples_file is not None:
         plan = users_plan(model_path, samples_file, rule)
     else:
@@ -164,13 +153,10 @@ def run_methods(
     chosen = choose_all(entries, probe, plan, progress, clock)
     profiles = _profiles(model_path, probe, entries, [choice.selection for choice in chosen])
     points = curve_profiles(profiles[0], chosen[0].selection.order) if curve else []
-    one_rank = [profiles[0]] if ranks > 1 else []
-    if ranks > 1:
-        profiles[0] = _balanced(profiles[0], chosen[0].selection.order, ranks)
-    measured = measure_all(probe, plan, [*profiles, *points, *one_rank], seed, progress, clock)
+    measured = measure_all(probe, plan, [*profiles, *points], seed, progress, clock)
     shares = tuple(
         CurvePoint(point.num_ca_heads, found)
-        for point, found in zip(points, measured[len(profiles) :][: len(points)], strict=True)
+        for point, found in zip(points, measured[len(profiles) :], strict=True)
     )
     description = {
         **plan.description,
@@ -178,7 +164,6 @@ def run_methods(
         "sink_tokens": rule.sink_tokens,
         "recent_tokens": rule.recent_tokens,
         "compensation": rule.compensation,
-        "ranks": ranks,
     }
     weights = layer_weights(probe.model)
     results = tuple(
@@ -189,8 +174,7 @@ def run_methods(
     )
     if out is not None:
         results[0].profile.save(out)
-    unbalanced = Calibrated(one_rank[0], measured[-1]) if one_rank else None
-    return CalibrationRun(results, clock.seconds, description, shares, unbalanced)
+    return CalibrationRun(results, clock.seconds, description, shares)
 
 
 def curve_profiles(profile: HeadProfile, order: Sequence[Head]) -> list[HeadProfile]:
@@ -201,12 +185,6 @@ def curve_profiles(profile: HeadProfile, order: Sequence[Head]) -> list[HeadProf
         profile.model_copy(update={"ca_heads": heads_by_layer(order[:count], layers)})
         for count in counts
     ]
-
-
-def _balanced(profile: HeadProfile, order: Sequence[Head], ranks: int) -> HeadProfile:
-    heads = balanced_heads(order, profile.num_ca_heads, profile.shape, ranks)
-    layers = profile.shape.num_layers
-    return profile.model_copy(update={"ca_heads": heads_by_layer(heads, layers)})
 
 
 class _Clock:
@@ -254,8 +232,7 @@ def _finished(
     }
     costs = tuple(cost for verification in found for cost in verification.costs())
     profile = profile.model_copy(update={"costs": costs, "parameters": parameters})
-    work = None if entry.method.by_head else choice.work
-    return Calibrated(profile, found, entry.label, choice.seconds, work, weights)
+    return Calibrated(profile, found, entry.label, choice.seconds, choice.work, weights)
 
 
 def choose_all(

@@ -50,11 +50,6 @@ def add_heads_parser(kinds: Subparsers) -> None:
         "--curve", action="store_true",
         help="also measure what other shares of the first method's heads would keep, per task",
     )  # fmt: skip
-    heads.add_argument(
-        "--tp", type=int, default=1, metavar="RANKS",
-        help="tensor parallel ranks that will serve: all get equally many of the first method's "
-        "heads, and what that costs is measured (see also `kvtier calibrate permute`)",
-    )  # fmt: skip
     heads.add_argument("--picture", type=Path, help="picture of that profile to write (PNG)")
     heads.add_argument(
         "--format", choices=("table", "json"), help="how a comparison is printed (default: table)"
@@ -155,8 +150,8 @@ def run_calibrate_heads(options: argparse.Namespace) -> int:
     entries = make_entries(options.method, target, parameters)
     with nullcontext(no_progress) if options.quiet else rich_progress() as progress:
         run = run_methods(
-            options.model_path, entries, options.out, curve=options.curve, ranks=options.tp,
-            progress=progress, **samples,
+            options.model_path, entries, options.out, curve=options.curve, progress=progress,
+            **samples,
         )  # fmt: skip
     if options.picture is not None:
         from kvtier.heads.picture import draw_profile
@@ -206,7 +201,7 @@ def _print(run: CalibrationRun, form: str) -> None:
     import sys
 
     from kvtier.heads.compare import comparison_document, comparison_table
-    from kvtier.heads.report import balance_lines, curve_table, summary
+    from kvtier.heads.report import curve_table, summary
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     if form == "json":
@@ -215,8 +210,5 @@ def _print(run: CalibrationRun, form: str) -> None:
         print(comparison_table(run, width))
     elif form == "summary":
         print("\n".join(summary(run.results[0])))
-    if form in ("table", "summary"):
-        for line in balance_lines(run):
-            print(line)
     if run.curve and form in ("table", "summary"):
         print(curve_table(run, width))

@@ -62,7 +62,7 @@ def _method(result: Calibrated, first: HeadProfile) -> dict[str, Any]:
         "ca_share": profile.ca_share,
         "agreement": jaccard(first, profile),
         "seconds": round(result.seconds, 2),
-        "work": None if result.work is None else asdict(result.work),
+        "work": asdict(result.work),
         "measured": _groups(result.verifications),
         "scores": profile.scores,
         "parameters": {

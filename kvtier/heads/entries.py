@@ -1,7 +1,7 @@
 """What `--method` asks for: one method, or several to compare on the same samples.
 
-    sensitivity                                  by --share, --budget or the method's own rule
-    sensitivity@0.25,razor,razor@0.25            each with the share it names, or none
+    razor                                        by --share, --budget or the method's own rule
+    taylor@0.25,razor,razor@0.25                 each with the share it names, or none
 
 Nothing here imports torch before a method is made.
 """

@@ -169,14 +169,12 @@ def full_profile(shape: ModelShape, model: str = "any") -> HeadProfile:
     )
 
 
-def window_profile(shape: ModelShape, model: str = "any") -> HeadProfile:
+def window_profile(shape: ModelShape) -> HeadProfile:
     """No head CA: the floor that any useful profile must beat."""
-    return HeadProfile(model=model, shape=shape, method="window", ca_heads=((),) * shape.num_layers)
+    return HeadProfile(model="any", shape=shape, method="window", ca_heads=((),) * shape.num_layers)
 
 
-def random_profile(
-    shape: ModelShape, num_ca_heads: int, seed: int, model: str = "any"
-) -> HeadProfile:
+def random_profile(shape: ModelShape, num_ca_heads: int, seed: int) -> HeadProfile:
     """`num_ca_heads` heads drawn uniformly: the control for a calibrated profile."""
     total = shape.num_layers * shape.num_kv_heads
     chosen = random.Random(seed).sample(range(total), num_ca_heads)
@@ -185,7 +183,7 @@ def random_profile(
         for layer in range(shape.num_layers)
     ]
     return HeadProfile(
-        model=model,
+        model="any",
         shape=shape,
         method="random",
         ca_heads=tuple(layers),

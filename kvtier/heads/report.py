@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from kvtier.heads.parallel.balance import balance
 from kvtier.heads.work import work_lines
 from kvtier.sizes import format_size
 
@@ -45,28 +44,7 @@ def summary(result: Calibrated) -> list[str]:
                 f"  over the budget of {budget:.1%} on samples it was not chosen on: "
                 "calibrate with more --samples"
             )
-    if result.work is not None:
-        lines += work_lines(result.work, profile.shape, result.weights)
-    return lines
-
-
-def balance_lines(run: CalibrationRun) -> list[str]:
-    """What equally many heads on every rank cost, for people; nothing for one rank."""
-    if run.unbalanced is None:
-        return []
-    ranks, mine, other = run.description["ranks"], run.results[0], run.unbalanced
-    after, before = balance(mine.profile, ranks), balance(other.profile, ranks)
-    lines = [
-        f"for {ranks} ranks: {after.listed} CA heads instead of {before.listed}; each layer's "
-        f"fullest rank holds "
-        f"{after.slowest:.2f} times the mean instead of {before.slowest:.2f} times"
-    ]
-    for found, without in zip(mine.verifications, other.verifications, strict=True):
-        lines.append(
-            f"  at {format_size(found.context_tokens)} {_percent(found.worth)} of what the context "
-            f"is worth is kept instead of {_percent(without.worth)}"
-        )
-    return lines
+    return lines + work_lines(result.work, profile.shape, result.weights)
 
 
 def _percent(worth: float) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvtier.errors import UsageError
 from kvtier.heads.probes.context import ProbeBatch
 from kvtier.heads.probes.quality import Kept, Quality, kept_worth, mean_quality
 from kvtier.heads.profile import HeadProfile, MeasuredCost, random_profile, window_profile
@@ -67,43 +66,24 @@ class Verification:
         }
 
 
-def verify(
-    batches: Sequence[ProbeBatch],
-    profile: HeadProfile,
-    seed: int,
-    draws: int = RANDOM_DRAWS,
-    progress: Progress = no_progress,
-) -> Verification:
-    """Measure `profile` and its controls on batches of one context length.
-
-    Raises HeadProfileMismatchError when the profile is for another shape of model.
-    """
-    if len({batch.context_tokens for batch in batches}) != 1:
-        lengths = sorted({batch.context_tokens for batch in batches})
-        raise UsageError("batches", "samples of one context length", lengths)
-    return verify_all(batches, [profile], seed, draws, progress)[0]
-
-
 def verify_all(
     batches: Sequence[ProbeBatch],
     profiles: Sequence[HeadProfile],
     seed: int,
-    draws: int = RANDOM_DRAWS,
     progress: Progress = no_progress,
 ) -> list[Verification]:
     """Measure several profiles on the same samples; what they have in common is measured once.
 
-    Samples of different lengths are reported at their mean length.
+    Samples of different lengths are reported at their mean length. Raises HeadProfileMismatchError
+    when a profile is for another shape of model.
     """
-    if draws < 1:
-        raise UsageError("draws", "at least 1", draws)
     probe = batches[0].probe
     full, window = probe.full(), probe.mask(window_profile(probe.shape))
     kept = [probe.mask(profile) for profile in profiles]
     drawn = [
         [
             probe.mask(random_profile(probe.shape, profile.num_ca_heads, seed + draw))
-            for draw in range(draws)
+            for draw in range(RANDOM_DRAWS)
         ]
         for profile in profiles
     ]

@@ -114,7 +114,7 @@ def answers_of(
         requests=int(counted.sum()),
         refused=len(refused),
         least_refused_tokens=int(refused.min()) if len(refused) else None,
-        request_room_tokens=min(outcome.plan.cache.ca_slots, outcome.plan.cache.locality_slots),
+        request_room_tokens=outcome.plan.cache.slots,
         hit_device=float(device / total),
         hit_tier=float(tier / total),
         recomputed=float(1 - (device + tier) / total),

@@ -89,11 +89,10 @@ def cache_of(run: ReplayResult, settings: Mapping[str, Any]) -> Cache:
     retention = settings["retention"] if policy.compacts else None
     return Cache(
         policy=run.policy,
-        ca_slots=run.pools.max_total_tokens,
-        locality_slots=run.pools.locality_slots or UNBOUNDED,
-        splits_heads=policy.splits_heads,
-        ca_share=run.ca_share,
+        slots=run.pools.max_total_tokens,
+        compresses=policy.splits_heads,
         retention=retention or 1.0,
+        ca_share=run.ca_share,
         tier_tokens=0 if run.tier is None else UNBOUNDED,
         tier_span_tokens=settings["tier"]["span_tokens"],
         windows=Windows(

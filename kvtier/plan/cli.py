@@ -64,7 +64,7 @@ def _add_replica(group: argparse._ArgumentGroup) -> None:
 
     add = group.add_argument
     add("--calibration", metavar="FILE", help="JSON of `python -m kvtier.bench --trace …`: its "
-        "engine is a replica, with its pools")  # fmt: skip
+        "engine is a replica, with its pool")  # fmt: skip
     add("--gpu", default="h100", help=f"{', '.join(ACCELERATORS)} (%(default)s)")
     add("--model", default="llama-3-70b", help=f"{', '.join(MODELS)} (%(default)s)")
     add("--tp", default="8", help="accelerators of a replica (%(default)s)")
@@ -79,8 +79,6 @@ def _add_replica(group: argparse._ArgumentGroup) -> None:
     add("--branch-recent", default="128", help="of them, before a branch (%(default)s)")
     add("--tier-bytes", default="1000g", metavar="SIZE", help="that each replica's machine gives "
         "to the tier (%(default)s)")  # fmt: skip
-    add("--in-flight-tokens", metavar="SIZE", help="with a head profile: tokens that compute "
-        "and answer at once (32 mean requests, half of the budget, or the longest)")  # fmt: skip
     add("--chunk", default="8k", metavar="SIZE", help="tokens of a prefill pass (%(default)s)")
     add("--max-running", default="64", help="requests of a replica at once (%(default)s)")
 
@@ -216,9 +214,6 @@ def read_question(options: argparse.Namespace) -> Question:
             parse_count(options.branch_recent, "--branch-recent"),
         ),
         tier_bytes=parse_size(options.tier_bytes, "--tier-bytes"),
-        in_flight_tokens=None
-        if options.in_flight_tokens is None
-        else parse_size(options.in_flight_tokens, "--in-flight-tokens"),
         replicas=_maybe_count(options.replicas, "--replicas"),
         max_replicas=parse_count(options.max_replicas, "--max-replicas"),
         chunk_tokens=parse_size(options.chunk, "--chunk"),

@@ -45,7 +45,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Windows:
-    """What locality heads keep of a turn, in tokens: see kvtier.retention.locality."""
+    """What every head keeps of a turn, in tokens: see kvtier.retention.locality."""
 
     sink: int = 4
     recent: int = 256
@@ -57,19 +57,18 @@ class Cache:
     """What one replica keeps.
 
     policy:         its name, one of the bench's
-    ca_slots, locality_slots: of the two pools; full KV has CA slots alone
-    splits_heads:   whether locality heads drop and CA heads keep `retention` of a finished turn
-    ca_share:       bytes of a CA slot over those of a token with full KV
+    slots:          of its pool
+    compresses:     whether `retention` of a finished turn is kept
+    ca_share:       of the heads keep that; the others keep one entry for all that they drop
     tier_tokens:    exact KV that the tier holds for the whole fleet; 0: no tier
     tier_span_tokens: of a blob there: a request that lacks fewer tokens does not ask for them
     """
 
     policy: str
-    ca_slots: int
-    locality_slots: int = UNBOUNDED
-    splits_heads: bool = False
-    ca_share: float = 1.0
+    slots: int
+    compresses: bool = False
     retention: float = 1.0
+    ca_share: float = 1.0
     tier_tokens: int = 0
     tier_span_tokens: int = SPAN_TOKENS
     windows: Windows = field(default_factory=Windows)

@@ -35,7 +35,7 @@ class Outcome:
     arrived_s, first_s, finish_s: nan for a request that no replica could hold (`refused`)
     hit_device, hit_tier: tokens of the prompt that were on the device, or came from the tier
     resident_sessions: whose last prompt is on the device at the end (90% of it)
-    evicted_tokens: over all replicas; peak_ca, peak_locality: the fullest replica's slots
+    evicted_tokens: over all replicas; peak_slots: of the fullest replica
     """
 
     traffic: Traffic
@@ -49,8 +49,7 @@ class Outcome:
     refused: npt.NDArray[np.bool_]
     resident_sessions: int
     evicted_tokens: int
-    peak_ca: int
-    peak_locality: int
+    peak_slots: int
 
     @property
     def ttft_s(self) -> npt.NDArray[np.float64]:
@@ -82,8 +81,7 @@ def simulate(traffic: Traffic, plan: FleetPlan) -> Outcome:
         refused=np.array(found.refused),
         resident_sessions=int(loop.count_resident(world, tables, fleet, last)),
         evicted_tokens=int(replicas.evicted.sum()),
-        peak_ca=int(replicas.peak_ca.max()),
-        peak_locality=int(replicas.peak_loc.max()),
+        peak_slots=int(replicas.peak.max()),
     )
 
 
@@ -112,19 +110,17 @@ def _is_last(traffic: Traffic) -> npt.NDArray[np.bool_]:
 
 def _numbers(plan: FleetPlan) -> Fleet:
     cache, rates = plan.cache, plan.rates
-    in_flight = cache.ca_slots
-    if cache.splits_heads and cache.ca_share == 1 and cache.retention < 1:
-        in_flight = int(IN_FLIGHT_SHARE * in_flight)
+    compresses = cache.compresses and cache.retention * cache.ca_share < 1
+    in_flight = int(IN_FLIGHT_SHARE * cache.slots) if compresses else cache.slots
     return Fleet(
         replicas=plan.replicas,
-        ca_slots=cache.ca_slots,
-        locality_slots=cache.locality_slots,
-        compresses=cache.splits_heads,
-        ca_weight=float(cache.ca_share) if cache.splits_heads else 1.0,
+        slots=cache.slots,
+        compresses=compresses,
         sink=cache.windows.sink,
         recent=cache.windows.recent,
         branch_recent=cache.windows.branch_recent,
         retention=float(cache.retention),
+        ca_share=float(cache.ca_share),
         in_flight_slots=in_flight,
         chunk=plan.chunk_tokens,
         max_running=plan.max_running,

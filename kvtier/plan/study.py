@@ -13,22 +13,18 @@ import numpy as np
 
 from kvtier.bench.policies import POLICIES
 from kvtier.environment import Environment
-from kvtier.errors import BudgetError, UsageError
+from kvtier.errors import UsageError
 from kvtier.plan.answers import Answers, Frozen, Slo, answers_of
 from kvtier.plan.calibration import cache_of, calibrate, load_replay
 from kvtier.plan.fleet import UNBOUNDED, Cache, FleetPlan, Windows
 from kvtier.plan.hardware import Assumptions, Replica, find_replica
 from kvtier.plan.search import fewest_replicas
 from kvtier.plan.simulate import simulate
-from kvtier.pool_sizing import IN_FLIGHT_SHARE, PoolPlan, SessionShape, SlotBytes, plan_pools
 from kvtier.traffic.described import Description, make_traffic
 from kvtier.traffic.lru import hit_rates
 from kvtier.traffic.prefixes import Traffic, copies, traffic_of
 from kvtier.traffic.trace import read_trace
 
-# What is in flight at once, where nobody says: so many requests of mean length, as far as full KV
-# of theirs would fit that share of the budget.
-IN_FLIGHT_REQUESTS = 32
 # Sizes of the curve over an LRU cache, in tokens.
 CURVE_TOKENS = tuple(2.0**power for power in range(16, 31))
 Tell = Callable[[str], None]
@@ -42,9 +38,6 @@ class Question:
     calibration: a replay's JSON, whose engine is a replica; or gpu, model, tp: stated figures
     replicas:    of the fleet; None: the fewest up to max_replicas that meet the SLO's times
     tier_bytes:  that each replica's machine gives to the tier
-    in_flight_tokens: of requests that compute and answer, whose locality heads keep everything
-                 meanwhile; longer ones are refused. None: 32 mean ones', as far as their full KV
-                 is half of the budget, but the longest's where that fits
     """
 
     policies: tuple[str, ...]
@@ -63,7 +56,6 @@ class Question:
     retention: float = 0.25
     windows: Windows = field(default_factory=lambda: Windows(128, 256, 128))
     tier_bytes: float = 1e12
-    in_flight_tokens: int | None = None
     replicas: int | None = None
     max_replicas: int = 4096
     chunk_tokens: int = 8192
@@ -161,7 +153,7 @@ def replicas_of(question: Question, traffic: Traffic) -> list[FleetPlan]:
         FleetPlan(
             replicas=1,
             rates=replica.rates(),
-            cache=cache_on(replica, question, policy, traffic),
+            cache=cache_on(replica, question, policy),
             gpus_per_replica=question.tp,
             chunk_tokens=question.chunk_tokens,
             max_running=question.max_running,
@@ -193,63 +185,21 @@ def _calibrated(question: Question) -> list[FleetPlan]:
     ]
 
 
-def cache_on(replica: Replica, question: Question, policy: str, traffic: Traffic) -> Cache:
-    """What a replica of stated hardware keeps under a policy: its budget, cut as the engine cuts
-    it (`kvtier.pool_sizing`)."""
-    budget, token = replica.kv_budget_bytes, replica.kv_token_bytes
+def cache_on(replica: Replica, question: Question, policy: str) -> Cache:
+    """What a replica of stated hardware keeps under a policy."""
+    slots = int(replica.kv_budget_bytes / replica.kv_token_bytes)
     if not POLICIES[policy].splits_heads:
-        return Cache(policy, ca_slots=int(budget / token))
-    if question.ca_share < 1:
-        share = question.ca_share
-        slots = SlotBytes(ca=round(share * token), locality=round((1 - share) * token))
-        pools = _pools(question, traffic, int(budget), slots)
-        ca_slots, locality_slots = pools.ca_slots, pools.locality_slots
-    elif question.in_flight_tokens is None:
-        # What is in flight and what rests share one pool.
-        ca_slots, locality_slots = int(budget / token), UNBOUNDED
-    else:
-        expected = "none where heads compete (--ca-share 1): all share one pool"
-        raise UsageError("--in-flight-tokens", expected, question.in_flight_tokens)
+        return Cache(policy, slots)
+    tier_tokens = int(question.tier_bytes / replica.kv_token_bytes)
     return Cache(
         policy=policy,
-        ca_slots=ca_slots,
-        locality_slots=locality_slots,
-        splits_heads=True,
-        ca_share=question.ca_share,
+        slots=slots,
+        compresses=True,
         retention=question.retention,
-        tier_tokens=int(question.tier_bytes / token) if POLICIES[policy].has_tier else 0,
+        ca_share=question.ca_share,
+        tier_tokens=tier_tokens if POLICIES[policy].has_tier else 0,
         windows=question.windows,
     )
-
-
-def _pools(question: Question, traffic: Traffic, budget: int, slots: SlotBytes) -> PoolPlan:
-    """Room for what is in flight, and for sessions of mean length at rest. Where nobody says how
-    much is in flight and the longest request does not fit, it is refused, not the question."""
-    inputs, outputs, windows = traffic.input_tokens, traffic.output_tokens, question.windows
-    mean, half = math.ceil(float(inputs.mean())), int(IN_FLIGHT_SHARE * budget / slots.full)
-    in_flight = min(IN_FLIGHT_REQUESTS * mean, half)
-    longest = int((inputs + outputs).max())
-
-    def cut(prefill_tokens: int) -> PoolPlan:
-        shape = SessionShape(
-            context_tokens=min(mean, half),
-            turn_tokens=math.ceil(float(outputs.mean())),
-            kept_tokens=windows.sink + windows.recent + 1,
-            prefill_tokens=prefill_tokens,
-            retention=question.retention,
-        )
-        return plan_pools(budget, slots, shape)
-
-    if question.in_flight_tokens is not None:
-        try:
-            return cut(question.in_flight_tokens)
-        except BudgetError as error:
-            expected = f"so few that their KV fits: {error.expected}"
-            raise UsageError("--in-flight-tokens", expected, question.in_flight_tokens) from error
-    try:
-        return cut(max(longest, in_flight))
-    except BudgetError:
-        return cut(in_flight)
 
 
 def _plan(question: Question, traffic: Traffic, base: FleetPlan, tell: Tell) -> PolicyPlan:

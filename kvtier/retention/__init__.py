@@ -1,1 +1,1 @@
-"""What a context keeps: the locality rule and the arithmetic of the two pools."""
+"""What a context keeps: the locality rule, scorers and shares."""

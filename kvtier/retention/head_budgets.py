@@ -32,13 +32,6 @@ def best_of_all(worth: Tensor, entries: int) -> Tensor:
     return kept.view(worth.shape)
 
 
-def profile_slots(kept: int, anchored: int, heads: int) -> int:
-    """How many slots of all heads hold a span of which the anchored heads keep so many entries each
-    and every other head one page."""
-    pages = anchored * -(-kept // PAGE) + heads - anchored
-    return PAGE * -(-pages // heads)
-
-
 def adaptive_selection(worth: Tensor, kept: int) -> Tensor:
     """Which tokens each head keeps, bool `[heads, tokens]`: whole pages, but for a last one of a
     head that keeps everything. Nothing waits for the device.
@@ -59,4 +52,4 @@ def adaptive_selection(worth: Tensor, kept: int) -> Tensor:
     return torch.zeros_like(within).scatter(-1, order, within)
 
 
-__all__ = ["adaptive_selection", "best_of_all", "profile_slots"]
+__all__ = ["adaptive_selection", "best_of_all"]

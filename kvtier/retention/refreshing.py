@@ -79,7 +79,36 @@ class RefreshRule:
             kept = self.keepkv.select(k, v, count, window).unsqueeze(-1)
             own = kept.expand(-1, -1, k.shape[-1])
             return Chosen(k.gather(1, own), v.gather(1, own), None)
-        retained = self.keepkv.retain(k, v, count, window=window)
+        return self._merged(k, v, count, window, None)
+
+    def choose_by_worth(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        worth: torch.Tensor,
+        count: int,
+        window: QueryWindow,
+    ) -> Chosen:
+        """`count` entries of one head where heads compete, see `choose_again`; with merging, one of
+        them is the compensation entry. Raises UsageError."""
+        merges = self.merges and count > 1
+        kept = choose_again(self.keepkv, k, v, worth, count - merges, window)
+        if merges:
+            scores = torch.zeros_like(worth).index_fill_(0, kept, 1.0)
+            return self._merged(k, v, count - 1, window, scores[None])
+        votes = k.new_zeros(1, window.q.shape[2], count, dtype=torch.float32)
+        return Chosen(k[:, kept], v[:, kept], votes if self.merges else None)
+
+    def _merged(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        count: int,
+        window: QueryWindow,
+        scores: torch.Tensor | None,
+    ) -> Chosen:
+        """The best `count` entries with the others merged into them, and the compensation entry."""
+        retained = self.keepkv.retain(k, v, count, window=window, scores=scores)
         group = window.q.shape[2]
         parts = (retained.entries, retained.compensation)
         return Chosen(

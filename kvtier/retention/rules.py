@@ -46,7 +46,6 @@ def scorer_of(settings: Settings) -> TokenScorer:
         expected = f"{' or '.join(names)} with head_budgets = adaptive, where heads compete"
         raise UsageError("scorer", expected, name)
     if scorer.comparable and settings.compacts and not settings.competes:
-        # With a head profile it would not see all KV heads of a layer.
         expected = f"adaptive, with a share of the context, beside scorer = {scorer.name}"
         raise UsageError("head_budgets", expected, settings.head_budgets)
     return scorer.from_settings(settings)

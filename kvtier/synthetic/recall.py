@@ -83,10 +83,6 @@ class RecallLanguage:
     def filler(self) -> range:
         return self._range(words.FILLER)
 
-    @property
-    def num_names(self) -> int:
-        return len(self.adjectives) * len(self.nouns)
-
     @cached_property
     def bos(self) -> int:
         return self.ids["<bos>"]

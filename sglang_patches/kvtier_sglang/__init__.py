@@ -6,14 +6,14 @@ request's tokens meet the folders in this order:
     plugin.py       what is registered and hooked, and the start-up check that it took
     runtime.py      the one owner: makes every part below from the settings, and joins them
     radix/          the cache that SGLang sees (cache.py), over a tree of atomic nodes and variants
-    compression/    what a finished turn keeps: locality heads, and the share of CA heads
-    attention/      the attention backend over kvtier_kernels: plans, CUDA graphs, warm-up
-    pool/           the head-split KV pool, who owns which slot, how many there are
+    compression/    what heads keep of a finished turn
+    attention/      the attention backend over kvtier_kernels: lists, plans, warm-up
+    pool/           the KV pool in pages of one head, who owns which slot, how many there are
 
 The cache calls these two, and they call nothing above themselves:
 
     tier/           exact KV on its way to the tier and back, and what it is called there
-    refresh/        CA entries chosen again, with the turn's own questions
+    refresh/        entries chosen again, with the turn's own questions
 
 And attention, cache and scheduler call this one:
 

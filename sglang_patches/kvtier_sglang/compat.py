@@ -173,7 +173,6 @@ def _check_mixed_chunks(server_args: Any, settings: Settings) -> None:
     """Raise IncompatibleFlagError for what would take the requests of a mixed batch that decode for
     requests that prefill."""
     obstacles = {
-        "--prefill streaming": settings.prefill == "streaming",
         "--refresh N or --refresh-moved": settings.refresh.while_generating,
         "--memory": settings.memory is not None,
     }
@@ -212,7 +211,7 @@ def _check_memory(server_args: Any, settings: Settings) -> None:
         if is_asked:
             expected = f"none together with {other}"
             raise IncompatibleFlagError("--memory", expected, settings.memory)
-    # What is published is looked up when the pools are planned: a store may be away.
+    # What is published is looked up when the pool is planned: a store may be away.
     if settings.memory_folder is not None:
         for folder in directories(settings.memory_folder):
             check_may_be_served(load_card(folder))
@@ -223,14 +222,9 @@ def _check_drafts(server_args: Any, settings: Settings) -> None:
     algorithm = getattr(server_args, "speculative_algorithm", None)
     if algorithm is None:
         return
-    obstacles = {
-        "--merge": settings.merge.is_on,
-        "--refresh N or --refresh-moved": settings.refresh.while_generating,
-    }
-    for other, is_asked in obstacles.items():
-        if is_asked:
-            expected = f"none together with kvtier and {other}"
-            raise IncompatibleFlagError("--speculative-algorithm", expected, algorithm)
+    if settings.refresh.while_generating:
+        expected = "none together with kvtier and --refresh N or --refresh-moved"
+        raise IncompatibleFlagError("--speculative-algorithm", expected, algorithm)
 
 
 def is_resolved(server_args: Any) -> bool:

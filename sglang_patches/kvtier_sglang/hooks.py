@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtier_sglang import compat
 from kvtier_sglang.exact_requests import recomputed_tokens
-from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.radix.cache import KvtierRadixCache
 
 
@@ -28,11 +28,11 @@ def check_flags(server_args: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def refuse_fused_write(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
-    """AROUND enable_fused_set_kv_buffer: models that store KV themselves know one class of heads;
-    over a head-split pool the attention backend does it."""
+    """AROUND enable_fused_set_kv_buffer: models that store KV themselves know SGLang's pools alone;
+    over kvtier's pool the attention backend does it."""
     from sglang.srt.models import utils
 
-    return not isinstance(utils.get_token_to_kv_pool(), HeadSplitKVPool) and original(
+    return not isinstance(utils.get_token_to_kv_pool(), HeadPagedKVPool) and original(
         *args, **kwargs
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvtier_sglang.pool.allocator import HeadSplitAllocator
+from kvtier_sglang.pool.allocator import BundleAllocator
 
 
 class Occupancy:
@@ -52,17 +52,12 @@ class Occupancy:
             "kv_peak_bytes": max(self._peak_bytes, used),
             "kv_capacity_bytes": pool_bytes(allocator),
             "kv_evicted_tokens": self._evicted_tokens,
-            "ca_slots": allocator.size,
-            "ca_slots_used": allocator.size - allocator.available_size(),
+            "slots": allocator.size,
+            "slots_used": allocator.size - allocator.available_size(),
         }
-        if isinstance(allocator, HeadSplitAllocator):
+        if isinstance(allocator, BundleAllocator):
             # Behind one such allocator there is always kvtier's cache.
-            free = allocator.locality_available_size()
-            report |= {
-                "locality_slots": allocator.locality_size,
-                "locality_slots_used": allocator.locality_size - free,
-                **scheduler.tree_cache.report(),
-            }
+            report |= scheduler.tree_cache.report()
         return report
 
 
@@ -74,7 +69,7 @@ def pool_bytes(allocator: Any) -> int:
 
 def used_bytes(allocator: Any) -> int:
     """Bytes of the slots in use, cached prefixes included."""
-    if isinstance(allocator, HeadSplitAllocator):
+    if isinstance(allocator, BundleAllocator):
         return allocator.used_bytes()
     # The padding slot is part of the buffers but never of the occupancy.
     per_slot = pool_bytes(allocator) // (allocator.size + 1)

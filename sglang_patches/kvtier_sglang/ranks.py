@@ -51,8 +51,6 @@ class Ranks:
         self.size: int = 1 if group is None else group.world_size
         self.rank: int = 0 if group is None else group.rank_in_group
         self._group = group
-        # See `compare_pools`; empty until then.
-        self.idle_shares: list[float] = []
 
     @classmethod
     def of_this_process(cls) -> Ranks:
@@ -116,12 +114,6 @@ class Ranks:
                 one.settle(came=False)
             elif Answer.AWAITED not in answers:
                 one.settle(came=all(answer == answers[0] for answer in answers))
-
-    def compare_pools(self, pool_bytes: int) -> None:
-        """Remember what share of the KV budget each rank leaves idle: all have as many slots as the
-        one pays for whose slots are dearest. pool_bytes: of this rank's pool."""
-        held = self.every(pool_bytes)
-        self.idle_shares = [1 - one / max(held) for one in held]
 
     def profiles(self, profile: HeadProfile) -> list[HeadProfile]:
         """What each rank holds of a model's head profile."""

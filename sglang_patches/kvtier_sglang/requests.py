@@ -1,5 +1,5 @@
 """Requests that cannot be served as they are asked, refused with a 400 before a scheduler sees
-them: most would end it, and one would be answered with other numbers than were asked for.
+them: they would end it.
 
 In the process that takes requests, for servers that use kvtier.
 """
@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from fastapi import HTTPException
 
-from kvtier.config import load_settings
 from kvtier.errors import UsageError
 from kvtier_sglang import compat
 from kvtier_sglang.compat import NAME
-from kvtier_sglang.exact_requests import asks_exactly
 
 
 def check_request(manager: Any, obj: Any, input_ids: Sequence[int] | None) -> None:
@@ -30,21 +28,9 @@ def check_request(manager: Any, obj: Any, input_ids: Sequence[int] | None) -> No
         return
     if input_ids is not None and len(input_ids) == 0:
         raise UsageError("input", "at least one token", "")
-    if getattr(obj, "return_logprob", False):
-        _check_prompt_logprobs(obj.logprob_start_len)
-    sampling = getattr(obj, "sampling_params", None) or {}
-    if asks_exactly(sampling.get("custom_params")) and load_settings().prefill == "streaming":
-        got = "kvtier serves with --prefill streaming: nothing is exact"
-        raise UsageError("custom_params.kvtier.exact", "false", got)
-
-
-def _check_prompt_logprobs(start: int) -> None:
-    if start < -1:
-        raise UsageError("logprob_start_len", "a position, or -1 for the answer alone", start)
-    if start >= 0 and load_settings().prefill == "streaming":
-        raise UsageError(
-            "logprob_start_len", "-1 where kvtier serves with --prefill streaming: not exact", start
-        )
+    if getattr(obj, "return_logprob", False) and obj.logprob_start_len < -1:
+        expected = "a position, or -1 for the answer alone"
+        raise UsageError("logprob_start_len", expected, obj.logprob_start_len)
 
 
 def refuse_offload(manager: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 """The one owner of what kvtier is in a process: SGLang asks for its parts one after the other, and
 each is given those that were made before it.
 
-    size_pools, build_pool, build_allocator    the head-split pool
+    size_pools, build_pool, build_allocator    the pool
     attention_backend                          over that pool; with it the selection of tokens
     radix_cache                                over the pool, with compressor, tier and refresh
 
@@ -24,12 +24,13 @@ from kvtier.config import Settings, load_settings
 from kvtier.errors import StartupError
 from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_profile
 from kvtier.heads.reference.rotation import KeyRotation
+from kvtier.pool_sizing import entry_votes
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.rules import locality_rule, refresh_rule, scorer_of, state_width
 from kvtier.retention.shares import QualityTarget, Serving, asked_share
 from kvtier.tier.blobs.turn_rules import TurnRules
 from kvtier_sglang.attention.backend import KvtierAttnBackend
-from kvtier_sglang.attention.cuda_graphs import graph_bytes
+from kvtier_sglang.attention.lists import table_bytes
 from kvtier_sglang.attention.pass_refresh import PassRefresh
 from kvtier_sglang.attention.warm_up import warm_up
 from kvtier_sglang.compat import backends_are_ours, check_documents, settings_of
@@ -42,27 +43,34 @@ from kvtier_sglang.compression.calibration import (
 )
 from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.compression.metrics import RetentionMetrics
-from kvtier_sglang.compression.packing import AdaptiveSelection, ProfileSelection
 from kvtier_sglang.compression.prompt_nll import observe_nll
 from kvtier_sglang.compression.retention import Retention
-from kvtier_sglang.compression.selection import TokenSelection
+from kvtier_sglang.compression.selection import (
+    AdaptiveSelection,
+    PackedSelection,
+    ProfileSelection,
+)
 from kvtier_sglang.memory.server import Memories
 from kvtier_sglang.memory.source import MemorySource
-from kvtier_sglang.pool.allocator import HeadSplitAllocator
-from kvtier_sglang.pool.kv_pool import HeadSplitKVPool, head_split_pool
+from kvtier_sglang.pool.allocator import BundleAllocator
+from kvtier_sglang.pool.kv_pool import HeadPagedKVPool, kvtier_pool
 from kvtier_sglang.pool.scales import KvScales
-from kvtier_sglang.pool.sizing import size_pools
+from kvtier_sglang.pool.sizing import size_pool
 from kvtier_sglang.radix.cache import KvtierRadixCache
 from kvtier_sglang.ranks import Ranks
-from kvtier_sglang.refresh.packed import AdaptiveRefresher, ProfileRefresher
-from kvtier_sglang.refresh.refresher import Contexts, Refresher
+from kvtier_sglang.refresh.refresher import (
+    AdaptiveRefresher,
+    Contexts,
+    ProfileRefresher,
+    Refresher,
+)
 from kvtier_sglang.refresh.trigger import TriggerRule
 from kvtier_sglang.refresh.turn_refresh import make_turn_refresh
 from kvtier_sglang.support import confirm, rotations
 from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.connector import TierConnector
 from kvtier_sglang.tier.identity import ModelIdentity
-from kvtier_sglang.tier.setup import NamedModel, budgets_profile, tier_link
+from kvtier_sglang.tier.setup import NamedModel, tier_link
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +79,8 @@ class Runtime:
     """See the module docstring. Used by the thread that starts the engine, then the scheduler's."""
 
     def __init__(self) -> None:
-        self.locality_slots = 0
         self._whole: HeadProfile | None = None
-        self.selection: TokenSelection | None = None
+        self.selection: PackedSelection | None = None
         self.backend: KvtierAttnBackend | None = None
         self.cache: KvtierRadixCache | None = None
         self.memory_source: MemorySource | None = None
@@ -92,24 +99,39 @@ class Runtime:
     def size_pools(
         self, original: Callable[..., Any], configurator: Any, budget_bytes: int, **kwargs: Any
     ) -> Any:
-        """AROUND config_from_budget: turn the byte budget into slots of both classes."""
-        attention, radix = backends_are_ours()
+        """AROUND config_from_budget: turn the byte budget into slots."""
+        _, radix = backends_are_ours()
         if not radix:
-            room = graph_bytes(configurator, 1) if attention else 0
-            return original(configurator, budget_bytes - room, **kwargs)
+            return original(configurator, budget_bytes, **kwargs)
         self.settings = settings_of(configurator.server_args)
         profile = self._profile(configurator)
         self._say_if_not_calibrated(profile, configurator.server_args)
-        budget_bytes -= graph_bytes(configurator, 1 if profile.ca_share == 1 else 2)
         if self.settings.memory is not None:
             path = configurator.model_config.model_path
             self.memory_source = MemorySource.of(self.settings, path, self.ranks)
             budget_bytes -= self.memory_source.bytes_at_start
-        profiles = self.ranks.profiles(profile)
-        config, self.locality_slots = size_pools(
-            original, configurator, budget_bytes, self.settings, profiles, **kwargs
+        if self._compresses:
+            budget_bytes -= table_bytes(configurator)
+        return size_pool(
+            original,
+            configurator,
+            budget_bytes,
+            profile.shape.of_rank(self.ranks.size),
+            state_width=state_width(self.settings),
+            votes=self._votes if self._compresses else None,
+            **kwargs,
         )
-        return config
+
+    @property
+    def _compresses(self) -> bool:
+        """Whether anything of a turn that has ended is dropped, by kvtier's cache."""
+        _, radix = backends_are_ours()
+        return radix and (self.settings.compacts or self.profile.ca_share < 1)
+
+    @property
+    def _votes(self) -> int:
+        """How many votes an entry may have: see PackedSpans."""
+        return entry_votes(self.settings, self.profile.shape, self.profile.ca_share)
 
     def _say_if_not_calibrated(self, profile: HeadProfile, server_args: Any) -> None:
         """One line where everything is kept only because nobody has calibrated the model."""
@@ -148,7 +170,7 @@ class Runtime:
             head_dim=config.head_dim,
         )
         _, radix = backends_are_ours()
-        if not radix or self.settings.packs:
+        if not radix or self.settings.competes:
             return full_profile(shape)
         if self.settings.head_profile is None:
             stored = stored_profile(self.settings, config.model_path, shape)
@@ -165,34 +187,29 @@ class Runtime:
         max_total_num_tokens: int,
         **kwargs: Any,
     ) -> Any:
-        """AROUND _build_mha_kv_pool: the head-split pool where attention is kvtier's."""
-        attention, radix = backends_are_ours()
+        """AROUND _build_mha_kv_pool: kvtier's pool where attention is."""
+        attention, _ = backends_are_ours()
         if not attention:
             return original(configurator, max_total_num_tokens=max_total_num_tokens, **kwargs)
         profile = self._profile(configurator)
-        pool = HeadSplitKVPool(
+        _, radix = backends_are_ours()
+        pool = HeadPagedKVPool(
             max_total_num_tokens,
-            self.locality_slots if radix else 0,
-            profile=profile.of_rank(self.ranks.rank, self.ranks.size),
+            shape=profile.shape.of_rank(self.ranks.size),
             dtype=configurator.kv_cache_dtype,
             device=configurator.device,
             start_layer=configurator.layer_info.start_layer,
             state_width=state_width(self.settings) if radix else None,
-            merges=radix and self.settings.merge.is_on,
-            packs=radix and self.settings.packs,
-            compensates=radix and self.settings.compensates,
+            packs=self._compresses,
+            votes=self._votes,
         )
+        heads = profile.shape.num_layers * profile.shape.num_kv_heads
         logger.info(
-            "kvtier pools: %d CA slots, %d locality slots, %d of %d KV heads CA",
+            "kvtier pool: %d slots, %d of %d KV heads context-anchored",
             max_total_num_tokens,
-            pool.locality_size,
             profile.num_ca_heads,
-            profile.shape.num_layers * profile.shape.num_kv_heads,
+            heads,
         )
-        self.ranks.compare_pools(sum(pool.get_kv_size_bytes()))
-        if any(self.ranks.idle_shares):
-            idle = ", ".join(f"{share:.0%}" for share in self.ranks.idle_shares)
-            logger.info("ranks hold unequally many CA heads: %s of their KV budgets lie idle", idle)
         return pool
 
     def build_allocator(
@@ -213,17 +230,14 @@ class Runtime:
                 token_to_kv_pool_allocator=token_to_kv_pool_allocator,
                 **kwargs,
             )
-        streaming = None
-        if self.settings.prefill == "streaming":
-            streaming = self.settings.locality.kept_tokens + 1
-        return HeadSplitAllocator(token_to_kv_pool, streaming_tokens=streaming, need_sort=False)
+        return BundleAllocator(token_to_kv_pool)
 
     # -- attention --
 
     def attention_backend(self, runner: Any) -> KvtierAttnBackend:
         """Behind `--attention-backend kvtier`. Raises StartupError over a pool that is not ours,
         UnsupportedModelError for a loaded model that cannot be served."""
-        settings, pool = self.settings, head_split_pool(runner)
+        settings, pool = self.settings, kvtier_pool(runner)
         pool.scales = KvScales.of_model(runner.model, pool.layers, pool.dtype)
         keys, at = confirm(runner, pool)
         rotated: list[KeyRotation | None] = []
@@ -232,7 +246,7 @@ class Runtime:
         if pool.state is not None:
             # Again, for a model that was no local directory at start-up, or a file that changed.
             check_documents(settings, self.profile.shape, runner.server_args)
-        if pool.state is not None or pool.packed is not None:
+        if pool.packed is not None:
             self.selection = self._selection(pool, rotated)
         self.backend = KvtierAttnBackend(
             runner, settings, selection=self.selection, refresh=self._pass_refresh
@@ -244,30 +258,25 @@ class Runtime:
         if torch.device(runner.device).type == "cuda":
             context = int(runner.model_config.context_len)
             chunk = runner.server_args.chunked_prefill_size
-            streams, locality = settings.prefill == "streaming", settings.locality
             warm_up(
                 self.backend.kernels,
                 pool,
                 dtype=runner.dtype,
                 chunk=chunk if chunk and chunk > 0 else context,
                 context=context,
-                window=(locality.sink_tokens, locality.recent_tokens) if streams else None,
             )
+            if self.selection is not None:
+                self.selection.warm_up()
         return self.backend
 
     def _selection(
-        self, pool: HeadSplitKVPool, rotated: list[KeyRotation | None]
-    ) -> TokenSelection:
+        self, pool: HeadPagedKVPool, rotated: list[KeyRotation | None]
+    ) -> PackedSelection:
         """What chooses the entries that heads keep of a finished turn."""
-        settings, ranks, shape = self.settings, self.ranks, self.profile.shape
-        scorer = ranks.scorer(scorer_of(settings), shape)
-        if pool.packed is None:
-            return TokenSelection(pool, scorer, rotated)
+        settings, ranks, profile = self.settings, self.ranks, self.profile
+        scorer = ranks.scorer(scorer_of(settings), profile.shape)
         if settings.competes:
             return AdaptiveSelection(pool, scorer, rotated)
-        profile = ranks.first(lambda: budgets_profile(settings))
-        assert profile is not None, "settings that pack by a head profile name it"
-        profile.check_fits(shape)
         return ProfileSelection(
             pool,
             scorer,
@@ -313,26 +322,24 @@ class Runtime:
     def radix_cache(self, ctx: TreeCacheBuildContext) -> KvtierRadixCache:
         """Behind `--radix-cache-backend kvtier`. Raises StartupError over another allocator."""
         settings, allocator = self.settings, ctx.params.token_to_kv_pool_allocator
-        if not isinstance(allocator, HeadSplitAllocator):
+        if not isinstance(allocator, BundleAllocator):
             raise StartupError(
-                f"radix cache kvtier: expected a HeadSplitAllocator, got "
+                f"radix cache kvtier: expected a BundleAllocator, got "
                 f"{type(allocator).__name__}; serve with --attention-backend kvtier as well"
             )
-        streaming = settings.prefill == "streaming"
         compressor = self._compressor(ctx, allocator)
         tier = make_refresh = None
         if settings.tier.address is not None:
-            tier = self._tier(ctx, compressor, streaming)
+            tier = self._tier(ctx, compressor)
             make_refresh = make_turn_refresh(
                 refresh_rule(settings),
+                make_refresher=self._refresher,
                 near_data=settings.refresh.by == "near-data",
                 trigger=_trigger_rule(settings),
-                make_refresher=self._refresher,
             )
         self.cache = KvtierRadixCache(
             ctx.params,
             compressor,
-            streaming=streaming,
             tier=tier,
             make_refresh=make_refresh,
             ranks=self.ranks,
@@ -344,11 +351,10 @@ class Runtime:
         """What chooses the entries of a turn again, as `selection` keeps them."""
         if isinstance(self.selection, AdaptiveSelection):
             return AdaptiveRefresher(rule, contexts, self.selection)
-        if isinstance(self.selection, ProfileSelection):
-            return ProfileRefresher(rule, contexts, self.selection.anchored_heads)
-        return Refresher(rule, contexts)
+        assert isinstance(self.selection, ProfileSelection), "a refresh without a selection"
+        return ProfileRefresher(rule, contexts, self.selection.anchored_heads)
 
-    def _compressor(self, ctx: TreeCacheBuildContext, allocator: HeadSplitAllocator) -> Compressor:
+    def _compressor(self, ctx: TreeCacheBuildContext, allocator: BundleAllocator) -> Compressor:
         settings, rule, pool = self.settings, locality_rule(self.settings), allocator.pool
         share = asked_share(settings)
         if share is None:
@@ -367,14 +373,12 @@ class Runtime:
             source = NoCurve()
             if self.ranks.is_first:
                 source = curve_source(settings, path, self.profile, rule, scorer, dtype, told)
-        entry_bytes = sum(self.ranks.every(pool.slot_bytes.ca))
+        entry_bytes = max(1, round(self.profile.ca_share * self.ranks.size * pool.slot_bytes))
         chosen = share.rule.of(share.number, Serving(entry_bytes, source))
         retention = Retention(chosen, source, metrics, self.ranks)
         return Compressor(allocator, rule, retention=retention, selection=self.selection)
 
-    def _tier(
-        self, ctx: TreeCacheBuildContext, compressor: Compressor, streaming: bool
-    ) -> TierConnector:
+    def _tier(self, ctx: TreeCacheBuildContext, compressor: Compressor) -> TierConnector:
         settings, pool, rule = self.settings, compressor.allocator.pool, compressor.rule
         args, profile = ctx.server_args, self.profile
         identity = ModelIdentity(ctx.tp_worker.model_runner, args)
@@ -382,7 +386,7 @@ class Runtime:
             tier_link(settings.tier),
             NamedModel(settings, args.model_path, identity, pool, rule, profile, self.ranks),
             SpanCodec(pool),
-            TurnRules(rule, compressor.share, streaming),
+            TurnRules(rule, compressor.share),
             memories=None if self.memories is None else self.memories.bank,
             drain_s=settings.tier.drain_s,
             patience_s=settings.tier.patience_s,

@@ -30,7 +30,7 @@ from kvtier.heads.reference.rotation import (
     prove,
     proving_positions,
 )
-from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 
 
 def resolved_config(server_args: Any) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class _Watching:
     All values of a repeated token are alike, so its attention is its value, whatever the scores.
     """
 
-    def __init__(self, runner: Any, layers: range, pool: HeadSplitKVPool) -> None:
+    def __init__(self, runner: Any, layers: range, pool: HeadPagedKVPool) -> None:
         self.token_to_kv_pool = pool
         self.req_to_token_pool = runner.req_to_token_pool
         self.context = int(runner.model_config.context_len)
@@ -137,7 +137,7 @@ class _Watching:
 
 
 @torch.inference_mode()
-def confirm(runner: Any, pool: HeadSplitKVPool) -> tuple[list[torch.Tensor], torch.Tensor]:
+def confirm(runner: Any, pool: HeadPagedKVPool) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Each layer's keys of one repeated token, `[heads, tokens, dim]`, and its positions.
 
     Raises UnsupportedModelError for attention that is not what kvtier's backend computes.

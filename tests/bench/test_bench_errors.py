@@ -41,7 +41,6 @@ CASES = [
     (["--questions", "0"], UsageError, "--questions", "at least 1"),
     (["--seed", "-1"], UsageError, "--seed", "at least 0"),
     (["--chunk", "x"], SizeError, "--chunk", "a size such as"),
-    (["--prefill", "lazy"], UsageError, "--prefill", "one of exact, streaming"),
     (["--device", "tpu"], UsageError, "--device", "one of cpu, cuda"),
     (["--dtype", "int4"], UsageError, "--dtype", "one of float32"),
     (["--workload", "prose"], UsageError, "--workload", "one of auto, recall, text"),

@@ -24,7 +24,9 @@ def plans_for(folder: Path, *flags: str) -> dict[str, PolicyPlan]:
 
 def test_a_token_costs_the_same_under_every_policy_when_nothing_is_dropped(model_path: Path):
     for entry in plans_for(model_path).values():
-        assert entry.slots.full == TOKEN_BYTES
+        votes = 4 * 12 * (entry.profile.ca_share < 1)
+        beside = 8 + votes if entry.policy.splits_heads and entry.profile.ca_share < 1 else 0
+        assert entry.slot_bytes == TOKEN_BYTES + beside
 
 
 def test_only_the_backends_differ_between_policies(model_path: Path):
@@ -49,10 +51,9 @@ def test_a_budget_gives_every_policy_the_same_bytes(model_path: Path):
     budget = plans["full"].plan.pools.budget_bytes
     assert budget == 3 * TOKEN_BYTES * plans["full"].session.total_tokens
     for entry in plans.values():
-        pools, slots = entry.plan.pools, entry.slots
+        pools = entry.plan.pools
         assert pools.budget_bytes == budget
-        split = slots.ca * pools.max_total_tokens + slots.locality * (pools.locality_slots or 0)
-        assert split <= budget
+        assert entry.slot_bytes * pools.max_total_tokens <= budget
     assert plans["full"].plan.pools.sessions == pytest.approx(3)
     assert plans["kvtier"].plan.pools.sessions > 5
     assert plans["window"].plan.pools.sessions > plans["kvtier"].plan.pools.sessions
@@ -63,9 +64,10 @@ def test_an_fp8_policy_pays_for_half_of_each_byte_of_16_bits_out_of_the_same_bud
 ):
     policies = ["--policies", "full,full-fp8,kvtier-fp8"]
     plans = plans_for(model_path, *policies, "--kv-dtype", "bfloat16", "--budget-sessions", "3")
-    assert plans["full"].slots.full == TOKEN_BYTES // 2
+    assert plans["full"].slot_bytes == TOKEN_BYTES // 2
     for name in ("full-fp8", "kvtier-fp8"):
-        assert plans[name].slots.full == TOKEN_BYTES // 4
+        beside = 8 + 4 * 12 if name == "kvtier-fp8" else 0
+        assert plans[name].slot_bytes == TOKEN_BYTES // 4 + beside
         assert plans[name].plan.pools.budget_bytes == plans["full"].plan.pools.budget_bytes
     assert plans["full-fp8"].plan.pools.sessions == pytest.approx(6, rel=0.01)
     assert plans["kvtier-fp8"].profile.ca_share < 1
@@ -78,23 +80,13 @@ def test_without_a_budget_each_policy_gets_room_for_one_session(model_path: Path
         pools = entry.plan.pools
         assert pools.sessions == 1
         assert pools.max_total_tokens > entry.session.total_tokens
-        if pools.locality_slots is not None:
-            assert pools.locality_slots > entry.session.prefill_tokens
-
-
-def test_streaming_prefill_needs_room_for_a_chunk_only(model_path: Path):
-    exact = plans_for(model_path, "--chunk", "512")["kvtier"]
-    streaming = plans_for(model_path, "--chunk", "512", "--prefill", "streaming")["kvtier"]
-    assert exact.session.prefill_tokens > 4096
-    assert streaming.session.prefill_tokens < 1024
-    assert streaming.prefill_bytes < exact.prefill_bytes
 
 
 def test_settings_reach_the_worker_and_nothing_else_does(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("KVTIER_LOCALITY_SINK_TOKENS", "32")
-    plans = plans_for(model_path, "--prefill", "streaming")
+    plans = plans_for(model_path)
     parent = {
         "PATH": "/bin",
         "KVTIER_LOCALITY_RECENT_TOKENS": "9",
@@ -107,12 +99,9 @@ def test_settings_reach_the_worker_and_nothing_else_does(
     assert kvtier["PATH"] == "/bin"
     assert kvtier["KVTIER_LOCALITY_SINK_TOKENS"] == "32"
     assert kvtier["KVTIER_LOCALITY_RECENT_TOKENS"] == "256"
-    assert kvtier["KVTIER_PREFILL"] == "streaming"
-    assert kvtier["KVTIER_LOCALITY_SLOTS"] == str(plans["kvtier"].plan.pools.locality_slots)
     written = json.loads(Path(kvtier["KVTIER_HEAD_PROFILE"]).read_text())
     assert written["ca_heads"] == [[], [0, 1, 2], []]
     assert "KVTIER_HEAD_PROFILE" not in full
-    assert "KVTIER_LOCALITY_SLOTS" not in full
 
 
 def test_a_dry_run_prints_the_arithmetic_of_any_model(

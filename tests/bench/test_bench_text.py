@@ -75,9 +75,25 @@ def test_heads_that_compete_need_no_profile(tmp_path: Path):
     assert ours.notes == (), "heads that compete save what they do not keep"
     assert "KVTIER_HEAD_PROFILE" not in ours.plan.environment
     # A number beside the KV.
-    assert ours.slots.ca > full.slots.ca
+    assert ours.slot_bytes > full.slot_bytes
     with pytest.raises(HeadProfileError, match="--head-budgets: expected equal beside policy ran"):
         make_plans(parse_options([*flags, *adaptive, *weights, "--policies", "random"]))
+
+
+def test_heads_of_a_model_with_a_map_beside_it_compete_unless_asked_otherwise(tmp_path: Path):
+    folder = text_model(tmp_path / "model")
+    TokenWorth(torch.zeros(1, 1, 3)).save(folder / "token_worth.npz")
+    flags = ["--len", "1k", "--model-path", str(folder)]
+    _, (_, ours) = make_plans(parse_options(flags))
+    assert ours.plan.heads_compete
+    assert ours.plan.environment["KVTIER_RETENTION"] == "0.25"
+    for asked in (
+        ["--head-budgets", "equal"],
+        ["--scorer", "compactor", "--retention", "0.5"],
+        ["--policies", "full,kvtier,window"],
+    ):
+        _, (_, ours, *_) = make_plans(parse_options([*flags, *asked]))
+        assert ours.plan.heads_compete == (asked[0] == "--policies")
 
 
 def test_a_dry_run_needs_no_tokenizer(tmp_path: Path):

@@ -37,7 +37,8 @@ def curve_document(**changes: Any) -> CurveDocument:
 
 
 def profile_document(**changes: Any) -> ProfileDocument:
-    profile = window_profile(SHAPE, MODEL).model_copy(update={"revision": REVISION, **changes})
+    fields = {"model": MODEL, "revision": REVISION, **changes}
+    profile = window_profile(SHAPE).model_copy(update=fields)
     return ProfileDocument.of(profile)
 
 

@@ -48,7 +48,7 @@ def test_a_model_that_is_not_calibrated_keeps_what_was_asked_for(model):
 
 def test_heads_of_a_calibrated_model_compete_for_a_quarter(model, worth_file):
     found = with_calibration(load_settings(), str(model))
-    assert found.packs
+    assert found.competes
     assert found.retention == DEFAULT_RETENTION == 0.25
     assert found.scorer.file == worth_file
     assert scorer_of(found).name == "reconstruction"
@@ -62,7 +62,7 @@ def test_heads_of_a_calibrated_model_compete_for_a_quarter(model, worth_file):
 @pytest.mark.parametrize("asked", [{"retention": 0.1}, {"quality": 0.9}, {"budget_tokens": 64}])
 def test_how_much_is_kept_is_what_was_asked_for(asked, model, worth_file):
     found = with_calibration(load_settings(**asked), str(model))
-    assert found.packs
+    assert found.competes
     assert found == load_settings(
         **asked, head_budgets="adaptive", scorer="reconstruction", scorer_file=worth_file
     )
@@ -74,10 +74,7 @@ def test_how_much_is_kept_is_what_was_asked_for(asked, model, worth_file):
         {"head_budgets": "equal"},
         {"head_profile": "profile.json"},
         {"scorer": "keydiff"},
-        {"prefill": "streaming"},
-        {**TIER, "refresh": "64"},
         {**TIER, "refresh": "turn", "refresh_by": "near-data"},
-        {**TIER, "refresh": "turn", "merge": "keepkv"},
     ],
 )
 def test_what_excludes_competing_heads_stays_as_it_was_asked_for(asked, model, worth_file):
@@ -85,12 +82,19 @@ def test_what_excludes_competing_heads_stays_as_it_was_asked_for(asked, model, w
     assert with_calibration(settings, str(model)) == settings
 
 
-@pytest.mark.parametrize("asked", [{"memory": "memories"}, {"kernels": "flashinfer"}])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"memory": "memories"},
+        {"kernels": "flashinfer"},
+        {**TIER, "refresh": "64"},
+        {**TIER, "refresh": "turn", "merge": "keepkv"},
+    ],
+)
 def test_heads_compete_beside_whatever_goes_with_it(asked, model, worth_file):
     found = with_calibration(load_settings(**asked), str(model))
     assert found == load_settings(
-        **asked,
-        retention=DEFAULT_RETENTION,
+        **{"retention": DEFAULT_RETENTION} | asked,
         head_budgets="adaptive",
         scorer="reconstruction",
         scorer_file=worth_file,
@@ -105,11 +109,11 @@ def test_another_file_may_be_named(model, worth_file, tmp_path):
 def test_more_ranks_than_heads_keep_everything(model, worth_file):
     settings = load_settings()
     heads = model_shape(read_config(str(model))).num_kv_heads
-    assert with_calibration(settings, str(model), ranks=heads).packs
+    assert with_calibration(settings, str(model), ranks=heads).competes
     assert with_calibration(settings, str(model), ranks=heads + 1) == settings
 
 
 def test_weights_that_changed_are_another_model(model, worth_file):
     (weights,) = model.glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    assert not with_calibration(load_settings(), str(model)).packs
+    assert not with_calibration(load_settings(), str(model)).competes

@@ -12,9 +12,8 @@ from kvtier.config import SETTINGS, load_settings
 def test_settings_survive_the_trip_through_the_environment(monkeypatch, tmp_path):
     sent = load_settings(
         head_profile=tmp_path / "p.json",
-        prefill="streaming",
         locality_compensation=False,
-        locality_slots=9,
+        locality_sink_tokens=9,
     )
     for name, value in sent.to_env().items():
         monkeypatch.setenv(name, value)
@@ -39,7 +38,6 @@ _counts = st.integers(1, 2**40)
 _RULES = ("quality", "retention", "share_rule", "budget_tokens", "budget_bytes")
 _LOOSE = {
     "head_profile": _paths,
-    "prefill": st.sampled_from(["exact", "streaming"]),
     "curve": _paths,
     "nll_stride": _counts,
     "memory": st.just("store") | _paths,
@@ -55,10 +53,6 @@ _LOOSE = {
     "locality_recent_tokens": st.integers(256, 2**40),
     "locality_branch_recent_tokens": st.integers(0, 2**40),
     "locality_compensation": st.booleans(),
-    "locality_slots": _counts,
-    "session_tokens": _counts,
-    "session_turn_tokens": _counts,
-    "session_retention": _shares,
     "tier_address": _texts.map(lambda text: f"unix:/{text}"),
     "tier_namespace": _texts,
     "tier_timeout_s": st.floats(0, 60, exclude_min=True),
@@ -105,11 +99,9 @@ def _valid_settings(draw):
     values |= draw(st.one_of(st.just({}), _RETENTION_RULES))
     if any(rule in values for rule in _RULES):
         values |= draw(st.one_of(st.just({}), _REFRESHING))
-        excluding = {"refresh_when", "head_profile", "prefill"}
-        if "quality" not in values and not values.keys() & excluding:
+        near_data = "refresh_when" in values and values.get("refresh_by") == "near-data"
+        if not near_data and not values.keys() & {"quality", "head_profile"}:
             values |= draw(st.sampled_from([{}, {"head_budgets": "adaptive"}]))
-    if "prefill" not in values and values.get("head_profile") is not None:
-        values |= draw(st.sampled_from([{}, {"head_budgets": "profile"}]))
     values |= draw(st.sampled_from([{}, _TLS_FILES]))
     if values.get("redis_url", "").startswith("rediss:"):
         values |= draw(st.sampled_from([{}, {"redis_ca": Path(__file__)}, _REDIS_TLS_FILES]))

@@ -16,14 +16,15 @@ from kvtier_kernels import AUTO, available_kernels
 
 def test_flags_beat_environment_beats_file_beats_defaults(monkeypatch, tmp_path):
     (tmp_path / "kvtier.toml").write_text(
-        "nll_stride = 5\n[locality]\nsink_tokens = 1\nrecent_tokens = 2\nslots = 3\n"
+        "nll_stride = 5\n[locality]\nsink_tokens = 1\nrecent_tokens = 2\nbranch_recent_tokens = 3\n"
     )
     monkeypatch.setenv("KVTIER_LOCALITY_RECENT_TOKENS", "20")
-    monkeypatch.setenv("KVTIER_LOCALITY_SLOTS", "30")
-    settings = load_settings(locality_slots=300)
+    monkeypatch.setenv("KVTIER_LOCALITY_BRANCH_RECENT_TOKENS", "30")
+    settings = load_settings(locality_branch_recent_tokens=300)
     locality = settings.locality
-    assert (locality.sink_tokens, locality.recent_tokens, locality.slots) == (1, 20, 300)
-    assert (settings.nll_stride, settings.prefill, locality.compensation) == (5, "exact", True)
+    windows = locality.sink_tokens, locality.recent_tokens, locality.branch_recent_tokens
+    assert windows == (1, 20, 300)
+    assert (settings.nll_stride, settings.kernels, locality.compensation) == (5, "auto", True)
 
 
 def test_a_missing_configuration_file_is_named(monkeypatch):

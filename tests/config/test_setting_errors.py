@@ -13,7 +13,7 @@ from kvtier.errors import ConfigurationError
     [
         ({"locality_sink_tokens": -1}, "--locality-sink-tokens"),
         ({"locality_recent_tokens": 0}, "--locality-recent-tokens"),
-        ({"prefill": "lazy"}, "--prefill"),
+        ({"head_budgets": "unequal"}, "--head-budgets"),
         ({"no_such_setting": 1}, "--no-such-setting"),
         ({"memory": ""}, "--memory"),
         ({"scorer_pool_width": 2}, "--scorer-pool-width"),

@@ -31,7 +31,6 @@ TLS = {
 }
 EXAMPLES = {
     "head_profile": ("p.json", {}),
-    "prefill": ("streaming", {}),
     "quality": (0.9, {}),
     "curve": ("c.json", {}),
     "retention": (0.25, {}),
@@ -53,10 +52,6 @@ EXAMPLES = {
     "locality.recent_tokens": (512, {}),
     "locality.branch_recent_tokens": (16, {}),
     "locality.compensation": (False, {}),
-    "locality.slots": (900, {}),
-    "session.tokens": (1000, {}),
-    "session.turn_tokens": (100, {}),
-    "session.retention": (0.5, {}),
     "tier.address": ("unix:/run/tier.sock", {}),
     "tier.namespace": ("ada", {}),
     "tier.ca": ("a.pem", TLS),

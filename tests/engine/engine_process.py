@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,26 @@ def run_engine(
     engine: dict[str, Any],
     rounds: list[list[dict[str, Any]]],
     env: dict[str, str] | None = None,
+    environment: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """See engine_runner.py."""
-    return run_script(RUNNER, folder, {"engine": engine, "rounds": rounds}, env)
+    """See engine_runner.py. environment: SGLang's variables, also those that it reads when it is
+    imported."""
+    plan = {"engine": engine, "rounds": rounds, "environment": environment}
+    return run_script(RUNNER, folder, plan, env)
+
+
+def with_aborts(rounds: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """The same rounds, with three requests more in each that are aborted while they are answered.
+    The seed is one of those by which none begins like a session."""
+    rng = random.Random(14)
+
+    def aborted() -> dict[str, Any]:
+        ids = [rng.randrange(6, 384) for _ in range(rng.randrange(2, 300))]
+        return {"input_ids": ids, "max_new_tokens": 200, "abort_after": rng.randrange(1, 6)}
+
+    return [[*requests, aborted(), aborted(), aborted()] for requests in rounds]
+
+
+def retractions(out: dict[str, Any]) -> int:
+    """Of all requests of a run together."""
+    return sum(request["retractions"] for requests in out["rounds"] for request in requests)

@@ -1,7 +1,8 @@
 """Runs a real SGLang engine in its own process: `python engine_runner.py plan.json out.json`.
 
-plan: {"engine": {...}, "rounds": [[{"input_ids", "max_new_tokens", "logprobs"?,
-"logprob_start_len"?, "custom_params"?, "stream"?}, ...], ...]}
+plan: {"engine": {...}, "environment"?: {...}, "rounds": [[{"input_ids", "max_new_tokens",
+"logprobs"?, "logprob_start_len"?, "custom_params"?, "stream"?, "abort_after"?: tokens}, ...], ...]}
+environment: SGLang's variables.
 Every round is sent at once (continuous batching); a request may name the round and index it
 continues ({"continues": [round, index], "input_ids": tail}): its prompt is then that request's
 prompt, its answer, and the tail. Instead of requests a round may be {"weights": model directory},
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,8 +66,8 @@ async def run_rounds(
 
 
 async def _ask(engine: Any, prompt: list[int], request: dict[str, Any]) -> dict[str, Any]:
-    """The answer; with "stream" its last part, and how many tokens each part had."""
-    stream = request.get("stream", False)
+    """The answer; streamed its last part, and how many tokens each part had."""
+    stream = request.get("stream", "abort_after" in request)
     answer = await engine.async_generate(
         input_ids=prompt,
         sampling_params={
@@ -80,11 +83,15 @@ async def _ask(engine: Any, prompt: list[int], request: dict[str, Any]) -> dict[
     )
     if not stream:
         return answer
-    lengths = []
+    lengths, meta = list[int](), dict[str, Any]()
     async for part in answer:
         # It grows while it is streamed.
         lengths.append(len(part["output_ids"]))
-    return part | {"parts": lengths}
+        # Of one that is aborted while it waits the last part says less.
+        meta |= part["meta_info"]
+        if lengths[-1] >= request.get("abort_after", math.inf):
+            engine.tokenizer_manager.abort_request(rid=meta["id"])
+    return part | {"parts": lengths, "meta_info": meta}
 
 
 async def _ask_until(
@@ -144,6 +151,7 @@ def _result(prompt: list[int], answer: dict[str, Any]) -> dict[str, Any]:
         "parts": answer.get("parts"),
         "cached_tokens": meta["cached_tokens"],
         "cached_tokens_details": meta["cached_tokens_details"],
+        "retractions": meta["num_retractions"],
         "logprobs": [entry[0] for entry in meta.get("output_token_logprobs") or []],
         # With drafts: tokens for each pass that verified some.
         "accept_length": meta.get("spec_accept_length"),
@@ -163,10 +171,21 @@ async def settled_states(engine: Any) -> list[dict[str, Any]]:
     return await wait_for_async(settled)
 
 
+def use(environment: dict[str, str]) -> None:
+    """Have SGLang go by these variables of its own."""
+    os.environ.update(environment)
+    from sglang.srt.managers import scheduler
+
+    # It may have been imported before (tests/forking).
+    scheduler.TEST_RETRACT = scheduler.envs.SGLANG_TEST_RETRACT.get()
+
+
 def main(plan_path: str, out_path: str) -> None:
     import sglang
 
     plan = json.loads(Path(plan_path).read_text())
+    if plan.get("environment"):
+        use(plan["environment"])
     engine = sglang.Engine(**{**ENGINE_DEFAULTS, **plan["engine"]})
     try:
         rounds = engine.loop.run_until_complete(

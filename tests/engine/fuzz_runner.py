@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import sys
 from pathlib import Path
@@ -76,8 +75,7 @@ class Fuzzer:
             "max_new_tokens": self.rng.randrange(1, 40),
             "ignore_eos": True,
         }
-        # Nothing is exact where heads drop during prefill.
-        if self.rng.random() < EXACT and os.environ.get("KVTIER_PREFILL") != "streaming":
+        if self.rng.random() < EXACT:
             params["custom_params"] = {"kvtier": {"exact": True}}
         try:
             answer = await self.engine.async_generate(

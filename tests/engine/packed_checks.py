@@ -10,8 +10,7 @@ from tree_requests import digest
 
 from kvtier.heads.profile import ModelShape
 from kvtier.retention.scorers import Span, TokenScorer
-from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
-from kvtier_sglang.radix.contexts import pruned_ranges
+from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.radix.node import KvNode
 
 SHAPE = ModelShape(num_layers=2, num_kv_heads=3, num_attention_heads=6, head_dim=2)
@@ -29,28 +28,37 @@ class AnyOrder(TokenScorer):
         return span.keys[..., 0] * factors[:, None] % 97
 
 
-def compacted(row: torch.Tensor, node: KvNode) -> torch.Tensor:
-    """Which positions of a row lie in spans of which CA heads keep a part."""
-    moved = torch.zeros(len(row), dtype=torch.bool)
-    for pruned in pruned_ranges(node):
-        moved[pruned.begin : pruned.end] = True
-    return moved
-
-
-def check_packed(pool: HeadSplitKVPool, row: torch.Tensor, tokens: list[int], node: KvNode) -> None:
+def check_packed(
+    pool: HeadPagedKVPool, row: torch.Tensor, tokens: list[int], node: KvNode, means: list[int]
+) -> None:
     """Ordinary entries hold the digest of their own prefix, packed ones that of a token of their
-    span, each once."""
+    span, each once; columns of `means` hold one entry of it with the votes of all."""
     expected = torch.tensor([digest(tokens[: p + 1]) for p in range(len(row))])
-    moved = compacted(row, node)
-    for buffers in pool.ca:
-        for head in range(SHAPE.num_kv_heads):
-            found = buffers.k[row, head, 0]
-            assert torch.equal(found[~moved], expected[~moved]), "an entry misplaced"
-    cells = pool.packed.cells
-    for pruned, span in zip(pruned_ranges(node), pool.packed.in_row(row), strict=True):
-        part = slice(pruned.begin, pruned.end)
-        place = span.cells
-        for begin, count in zip(span.indptr, span.counts, strict=False):
-            kept = cells.k[place[begin : begin + count], 0, 0]
-            assert torch.isin(kept, expected[part]).all(), "an entry of another context"
-            assert kept.unique().numel() == kept.numel(), "one token kept twice"
+    spans = {int(span.slots[0]): span for span in pool.packed.in_row(row)}
+    moved = torch.zeros(len(row), dtype=torch.bool)
+    for one in node.path():
+        part = slice(one.start + one.dropped.begin, one.start + one.dropped.end)
+        span = spans.pop(int(row[part][0]), None) if one.dropped.num_tokens else None
+        if span is None:
+            continue
+        moved[part] = True
+        place, votes = span.cells, pool.packed.log_votes
+        for column, (begin, count) in enumerate(zip(span.indptr, span.counts, strict=False)):
+            cells = place[begin : begin + count]
+            kept = pool.packed.cells.k[cells, 0]
+            if column in means:
+                assert count == 1, "a column of one mean"
+                torch.testing.assert_close(kept, expected[part].mean()[None])
+                torch.testing.assert_close(
+                    votes[cells].exp().mean(), torch.tensor(1.0 * len(expected[part]))
+                )
+                continue
+            held, there = ((kept[:, None] == some).sum(1) for some in (kept, expected[part]))
+            assert bool((there > 0).all()), "an entry of another context"
+            # Digests of two tokens may be equal.
+            assert bool((held <= there).all()), "one token kept twice"
+            assert votes is None or not votes[cells].any(), "a vote of a token"
+    assert not spans, "a packed span that no node has"
+    for layer in pool.kv:
+        found = layer.k[row, :, 0]
+        assert torch.equal(found[~moved], expected[~moved, None].expand(-1, found.shape[1]))

@@ -21,18 +21,18 @@ import sglang.srt
 
 from kvtier_sglang.attention.backend import KvtierAttnBackend
 from kvtier_sglang.platform import KvtierCpuPlatform
-from kvtier_sglang.pool.allocator import HeadSplitAllocator
-from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.pool.allocator import BundleAllocator
+from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.radix.cache import KvtierRadixCache
 
 ROOT = Path(next(iter(sglang.srt.__path__)))
 # Class -> the names of variables and functions by which SGLang's code has one.
 OURS: dict[type, set[str]] = {
     KvtierAttnBackend: {"attn_backend", "get_attn_backend"},
-    HeadSplitKVPool: {
+    HeadPagedKVPool: {
         "token_to_kv_pool", "kvcache", "_kvcache", "get_token_to_kv_pool", "get_kvcache",
     },
-    HeadSplitAllocator: {"token_to_kv_pool_allocator"},
+    BundleAllocator: {"token_to_kv_pool_allocator"},
     KvtierRadixCache: {"tree_cache"},
     KvtierCpuPlatform: {"current_platform"},
 }  # fmt: skip
@@ -66,7 +66,7 @@ NEVER: dict[type, dict[str, str]] = {
         "tail_forward_metadata": "DeepSeek V4's (MLA) alone",
         "update_mamba_state_after_mtp_verify": HYBRID,
     },
-    HeadSplitKVPool: {
+    HeadPagedKVPool: {
         "_unified_kv": "DeepSeek V4's pool alone (MLA)",
         "clear_c4_req_states": "DeepSeek V4's pool alone (MLA)",
         "full_kv_pool": "HiCache's controller, and models with other layers, which are refused",
@@ -77,7 +77,7 @@ NEVER: dict[type, dict[str, str]] = {
         "set_mla_kv_buffer": "models with MLA are refused",
         "translate_loc_from_full_to_swa": SLIDING,
     },
-    HeadSplitAllocator: {
+    BundleAllocator: {
         "flush_opportunistic": UNIFIED,
         "free_swa_segment": SLIDING,
         "logical_attn_allocator": "HiSparse is refused",
@@ -124,12 +124,12 @@ LEFT_OPEN: dict[type, dict[str, str]] = {
         "prepare_forward_metadata_for_breakable_cuda_graph_replay": GRAPHS,
         "update_verify_buffers_to_fill_after_draft": "EAGLE is refused",
     },
-    HeadSplitKVPool: {
+    HeadPagedKVPool: {
         "get_cpu_copy": COPIES,
         "get_device_pool_infos": "HiSparse is refused",
         "load_cpu_copy": COPIES,
     },
-    HeadSplitAllocator: {"alloc_decode": PAGES, "alloc_extend": PAGES},
+    BundleAllocator: {"alloc_decode": PAGES, "alloc_extend": PAGES},
     KvtierRadixCache: {"ready_to_load_host_cache": HICACHE},
 }
 

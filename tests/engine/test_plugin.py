@@ -27,7 +27,7 @@ from kvtier.heads.profile import ModelShape, full_profile
 from kvtier.retention.token_worth import TokenWorth
 from kvtier_sglang import compat, hooks, platform, plugin, serve
 from kvtier_sglang.occupancy import Occupancy
-from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 
 TIERED = {"tier": "tier:7400", "retention": 0.3}
 
@@ -87,9 +87,7 @@ def test_what_ranks_cannot_do_together_is_refused(other, settings, flags):
         compat.check_server_args(arguments, load_settings(**settings))
 
 
-@pytest.mark.parametrize(
-    "settings", [{"prefill": "streaming"}, {**TIERED, "refresh": "8"}, {"memory": "folder"}]
-)
+@pytest.mark.parametrize("settings", [{**TIERED, "refresh": "8"}, {"memory": "folder"}])
 def test_mixed_chunks_are_refused_with_what_tells_prompts_from_answers(settings):
     compat.check_server_args(server_args(enable_mixed_chunk=True), load_settings())
     with pytest.raises(IncompatibleFlagError, match=r"^--enable-mixed-chunk: expected"):
@@ -301,10 +299,10 @@ def test_a_hook_that_did_not_take_stops_the_server(monkeypatch):
         plugin.verify()
 
 
-def test_models_leave_writing_kv_to_attention_over_a_head_split_pool(monkeypatch):
+def test_models_leave_writing_kv_to_attention_over_kvtiers_pool(monkeypatch):
     from sglang.srt.models import utils
 
-    pool = HeadSplitKVPool.__new__(HeadSplitKVPool)
+    pool = HeadPagedKVPool.__new__(HeadPagedKVPool)
     for found, fused in ((pool, False), (object(), True)):
         monkeypatch.setattr(utils, "get_token_to_kv_pool", lambda found=found: found)
         assert hooks.refuse_fused_write(lambda batch: True, None) is fused
@@ -329,7 +327,7 @@ def test_the_attention_backend_refuses_a_pool_that_is_not_ours():
     from kvtier_sglang.attention.backend import KvtierAttnBackend
 
     runner = SimpleNamespace(token_to_kv_pool=object())
-    with pytest.raises(StartupError, match="HeadSplitKVPool"):
+    with pytest.raises(StartupError, match="HeadPagedKVPool"):
         KvtierAttnBackend(runner, load_settings())
 
 

@@ -181,7 +181,7 @@ def test_a_hub_id_is_calibrated_as_its_snapshot(hub: Path, tmp_path: Path) -> No
     for file in DEMO_MODEL.iterdir():
         (folder / file.name).symlink_to(file)
     command = f"calibrate heads --model-path some/calibrated --out {out} --quiet"
-    options = "--method attention-mass --share 0.5 --len 512 --samples 1"
+    options = "--method contextkeeper --share 0.5 --len 512 --samples 1"
     assert cli.main(f"{command} {options}".split()) == 0
     profile = load_profile(out)
     assert profile.model == "some/calibrated"

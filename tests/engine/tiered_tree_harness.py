@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from array import array
 
+import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from tree_harness import MiniScheduler, run_turn
 from tree_requests import context
@@ -30,16 +31,18 @@ def two_turns(s: MiniScheduler) -> list[int]:
 
 def shape(s: MiniScheduler):
     return sorted(
-        (n.start, n.stop, n.prompt_stop, n.dropped, n.compressed, n.locality_size, n.ca_size)
+        (n.start, n.stop, n.prompt_stop, n.dropped, n.compressed, n.num_slots, n.kept_entries)
         for n in s.tree.nodes()
     )
 
 
-def entries(s: MiniScheduler, tokens: list[int]):
-    """What both classes hold of a context, in order, with votes."""
+def entries(s: MiniScheduler, tokens: list[int]) -> list[torch.Tensor]:
+    """What every column holds of a context, with votes: dense entries, then packed ones."""
     node, _ = s.tree.walk(s.tree.root_node, RadixKey(array("q", tokens)), 0)
-    row = s.tree.path_device_indices(node)
-    images = s.allocator.locality_of[row]
-    ca = s.pool.ca[1].k[row[row > 0]]
-    held = images[images > 0]
-    return ca, s.pool.locality[0].v[held], s.pool.log_votes[held]
+    row, packed = s.tree.path_device_indices(node), s.pool.packed
+    dense = packed.dense_of[row]
+    found = [side[dense[dense > 0]] for layer in s.pool.kv for side in layer]
+    for span in packed.in_row(row):
+        found += [packed.cells.k[span.cells], packed.cells.v[span.cells]]
+        found += [] if packed.log_votes is None else [packed.log_votes[span.cells]]
+    return found

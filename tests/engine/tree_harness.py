@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import packed_checks
 import torch
-from packed_checks import SHAPE, AnyOrder
+from packed_checks import SHAPE, AnyOrder, check_packed
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
     InitLoadBackParams,
@@ -22,12 +21,12 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from tree_requests import Request, digest
 from waiting import wait_for
 
-from kvtier.heads.profile import HeadProfile, full_profile
+from kvtier.heads.profile import HeadProfile
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.scorers.compactor import Compactor
@@ -36,18 +35,17 @@ from kvtier.tier.blobs.keys import KvIdentity
 from kvtier.tier.blobs.names import ContextNames
 from kvtier.tier.blobs.turn_rules import TurnRules
 from kvtier.tier.link.link import TierLink
-from kvtier_kernels import get_kernels
 from kvtier_sglang.compression.compressor import Compressor
-from kvtier_sglang.compression.packing import AdaptiveSelection
 from kvtier_sglang.compression.retention import Retention
-from kvtier_sglang.compression.selection import TokenSelection
-from kvtier_sglang.pool.allocator import HeadSplitAllocator
-from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.compression.selection import (
+    AdaptiveSelection,
+    PackedSelection,
+    ProfileSelection,
+)
+from kvtier_sglang.pool.allocator import BundleAllocator
+from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.radix.cache import KvtierRadixCache
-from kvtier_sglang.radix.contexts import pruned_ranges
-from kvtier_sglang.radix.node import KvNode
-from kvtier_sglang.refresh.packed import AdaptiveRefresher
-from kvtier_sglang.refresh.refresher import Refresher
+from kvtier_sglang.refresh.refresher import AdaptiveRefresher, ProfileRefresher
 from kvtier_sglang.refresh.trigger import TriggerRule
 from kvtier_sglang.refresh.turn_refresh import make_turn_refresh
 from kvtier_sglang.tier.codec import SpanCodec
@@ -77,11 +75,9 @@ class MiniScheduler:
     def __init__(
         self,
         size=400,
-        locality_size=300,
         sink=4,
         recent=6,
         branch=3,
-        streaming=False,
         share: ShareRule | None = None,
         link: TierLink | None = None,
         span_tokens: int = 6,
@@ -93,19 +89,17 @@ class MiniScheduler:
         adaptive: bool = False,
     ):
         """adaptive: every head is CA, and heads compete for what is kept."""
-        self.pool = HeadSplitKVPool(
+        merges = refresh is not None and refresh.merges
+        self.pool = HeadPagedKVPool(
             size,
-            locality_size,
-            profile=full_profile(SHAPE) if adaptive else PROFILE,
+            shape=SHAPE,
             dtype=torch.float32,
             device="cpu",
-            start_layer=0,
             state_width=None if share is None else 0 if adaptive else Compactor.state_width,
-            packs=adaptive,
+            packs=True,
+            votes=SHAPE.group_size if merges else int(not adaptive),
         )
-        self.allocator = HeadSplitAllocator(
-            self.pool, streaming_tokens=sink + recent if streaming else None, need_sort=False
-        )
+        self.allocator = BundleAllocator(self.pool)
         self.rows = ReqToTokenPool(
             size=16, max_context_len=512, device="cpu", enable_memory_saver=False
         )
@@ -117,14 +111,21 @@ class MiniScheduler:
         )
         self.rule = LocalityRule(sink, recent, branch)
         rotary = [None] * SHAPE.num_layers
-        selection = TokenSelection(self.pool, Compactor(), rotary)
+        selection: PackedSelection
         if adaptive:
             selection = AdaptiveSelection(self.pool, AnyOrder(), rotary)
+            make_refresher: Any = partial(AdaptiveRefresher, selection=selection)
+        else:
+            selection = ProfileSelection(
+                self.pool, Compactor(), rotary, profile=PROFILE, most_anchored=1,
+                compensation=True, spare=int(merges),
+            )  # fmt: skip
+            make_refresher = partial(ProfileRefresher, heads=selection.anchored_heads)
         compressor = Compressor(
             self.allocator,
             self.rule,
             retention=None if share is None else Retention(share),
-            selection=None if share is None else selection,
+            selection=selection,
         )
         tier = None
         if link is not None:
@@ -135,30 +136,29 @@ class MiniScheduler:
                 link,
                 Unchanging(ContextNames(identity, span_tokens)),
                 SpanCodec(self.pool),
-                TurnRules(self.rule, compressor.share, streaming),
+                TurnRules(self.rule, compressor.share),
                 drain_s=drain_s,
                 patience_s=patience_s,
             )
         self.tree = KvtierRadixCache(
             params,
             compressor,
-            streaming=streaming,
             tier=tier,
             make_refresh=make_turn_refresh(
                 refresh,
                 near_data=near_data,
                 trigger=again,
-                make_refresher=partial(AdaptiveRefresher, selection=selection)
-                if adaptive
-                else Refresher,
+                make_refresher=make_refresher,
             ),
         )
+        # Columns that keep one entry for all, see `check_packed`.
+        self.means = [] if adaptive else selection._means
         self.running: list[Request] = []
         self.free_rows = list(range(1, 16))
 
     def admit(self, prompt: list[int], **asked: Any) -> Request | None:
-        """Match and lock; None when both pools together cannot hold the request. asked: other
-        fields of the request."""
+        """Match and lock; None when the pool cannot hold the request. asked: other fields of the
+        request."""
         request = Request(prompt, **asked)
         key = RadixKey(request.full_untruncated_fill_ids, limit=len(prompt) - 1)
         match = self.tree.match_prefix(MatchPrefixParams(key=key, req=request))
@@ -170,13 +170,8 @@ class MiniScheduler:
             self._load_back(request, match)
         request.lock = self.tree.lock(request.last_node)
         need = len(prompt) - request.prefix_len + 1
-        ca_room = self.allocator.available_size() + self.tree.evictable_size()
-        locality_room = (
-            self.allocator.locality_available_size() + self.tree.locality_evictable_size()
-        )
-        streaming = self.allocator.streaming_tokens
-        locality_need = need if streaming is None else min(need, streaming + 20)
-        if need >= ca_room or locality_need >= locality_room or not self.free_rows:
+        room = self.allocator.available_size() + self.tree.evictable_size()
+        if need >= room or not self.free_rows:
             self.tree.unlock(request.lock)
             return None
         request.kv.req_pool_idx = self.free_rows.pop()
@@ -225,13 +220,12 @@ class MiniScheduler:
         ids = request.full_untruncated_fill_ids
         values = torch.tensor([digest(ids[: p + 1]) for p in range(begin, end)])
         block = values[:, None, None].expand(-1, SHAPE.num_kv_heads, SHAPE.head_dim)
-        images = self.allocator.locality_of[slots]
-        at, kernels = KVWriteLoc(slots, images), get_kernels("reference")
-        for layer in range(SHAPE.num_layers):
-            self.pool.store(kernels, layer, at, block, block)
+        for layer in self.pool.kv:
+            for side in layer:
+                side[slots] = block
         if self.pool.state is not None:
-            if self.pool.packed is None:
-                self.pool.state[1][:, slots] = values % 97
+            for state in self.pool.state:
+                state[:, slots] = values % 97
             self.pool.nll[slots] = values % 5
         request.filled = request.kv.kv_allocated_len = end
         self._refresh(request, tokens, decoding)
@@ -296,35 +290,8 @@ class MiniScheduler:
         )
         for request in self.running:
             row = self.rows.req_to_token[request.kv.req_pool_idx, : request.filled].long()
-            self.check_entries(row, list(request.full_untruncated_fill_ids), request.lock.node)
-
-    def check_entries(self, row: torch.Tensor, tokens: list[int], node: KvNode) -> None:
-        """Entries hold the digest of their own prefix, and votes add up to all tokens.
-
-        Where a span was compacted, CA entries may stand for any token of that span, each once.
-        """
-        if self.pool.packed is not None:
-            packed_checks.check_packed(self.pool, row, tokens, node)
-            return
-        slots = self.allocator.locality_of[row]
-        votes = self.pool.log_votes[slots]
-        plain = (slots > 0) & (votes == 0)
-        expected = torch.tensor([digest(tokens[: p + 1]) for p in range(len(row))])
-        found_ca, found_locality = (
-            self.pool.ca[1].k[row, 0, 0],
-            self.pool.locality[0].k[slots, 0, 0],
-        )
-        moved = packed_checks.compacted(row, node)
-        assert torch.equal(found_ca[~moved], expected[~moved]), "a CA entry under the wrong prefix"
-        for pruned in pruned_ranges(node):
-            part = slice(pruned.begin, pruned.end)
-            kept = found_ca[part][row[part] > 0]
-            assert kept.numel() == pruned.kept, "entries that were not chosen"
-            assert torch.isin(kept, expected[part]).all(), "a CA entry of another context"
-            assert kept.unique().numel() == kept.numel(), "one token kept twice"
-        assert torch.equal(found_locality[plain], expected[plain]), "a locality entry misplaced"
-        total = votes[slots > 0].exp().sum()
-        torch.testing.assert_close(total, torch.tensor(float(len(row))), rtol=1e-4, atol=1e-2)
+            tokens = list(request.full_untruncated_fill_ids)
+            check_packed(self.pool, row, tokens, request.lock.node, self.means)
 
 
 def run_turn(

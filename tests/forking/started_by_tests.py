@@ -10,6 +10,10 @@ if "TESTS_SPAWN" not in os.environ:
         import forked_commands
 
         forked_commands.take_over()
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import faster_interpreter
+
+    faster_interpreter.when_imported()
 # Where the coverage of all processes is measured: `make test COVERAGE=1`.
 if "COVERAGE_PROCESS_START" in os.environ:
     import periodic_coverage  # noqa: F401

@@ -29,7 +29,8 @@ from kvtier.heads.report import summary
 from kvtier.heads.samples.plan import synthetic_plan
 from kvtier.heads.samples.questions import CalibrationSample, Question
 from kvtier.heads.samples.synthetic import make_samples, tasks_for
-from kvtier.heads.verify import Verification, verify
+from kvtier.heads.verify import Verification, verify_all
+from kvtier.heads.work import Work
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 
 DEMO = Path(__file__).parents[2] / "models" / "kvtier-demo"
@@ -66,7 +67,7 @@ def is_png(path: Path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG\r\n")
 
 
-@pytest.mark.parametrize("method", ["sensitivity", "contextkeeper"])
+@pytest.mark.parametrize("method", ["taylor", "contextkeeper"])
 def test_the_command_writes_a_verified_profile(
     method: str, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,7 +119,7 @@ def test_bad_arguments_are_named_before_the_model_loads(
 ) -> None:  # fmt: skip
     monkeypatch.setattr("kvtier.heads.calibrate.load_model", lambda _: pytest.fail("too late"))
     good: dict[str, Any] = {
-        "model_path": str(tiny_folder), "method": "sensitivity", "out": tmp_path / "p.json",
+        "model_path": str(tiny_folder), "method": "taylor", "out": tmp_path / "p.json",
         "target": Target(share=0.5), "lengths": (512,), "samples": 1,
     }  # fmt: skip
     with pytest.raises(error, match=match):
@@ -130,7 +131,7 @@ def test_a_model_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
     config = {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match="MLA"):
-        calibrate_heads(str(tmp_path), "sensitivity", tmp_path / "p.json", target=Target(share=0.5))
+        calibrate_heads(str(tmp_path), "taylor", tmp_path / "p.json", target=Target(share=0.5))
 
 
 def test_a_model_whose_attention_cannot_be_replaced_is_refused(tmp_path: Path) -> None:
@@ -172,26 +173,26 @@ def test_any_tokenizer_gets_english_samples(
     assert probe.prepare(sample).quality(probe.full()).loss > 0
 
 
-def test_verification_measures_one_length_at_a_time(model: Any) -> None:
+def test_verification_reports_samples_at_their_mean_length(model: Any) -> None:
     probe = HeadProbe(model, RULE)
     question = Question((1, 2, 3), (4, 5))
     short, long = (
         probe.prepare(CalibrationSample(tuple(make_ids(n)), (question,))) for n in (40, 50)
     )
     profile = random_profile(probe.shape, 2, seed=0)
-    found = verify([short, short], profile, seed=0)
+    (found,) = verify_all([short, short], [profile], seed=0)
     assert (found.context_tokens, found.answers) == (40, 2)
     assert found.profile == pytest.approx(short.quality(probe.mask(profile)))
-    with pytest.raises(UsageError, match="batches"):
-        verify([short, long], profile, seed=0)
+    (mixed,) = verify_all([short, long], [profile], seed=0)
+    assert (mixed.context_tokens, mixed.answers) == (45, 2)
 
 
 def test_the_summary_says_when_the_budget_does_not_hold_elsewhere() -> None:
     profile = profile_of((0,), (), ()).model_copy(update={"parameters": {"budget": 0.02}})
     full, worse = Quality(1.0, 1.0, 0.0), Quality(0.97, 1.0, 0.1)
-    for kept, count in ((worse, 5), (full, 4)):
+    for kept, count in ((worse, 7), (full, 6)):
         found = Verification(4096, 64, full, kept, worse, worse)
-        lines = summary(Calibrated(profile, (found,)))
+        lines = summary(Calibrated(profile, (found,), "by hand", 0.0, Work(), 0))
         assert len(lines) == count
         assert lines[0] == "by hand: 1 of 6 KV heads keep the context (17%): 0.0"
         assert lines[2].startswith("  of their tokens: 100.0%   full 100.0%   random heads 100.0%")
@@ -219,16 +220,16 @@ def test_progress_is_shown_on_standard_error(capsys: pytest.CaptureFixture[str])
 def demo_result(tmp_path_factory: pytest.TempPathFactory) -> Any:
     out = tmp_path_factory.mktemp("demo") / "heads.json"
     return calibrate_heads(
-        str(DEMO), "sensitivity", out, target=Target(share=0.25), lengths=(2048,), samples=2
+        str(DEMO), "gates", out, target=Target(share=0.25), lengths=(2048,), samples=2
     )
 
 
-def test_sensitive_heads_beat_random_ones_widely(demo_result: Any) -> None:
+def test_the_heads_found_beat_random_ones_widely(demo_result: Any) -> None:
     (found,) = demo_result.verifications
     assert found.full.tokens > 0.9
     assert found.profile.tokens > found.random.tokens + 0.4
     assert demo_result.profile.num_ca_heads == 3
-    assert len(summary(demo_result)) == 4
+    assert len(summary(demo_result)) == 6
     assert found.worth > 0.9
     assert set(found.tasks) == {"recall", "near-miss"}
     assert sum(one.answers for one in found.tasks.values()) == found.answers

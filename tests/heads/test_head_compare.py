@@ -19,7 +19,7 @@ from kvtier.heads.profile import load_profile
 from kvtier.heads.samples.synthetic import make_samples, tasks_for
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 
-METHODS = "sensitivity@0.75,contextkeeper,razor@0.25,import@0.25"
+METHODS = "taylor@0.75,contextkeeper,razor@0.25,import@0.25"
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,8 @@ def test_every_method_is_measured_on_the_same_samples(run: Any) -> None:
     assert [result.label for result in run.results] == METHODS.split(",")
     full = {(found.full, found.answers) for r in run.results for found in r.verifications[1:]}
     assert len(full) == 1
-    sensitivity, _, razor, imported = run.results
-    assert sensitivity.profile.num_ca_heads == 9
+    taylor, _, razor, imported = run.results
+    assert taylor.profile.num_ca_heads == 9
     assert razor.profile.num_ca_heads == imported.profile.num_ca_heads == 3
     assert imported.profile.ca_heads == ((), (0, 1, 2), ())
     assert imported.profile.method == "import"
@@ -54,7 +54,7 @@ def test_every_method_is_measured_on_the_same_samples(run: Any) -> None:
 
 def test_a_comparison_finds_what_single_calibrations_find(run: Any, tmp_path: Path) -> None:
     single = calibrate_heads(
-        str(DEMO), "sensitivity", tmp_path / "p.json", target=Target(share=0.75),
+        str(DEMO), "taylor", tmp_path / "p.json", target=Target(share=0.75),
         lengths=(1024, 2048), samples=2,
     )  # fmt: skip
     assert single.profile == run.results[0].profile
@@ -169,7 +169,7 @@ def test_own_samples_are_used_and_every_second_one_measures(
         ("razor,razor", "--method.*different"),
         ("razor@2", "--method.*NAME@SHARE"),
         ("razor@x", "--method.*NAME@SHARE"),
-        ("razor,sensitivity", "--share"),
+        ("razor,taylor", "--share"),
         ("import", "--pattern"),
     ],
 )

@@ -18,12 +18,7 @@ RULE = LocalityRule(sink_tokens=5, recent_tokens=7, branch_recent_tokens=3)
 
 
 def tiny_model(
-    architecture: str = "Llama",
-    dtype: torch.dtype = torch.float64,
-    *,
-    heads: int = HEADS,
-    kv_heads: int = KV_HEADS,
-    **others: Any,
+    architecture: str = "Llama", dtype: torch.dtype = torch.float64, **others: Any
 ) -> Any:
     """Random weights, large enough that attention is far from uniform."""
     import transformers
@@ -32,7 +27,7 @@ def tiny_model(
         others["sliding_window"] = None
     config = getattr(transformers, f"{architecture}Config")(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=16,
         max_position_embeddings=512, initializer_range=0.25, **others,
     )  # fmt: skip
     torch.manual_seed(7)

@@ -7,8 +7,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from thorough import THOROUGH
 
 from kvtier_kernels.registry import AUTOMATIC
 from kvtier_kernels.scores import (
@@ -43,13 +44,15 @@ def dense_mass(
     return mass
 
 
-@settings(max_examples=15)
+@settings(max_examples=15 if THOROUGH else 3)
 @given(
     seed=st.integers(0, 10_000),
-    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=4),
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
     group=st.sampled_from([1, 3, 4]),
     adjacent=st.booleans(),
 )
+# Several tiles of rows and of columns, the last ones not full, beside a window of one token.
+@example(seed=0, lengths=[70, 1, 33], group=3, adjacent=False)
 def test_window_mass_on_a_gpu_is_that_of_a_cpu(seed, lengths, group, adjacent):
     bounds = [0, *itertools.accumulate(lengths)]
     q, k = normal(seed, bounds[-1], 2, group, 48), normal(seed + 1, bounds[-1], 2, 48)
@@ -226,7 +229,7 @@ def rank_correlation(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("dim", [32, 256])
 def test_leverage_ranks_tokens_as_the_svd_does(dim: int, dtype: torch.dtype) -> None:
     keys = (normal(dim, 2, 4096, dim) / torch.arange(1, dim + 1)).to(dtype)
     got, exact = leverage_scores(keys), exact_leverage(keys)

@@ -12,7 +12,7 @@ from kvtier.bench.replay.schema import ReplayRecord, ReplayResult, ReplaySummary
 from kvtier.bench.schema import PoolSizes
 from kvtier.errors import UsageError
 from kvtier.plan.calibration import calibrate, groups_alone, load_replay
-from kvtier.plan.fleet import UNBOUNDED, Cache, FleetPlan, Rates
+from kvtier.plan.fleet import Cache, FleetPlan, Rates
 from kvtier.plan.hardware import Assumptions, find_replica
 from kvtier.plan.simulate import simulate
 from kvtier.traffic.prefixes import traffic_of
@@ -105,4 +105,3 @@ def test_stated_figures_give_the_rates_that_they_say():
     read = 8 * 3.35e12 * 0.7
     assert rates.decode_base_s == pytest.approx(141.2e9 / read + 0.004)
     assert rates.decode_token_s == pytest.approx(327_680 / read)
-    assert Cache("full", 1).locality_slots == UNBOUNDED

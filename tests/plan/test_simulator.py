@@ -30,14 +30,12 @@ RATES = Rates(
     tier_shared_token_s=1e-6,
     tier_spill_token_s=1e-5,
 )
-FULL = Cache("full", ca_slots=30_000)
+FULL = Cache("full", slots=30_000)
 WINDOWS = Windows(sink=4, recent=256, branch_recent=64)
-SPLIT = Cache("kvtier", 60_000, 30_000, splits_heads=True, ca_share=0.25, windows=WINDOWS)
-HALF = replace(SPLIT, retention=0.5)
-TIERED = replace(SPLIT, policy="kvtier-tier", tier_tokens=100_000)
-# Heads compete: one pool.
-COMPETE = Cache("kvtier", 30_000, splits_heads=True, retention=0.25, windows=WINDOWS)
-CACHES = (FULL, SPLIT, HALF, TIERED, COMPETE)
+QUARTER = Cache("kvtier", 30_000, compresses=True, retention=0.25, windows=WINDOWS)
+HALF = replace(QUARTER, retention=0.5)
+TIERED = replace(QUARTER, policy="kvtier-tier", tier_tokens=100_000)
+CACHES = (FULL, QUARTER, HALF, TIERED)
 
 
 def small_traffic(seed: int) -> Traffic:
@@ -62,8 +60,7 @@ def check(outcome: Outcome) -> None:
     assert np.isnan(outcome.first_s[outcome.refused]).all()
     hit = outcome.hit_device + outcome.hit_tier
     assert (hit[served] < outcome.traffic.input_tokens[served]).all()
-    assert outcome.peak_ca <= outcome.plan.cache.ca_slots
-    assert outcome.peak_locality <= outcome.plan.cache.locality_slots
+    assert outcome.peak_slots <= outcome.plan.cache.slots
     assert 0 <= outcome.resident_sessions <= outcome.traffic.num_sessions
     # A turn comes after the answer before it.
     later = outcome.traffic.next_request
@@ -97,10 +94,9 @@ def test_when_all_is_answered_every_slot_is_in_a_unit_and_every_leaf_is_oldest(
         own = np.flatnonzero(units.replica == replica)
         own = own[own >= replicas]
         assert (units.locks[own] == 0).all()
-        assert found.used_ca[replica] == found.evictable_ca[replica] == units.ca[own].sum()
-        assert found.used_loc[replica] == found.evictable_loc[replica] == units.loc[own].sum()
-        assert (units.ca[own] >= 0).all()
-        assert (units.loc[own] <= units.stop[own] - units.start[own]).all()
+        assert found.used[replica] == found.evictable[replica] == units.slots[own].sum()
+        assert (units.slots[own] >= 0).all()
+        assert (units.slots[own] <= units.stop[own] - units.start[own]).all()
         order = []
         unit = found.oldest[replica]
         while unit != -1:
@@ -123,7 +119,7 @@ def test_with_room_for_all_a_replica_hits_what_an_endless_cache_hits(seed):
     trace = make_trace(seed, gap_s=1000.0)
     literal = replace(trace, requests=tuple(replace(r, output_tokens=1) for r in trace.requests))
     traffic = traffic_of(literal, answers_continue=False)
-    plan = FleetPlan(1, RATES, replace(FULL, ca_slots=10**9))
+    plan = FleetPlan(1, RATES, replace(FULL, slots=10**9))
     outcome = simulate(traffic, plan)
     hit = int(outcome.hit_device.sum()) / int(traffic.input_tokens.sum())
     # What goes on in the middle of a block, or ends with one that is known, is told apart below.
@@ -149,18 +145,16 @@ def test_a_lone_request_takes_what_its_passes_take():
 def test_compressed_sessions_stay_where_full_ones_are_evicted_and_the_tier_restores_the_rest():
     described = Description(sessions=60, sessions_per_s=2.0, turns=5, context_tokens=4000)
     traffic = make_traffic(described, 3)
-    tight = [
-        replace(FULL, ca_slots=60_000),
-        replace(SPLIT, ca_slots=120_000, locality_slots=40_000),
-    ]
+    # Of the same memory.
+    tight = [replace(cache, slots=60_000) for cache in (FULL, QUARTER)]
     tiered = replace(tight[1], policy="kvtier-tier", tier_tokens=10**7)
-    full, split, both = (
+    full, quarter, both = (
         simulate(traffic, FleetPlan(1, RATES, cache)) for cache in (*tight, tiered)
     )
-    assert split.resident_sessions > 1.5 * full.resident_sessions
-    assert split.hit_device.sum() > 1.2 * full.hit_device.sum()
+    assert quarter.resident_sessions > 1.5 * full.resident_sessions
+    assert quarter.hit_device.sum() > 1.2 * full.hit_device.sum()
     assert both.hit_tier.sum() > 0
-    assert (both.hit_device + both.hit_tier).sum() > split.hit_device.sum()
+    assert (both.hit_device + both.hit_tier).sum() > quarter.hit_device.sum()
 
 
 def test_what_is_in_flight_leaves_room_for_what_rests(monkeypatch):
@@ -170,7 +164,7 @@ def test_what_is_in_flight_leaves_room_for_what_rests(monkeypatch):
         turn_tokens=200, output_tokens=200, think_s=0.5, max_tokens=12_000,
     )  # fmt: skip
     traffic = make_traffic(described, 1)
-    plan = FleetPlan(1, RATES, COMPETE)
+    plan = FleetPlan(1, RATES, QUARTER)
     spared = simulate(traffic, plan)
     monkeypatch.setattr("kvtier.plan.simulate.IN_FLIGHT_SHARE", 1.0)
     pushed_out = simulate(traffic, plan)
@@ -181,9 +175,9 @@ def test_what_is_in_flight_leaves_room_for_what_rests(monkeypatch):
 
 def test_affinity_keeps_a_session_in_place_and_round_robin_does_not():
     traffic = make_traffic(Description(sessions=40, turns=5), 1)
-    kept = simulate(traffic, FleetPlan(4, RATES, replace(FULL, ca_slots=10**7)))
+    kept = simulate(traffic, FleetPlan(4, RATES, replace(FULL, slots=10**7)))
     spread = simulate(
-        traffic, FleetPlan(4, RATES, replace(FULL, ca_slots=10**7), routing="round-robin")
+        traffic, FleetPlan(4, RATES, replace(FULL, slots=10**7), routing="round-robin")
     )
     for session in range(traffic.num_sessions):
         assert len(set(kept.replica[traffic.session == session])) == 1
@@ -192,7 +186,7 @@ def test_affinity_keeps_a_session_in_place_and_round_robin_does_not():
 
 def test_what_fits_no_replica_is_refused_and_the_others_are_served():
     traffic = make_traffic(Description(sessions=30, turns=1, context_tokens=2000), 5)
-    outcome = simulate(traffic, FleetPlan(1, RATES, replace(FULL, ca_slots=3000)))
+    outcome = simulate(traffic, FleetPlan(1, RATES, replace(FULL, slots=3000)))
     fits = traffic.input_tokens + traffic.output_tokens - 1 <= 3000
     assert (outcome.refused == ~fits).all()
     assert outcome.refused.any()
@@ -203,8 +197,7 @@ def test_copies_share_nothing_and_come_later():
     traffic = traffic_of(make_trace(4))
     many = copies(traffic, 3, spread_s=10.0, seed=1)
     one, three = (
-        simulate(each, FleetPlan(1, RATES, replace(FULL, ca_slots=10**8)))
-        for each in (traffic, many)
+        simulate(each, FleetPlan(1, RATES, replace(FULL, slots=10**8))) for each in (traffic, many)
     )
     assert many.num_sessions == 3 * traffic.num_sessions
     assert three.hit_device.sum() <= 3 * one.hit_device.sum() * 1.001
@@ -232,7 +225,7 @@ def spread_out(turns: int, gap_s: float) -> Traffic:
 
 def hits_from_tier(rates: Rates, turns: int, gap_s: float) -> list[bool]:
     """Whether each of the session's turns after its first got something from the tier."""
-    cache = replace(FULL, ca_slots=26_000, tier_tokens=10**7)
+    cache = replace(FULL, slots=26_000, tier_tokens=10**7)
     outcome = simulate(spread_out(turns, gap_s), FleetPlan(1, rates, cache))
     return (outcome.hit_tier[2::2] > 0).tolist()
 
@@ -248,9 +241,9 @@ def test_a_request_waits_for_the_tier_no_longer_than_computing_would_take():
     """The first request behind which something was computed knows what that takes."""
     late = replace(RATES, tier_latency_s=3.0)
     trace = spread_out(4, 10.0)
-    cache = replace(FULL, ca_slots=26_000, tier_tokens=10**7)
+    cache = replace(FULL, slots=26_000, tier_tokens=10**7)
     outcome = simulate(trace, FleetPlan(1, late, cache))
     assert outcome.hit_tier.sum() == 0
-    computing = simulate(trace, FleetPlan(1, RATES, replace(FULL, ca_slots=26_000)))
+    computing = simulate(trace, FleetPlan(1, RATES, replace(FULL, slots=26_000)))
     assert (outcome.ttft_s[2::2] < 2.5 * computing.ttft_s[2::2]).all()
     assert (outcome.ttft_s[2::2] > 1.5 * computing.ttft_s[2::2]).all()

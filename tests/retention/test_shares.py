@@ -144,9 +144,8 @@ def test_four_rules_have_a_setting_of_their_own(setting, value, rule):
 
 
 @pytest.mark.parametrize("asked", [{"retention": 0.25}, {"share_rule": "retention=0.25"}])
-def test_pools_are_sized_for_a_fixed_share_however_it_is_asked_for(asked):
+def test_plans_count_with_a_fixed_share_however_it_is_asked_for(asked):
     assert expected_share(load_settings(**asked)) == 0.25
-    assert expected_share(load_settings(**asked, session_retention=0.5)) == 0.5
     assert expected_share(load_settings(quality=0.9)) == 1.0
     assert expected_share(load_settings()) == 1.0
 

@@ -35,7 +35,6 @@ sessions = st.builds(
 def test_the_vocabulary_is_384_different_words_in_class_runs():
     language = DEFAULT_LANGUAGE
     assert language.vocab_size == len(set(language.vocab)) == 384
-    assert language.num_names == 1024
     runs = (language.adjectives, language.nouns, language.codes, language.filler)
     assert [len(run) for run in runs] == [32, 32, 64, 248]
     assert language.filler.stop == language.vocab_size

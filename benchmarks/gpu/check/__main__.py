@@ -8,9 +8,9 @@ heads, 8 KV heads, dim 128, bfloat16), one layer's KV at a time:
 
     tests     the equivalence suite on this device, where pytest and hypothesis are installed
     equal     Triton against the reference, and graphs against eager calls
-    decode    batches of 1 to 64 contexts of 8k to 128k, 25% and 50% CA heads: the share of this
-              GPU's own read bandwidth, and the time against full KV
-    planning  what a decoding step costs the host
+    decode    batches of 1 to 64 contexts of 8k to 128k, of which 25% and 50% of the KV heads keep
+              all: the share of this GPU's own read bandwidth, and the time against full KV
+    planning  what planning a decoding step costs the host
     choosing  Compactor's selection and KeepKV's merge for all 32 layers of 128k, against that
               context's prefill attention
     engine    `kvtier.bench` at 128k with the demo model, where SGLang and kvtier are installed
@@ -20,7 +20,11 @@ it wants nvcc, and compiles for minutes the first time: `--parts decode flashinf
 tests` after each other split a long run. With --peers DIR (`PEERS=DIR`) the same decodes by others'
 kernels, which `benchmarks/common/peer_kernels.py` says how to bring there.
 
-Full KV is FlashInfer's decode with --flashinfer, else our own over all heads, and the JSON says
+With --serving (`make gpu-check SERVING=1`) also `benchmarks.gpu.serving`, every policy of it, with
+a limit for each engine and JSON of its own beside the check's. Where a machine is there for ten
+minutes, it has time for that alone: `make gpu-check OUT=DIR SERVING=1 PARTS=serving`.
+
+Full KV is FlashInfer's decode with --flashinfer, else our own over dense tokens, and the JSON says
 which. Times are medians; a decode is replayed as a CUDA graph over enough layers' KV that no cache
 holds it.
 """
@@ -47,26 +51,28 @@ from benchmarks.gpu.check.equal import check_equal
 from benchmarks.gpu.check.flashinfer_backend import measure_flashinfer
 from benchmarks.gpu.check.peers import measure_peers
 from benchmarks.gpu.check.planning import measure_planning
-from benchmarks.gpu.check.processes import run_engine, run_tests
+from benchmarks.gpu.check.processes import run_engine, run_serving, run_tests
 from benchmarks.gpu.check.report import lines
-from benchmarks.gpu.head_classes import SHAPES
+from benchmarks.gpu.contexts import SHAPES
 from kvtier.environment import versions
 from kvtier.errors import UsageError
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command was asked for. flashinfer, peers: what is measured only then."""
+    """What the command was asked for. flashinfer, serving, peers: what is measured only then;
+    folder: for JSON beside its own."""
 
     seed: int
     flashinfer: bool
+    serving: bool
     peers: Path | None
+    folder: Path | None
 
     def leaves_out(self, part: str) -> bool:
         """Whether a part wants a flag that was not given."""
-        return (part == "flashinfer" and not self.flashinfer) or (
-            part == "peers" and self.peers is None
-        )
+        wants = {"flashinfer": self.flashinfer, "serving": self.serving, "peers": self.peers}
+        return part in wants and not wants[part]
 
 
 def measure_all_peers(asked: Asked) -> dict[str, Any]:
@@ -87,6 +93,7 @@ PARTS: Mapping[str, Callable[[Asked], Any]] = {
     "peers": measure_all_peers,
     "flashinfer": lambda asked: measure_flashinfer(SHAPES, asked.seed),
     "engine": lambda _: run_engine(),
+    "serving": lambda asked: run_serving(asked.folder),
     "tests": lambda asked: run_tests(flashinfer=asked.flashinfer),
 }
 
@@ -94,6 +101,7 @@ PARTS: Mapping[str, Callable[[Asked], Any]] = {
 def declare(arguments: Arguments) -> None:
     add = arguments.add
     add("--flashinfer", action="store_true", help="the backend flashinfer, too")
+    add("--serving", action="store_true", help="gpu.serving for every policy, too")
     add("--peers", type=Path, default=None, metavar="DIR", help="others' kernels")
     add("--parts", nargs="+", choices=PARTS, help="(all)")
     arguments.check(has_what_its_parts_want)
@@ -107,7 +115,8 @@ def has_what_its_parts_want(options: Options) -> None:
 
 
 def asked_of(options: Options) -> Asked:
-    return Asked(options.seed, options.flashinfer, options.peers)
+    folder = None if options.out is None else options.out.parent
+    return Asked(options.seed, options.flashinfer, options.serving, options.peers, folder)
 
 
 def run(options: Options) -> Iterator[Measured]:

@@ -26,7 +26,7 @@ from benchmarks.cost.choosing_context import (
     merge,
     select,
 )
-from benchmarks.gpu.head_classes import DTYPE
+from benchmarks.gpu.contexts import DTYPE
 from benchmarks.gpu.timing import seconds
 from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.scorers.compactor import Compactor

@@ -14,7 +14,7 @@ LEAST_BANDWIDTH = 0.85
 MOST_TIME = 1.1
 # Time with votes, against without.
 MOST_VOTES = 1.05
-# Host time of a decoding step, both classes.
+# Host time of planning a decoding step.
 MOST_PLANNING_US = 200.0
 # Of bfloat16 outputs, absolute.
 MOST_DIFFERENCE = 2e-3
@@ -101,6 +101,11 @@ def _engine(figures: Figures) -> Iterator[Bar]:
         yield Bar("the engine's bench runs", float(not engine["failures"]), not engine["failures"])
 
 
+def _serving(figures: Figures) -> Iterator[Bar]:
+    for bar in figures.get("serving", {}).get("bars", []):
+        yield Bar(f"serving, {bar['bar']}", bar["value"], bar["met"], bar.get("wanted", ""))
+
+
 def _same(name: str, difference: float) -> Bar:
     return at_most(f"{name}, largest difference", difference, MOST_DIFFERENCE)
 
@@ -114,6 +119,7 @@ CLAIMS: tuple[Callable[[Figures], Iterator[Bar]], ...] = (
     _peers,
     _flashinfer,
     _engine,
+    _serving,
 )
 
 __all__ = ["make_bars"]

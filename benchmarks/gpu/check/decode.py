@@ -7,16 +7,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.lists import Contexts
 from benchmarks.common.llama import DIM, GROUP, KV_HEADS
-from benchmarks.gpu.head_classes import (
-    DTYPE,
-    HeadClass,
-    Shape,
-    both_classes,
-    layer_seconds,
-    make_class,
-    queries,
-)
+from benchmarks.gpu.contexts import DEVICE, DTYPE, Shape, full, layer_seconds, queries, retained
 from benchmarks.gpu.timing import graphed, seconds
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 
@@ -28,38 +21,39 @@ def measure_decode(shape: Shape, seed: int, *, flashinfer: bool) -> dict[str, An
     lengths = shape.lengths(seed)
     found: dict[str, Any] = {"shape": str(shape), "lengths": lengths}
     for name, voted in (("retained", False), ("voted", True)):
-        classes = both_classes(kernels, shape, seed, voted=voted)
-        found[f"{name}_s"] = layer_seconds(kernels, classes, shape.batch)
-        found["retained_bytes"] = sum(one.num_bytes for one in classes)
-        del classes
+        contexts = retained(shape, lengths, seed, voted=voted)
+        found[f"{name}_s"] = layer_seconds(kernels, contexts)
+        found["retained_bytes"] = contexts.num_bytes
+        del contexts
         torch.cuda.empty_cache()
-    full = make_class(kernels, lengths, KV_HEADS, seed)
-    found["full_bytes"] = full.num_bytes
-    found["full_triton_s"] = layer_seconds(kernels, [full], shape.batch)
+    whole = full(lengths, seed)
+    found["full_bytes"] = whole.num_bytes
+    found["full_triton_s"] = layer_seconds(kernels, whole)
     found |= {"full_kernel": "triton", "full_s": found["full_triton_s"]}
     if flashinfer:
         try:
-            found |= {"full_s": flashinfer_seconds(full, lengths), "full_kernel": "flashinfer"}
+            found |= {"full_s": flashinfer_seconds(whole, lengths), "full_kernel": "flashinfer"}
         except Exception as error:
             # Not installed, or compiled by no nvcc: what else was measured still counts.
             found["flashinfer_missing"] = f"{type(error).__name__}: {error}"
     return found
 
 
-def flashinfer_seconds(full: HeadClass, lengths: Sequence[int]) -> float:
+def flashinfer_seconds(whole: Contexts, lengths: Sequence[int]) -> float:
     """FlashInfer's decode over all heads, planned before. FA2, which splits KV and has a group's
     queries in one tile; FA3 does neither."""
     import flashinfer
 
-    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
         workspace, "NHD", use_tensor_cores=True, backend="fa2"
     )
-    pages = torch.ones(len(lengths), dtype=torch.int32, device="cuda")
+    indptr = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    slots = torch.cat([row[:n] for row, n in zip(whole.tables.slots, lengths, strict=True)])
     wrapper.plan(
-        full.plan.indptr,
-        full.plan.slots,
-        pages,
+        indptr,
+        slots,
+        torch.ones(len(lengths), dtype=torch.int32, device=DEVICE),
         KV_HEADS * GROUP,
         KV_HEADS,
         DIM,
@@ -67,14 +61,16 @@ def flashinfer_seconds(full: HeadClass, lengths: Sequence[int]) -> float:
         q_data_type=DTYPE,
         kv_data_type=DTYPE,
     )
-    q = queries(len(lengths), KV_HEADS).flatten(1, 2)
-    caches = [(kv.k.unsqueeze(1), kv.v.unsqueeze(1)) for kv in full.layers]
+    q = queries(len(lengths)).flatten(1, 2)
+    # [layers, slots, 1, heads, dim]: a page is a slot.
+    shape = (whole.layers, KV_HEADS, -1, 1, DIM)
+    k, v = (x.view(shape).permute(0, 2, 3, 1, 4) for x in (whole.kv.k, whole.kv.v))
 
     def layers() -> None:
-        for cache in caches:
+        for cache in zip(k, v, strict=True):
             wrapper.run(q, cache)
 
-    return seconds(graphed([layers])) / len(caches)
+    return seconds(graphed([layers])) / whole.layers
 
 
 __all__ = ["measure_decode"]

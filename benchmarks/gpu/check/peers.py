@@ -15,25 +15,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.llama import KV_HEADS, SCALE
+from benchmarks.common.lists import Contexts
+from benchmarks.common.llama import SCALE
 from benchmarks.common.peer_kernels import (
     COMPACTOR_FILE,
     KVPRESS_FILE,
     CompactorVllm,
-    Held,
     Kvpress,
-    decode_classes,
     load_peer,
     to_masked,
     to_pages,
 )
-from benchmarks.gpu.head_classes import (
-    HeadClass,
-    Shape,
-    both_classes,
-    layer_seconds,
-    queries,
-)
+from benchmarks.gpu.contexts import Shape, layer_seconds, queries, retained
 from benchmarks.gpu.timing import graphed, seconds
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 
@@ -56,14 +49,9 @@ def measure_peers(shapes: Sequence[Shape], seed: int, peers: Path) -> dict[str, 
     return found
 
 
-def _held(classes: Sequence[HeadClass], layer: int) -> list[Held]:
-    return [Held(one.layers[layer % len(one.layers)], one.slots, one.indptr) for one in classes]
-
-
-def _ours(kernels: TritonKernels, q: torch.Tensor, classes: Sequence[HeadClass]) -> torch.Tensor:
+def _ours(kernels: TritonKernels, q: torch.Tensor, contexts: Contexts, plan: Any) -> torch.Tensor:
     """Our output for the first layer."""
-    kv, plans = [one.layers[0] for one in classes], [one.plan for one in classes]
-    return decode_classes(kernels, q, kv, plans, SCALE)
+    return kernels.lists.decode(q, contexts.kv, plan, 0, SCALE).o
 
 
 def _compactor(module: Any, shapes: Sequence[Shape], seed: int) -> list[dict[str, Any]]:
@@ -73,22 +61,22 @@ def _compactor(module: Any, shapes: Sequence[Shape], seed: int) -> list[dict[str
     tuner.cache_results = False
     for shape in shapes:
         tuner.cache.clear()
-        classes = both_classes(kernels, shape, seed, voted=False)
-        layers = max(len(one.layers) for one in classes)
-        caches = [to_pages(_held(classes, layer), seed) for layer in range(layers)]
+        contexts = retained(shape, shape.lengths(seed), seed)
+        plan = contexts.planned_by(kernels)
+        caches = [to_pages(contexts, layer, seed) for layer in range(contexts.layers)]
         peer = CompactorVllm(module, caches[0], processors)
-        q = queries(shape.batch, KV_HEADS)
-        difference = peer.decode(q, caches[0], SCALE).float() - _ours(kernels, q, classes).float()
+        q = queries(shape.batch)
+        theirs, ours = peer.decode(q, caches[0], SCALE), _ours(kernels, q, contexts, plan)
         calls = [partial(peer.decode, q, cache, SCALE) for cache in caches]
         rows.append(
             {
                 "shape": str(shape),
-                "difference": float(difference.abs().max()),
-                "theirs_s": seconds(graphed(calls)) / layers,
-                "ours_s": layer_seconds(kernels, classes, shape.batch),
+                "difference": float((theirs.float() - ours.float()).abs().max()),
+                "theirs_s": seconds(graphed(calls)) / contexts.layers,
+                "ours_s": layer_seconds(kernels, contexts, plan),
             }
         )
-        del classes, caches, peer, calls
+        del contexts, plan, caches, peer, calls
         torch.cuda.empty_cache()
     return rows
 
@@ -96,21 +84,21 @@ def _compactor(module: Any, shapes: Sequence[Shape], seed: int) -> list[dict[str
 def _kvpress(module: Any, shapes: Sequence[Shape], seed: int) -> list[dict[str, Any]]:
     kernels, peer, rows = TritonKernels(), Kvpress(module), []
     for shape in (one for one in shapes if one.batch == 1):
-        classes = both_classes(kernels, shape, seed, voted=False)
-        (tokens,) = shape.lengths(seed)
-        masked = to_masked(_held(classes, 0), tokens)
-        q = queries(1, KV_HEADS)
-        difference = peer.decode(q, masked, SCALE).float() - _ours(kernels, q, classes).float()
+        (tokens,) = lengths = shape.lengths(seed)
+        contexts = retained(shape, lengths, seed)
+        plan, masked = contexts.planned_by(kernels), to_masked(contexts, tokens)
+        q = queries(1)
+        theirs, ours = peer.decode(q, masked, SCALE), _ours(kernels, q, contexts, plan)
         rows.append(
             {
                 "shape": str(shape),
                 "context_tokens": tokens,
-                "difference": float(difference.abs().max()),
+                "difference": float((theirs.float() - ours.float()).abs().max()),
                 "theirs_s": seconds(partial(peer.decode, q, masked, SCALE)),
-                "ours_s": seconds(partial(_ours, kernels, q, classes)),
+                "ours_s": seconds(partial(_ours, kernels, q, contexts, plan)),
             }
         )
-        del classes, masked
+        del contexts, plan, masked
         torch.cuda.empty_cache()
     return rows
 

@@ -4,38 +4,33 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
 
 import torch
 
-from benchmarks.common.llama import KV_HEADS
+from benchmarks.common.llama import DIM, KV_HEADS, LAYERS, SCALE
+from benchmarks.gpu.contexts import DEVICE, DTYPE, queries
 from benchmarks.gpu.timing import ROUNDS, graphed, seconds
+from kvtier_kernels import CellKV, ListTables
+from kvtier_kernels.lists import PAGE_CELLS
 from kvtier_kernels.triton_backend.kernels import TritonKernels
-from kvtier_kernels.triton_backend.launching import launch
-from kvtier_kernels.triton_backend.planning.plans import schedule_for
-
-
-def empty_plan(kernels: TritonKernels, batch: int, width: int) -> Any:
-    slots = torch.empty(batch * width, dtype=torch.int32, device="cuda")
-    return kernels.empty_plan(slots, batch, voted=False)
 
 
 def measure_planning(batch: int = 64, width: int = 128 << 10) -> dict[str, float]:
-    """What a decoding step of both classes costs the host, and the device."""
-    kernels, slots = TritonKernels(), batch * width // 2
-    table = torch.randint(1, slots, (batch, width), dtype=torch.int32, device="cuda")
-    rows = torch.arange(batch, device="cuda")
-    lengths = torch.full((batch,), width // 2, device="cuda")
-    # One token in a hundred has a slot of locality heads.
-    image = torch.arange(slots, device="cuda")
-    image[torch.rand(slots, device="cuda") > 0.01] = 0
-    plans = [empty_plan(kernels, batch, width) for _ in range(2)]
-    for into, heads in zip(plans, (2, KV_HEADS - 2), strict=True):
-        schedule_for(launch, into, heads)
+    """A plan of all layers, filled again for lists of up to so many entries."""
+    kernels, columns = TritonKernels().lists, LAYERS * KV_HEADS
+    rows = torch.arange(batch, device=DEVICE)
+    dense = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+    pages = torch.zeros(batch, columns, dtype=torch.int32, device=DEVICE)
+    tables = ListTables(pages.long(), pages, dense[:, None])
+    asked = tables, rows, dense, LAYERS, KV_HEADS
+    first = kernels.plan(*asked)
+    # What is planned is decided by the first decode, for which there are no entries yet.
+    cells = torch.zeros(1, DIM, device=DEVICE, dtype=DTYPE)
+    kernels.decode(queries(batch), CellKV(cells, cells, 1), first, 0, SCALE)
+    pages.random_(width // PAGE_CELLS)
 
     def plan() -> None:
-        for into, one in zip(plans, (None, image), strict=True):
-            kernels.plan_on_device(table, rows, lengths, width, one, into=into)
+        kernels.plan(*asked, into=first)
 
     plan()
     torch.cuda.synchronize()
@@ -51,4 +46,4 @@ def measure_planning(batch: int = 64, width: int = 128 << 10) -> dict[str, float
     }
 
 
-__all__ = ["empty_plan", "measure_planning"]
+__all__ = ["measure_planning"]

@@ -1,4 +1,4 @@
-"""What of the check runs in processes of its own: the equivalence suite, and the engine's bench."""
+"""What of the check runs in processes of its own: the equivalence suite, and engines."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ ENGINE_ARGUMENTS = (
     *("--policies", "full,kvtier", "--device", "cuda"),
 )
 ENGINE_LIMIT_S = 300.0
+# Each engine has its limit, and all together end before ten minutes have passed.
+SERVING_ARGUMENTS = ("--equal-bytes", "--turns", "3", "--limit-s", "150")
+SERVING_LIMIT_S = 560.0
+SERVING_FILE = "gpu-serving.json"
 
 
 def run_tests(*, flashinfer: bool) -> dict[str, Any]:
@@ -67,6 +71,30 @@ def run_engine() -> dict[str, Any]:
     }
 
 
+def run_serving(folder: Path | None) -> dict[str, Any]:
+    """What serving gains by every policy, where there is an engine for it. folder: gets its JSON,
+    which is written anew after each engine, so that a machine that goes away leaves it."""
+    missing = [name for name in ("sglang", "kvtier") if not _installed(name)]
+    if missing:
+        return {"ran": False, "missing": missing}
+    with tempfile.TemporaryDirectory() as name:
+        out = (folder or Path(name)) / SERVING_FILE
+        # Or another run's figures would be taken for ours.
+        out.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "benchmarks.gpu.serving", "--out", str(out)]
+        _, said = run_limited([*command, *SERVING_ARGUMENTS], SERVING_LIMIT_S)
+        if not out.exists():
+            raise RuntimeError(f"benchmarks.gpu.serving: {said[-2000:]}")
+        document = json.loads(out.read_text())
+    return {
+        "ran": True,
+        "arguments": list(SERVING_ARGUMENTS),
+        "policies": document["policies"],
+        "bars": document["bars"],
+        "said": said.splitlines()[-60:],
+    }
+
+
 def run_limited(command: Sequence[str], limit_s: float | None) -> tuple[int | None, str]:
     """A command's exit status, and what it says. Past the limit it is ended with all that it
     started, which would hold the device's memory: no status, and the last line says so."""
@@ -95,4 +123,4 @@ def _installed(package: str) -> bool:
     return True
 
 
-__all__ = ["run_engine", "run_tests"]
+__all__ = ["run_engine", "run_serving", "run_tests"]

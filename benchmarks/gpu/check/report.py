@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks.common.llama import LAYERS
+from benchmarks.gpu import step_parts
 
 Figures = Mapping[str, Any]
 
@@ -15,7 +16,7 @@ def lines(figures: Figures) -> Iterator[str]:
     ceiling = figures.get("read_bytes_per_s")
     if ceiling:
         yield f"read bandwidth {ceiling / 1e12:.2f} TB/s"
-    for name in ("tests", "engine", "flashinfer"):
+    for name in ("tests", "engine", "flashinfer", "serving"):
         part = figures.get(name, {"ran": True})
         if not part["ran"]:
             yield f"{name} did not run, without {part['missing']}"
@@ -23,6 +24,9 @@ def lines(figures: Figures) -> Iterator[str]:
         yield from figures["tests"]["said"]
     yield from _decodes(figures)
     yield from _bench(figures)
+    served = figures.get("serving", {}).get("policies", {})
+    if served:
+        yield from (*step_parts.lines(served), *step_parts.totals(served))
     choosing = figures.get("choosing", {})
     for name, taken in choosing.get("prefills_s", {}).items():
         yield f"prefill attention of 128k, {LAYERS} layers: {taken:.2f} s by {name}"

@@ -2,6 +2,7 @@
 
     machine.py     what it needs of the machine, asked before anything else is imported
     kernels.py     the contract's face
+    lists.py       lists of entries in pages as tables of cells
     variant.py     votes, as C++ that FlashInfer compiles into its attention
     tables.py      page tables from slot tables, and its logarithms as ours
     wrappers.py    FlashInfer's wrappers, lent to plans

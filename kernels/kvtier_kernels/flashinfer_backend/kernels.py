@@ -1,15 +1,14 @@
 """The backend `flashinfer`: its paged kernels over slots, with votes as a variant of attention.
 
 A page is one entry, so a plan's slot table is the page table, and KV stays where the pool has it,
-slot-major or head-major. Decoding and the prefix of extending are the same call: FlashInfer's
-tensor-core kernels, which take any GQA group. Extending attends over the new tokens apart and
-merges the two states. Lists in pages are tables of cells (`lists.py`).
+slot-major or head-major. A prefix is read by FlashInfer's tensor-core kernels, which take any GQA
+group; extending attends over the new tokens apart and merges the two states. Lists in pages are
+tables of cells (`lists.py`), read by the same kernels.
 
-FlashInfer plans on the host, for a class and a number of heads at a time; the layers of a step
-share that (`FlashInferPlan`). It cannot be recorded by CUDA graphs, so `plan_on_device` is not
-there; what runs after planning can.
+FlashInfer plans on the host; the layers of a step share that (`FlashInferPlan`). CUDA graphs cannot
+record it.
 
-The Triton kernels serve what FlashInfer does not: streaming windows, head dimensions other than 64,
+The Triton kernels serve what FlashInfer does not: head dimensions other than 64,
 128 and 256, float32 queries, K and V in layouts that differ (`limits.fits`), selection and
 memories, of which FlashInfer has nothing, and merging of states, for which its kernel has no room
 with many heads of dimension 256.
@@ -24,12 +23,7 @@ from typing import Any
 
 import torch
 
-from kvtier_kernels.base import (
-    AttentionKernels,
-    AttentionState,
-    RaggedKV,
-    Window,
-)
+from kvtier_kernels.base import AttentionKernels, AttentionState, RaggedKV
 from kvtier_kernels.flashinfer_backend.limits import aligned, fits
 from kvtier_kernels.flashinfer_backend.lists import FlashInferLists
 from kvtier_kernels.flashinfer_backend.tables import natural, pages_of, rows_without_entries
@@ -63,7 +57,6 @@ class FlashInferPlan:
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        assert self.entries.bounds is not None, "a plan of the host has bounds"
         return self.entries.bounds
 
 
@@ -82,23 +75,10 @@ class FlashInferKernels(AttentionKernels):
     def reads(self, dtype: torch.dtype) -> bool:
         return self._triton.reads(dtype)
 
-    def plan(
-        self,
-        slots: torch.Tensor,
-        indptr: Sequence[int],
-        log_votes: torch.Tensor | None = None,
-    ) -> FlashInferPlan:
-        entries = self._triton.plan(slots.to(torch.int32), indptr, log_votes)
-        plan = FlashInferPlan(entries)
+    def plan(self, slots: torch.Tensor, indptr: Sequence[int]) -> FlashInferPlan:
+        plan = FlashInferPlan(self._triton.plan(slots, indptr))
         weakref.finalize(plan, self._wrappers.give_back, plan.wrappers).atexit = False
         return plan
-
-    def decode(
-        self, q: torch.Tensor, kv: RaggedKV, plan: FlashInferPlan, scale: float
-    ) -> AttentionState:
-        if not fits(q, kv):
-            return self._triton.decode(q, kv, plan.entries, scale)
-        return self.over_entries(q, tuple(range(q.shape[0] + 1)), kv, plan, scale)
 
     def extend(
         self,
@@ -109,11 +89,9 @@ class FlashInferKernels(AttentionKernels):
         kv: RaggedKV,
         plan: FlashInferPlan,
         scale: float,
-        window: Window | None = None,
     ) -> AttentionState:
-        if window is not None or not fits(q, kv):
-            args = (q, k_new, v_new, q_indptr, kv, plan.entries, scale, window)
-            return self._triton.extend(*args)
+        if not fits(q, kv):
+            return self._triton.extend(q, k_new, v_new, q_indptr, kv, plan.entries, scale)
         rows = tuple(q_indptr)
         own = self._over_new(q, k_new, v_new, rows, plan, scale)
         if plan.bounds[-1] == 0:
@@ -130,15 +108,19 @@ class FlashInferKernels(AttentionKernels):
         kv: RaggedKV,
         plan: FlashInferPlan,
         scale: float,
+        log_votes: torch.Tensor | None = None,
     ) -> AttentionState:
-        """Every query over all entries of its request."""
+        """Every query over all entries of its request.
+
+        log_votes: [slots], or [slots, query heads].
+        """
         if plan.bounds[-1] == 0:
             return empty_state(q)
         extra: tuple[Any, ...] = ()
         kind = Kind(paged=True)
-        if kv.log_votes is not None and plan.entries.voted:
+        if log_votes is not None:
             kind = Kind(paged=True, votes=(q.dtype, kv.k.dtype, q.shape[-1]))
-            extra = run_arguments(kv.log_votes, plan.entries.slots, plan.entries.indptr, scale)
+            extra = run_arguments(log_votes, plan.entries.slots, plan.entries.indptr, scale)
         wrapper = self._planned(plan, kind, q, kv.k, q_indptr, scale)
         # [slots, heads, dim] as pages of one entry.
         cache = (kv.k.unsqueeze(1), kv.v.unsqueeze(1))

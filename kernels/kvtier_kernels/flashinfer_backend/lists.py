@@ -27,9 +27,7 @@ from kvtier_kernels.states import AttentionState
 class Tables(Protocol):
     """FlashInfer over slot tables."""
 
-    def plan(
-        self, slots: torch.Tensor, indptr: Sequence[int], log_votes: torch.Tensor | None = None
-    ) -> Any:
+    def plan(self, slots: torch.Tensor, indptr: Sequence[int]) -> Any:
         """See AttentionKernels.plan."""
 
     def over_entries(
@@ -39,8 +37,12 @@ class Tables(Protocol):
         kv: RaggedKV,
         plan: Any,
         scale: float,
+        log_votes: torch.Tensor | None = None,
     ) -> AttentionState:
-        """Every query over all entries of its request."""
+        """Every query over all entries of its request.
+
+        log_votes: [slots], or [slots, query heads].
+        """
 
 
 @dataclass(eq=False)
@@ -86,12 +88,10 @@ class FlashInferLists(ListKernels):
     def decode(
         self, q: torch.Tensor, kv: CellKV, plan: FlashInferListPlan, layer: int, scale: float
     ) -> AttentionState:
-        flat = _flat(kv)
-        if not _serves(q, flat):
+        if not _serves(q, kv):
             return self._otherwise.decode(q, kv, plan.otherwise(), layer, scale)
         rows = q.flatten(0, 1).unsqueeze(1)
-        table = self._table(kv, plan, layer)
-        state = self._cells.over_entries(rows, tuple(range(len(rows) + 1)), flat, table, scale)
+        state = self._over_lists(rows, tuple(range(len(rows) + 1)), kv, plan, layer, scale)
         return AttentionState(state.o.view(q.shape), state.lse.view(q.shape[:-1]))
 
     def extend(
@@ -103,14 +103,13 @@ class FlashInferLists(ListKernels):
         layer: int,
         scale: float,
     ) -> AttentionState:
-        flat = _flat(kv)
-        if not _serves(q, flat):
+        if not _serves(q, kv):
             return self._otherwise.extend(q, q_indptr, kv, plan.otherwise(), layer, scale)
         heads, news = q.shape[1], [end - begin for begin, end in pairwise(q_indptr)]
         parts = [part.transpose(0, 1).flatten(0, 1) for part in torch.split(q, news)]
         indptr = (0, *accumulate(new for new in news for _ in range(heads)))
-        table = self._table(kv, plan, layer)
-        state = self._cells.over_entries(torch.cat(parts).unsqueeze(1), indptr, flat, table, scale)
+        rows = torch.cat(parts).unsqueeze(1)
+        state = self._over_lists(rows, indptr, kv, plan, layer, scale)
 
         def by_token(x: torch.Tensor) -> torch.Tensor:
             """[rows, 1, ...] list by list as [tokens, heads, ...]."""
@@ -121,6 +120,19 @@ class FlashInferLists(ListKernels):
 
         return AttentionState(by_token(state.o), by_token(state.lse))
 
+    def _over_lists(
+        self,
+        rows: torch.Tensor,
+        indptr: tuple[int, ...],
+        kv: CellKV,
+        plan: FlashInferListPlan,
+        layer: int,
+        scale: float,
+    ) -> AttentionState:
+        """rows [all lists' rows, 1, group, dim] of a layer; list i owns indptr[i]:indptr[i + 1]."""
+        table = self._table(kv, plan, layer)
+        return self._cells.over_entries(rows, indptr, _flat(kv), table, scale, kv.log_votes)
+
     def _table(self, kv: CellKV, plan: FlashInferListPlan, layer: int) -> Any:
         """A layer's lists, request by request and head by head."""
         if layer not in plan.layers:
@@ -130,23 +142,20 @@ class FlashInferLists(ListKernels):
                     dense = request.dense.all_slots + column * kv.column_cells
                     cells.append(torch.cat((request.cells[column].all_slots, dense)))
             indptr = (0, *accumulate(len(each) for each in cells))
-            plan.layers[layer] = self._cells.plan(torch.cat(cells), indptr, kv.log_votes)
+            plan.layers[layer] = self._cells.plan(torch.cat(cells), indptr)
         return plan.layers[layer]
 
 
 def _flat(kv: CellKV) -> RaggedKV:
-    """Cells as the slots of a class with one head. Votes: [cells] or [cells, 1, group]."""
-    votes = kv.log_votes
-    if votes is not None and votes.ndim == 2:
-        votes = votes.unsqueeze(1)
-    return RaggedKV(kv.k.unsqueeze(1), kv.v.unsqueeze(1), votes)
+    """Cells as the slots of a layer with one head."""
+    return RaggedKV(kv.k.unsqueeze(1), kv.v.unsqueeze(1))
 
 
-def _serves(q: torch.Tensor, kv: RaggedKV) -> bool:
+def _serves(q: torch.Tensor, kv: CellKV) -> bool:
     """Whether FlashInfer takes these queries over cells. Where drafts are decoded as one group, its
     rows have no votes of their own."""
     votes = kv.log_votes
-    return fits(q[:, :1], kv) and (
+    return fits(q[:, :1], _flat(kv)) and (
         votes is None or votes.ndim == 1 or votes.shape[-1] == q.shape[2]
     )
 

@@ -78,14 +78,11 @@ def run_arguments(
 ) -> tuple[Any, ...]:
     """The variant's tensors and scalars, in the order in which it declares them.
 
-    log_votes: as in RaggedKV. Votes per query head are copied where heads and groups do not lie
-    in one stride (the pool's do).
+    log_votes: [slots], or [slots, query heads].
     """
     assert log_votes.dtype == torch.float32, f"log-votes in float32, got {log_votes.dtype}"
-    if log_votes.ndim == 1:
-        return log_votes, slots, slots_indptr, log_votes.stride(0), 0, scale
-    lanes = log_votes.flatten(1)
-    return lanes, slots, slots_indptr, lanes.stride(0), lanes.stride(1), scale
+    slot_stride, head_stride = (*log_votes.stride(), 0)[:2]
+    return log_votes, slots, slots_indptr, slot_stride, head_stride, scale
 
 
 __all__ = ["DECLARATION", "NAME", "SCALARS", "TENSORS", "jit_args", "run_arguments"]

@@ -1,7 +1,7 @@
 """FlashInfer's wrappers, lent to plans.
 
 A wrapper owns 8 MiB on the device and as much pinned memory, and is planned on the host, once for
-every class of heads and number of heads of a step. It belongs to one plan for as long as that
+every plan of a step. It belongs to one plan for as long as that
 lives, then to another.
 
     plan of step n     plan() ── copy ── run ── run ── ...       of its layers

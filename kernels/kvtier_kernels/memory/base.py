@@ -1,4 +1,4 @@
-"""The kernel contract, third part: attention over fixed prefixes that memories stand for.
+"""The kernel contract, fourth part: attention over fixed prefixes that memories stand for.
 
 A memory of a prefix has, in every layer, M entries, each an attention state over the whole prefix
 under the key of the queries that it is for, and some of the prefix's own KV, `kept` for the queries

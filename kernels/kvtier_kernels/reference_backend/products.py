@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from kvtier_kernels.base import AttentionState, RaggedKV
@@ -11,25 +13,40 @@ from kvtier_kernels.states import empty_state, merge_states
 
 # Logits held at a time where no tiled operator exists: 64 M float32.
 BLOCK_LOGITS = 1 << 26
+# Gathered at a time, so that they are still in a cache when they are read.
+GATHERED_ENTRIES = 4096
 
 
 def over_entries(
-    q: torch.Tensor, kv: RaggedKV, request: RequestSlots, scale: float
+    q: torch.Tensor,
+    kv: RaggedKV,
+    request: RequestSlots,
+    scale: float,
+    log_votes: torch.Tensor | None = None,
 ) -> AttentionState:
-    """Unmasked attention of q [rows, heads, group, dim] over the entries of one request."""
+    """Unmasked attention of q [rows, heads, group, dim] over the entries of one request.
+
+    log_votes: of every slot, [slots, query heads]: row g of a group has those of head g % heads.
+    """
     state = None
-    for start, stop in request.runs:
-        k, v = kv.k[start:stop].to(q.dtype), kv.v[start:stop].to(q.dtype)
-        part = dense(q, k, v, None, scale)
-        state = part if state is None else merge_states(state, part)
-    if request.scattered is not None:
-        k, v = (take(x, 0, request.scattered).to(q.dtype) for x in (kv.k, kv.v))
-        bias = None
-        if request.voted and kv.log_votes is not None:
-            bias = kv.log_votes.index_select(0, request.scattered)
-        part = dense(q, k, v, bias, scale)
+    for k, v, votes in _blocks(kv, request, log_votes):
+        part = dense(q, k.to(q.dtype), v.to(q.dtype), votes, scale)
         state = part if state is None else merge_states(state, part)
     return empty_state(q) if state is None else state
+
+
+def _blocks(
+    kv: RaggedKV, request: RequestSlots, log_votes: torch.Tensor | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Keys, values and votes: runs as they lie, and what is scattered as it is gathered."""
+    for start, stop in request.runs:
+        votes = None if log_votes is None else log_votes[start:stop]
+        yield kv.k[start:stop], kv.v[start:stop], votes
+    if request.scattered is not None:
+        for begin in range(0, len(request.scattered), GATHERED_ENTRIES):
+            slots = request.scattered[begin : begin + GATHERED_ENTRIES]
+            votes = None if log_votes is None else log_votes.index_select(0, slots)
+            yield take(kv.k, 0, slots), take(kv.v, 0, slots), votes
 
 
 def dense(
@@ -41,32 +58,35 @@ def dense(
 ) -> AttentionState:
     """q [rows, heads, group, dim] over k, v [entries, heads, dim], every entry visible.
 
-    bias: log-votes [entries] or [entries, heads, group], or None.
+    bias: log-votes [entries, query heads], as in `over_entries`, or [heads, entries, query heads],
+          -inf for what a head does not see; or None.
     """
-    if bias is not None and bias.ndim == 3:
-        return _dense_per_head(q, k, v, bias, scale)
     rows, heads, group, dim = q.shape
-    folded = q.permute(1, 2, 0, 3).reshape(heads, group * rows, dim)
-    mask = None if bias is None else bias.expand(1, 1, group * rows, -1)
-    o, lse = tiled(folded, k.transpose(0, 1), v.transpose(0, 1), scale, mask=mask)
-    return unfold(o, lse, rows, group)
-
-
-def _dense_per_head(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scale: float
-) -> AttentionState:
-    """Over entries whose votes differ by query head: blocks of rows, because the mask that the
-    tiled kernel wants is as large as the logits."""
-    heads, group, dim = q.shape[1:]
-    step = max(1, BLOCK_LOGITS // max(1, heads * group * k.shape[0]))
-    by_head = bias.permute(1, 2, 0)
+    if bias is not None and bias.shape[-1] > 1:
+        # The mask that the tiled kernel wants is then as large as the logits.
+        rows = max(1, BLOCK_LOGITS // (heads * group * len(k)))
+    keys, values = k.transpose(0, 1), v.transpose(0, 1)
     states = []
-    for part in torch.split(q, step):
-        folded = part.permute(1, 2, 0, 3).reshape(heads, group * part.shape[0], dim)
-        mask = by_head.repeat_interleave(part.shape[0], dim=1).unsqueeze(0)
-        o, lse = tiled(folded, k.transpose(0, 1), v.transpose(0, 1), scale, mask=mask)
-        states.append(unfold(o, lse, part.shape[0], group))
+    for begin in range(0, len(q), rows):
+        part = q[begin : begin + rows]
+        folded = part.permute(1, 2, 0, 3).reshape(heads, group * len(part), dim)
+        mask = None if bias is None else _mask(bias, group, len(part))
+        o, lse = tiled(folded, keys, values, scale, mask)
+        if bias is not None and bias[..., 0, :].isneginf().any():
+            # Of rows that see no entry, PyTorch's operator on CPUs says 0.
+            most = _mask(bias.amax(-2, keepdim=True), group, len(part)).squeeze(-1).squeeze(0)
+            lse = lse.masked_fill(most.isneginf(), float("-inf"))
+        states.append(unfold(o, lse, len(part), group))
     return concat(states)
+
+
+def _mask(bias: torch.Tensor, group: int, rows: int) -> torch.Tensor:
+    """[1, heads or 1, group * rows, entries]: `dense`'s bias for rows as it folds them. A view
+    where query heads or rows are one."""
+    entries, votes = bias.shape[-2:]
+    sides = bias.reshape(-1, entries, votes).transpose(1, 2)[:, None, :, None]
+    wide = sides.expand(-1, group // votes, votes, rows, entries)
+    return wide.reshape(1, -1, group * rows, entries)
 
 
 def tiled(
@@ -74,12 +94,10 @@ def tiled(
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
-    *,
-    causal: bool = False,
-    mask: torch.Tensor | None = None,
+    mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [heads, rows, dim] over k, v [heads, entries, dim] -> o, lse; nothing quadratic is held."""
-    o, lse = flash(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), scale, causal, mask)
+    o, lse = flash(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), scale, False, mask)
     return o.squeeze(0), lse.squeeze(0)
 
 
@@ -145,4 +163,4 @@ def concat(states: list[AttentionState]) -> AttentionState:
     return AttentionState(torch.cat([s.o for s in states]), torch.cat([s.lse for s in states]))
 
 
-__all__ = ["concat", "dense", "flash", "over_entries", "tiled", "unfold"]
+__all__ = ["concat", "dense", "flash", "over_entries"]

@@ -23,15 +23,13 @@ MIN_RUN_TOKENS = 512
 class RequestSlots:
     """The entries of one request.
 
-    runs:      (start, stop) slot ranges without votes, read as views.
+    runs:      (start, stop) slot ranges, read as views.
     scattered: [entries] int64 slots to gather, or None.
-    voted:     whether any of `scattered` has votes.
     all_slots: [entries] int64, everything in the original order.
     """
 
     runs: tuple[tuple[int, int], ...]
     scattered: torch.Tensor | None
-    voted: bool
     all_slots: torch.Tensor
 
     @property
@@ -39,46 +37,22 @@ class RequestSlots:
         return int(self.all_slots.numel())
 
 
-def plan_request(
-    slots: torch.Tensor, log_votes: torch.Tensor | None, min_run: int = MIN_RUN_TOKENS
-) -> RequestSlots:
-    """Cut one request's slots into runs and scattered entries.
-
-    slots: [entries] int64. log_votes: [all slots, ...] float32 or None; an entry with a non-zero
-    log-vote is always scattered, so runs need no bias. min_run: at least 2.
-    """
-    if slots.numel() == 0:
-        return RequestSlots((), None, False, slots)
-    voted = None
-    if log_votes is not None:
-        votes = log_votes.index_select(0, slots)
-        voted = votes != 0 if votes.ndim == 1 else (votes != 0).flatten(1).any(1)
-    breaks = slots[1:] != slots[:-1] + 1
-    if voted is not None:
-        breaks = breaks | voted[1:] | voted[:-1]
-    edges = (positions_of(breaks) + 1).tolist()
-    bounds = [0, *edges, slots.numel()]
-    runs, loose = [], []
-    for begin, end in pairwise(bounds):
-        if end - begin >= min_run:
-            first = int(slots[begin])
-            runs.append((first, first + end - begin))
-        else:
-            loose.append((begin, end))
-    if not loose:
-        return RequestSlots(tuple(runs), None, False, slots)
-    index = torch.cat([torch.arange(b, e, device=slots.device) for b, e in loose])
-    any_voted = voted is not None and bool(voted[index].any())
-    return RequestSlots(tuple(runs), slots.index_select(0, index), any_voted, slots)
+def plan_request(slots: torch.Tensor, min_run: int = MIN_RUN_TOKENS) -> RequestSlots:
+    """Cut one request's slots, [entries] int64, into runs and scattered entries."""
+    if slots.numel() < min_run:
+        return RequestSlots((), slots if slots.numel() else None, slots)
+    breaks = positions_of(slots[1:] != slots[:-1] + 1) + 1
+    bounds = torch.nn.functional.pad(breaks, (1, 0))
+    lengths = torch.diff(bounds, append=breaks.new_tensor([slots.numel()]))
+    is_run = lengths >= min_run
+    starts = slots[bounds[is_run]].tolist()
+    runs = [(start, start + n) for start, n in zip(starts, lengths[is_run].tolist(), strict=True)]
+    loose = None if len(runs) == len(lengths) else slots[~is_run.repeat_interleave(lengths)]
+    return RequestSlots(tuple(runs), loose, slots)
 
 
 def plan_batch(
-    slots: torch.Tensor,
-    indptr: Sequence[int],
-    log_votes: torch.Tensor | None,
-    min_run: int = MIN_RUN_TOKENS,
+    slots: torch.Tensor, indptr: Sequence[int], min_run: int = MIN_RUN_TOKENS
 ) -> tuple[RequestSlots, ...]:
     """`plan_request` for every request of a batch."""
-    return tuple(
-        plan_request(slots[begin:end], log_votes, min_run) for begin, end in pairwise(indptr)
-    )
+    return tuple(plan_request(slots[begin:end], min_run) for begin, end in pairwise(indptr))

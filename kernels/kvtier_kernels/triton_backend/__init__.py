@@ -2,9 +2,9 @@
 
     launching.py   how any kernel is started, and what this device is
     kernels.py     the contract's face, attention and selection
-    planning/      plans.py, on_device.py, lists.py   -> schedule.py, tables.py
-    attention/     by_slots.py, dense.py, output.py   -> decode.py, extend.py, merge.py, store.py
-                   by_lists.py                        -> lists.py, merge.py
+    planning/      plans.py, lists.py                 -> deal.py
+    attention/     by_slots.py, dense.py              -> extend.py, merge.py, store.py
+                   by_lists.py                        -> lists.py
     selection/     window_mass.py, prediction.py      -> mass.py, newest.py
     merging/       homes.py, bins.py                  -> nearest.py, segments.py
     memory/        attend.py                          -> lookup.py, answer.py

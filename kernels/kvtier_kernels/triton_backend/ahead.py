@@ -22,25 +22,21 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from kvtier_kernels.base import AttentionState, HeadMap, RaggedKV, Window
+from kvtier_kernels.base import AttentionState, RaggedKV
 from kvtier_kernels.fp8 import FP8_DTYPES
 from kvtier_kernels.lists import CellKV, ListKernels, ListTables
 from kvtier_kernels.memory.base import PLACE_WIDTH, MemoryKernels, MemoryLayer
 from kvtier_kernels.selection import SelectionKernels, Stretch
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 from kvtier_kernels.triton_backend.launching import FIRST_WITH_E4M3, Launch, is_interpreted
-from kvtier_kernels.triton_backend.planning.plans import schedule_for
 
 HOPPER = 90
-MANY_REQUESTS = 512
 # Of models in float32, such as the demo model: head dimension and GQA group.
 FLOAT32_SHAPES = ((32, 2), (64, 4))
 # Numbers of a query that memories are looked up by.
 RANKS = (16, 64)
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 LOOPS = (
-    "schedule_units",
-    "decode_units",
     "extend_blocks",
     "deal_pages",
     "attend_stretch",
@@ -143,54 +139,34 @@ def _use(
     """Call everything once, over tensors whose content is nothing."""
     kernels = TritonKernels(launch)
     heads, requests, entries, new = 2, 4, 4096, 64
-    shapes = {0: None, 1: (entries,), 2: (entries, heads, group)}
+    cells = torch.empty(entries * heads, dim, dtype=kv_dtype)
+    q = torch.empty(requests * new, heads, group, dim, dtype=dtype)
+    q_indptr = tuple(range(0, requests * new + 1, new))
+    shapes = {0: None, 1: (len(cells),), 2: (len(cells), group)}
     shape = shapes[votes]
     log_votes = None if shape is None else torch.zeros(shape)
-    k = torch.empty(entries, heads, dim, dtype=kv_dtype)
-    kv = RaggedKV(k, torch.empty_like(k), log_votes)
-    indptr = tuple(range(0, entries + 1, entries // requests))
-    plan = kernels.plan(torch.arange(entries), indptr, log_votes)
-    # Of a layer's heads every second.
-    heads_of_class = HeadMap(tuple(range(0, 2 * heads, 2)), torch.arange(0, 2 * heads, 2))
-    q = torch.empty(requests, 2 * heads, group, dim, dtype=dtype)
-    kernels.decode_heads(q, kv, plan, 0.1, heads_of_class, torch.empty_like(q))
+    _use_lists(kernels.lists, q, CellKV(cells, cells, entries, log_votes), q_indptr)
+    if votes:
+        return
+    own = q[:, :, 0].contiguous()
+    k = cells.view(entries, heads, dim)
+    kv = RaggedKV(k, k)
+    slots = torch.arange(entries)
+    plan = kernels.plan(slots, range(0, entries + 1, entries // requests))
+    kernels.extend(q, own, own, q_indptr, kv, plan, 0.1)
+    # One token over a long prefix, which is cut in splits.
+    kernels.extend(q[:1], own[:1], own[:1], (0, 1), kv, kernels.plan(slots, (0, entries)), 0.1)
+    kernels.store(own, own, kv, slots[: len(own)])
     state = AttentionState(q, torch.empty(q.shape[:-1]))
     kernels.merge_states(state, state)
-    q = torch.empty(requests * new, 2 * heads, group, dim, dtype=dtype)
-    own = torch.empty(requests * new, 2 * heads, dim, dtype=dtype)
-    q_indptr = tuple(range(0, requests * new + 1, new))
-    _use_lists(kernels.lists, q, k.view(-1, dim), log_votes, q_indptr)
-    arguments = (q, own, own, q_indptr, kv, plan, 0.1, heads_of_class, torch.empty_like(q))
-    kernels.extend_heads(*arguments)
-    kernels.store(own, own, kv, torch.arange(len(own)), heads_of_class)
-    if votes < 2:
-        settled = torch.zeros(entries, dtype=torch.bool)
-        starts = [entries // requests] * requests
-        window = Window(4, 256, starts, torch.arange(entries), settled)
-        kernels.extend_heads(*arguments, window)
-    if not votes:
-        table = torch.zeros(requests, entries, dtype=torch.int32)
-        row = torch.arange(requests)
-        kernels.plan_on_device(table, row, row, entries, row)
-        # As many requests as a large graph has.
-        many = kernels.plan(torch.arange(entries), range(MANY_REQUESTS + 1))
-        schedule_for(launch, many, heads)
-        q, own = q[:, :heads], own[:, :heads]
-        kernels.selection.window_mass(q, own, [Stretch(0, new, new)], 0.1)
-        _use_merging(kernels.selection, own.transpose(0, 1), q)
+    kernels.selection.window_mass(q, own, [Stretch(0, new, new)], 0.1)
+    _use_merging(kernels.selection, own.transpose(0, 1), q)
 
 
 def _use_lists(
-    kernels: ListKernels,
-    q: torch.Tensor,
-    cells: torch.Tensor,
-    log_votes: torch.Tensor | None,
-    q_indptr: tuple[int, ...],
+    kernels: ListKernels, q: torch.Tensor, kv: CellKV, q_indptr: tuple[int, ...]
 ) -> None:
-    """q `[tokens, heads, group, dim]` of tokens to extend by; votes as slots have them."""
-    if log_votes is not None and log_votes.ndim == 3:
-        log_votes = log_votes.flatten(0, 1)
-    kv = CellKV(cells, cells, 32, log_votes)
+    """q `[tokens, heads, group, dim]`, of tokens to extend by."""
     layers, requests, heads = 2, len(q_indptr) - 1, q.shape[1]
     pages = torch.zeros(requests, layers * heads, dtype=torch.int32)
     tables = ListTables(pages.long(), pages, pages)

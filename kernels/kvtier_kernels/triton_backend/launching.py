@@ -1,4 +1,5 @@
-"""What all launchers of this backend share: the device, and how a kernel is started on it."""
+"""What all launchers of this backend share: the device, how a kernel is started on it, and what
+attention states are written to."""
 
 from __future__ import annotations
 
@@ -74,6 +75,14 @@ def dim_contiguous(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def state_buffers(
+    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o of that shape, [..., dim], and lse."""
+    o = torch.empty(shape, dtype=dtype, device=device)
+    return o, torch.empty(shape[:-1], dtype=torch.float32, device=device)
+
+
 def to_device(values: Sequence[Any], device: torch.device) -> torch.Tensor:
     """int32 there, without waiting for the device."""
     host = torch.tensor(values, dtype=torch.int32, device="cpu")
@@ -93,5 +102,6 @@ __all__ = [
     "is_interpreted",
     "launch",
     "multiprocessors",
+    "state_buffers",
     "to_device",
 ]

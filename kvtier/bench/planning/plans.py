@@ -13,13 +13,13 @@ from kvtier.bench import workload as work
 from kvtier.bench.options import Options
 from kvtier.bench.planning.model import Model, find_model, script_name
 from kvtier.bench.planning.pools import check_longest, pool_sizes, session_shape
-from kvtier.bench.planning.profiles import ADAPTIVE, find_curve, find_profile
+from kvtier.bench.planning.profiles import ADAPTIVE, calibrated, find_curve, find_profile
 from kvtier.bench.policies import Policy
 from kvtier.bench.schema import Plan, PoolSizes, Replay, Workload
 from kvtier.config import Settings
 from kvtier.errors import SizeError
 from kvtier.heads.profile import HeadProfile
-from kvtier.pool_sizing import SessionShape, SlotBytes, session_bytes, slot_bytes
+from kvtier.pool_sizing import SessionShape, entry_votes, slot_bytes
 from kvtier.sizes import format_size
 from kvtier.synthetic.script import Lengths
 
@@ -35,7 +35,7 @@ class PolicyPlan:
     policy: Policy
     profile: HeadProfile
     profile_note: str
-    slots: SlotBytes
+    slot_bytes: int
     session: SessionShape
     plan: Plan
 
@@ -54,19 +54,20 @@ class PolicyPlan:
     @property
     def session_bytes(self) -> int:
         """Predicted device bytes of one resting session."""
-        return session_bytes(self.slots, self.session)
+        return self.slot_bytes * self.session.resting_tokens
 
     @property
     def prefill_bytes(self) -> int:
         """Predicted device bytes of one session while its context is prefilled."""
-        locality = max(self.session.prefill_tokens, self.session.locality_slots)
-        return self.slots.ca * self.session.total_tokens + self.slots.locality * locality
+        return self.slot_bytes * self.session.total_tokens
 
 
 def make_plans(options: Options) -> tuple[Model, list[PolicyPlan]]:
     """The model and one plan per policy. Raises UsageError or HeadProfileError."""
     model = find_model(options)
-    options = replace(options, workload=find_workload(options, model))
+    options = replace(
+        options, workload=find_workload(options, model), settings=calibrated(options, model)
+    )
     check_length(options, model)
     given, note = find_profile(options, model)
     return model, [_plan(options, model, policy, given, note) for policy in options.policies]
@@ -129,23 +130,28 @@ def _plan(
         from kvtier.retention.rules import state_width
 
         width = state_width(options.settings)
-    packs = policy.compacts and options.settings.competes
-    slots = slot_bytes(profile, model.kv_bytes(policy), state_width=width, packs=packs)
-    session = session_shape(options, policy)
-    token_bytes = slot_bytes(profile, model.kv_bytes()).full
-    pools = pool_sizes(options.budget, policy, slots, session, token_bytes)
+    competes = policy.compacts and options.settings.competes
+    votes = None
+    if policy.splits_heads and (width is not None or profile.ca_share < 1):
+        votes = entry_votes(options.settings, model.shape, profile.ca_share)
+    per_slot = slot_bytes(model.shape, model.kv_bytes(policy), state_width=width, votes=votes)
+    session = session_shape(options, policy, profile)
+    token_bytes = slot_bytes(model.shape, model.kv_bytes())
+    pools = pool_sizes(options.budget, policy, per_slot, session, token_bytes)
     check_longest(options, policy, pools)
     plan = Plan(
         policy=policy.name,
         workload=options.workload,
         pools=pools,
         engine_args=engine_args(options, model, policy, pools),
-        environment=worker_environment(options, model, policy, session, pools),
-        head_profile=profile if policy.splits_heads and not packs else None,
+        environment=worker_environment(options, model, policy),
+        head_profile=profile if policy.splits_heads and not competes else None,
         ca_share=profile.ca_share,
-        heads_compete=packs,
+        heads_compete=competes,
     )
-    return PolicyPlan(policy, profile, note if policy.needs_profile else "", slots, session, plan)
+    return PolicyPlan(
+        policy, profile, note if policy.needs_profile else "", per_slot, session, plan
+    )
 
 
 def engine_args(options: Options, model: Model, policy: Policy, pools: PoolSizes) -> dict[str, Any]:
@@ -190,18 +196,13 @@ def _settings(options: Options, policy: Policy) -> Settings:
     return settings.model_copy(update={"tier": settings.tier.model_copy(update={"address": None})})
 
 
-def worker_environment(
-    options: Options, model: Model, policy: Policy, session: SessionShape, pools: PoolSizes
-) -> dict[str, str]:
+def worker_environment(options: Options, model: Model, policy: Policy) -> dict[str, str]:
     """The worker's KVTIER_* variables; the head profile is added where its file is written."""
     settings = _settings(options, policy)
-    expected = {"tokens": session.context_tokens, "turn_tokens": session.turn_tokens}
     settings = settings.model_copy(
         update={
             "head_profile": None,
             "curve": find_curve(settings, model),
-            "locality": settings.locality.model_copy(update={"slots": pools.locality_slots}),
-            "session": settings.session.model_copy(update=expected),
             "force_cpu": options.settings.force_cpu or options.device == "cpu",
         }
     )

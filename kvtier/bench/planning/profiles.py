@@ -1,4 +1,5 @@
-"""Which head profile and which curve a bench uses: the user's, or those beside the model."""
+"""What a bench keeps where its flags leave that open: by files beside the model, or as a server
+would."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from pathlib import Path
 
 from kvtier.bench.options import Options
 from kvtier.bench.planning.model import Model
+from kvtier.calibration.defaults import WORTH_FILE, with_calibration
 from kvtier.config import Settings
 from kvtier.errors import HeadProfileError
 from kvtier.heads.model.config import weights_revision
@@ -17,6 +19,23 @@ PROFILE_FILE, CURVE_FILE = "head_profile.json", "curve.json"
 ASSUMED_CA_SHARE = 0.25
 ADAPTIVE = "none: heads compete for what is kept"
 NO_PROFILE = "none, so every head keeps its whole context; `kvtier calibrate heads` makes one"
+
+
+def calibrated(options: Options, model: Model) -> Settings:
+    """The settings, by which heads compete where it is known what the model's tokens are worth and
+    nothing else is asked for.
+
+    It is known from a file beside the model, or from where every server of it looks
+    (kvtier.calibration.defaults). Policy random draws as many heads as a profile has: beside it
+    kvtier has that profile.
+    """
+    settings, worth = options.settings, model.path / WORTH_FILE
+    if any(policy.name == "random" for policy in options.policies):
+        return settings
+    if settings.scorer == Settings().scorer and settings.heads_may_compete and worth.is_file():
+        scorer = settings.scorer.model_copy(update={"file": worth.resolve()})
+        settings = settings.model_copy(update={"scorer": scorer})
+    return with_calibration(settings, str(model.path))
 
 
 def find_profile(options: Options, model: Model) -> tuple[HeadProfile | None, str]:

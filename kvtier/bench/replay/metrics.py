@@ -29,7 +29,7 @@ def summarize(
     after: Occupancy,
     resident: int,
 ) -> ReplaySummary:
-    """What came of all requests. after: the pools when the last one had been answered."""
+    """What came of all requests. after: the pool when the last one had been answered."""
     prompts = sum(record.prompt_tokens for record in records)
     restored = sum(record.restored_tokens for record in records)
     good = sum(meets(record, replay) for record in records)

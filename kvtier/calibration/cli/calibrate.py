@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 from kvtier.calibration.defaults import WORTH_FILE
 from kvtier.config import Settings, load_settings
-from kvtier.errors import StoreError, UsageError
+from kvtier.errors import CalibrationDocumentError, StoreError, UsageError
 from kvtier.heads.cli import MODEL_HELP, add_heads_parser, add_tokens_parser
 from kvtier.heads.methods import DEFAULT_METHOD, Target
 from kvtier.heads.model.config import located
-from kvtier.heads.parallel.cli import add_permute_parser
 from kvtier.heads.progress import no_progress
 from kvtier.sizes import parse_size
 
 if TYPE_CHECKING:
     from kvtier.calibration.curves import Measurement
+    from kvtier.calibration.documents import WorthDocument
     from kvtier.calibration.measuring.calibrate import CalibratedCurve
     from kvtier.heads.profile import HeadProfile
     from kvtier.heads.progress import Progress
@@ -55,10 +55,9 @@ def add_calibrate_parser(subparsers: Subparsers) -> None:
         help="largest share that may be lost of what the context is worth, instead",
     )
     parser.set_defaults(handler=run_calibrate)
-    kinds = parser.add_subparsers(dest="calibrate", metavar="heads | tokens | curve | permute")
+    kinds = parser.add_subparsers(dest="calibrate", metavar="heads | tokens | curve")
     add_heads_parser(kinds)
     add_tokens_parser(kinds)
-    add_permute_parser(kinds)
     curve = kinds.add_parser("curve", help="fit and store the curve of a model and head profile")
     _add_options(curve, required=True)
     curve.add_argument("--head-profile", type=Path, help="file; default: the stored profile")
@@ -103,11 +102,13 @@ def run_calibrate(options: argparse.Namespace) -> int:
     compete = _heads_compete(settings)
     profile: HeadProfile | None = None
     curve: CalibratedCurve | None = None
+    worth: Path | None = None
     said: list[str] = []
     with _progress(options) as progress:
         if compete:
             if "tokens" in parts and settings.scorer.file is None:
                 said += _tokens(options, progress)
+                worth = options.out / WORTH_FILE
             if "curve" in parts:
                 every, settings = _every_head(options), _competing(options, settings)
                 curve = _curve(options, settings, every, lengths, progress)
@@ -119,7 +120,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
             curve = _curve(options, settings, known, lengths, progress)
     if not options.quiet and said:
         print("\n".join(said))
-    return _finish(options, settings, profile, curve)
+    return _finish(options, settings, profile, curve, worth)
 
 
 def run_calibrate_curve(options: argparse.Namespace) -> int:
@@ -278,8 +279,12 @@ def _finish(
     settings: Settings,
     profile: HeadProfile | None,
     curve: CalibratedCurve | None,
+    worth: Path | None = None,
 ) -> int:
-    """Store what was found, and say so. The files are written by now, so nothing is lost."""
+    """Store what was found, and say so. The files are written by now, so nothing is lost.
+
+    worth: the file of what tokens are worth, which servers without a Redis read as it is.
+    """
     from kvtier.calibration.measuring.calibrate import publish
     from kvtier.calibration.store.opening import open_store
 
@@ -291,12 +296,25 @@ def _finish(
         return 0
     try:
         with open_store(settings) as store:
-            keys = publish(store, profile, None if curve is None else curve.document)
-    except StoreError as error:
+            found = None if curve is None else curve.document
+            keys = publish(store, profile, found, _worth_document(options, settings, worth))
+    except (StoreError, CalibrationDocumentError) as error:
         raise type(error)(f"{error}; the result is in {options.out}, nothing is lost") from error
     if not options.quiet:
         print("\n".join(f"stored: {key}" for key in keys))
     return 0
+
+
+def _worth_document(
+    options: argparse.Namespace, settings: Settings, worth: Path | None
+) -> WorthDocument | None:
+    from kvtier.calibration.documents import WorthDocument
+    from kvtier.heads.model.config import model_name, weights_revision
+
+    if worth is None or settings.redis.url is None:
+        return None
+    model = options.model_path
+    return WorthDocument.of(model_name(model), weights_revision(model), worth)
 
 
 def describe_curve(curve: CalibratedCurve) -> list[str]:

@@ -49,9 +49,9 @@ def _row(store: CalibrationStore, stored: StoredKey) -> tuple[dict[str, Any], Do
 
 
 def quality_of(document: Document) -> str:
-    """What one looks at first: the error of a curve, the share of heads of a profile, what requests
-    lose by a memory."""
-    from kvtier.calibration.documents import CurveDocument, ProfileDocument
+    """What one looks at first: the error of a curve, the share of heads of a profile, the size of
+    what tokens are worth, what requests lose by a memory."""
+    from kvtier.calibration.documents import CurveDocument, ProfileDocument, WorthDocument
 
     if isinstance(document, CurveDocument):
         held_out = document.held_out_rmse
@@ -59,6 +59,8 @@ def quality_of(document: Document) -> str:
         return f"rmse {document.rmse:.3f}{unseen}"
     if isinstance(document, ProfileDocument):
         return f"{document.profile.ca_share:.1%} of heads"
+    if isinstance(document, WorthDocument):
+        return f"{len(document.weights) / 2**20:.1f} MiB"
     if document.nll_gap is None or document.held_share is None:
         return "not measured"
     return f"loses {document.nll_gap:.3f} nats, holds {document.held_share:.0%}"

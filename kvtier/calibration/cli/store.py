@@ -73,6 +73,8 @@ def _show(options: argparse.Namespace) -> int:
     else:
         if evidence := found.get("evidence"):
             evidence["points"] = len(evidence["points"])  # hundreds, for programs to read
+        if weights := found.get("weights"):
+            found["weights"] = f"{len(weights)} characters"
         rows = [{"field": name, "value": json.dumps(value)} for name, value in found.items()]
         print_rows(rows, ("field", "value"), options.format)
     return 0

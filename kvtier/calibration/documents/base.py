@@ -7,17 +7,22 @@ that would make no curve.
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from kvtier.calibration.documents.limits import check_json_limits
+from kvtier.calibration.documents.limits import MAX_DOCUMENT_BYTES, check_json_limits
 from kvtier.errors import CalibrationDocumentError, CalibrationMismatchError
 from kvtier.reading import parse_json
 
 
 class Stored(BaseModel):
-    """Base of the documents: immutable, no unknown fields, no NaN and no infinity anywhere."""
+    """Base of the documents: immutable, no unknown fields, no NaN and no infinity anywhere.
+
+    max_bytes: of its text.
+    """
+
+    max_bytes: ClassVar[int] = MAX_DOCUMENT_BYTES
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -42,7 +47,7 @@ DocumentKind = TypeVar("DocumentKind", bound=Stored)
 def parsed(kind: type[DocumentKind], text: str | bytes) -> DocumentKind:
     """The document that `text` holds. Raises CalibrationDocumentError naming the field at fault."""
     raw = text.encode(errors="replace") if isinstance(text, str) else text
-    check_json_limits(raw)
+    check_json_limits(raw, kind.max_bytes)
     try:
         return kind.model_validate(parse_json(raw, "document", _refusal, finite=False))
     except ValidationError as error:

@@ -2,6 +2,7 @@
 
     kvtier:v1:curve:{model}:{revision}:{policy}
     kvtier:v1:profile:{model}:{revision}
+    kvtier:v1:worth:{model}:{revision}
     kvtier:v1:memory:{model}:{revision}:{name}
 
 Parts are percent-encoded, so that a hub id may contain `/` or `:`, and no part can hold a character
@@ -49,6 +50,19 @@ class ProfileKey:
 
 
 @dataclass(frozen=True)
+class WorthKey:
+    """Name of what a model's tokens are worth."""
+
+    kind: ClassVar[str] = "worth"
+
+    model: str
+    revision: str
+
+    def __str__(self) -> str:
+        return _join(self)
+
+
+@dataclass(frozen=True)
 class MemoryKey:
     """Name of a published prefix memory; `name` is what its operator calls it."""
 
@@ -62,8 +76,10 @@ class MemoryKey:
         return _join(self)
 
 
-Key = CurveKey | ProfileKey | MemoryKey
-KINDS: dict[str, type[Key]] = {kind.kind: kind for kind in (CurveKey, ProfileKey, MemoryKey)}
+Key = CurveKey | ProfileKey | WorthKey | MemoryKey
+KINDS: dict[str, type[Key]] = {
+    kind.kind: kind for kind in (CurveKey, ProfileKey, WorthKey, MemoryKey)
+}
 
 
 def curve_key(model: str, revision: str | None, policy: str) -> CurveKey:
@@ -74,6 +90,11 @@ def curve_key(model: str, revision: str | None, policy: str) -> CurveKey:
 def profile_key(model: str, revision: str | None) -> ProfileKey:
     """The key of the head profile of a model; weights without a revision are UNKNOWN."""
     return ProfileKey(model, revision or UNKNOWN)
+
+
+def worth_key(model: str, revision: str | None) -> WorthKey:
+    """The key of what a model's tokens are worth; weights without a revision are UNKNOWN."""
+    return WorthKey(model, revision or UNKNOWN)
 
 
 def memory_key(model: str, revision: str | None, name: str) -> MemoryKey:

@@ -1,6 +1,7 @@
 """How large a calibration may be, and how deep, for it to be parsed at all.
 
-Real documents have some ten kilobytes and are five levels deep. JSON that is deeper than a parser
+Real documents have some ten kilobytes and are five levels deep; what tokens are worth has megabytes
+(22 for a model of 80 layers with 8 KV heads of 128). JSON that is deeper than a parser
 can follow ends it with an error that is not its own, so it is refused before it is parsed.
 """
 
@@ -12,6 +13,7 @@ from kvtier.errors import CalibrationDocumentError
 from kvtier.reading import MAX_NESTING, is_too_deep
 
 MAX_DOCUMENT_BYTES = 1 << 20
+MAX_WORTH_BYTES = 32 << 20
 MAX_EXPORT_BYTES = 64 << 20
 
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from kvtier.calibration.documents.base import parsed
 from kvtier.calibration.documents.curve import CurveDocument
-from kvtier.calibration.documents.keys import CurveKey, Key, MemoryKey, ProfileKey
+from kvtier.calibration.documents.keys import CurveKey, Key, MemoryKey, ProfileKey, WorthKey
 from kvtier.calibration.documents.memory import MemoryDocument
 from kvtier.calibration.documents.profile import ProfileDocument
+from kvtier.calibration.documents.worth import WorthDocument
 from kvtier.errors import CalibrationDocumentError, CalibrationMismatchError
 
-Document = CurveDocument | ProfileDocument | MemoryDocument
+Document = CurveDocument | ProfileDocument | WorthDocument | MemoryDocument
 
 DOCUMENTS: dict[type[Key], type[Document]] = {
     CurveKey: CurveDocument,
     ProfileKey: ProfileDocument,
+    WorthKey: WorthDocument,
     MemoryKey: MemoryDocument,
 }
+
+
+def max_bytes(key: Key) -> int:
+    """How long the text of a document under `key` may be."""
+    return DOCUMENTS[type(key)].max_bytes
 
 
 def parse_document(key: Key, text: str | bytes) -> Document:

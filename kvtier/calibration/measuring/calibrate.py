@@ -15,7 +15,13 @@ from pathlib import Path
 import torch
 
 from kvtier.calibration.curves import Measurement
-from kvtier.calibration.documents import CurveDocument, Document, ProfileDocument, document_of_fit
+from kvtier.calibration.documents import (
+    CurveDocument,
+    Document,
+    ProfileDocument,
+    WorthDocument,
+    document_of_fit,
+)
 from kvtier.calibration.measuring.kept_shares import (
     ANSWER_FLOOR_NATS,
     RETENTIONS,
@@ -118,11 +124,16 @@ def _torch_name(dtype: str) -> str:
 
 
 def publish(
-    store: CalibrationStore, profile: HeadProfile | None, curve: CurveDocument | None
+    store: CalibrationStore,
+    profile: HeadProfile | None,
+    curve: CurveDocument | None,
+    worth: WorthDocument | None = None,
 ) -> list[str]:
-    """Store what was calibrated; the keys written. Raises StoreError."""
+    """Store what was calibrated; the keys written. Raises StoreError, and CalibrationDocumentError
+    for what is too large for a store."""
     documents: list[Document] = [
         *([ProfileDocument.of(profile)] if profile is not None else []),
         *([curve] if curve is not None else []),
+        *([worth] if worth is not None else []),
     ]
     return [str(store.put(document)) for document in documents]

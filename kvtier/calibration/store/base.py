@@ -29,7 +29,7 @@ def text_of(document: Document) -> str:
     that is too large to be read back."""
     text = document.to_json()
     try:
-        check_json_limits(text)
+        check_json_limits(text, document.max_bytes)
     except CalibrationDocumentError as error:
         raise CalibrationDocumentError(f"{document.key}: {error}") from None
     return text

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvtier.calibration.documents import Document, parse_document
+from kvtier.calibration.documents import Document, max_bytes, parse_document
 from kvtier.calibration.documents.keys import PREFIX, Key, parse_key, profile_key
 from kvtier.calibration.documents.limits import read_limited
 from kvtier.calibration.store.base import Closing, StoredKey, text_of
@@ -39,7 +39,7 @@ class DirectoryStore(Closing):
     def get(self, key: Key) -> Document | None:
         with self._usable():
             try:
-                text = read_limited(self.path(key))
+                text = read_limited(self.path(key), max_bytes(key))
             except (FileNotFoundError, NotADirectoryError):
                 return None
         return parse_document(key, text)
@@ -49,7 +49,7 @@ class DirectoryStore(Closing):
         with self._usable():
             path = self.path(key)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _replace(path, text.encode())
+            replace(path, text.encode())
         return key
 
     def delete(self, key: Key) -> bool:
@@ -100,7 +100,8 @@ def _key_of(file: Path) -> Key | None:
         return None
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace(path: Path, content: bytes) -> None:
+    """Write a file in one step: whoever reads meanwhile has the one before. Raises OSError."""
     handle, staging = tempfile.mkstemp(dir=path.parent, prefix=path.name[:32], suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as stream:
@@ -114,4 +115,4 @@ def _replace(path: Path, content: bytes) -> None:
         raise
 
 
-__all__ = ["DirectoryStore"]
+__all__ = ["DirectoryStore", "replace"]

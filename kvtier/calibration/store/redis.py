@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.addresses.redis import RedisAddress, parse_address
-from kvtier.calibration.documents import Document, parse_document
+from kvtier.calibration.documents import Document, max_bytes, parse_document
 from kvtier.calibration.documents.keys import PREFIX, Key, parse_key
-from kvtier.calibration.documents.limits import MAX_DOCUMENT_BYTES
 from kvtier.calibration.store.base import Closing, StoredKey, text_of
 from kvtier.errors import CalibrationDocumentError, UsageError
 
@@ -25,7 +24,7 @@ CALL_TIMEOUTS = 4
 and retries are all within."""
 LIST_TIMEOUTS = 20
 """The same for a list, which asks once per SCAN_COUNT keys of the whole server."""
-MAX_REPLY_BYTES = MAX_DOCUMENT_BYTES + (64 << 10)  # of a document, and a login before it
+SPARE_BYTES = 64 << 10  # of a login before a document
 MAX_LIST_BYTES = 16 << 20
 RETRY_BASE_S, RETRY_CAP_S = 0.02, 0.2
 SCAN_COUNT = 200
@@ -73,12 +72,13 @@ class RedisStore(Closing):
     def get(self, key: Key) -> Document | None:
         from kvtier.calibration.store.redis_connections import ReplyTooLargeError
 
-        with self._call():
+        most = max_bytes(key)
+        with self._call(max_bytes=most + SPARE_BYTES):
             try:
                 text = _bytes_or_none(self._client.get(str(key)))
             except ReplyTooLargeError:
                 # Only this one: the store may well hold others that can be read.
-                too_large = f"{key}: document: larger than {MAX_DOCUMENT_BYTES} bytes"
+                too_large = f"{key}: document: larger than {most} bytes"
                 raise CalibrationDocumentError(too_large) from None
         return None if text is None else parse_document(key, text)
 
@@ -104,7 +104,7 @@ class RedisStore(Closing):
 
     @contextmanager
     def _call(
-        self, timeouts: float = CALL_TIMEOUTS, max_bytes: int = MAX_REPLY_BYTES
+        self, timeouts: float = CALL_TIMEOUTS, max_bytes: int = SPARE_BYTES
     ) -> Iterator[None]:
         """One call to the server: bounded, and whatever goes wrong is a StoreError."""
         from kvtier.calibration.store.redis_connections import limits

@@ -8,24 +8,20 @@ from __future__ import annotations
 from typing import Any
 
 from kvtier.errors import UsageError
-from kvtier.heads.methods.attention_mass import AttentionMass
 from kvtier.heads.methods.base import HeadMethod, HeadScores, Selection, Target
 from kvtier.heads.methods.contextkeeper import ContextKeeper
 from kvtier.heads.methods.duoattention import ImportedPattern
 from kvtier.heads.methods.gates import Gates
 from kvtier.heads.methods.razor import Razor
-from kvtier.heads.methods.sensitivity import Sensitivity
 from kvtier.heads.methods.taylor import Taylor
 
 METHODS: dict[str, type[HeadMethod]] = {
     method.name: method
     for method in (
-        AttentionMass,
         ContextKeeper,
         Gates,
         ImportedPattern,
         Razor,
-        Sensitivity,
         Taylor,
     )
 }

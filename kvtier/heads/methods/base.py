@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvtier.errors import UsageError
@@ -76,13 +76,13 @@ class HeadScores:
 class Selection:
     """Chosen CA heads, the scores they were chosen by, and how.
 
-    order: every head, best first, as far as the method can say
+    order: every head, best first
     """
 
     ca_heads: tuple[tuple[int, ...], ...]
     scores: Matrix
-    parameters: dict[str, Any] = field(default_factory=dict)
-    order: tuple[Head, ...] = ()
+    parameters: dict[str, Any]
+    order: tuple[Head, ...]
 
 
 class MethodOption(NamedTuple):
@@ -105,7 +105,6 @@ class HeadMethod(ABC):
     data_free:     scores come from the model alone: one batch is enough, unless a budget is
                    measured
     has_own_rule:  it can say itself how many heads it keeps; see `own_choice`
-    by_head:       it asks the model once or more for every head, so that its cost grows with them
     takes_seed:    it draws random numbers, and takes `seed` as a keyword argument
     options:       flags of the command line that set its keyword arguments
     """
@@ -113,7 +112,6 @@ class HeadMethod(ABC):
     name: ClassVar[str]
     data_free: ClassVar[bool] = False
     has_own_rule: ClassVar[bool] = False
-    by_head: ClassVar[bool] = False
     takes_seed: ClassVar[bool] = False
     options: ClassVar[tuple[MethodOption, ...]] = ()
 

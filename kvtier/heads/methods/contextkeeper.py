@@ -11,7 +11,7 @@ The paper's p is read as its text says, "top-p% heads".  Its results (25% of hea
 `candidate_share` 0.15 to 0.2 (MHA) or 0.3 to 0.4 (GQA) for that.
 
 Attention mass shows where a head looks, not whether the answer depends on it; compare
-`kvtier.heads.methods.sensitivity`, and see every profile's measured cost.
+`kvtier.heads.methods.taylor`, and see every profile's measured cost.
 """
 
 from __future__ import annotations

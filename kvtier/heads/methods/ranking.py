@@ -50,7 +50,7 @@ def mean_matrix(matrices: Sequence[Matrix]) -> Matrix:
     )
 
 
-def allowed_loss(batches: Sequence[ProbeBatch], budget: float) -> float:
+def _allowed_loss(batches: Sequence[ProbeBatch], budget: float) -> float:
     """The answers' loss at which `budget` of what the context is worth to them is gone, in nats per
     token. Worth is how much lower the loss is with every head's context than with none."""
     full = batches[0].probe.full()
@@ -72,7 +72,7 @@ def fewest_within(
     Bisection, as the loss falls with every head kept (nearly).
     """
     shape = batches[0].shape
-    most = allowed_loss(batches, budget)
+    most = _allowed_loss(batches, budget)
     low, high = least, len(order)
     while low < high:
         progress("heads within the budget", len(order) - (high - low), len(order))

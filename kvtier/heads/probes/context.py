@@ -173,7 +173,7 @@ class ProbeBatch:
         """The rows' attention over one part of the context.
 
         Queries of a layer depend on the choice of heads in the layers below it alone, so the
-        state is remembered under that choice: elimination re-reads most of the context for free.
+        state is remembered under that choice: choices that agree there read the context once.
         """
         key = (layer, kept[:layer], head, part)
         if key in self._memo:

@@ -51,8 +51,9 @@ class ScoredSession(ReferenceSession):
         nll_stride: int = NLL_STRIDE,
         *,
         kv_dtype: torch.dtype | None = None,
+        in_pages: bool = False,
     ) -> None:
-        super().__init__(model, profile, rule, chunk_tokens, kv_dtype=kv_dtype)
+        super().__init__(model, profile, rule, chunk_tokens, kv_dtype=kv_dtype, in_pages=in_pages)
         self.scorer = scorer or DistinctKeys()
         self.nll_stride = nll_stride
         self.state: list[list[Tensor]] = [[] for _ in range(profile.shape.num_layers)]
@@ -119,10 +120,13 @@ class CompactingSession(ScoredSession):
 
     keep_count: KeepCount
 
+    def _kept_of(self, prompt_tokens: int, span: DroppedSpan) -> int:
+        return self.keep_count(prompt_tokens, span.num_tokens) if span.num_tokens else 0
+
     def _settle(self, start: int, prompt_stop: int) -> None:
-        span = self.rule.dropped(start, self.num_tokens, prompt_stop)
+        span = self._dropped(start, prompt_stop)
         if span.num_tokens:
-            keep = self.keep_count(prompt_stop - start, span.num_tokens)
+            keep = self._kept_of(prompt_stop - start, span)
             for layer, cache in enumerate(self._anchored):
                 if cache.heads and keep < span.num_tokens:
                     k = torch.cat([block.k for block in cache.fresh], dim=1)

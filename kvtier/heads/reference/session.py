@@ -34,7 +34,8 @@ from kvtier.heads.reference.attention import (
     attending,
     mean_entry,
 )
-from kvtier.retention.locality import LocalityRule
+from kvtier.retention.locality import DroppedSpan, LocalityRule
+from kvtier.retention.shares import profile_slots
 
 DEFAULT_RULE = LocalityRule(sink_tokens=128, recent_tokens=256, branch_recent_tokens=128)
 CHUNK_TOKENS = 2048
@@ -43,7 +44,8 @@ COALESCE_TOKENS = 4096
 
 @dataclass
 class ClassCache:
-    """KV of one head class in one layer: `settled` from earlier turns, `fresh` from this one.
+    """KV of the CA heads or of the locality heads of one layer: `settled` from earlier turns,
+    `fresh` from this one.
 
     heads: ascending KV head indices. dtype: what KV is rounded to, computed with as before; None:
     not at all. Blocks are never changed in place, so forks share them.
@@ -126,20 +128,24 @@ class ReferenceSession:
         chunk_tokens: int = CHUNK_TOKENS,
         *,
         kv_dtype: torch.dtype | None = None,
+        in_pages: bool = False,
     ) -> None:
-        """kv_dtype: of the KV cache that is imitated, such as fp8; None: the model's own.
+        """kv_dtype: of the KV cache that is imitated, such as fp8; None: the model's own. in_pages:
+        as the engine, which holds what stays in pages, keep a span whole that saves no slots.
 
         Raises HeadProfileMismatchError when the profile is for another shape of model.
         """
         profile.check_fits(shape_of(model))
         self.model = model
         self.rule = rule
+        self.in_pages = in_pages
         self.chunk_tokens = chunk_tokens
         self.num_tokens = 0
         self._pending: list[int] = []
         self._anchored = [ClassCache(heads, kv_dtype) for heads in profile.ca_heads]
         layers = range(profile.shape.num_layers)
         self._local = [ClassCache(profile.locality_heads(layer), kv_dtype) for layer in layers]
+        self._num_heads = profile.num_ca_heads, len(self._local) * profile.shape.num_kv_heads
 
     def fork(self) -> ReferenceSession:
         """An independent session with the same past."""
@@ -216,8 +222,20 @@ class ReferenceSession:
                 out[heads] = cache.attend(grouped[heads], k[0, heads], v[0, heads], scale)
         return out.view(q.shape)
 
-    def _settle(self, start: int, prompt_stop: int) -> None:
+    def _dropped(self, start: int, prompt_stop: int) -> DroppedSpan:
+        """What the turn drops."""
         span = self.rule.dropped(start, self.num_tokens, prompt_stop)
+        keep, tokens = self._kept_of(prompt_stop - start, span), span.num_tokens
+        if self.in_pages and profile_slots(keep, *self._num_heads) >= tokens:
+            return DroppedSpan(0, 0)
+        return span
+
+    def _kept_of(self, prompt_tokens: int, span: DroppedSpan) -> int:
+        """How many entries of a span anchored heads keep."""
+        return span.num_tokens
+
+    def _settle(self, start: int, prompt_stop: int) -> None:
+        span = self._dropped(start, prompt_stop)
         for anchored, local in zip(self._anchored, self._local, strict=True):
             if anchored.heads:
                 anchored.settle(0, 0, compensation=False)

@@ -44,16 +44,6 @@ class CalibrationSample:
         if not self.context_ids or not self.questions:
             raise UsageError("samples", "a context and at least one question", self.task)
 
-    @property
-    def context_span(self) -> range:
-        """Positions of the context."""
-        return range(len(self.context_ids))
-
-    def question_span(self, index: int) -> range:
-        """Positions of question `index`, which directly follows the context in its branch."""
-        start = len(self.context_ids)
-        return range(start, start + len(self.questions[index].prompt_ids))
-
 
 def middle_of(context_tokens: int, rule: LocalityRule) -> DroppedSpan:
     """What a locality head drops of a context. Raises SizeError when there is nothing to drop."""

@@ -97,14 +97,14 @@ def walk(
             break
         position = reach
         if reach < units.stop[best]:
-            unit = split(world, traffic, fleet, best, reach) if cut else best
+            unit = split(world, traffic, best, reach) if cut else best
             break
         unit = best
     return unit, position
 
 
 @compiled
-def split(world: World, traffic: Asked, fleet: Fleet, lower: int, at: int) -> int:
+def split(world: World, traffic: Asked, lower: int, at: int) -> int:
     """Cut a unit at a position within it; the new upper part, which is a boundary from now on."""
     units = world.units
     parent, key_node = units.parent[lower], units.key_node[lower]
@@ -121,18 +121,16 @@ def split(world: World, traffic: Asked, fleet: Fleet, lower: int, at: int) -> in
     units.node[upper] = node
     units.compressed[upper], units.branch[upper] = units.compressed[lower], True
     tokens = at - units.start[lower]
-    ca, loc = tokens, tokens if fleet.compresses else 0
+    slots = tokens
     if units.drop_end[lower] > units.drop_begin[lower] and at > units.drop_begin[lower]:
         units.drop_begin[upper], units.drop_end[upper] = (
             units.drop_begin[lower],
             units.drop_end[lower],
         )
         units.drop_begin[lower] = units.drop_end[lower] = 0
-        ca = units.ca[lower] - (units.stop[lower] - at)
-        loc = units.loc[lower] - (units.stop[lower] - at)
-    units.ca[upper], units.loc[upper] = ca, loc
-    units.ca[lower] -= ca
-    units.loc[lower] -= loc
+        slots = units.slots[lower] - (units.stop[lower] - at)
+    units.slots[upper] = slots
+    units.slots[lower] -= slots
     units.start[lower] = at
     units.locks[upper] = units.locks[lower]
     attach(world, upper, parent, key_node)
@@ -143,9 +141,7 @@ def split(world: World, traffic: Asked, fleet: Fleet, lower: int, at: int) -> in
 
 
 @compiled
-def append(
-    world: World, traffic: Asked, fleet: Fleet, parent: int, stop: int, known: int, prompt: int
-) -> int:
+def append(world: World, traffic: Asked, parent: int, stop: int, known: int, prompt: int) -> int:
     """Hang the path at hand below a unit, from its end up to `stop`, in locked units that are cut
     where the path leaves what is there already. Returns the deepest."""
     units = world.units
@@ -160,8 +156,7 @@ def append(
         units.prompt[unit] = prompt
         units.node[unit] = node_at(world, traffic, max(min(end, known) - 1, 0))
         units.branch[unit] = end < stop
-        units.ca[unit] = end - position
-        units.loc[unit] = end - position if fleet.compresses else 0
+        units.slots[unit] = end - position
         units.locks[unit] = 1
         units.newer[unit] = units.older[unit] = NONE
         attach(world, unit, parent, node_at(world, traffic, position) if position < known else NONE)

@@ -198,43 +198,40 @@ def _admit(
     unit, hit = walk(world, traffic, fleet, replica, tokens - 1, False, True)
     lock_path(world, unit)
     wanted = tokens - hit + answer
-    wanted_loc = wanted if fleet.compresses else 0
     alone = replicas.num_running[replica] + replicas.num_batch[replica] == 0
-    in_flight = replicas.used_ca[replica] - replicas.evictable_ca[replica] + wanted
+    in_flight = replicas.used[replica] - replicas.evictable[replica] + wanted
     waits = not alone and in_flight > fleet.in_flight_slots
-    if waits or not reserve(world, fleet, replica, wanted, wanted_loc):
+    if waits or not reserve(world, fleet, replica, wanted):
         unlock_path(world, unit)
         if not alone:
             return NO_ROOM
         requests.refused[request] = True
         return NEVER_FITS
-    requests.reserved_ca[request], requests.reserved_loc[request] = wanted, wanted_loc
+    requests.reserved[request] = wanted
     landed = requests.landed[request] if requests.lands_s[request] <= now_s else 0
     restored = landed - hit if hit >= requests.fetched[request] and landed > hit else 0
     if restored > 0:
         unit = restore(world, traffic, fleet, unit, request)
-        requests.reserved_ca[request] -= restored
-        requests.reserved_loc[request] -= restored if fleet.compresses else 0
+        requests.reserved[request] -= restored
         token_s = fleet.tier_token_s + fleet.tier_write_token_s
         took_s = fleet.tier_latency_s + restored * token_s
         loaded(world, replica, restored, took_s, now_s)
     requests.hit_device[request], requests.hit_tier[request] = hit, restored
     requests.restored[request] = restored
     requests.anchor[request], requests.left[request] = unit, tokens - hit - restored
-    requests.reads[request] = _read_tokens(world, fleet, unit) + requests.left[request]
+    requests.reads[request] = _read_tokens(world, unit) + requests.left[request]
     return ADMITTED
 
 
 @compiled
-def _read_tokens(world: World, fleet: Fleet, unit: int) -> float:
+def _read_tokens(world: World, unit: int) -> float:
     """What attention reads of the path to a unit, in tokens of full KV."""
-    units, ca, loc = world.units, 0, 0
+    units, slots = world.units, 0
     root = units.replica[unit]
     while unit != root:
-        ca += units.ca[unit]
-        loc += units.loc[unit]
+        slots += units.slots[unit]
         unit = units.parent[unit]
-    return fleet.ca_weight * ca + (1 - fleet.ca_weight) * loc
+    return float(slots)
 
 
 @compiled

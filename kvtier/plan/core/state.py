@@ -1,13 +1,13 @@
 """The simulator's state. Times are in seconds, lengths in tokens, memory in slots.
 
-A slot holds one token's KV of a class of heads: CA slots for the heads that keep the whole context,
-locality slots for the others. Full KV is the case in which every head is a CA head.
+A slot holds one token's KV. What is left of a turn that has ended takes fewer slots than it has
+tokens.
 
 A *unit* is a node of a replica's radix tree. Its tokens are known as far as `known`: they are those
 of the traffic's tree on the path to `node`; behind that comes what no other request can share.
 
     unit       [ start | drop_begin … drop_end |  known | … stop )
-                         dropped by locality heads when its turn ended
+                         of which a part is kept when its turn has ended
 
 Tables are arrays of records, because a compiled function is handed every array of its arguments one
 by one: a table of twenty fields is one argument, and a record is next to itself in memory.
@@ -36,22 +36,20 @@ class Fleet(NamedTuple):
     """What is simulated: numbers alone, as the compiled loop takes them. See kvtier.plan.fleet,
     which makes it, for units and sources.
 
-    compresses: locality heads drop and CA heads keep `retention` of a turn that has ended
-    ca_weight:  bytes of a CA slot over those of both
+    compresses: `retention` of a turn that has ended is kept
     routing:    a place in routing.POLICIES
-    in_flight_slots: CA slots that requests in flight may hold while another runs
+    in_flight_slots: slots that requests in flight may hold while another runs
     tier_tokens: 0 where there is no tier; tier_span: fewer missing tokens are not asked for
     """
 
     replicas: int
-    ca_slots: int
-    locality_slots: int
+    slots: int
     compresses: bool
-    ca_weight: float
     sink: int
     recent: int
     branch_recent: int
     retention: float
+    ca_share: float
     in_flight_slots: int
     chunk: int
     max_running: int
@@ -110,7 +108,7 @@ _REQUESTS = {
     "arrived_s": "f8", "first_s": "f8", "finish_s": "f8", "replica": "i4", "hit_device": "i4",
     "hit_tier": "i4", "refused": "?", "follows": "i4", "ready_s": "f8", "lands_s": "f8",
     "fetched": "i4", "landed": "i4", "anchor": "i4", "own": "i4", "left": "i4", "chunk": "i4",
-    "restored": "i4", "recorded": "i4", "reserved_ca": "i4", "reserved_loc": "i4", "reads": "f8",
+    "restored": "i4", "recorded": "i4", "reserved": "i4", "reads": "f8",
     "target": "i8",
 }  # fmt: skip
 # Per unit; the root of replica i is unit i. sibling: the next variant of the same parent that
@@ -120,15 +118,15 @@ _REQUESTS = {
 _UNITS = {
     "parent": "i4", "sibling": "i4", "key_node": "i4", "node": "i4", "start": "i4", "known": "i4",
     "stop": "i4", "prompt": "i4", "drop_begin": "i4", "drop_end": "i4", "compressed": "?",
-    "branch": "?", "children": "i4", "locks": "i4", "ca": "i4", "loc": "i4", "newer": "i4",
+    "branch": "?", "children": "i4", "locks": "i4", "slots": "i4", "newer": "i4",
     "older": "i4", "replica": "i4",
 }  # fmt: skip
 # Per replica. used: slots of its units and of running requests; evictable: of units that no request
 # has locked; chunked: the request whose prompt is partly computed; steps: of decoding so far;
 # compute_rate, load_rate: tokens/s as measured, 0 before, and loaded_s when loading last was.
 _REPLICAS = {
-    "phase": "i4", "phase_began_s": "f8", "phase_steps": "i8", "used_ca": "i8", "used_loc": "i8",
-    "evictable_ca": "i8", "evictable_loc": "i8", "peak_ca": "i8", "peak_loc": "i8",
+    "phase": "i4", "phase_began_s": "f8", "phase_steps": "i8", "used": "i8",
+    "evictable": "i8", "peak": "i8",
     "newest": "i4", "oldest": "i4", "queue_first": "i4", "queue_last": "i4", "outstanding": "i4",
     "chunked": "i4", "num_batch": "i4", "num_running": "i4", "steps": "i8", "reads": "f8",
     "link_free_s": "f8", "evicted": "i8", "compute_rate": "f8", "load_rate": "f8",

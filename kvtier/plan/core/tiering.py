@@ -141,13 +141,13 @@ def restore(world: World, traffic: Asked, fleet: Fleet, unit: int, request: int)
     set_path(world, traffic, traffic.asks.node[request])
     deepest = unit
     if recorded > world.units.stop[unit]:
-        deepest = append(world, traffic, fleet, unit, recorded, recorded, recorded)
+        deepest = append(world, traffic, unit, recorded, recorded, recorded)
         turn = deepest
         while fleet.compresses and turn != unit:
             compress(world, fleet, turn)
             turn = world.units.parent[turn]
     if reach > world.units.stop[deepest]:
-        deepest = append(world, traffic, fleet, deepest, reach, reach, reach)
+        deepest = append(world, traffic, deepest, reach, reach, reach)
     return deepest
 
 

@@ -8,6 +8,7 @@ from kvtier.plan.core.compiled import compiled
 from kvtier.plan.core.radix import append, set_path, walk
 from kvtier.plan.core.state import Asked, Fleet, World
 from kvtier.plan.core.units import lock_path, merge_upwards, unlock_path
+from kvtier.retention.shares.base import PAGE
 
 
 @compiled
@@ -21,14 +22,12 @@ def publish(world: World, traffic: Asked, fleet: Fleet, request: int) -> None:
     set_path(world, traffic, traffic.asks.node[request])
     unit, position = walk(world, traffic, fleet, anchor, tokens, True, True)
     twice = position - begin
-    replicas.used_ca[replica] -= twice
-    replicas.used_loc[replica] -= twice if fleet.compresses else 0
+    replicas.used[replica] -= twice
     lock_path(world, unit)
     unlock_path(world, anchor)
-    requests.own[request] = append(world, traffic, fleet, unit, tokens, tokens, tokens)
+    requests.own[request] = append(world, traffic, unit, tokens, tokens, tokens)
     computed = tokens - begin
-    requests.reserved_ca[request] -= computed
-    requests.reserved_loc[request] -= computed if fleet.compresses else 0
+    requests.reserved[request] -= computed
 
 
 @compiled
@@ -44,14 +43,11 @@ def end_turn(world: World, traffic: Asked, fleet: Fleet, request: int) -> None:
         grows = units.locks[own] == 1 and units.children[own] == 0 and not units.compressed[own]
         if grows and own != units.replica[own]:
             units.stop[own], units.known[own], units.node[own] = stop, min(known, stop), node
-            units.ca[own] += answer
-            units.loc[own] += answer if fleet.compresses else 0
+            units.slots[own] += answer
         else:
             set_path(world, traffic, node)
-            own = append(
-                world, traffic, fleet, own, stop, known, traffic.asks.input_tokens[request]
-            )
-    requests.reserved_ca[request] = requests.reserved_loc[request] = 0
+            own = append(world, traffic, own, stop, known, traffic.asks.input_tokens[request])
+    requests.reserved[request] = 0
     unlock_path(world, own)
     if fleet.compresses:
         compress_path(world, fleet, own)
@@ -65,16 +61,14 @@ def compress_path(world: World, fleet: Fleet, unit: int) -> None:
     while unit != root:
         if not units.compressed[unit] and units.locks[unit] == 0:
             merge_upwards(world, unit)
-            ca, loc = compress(world, fleet, unit)
-            world.replicas.evictable_ca[root] -= ca
-            world.replicas.evictable_loc[root] -= loc
+            world.replicas.evictable[root] -= compress(world, fleet, unit)
         unit = units.parent[unit]
 
 
 @compiled
-def compress(world: World, fleet: Fleet, unit: int) -> tuple[int, int]:
-    """Drop what `kvtier.retention.locality.LocalityRule` drops, and of that what CA heads do not
-    keep. Returns the slots of each class that are free again."""
+def compress(world: World, fleet: Fleet, unit: int) -> int:
+    """Keep a share of what `kvtier.retention.locality.LocalityRule` drops. Returns how many slots
+    are free again."""
     units, root = world.units, world.units.replica[unit]
     units.compressed[unit] = True
     start, stop = units.start[unit], units.stop[unit]
@@ -82,17 +76,16 @@ def compress(world: World, fleet: Fleet, unit: int) -> tuple[int, int]:
     begin, end = max(fleet.sink, start), max(prompt - fleet.recent, start)
     dropped = end - begin
     if dropped <= 1:
-        return 0, 0
+        return 0
     units.drop_begin[unit], units.drop_end[unit] = begin, end
-    # One slot stays, for the entry that stands for the others.
-    loc = dropped - 1
     kept = math.ceil(fleet.retention * (prompt - start)) - (prompt - start - dropped)
-    ca = dropped - max(1, min(dropped, kept))
-    units.ca[unit] -= ca
-    units.loc[unit] -= loc
-    world.replicas.used_ca[root] -= ca
-    world.replicas.used_loc[root] -= loc
-    return ca, loc
+    # As kvtier.retention.shares.base.profile_slots.
+    pages = math.ceil(max(1, min(dropped, kept)) / PAGE)
+    slots = PAGE * math.ceil(fleet.ca_share * pages + 1 - fleet.ca_share)
+    freed = dropped - min(dropped, slots)
+    units.slots[unit] -= freed
+    world.replicas.used[root] -= freed
+    return freed
 
 
 __all__ = ["compress", "end_turn", "publish"]

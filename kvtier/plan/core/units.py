@@ -48,8 +48,7 @@ def lock_path(world: World, unit: int) -> None:
     while unit != root:
         if units.locks[unit] == 0:
             take_out(world, unit)
-            replicas.evictable_ca[root] -= units.ca[unit]
-            replicas.evictable_loc[root] -= units.loc[unit]
+            replicas.evictable[root] -= units.slots[unit]
         units.locks[unit] += 1
         unit = units.parent[unit]
 
@@ -63,20 +62,7 @@ def unlock_path(world: World, unit: int) -> None:
         units.locks[unit] -= 1
         if units.locks[unit] == 0:
             put_newest(world, unit)
-            replicas.evictable_ca[root] += units.ca[unit]
-            replicas.evictable_loc[root] += units.loc[unit]
-        unit = units.parent[unit]
-
-
-@compiled
-def touch_path(world: World, unit: int) -> None:
-    """The path to a unit counts as used now."""
-    units = world.units
-    root = units.replica[unit]
-    while unit != root:
-        if units.locks[unit] == 0:
-            take_out(world, unit)
-            put_newest(world, unit)
+            replicas.evictable[root] += units.slots[unit]
         unit = units.parent[unit]
 
 
@@ -147,11 +133,8 @@ def evict_oldest(world: World, replica: int) -> None:
     unit = replicas.oldest[replica]
     take_out(world, unit)
     detach(world, unit)
-    ca, loc = units.ca[unit], units.loc[unit]
-    replicas.used_ca[replica] -= ca
-    replicas.used_loc[replica] -= loc
-    replicas.evictable_ca[replica] -= ca
-    replicas.evictable_loc[replica] -= loc
+    replicas.used[replica] -= units.slots[unit]
+    replicas.evictable[replica] -= units.slots[unit]
     replicas.evicted[replica] += units.stop[unit] - units.start[unit]
     free_unit(world, unit)
 
@@ -181,8 +164,7 @@ def merge_upwards(world: World, unit: int) -> None:
         detach(world, unit)
         detach(world, parent)
         units.start[unit] = units.start[parent]
-        units.ca[unit] += units.ca[parent]
-        units.loc[unit] += units.loc[parent]
+        units.slots[unit] += units.slots[parent]
         attach(world, unit, before, key_node)
         take_out(world, parent)
         free_unit(world, parent)
@@ -190,23 +172,16 @@ def merge_upwards(world: World, unit: int) -> None:
 
 
 @compiled
-def reserve(world: World, fleet: Fleet, replica: int, ca: int, loc: int) -> bool:
+def reserve(world: World, fleet: Fleet, replica: int, slots: int) -> bool:
     """Take slots, evicting what is needed for them; False, and nothing taken, where running
     requests leave too few."""
     replicas = world.replicas
-    over_ca = replicas.used_ca[replica] + ca - fleet.ca_slots
-    over_loc = replicas.used_loc[replica] + loc - fleet.locality_slots
-    if over_ca > replicas.evictable_ca[replica] or over_loc > replicas.evictable_loc[replica]:
+    if replicas.used[replica] + slots - fleet.slots > replicas.evictable[replica]:
         return False
-    while (
-        replicas.used_ca[replica] + ca > fleet.ca_slots
-        or replicas.used_loc[replica] + loc > fleet.locality_slots
-    ):
+    while replicas.used[replica] + slots > fleet.slots:
         evict_oldest(world, replica)
-    replicas.used_ca[replica] += ca
-    replicas.used_loc[replica] += loc
-    replicas.peak_ca[replica] = max(replicas.peak_ca[replica], replicas.used_ca[replica])
-    replicas.peak_loc[replica] = max(replicas.peak_loc[replica], replicas.used_loc[replica])
+    replicas.used[replica] += slots
+    replicas.peak[replica] = max(replicas.peak[replica], replicas.used[replica])
     return True
 
 
@@ -218,6 +193,5 @@ __all__ = [
     "merge_upwards",
     "new_unit",
     "reserve",
-    "touch_path",
     "unlock_path",
 ]

@@ -18,6 +18,7 @@ from kvtier.retention.shares.base import (
     Serving,
     ShareRule,
     Turn,
+    profile_slots,
     whole_pages,
 )
 from kvtier.retention.shares.byte_budget import ByteBudget
@@ -62,9 +63,7 @@ def asked_share(settings: Settings) -> AskedShare | None:
 
 
 def expected_share(settings: Settings) -> float:
-    """The share of a context that pools are sized for. Raises UsageError as `asked_share` does."""
-    if settings.session.retention is not None:
-        return settings.session.retention
+    """The share of a context that plans count with. Raises UsageError as `asked_share` does."""
     asked = asked_share(settings)
     return 1.0 if asked is None else asked.rule.expected_share(asked.number)
 
@@ -100,5 +99,6 @@ __all__ = [
     "Turn",
     "asked_share",
     "expected_share",
+    "profile_slots",
     "whole_pages",
 ]

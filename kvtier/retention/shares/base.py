@@ -119,7 +119,7 @@ class ShareRule(ABC):
 
     @classmethod
     def expected_share(cls, number: float) -> float:
-        """The share that pools are sized for, where the session settings name none."""
+        """The share that plans count with."""
         return 1.0
 
     @classmethod
@@ -144,6 +144,13 @@ def whole_pages(kept_tokens: int, droppable_tokens: int) -> int:
     """The fewest entries, at least `kept_tokens`, that fill whole pages: one page or more, but at
     most all `droppable_tokens`."""
     return min(max(1, -(-kept_tokens // PAGE)) * PAGE, droppable_tokens)
+
+
+def profile_slots(kept: int, anchored: int, heads: int) -> int:
+    """How many slots of all heads hold a span of which the anchored heads keep so many entries each
+    and every other head one page."""
+    pages = anchored * -(-kept // PAGE) + heads - anchored
+    return PAGE * -(-pages // heads)
 
 
 def within(turn: Turn, kept_tokens: int) -> int:

@@ -20,21 +20,19 @@ from dataclasses import dataclass
 
 from kvtier.errors import TierProtocolError
 from kvtier.retention.locality import DroppedSpan, LocalityRule
-from kvtier.retention.shares import ShareRule, Turn
+from kvtier.retention.shares import ShareRule, Turn, whole_pages
 from kvtier.tier.blobs.turns import Place, TurnRecord, places
 
 
 @dataclass(frozen=True)
 class TurnRules:
-    """What a server compresses by. share: how much CA heads keep; streaming: locality heads drop
-    during prefill, so nothing is exact and what is not compressed may have something dropped.
+    """What a server compresses by. share: how much CA heads keep.
 
     May be asked from any thread.
     """
 
     locality: LocalityRule
     share: ShareRule
-    streaming: bool = False
 
     def check(self, record: TurnRecord) -> None:
         """Raises TierProtocolError naming the first node that these rules do not make."""
@@ -54,13 +52,11 @@ class TurnRules:
     def _problem(self, place: Place, begun: list[_Begun]) -> str | None:
         """begun: where the nodes up to this one begin."""
         node, span = place.node, DroppedSpan(*place.node.dropped)
-        if self.streaming and node.exact:
-            return "are exact though prefill is streaming"
-        if not (self.streaming or place.start or node.exact):
+        if not (place.start or node.exact):
             return "are not exact though nothing is before them"
         if not node.compressed and span == DroppedSpan(0, 0):
             return None
-        if not (node.compressed or self.streaming):
+        if not node.compressed:
             return "have something dropped though they are not compressed"
         if not self._drops(place, span):
             return f"have dropped {span.begin} to {span.end}"
@@ -69,9 +65,10 @@ class TurnRules:
         return None
 
     def _drops(self, place: Place, span: DroppedSpan) -> bool:
-        """Whether the node's dropped span is the rule's, for the node as it is or before a cut."""
+        """Whether the node's dropped span is the rule's, for the node as it is or before a cut; or
+        nothing, where that would have saved nothing."""
         rule, start, node = self.locality, place.start, place.node
-        if span == rule.dropped(start, node.stop, node.prompt_stop):
+        if span in (DroppedSpan(0, 0), rule.dropped(start, node.stop, node.prompt_stop)):
             return True
         if span.begin != max(rule.sink_tokens - start, 0) or span.num_tokens < 2:
             return False
@@ -86,8 +83,8 @@ class TurnRules:
     def _keeps(self, place: Place, span: DroppedSpan, begun: list[_Begun]) -> bool:
         """Whether CA heads may have kept so many of a dropped span."""
         kept = place.node.kept
-        if not place.node.compressed:
-            return kept == span.num_tokens
+        if kept != whole_pages(kept, span.num_tokens):
+            return False
         # A node that begins inside the sink may have been cut from one that began before it.
         possible = begun if place.start <= self.locality.sink_tokens else begun[-1:]
         for begin in possible:

@@ -1,1 +1,1 @@
-"""Attention over ragged KV, per head class."""
+"""Attention over lists of entries."""

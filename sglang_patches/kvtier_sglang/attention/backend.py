@@ -1,10 +1,9 @@
-"""The attention backend `kvtier`: one ragged kernel call per head class and layer.
+"""The attention backend `kvtier`: every KV head of a layer attends over its own list of entries.
 
-Per forward pass the slot tables are planned once per class (plans.py; for CUDA graphs
-cuda_graphs.py); per layer the query heads of each class attend over their own class's entries.
+A pass is planned once (plans.py). New tokens attend to each other in the pass, and to what was
+there before over lists, or, where nothing of it is compressed, over the slots of its tokens.
 
-Runs over a `HeadSplitKVPool` only. With every head CA (policy `full`) the locality class is
-empty and never touched, so the same backend serves SGLang's own radix cache.
+Runs over a `HeadPagedKVPool` only. It serves SGLang's own radix cache as well (policy `full`).
 """
 
 from __future__ import annotations
@@ -19,16 +18,14 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, Shar
 
 from kvtier.config import Settings
 from kvtier.errors import IncompatibleFlagError
-from kvtier_kernels import AttentionKernels, AttentionState, HeadMap, RaggedKV, get_kernels
+from kvtier_kernels import AttentionKernels, AttentionState, RaggedKV, get_kernels
 from kvtier_kernels.fp8 import as_stored
-from kvtier_kernels.side_by_side import SideBySide
-from kvtier_sglang.attention.cuda_graphs import DecodeGraphs
 from kvtier_sglang.attention.drafts import fold, over_branches, over_prefixes, unfold
 from kvtier_sglang.attention.pass_refresh import PassRefresh, no_refresh
-from kvtier_sglang.attention.plans import BatchPlan, ClassPlan, Planner, indptr
-from kvtier_sglang.compression.selection import PrefillRows, TokenSelection
-from kvtier_sglang.memory.passes import MemoryPasses, merge_into
-from kvtier_sglang.pool.kv_pool import ClassBuffers, head_split_pool
+from kvtier_sglang.attention.plans import BatchPlan, Planner, indptr
+from kvtier_sglang.compression.selection import PackedSelection, PrefillRows
+from kvtier_sglang.memory.passes import MemoryPasses
+from kvtier_sglang.pool.kv_pool import kvtier_pool
 
 
 class KvtierAttnBackend(AttentionBackend):
@@ -43,11 +40,11 @@ class KvtierAttnBackend(AttentionBackend):
         model_runner: Any,
         settings: Settings,
         *,
-        selection: TokenSelection | None = None,
+        selection: PackedSelection | None = None,
         refresh: Callable[[], PassRefresh | None] = no_refresh,
     ) -> None:
         super().__init__()
-        self.pool = head_split_pool(model_runner)
+        self.pool = kvtier_pool(model_runner)
         # By these names SGLang's models and its forward context ask for the pools.
         self.token_to_kv_pool = self.pool
         self.req_to_token_pool = model_runner.req_to_token_pool
@@ -59,22 +56,18 @@ class KvtierAttnBackend(AttentionBackend):
             raise IncompatibleFlagError(
                 "--kv-cache-dtype", f"one that {self.kernels.name} reads on this GPU", "fp8_e4m3"
             )
-        self.planner = Planner(self.kernels, self.pool, self.req_to_token, settings)
+        self.planner = Planner(self.kernels, self.pool, self.req_to_token)
         self.selection = selection
         self.refresh = refresh
         self.forward_metadata: BatchPlan | None = None
         # Set where there are prefix memories.
         self.memories: MemoryPasses | None = None
-        # Set by the runner that captures CUDA graphs.
-        self.graphs: DecodeGraphs | None = None
-        self._side_by_side = SideBySide(self.device)
-        # All entries, where heads may keep different numbers of them.
-        self._cells: Any = None if self.pool.packed is None else self.pool.packed.kv
+        self._cells = self.pool.cells
 
     def use_memories(self, memories: MemoryPasses) -> None:
         """Requests may begin with prefixes that these stand for."""
         self.memories = memories
-        self.planner.has_gaps = True
+        self.planner.lists.allow_gaps()
 
     def support_triton(self) -> bool:
         return False
@@ -100,35 +93,23 @@ class KvtierAttnBackend(AttentionBackend):
     # What CUDA graphs of decoding call instead: the second part is recorded.
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Room for the plans of batches of up to max_bs requests."""
-        self.graphs = DecodeGraphs(
-            self.kernels, self.pool, self.req_to_token, max_bs, self.planner.lists
-        )
+        """Nothing: the tables of lists are there, and a plan is made where it is recorded."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length of requests that only fill up a batch: none has to read anything."""
         return 0
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        assert self.graphs is not None, "init_cuda_graph_state was not called"
-        self.graphs.room(forward_batch.batch_size)
         if not in_capture:
             self.planner.follow_moved(forward_batch)
         # A replay plans by itself, and may not find an earlier pass here.
         self.forward_metadata = None
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        assert self.graphs is not None, "init_cuda_graph_state was not called"
-        lists = self.graphs.fill(forward_batch)
-        ca, locality = self.graphs.room(forward_batch.batch_size)
-        self.forward_metadata = BatchPlan(
-            ca=ClassPlan(ca),
-            locality=None if locality is None else ClassPlan(locality),
-            write=self.planner.write(forward_batch.out_cache_loc),
-            q_indptr=(),
-            lists=lists,
-            memory=None if self.memories is None else self.memories.recorded(forward_batch),
-        )
+        plan = self.planner.recorded(forward_batch)
+        if self.memories is not None:
+            plan = replace(plan, memory=self.memories.recorded(forward_batch))
+        self.forward_metadata = plan
 
     def _begin_extend(self, forward_batch: Any) -> BatchPlan:
         requests = forward_batch.req_pool_indices.tolist()
@@ -185,7 +166,7 @@ class KvtierAttnBackend(AttentionBackend):
         memory = None if batch.memory is None else batch.memory.state(index, q, layer.scaling)
         q, k, v = self._in_stored_units(index, q, k, v)
         if save_kv_cache:
-            self.pool.store(self.kernels, index, batch.write, k, v)
+            self.kernels.store(k, v, RaggedKV(*self.pool.kv[index]), batch.write)
         if batch.drafts is not None:
             out = self._verify(index, q, k, v, layer.scaling, batch, batch.drafts)
             return self._in_model_units(index, out)
@@ -195,22 +176,15 @@ class KvtierAttnBackend(AttentionBackend):
             refresh.layer(index, q, layer.scaling)
             if index == self.pool.layer_num - 1:
                 refresh.end_pass()
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for buffers, part, votes in self._classes(index, batch):
-            kv = RaggedKV(buffers.k, buffers.v, votes)
-            rest = batch.q_indptr, kv, part.plan, layer.scaling
-            if batch.lists is None and memory is None:
-                self.kernels.extend_heads(q, k, v, *rest, buffers.head_map, out, part.window)
-                continue
-            mine, own_k, own_v = buffers.select(q), buffers.select(k), buffers.select(v)
-            state = self.kernels.extend(mine, own_k, own_v, *rest, part.window)
-            if batch.lists is not None:
-                before = self.kernels.lists.extend(
-                    q, batch.q_indptr, self._cells, batch.lists, index, layer.scaling
-                )
-                state = self.kernels.merge_states(before, state)
-            self._place(index, out, buffers.head_map, state, memory)
-        return self._in_model_units(index, out)
+        kv = RaggedKV(*self.pool.kv[index])
+        rest = batch.q_indptr, kv, batch.prefixes, layer.scaling
+        state = self.kernels.extend(q, k, v, *rest)
+        if batch.lists is not None:
+            before = self.kernels.lists.extend(
+                q, batch.q_indptr, self._cells, batch.lists, index, layer.scaling
+            )
+            state = self.kernels.merge_states(before, state)
+        return self._with_memory(index, state, memory)
 
     def forward_decode(
         self,
@@ -228,27 +202,12 @@ class KvtierAttnBackend(AttentionBackend):
         memory = None if batch.memory is None else batch.memory.state(index, q, layer.scaling)
         q, k, v = self._in_stored_units(index, q, k, v)
         if save_kv_cache:
-            self.pool.store(self.kernels, index, batch.write, k, v)
+            self.kernels.store(k, v, RaggedKV(*self.pool.kv[index]), batch.write)
         watching = self._watching
         if watching is not None:
             watching.record(index, q)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if batch.lists is not None:
-            state = self.kernels.lists.decode(q, self._cells, batch.lists, index, layer.scaling)
-            if memory is None:
-                return self._in_model_units(index, state.o)
-            self._place(index, out, self.pool.ca[index].head_map, state, memory)
-            return self._in_model_units(index, out)
-        calls: list[Callable[[], None]] = []
-        for buffers, part, votes in self._classes(index, batch):
-            kv = RaggedKV(buffers.k, buffers.v, votes)
-            args = (q, kv, part.plan, layer.scaling, buffers.head_map, out)
-            if memory is not None:
-                calls.append(partial(self._decode_behind, index, memory, *args))
-            else:
-                calls.append(partial(self.kernels.decode_heads, *args))
-        self._side_by_side.run(calls)
-        return self._in_model_units(index, out)
+        state = self.kernels.lists.decode(q, self._cells, batch.lists, index, layer.scaling)
+        return self._with_memory(index, state, memory)
 
     def _verify(
         self,
@@ -263,53 +222,21 @@ class KvtierAttnBackend(AttentionBackend):
         """Drafts over their requests' prefixes and their own branches (attention/drafts.py)."""
         count = masks.shape[-1]
         q = fold(q, count)
-        out = torch.empty_like(q)
-        for buffers, part, votes in self._classes(index, batch):
-            heads = buffers.select
-            kv = RaggedKV(buffers.k, buffers.v, votes)
-            decode = partial(self.kernels.decode, kv=kv, plan=part.plan, scale=scale)
-            if batch.lists is not None:
-                decode = partial(
-                    self.kernels.lists.decode,
-                    kv=self._cells,
-                    plan=batch.lists,
-                    layer=index,
-                    scale=scale,
-                )
-            state = over_prefixes(decode, heads(q))
-            branches = over_branches(heads(q), heads(k), heads(v), masks, scale)
-            buffers.head_map.place(out, self.kernels.merge_states(state, branches).o)
-        return unfold(out, count)
+        decode = partial(
+            self.kernels.lists.decode, kv=self._cells, plan=batch.lists, layer=index, scale=scale
+        )
+        state, branches = over_prefixes(decode, q), over_branches(q, k, v, masks, scale)
+        return unfold(self.kernels.merge_states(state, branches).o, count)
 
-    def _decode_behind(
-        self,
-        index: int,
-        memory: AttentionState,
-        q: torch.Tensor,
-        kv: RaggedKV,
-        plan: Any,
-        scale: float,
-        heads: HeadMap,
-        out: torch.Tensor,
-    ) -> None:
-        """`decode_heads` where requests have prefix memories."""
-        state = self.kernels.decode(heads.select(q), kv, plan, scale)
-        self._place(index, out, heads, state, memory)
-
-    def _place(
-        self,
-        index: int,
-        out: torch.Tensor,
-        heads: HeadMap,
-        state: AttentionState,
-        memory: AttentionState | None,
-    ) -> None:
-        """Store what some heads of a layer find in their entries, and in prefix memories."""
-        if memory is None:
-            heads.place(out, state.o)
-        else:
+    def _with_memory(
+        self, index: int, state: AttentionState, memory: AttentionState | None
+    ) -> torch.Tensor:
+        """A layer's output, of what was found in entries (in stored units) and in memories."""
+        if memory is not None:
             v_scale = self.pool.scales.of(index).v
-            merge_into(out, heads, state, memory, self.kernels, v_scale)
+            o = memory.o if v_scale == 1.0 else memory.o / v_scale
+            state = self.kernels.merge_states(state, AttentionState(o, memory.lse))
+        return self._in_model_units(index, state.o)
 
     def _in_stored_units(
         self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -343,19 +270,6 @@ class KvtierAttnBackend(AttentionBackend):
         heads, dim = layer.tp_k_head_num, layer.qk_head_dim
         group = layer.tp_q_head_num // heads
         return q.view(-1, heads, group, dim), k.view(-1, heads, dim), v.view(-1, heads, dim)
-
-    def _classes(
-        self, index: int, batch: BatchPlan
-    ) -> list[tuple[ClassBuffers, ClassPlan, torch.Tensor | None]]:
-        """The classes that have heads in the pool's `index`-th layer, each with plan and votes."""
-        classes: list[tuple[ClassBuffers, ClassPlan, torch.Tensor | None]] = []
-        if self.pool.ca[index].heads:
-            votes = None if self.pool.ca_votes is None else self.pool.ca_votes[index]
-            classes.append((self.pool.ca[index], batch.ca, votes))
-        if self.pool.locality[index].heads:
-            assert batch.locality is not None, "a locality head without a locality plan"
-            classes.append((self.pool.locality[index], batch.locality, self.pool.log_votes))
-        return classes
 
 
 __all__ = ["KvtierAttnBackend"]

@@ -1,12 +1,12 @@
-"""What requests read where heads keep different numbers of entries: tables of lists, one row each.
+"""What requests read: tables of lists of entries, one row each.
 
     row of a request    words of column 0, 1, 2 …      of all packed spans of its prefix, joined
                         slots 7 8 9 31 32 …            of its dense tokens: all that is not packed
 
 A row is written when a request's prefill plans a pass, from its slots and spans, and again where it
-gets other slots later (`PackedSpans.moved`). After that its dense tokens grow by one a step, which
-is noted on the device: so a decoding pass asks nothing of the host, and CUDA graphs record it. The
-tables stay where they are.
+gets other slots later (`HeadPagedKVPool.moved`). After that its dense tokens grow by one a step,
+which is noted on the device: so a decoding pass asks nothing of the host, and CUDA graphs record
+it. The tables stay where they are. Where every token has a slot, SGLang's own table says which.
 
 The last row is that of requests that only fill up a batch: they have nothing. Forward thread only.
 """
@@ -14,28 +14,26 @@ The last row is that of requests that only fill up a batch: they have nothing. F
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kvtier_kernels import AttentionKernels
 from kvtier_kernels.lists import ListTables
-from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.pool.packed import PackedSpan
 
 
 class RequestLists:
-    """See the module docstring.
-
-    rows, width: of SGLang's table of token slots.
-    """
+    """See the module docstring. req_to_token: SGLang's table, int32 `[rows, width]`."""
 
     def __init__(
-        self, kernels: AttentionKernels, pool: HeadSplitKVPool, rows: int, width: int
+        self, kernels: AttentionKernels, pool: HeadPagedKVPool, req_to_token: torch.Tensor
     ) -> None:
-        assert pool.packed is not None, "a pool that does not pack"
         self._kernels, self._pool, self._packed = kernels.lists, pool, pool.packed
         self.columns = pool.layer_num * pool.head_num
+        rows = len(req_to_token)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=pool.device)
@@ -44,8 +42,10 @@ class RequestLists:
         self.tables = ListTables(
             words=zeros(rows + 1, self.columns, dtype=torch.int64),
             pages=zeros(rows + 1, self.columns),
-            slots=zeros(rows + 1, width),
+            slots=req_to_token,
         )
+        # Whether tokens of a request may have no slot.
+        self._has_gaps = False
         # Of each row: tokens that are not dense.
         self._packed_tokens = zeros(rows + 1)
         # What the rows' words are, which the tables only point to.
@@ -54,20 +54,31 @@ class RequestLists:
         self._last: dict[int, Any] = {}
         # Of CUDA graphs, likewise.
         self._of_graphs: dict[int, Any] = {}
+        if pool.packed is not None:
+            self.allow_gaps()
 
-    def begin(self, row: int, slots: torch.Tensor, new: torch.Tensor) -> int:
+    def allow_gaps(self) -> None:
+        """Tokens of a request may have no slot: what compression took, or a memory stands for."""
+        if not self._has_gaps:
+            rows, width = self.tables.slots.shape
+            slots = self.tables.slots.new_zeros(rows + 1, width)
+            self.tables, self._has_gaps = replace(self.tables, slots=slots), True
+
+    def begin(self, row: int, slots: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """A request's row, before a pass. slots: int64 `[tokens]` of its prefix, 0 where
-        compression took one; new: those of the pass. Returns how many dense tokens the prefix has.
-        """
-        self._packed.moved.discard(row)
-        dense = self._packed.dense_of[slots]
+        compression took one; new: those of the pass. Returns the slots of the prefix's dense
+        tokens."""
+        self._last = {}
+        self._pool.moved.discard(row)
+        if not self._has_gaps:
+            return slots
+        dense = slots if self._packed is None else self._packed.dense_of[slots]
         dense = dense[dense > 0]
         count = dense.numel()
         self.tables.slots[row, :count] = dense
         self.tables.slots[row, count : count + new.numel()] = new
         self._packed_tokens[row : row + 1].fill_(slots.numel() - count)
-        self._last = {}
-        spans = self._packed.in_row(slots)
+        spans = () if self._packed is None else self._packed.in_row(slots)
         if not spans:
             self.tables.pages[row].zero_()
             self._words.pop(row, None)
@@ -82,7 +93,7 @@ class RequestLists:
             self.tables.pages[row] = pages
             # Only now may the words before be freed: passes under way read them.
             self._words[row] = spans, words
-        return count
+        return dense
 
     def has_packed(self, rows: Sequence[int]) -> bool:
         """Whether any of these rows has packed spans."""
@@ -108,6 +119,8 @@ class RequestLists:
     def _grown(
         self, rows: torch.Tensor, lengths: torch.Tensor, newest: torch.Tensor, into: Any
     ) -> Any:
+        if not self._has_gaps:
+            return self._plan(rows, lengths, into)
         rows = torch.where(lengths > 0, rows, self._blank)
         dense = (lengths - self._packed_tokens[rows]).clamp_min(0)
         self.tables.slots[rows, (dense - 1).clamp_min(0)] = newest.to(torch.int32)
@@ -122,4 +135,17 @@ class RequestLists:
         return self._kernels.plan(self.tables, rows, dense, layers, heads, into)
 
 
-__all__ = ["RequestLists"]
+def table_bytes(configurator: Any) -> int:
+    """Bytes of a table of so many dense slots as CUDA graphs of decoding may have at once."""
+    from sglang.srt.runtime_context import get_exec
+
+    if not str(configurator.device).startswith("cuda"):
+        return 0
+    decode = get_exec().graph.cuda_graph_config.decode
+    if decode.backend == "disabled":
+        return 0
+    requests = max(decode.bs or [decode.max_bs or 0])
+    return int(requests * configurator.model_config.context_len * torch.int32.itemsize)
+
+
+__all__ = ["RequestLists", "table_bytes"]

@@ -1,6 +1,6 @@
 """What a server knows of its model from the calibration store: head profile and curve.
 
-The profile is read once, when the pools are built; the curve is watched, so that a new one is in
+The profile is read once, when the pool is built; the curve is watched, so that a new one is in
 force without a restart. Nothing here fails or delays serving: a store that is down means the last
 known document, then its local copy, then every head and the whole context.
 """

@@ -1,8 +1,9 @@
 """What happens to a context's KV when its turn ends.
 
-Locality heads drop the span that `LocalityRule` names and keep one compensation entry of it. Where
-a share of the context was asked for, CA heads keep only their best tokens of that span too
-(selection.py), and the slots of the others go back to the pool.
+Of the span that `LocalityRule` names heads keep what the selection says (selection.py): the best
+tokens of all heads, or by a head profile those of the anchored heads and one compensation entry of
+the others. The slots that are not needed any more go back to the pool; where none would, the span
+stays as it is, exact.
 
     while prefilling   [ every token, exact                  ]
     turn ended         [ sink | compensation | recent | generated ]
@@ -15,17 +16,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from kvtier.retention.locality import DroppedSpan, LocalityRule
 from kvtier.retention.scorers import TokenScorer
-from kvtier.retention.shares import Choice, Everything, ShareRule, Turn
+from kvtier.retention.shares import Choice, Everything, ShareRule, Turn, whole_pages
 from kvtier.tier.blobs.turns import NodeRecord
 from kvtier_sglang.compression.retention import Retention, mean_nll
-from kvtier_sglang.compression.selection import TokenSelection
-from kvtier_sglang.pool.allocator import HeadSplitAllocator
+from kvtier_sglang.compression.selection import PackedSelection
+from kvtier_sglang.pool.allocator import BundleAllocator
 
 
 class Compressible(Protocol):
@@ -43,45 +44,36 @@ class Compressible(Protocol):
     def stop(self) -> int: ...
 
 
-class Freed(NamedTuple):
-    """Slots of each class that went back to the pool."""
-
-    ca: int = 0
-    locality: int = 0
-
-
 class Compressor:
     """See the module docstring.
 
-    rule:      what locality heads keep.
-    retention: how much of a context CA heads keep; `selection` says which tokens. Without a
-               selection they keep everything, whatever `retention` says.
+    rule:      what of a turn is dropped, or kept in part.
+    retention: how much of it anchored heads keep; `selection` says which tokens. Without a
+               selection nothing is dropped, whatever `retention` says.
     """
 
     def __init__(
         self,
-        allocator: HeadSplitAllocator,
+        allocator: BundleAllocator,
         rule: LocalityRule,
         *,
         retention: Retention | None = None,
-        selection: TokenSelection | None = None,
+        selection: PackedSelection | None = None,
     ) -> None:
         self.allocator = allocator
         self.rule = rule
         self.retention = retention or Retention(Everything())
         self.selection = selection
-        self.counters: Counter[str] = Counter(
-            compressed_nodes=0, dropped_tokens=0, compacted_tokens=0
-        )
+        self.counters: Counter[str] = Counter(compressed_nodes=0, compacted_tokens=0)
 
     @property
     def share(self) -> ShareRule:
-        """The rule that is in force for CA heads."""
+        """The rule that is in force for anchored heads."""
         return Everything() if self.selection is None else self.retention.rule
 
     @property
     def scorer(self) -> TokenScorer | None:
-        """What says which tokens CA heads keep; None where they keep all."""
+        """What says which tokens heads keep; None where they keep all."""
         if self.selection is None or self.allocator.pool.state is None:
             return None
         return self.selection.scorer
@@ -93,34 +85,45 @@ class Compressor:
             retention["scorer"] = {"name": scorer.name, **scorer.parameters()}
         return {**self.counters, "retention": retention}
 
-    def end_turn(self, node: Compressible, held_before: Iterable[int]) -> Freed:
-        """Compress a node that no request has locked. held_before: CA entries that the nodes
-        before it keep, each."""
+    def end_turn(self, node: Compressible, held_before: Iterable[int]) -> int:
+        """Compress a node that no request has locked; returns how many slots it gave back.
+        held_before: entries that anchored heads keep of the nodes before it, each."""
         span = self.rule.dropped(node.start, node.stop, node.prompt_stop)
         return self._compress(node, span, lambda: self._wanted(node, span, held_before))
 
-    def as_recorded(self, node: Compressible, record: NodeRecord) -> Freed:
+    def as_recorded(self, node: Compressible, record: NodeRecord) -> int:
         """Compress a restored node as it had been, whatever today's rules would choose."""
-        choice = Choice(record.kept, "as-recorded")
-        return self._compress(node, DroppedSpan(*record.dropped), lambda: choice)
+        span = DroppedSpan(*record.dropped)
+        kept_all = record.kept == span.num_tokens
+        choice = None if kept_all else Choice(record.kept, "as-recorded")
+        return self._compress(node, span, lambda: choice)
 
     def _compress(
-        self, node: Compressible, span: DroppedSpan, choose: Callable[[], Choice]
-    ) -> Freed:
-        """choose: how many entries of the span CA heads keep, where they do not keep all."""
+        self, node: Compressible, span: DroppedSpan, choose: Callable[[], Choice | None]
+    ) -> int:
+        """choose: how many entries of the span anchored heads keep; None: all."""
         node.compressed = True
-        self.allocator.settle(node.value)
-        if not span.num_tokens:
-            return Freed()
+        if self.selection is None or not span.num_tokens:
+            return 0
         self.counters["compressed_nodes"] += 1
-        locality = self.drop(node, span).locality
-        if self.selection is None:
-            return Freed(0, locality)
         node.choice = choose()
-        return Freed(self._keep(node, self.selection, node.choice.kept_tokens), locality)
+        slots = node.value[span.begin : span.end]
+        keep = span.num_tokens if node.choice is None else node.choice.kept_tokens
+        assert keep > 0, "a span of which nothing stays"
+        stay, free = self.selection.compact(slots, node.start + span.begin, keep)
+        if free.numel():
+            node.dropped = span
+            node.kept_entries = whole_pages(keep, span.num_tokens)
+            node.value[span.begin : span.end] = self.allocator.compact(stay, free)
+            self.counters["compacted_tokens"] += free.numel()
+        return free.numel()
 
-    def _wanted(self, node: Compressible, span: DroppedSpan, held_before: Iterable[int]) -> Choice:
-        """How many entries of the dropped span the share rule keeps."""
+    def _wanted(
+        self, node: Compressible, span: DroppedSpan, held_before: Iterable[int]
+    ) -> Choice | None:
+        """How many entries of the span the share rule keeps; None where there is none."""
+        if isinstance(self.retention.rule, Everything):
+            return None
         prompt_stop = min(node.prompt_stop, node.stop)
         nll = None
         if self.retention.rule.needs_nll:
@@ -133,33 +136,5 @@ class Compressor:
         )
         return self.retention.choose(turn)
 
-    def slide_window(self, node: Compressible) -> Freed:
-        """Streaming prefill: drop what has left the recent window by the node's end."""
-        stop = node.stop
-        span = self.rule.dropped(node.start, stop, min(stop, node.prompt_stop))
-        return self.drop(node, span) if span.num_tokens else Freed()
 
-    def drop(self, node: Compressible, span: DroppedSpan) -> Freed:
-        """Let locality heads keep one entry of a span, or none."""
-        freed = self.allocator.drop(
-            node.value[span.begin : span.end], compensation=self.rule.compensation
-        )
-        node.dropped = span
-        self.counters["dropped_tokens"] += freed
-        return Freed(0, freed)
-
-    def _keep(self, node: Compressible, selection: TokenSelection, keep: int) -> int:
-        """Let CA heads keep their best `keep` entries of the dropped span; returns how many slots
-        the others gave back."""
-        span = node.dropped
-        slots = node.value[span.begin : span.end]
-        stay, free = selection.compact(slots, node.start + span.begin, keep)
-        node.kept_entries = selection.entries(stay.numel(), keep)
-        if not free.numel():
-            return 0
-        node.value[span.begin : span.end] = self.allocator.compact(stay, free)
-        self.counters["compacted_tokens"] += free.numel()
-        return free.numel()
-
-
-__all__ = ["Compressible", "Compressor", "Freed"]
+__all__ = ["Compressible", "Compressor"]

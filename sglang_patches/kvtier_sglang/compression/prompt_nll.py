@@ -2,7 +2,7 @@
 
 SGLang computes logits for the last token of a prefill only. Here every `stride`-th token of it is
 asked as well, from hidden states that are at hand: 1 / stride of the output layer's work. The
-NLL is kept per CA slot, like the window mass, and averaged over a node when its turn ends.
+NLL is kept per slot, like the window mass, and averaged over a node when its turn ends.
 
 A token at position p is asked for the one at p + 1, so the last token of a chunk is not asked.
 """
@@ -49,7 +49,7 @@ def observe_nll(
     stride: int,
     nll: torch.Tensor,
 ) -> None:
-    """Write the NLL of every `stride`-th token of a prefill into `nll`, by CA slot. hidden: of all
+    """Write the NLL of every `stride`-th token of a prefill into `nll`, by slot. hidden: of all
     tokens of the prefill; of fewer (SGLang keeps the last ones only) nothing is measured."""
     if hidden.shape[0] != rows.indptr[-1]:
         return

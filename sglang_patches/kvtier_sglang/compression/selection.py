@@ -1,39 +1,75 @@
-"""Selection in a finished turn: every CA head keeps its own best tokens of the span.
+"""Selection in a finished turn: of a span of tokens each column (a layer's head) keeps some, which
+are packed into bundles of the span's own slots; pool/packed.py says how. With pages of one entry:
+
+    span of node   | a b c d e f g h |     head 0 keeps a b d f h, head 1 keeps c
+    slots          | 4 5 6 7 . . . . |     3 slots for two heads: 6 entries
+    column moved   head 0: a b d | f h     head 1: c           f and h have no place in their column
+    packed         head 0: a b d           head 1: c f h       4, 5 and 6 stay, 7 … are free
+
+How many each head keeps is chosen by kvtier.retention.head_budgets: the best entries of all heads
+and layers (adaptive), or what a head profile says, in which anchored heads keep the same number and
+a locality head keeps one entry, the mean of all with as many votes.
 
 What the token scorer wants to see was noted while the turn was prefilled, by slot, so it survives
-chunking, batching, sharing and splits (`HeadSplitKVPool.state`). Here the scorer is asked, and the
-selected entries move to the first slots of the span:
-
-    span of node   | a b c d e f g h i j |     head 0 keeps b d i, head 1 keeps a e j
-    slots          | 5 6 7 8 9 . . . . . |
-    afterwards     | 5 6 7 0 0 0 0 0 0 0 |     slot 5: b for head 0, a for head 1; 8, 9 … are free
-
-Here all heads keep the same number, so one slot table still serves them all; packing.py has heads
-compete for entries instead. Entries carry their rotation with them: positions stay what they were.
+chunking, batching, sharing and splits (`HeadPagedKVPool.state`). Entries carry their rotation with
+them: positions stay what they were.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
+from kvtier.heads.profile import HeadProfile
 from kvtier.heads.reference.rotation import KeyRotation
+from kvtier.retention.head_budgets import adaptive_selection
 from kvtier.retention.scorers import Chunk, Span, TokenScorer, select
-from kvtier_kernels.fp8 import restored, take
-from kvtier_sglang.pool.kv_pool import ClassBuffers, HeadSplitKVPool
+from kvtier.retention.shares import PAGE, profile_slots, whole_pages
+from kvtier_kernels import HeadMap
+from kvtier_kernels.fp8 import put, restored, take
+from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
+from kvtier_sglang.pool.packed import Cells, PackedSpan, bundles_first
 
 
-class TokenSelection:
-    """Scores the tokens of one pool's CA heads and keeps the best. Owned by the scheduler thread.
+class PrefillRows(NamedTuple):
+    """Which tokens an extend pass computes.
+
+    indptr: row ranges of the requests; start: position of each request's first row.
+    slots:  [tokens] int64, their slots.
+    """
+
+    indptr: tuple[int, ...]
+    start: tuple[int, ...]
+    slots: torch.Tensor
+
+
+class Kept(NamedTuple):
+    """What is chosen of a span.
+
+    entries: bool `[columns, tokens]`
+    means:   columns that keep the mean of all tokens besides
+    slots:   so many of the span's slots hold it, a multiple of PAGE
+    """
+
+    entries: torch.Tensor
+    means: Sequence[int]
+    slots: int
+
+
+class PackedSelection(ABC):
+    """Scores the tokens of a pool that packs and keeps the best. Owned by the scheduler thread.
 
     rotations: per layer, how its keys are rotated; None where they are not.
     """
 
     def __init__(
         self,
-        pool: HeadSplitKVPool,
+        pool: HeadPagedKVPool,
         scorer: TokenScorer,
         rotations: Sequence[KeyRotation | None],
     ) -> None:
@@ -52,47 +88,96 @@ class TokenSelection:
     ) -> None:
         """Remember what the scorer sees of a prefill's tokens in the pool's `index`-th layer.
 
-        q `[tokens, KV heads, group, dim]`, k and v `[tokens, KV heads, dim]`, all heads.
+        q `[tokens, KV heads, group, dim]`, k and v `[tokens, KV heads, dim]`.
         """
-        buffers, state = self.pool.ca[index], self.pool.state
-        if state is None or not buffers.heads or not self.scorer.state_width:
-            return
-        heads = buffers.select
-        chunk = Chunk(heads(q), heads(k), heads(v), rows.indptr, rows.start, scale)
-        state[index][:, rows.slots] = self.scorer.observe(chunk).flatten(0, 1)
+        state = self.pool.state
+        if state is not None and self.scorer.state_width:
+            chunk = Chunk(q, k, v, rows.indptr, rows.start, scale)
+            state[index][:, rows.slots] = self.scorer.observe(chunk).flatten(0, 1)
+
+    @abstractmethod
+    def choose(
+        self, slots: torch.Tensor, first_position: int, keep: int, whole: int
+    ) -> Kept | None:
+        """What is kept of a span; None where it stays as it is. Arguments as of `compact`; whole:
+        how many of the slots are in whole bundles."""
 
     def compact(
         self, slots: torch.Tensor, first_position: int, keep: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Move each CA head's best `keep` entries of a span into so many of its slots. Returns
-        those, and the others, which the caller frees.
+        """Pack what is chosen of a span into whole bundles of its slots. Returns those, and the
+        others, which the caller frees.
 
         slots: [tokens] int64 in order of position, the first at `first_position`. No request may be
-        reading them.
+        reading them. keep: entries of the span that an anchored head keeps, or a head on average.
         """
-        if keep >= slots.numel():
+        packed = self.pool.packed
+        assert packed is not None, "a pool that does not pack"
+        ordered, whole = bundles_first(slots)
+        chosen = self.choose(slots, first_position, keep, whole)
+        if chosen is None:
             return slots, slots[:0]
-        for index, buffers in enumerate(self.pool.ca):
-            if buffers.heads:
-                selected = select(self.scores(index, buffers, slots, first_position), keep)
-                _gather_in_place(buffers, slots, selected)
-        return slots[:keep], slots[keep:]
+        means = [self._mean(column, slots) for column in chosen.means]
+        held: list[int] = chosen.entries.sum(-1).tolist()
+        counts = list(held)
+        for column in chosen.means:
+            counts[column] += 1
+        span = packed.span(ordered[: chosen.slots].clone(), counts)
+        self._pack(packed.cells, slots, ordered, chosen.entries, held, span)
+        packed.add(span)
+        if means:
+            cells = packed.vote(span, chosen.means, math.log(slots.numel()))
+            for at, side in enumerate((packed.cells.k, packed.cells.v)):
+                put(side, cells, torch.stack([mean[at] for mean in means]))
+        return span.slots, ordered[chosen.slots :]
 
-    def entries(self, stay: int, keep: int) -> int:
-        """How many entries of its span a CA head was meant to keep, where so many slots stayed."""
-        return stay
+    def warm_up(self) -> None:
+        """End a turn before there are any, so that the first one does not wait for what that loads
+        and compiles. All slots must be free."""
+        assert self.pool.packed is not None, "a pool that does not pack"
+        slots = torch.arange(PAGE, 5 * PAGE, device=self.pool.device)
+        self.compact(slots, 0, PAGE)
+        self.pool.packed.forget(slots)
 
-    def scores(
-        self, index: int, buffers: ClassBuffers, slots: torch.Tensor, first: int
-    ) -> torch.Tensor:
-        """Float32 `[heads, tokens]`, higher = keep, of one layer's CA heads; see `compact`."""
+    def _pack(
+        self,
+        cells: Cells,
+        slots: torch.Tensor,
+        ordered: torch.Tensor,
+        entries: torch.Tensor,
+        held: Sequence[int],
+        span: PackedSpan,
+    ) -> None:
+        """Move what is kept of every column to the column's first slots, and from there what has no
+        place in its column. held: how many `entries` each column has."""
+        column, token = torch.nonzero_static(entries, size=sum(held)).unbind(-1)
+        bounds = [0, *accumulate(held)]
+        begins, place = (
+            torch.tensor(begin[:-1], device=slots.device)[column] for begin in (bounds, span.indptr)
+        )
+        rank = torch.arange(column.numel(), device=slots.device) - begins
+        here = cells.of(column, ordered[rank])
+        cells.move_within(cells.of(column, slots[token]), here, bounds)
+        keep = span.slots.numel()
+        beyond = sum(max(0, count - keep) for count in held)
+        if beyond:
+            those = torch.nonzero_static(rank >= keep, size=beyond).squeeze(-1)
+            cells.move(here[those], span.cells[(place + rank)[those]])
+
+    def _mean(self, column: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 `[dim]` each: the mean key and value of a column's tokens."""
+        index, head = divmod(column, self.pool.head_num)
+        k, v = (take(side[:, head], 0, slots).float().mean(0) for side in self.pool.kv[index])
+        return k, v
+
+    def scores(self, index: int, slots: torch.Tensor, first: int) -> torch.Tensor:
+        """Float32 `[heads, tokens]`, higher = keep, of one layer's heads; see `compact`."""
         assert self.pool.state is not None, "a selection over a pool that keeps everything"
         state = self.pool.state[index][:, slots]
-        state = state.view(len(buffers.heads), self.scorer.state_width, slots.numel())
-        keys = take(buffers.k.transpose(0, 1), 1, slots)
-        values = None
-        if self.scorer.comparable:
-            values = take(buffers.v.transpose(0, 1), 1, slots)
+        state = state.view(self.pool.head_num, self.scorer.state_width, slots.numel())
+        k, v = self.pool.kv[index]
+        keys = take(k.transpose(0, 1), 1, slots)
+        values = take(v.transpose(0, 1), 1, slots) if self.scorer.comparable else None
         return self.score(index, keys, values, state, first)
 
     def score(
@@ -114,22 +199,79 @@ class TokenSelection:
         return self.scorer.score(Span(keys, state, first, rotation, values, layer))
 
 
-class PrefillRows(NamedTuple):
-    """Which tokens an extend pass computes.
+class AdaptiveSelection(PackedSelection):
+    """The best entries of all heads and layers stay. Its scorer is `comparable`."""
 
-    indptr: row ranges of the requests; start: position of each request's first row.
-    slots:  [tokens] int64, their CA slots.
+    def choose(
+        self, slots: torch.Tensor, first_position: int, keep: int, whole: int
+    ) -> Kept | None:
+        """As many entries as come nearest to `keep` and as there are bundles for."""
+        keep = min(whole_pages(keep, slots.numel()), whole)
+        if keep in (0, slots.numel()):
+            return None
+        layers = range(self.pool.layer_num)
+        worth = torch.cat([self.scores(index, slots, first_position) for index in layers])
+        return Kept(adaptive_selection(worth, keep), (), keep)
+
+
+class ProfileSelection(PackedSelection):
+    """What a head profile says: anchored heads keep their best entries, all the same number, and
+    the others one for all.
+
+    profile:       of this rank's heads
+    most_anchored: how many the rank has that has most: all ranks free the same slots
+    compensation:  whether the other heads keep their mean, or nothing
+    spare:         entries that anchored heads may want beside those they keep
     """
 
-    indptr: tuple[int, ...]
-    start: tuple[int, ...]
-    slots: torch.Tensor
+    def __init__(
+        self,
+        pool: HeadPagedKVPool,
+        scorer: TokenScorer,
+        rotations: Sequence[KeyRotation | None],
+        *,
+        profile: HeadProfile,
+        most_anchored: int,
+        compensation: bool,
+        spare: int = 0,
+    ) -> None:
+        super().__init__(pool, scorer, rotations)
+        self.profile, self._most_anchored, self._spare = profile, most_anchored, spare
+        self.anchored_heads = [
+            HeadMap(heads, torch.tensor(heads, dtype=torch.int64, device=pool.device))
+            for heads in profile.ca_heads
+        ]
+        self._anchored = [
+            index * pool.head_num + head
+            for index, heads in enumerate(profile.ca_heads)
+            for head in heads
+        ]
+        others = set(range(pool.layer_num * pool.head_num)) - set(self._anchored)
+        self._means = sorted(others) if compensation else []
+
+    def choose(
+        self, slots: torch.Tensor, first_position: int, keep: int, whole: int
+    ) -> Kept | None:
+        """None where that takes as many slots as there are, or more than are in whole bundles."""
+        tokens, heads = slots.numel(), self.pool.head_num
+        keep = whole_pages(keep, tokens)
+        columns = self.pool.layer_num * heads
+        stay = profile_slots(keep + self._spare, self._most_anchored, columns)
+        if stay >= tokens or stay > whole:
+            return None
+        entries = torch.zeros((columns, tokens), dtype=torch.bool, device=slots.device)
+        if keep == tokens:
+            entries[self._anchored] = True
+            return Kept(entries, self._means, stay)
+        for index, layer in enumerate(self.anchored_heads):
+            if not layer.heads:
+                continue
+            scores = self.scores(index, slots, first_position)[layer.ids]
+            mine = entries[index * heads : (index + 1) * heads]
+            mine[layer.ids] = torch.zeros_like(mine[layer.ids]).scatter(
+                1, select(scores, keep), value=True
+            )
+        return Kept(entries, self._means, stay)
 
 
-def _gather_in_place(buffers: ClassBuffers, slots: torch.Tensor, selected: torch.Tensor) -> None:
-    source, target = slots[selected], slots[: selected.shape[1]]
-    heads = torch.arange(len(buffers.heads), device=slots.device).unsqueeze(1)
-    for side in buffers.sides:
-        # The right-hand side is a copy, so overlapping slots are no danger.
-        by_head = side.transpose(0, 1)
-        by_head[heads, target] = by_head[heads, source]
+__all__ = ["AdaptiveSelection", "PackedSelection", "PrefillRows", "ProfileSelection"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvtier_kernels import AttentionKernels, HeadMap
+from kvtier_kernels import AttentionKernels
 from kvtier_kernels.base import AttentionState
 from kvtier_kernels.memory.base import project
 from kvtier_kernels.scores import unrotate
@@ -125,19 +125,4 @@ class MemoryPasses:
         return self._of_row
 
 
-def merge_into(
-    out: torch.Tensor,
-    heads: HeadMap,
-    state: AttentionState,
-    memory: AttentionState,
-    kernels: AttentionKernels,
-    v_scale: float,
-) -> None:
-    """Store what some heads find in their entries and in memories. state: in units of values as
-    stored, `v_scale` of which are one of the model's."""
-    o = heads.select(memory.o)
-    mine = AttentionState(o if v_scale == 1.0 else o / v_scale, heads.select(memory.lse))
-    heads.place(out, kernels.merge_states(state, mine).o)
-
-
-__all__ = ["MemoryPass", "MemoryPasses", "merge_into"]
+__all__ = ["MemoryPass", "MemoryPasses"]

@@ -1,1 +1,1 @@
-"""Head-split KV: two slot spaces, one per head class."""
+"""The KV pool: slots of tokens, and pages of one head."""

@@ -1,6 +1,6 @@
 """Spans of which every head keeps as many entries as it needs, in pages of the slots that stay.
 
-A CA slot is one *cell* for every CA head of every layer, a column. The cells of one column at
+A slot is one *cell* for every KV head of every layer, a column. The cells of one column at
 `PAGE` slots that follow each other, from a multiple of it, are a *page*; those of all columns are a
 *bundle*. A compressed span keeps whole bundles, whose pages belong to whatever columns need them:
 
@@ -22,15 +22,16 @@ for ordinary entries.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
 from kvtier.retention.shares import PAGE
 from kvtier_kernels.fp8 import raw
-from kvtier_kernels.lists import ENTRY_BITS, PAGE_CELLS, CellKV
+from kvtier_kernels.lists import ENTRY_BITS, PAGE_CELLS
 
 # What budgets are counted in is what kernels read.
 assert PAGE == PAGE_CELLS
@@ -39,39 +40,55 @@ MOVED_AT_A_TIME = 1 << 20
 
 
 class Cells:
-    """All cells of a pool's CA heads: one buffer, one number each.
+    """All cells of a pool: one buffer, one number each, those of a column together.
 
-    k, v:           `[cells, 1, dim]`: to kernels each cell is a slot of a class with a single head
-    bases, strides: int64 `[columns]`, where a column's (layer's CA head's) cells lie
+    k, v:         `[cells, dim]`
+    column_cells: of a column
     """
 
-    def __init__(
-        self, k: torch.Tensor, v: torch.Tensor, bases: Sequence[int], strides: Sequence[int]
-    ) -> None:
-        self.k, self.v = k.unsqueeze(1), v.unsqueeze(1)
-        self.bases = torch.tensor(bases, dtype=torch.int64, device=k.device)
-        self.strides = torch.tensor(strides, dtype=torch.int64, device=k.device)
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, column_cells: int) -> None:
+        self.k, self.v, self.column_cells = k, v, column_cells
 
-    def of(self, columns: torch.Tensor | slice, slots: torch.Tensor) -> torch.Tensor:
-        """int64 `[columns, slots]`."""
-        return self.bases[columns, None] + slots * self.strides[columns, None]
+    def of(self, column: int | torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """int64 `[slots]`: cells of one column, or of each slot's."""
+        return column * self.column_cells + slots
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy entries between cells, of which none is both."""
         for begin in range(0, source.numel(), MOVED_AT_A_TIME):
             some = slice(begin, begin + MOVED_AT_A_TIME)
-            for side in (raw(self.k), raw(self.v)):
-                side[target[some]] = side[source[some]]
+            self._copy(source[some], target[some])
+
+    def move_within(
+        self, source: torch.Tensor, target: torch.Tensor, bounds: Sequence[int]
+    ) -> None:
+        """The same where those between two `bounds` that follow each other, as those of one column,
+        may be source and target both: these are copied at once."""
+        begin = 0
+        for stop, after in pairwise([*bounds[1:], sys.maxsize]):
+            if after - begin > MOVED_AT_A_TIME:
+                self._copy(source[begin:stop], target[begin:stop])
+                begin = stop
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        for side in (raw(self.k), raw(self.v)):
+            # The right-hand side is a copy before anything is written.
+            side[target] = side[source]
 
 
 def bundles_first(slots: torch.Tensor) -> tuple[torch.Tensor, int]:
     """The same slots `[n]` int64, those of whole bundles before the others and each part
     ascending, and how many are in whole bundles."""
-    bundle = slots // PAGE
-    found, place, counts = torch.unique(bundle, return_inverse=True, return_counts=True)
-    loose = (counts < PAGE)[place]
-    whole = PAGE * int(found.numel() - (counts < PAGE).sum())
-    return torch.cat((slots[~loose].sort().values, slots[loose].sort().values)), whole
+    ordered = slots.sort().values
+    within, last = ordered % PAGE, slots.numel() - 1
+    # In a whole bundle its first slot and its last are as far away here as in the pool.
+    first = torch.arange(slots.numel(), device=slots.device) - within
+    inside = (first >= 0) & (first + PAGE - 1 <= last)
+    begin, end = (at.clamp(0, last) for at in (first, first + PAGE - 1))
+    whole = inside & (ordered[begin] == ordered - within)
+    whole &= ordered[end] == ordered - within + PAGE - 1
+    order = torch.argsort((~whole).int(), stable=True)
+    return ordered[order], int(whole.sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,51 +147,39 @@ class PackedSpan:
         words = self.words.to(torch.int64)[:, None]
         step = torch.arange(PAGE, device=words.device)
         held = step < (words & ((1 << ENTRY_BITS) - 1))
-        return ((words >> ENTRY_BITS) * PAGE + step)[held]
+        cells = ((words >> ENTRY_BITS) * PAGE + step).flatten()
+        return cells[torch.nonzero_static(held.flatten(), size=sum(self.counts)).squeeze(-1)]
 
 
 class PackedSpans:
     """The packed spans of a pool.
 
-    column_cells: of a column, which lie together
     dense_of:     int64 `[slots]`: an ordinary slot's own number, 0 for a packed one
     log_votes:    float32 `[cells, votes]`, 0 for a token, ln N for an entry that stands for N of
                   them; None where all stand for one
     votes:        1, or as many as query heads of a group, which then have votes of their own; 0
                   where all entries stand for one token
-    moved:        rows of requests that have other slots than when their prefill was planned, of
-                  which attention does not know yet
     """
 
-    def __init__(self, slots: int, cells: Cells, column_cells: int, votes: int = 0) -> None:
-        self.cells, self.column_cells, self.votes = cells, column_cells, votes
+    def __init__(self, slots: int, cells: Cells, votes: int = 0) -> None:
+        self.cells, self.votes = cells, votes
         device = cells.k.device
         self.dense_of = torch.arange(slots, dtype=torch.int64, device=device)
         self.log_votes = torch.zeros(cells.k.shape[0], votes, device=device) if votes else None
-        self.moved: set[int] = set()
         self._by_first: dict[int, PackedSpan] = {}
         # Cells that may have votes, by the span's first slot.
         self._voted: dict[int, torch.Tensor] = {}
 
     def clear(self) -> None:
-        self.moved.clear()
         self._by_first.clear()
         self._voted.clear()
         torch.arange(self.dense_of.numel(), out=self.dense_of)
         if self.log_votes is not None:
             self.log_votes.zero_()
 
-    @property
-    def kv(self) -> CellKV:
-        """All cells, for attention over lists."""
-        votes = self.log_votes
-        if votes is not None and votes.shape[1] == 1:
-            votes = votes[:, 0]
-        return CellKV(self.cells.k[:, 0], self.cells.v[:, 0], self.column_cells, votes)
-
     def span(self, slots: torch.Tensor, counts: Sequence[int]) -> PackedSpan:
         """The span of columns that keep so many entries in these whole bundles."""
-        return PackedSpan.of(slots, counts, self.column_cells)
+        return PackedSpan.of(slots, counts, self.cells.column_cells)
 
     def add(self, span: PackedSpan) -> None:
         """A span whose entries stand where its counts say."""

@@ -1,4 +1,4 @@
-"""How many slots of each head class a tree's nodes hold, and whether that is what it believes."""
+"""How many slots a tree's nodes hold, and whether that is what it believes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ class HeldSlots:
 
     evictable: int = 0
     protected: int = 0
-    locality_evictable: int = 0
-    locality_protected: int = 0
 
 
 def held_slots(nodes: Iterable[KvNode]) -> HeldSlots:
@@ -25,11 +23,9 @@ def held_slots(nodes: Iterable[KvNode]) -> HeldSlots:
     held = HeldSlots()
     for node in nodes:
         if node.lock_ref == 0:
-            held.evictable += node.ca_size
-            held.locality_evictable += node.locality_size
+            held.evictable += node.num_slots
         else:
-            held.protected += node.ca_size
-            held.locality_protected += node.locality_size
+            held.protected += node.num_slots
     return held
 
 
@@ -42,22 +38,15 @@ def differences(counted: HeldSlots, kept: HeldSlots) -> Iterator[str]:
             yield f"{name} size is {believed}, the nodes hold {held}"
 
 
-def count_locality(node: KvNode, locality_of: torch.Tensor) -> int:
-    """Locality slots that a node's tokens have. locality_of: see HeadSplitAllocator."""
-    return int((locality_of[node.value] > 0).sum())
-
-
-def wrong_nodes(nodes: Iterable[KvNode], locality_of: torch.Tensor) -> Iterator[str]:
+def wrong_nodes(nodes: Iterable[KvNode]) -> Iterator[str]:
     """Violations of what a node says of itself."""
     for node in nodes:
-        if node.locality_size != count_locality(node, locality_of):
-            yield f"node {node.id} miscounts its locality slots"
         if node.start != (0 if node.parent.parent is None else node.parent.stop):
             yield f"node {node.id} does not continue its parent"
         if len(node.value) != len(node.key):
             yield f"node {node.id} has {len(node.value)} slots"
-        if node.ca_size != int(torch.count_nonzero(node.value)):
-            yield f"node {node.id} miscounts its CA slots"
+        if node.num_slots != int(torch.count_nonzero(node.value)):
+            yield f"node {node.id} miscounts its slots"
 
 
-__all__ = ["HeldSlots", "count_locality", "differences", "held_slots", "wrong_nodes"]
+__all__ = ["HeldSlots", "differences", "held_slots", "wrong_nodes"]

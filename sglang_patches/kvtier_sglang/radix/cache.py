@@ -1,13 +1,13 @@
 """The radix cache that SGLang sees: a tree whose nodes are compressed when their turn ends, and
 whose exact KV waits in a tier.
 
-Every token of a node keeps its CA slot (`node.value`, as in SGLang's tree); what compression takes
-away are locality slots, which the allocator finds through its CA -> locality map. So matching,
-locking, eviction and SGLang's idle invariant see an ordinary tree. Chunked prefill publishes a
-prompt as a chain of nodes, which becomes one node before it is compressed:
+A node has a slot for each token (`node.value`, as in SGLang's tree), but for those that compression
+took: there it has 0. So matching, locking, eviction and SGLang's idle invariant see an ordinary
+tree. Chunked prefill publishes a prompt as a chain of nodes, which becomes one node before it is
+compressed:
 
     while prefilling   [chunk 0]-[chunk 1]-[chunk 2]                    exact
-    turn ended         [ sink | compensation | recent | generated ]     one node
+    turn ended         [ sink | what heads keep | recent | generated ]  one node
 
 What a request goes through, in SGLang's own words for its storage tiers:
 
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
+    EvictParams,
     InitLoadBackParams,
     MatchPrefixParams,
     MatchResult,
@@ -40,13 +41,13 @@ from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.exact_requests import note_recomputed, own_from, wants_exact
 from kvtier_sglang.memory.bank import MemoryBank
 from kvtier_sglang.radix import prefix_nodes
-from kvtier_sglang.radix.contexts import compacted_context, outgrows, pruned_ranges
+from kvtier_sglang.radix.contexts import compacted_context, pruned_ranges
 from kvtier_sglang.radix.matching import cached_length
 from kvtier_sglang.radix.node import KvNode
 from kvtier_sglang.radix.restored_refresh import offer_restored
 from kvtier_sglang.radix.restorer import Restorer, continues
 from kvtier_sglang.radix.tree import VariantRadixTree
-from kvtier_sglang.radix.turn_end import compress_path, remove_path, slide_window
+from kvtier_sglang.radix.turn_end import compress_path, remove_path
 from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.refresh.turn_refresh import MakeRefresh, TurnRefresh
 from kvtier_sglang.tier.connector import TierConnector
@@ -55,7 +56,6 @@ from kvtier_sglang.tier.connector import TierConnector
 class KvtierRadixCache(VariantRadixTree):
     """The cache behind `--radix-cache-backend kvtier`; see the module docstring.
 
-    streaming:    locality heads drop what leaves their window already during prefill.
     tier:         where exact KV goes and comes from; None: nowhere.
     make_refresh: how compressed contexts are refreshed from the tier; None: they are not.
     ranks:        which decide together; None: this one alone.
@@ -67,7 +67,6 @@ class KvtierRadixCache(VariantRadixTree):
         params: Any,
         compressor: Compressor,
         *,
-        streaming: bool = False,
         tier: TierConnector | None = None,
         make_refresh: MakeRefresh | None = None,
         ranks: Ranks | None = None,
@@ -82,7 +81,7 @@ class KvtierRadixCache(VariantRadixTree):
         self._matched: dict[str, tuple[KvNode, int]] = {}
         # Requests that want nothing compressed, see `wants_prompt_logprobs`.
         self._asks_exactly: set[str] = set()
-        super().__init__(params, compressor.rule, streaming=streaming)
+        super().__init__(params, compressor.rule)
         if tier is not None:
             self.restorer = Restorer(self, compressor, tier.codec, self.ranks)
             if make_refresh is not None:
@@ -228,8 +227,6 @@ class KvtierRadixCache(VariantRadixTree):
         node, length = start.walk(self, key, exact_only=exact_only)
         if exact_only:
             note_recomputed(req, cached_length(self.root_node, key) - length, length)
-        if outgrows(node, self.allocator):
-            node, length = start.node, start.offset
         return MatchResult(
             device_prefix_len=length,
             last_device_node=node,
@@ -266,9 +263,14 @@ class KvtierRadixCache(VariantRadixTree):
         """The compressed ranges of the prefix that a request was admitted with."""
         return pruned_ranges(self._matched.get(rid, (self.root_node, 0))[0])
 
-    def make_room(self, num_tokens: int) -> None:
-        """Evict what is needed for so many slots, as far as that can be."""
-        self.allocator.evict_to_free_tokens(self, num_tokens)
+    def make_room(self, num_slots: int) -> None:
+        """Evict what is needed for so many slots of whole bundles, as far as that can be, and at
+        most as many slots again as there are too few."""
+        self.allocator.evict_to_free_tokens(self, num_slots)
+        spare = num_slots
+        while spare > 0 and (missing := num_slots - self.allocator.whole_bundles()) > 0:
+            evicted = self.evict(EvictParams(num_tokens=missing)).num_tokens_evicted
+            spare = spare - evicted if evicted else 0
 
     # -- it computes, and ends --
 
@@ -289,7 +291,7 @@ class KvtierRadixCache(VariantRadixTree):
         anchor = req.lock.node if req.lock is not None else self.root_node
         assert anchor is self.root_node or anchor.stop == owned, "lock and row disagree"
         if self.tier is not None:
-            self.tier.published(req, row, exact=self.matching.computes_exactly(anchor))
+            self.tier.published(req, row, exact=not anchor.is_behind_a_drop)
         key = RadixKey(ids, req.extra_key, cache_salt=req.cache_salt)
         # A compressed copy is no substitute for the exact KV this request still uses.
         node, matched = self.walk(anchor, key, owned, exact_only=True)
@@ -301,15 +303,12 @@ class KvtierRadixCache(VariantRadixTree):
             path = self.path_device_indices(node)
             new = slice(owned, matched)
             self.req_to_token_pool.write((req.kv.req_pool_idx, new), path[new])
-            if self.allocator.pool.packed is not None:
-                self.allocator.pool.packed.moved.add(req.kv.req_pool_idx)
+            self.allocator.pool.moved.add(req.kv.req_pool_idx)
             self.allocator.free_segment(slots[new], start_pos=owned)
         req.kv.cache_protected_len = up_to
         req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, up_to)
         self.unlock(req.lock)
         req.lock, req.last_node = self.lock(node), node
-        if self.matching.streaming and not req.finished():
-            slide_window(self, self.compressor, node)
 
     @rank_consensus(same_params=["req.rid", "checkpointed"])
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
@@ -325,6 +324,7 @@ class KvtierRadixCache(VariantRadixTree):
             else:
                 remove_path(self, req.last_node, begin)
         self._forget(req.rid)
+        self.allocator.pool.moved.discard(req.kv.req_pool_idx)
         if self.tier is None:
             return
         if not (checkpointed and req.finished()) or self.disable or begin is not None:
@@ -345,8 +345,6 @@ class KvtierRadixCache(VariantRadixTree):
         report = {"integrity": self.check_integrity(), **self.counters, **self.compressor.report()}
         if self.memories is not None:
             report["memories"] = self.memories.report()
-        if self.ranks.size > 1:
-            report["idle_share_of_ranks"] = self.ranks.idle_shares
         if self.tier is not None and self.restorer is not None:
             refresh = {} if self.refresh is None else self.refresh.report()
             report["tier"] = {**self.tier.report(), **self.restorer.counters, **refresh}

@@ -13,15 +13,9 @@ from kvtier_sglang.radix.node import KvNode
 
 @dataclass(frozen=True)
 class Matching:
-    """rule: where a compressed node may be cut. streaming: locality heads drop during prefill, so
-    that nothing that is computed is exact."""
+    """rule: where a compressed node may be cut."""
 
     rule: LocalityRule
-    streaming: bool
-
-    def computes_exactly(self, parent: KvNode) -> bool:
-        """Whether what is computed behind a node is exact."""
-        return not (self.streaming or parent.is_behind_a_drop)
 
     def furthest_child(
         self, node: KvNode, key: RadixKey, offset: int, *, exact_only: bool
@@ -33,7 +27,7 @@ class Matching:
             usable = self._usable(child, child.key.match_at(key, offset))
             if exact_only and child.dropped.num_tokens:
                 usable = min(usable, child.dropped.begin)
-            if exact_only and self.computes_exactly(node) and not child.exact:
+            if exact_only and not node.is_behind_a_drop and not child.exact:
                 # A restored copy, computed behind what another request had dropped.
                 usable = 0
             better = usable == reach and best is not None and child.exact > best.exact

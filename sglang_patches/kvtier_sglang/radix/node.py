@@ -17,19 +17,20 @@ NOTHING_DROPPED = DroppedSpan(0, 0)
 
 
 class KvNode(TreeNode):
-    """A tree node that knows what its locality heads still hold.
+    """A tree node that knows what is left of it.
 
     start:          position of the node's first token in its context.
     prompt_stop:    position where the prompt of its turn ended; later tokens were generated.
-    compressed:     its turn ended and its locality KV is what the rule keeps.
-    dropped:        offsets of the span replaced by the compensation entry.
+    compressed:     its turn ended and its KV is what the rule keeps.
+    dropped:        offsets of the span of which heads keep a part.
     branch_point:   a request left at the node's end; never merged with its child.
-    locality_size:  locality slots the node holds.
-    ca_size:        CA slots the node holds: its tokens, less what compression freed. The value of
+    num_slots:      slots the node holds: its tokens, less what compression freed. The value of
                     a token without one is 0, SGLang's padding slot.
     exact:          its KV was computed with nothing before it dropped.
-    choice:         how much of the dropped span CA heads keep, and why; None where they keep all.
-    kept_entries:   entries of the dropped span that a CA head keeps; None where they keep all.
+    choice:         how much of the dropped span anchored heads keep, and why; None where nothing
+                    is dropped, or they keep all.
+    kept_entries:   entries of the dropped span that an anchored head keeps, or a head on average;
+                    None likewise.
     sent_tokens:    tokens whose exact KV was handed over for the tier.
     restored_tokens: tokens whose KV came from the tier.
     """
@@ -53,8 +54,7 @@ class KvNode(TreeNode):
         self.compressed = False
         self.dropped = NOTHING_DROPPED
         self.branch_point = False
-        self.locality_size = 0
-        self.ca_size = 0
+        self.num_slots = 0
         self.exact = True
         self.choice: Choice | None = None
         self.kept_entries: int | None = None
@@ -78,13 +78,13 @@ class KvNode(TreeNode):
 
     @property
     def kept(self) -> int:
-        """CA entries that are left of the dropped span."""
+        """Entries that an anchored head keeps of the dropped span."""
         return self.dropped.num_tokens if self.kept_entries is None else self.kept_entries
 
     @property
-    def ca_entries(self) -> int:
-        """Entries that a CA head keeps of the node; none of what a memory stands for."""
-        return len(self.key) - self.dropped.num_tokens + self.kept if self.ca_size else 0
+    def entries(self) -> int:
+        """Entries that an anchored head keeps of the node; none of what a memory stands for."""
+        return len(self.key) - self.dropped.num_tokens + self.kept if self.num_slots else 0
 
     def attach(self, child: KvNode) -> None:
         first = child.key.child_key()
@@ -102,8 +102,7 @@ class KvNode(TreeNode):
         del self.parent.children[(first, self.id)]
 
     def cut(self, at: int) -> KvNode:
-        """A new node that takes this one's first `at` tokens, and no place in the tree yet. The
-        caller counts the locality slots."""
+        """A new node that takes this one's first `at` tokens, and no place in the tree yet."""
         upper = KvNode(priority=self.priority)
         upper.start, upper.prompt_stop = self.start, self.prompt_stop
         upper.lock_ref, upper.hit_count = self.lock_ref, self.hit_count
@@ -123,21 +122,19 @@ class KvNode(TreeNode):
         upper.restored_tokens = min(self.restored_tokens, at)
         self.sent_tokens -= upper.sent_tokens
         self.restored_tokens -= upper.restored_tokens
-        upper.ca_size = int(torch.count_nonzero(upper.value))
-        self.ca_size -= upper.ca_size
+        upper.num_slots = int(torch.count_nonzero(upper.value))
+        self.num_slots -= upper.num_slots
         return upper
 
     def prepend(self, upper: KvNode) -> None:
-        """Take over the tokens of the node that this one continues."""
+        """Take over the tokens of the node that this one continues, where neither is compressed and
+        both are as exact."""
         self.key = joined(upper.key, self.key)
         self.value = torch.cat((upper.value, self.value))
         self.start = upper.start
-        self.dropped, self.exact = upper.dropped, upper.exact and self.exact
-        self.choice, self.kept_entries = upper.choice, upper.kept_entries
         self.sent_tokens += upper.sent_tokens
         self.restored_tokens += upper.restored_tokens
-        self.locality_size += upper.locality_size
-        self.ca_size += upper.ca_size
+        self.num_slots += upper.num_slots
         self.hit_count = max(self.hit_count, upper.hit_count)
         self.priority = max(self.priority, upper.priority)
 
@@ -174,7 +171,7 @@ class KvNode(TreeNode):
         """For a person who looks for an error."""
         state = "compressed" if self.compressed else "exact"
         return (
-            f"[{self.start}, {self.stop}) {state} locality={self.locality_size} "
+            f"[{self.start}, {self.stop}) {state} slots={self.num_slots} "
             f"locks={self.lock_ref} id={self.id}"
         )
 

@@ -71,7 +71,7 @@ class Restorer:
 
     def _take_back(self, first_id: int, taken: list[torch.Tensor]) -> None:
         """Undo a restoring that stopped anywhere: nodes since `first_id`, in whatever state they
-        are, and the CA slots that were `taken` for them."""
+        are, and the slots that were `taken` for them."""
         self.tree.remove_since(first_id)
         if taken:
             self.tree.allocator.reclaim(torch.cat(taken))
@@ -97,7 +97,7 @@ class Restorer:
                 node = child
                 if place.node.compressed:
                     freed = self.compressor.as_recorded(node, place.node)
-                    self.tree.shrink(node, *freed)
+                    self.tree.shrink(node, freed)
                 locks.append(self.tree.lock(node))
             # The run behind them: what is exact of it, and what is not.
             for stop in (landed.exact_stop, landed.stop):

@@ -12,9 +12,6 @@ furthest.
 The point where the request left is remembered as a node boundary of the variant, so the next
 request that leaves there shares it.
 
-The tree keeps a second account beside SGLang's, which counts CA slots:
-`locality_evictable_size` counts the locality slots of unlocked nodes, for admission.
-
 Not thread-safe; owned by the scheduler thread.
 """
 
@@ -37,34 +34,33 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from kvtier.retention.locality import LocalityRule
-from kvtier_sglang.pool.allocator import HeadSplitAllocator
+from kvtier_sglang.pool.allocator import BundleAllocator
 from kvtier_sglang.radix import accounts
 from kvtier_sglang.radix.matching import Matching, branch_points
 from kvtier_sglang.radix.node import KvNode, descendants, same_tokens
 
 
 class VariantRadixTree(RadixCache):
-    """SGLang's radix cache over a `HeadSplitAllocator`, one page per token; see the module.
+    """SGLang's radix cache over a `BundleAllocator`, one page per token; see the module.
 
-    rule:      where a compressed node may be cut.
-    streaming: locality heads drop during prefill, so that nothing computed here is exact.
+    rule: where a compressed node may be cut.
     """
 
     root_node: KvNode
     _empty_match_result: MatchResult
 
-    def __init__(self, params: Any, rule: LocalityRule, *, streaming: bool) -> None:
-        self.matching = Matching(rule, streaming)
+    def __init__(self, params: Any, rule: LocalityRule) -> None:
+        self.matching = Matching(rule)
         self.counters: Counter[str] = Counter(variants=0)
         super().__init__(params)
-        # CA slots that running requests have beside those of their nodes.
-        self.private_ca = 0
+        # Slots that running requests have beside those of their nodes.
+        self.private_slots = 0
         self.allocator.owner_check = self.check_integrity
         assert self.page_size == 1, "kvtier keeps one token per page"
         assert not self.is_eagle, "speculative decoding is refused at start-up"
 
     @property
-    def allocator(self) -> HeadSplitAllocator:
+    def allocator(self) -> BundleAllocator:
         return self.token_to_kv_pool_allocator
 
     def reset(self) -> None:
@@ -77,15 +73,10 @@ class VariantRadixTree(RadixCache):
         self._empty_match_result = self._empty_match_result._replace(
             last_device_node=root, last_host_node=root, best_match_node=root
         )
-        self.locality_evictable_size_ = 0
-        self.locality_protected_size_ = 0
-
-    def locality_evictable_size(self) -> int:
-        return self.locality_evictable_size_
 
     def hold_private(self, slots: int) -> None:
-        """A running request got (or, below zero, gave back) CA slots beside those of its nodes."""
-        self.private_ca += slots
+        """A running request got (or, below zero, gave back) slots beside those of its nodes."""
+        self.private_slots += slots
         self.protected_size_ += slots
 
     def insert(self, params: InsertParams) -> InsertResult:
@@ -171,12 +162,10 @@ class VariantRadixTree(RadixCache):
         child = KvNode(priority=priority)
         child.start, child.prompt_stop = parent.stop, prompt_stop
         child.key, child.value = key, value
-        child.exact = self.matching.computes_exactly(parent)
+        child.exact = not parent.is_behind_a_drop
         parent.attach(child)
-        child.locality_size = accounts.count_locality(child, self.allocator.locality_of)
-        child.ca_size = len(child.key)
-        self.evictable_size_ += child.ca_size
-        self.locality_evictable_size_ += child.locality_size
+        child.num_slots = len(child.key)
+        self.evictable_size_ += child.num_slots
         self._update_leaf_status(parent)
         self._update_leaf_status(child)
         self.kv_events.record_store(child)
@@ -198,8 +187,6 @@ class VariantRadixTree(RadixCache):
         parent = child.parent
         child.detach()
         upper = child.cut(split_len)
-        upper.locality_size = accounts.count_locality(upper, self.allocator.locality_of)
-        child.locality_size -= upper.locality_size
         parent.attach(upper)
         upper.attach(child)
         self._update_leaf_status(upper)
@@ -217,7 +204,7 @@ class VariantRadixTree(RadixCache):
             and not parent.branch_point
             and parent.lock_ref == node.lock_ref
             and len(parent.children) == 1
-            and (self.matching.streaming or parent.exact == node.exact)
+            and parent.exact == node.exact
         ):
             node.detach()
             parent.detach()
@@ -251,7 +238,8 @@ class VariantRadixTree(RadixCache):
 
     def remove_leaf(self, node: KvNode) -> None:
         """Free a node that nobody uses and that has no children."""
-        self.allocator.free(node.value)
+        if node.num_slots:
+            self.allocator.free(node.value)
         self._delete_leaf(node)
         self.kv_events.record_remove(node)
 
@@ -283,26 +271,20 @@ class VariantRadixTree(RadixCache):
 
     def _protect(self, node: KvNode, sign: int) -> None:
         """Move a node's slots from evictable to protected (1) or back (-1)."""
-        self.evictable_size_ -= sign * node.ca_size
-        self.protected_size_ += sign * node.ca_size
-        self.locality_evictable_size_ -= sign * node.locality_size
-        self.locality_protected_size_ += sign * node.locality_size
+        self.evictable_size_ -= sign * node.num_slots
+        self.protected_size_ += sign * node.num_slots
 
-    def shrink(self, node: KvNode, ca: int, locality: int) -> None:
-        """A node gave back so many slots of each class."""
-        node.ca_size -= ca
-        node.locality_size -= locality
+    def shrink(self, node: KvNode, slots: int) -> None:
+        """A node gave back so many slots."""
+        node.num_slots -= slots
         if node.lock_ref == 0:
-            self.evictable_size_ -= ca
-            self.locality_evictable_size_ -= locality
+            self.evictable_size_ -= slots
         else:
-            self.protected_size_ -= ca
-            self.locality_protected_size_ -= locality
+            self.protected_size_ -= slots
 
     def _delete_leaf(self, node: KvNode) -> None:
         node.detach()
-        self.evictable_size_ -= node.ca_size
-        self.locality_evictable_size_ -= node.locality_size
+        self.evictable_size_ -= node.num_slots
         self.evictable_leaves.discard(node)
         self._update_leaf_status(node.parent)
 
@@ -324,25 +306,18 @@ class VariantRadixTree(RadixCache):
         """Make the tree's accounts those of its nodes, after something went wrong halfway."""
         held = self._held()
         self.evictable_size_, self.protected_size_ = held.evictable, held.protected
-        self.locality_evictable_size_ = held.locality_evictable
-        self.locality_protected_size_ = held.locality_protected
 
     def check_integrity(self) -> list[str]:
         """Violations of the tree's invariants; empty when healthy."""
         problems = list(self.allocator.check_integrity())
-        problems += accounts.wrong_nodes(self.nodes(), self.allocator.locality_of)
-        sizes = accounts.HeldSlots(
-            self.evictable_size_,
-            self.protected_size_,
-            self.locality_evictable_size_,
-            self.locality_protected_size_,
-        )
+        problems += accounts.wrong_nodes(self.nodes())
+        sizes = accounts.HeldSlots(self.evictable_size_, self.protected_size_)
         return [*problems, *accounts.differences(self._held(), sizes)]
 
     def _held(self) -> accounts.HeldSlots:
         """What the nodes and running requests hold, counted anew."""
         held = accounts.held_slots(self.nodes())
-        held.protected += self.private_ca
+        held.protected += self.private_slots
         return held
 
     def pretty_print(self) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of a path's nodes when their turn ends, or while a streaming prefill goes on."""
+"""What becomes of a path's nodes when their turn ends."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def compress_path(tree: VariantRadixTree, compressor: Compressor, node: KvNode) 
         if not node.compressed and node.lock_ref == 0:
             node = tree.merge_upwards(node)
             parent = node.parent
-            held = (one.ca_entries for one in parent.path())
-            tree.shrink(node, *compressor.end_turn(node, held))
+            held = (one.entries for one in parent.path())
+            tree.shrink(node, compressor.end_turn(node, held))
             tree.remove_duplicate(node)
         node = parent
 
@@ -31,12 +31,4 @@ def remove_path(tree: VariantRadixTree, node: KvNode, begin: int) -> None:
         node = parent
 
 
-def slide_window(tree: VariantRadixTree, compressor: Compressor, node: KvNode) -> None:
-    """Streaming prefill: drop what has left the recent window of a running request, which `node`
-    is the newest part of. Only where it is the sole user; otherwise the turn's end does it."""
-    if not node.compressed and node.lock_ref == 1:
-        tree.merge_upwards(node)
-        tree.shrink(node, *compressor.slide_window(node))
-
-
-__all__ = ["compress_path", "remove_path", "slide_window"]
+__all__ = ["compress_path", "remove_path"]

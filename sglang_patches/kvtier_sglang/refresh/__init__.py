@@ -1,1 +1,1 @@
-"""CA entries chosen again with a turn's own queries."""
+"""Entries chosen again with a turn's own queries."""

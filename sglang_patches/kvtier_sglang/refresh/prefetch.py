@@ -33,7 +33,7 @@ from kvtier.tier.near_data.session import NearData
 from kvtier.tier.prefetch.host import Layouts, fetch_spans
 from kvtier.tier.transport.deadline import Deadline
 from kvtier_sglang.ranks import Answer
-from kvtier_sglang.refresh.sources import FetchedSource, NearSource, RefreshSource
+from kvtier_sglang.refresh.sources import Choose, FetchedSource, NearSource, RefreshSource
 from kvtier_sglang.streams import Background
 
 # The longest that all layers of a context are waited for where they are chosen in the background.
@@ -101,6 +101,7 @@ class Ahead:
 
     fetch: Fetch[RefreshSource | None]
     windows: Mapping[int, QueryWindow]
+    choose: Choose
     background: Background
     choosing: Future[Choices | None] | None = None
 
@@ -116,7 +117,6 @@ class RefreshPrefetch:
     """See the module docstring.
 
     names:     of this server's KV, as the model is loaded now.
-    heads:     the CA heads of each layer.
     near_data: let the tier choose where it can, instead of fetching the exact KV.
     wait_s:    that requests have waited for what came, together.
     """
@@ -127,12 +127,11 @@ class RefreshPrefetch:
         names: Callable[[], ContextNames],
         layouts: Layouts,
         rule: RefreshRule,
-        heads: Sequence[Sequence[int]],
         *,
         near_data: bool = False,
     ) -> None:
         self.link, self.names, self.layouts = link, names, layouts
-        self.rule, self.heads, self.near_data = rule, heads, near_data
+        self.rule, self.near_data = rule, near_data
         self.counters: Counter[str] = Counter()
         self.wait_s = 0.0
         self._pending: dict[str, PendingRefresh] = {}
@@ -226,11 +225,15 @@ class RefreshPrefetch:
         return len(self._ahead) < AHEAD_AT_A_TIME
 
     def choose_ahead(
-        self, rid: str, context: CompactedContext, windows: Mapping[int, QueryWindow]
+        self,
+        rid: str,
+        context: CompactedContext,
+        windows: Mapping[int, QueryWindow],
+        choose: Choose,
     ) -> None:
         """Have the entries of all layers chosen in the background. windows: by layer, not empty."""
         device = next(iter(windows.values())).q.device
-        self._ahead[rid] = Ahead(self._fetch(context), windows, Background(device))
+        self._ahead[rid] = Ahead(self._fetch(context), windows, choose, Background(device))
 
     def chosen_ahead(self, rid: str) -> tuple[bool, Choices | None]:
         """Whether what `choose_ahead` was to do is over, and what came of it, once."""
@@ -239,9 +242,7 @@ class RefreshPrefetch:
             return False, None
         if ahead.fetch.result is not None and ahead.choosing is None:
             source = ahead.fetch.result
-            ahead.choosing = self._chooser.submit(
-                self._choose, source, ahead.windows, ahead.background
-            )
+            ahead.choosing = self._chooser.submit(_choose, source, ahead)
             return False, None
         if ahead.choosing is not None and not ahead.choosing.done():
             return False, None
@@ -255,29 +256,25 @@ class RefreshPrefetch:
                 ahead.background.hand_over((one.k, one.v, one.log_votes))
         return True, choices
 
-    def _choose(
-        self,
-        source: RefreshSource,
-        windows: Mapping[int, QueryWindow],
-        background: Background,
-    ) -> Choices | None:
-        """Runs in the chooser's thread."""
-        layers = {}
-        deadline = Deadline(LONGEST_CHOICE_S)
-        try:
-            with background:
-                for layer, window in windows.items():
-                    chosen = source.choose(layer, self.heads[layer], window, deadline)
-                    if chosen is None:
-                        return None
-                    layers[layer] = chosen
-            return Choices(layers, source.moved_bytes)
-        except Exception:
-            # A bug of ours here must not end the scheduler: the request goes on without.
-            logger.exception("a refresh failed unexpectedly")
-            return None
-        finally:
-            source.release()
+
+def _choose(source: RefreshSource, ahead: Ahead) -> Choices | None:
+    """Runs in the chooser's thread."""
+    layers = {}
+    deadline = Deadline(LONGEST_CHOICE_S)
+    try:
+        with ahead.background:
+            for layer, window in ahead.windows.items():
+                chosen = ahead.choose(source, layer, window, deadline)
+                if chosen is None:
+                    return None
+                layers[layer] = chosen
+        return Choices(layers, source.moved_bytes)
+    except Exception:
+        # A bug of ours here must not end the scheduler: the request goes on without.
+        logger.exception("a refresh failed unexpectedly")
+        return None
+    finally:
+        source.release()
 
 
 def _release(source: RefreshSource | None) -> None:

@@ -1,16 +1,20 @@
-"""Refresh: the CA entries of a compacted context are chosen again, with the turn's own questions.
+"""Refresh: the entries of a compacted context are chosen again, with the turn's own questions.
 
 What a context kept when its turn ended was chosen without knowing what would be asked next. When a
 new turn begins, its exact KV comes back from the tier while the request waits, and inside the pass
 that ends the new prompt every layer derives its entries anew, from the exact KV and the queries it
 has just computed, right before it attends:
 
-    tree      | sink | kept by its scorer    | recent |        shared, never touched
-    request   | sink | kept for this turn    | recent | new    entries of its own, freed at its end
+    tree      | sink | packed span: slots 17 18 19 | recent |        shared, never touched
+    request   | sink | packed span: slots 41 42 43 | recent | new    its own, freed at its end
 
-The request's entries stand in slots of its own, as many as the tree's; its row points there. So no
-other request sees them, a tier that does not answer in time leaves the request with what the tree
-has, and the next turn starts from there again.
+The request's entries stand in spans of its own, of which each head has as many as of the tree's;
+its row points there. So no other request sees them, a tier that does not answer in time leaves the
+request with what the tree has, and the next turn starts from there again.
+
+Where heads compete, a part of them is chosen by what tokens are worth to any turn, the rest by the
+turn's own queries (kvtier.retention.refreshing.choose_again). By a head profile, anchored heads
+choose by their queries, and the others keep what they have.
 
 Scheduler thread only (the forward pass runs in it).
 """
@@ -18,6 +22,7 @@ Scheduler thread only (the forward pass runs in it).
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,8 +35,9 @@ from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
 from kvtier.tier.transport.deadline import Deadline
 from kvtier_kernels import HeadMap
 from kvtier_kernels.fp8 import put, take
-from kvtier_sglang.pool.allocator import HeadSplitAllocator
-from kvtier_sglang.refresh.sources import RefreshSource
+from kvtier_sglang.pool.allocator import BundleAllocator
+from kvtier_sglang.pool.packed import PackedSpan, PackedSpans
+from kvtier_sglang.refresh.sources import Choose, FetchedSource, RefreshSource
 
 # The longest that a pass waits for the tier to choose entries, for all of its requests and layers:
 # so long all requests of the engine wait.
@@ -42,14 +48,14 @@ class Contexts(Protocol):
     """What a refresh asks of the cache that keeps the contexts."""
 
     @property
-    def allocator(self) -> HeadSplitAllocator:
+    def allocator(self) -> BundleAllocator:
         """Owns the slots that they are in."""
 
     def pruned_ranges(self, rid: str) -> list[PrunedRange]:
-        """The ranges that CA heads keep a part of, of the prefix a request was admitted with."""
+        """The ranges that heads keep a part of, of the prefix a request was admitted with."""
 
-    def make_room(self, num_tokens: int) -> None:
-        """Evict what is needed for so many slots, as far as that can be."""
+    def make_room(self, num_slots: int) -> None:
+        """Evict what is needed for so many slots of whole bundles, as far as that can be."""
 
     def hold_private(self, slots: int) -> None:
         """A running request got slots of its own."""
@@ -57,7 +63,7 @@ class Contexts(Protocol):
 
 @dataclass
 class Refreshing:
-    """One request's refresh. slots: private CA slots of each pruned range, once it has begun.
+    """One request's refresh. slots: its own, of each pruned range, once it has begun.
 
     source:        None where the tier had nothing in time; it may have when it is asked again
     prompt_tokens: where the request's prompt ends; the pass that gets there refreshes.
@@ -78,25 +84,26 @@ class Active:
     rows: slice
 
 
-class Refresher:
-    """See the module docstring.
+class Refresher(ABC):
+    """See the module docstring. heads: per layer, those whose entries are chosen again."""
 
-    heads: per layer, those whose entries are chosen again; None: all CA heads.
-    """
-
-    def __init__(
-        self, rule: RefreshRule, contexts: Contexts, heads: Sequence[HeadMap] | None = None
-    ) -> None:
+    def __init__(self, rule: RefreshRule, contexts: Contexts, heads: Sequence[HeadMap]) -> None:
         self.contexts = contexts
         self.allocator = allocator = contexts.allocator
         self.pool = allocator.pool
         self.rule = rule
-        self.heads = [buffers.head_map for buffers in self.pool.ca] if heads is None else heads
+        self.heads = heads
         self.counters: Counter[str] = Counter()
         self.refresh_s = 0.0
         self._waiting: dict[str, Refreshing] = {}
         self._active: list[Active] = []
         self._deadline = Deadline(LONGEST_PASS_S)
+
+    @property
+    def packed(self) -> PackedSpans:
+        """The pool's packed spans."""
+        assert self.pool.packed is not None, "a pool that does not pack"
+        return self.pool.packed
 
     # -- from the tree --
 
@@ -114,7 +121,6 @@ class Refresher:
             refreshing.source.release()
         freed = 0
         for slots in refreshing.slots:
-            self.pool.forget_votes(slots)
             self.allocator.free(slots)
             freed += slots.numel()
         return freed
@@ -169,67 +175,39 @@ class Refresher:
         self._point(refreshing, row)
         return True
 
-    def write_all(
-        self,
-        refreshing: Refreshing,
-        row: torch.Tensor,
-        layers: Mapping[int, Sequence[Chosen]],
-    ) -> bool:
-        """Write what was chosen of every range, by layer, between two passes; whether that went."""
-        if not refreshing.slots and not self._begin(refreshing, row):
-            return False
-        began = time.monotonic()
-        for index, chosen in layers.items():
-            for slots, one in zip(refreshing.slots, chosen, strict=True):
-                self._write(index, slots, one)
-        self.refresh_s += time.monotonic() - began
-        return True
-
     def _allocate(self, refreshing: Refreshing, row: torch.Tensor) -> bool:
-        needs = self._needs(refreshing, row)
+        needs = [self._shared(pruned, row).slots.numel() for pruned in refreshing.ranges]
         self.contexts.make_room(sum(needs))
-        slots = self._slots(sum(needs))
+        slots = self.allocator.alloc_bundles(sum(needs))
         if slots is None:
             return False
         self.contexts.hold_private(sum(needs))
         refreshing.slots = list(torch.split(slots, needs))
         return True
 
-    def _needs(self, refreshing: Refreshing, row: torch.Tensor) -> list[int]:
-        """How many slots of its own each range of a request takes: one for each entry, and one for
-        the entry of what is like none of them."""
-        return [pruned.kept + 1 for pruned in refreshing.ranges]
-
-    def _slots(self, count: int) -> torch.Tensor | None:
-        """So many slots of a request's own."""
-        return self.allocator.alloc(count)
+    def _shared(self, pruned: PrunedRange, row: torch.Tensor) -> PackedSpan:
+        """The tree's span of a range, which the request's row reads."""
+        (span,) = self.packed.in_row(row[pruned.begin : pruned.end].to(torch.int64))
+        return span
 
     def _point(self, refreshing: Refreshing, row: torch.Tensor) -> None:
-        """Let a request's row read its own entries, which begin as copies of the tree's."""
+        """Let a request's row read its own spans, which begin as copies of the tree's."""
         for pruned, slots in zip(refreshing.ranges, refreshing.slots, strict=True):
-            own, compensation = slots[: pruned.kept], slots[pruned.kept :]
-            held = row[pruned.begin : pruned.begin + pruned.kept].to(torch.int64)
-            for buffers in self.pool.ca:
-                for side in buffers.sides:
-                    side[own] = side[held]
-                    side.index_fill_(0, compensation, 0)
-            self._keep_compensation(int(held[0]), slots)
-            row[pruned.begin : pruned.begin + pruned.kept] = own.to(row.dtype)
-            if self.rule.merges:
-                row[pruned.begin + pruned.kept] = compensation.to(row.dtype)
-                self.pool.mask(compensation)
+            shared = self._shared(pruned, row)
+            own = self.packed.span(slots, self._counts(shared))
+            self.packed.add(own)
+            self._copy(shared, own)
+            row[pruned.begin : pruned.begin + slots.numel()] = slots.to(row.dtype)
 
-    def _keep_compensation(self, held: int, slots: torch.Tensor) -> None:
-        """The locality heads' compensation entry is found through the range's first CA slot: the
-        private one gets a copy of it. The others are CA entries only."""
-        source = int(self.pool.locality_of[held])
-        if source:
-            target = int(self.pool.locality_of[slots[0]])
-            for buffers in self.pool.locality:
-                for side in buffers.sides:
-                    side[target] = side[source]
-            self.pool.log_votes[target] = self.pool.log_votes[source]
-        self.allocator.free_locality(slots[1:] if source else slots)
+    def _counts(self, shared: PackedSpan) -> Sequence[int]:
+        """Entries of every column of a request's own span."""
+        return shared.counts
+
+    def _copy(self, shared: PackedSpan, own: PackedSpan) -> None:
+        """Let a request's own span hold what the tree's does."""
+        self.packed.cells.move(shared.cells, own.cells)
+        if self.packed.log_votes is not None:
+            self.packed.let_vote(own)
 
     def layer(self, index: int, q: torch.Tensor, scale: float) -> list[tuple[str, QueryWindow]]:
         """Refresh the pool's `index`-th layer of the requests of this pass. Returns each request
@@ -255,26 +233,70 @@ class Refresher:
         self.refresh_s += time.monotonic() - began
         return windows
 
+    @abstractmethod
+    def chooser(self, refreshing: Refreshing, row: torch.Tensor | None = None) -> Choose:
+        """How a request's entries of a layer are chosen again, in whatever thread. row: the
+        request's, where it has no entries of its own yet."""
+
     def _refresh(
         self, index: int, refreshing: Refreshing, source: RefreshSource, window: QueryWindow
     ) -> bool:
         """Choose a request's entries of one layer again; False where the source has failed."""
-        chosen = source.choose(index, self.heads[index].heads, window, self._deadline)
+        chosen = self.chooser(refreshing)(source, index, window, self._deadline)
         if chosen is None:
             return False
-        for slots, one in zip(refreshing.slots, chosen, strict=True):
-            self._write(index, slots, one)
+        self._write(index, refreshing, chosen)
         return True
 
-    def own_keys(
-        self, index: int, slots: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The keys of a request's own entries in one layer, `[heads, entries, dim]`, and their
-        log-votes `[heads, group, entries]`, None where there are none."""
-        every = torch.cat(list(slots))
-        votes = self.pool.ca_votes
-        keys = take(self.pool.ca[index].k, 0, every).transpose(0, 1)
-        return keys, None if votes is None else votes[index][every].permute(1, 2, 0)
+    def write_all(
+        self,
+        refreshing: Refreshing,
+        row: torch.Tensor,
+        layers: Mapping[int, Sequence[Chosen]],
+    ) -> bool:
+        """Write what was chosen of every range, by layer, between two passes; whether that went."""
+        if not refreshing.slots and not self._begin(refreshing, row):
+            return False
+        began = time.monotonic()
+        for index, chosen in layers.items():
+            self._write(index, refreshing, chosen)
+        self.refresh_s += time.monotonic() - began
+        return True
+
+    def _write(self, index: int, refreshing: Refreshing, chosen: Sequence[Chosen]) -> None:
+        """Put what was chosen of each pruned range into the request's own entries."""
+        packed = self.packed
+        for slots, one in zip(refreshing.slots, chosen, strict=True):
+            cells = torch.cat(self._own(index, slots))
+            for side, source in ((packed.cells.k, one.k), (packed.cells.v, one.v)):
+                put(side, cells, source.flatten(0, 1).to(side.device))
+            if one.log_votes is not None:
+                assert packed.log_votes is not None, "a pool without votes"
+                votes = one.log_votes.to(packed.log_votes.device)
+                packed.log_votes[cells] = votes.transpose(1, 2).flatten(0, 1).float()
+            self.counters["merge_fallbacks"] += one.fallbacks
+
+    def _own(self, index: int, slots: torch.Tensor) -> list[torch.Tensor]:
+        """The cells of a request's own entries of one range: of each head that chooses."""
+        (span,) = self.packed.in_row(slots)
+        heads = self.pool.head_num
+        return [span.of_column(index * heads + head) for head in self.heads[index].heads]
+
+    def attention(
+        self, index: int, slots: Sequence[torch.Tensor], window: QueryWindow
+    ) -> torch.Tensor:
+        """What queries look at among a request's own entries of one layer: float32, of all entries
+        of a head after the other, which add up to 1 for each head."""
+        packed, found = self.packed, []
+        by_head = zip(*(self._own(index, one) for one in slots), strict=True)
+        for head, parts in enumerate(by_head):
+            own = torch.cat(parts)
+            keys = take(packed.cells.k, 0, own).float()
+            logits = window.q[:, head].float() @ keys.T * window.scale
+            if packed.log_votes is not None:
+                logits += packed.log_votes[own].T
+            found.append(logits.softmax(-1).mean(dim=(0, 1)))
+        return torch.cat(found)
 
     def end_pass(self) -> None:
         """The pass is over: what was refreshed needs its source no more."""
@@ -285,15 +307,114 @@ class Refresher:
                 source.release()
         self._active = []
 
-    def _write(self, index: int, slots: torch.Tensor, chosen: Chosen) -> None:
-        """Put what was chosen of a pruned range into its slots."""
-        buffers, own = self.pool.ca[index], slots[: chosen.k.shape[1]]
-        for target, source in ((buffers.k, chosen.k), (buffers.v, chosen.v)):
-            put(target, own, source.transpose(0, 1).to(target.device))
-        if chosen.log_votes is not None:
-            votes = chosen.log_votes.to(self.pool.device)
-            self.pool.set_votes(index, own, votes.permute(2, 0, 1))
-        self.counters["merge_fallbacks"] += chosen.fallbacks
+
+class HeadsCompete(Protocol):
+    """What chose the entries of the tree."""
+
+    def score(
+        self,
+        index: int,
+        keys: torch.Tensor,
+        values: torch.Tensor | None,
+        state: torch.Tensor,
+        first: int,
+    ) -> torch.Tensor:
+        """Float32 `[heads, tokens]` of exact KV `[heads, tokens, dim]` of a layer that begins at
+        position `first`; state: `[heads, 0, tokens]`."""
 
 
-__all__ = ["Contexts", "Refresher", "Refreshing"]
+class AdaptiveRefresher(Refresher):
+    """Where heads compete. selection: what chose the entries of the tree."""
+
+    def __init__(self, rule: RefreshRule, contexts: Contexts, selection: HeadsCompete) -> None:
+        pool = contexts.allocator.pool
+        every = tuple(range(pool.head_num))
+        heads = HeadMap(every, torch.tensor(every, device=pool.device))
+        super().__init__(rule, contexts, [heads] * pool.layer_num)
+        self.selection = selection
+
+    def chooser(self, refreshing: Refreshing, row: torch.Tensor | None = None) -> Choose:
+        if row is None:
+            spans = [self.packed.in_row(slots)[0] for slots in refreshing.slots]
+        else:
+            spans = [self._shared(pruned, row) for pruned in refreshing.ranges]
+        heads = self.pool.head_num
+
+        def choose(
+            source: RefreshSource, index: int, window: QueryWindow, deadline: Deadline
+        ) -> list[Chosen]:
+            assert isinstance(source, FetchedSource), "the tier does not know what tokens are worth"
+            exact = source.exact(index, self.heads[index].heads)
+            mine = slice(index * heads, (index + 1) * heads)
+            return [
+                self._choose(index, pruned.begin, span.counts[mine], k, v, window)
+                for pruned, span, (k, v) in zip(refreshing.ranges, spans, exact, strict=True)
+            ]
+
+        return choose
+
+    def _choose(
+        self,
+        index: int,
+        begin: int,
+        counts: Sequence[int],
+        k: torch.Tensor,
+        v: torch.Tensor,
+        window: QueryWindow,
+    ) -> Chosen:
+        """So many entries of each of a layer's heads, of a range from position `begin` on: as if
+        all were of one head. k, v: `[heads, tokens, dim]`."""
+        k, v = k.to(window.q.device), v.to(window.q.device)
+        state = k.new_empty(*k.shape[:1], 0, k.shape[1], dtype=torch.float32)
+        worth = self.selection.score(index, k, v, state, begin)
+        chosen = []
+        for head, count in enumerate(counts):
+            mine = slice(head, head + 1)
+            queries = QueryWindow(window.q[:, mine], window.scale)
+            chosen.append(self.rule.choose_by_worth(k[mine], v[mine], worth[head], count, queries))
+        votes = [one.log_votes for one in chosen if one.log_votes is not None]
+        return Chosen(
+            torch.cat([one.k for one in chosen], dim=1),
+            torch.cat([one.v for one in chosen], dim=1),
+            torch.cat(votes, dim=2) if votes else None,
+            sum(one.fallbacks for one in chosen),
+        )
+
+
+class ProfileRefresher(Refresher):
+    """By a head profile. heads: its anchored heads of each layer."""
+
+    def chooser(self, refreshing: Refreshing, row: torch.Tensor | None = None) -> Choose:
+        def choose(
+            source: RefreshSource, index: int, window: QueryWindow, deadline: Deadline
+        ) -> list[Chosen] | None:
+            return source.choose(index, self.heads[index].heads, window, deadline)
+
+        return choose
+
+    def _counts(self, shared: PackedSpan) -> Sequence[int]:
+        """Anchored heads have one more where tokens are merged: what is like none of the kept."""
+        counts, heads = list(shared.counts), self.pool.head_num
+        for index, layer in enumerate(self.heads):
+            for head in layer.heads:
+                counts[index * heads + head] += self.rule.merges
+        return counts
+
+    def _copy(self, shared: PackedSpan, own: PackedSpan) -> None:
+        packed, place = self.packed, own.cells
+        begun = zip(own.indptr, shared.counts, strict=False)
+        into = torch.cat([place[begin : begin + count] for begin, count in begun])
+        packed.cells.move(shared.cells, into)
+        if packed.log_votes is None:
+            return
+        packed.let_vote(own)
+        packed.log_votes[into] = packed.log_votes[shared.cells]
+        if self.rule.merges:
+            # Until they are chosen they stand for nothing: no query sees them.
+            more = place[~torch.isin(place, into)]
+            packed.log_votes[more] = -torch.inf
+            for side in (packed.cells.k, packed.cells.v):
+                put(side, more, side.new_zeros((more.numel(), side.shape[-1])))
+
+
+__all__ = ["AdaptiveRefresher", "Contexts", "ProfileRefresher", "Refresher", "Refreshing"]

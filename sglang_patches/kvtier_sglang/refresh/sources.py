@@ -8,8 +8,8 @@ Both choose by the same rule (kvtier.retention.refreshing), so the entries are t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -40,6 +40,10 @@ class RefreshSource(Protocol):
 
     def release(self) -> None:
         """Give back what it holds. Calling it again does nothing."""
+
+
+Choose: TypeAlias = Callable[[RefreshSource, int, QueryWindow, Deadline], list[Chosen] | None]
+"""What is kept of each pruned range in one layer, for some queries; None where the source fails."""
 
 
 class FetchedSource:
@@ -101,4 +105,4 @@ class NearSource:
         self._session.close()
 
 
-__all__ = ["FetchedSource", "NearSource", "RefreshSource"]
+__all__ = ["Choose", "FetchedSource", "NearSource", "RefreshSource"]

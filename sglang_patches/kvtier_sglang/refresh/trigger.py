@@ -99,11 +99,12 @@ class RefreshTrigger:
             watched.since += 1
             if watched.asked:
                 self._perhaps_write(rid, watched, rows[request])
-                if self.refresher.pool.packed is not None:
-                    # Its entries may be in slots of its own since now.
-                    self.refresher.pool.packed.moved.add(request)
+                # Its entries may be in slots of its own since now.
+                self.refresher.pool.moved.add(request)
             elif self.prefetch.can_choose_ahead and self._due(watched):
-                self.prefetch.choose_ahead(rid, watched.context, self._windows(watched))
+                row = None if watched.refreshing.slots else rows[request]
+                choose = self.refresher.chooser(watched.refreshing, row)
+                self.prefetch.choose_ahead(rid, watched.context, self._windows(watched), choose)
                 watched.asked = True
 
     def record(self, index: int, q: torch.Tensor) -> None:
@@ -139,20 +140,19 @@ class RefreshTrigger:
             # The first look: the queries since are still those the entries were chosen for.
             watched.looked = now
             return False
-        distances = [(now[i] - watched.looked[i]).abs().sum(-1).mean() / 2 for i in now]
+        distances = [
+            (now[i] - watched.looked[i]).abs().sum() / (2 * len(self.refresher.heads[i].heads))
+            for i in now
+        ]
         return bool(torch.stack(distances).mean() > moved)
 
     def _look(self, watched: Watched) -> dict[int, torch.Tensor]:
-        """What the newest queries look at among a request's own entries: float32
-        `[heads, entries]` by layer, each row of sum 1."""
-        found = {}
-        for index, window in self._windows(watched).items():
-            keys, votes = self.refresher.own_keys(index, watched.refreshing.slots)
-            logits = torch.einsum("whgd,hnd->whgn", window.q.float(), keys.float()) * window.scale
-            if votes is not None:
-                logits += votes
-            found[index] = torch.softmax(logits, dim=-1).mean(dim=(0, 2))
-        return found
+        """What the newest queries look at among a request's own entries, by layer: see
+        Refresher.attention."""
+        return {
+            index: self.refresher.attention(index, watched.refreshing.slots, window)
+            for index, window in self._windows(watched).items()
+        }
 
     def _perhaps_write(self, rid: str, watched: Watched, row: torch.Tensor) -> None:
         done, choices = self.prefetch.chosen_ahead(rid)

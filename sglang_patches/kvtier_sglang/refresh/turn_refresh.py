@@ -151,24 +151,23 @@ MakeRefresh: TypeAlias = Callable[[TierConnector, Contexts], TurnRefresh]
 def make_turn_refresh(
     rule: RefreshRule | None,
     *,
+    make_refresher: Callable[[RefreshRule, Contexts], Refresher],
     near_data: bool = False,
     trigger: TriggerRule | None = None,
-    make_refresher: Callable[[RefreshRule, Contexts], Refresher] = Refresher,
 ) -> MakeRefresh | None:
     """How a cache's contexts are refreshed by a rule; None where there is none.
 
-    near_data: whether the tier chooses where it can. trigger: when entries are chosen again while
-    a turn is generated, None: not at all. make_refresher: of the entries as they are kept. Where
-    heads compete there is neither.
+    make_refresher: of the entries as they are kept. near_data: whether the tier chooses where it
+    can, which it cannot where heads compete. trigger: when entries are chosen again while a turn is
+    generated, None: not at all.
     """
     if rule is None:
         return None
 
     def make(tier: TierConnector, contexts: Contexts) -> TurnRefresh:
         refresher = make_refresher(rule, contexts)
-        heads = [layer.heads for layer in refresher.heads]
         prefetch = RefreshPrefetch(
-            tier.link, lambda: tier.names, tier.layouts, rule, heads, near_data=near_data
+            tier.link, lambda: tier.names, tier.layouts, rule, near_data=near_data
         )
         again = None if trigger is None else RefreshTrigger(refresher, prefetch, trigger)
         return TurnRefresh(refresher, prefetch, again)

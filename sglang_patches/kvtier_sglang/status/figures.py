@@ -67,22 +67,6 @@ def _of_compressor(name: str) -> Read:
     return _one(lambda cache: cache.compressor.counters[name])
 
 
-def _slots(cache: KvtierRadixCache) -> dict[str, float]:
-    return {"ca": cache.allocator.size, "locality": cache.allocator.locality_size}
-
-
-def _slots_used(cache: KvtierRadixCache) -> dict[str, float]:
-    allocator = cache.allocator
-    locality = allocator.locality_size - allocator.locality_available_size()
-    return {"ca": allocator.size - allocator.available_size(), "locality": locality}
-
-
-def _capacity_bytes(cache: KvtierRadixCache) -> float:
-    """As `used_bytes` counts them, so that the quotient of both is how full the pools are."""
-    allocator, per_slot = cache.allocator, cache.allocator.pool.slot_bytes
-    return allocator.size * per_slot.ca + allocator.locality_size * per_slot.locality
-
-
 def _tier_healthy(cache: KvtierRadixCache) -> dict[str, float]:
     return {} if cache.tier is None else {"": float(cache.tier.link.healthy)}
 
@@ -142,9 +126,24 @@ def _refresh_s(cache: KvtierRadixCache) -> dict[str, float]:
 
 
 FIGURES = (
-    Figure("kvtier_pool_slots", Kind.SUM, "Slots of the KV pool.", _slots, "head_class"),
-    Figure("kvtier_pool_slots_used", Kind.SUM, "Slots in use.", _slots_used, "head_class"),
-    Figure("kvtier_pool_capacity_bytes", Kind.SUM, "Bytes of all slots.", _one(_capacity_bytes)),
+    Figure(
+        "kvtier_pool_slots",
+        Kind.SUM,
+        "Slots of the KV pool.",
+        _one(lambda cache: cache.allocator.size),
+    ),
+    Figure(
+        "kvtier_pool_slots_used",
+        Kind.SUM,
+        "Slots in use.",
+        _one(lambda cache: cache.allocator.size - cache.allocator.available_size()),
+    ),
+    Figure(
+        "kvtier_pool_capacity_bytes",
+        Kind.SUM,
+        "Bytes of all slots.",
+        _one(lambda cache: cache.allocator.size * cache.allocator.pool.slot_bytes),
+    ),
     Figure(
         "kvtier_pool_used_bytes",
         Kind.SUM,
@@ -164,15 +163,9 @@ FIGURES = (
         _of_compressor("compressed_nodes"),
     ),
     Figure(
-        "kvtier_dropped_tokens",
-        Kind.COUNTER,
-        "Entries that locality heads gave back.",
-        _of_compressor("dropped_tokens"),
-    ),
-    Figure(
         "kvtier_compacted_tokens",
         Kind.COUNTER,
-        "Entries that context-anchored heads gave back.",
+        "Slots that compressed turns gave back.",
         _of_compressor("compacted_tokens"),
     ),
     Figure(

@@ -14,16 +14,15 @@ Json = Mapping[str, Any]
 CSS = """
 .bar { display: flex; height: .6rem; border-radius: .3rem; background: var(--rule);
   overflow: hidden; min-width: 6rem; }
-.bar i { display: block; height: 100%; } .ca { background: var(--s1); }
-.locality { background: var(--s0); } .tier { background: var(--s2); }
+.bar i { display: block; height: 100%; } .kept { background: var(--s1); }
+.tier { background: var(--s2); }
 .key { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; color: var(--soft); font-size: .85rem;
   margin: .25rem 0 .75rem; }
 .key i { display: inline-block; width: .8rem; height: .8rem; border-radius: .2rem;
   margin-right: .4rem; vertical-align: -1px; } .key i.none { background: var(--rule); }
 .sessions { min-width: 980px; font-size: .9rem; font-variant-numeric: tabular-nums; }
 .sessions .row { display: grid; gap: .9rem; align-items: center; padding: .45rem .6rem;
-  grid-template-columns: 7.5rem 5rem 6rem minmax(13.5rem, 1.5fr) 5.5rem 6rem minmax(8rem, 1fr)
-  12.5rem; }
+  grid-template-columns: 7.5rem 5rem 6rem minmax(13.5rem, 1.5fr) 6rem minmax(8rem, 1fr) 12.5rem; }
 .sessions .row > * { text-align: right; } .sessions .row > .text { text-align: left; }
 .sessions .head { font-weight: 600; border-bottom: 1px solid var(--rule); }
 .sessions details { border-bottom: 1px solid var(--rule); }
@@ -40,10 +39,10 @@ CSS = """
 
 _SESSION_HEAD = (
     ("Session", "text"), ("Last used", ""), ("Context", ""), ("KV kept on the device", "text"),
-    ("CA entries", ""), ("Locality entries", ""), ("Why", "text"), ("In the tier", "text"),
+    ("Slots", ""), ("Why", "text"), ("In the tier", "text"),
 )  # fmt: skip
 _TURN_HEAD = (
-    *("tokens", "state", "dropped", "CA entries", "locality entries"),
+    *("tokens", "state", "dropped", "slots", "entries of an anchored head"),
     *("why", "NLL, nats", "predicted quality", "in the tier", "restored"),
 )
 
@@ -59,8 +58,7 @@ def session_table(sessions: Json, most: int) -> str:
     return (
         f"<h2>Sessions <small>{len(rows)} of {seen}, newest first; a session is a branch of the "
         "radix tree, and a prefix that several share counts for each of them</small></h2>"
-        '<div class="key"><span><i class="ca"></i>kept by context-anchored heads</span>'
-        '<span><i class="locality"></i>kept by locality heads</span>'
+        '<div class="key"><span><i class="kept"></i>kept</span>'
         '<span><i class="none"></i>given back</span>'
         '<span><i class="tier"></i>exact KV sent to the tier</span></div>'
         f'<div class="wide"><div class="sessions"><div class="row head">{head}</div>{drawn}</div>'
@@ -75,9 +73,7 @@ def _session(row: Json) -> str:
         "<span>now</span>" if row["is_running"] else f"<span>{_ago(row['idle_s'])}</span>",
         f"<span>{tokens:,}<small>{_shared_note(row)}</small></span>",
         f'<span class="text">{_kept_bar(row)}<small>{_kept_note(row)}</small></span>',
-        f"<span>{row['ca_entries']:,}<small>{share(row['ca_entries'], tokens)}</small></span>",
-        f"<span>{row['locality_entries']:,}"
-        f"<small>{share(row['locality_entries'], tokens)}</small></span>",
+        f"<span>{row['slots']:,}<small>{share(row['slots'], tokens)}</small></span>",
         f'<span class="text">{_why(row)}</span>',
         f'<span class="text">{_tier(row)}</span>',
     ]
@@ -100,8 +96,7 @@ def _shared_note(row: Json) -> str:
 
 
 def _kept_bar(row: Json) -> str:
-    full = max(row["full_bytes"], 1)
-    return _bar(("ca", row["ca_bytes"] / full), ("locality", row["locality_bytes"] / full))
+    return _bar(("kept", row["bytes"] / max(row["full_bytes"], 1)))
 
 
 def _kept_note(row: Json) -> str:
@@ -141,8 +136,8 @@ def _turn(turn: Json) -> list[str]:
         f"{turn['begin']:,} to {turn['stop']:,}",
         state,
         f"{turn['dropped_tokens']:,}",
-        f"{turn['ca_entries']:,}",
-        f"{turn['locality_entries']:,}",
+        f"{turn['slots']:,}",
+        f"{turn['entries']:,}",
         _reason(turn),
         "" if turn["nll"] is None else f"{turn['nll']:.3f}",
         "" if turn["quality"] is None else f"{turn['quality']:.3f}",

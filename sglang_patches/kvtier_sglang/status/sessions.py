@@ -65,7 +65,7 @@ def _first_of_its_own(leaf: KvNode) -> KvNode:
 def _session(tree: VariantRadixTree, leaf: KvNode) -> dict[str, Any]:
     """One branch, as the status page shows it."""
     first, path = _first_of_its_own(leaf), list(leaf.path())
-    ca, locality = (sum(getattr(n, name) for n in path) for name in ("ca_size", "locality_size"))
+    slots = sum(node.num_slots for node in path)
     per_slot = tree.allocator.pool.slot_bytes
     return {
         "branch": first.id,
@@ -74,12 +74,9 @@ def _session(tree: VariantRadixTree, leaf: KvNode) -> dict[str, Any]:
         "shared_tokens": first.start,
         "idle_s": round(max(0.0, time.monotonic() - leaf.last_access_time), 3),
         "is_running": leaf.lock_ref > 0,
-        "ca_entries": ca,
-        "locality_entries": locality,
-        "ca_bytes": ca * per_slot.ca,
-        "locality_bytes": locality * per_slot.locality,
-        "bytes": ca * per_slot.ca + locality * per_slot.locality,
-        "full_bytes": leaf.stop * per_slot.full,
+        "slots": slots,
+        "bytes": slots * per_slot,
+        "full_bytes": leaf.stop * per_slot,
         "tier_tokens": sum(max(n.sent_tokens, n.restored_tokens) for n in path),
         "restored_tokens": sum(n.restored_tokens for n in path),
         "num_turns": sum(not _is_memory(n) for n in path),
@@ -89,7 +86,7 @@ def _session(tree: VariantRadixTree, leaf: KvNode) -> dict[str, Any]:
 
 def _is_memory(node: KvNode) -> bool:
     """Whether a node holds nothing, as a prefix memory stands for its tokens."""
-    return not node.ca_size and memory_in(node.key.extra_key) is not None
+    return not node.num_slots and memory_in(node.key.extra_key) is not None
 
 
 def _turn(node: KvNode) -> dict[str, Any]:
@@ -102,8 +99,8 @@ def _turn(node: KvNode) -> dict[str, Any]:
         "is_compressed": node.compressed,
         "is_exact": node.exact and not node.dropped.num_tokens,
         "dropped_tokens": node.dropped.num_tokens,
-        "ca_entries": node.ca_size,
-        "locality_entries": node.locality_size,
+        "slots": node.num_slots,
+        "entries": node.entries,
         "reason": None if choice is None else choice.reason,
         "nll": None if choice is None else choice.nll,
         "quality": None if choice is None else choice.quality,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtier_sglang.compression.compressor import Compressor
-from kvtier_sglang.compression.packing import AdaptiveSelection, ProfileSelection
+from kvtier_sglang.compression.selection import AdaptiveSelection, ProfileSelection
 from kvtier_sglang.radix.cache import KvtierRadixCache
 from kvtier_sglang.status.figures import read_all
 from kvtier_sglang.status.sessions import sessions
@@ -52,12 +52,12 @@ def _policy(cache: KvtierRadixCache) -> dict[str, Any]:
     """What is kept, by which settings."""
     pool, compressor, rule = cache.allocator.pool, cache.compressor, cache.compressor.rule
     selection, scorer = compressor.selection, compressor.scorer
-    # Where heads share one pool, the pool's own profile has all heads in one class.
-    profile = selection.profile if isinstance(selection, ProfileSelection) else pool.profile
+    profile = selection.profile if isinstance(selection, ProfileSelection) else None
+    heads = pool.layer_num * pool.head_num
     return {
-        "ca_heads": profile.num_ca_heads,
-        "heads": profile.shape.num_layers * profile.shape.num_kv_heads,
-        "head_method": profile.method,
+        "ca_heads": heads if profile is None else profile.num_ca_heads,
+        "heads": heads,
+        "head_method": "full" if profile is None else profile.method,
         "heads_compete": isinstance(selection, AdaptiveSelection),
         "sink_tokens": rule.sink_tokens,
         "recent_tokens": rule.recent_tokens,
@@ -65,7 +65,6 @@ def _policy(cache: KvtierRadixCache) -> dict[str, Any]:
         "share_rule": compressor.share.name,
         "share": _numbers(compressor.share),
         "scorer": None if scorer is None else scorer.name,
-        "streaming_prefill": cache.matching.streaming,
         "refreshes": cache.refresh is not None,
         "dtype": str(pool.dtype).removeprefix("torch."),
     }

@@ -1,8 +1,8 @@
 """Between the pool's slots and the tier's payloads: every head's exact KV of whole spans.
 
-    pool     two head classes, each with its own slots        [slots, class heads, dim] per layer
+    pool     [slots, KV heads, dim] per layer
     payload  one span: [layers, 2, tokens, KV heads, dim] and, where the pool is scored,
-             state per layer [CA heads, tokens] float32, then nll [tokens] float32
+             state per layer [KV heads, tokens] float32, then nll [tokens] float32
 
 Payloads are put together, and taken apart, where the pool is: one copy between device and host for
 each. Scheduler thread only, like the pool.
@@ -10,19 +10,17 @@ each. Scheduler thread only, like the pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from kvtier.tier.blobs.payload import SpanLayout
-from kvtier_sglang.pool.kv_pool import ClassBuffers, HeadSplitKVPool
+from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.streams import HostPayload, SideCopies
 
 
 class SpanCodec:
     """Encodes and decodes the slots of one pool."""
 
-    def __init__(self, pool: HeadSplitKVPool) -> None:
+    def __init__(self, pool: HeadPagedKVPool) -> None:
         self.pool = pool
         self._copies = SideCopies(torch.device(pool.device))
 
@@ -41,39 +39,36 @@ class SpanCodec:
             score_bytes=scores,
         )
 
-    def exact_spans(self, ca_slots: torch.Tensor, num_spans: int, blank: int = 0) -> list[bool]:
+    def exact_spans(self, slots: torch.Tensor, num_spans: int, blank: int = 0) -> list[bool]:
         """For equal spans that follow each other, whether every head still holds the own KV of
         each of a span's tokens. blank: so many of the first span's tokens have none."""
-        pool, slots = self.pool, ca_slots.view(num_spans, -1)
         exact = slots > 0
-        if pool.splits_heads:
-            images = pool.locality_of[slots]
-            exact &= (images > 0) & (pool.log_votes[images] == 0)
+        if self.pool.packed is not None:
+            exact &= self.pool.packed.dense_of[slots] > 0
+        exact = exact.view(num_spans, -1)
         exact[0, :blank] = True
         found: list[bool] = exact.all(1).tolist()
         return found
 
-    def gather(self, ca_slots: torch.Tensor, num_spans: int, blank: int = 0) -> HostPayload:
+    def gather(self, slots: torch.Tensor, num_spans: int, blank: int = 0) -> HostPayload:
         """Payloads of equal spans that follow each other: uint8 `[spans, bytes]` on the host.
 
-        ca_slots: [spans * tokens] int64, all exact; they may be written to afterwards. blank: see
+        slots: [spans * tokens] int64, all exact; they may be written to afterwards. blank: see
         `exact_spans`; zeros are stored for those.
         """
-        tokens = ca_slots.numel() // num_spans
+        tokens = slots.numel() // num_spans
         layout = self.layout(tokens)
         shape = (num_spans, layout.num_bytes)
         payload = torch.empty(shape, dtype=torch.uint8, device=self.pool.device)
         kv, state, nll = self._views(payload, layout)
-        for index, buffers, slots in self._classes(ca_slots):
-            for side, source in enumerate(buffers.sides):
-                kv[:, index, side].index_copy_(
-                    2, buffers.head_ids, _spans(source[slots], num_spans)
-                )
+        for index, layer in enumerate(self.pool.kv):
+            for side, source in enumerate(layer.sides):
+                kv[:, index, side] = _spans(source[slots], num_spans)
         if self.pool.state is not None:
             for target, held in zip(state, self.pool.state, strict=True):
-                found = _spans(held[:, ca_slots].T, num_spans)
+                found = _spans(held[:, slots].T, num_spans)
                 target.copy_(found.transpose(1, 2))
-            nll.copy_(self.pool.nll[ca_slots].view(num_spans, tokens))
+            nll.copy_(self.pool.nll[slots].view(num_spans, tokens))
         if blank:
             kv[0, :, :, :blank] = 0
             nll[0, :blank] = 0
@@ -82,30 +77,22 @@ class SpanCodec:
         return self._copies.to_host(payload)
 
     def scatter(
-        self, payload: torch.Tensor, num_tokens: int, begin: int, ca_slots: torch.Tensor
+        self, payload: torch.Tensor, num_tokens: int, begin: int, slots: torch.Tensor
     ) -> None:
-        """Write tokens [begin, begin + slots) of one span's payload into slots of both classes.
+        """Write tokens [begin, begin + slots) of one span's payload into slots.
 
-        payload: uint8 `[bytes]`; num_tokens: of the span; ca_slots: int64, freshly allocated.
+        payload: uint8 `[bytes]`; num_tokens: of the span; slots: int64, freshly allocated.
         """
         layout = self.layout(num_tokens)
         kv, state, nll = self._views(self._copies.to_device(payload).unsqueeze(0), layout)
-        rows = slice(begin, begin + ca_slots.numel())
-        for index, buffers, slots in self._classes(ca_slots):
-            for side, target in enumerate(buffers.sides):
-                target[slots] = kv[0, index, side, rows].index_select(1, buffers.head_ids)
+        rows = slice(begin, begin + slots.numel())
+        for index, layer in enumerate(self.pool.kv):
+            for side, target in enumerate(layer.sides):
+                target[slots] = kv[0, index, side, rows]
         if self.pool.state is not None:
             for source, held in zip(state, self.pool.state, strict=True):
-                held[:, ca_slots] = source[0, :, rows]
-            self.pool.nll[ca_slots] = nll[0, rows]
-
-    def _classes(self, ca_slots: torch.Tensor) -> Iterator[tuple[int, ClassBuffers, torch.Tensor]]:
-        """(layer, buffers, slots) of every class that has heads."""
-        images = self.pool.locality_of[ca_slots] if self.pool.splits_heads else ca_slots
-        for classes, slots in ((self.pool.ca, ca_slots), (self.pool.locality, images)):
-            for index, buffers in enumerate(classes):
-                if buffers.heads:
-                    yield index, buffers, slots
+                held[:, slots] = source[0, :, rows]
+            self.pool.nll[slots] = nll[0, rows]
 
     def _views(
         self, payload: torch.Tensor, layout: SpanLayout

@@ -252,7 +252,7 @@ class TierConnector:
 
     def published(self, req: Any, slots: torch.Tensor, *, exact: bool) -> None:
         """A request has computed as many tokens as there are slots, the first ones before; slots:
-        any integers, its CA slots. exact: whether it computes with nothing dropped before it."""
+        any integers, its slots. exact: whether it computes with nothing dropped before it."""
         rid, held, finished = req.rid, req.kv.cache_protected_len, req.finished()
         self.fetches.forget(rid)
         if not self.spiller.known(rid):

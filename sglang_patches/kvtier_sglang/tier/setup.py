@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from kvtier.config import Settings
 from kvtier.config.sections import TierSettings
 from kvtier.heads.model.config import model_name
-from kvtier.heads.profile import HeadProfile, load_profile
+from kvtier.heads.profile import HeadProfile
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.rules import scorer_of
 from kvtier.retention.shares import asked_share
@@ -17,7 +17,7 @@ from kvtier.tier.blobs.keys import KvIdentity
 from kvtier.tier.blobs.names import ContextNames
 from kvtier.tier.client import TierClient, TlsPaths
 from kvtier.tier.link.link import TierLink
-from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.tier.identity import ModelIdentity
 from kvtier_sglang.tracing.tracer import interceptors
@@ -57,14 +57,14 @@ class NamedModel:
         settings: Settings,
         model_path: str,
         identity: ModelIdentity,
-        pool: HeadSplitKVPool,
+        pool: HeadPagedKVPool,
         rule: LocalityRule,
         profile: HeadProfile,
         ranks: Ranks,
     ) -> None:
         self._identity = identity
         self._span_tokens = settings.tier.span_tokens
-        shape = pool.profile.shape
+        shape = pool.shape
         self._known = KvIdentity(
             model=model_name(model_path),
             revision="",
@@ -75,7 +75,7 @@ class NamedModel:
             tp_rank=ranks.rank,
             tp_size=ranks.size,
             policy=_policy(settings, profile, rule),
-            scores=_scores(settings, profile) if pool.state is not None else "",
+            scores=_scores(settings) if pool.state is not None else "",
         )
 
     def names(self) -> ContextNames:
@@ -86,38 +86,25 @@ class NamedModel:
         return self._identity.adapter(lora_id)
 
 
-def budgets_profile(settings: Settings) -> HeadProfile | None:
-    """The head profile by which heads of one pool keep different numbers of entries, where they
-    do. Raises HeadProfileError for a file that is none."""
-    if settings.head_budgets != "profile" or settings.head_profile is None:
-        return None
-    return load_profile(settings.head_profile)
-
-
 def _policy(settings: Settings, profile: HeadProfile, rule: LocalityRule) -> str:
     """A digest of everything that decides what a later turn sees of an earlier one."""
     scorer, share = scorer_of(settings), asked_share(settings)
-    anchored = budgets_profile(settings)
     return _digest(
         {
             "ca_heads": profile.ca_heads,
             "rule": asdict(rule),
-            "prefill": settings.prefill,
-            **({"head_budgets": settings.head_budgets} if settings.packs else {}),
-            **({"anchored": anchored.ca_heads} if anchored else {}),
+            "competes": settings.competes,
             "share": None if share is None else [share.rule.name, share.number],
             scorer.name: scorer.parameters(),
         }
     )
 
 
-def _scores(settings: Settings, profile: HeadProfile) -> str:
-    """A digest of what is stored beside the KV: which heads are scored, and how."""
+def _scores(settings: Settings) -> str:
+    """A digest of what is stored beside the KV."""
     scorer = scorer_of(settings)
     state = [scorer.name, scorer.state_parameters()] if scorer.state_width else None
-    return _digest(
-        {"ca_heads": profile.ca_heads, "state": state, "nll_stride": settings.nll_stride}
-    )
+    return _digest({"state": state, "nll_stride": settings.nll_stride})
 
 
 def _digest(value: object) -> str:

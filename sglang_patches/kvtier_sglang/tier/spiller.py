@@ -6,7 +6,7 @@ background (kvtier.tier.link.link). When the turn ends only its last, partial sp
 record of how the turn was compressed. What the link has no room for stays due until then.
 
     chunk published    [ span ][ span ][ ...      copied out; checksummed and sent later
-    turn ended         ... ][ tail ] + record     then locality slots are freed
+    turn ended         ... ][ tail ] + record     then slots are freed
 
 A span that begins in an earlier turn needs that turn's last tokens: they are inside its recent
 window, which is at least a span long. One that begins in the prefix that a memory stands for has
@@ -79,7 +79,7 @@ class Spiller:
         return rid in self._turns
 
     def published(self, rid: str, token_ids: Sequence[int], slots: torch.Tensor) -> None:
-        """The first tokens of a request, as far as they are computed, with their CA slots (any
+        """The first tokens of a request, as far as they are computed, with their slots (any
         integers)."""
         turn = self._turns.get(rid)
         span = self.names.span_tokens

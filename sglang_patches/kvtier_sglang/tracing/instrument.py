@@ -148,8 +148,7 @@ class RequestSpans:
                 {
                     "tokens": len(node.key),
                     "dropped_tokens": node.dropped.num_tokens,
-                    "ca_entries": node.ca_size - freed.ca,
-                    "locality_entries": node.locality_size - freed.locality,
+                    "slots": node.num_slots - freed,
                     **chosen,
                 }
             )

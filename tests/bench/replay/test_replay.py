@@ -75,8 +75,9 @@ def test_all_policies_get_the_same_bytes_and_the_longest_request_fits(flags, mon
     assert full.pools.budget_bytes == kvtier.pools.budget_bytes
     assert isinstance(full.workload, Replay)
     assert full.pools.sessions == pytest.approx(32, rel=0.02)
-    assert kvtier.pools.max_total_tokens > full.pools.max_total_tokens
-    assert kvtier.pools.locality_slots > full.workload.longest_tokens
+    assert kvtier.pools.max_total_tokens == pytest.approx(full.pools.max_total_tokens, rel=0.05)
+    assert kvtier.pools.max_total_tokens > full.workload.longest_tokens
+    assert kvtier.pools.sessions > full.pools.sessions
 
 
 def test_only_the_policy_that_is_named_for_its_tier_has_one(flags, monkeypatch):

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.common.lists import Contexts, make_contexts
 from benchmarks.common.peer_kernels import (
     COMPACTOR_FILE,
     KVPRESS_FILE,
     PAGE_TOKENS,
     CompactorVllm,
-    Held,
     Kvpress,
-    decode_classes,
     load_peer,
     to_masked,
     to_pages,
@@ -25,7 +23,7 @@ from benchmarks.common.peer_kernels import (
 from benchmarks.cost import masked
 from benchmarks.gpu.check import __main__ as gpu_check
 from benchmarks.gpu.check.claims import make_bars
-from kvtier_kernels import RaggedKV, get_kernels
+from kvtier_kernels import get_kernels
 
 SCALE = 0.2
 # As compactor-vllm describes its arguments.
@@ -67,45 +65,52 @@ def peers(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make_classes(lengths: list[list[int]], heads: list[int], dim: int = 16) -> list[Held]:
-    """lengths: of each class, by request. Slots lie anywhere in a larger pool."""
-    made = []
-    for own, count in zip(lengths, heads, strict=True):
-        pool = sum(own) + 7
-        k, v = (torch.randn(pool, count, dim) for _ in "kv")
-        slots = torch.tensor(random.sample(range(pool), sum(own)))
-        made.append(Held(RaggedKV(k, v), slots, [0, *itertools.accumulate(own)]))
-    return made
+def contexts_of(packed: list[list[int]], dense: list[int]) -> Contexts:
+    return make_contexts(
+        packed, dense, layers=2, dim=16, dtype=torch.float32, device="cpu", seed=3, run=32
+    )
 
 
-def by_reference(q: torch.Tensor, classes: list[Held]) -> torch.Tensor:
+def by_reference(q: torch.Tensor, contexts: Contexts, layer: int) -> torch.Tensor:
     kernels = get_kernels("reference")
-    plans = [kernels.plan(one.slots, one.indptr) for one in classes]
-    return decode_classes(kernels, q, [one.kv for one in classes], plans, SCALE)
+    return kernels.lists.decode(q, contexts.kv, contexts.planned_by(kernels), layer, SCALE).o
 
 
 def test_pages_hold_each_heads_entries(peers: Path) -> None:
     longest = 3 * PAGE_TOKENS
-    classes = make_classes([[longest, 1, PAGE_TOKENS, 200], [5, 1, 77, 130]], [2, 3])
-    paged = to_pages(classes, seed=1)
-    q = torch.randn(4, 5, 2, 16)
+    packed = [[longest, 5, longest - 40], [0, 1, 0], [PAGE_TOKENS, 77, 3], [130, 200, 130]]
+    contexts = contexts_of(packed, [0, 1, 33, 0])
+    paged = to_pages(contexts, 1, seed=1)
+    q = torch.randn(4, 3, 2, 16)
     peer = CompactorVllm(load_peer(peers, COMPACTOR_FILE), paged, multiprocessors=4)
-    torch.testing.assert_close(peer.decode(q, paged, SCALE), by_reference(q, classes))
+    torch.testing.assert_close(peer.decode(q, paged, SCALE), by_reference(q, contexts, 1))
     used = {
         int(page)
-        for b, h in itertools.product(range(4), range(5))
+        for b, h in itertools.product(range(4), range(3))
         for page in paged.table[b, h, : -(-int(paged.lengths[b, h]) // PAGE_TOKENS)]
     }
     assert len(used) * PAGE_TOKENS == len(paged.k), "a page is shared, or no head's"
 
 
 def test_a_dense_cache_masks_what_its_heads_dropped(peers: Path) -> None:
-    classes = make_classes([[300], [40]], [1, 3])
-    dense = to_masked(classes, 300)
+    contexts = contexts_of([[270, 10, 10, 10]], [30])
+    dense = to_masked(contexts, 300)
     q = torch.randn(1, 4, 2, 16)
     peer = Kvpress(load_peer(peers, KVPRESS_FILE))
-    torch.testing.assert_close(peer.decode(q, dense, SCALE), by_reference(q, classes))
+    torch.testing.assert_close(peer.decode(q, dense, SCALE), by_reference(q, contexts, 0))
     assert len(dense.dropped[0]) == 3 * 260
+
+
+def test_contexts_hold_what_they_say_in_runs() -> None:
+    packed, dense = [[300, 20, 0], [5, 64, 130]], [70, 0]
+    contexts = contexts_of(packed, dense)
+    assert contexts.num_bytes == 2 * 4 * 16 * (519 + 3 * 70)
+    lists = itertools.product(range(2), range(2), range(3))
+    found = [contexts.of(*one)[0] for one in lists]
+    assert [len(one) for one in found] == 2 * [370, 90, 70, 5, 64, 130]
+    # No entry is another list's.
+    rows = torch.cat(found)
+    assert len(rows.unique(dim=0)) == len(rows)
 
 
 def test_a_peer_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -156,7 +161,8 @@ def test_peers_are_bars_and_one_that_did_not_run_is_not_met():
 
 
 def test_parts_that_were_not_asked_for_are_left_out():
-    asked = gpu_check.Asked(0, flashinfer=False, peers=None)
-    assert [name for name in gpu_check.PARTS if asked.leaves_out(name)] == ["peers", "flashinfer"]
-    everything = gpu_check.Asked(0, flashinfer=True, peers=Path("x"))
+    asked = gpu_check.Asked(0, flashinfer=False, serving=False, peers=None, folder=None)
+    left_out = {name for name in gpu_check.PARTS if asked.leaves_out(name)}
+    assert left_out == {"peers", "flashinfer", "serving"}
+    everything = gpu_check.Asked(0, flashinfer=True, serving=True, peers=Path("x"), folder=None)
     assert not [name for name in gpu_check.PARTS if everything.leaves_out(name)]

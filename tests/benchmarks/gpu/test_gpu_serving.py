@@ -9,84 +9,129 @@ from typing import Any
 import pytest
 
 from benchmarks.common.remote import WorkerError
-from benchmarks.gpu import serving
-from benchmarks.gpu.serving_worker import Load, hold
+from benchmarks.gpu import serving, serving_plan
+from benchmarks.gpu.serving_worker import Load, Sessions, hold
 from kvtier.heads.profile import load_profile
+from kvtier.pool_sizing import slot_bytes
+from kvtier.retention.token_worth import TokenWorth
 
 FLAGS = [
     *("--sessions", "3", "--context", "1000", "--turns", "4", "--turn-tokens", "20"),
     *("--answer-tokens", "10", "--chunk", "500"),
 ]
+# Of all turns, and of the one that is profiled.
+TURNS_TOKENS = 5 * (20 + 10)
 
 
 def plans(tmp_path: Path, *more: str) -> dict[str, Any]:
     options = serving.BENCHMARK.parse([*FLAGS, *more])
-    return {policy: serving.make_plan(options, policy, tmp_path) for policy in options.policies}
+    return {
+        policy: serving_plan.make_plan(options, policy, tmp_path) for policy in options.policies
+    }
 
 
 def test_policies_get_the_same_load_and_the_same_room(tmp_path: Path) -> None:
     found = plans(tmp_path)
-    assert list(found) == ["stock", "full", "kvtier"]
+    assert tuple(found) == serving_plan.POLICIES
     assert len({plan.load for plan in found.values()}) == 1
-    session = 1000 + 4 * (20 + 10)
     rooms = {plan.engine["max_total_tokens"] for plan in found.values()}
-    assert rooms == {3 * session + 500 + serving.SLACK_TOKENS}
+    assert rooms == {3 * (1000 + TURNS_TOKENS) + 500 + serving_plan.SLACK_TOKENS}
     own = ("attention_backend", "radix_cache_backend")
     shared = [{k: v for k, v in one.engine.items() if k not in own} for one in found.values()]
-    assert shared[0] == shared[1] == shared[2]
+    assert shared == [shared[0]] * len(found)
 
 
 def test_policies_differ_in_attention_and_cache_alone(tmp_path: Path) -> None:
     found = plans(tmp_path, "--stock-attention", "fa3")
-    assert [plan.engine["attention_backend"] for plan in found.values()] == [
-        "fa3", "kvtier", "kvtier",
-    ]  # fmt: skip
+    attention = {policy: plan.engine["attention_backend"] for policy, plan in found.items()}
+    assert attention == {"stock": "fa3", **dict.fromkeys(("full", "kvtier", "adaptive"), "kvtier")}
     caches = {policy: plan.engine.get("radix_cache_backend") for policy, plan in found.items()}
-    assert caches == {"stock": None, "full": None, "kvtier": "kvtier"}
+    assert caches == {"stock": None, "full": None, "kvtier": "kvtier", "adaptive": "kvtier"}
 
 
 def test_a_policys_engine_gets_its_own_settings_and_no_stray_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVTIER_STRAY", "1")
-    options = serving.BENCHMARK.parse([*FLAGS, "--prefill", "streaming"])
+    options = serving.BENCHMARK.parse(FLAGS)
 
     def settings(policy: str) -> dict[str, str]:
-        found = serving.environment(options, policy, tmp_path)
-        return {name: value for name, value in found.items() if name.startswith("KVTIER_")}
+        """Those that are told the engine, and not what they are anyway."""
+        found = serving_plan.environment(options, policy, tmp_path)
+        assert "KVTIER_STRAY" not in found
+        usual = serving_plan.Settings().to_env()
+        return {
+            name: value
+            for name, value in found.items()
+            if name.startswith("KVTIER_") and usual.get(name) != value
+        }
 
-    assert settings("stock") == settings("full") == {"KVTIER_DATA_DIR": str(tmp_path)}
+    everything = {"KVTIER_DATA_DIR": str(tmp_path / "data"), "KVTIER_HEAD_BUDGETS": "equal"}
+    assert settings("stock") == settings("full") == everything
     assert settings("kvtier") == {
-        "KVTIER_DATA_DIR": str(tmp_path),
+        **everything,
         "KVTIER_HEAD_PROFILE": str(tmp_path / "head_profile.json"),
-        "KVTIER_SESSION_TOKENS": "1000",
-        "KVTIER_SESSION_TURN_TOKENS": "120",
-        "KVTIER_PREFILL": "streaming",
+    }
+    assert settings("adaptive") == {
+        **everything,
+        "KVTIER_HEAD_BUDGETS": "adaptive",
+        "KVTIER_RETENTION": "0.25",
+        "KVTIER_SCORER": "reconstruction",
+        "KVTIER_SCORER_FILE": str(tmp_path / "token_worth.npz"),
     }
 
 
-def test_the_model_has_a_profile_of_a_quarter_of_its_heads(tmp_path: Path) -> None:
-    serving.write_model(tmp_path)
+def test_the_model_has_a_profile_of_a_quarter_of_its_heads_and_a_map_for_all(
+    tmp_path: Path,
+) -> None:
+    serving_plan.write_model(serving.BENCHMARK.parse(["--dry"]), tmp_path)
     profile = load_profile(tmp_path / "head_profile.json")
-    assert {len(heads) for heads in profile.ca_heads} == {serving.CA_HEADS}
-    assert profile.ca_share == 0.25
+    assert len({len(heads) for heads in profile.ca_heads}) == 1
+    assert profile.ca_share == serving_plan.SHARE
+    shape = profile.shape
+    TokenWorth.load(tmp_path / "token_worth.npz").check_fits(
+        shape.num_layers, shape.num_kv_heads, shape.head_dim, None
+    )
+
+
+def test_a_dry_run_changes_defaults_and_no_flag_that_was_given() -> None:
+    options = serving.BENCHMARK.parse(["--context", "700", "--dry"])
+    assert (options.context, options.sessions) == (700, serving.DRY["sessions"])
+    assert serving.BENCHMARK.parse([]).sessions == 4
+
+
+@pytest.mark.parametrize(("policy", "least"), [("kvtier", 1.5), ("adaptive", 1.5)])
+def test_the_same_bytes_hold_more_sessions_of_policies_that_compress(tmp_path, policy, least):
+    options = serving.BENCHMARK.parse(["--dry", "--sessions", "8"])
+    serving_plan.write_model(options, tmp_path)
+    pool = serving_plan.equal_pool(options, policy, tmp_path)
+    assert int(pool.sessions) >= least * 8
+    shape = load_profile(tmp_path / "head_profile.json").shape
+    assert pool.slots * slot_bytes(shape, 4) <= serving_plan.full_bytes(options)
+    plan = serving_plan.make_plan(options, policy, tmp_path, int(pool.sessions))
+    assert plan.load.sessions == int(pool.sessions)
+    assert plan.engine["max_total_tokens"] > pool.slots
 
 
 def test_a_policy_that_fails_leaves_its_log_and_misses_its_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(module: str, files: list[Path], environment: dict[str, str], log: Path) -> None:
+    def failing(
+        module: str, files: list[Path], environment: dict[str, str], log: Path, limit_s: float
+    ) -> None:
         log.write_text("no room for so much")
         raise WorkerError(log)
 
     monkeypatch.setattr(serving, "run_module", failing)
-    found = serving.serve(serving.BENCHMARK.parse(FLAGS), "stock", tmp_path)
+    options = serving.BENCHMARK.parse(FLAGS)
+    found = serving.serve(options, "stock", tmp_path)
     assert found == {"failed": "no room for so much"}
     fine = {"integrity": []}
-    bars = {bar.name: bar.met for bar in serving.make_bars({"stock": found, "kvtier": fine})}
+    policies = {"stock": found, "kvtier": fine}
+    bars = {bar.name: bar.met for bar in serving.make_bars(policies, options)}
     assert bars["stock: the engine served"] is False
     assert bars["kvtier: the engine served"] is True
-    broken = serving.make_bars({"kvtier": {"integrity": ["a slot has no owner"]}})
+    broken = serving.make_bars({"kvtier": {"integrity": ["a slot has no owner"]}}, options)
     assert [bar.met for bar in broken] == [True, False]
 
 
@@ -124,7 +169,7 @@ def test_sessions_prefill_one_by_one_and_then_ask_together_on_top_of_what_was_sa
         sessions=2, context=100, turns=3, turn_tokens=20, answer_tokens=10, chunk=50,
         ids=(1000, 4000), seed=1,
     )  # fmt: skip
-    found = asyncio.run(hold(engine, load))
+    found = asyncio.run(hold(Sessions(engine, load), load))
     assert engine.prompts == [100, 100, 130, 130, 160, 160]
     assert found["cached_tokens"] == 110
     assert found["ttft_s"] >= 0
@@ -138,4 +183,4 @@ def test_a_request_that_is_aborted_ends_the_sessions() -> None:
         ids=(1000, 4000), seed=1,
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="100 tokens was aborted: no room"):
-        asyncio.run(hold(engine, load))
+        asyncio.run(hold(Sessions(engine, load), load))

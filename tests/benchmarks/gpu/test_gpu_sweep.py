@@ -7,58 +7,53 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import sweep
-from kvtier_kernels.triton_backend.planning import plans
-
-
-class Tile(tuple):
-    """Stands for kernels: what is measured depends on the tile and the cut alone."""
+from kvtier_kernels.triton_backend.attention import by_lists
+from kvtier_kernels.triton_backend.planning import lists
 
 
 class Entries:
-    """Stands for a class of heads of one byte."""
+    """Stands for contexts of one byte."""
 
-    heads, num_bytes = 2, 1
-
-    def planned_by(self, kernels: Any) -> Entries:
-        return self
+    num_bytes = 1
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """What was measured, in order: a tile of 64 entries and 4 warps is the fastest, and one of 128
     entries does not run."""
-    seen: list[tuple[Any, ...]] = []
+    seen: list[tuple[int, ...]] = []
 
-    def layer_seconds(kernels: Tile, classes: list[Entries], batch: int) -> float:
-        seen.append((*kernels, plans.UNITS_PER_SM, plans.LEAST_STRETCH, batch))
-        if kernels[0] == 128:
+    def layer_seconds(kernels: Any, contexts: Entries) -> float:
+        tile = by_lists.list_tile(128, False, 4, laden=False)
+        seen.append((*tile[1:], lists.LEAST_PAGES))
+        if tile.entries == 128:
             raise RuntimeError("out of shared memory")
-        return 1 + abs(kernels[0] - 64) + abs(kernels[1] - 4) + kernels[2] + plans.UNITS_PER_SM
+        off = abs(tile.entries - 64) + abs(tile.warps - 4)
+        return 1 + off + tile.stages + tile.programs + lists.LEAST_PAGES
 
     monkeypatch.setattr(sweep, "layer_seconds", layer_seconds)
     monkeypatch.setattr(sweep, "read_bandwidth", lambda: 1.0)
-    monkeypatch.setattr(sweep, "kernels_with", lambda *tile: Tile(tile))
     monkeypatch.setattr(sweep, "TritonKernels", lambda: None)
-    monkeypatch.setattr(sweep, "both_classes", lambda *_, **__: [Entries(), Entries()])
-    monkeypatch.setattr(sweep, "make_class", lambda *_, **__: Entries())
+    monkeypatch.setattr(sweep, "retained", lambda *_, **__: Entries())
+    monkeypatch.setattr(sweep, "full", lambda *_, **__: Entries())
     monkeypatch.setattr(sweep, "compile_all", lambda *_, **__: None)
     monkeypatch.setattr(sweep.torch.cuda, "get_device_name", lambda: "a device")
     return seen
 
 
 def test_cuts_are_tried_with_the_best_tile_and_afterwards_are_as_before(measured, capsys) -> None:
-    before = plans.UNITS_PER_SM, plans.LEAST_STRETCH
-    figures = sweep.sweep(0, voted=False, full=False)
-    assert before == (plans.UNITS_PER_SM, plans.LEAST_STRETCH)
+    before = by_lists.list_tile, lists.LEAST_PAGES
+    figures = sweep.sweep(0, voted=False, uncompressed=False)
+    assert before == (by_lists.list_tile, lists.LEAST_PAGES)
     tiles = [tuple(row["setting"]) for row in figures["tiles"]]
-    assert len(set(tiles)) == len(tiles) == 3 * 4 * 3  # all but those of 128 entries
-    assert {one[0] for one in tiles} == {16, 32, 64}
-    assert max(figures["tiles"], key=lambda row: row["mean"])["setting"] == [64, 4, 2]
-    cuts = [tuple(row["setting"]) for row in figures["cuts"]]
-    assert len(set(cuts)) == len(cuts) == len(sweep.UNITS_PER_SM) * len(sweep.LEAST_STRETCH)
+    assert len(set(tiles)) == len(tiles) == 2 * 3 * 3 * 4  # all but those of 128 entries
+    assert {one[0] for one in tiles} == {32, 64}
+    assert max(figures["tiles"], key=lambda row: row["mean"])["setting"] == [64, 4, 2, 1]
+    cuts = [row["setting"] for row in figures["cuts"]]
+    assert cuts == [[least] for least in sweep.LEAST_PAGES]
     with_cuts = measured[-len(cuts) * len(sweep.SWEPT) :]
-    assert {one[:3] for one in with_cuts} == {(64, 4, 2)}
-    assert {one[3:5] for one in with_cuts} == set(cuts)
+    assert {one[:4] for one in with_cuts} == {(64, 4, 2, 1)}
+    assert {one[4] for one in with_cuts} == set(sweep.LEAST_PAGES)
     assert set(figures["tiles"][0]["shares"]) == {str(shape) for shape in sweep.SWEPT}
     capsys.readouterr()
 
@@ -67,7 +62,7 @@ def test_the_run_prints_the_best_and_says_how_it_was_asked(measured, capsys) -> 
     found = sweep.run(sweep.BENCHMARK.parse(["--full", "--voted"]))
     assert (found.figures["full"], found.figures["voted"]) == (True, True)
     assert found.bars is None
-    assert "[64, 4, 2]" in capsys.readouterr().out
+    assert "[64, 4, 2, 1]" in capsys.readouterr().out
 
 
 def test_a_mean_over_shapes_is_geometric() -> None:

@@ -13,6 +13,7 @@ from kvtier.calibration.documents.keys import (
     memory_key,
     parse_key,
     profile_key,
+    worth_key,
 )
 from kvtier.errors import UsageError
 
@@ -24,6 +25,7 @@ def test_keys_round_trip(model, revision, name):
     for key in (
         curve_key(model, revision, name),
         profile_key(model, revision),
+        worth_key(model, revision),
         memory_key(model, revision, name),
     ):
         assert parse_key(str(key)) == key
@@ -62,6 +64,7 @@ def test_a_hub_id_reads_as_designed():
         "kvtier:v1:curve:a:b:c:d",
         "kvtier:v1:profile:a",
         "kvtier:v1:profile:a:",
+        "kvtier:v1:worth:a",
         "kvtier:v1:memory:a:b",
         "kvtier:v1:memory:a:b:",
         "kvtier:v1:memory:a:b:c:d",

@@ -15,9 +15,9 @@ from kvtier.heads.profile import HeadProfile, ModelShape
 from kvtier.retention.scorers.compactor import Compactor
 from kvtier_kernels.fp8 import as_stored
 from kvtier_sglang.attention.backend import KvtierAttnBackend
-from kvtier_sglang.compression.selection import TokenSelection
-from kvtier_sglang.pool.allocator import HeadSplitAllocator
-from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.compression.selection import ProfileSelection
+from kvtier_sglang.pool.allocator import BundleAllocator
+from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.pool.scales import KvScales, LayerScales
 
 KV_HEADS, GROUP, DIM = 3, 2, 32
@@ -50,9 +50,8 @@ def test_a_scale_that_is_no_positive_number_is_refused(bad, monkeypatch):
 
 @pytest.fixture
 def backend():
-    profile = HeadProfile(model="test", shape=SHAPE, method="test", ca_heads=((0, 2), ()))
-    pool = HeadSplitKVPool(
-        100, 100, profile=profile, dtype=FP8, device="cpu", start_layer=0, state_width=1
+    pool = HeadPagedKVPool(
+        100, shape=SHAPE, dtype=FP8, device="cpu", state_width=1, packs=True, votes=1
     )
     pool.scales = KvScales(SCALES)
     runner = SimpleNamespace(
@@ -64,7 +63,7 @@ def backend():
 
 
 def allocator_of(pool):
-    return HeadSplitAllocator(pool, streaming_tokens=None, need_sort=False)
+    return BundleAllocator(pool)
 
 
 def run_pass(backend, inputs, slots, held):
@@ -123,11 +122,8 @@ def test_passes_attend_over_what_sglang_would_have_stored(backend):
         size = float(values.abs().max())
         torch.testing.assert_close(outputs / size, expected / size, rtol=1e-5, atol=1e-6)
         # The bytes are those of SGLang's own pools.
-        own = (pool.ca[index], slots), (pool.locality[index], pool.locality_of[slots])
-        for buffers, at in own:
-            if buffers.heads:
-                bits = (k[index] / scales.k).to(FP8).view(torch.uint8)
-                assert torch.equal(buffers.sides[0][at], buffers.select(bits))
+        bits = (k[index] / scales.k).to(FP8).view(torch.uint8)
+        assert torch.equal(pool.kv[index].sides[0][slots], bits)
 
 
 class Seen(Compactor):
@@ -141,10 +137,15 @@ class Seen(Compactor):
 def test_a_scorer_sees_the_models_numbers(backend):
     pool, scorer = backend.pool, Seen()
     object.__setattr__(scorer, "spans", [])
-    slots = allocator_of(pool).alloc(30)
-    q, k = torch.randn(30, KV_HEADS, GROUP, DIM), torch.randn(30, KV_HEADS, DIM)
+    # With a whole bundle among them.
+    slots = allocator_of(pool).alloc(40)
+    q, k = torch.randn(40, KV_HEADS, GROUP, DIM), torch.randn(40, KV_HEADS, DIM)
     run_pass(backend, [(q, k, k)] * 2, slots, 0)
-    TokenSelection(pool, scorer, [None, None]).compact(slots, 0, 10)
+    profile = HeadProfile(model="test", shape=SHAPE, method="test", ca_heads=((0, 2), ()))
+    selection = ProfileSelection(
+        pool, scorer, [None, None], profile=profile, most_anchored=2, compensation=True
+    )
+    selection.compact(slots, 0, 10)
     (span,) = scorer.spans
-    expected = as_stored(k, FP8, 0.03)[:, [0, 2]].transpose(0, 1) * 0.03
+    expected = as_stored(k, FP8, 0.03).transpose(0, 1) * 0.03
     torch.testing.assert_close(span.keys, expected)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,57 +15,26 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtier.config import load_settings
-from kvtier.heads.profile import HeadProfile, ModelShape, full_profile
+from kvtier.heads.profile import ModelShape
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 from kvtier_sglang.attention.backend import KvtierAttnBackend
-from kvtier_sglang.attention.cuda_graphs import room_bytes
 from kvtier_sglang.attention.plans import Planner
-from kvtier_sglang.pool.allocator import HeadSplitAllocator
-from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.pool.allocator import BundleAllocator
+from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS, KV_HEADS, GROUP, DIM = 3, 4, 2, 32
 SLOTS, CONTEXT, REQUESTS = 600, 200, 4
-# Adjacent heads, scattered ones, and a layer without locality heads.
-CA_HEADS = ((0, 1), (0, 3), (0, 1, 2, 3))
 
 
-def make_pool(*, merges: bool, scored: bool = False) -> HeadSplitKVPool:
+def make_pool(**options: Any) -> HeadPagedKVPool:
     shape = ModelShape(
         num_layers=LAYERS,
         num_kv_heads=KV_HEADS,
         num_attention_heads=KV_HEADS * GROUP,
         head_dim=DIM,
     )
-    profile = HeadProfile(model="test", shape=shape, method="manual", ca_heads=CA_HEADS)
-    return HeadSplitKVPool(
-        SLOTS,
-        SLOTS,
-        profile=profile,
-        dtype=torch.float32,
-        device=DEVICE,
-        start_layer=0,
-        state_width=1 if scored else None,
-        merges=merges,
-    )
-
-
-@pytest.fixture(params=[False, True], ids=["dropped", "merged"])
-def runner(request):
-    torch.manual_seed(2)
-    # Only in a scored pool does the reference look for tokens that CA heads have dropped.
-    pool = make_pool(merges=request.param, scored=True)
-    for buffers in (*pool.ca, *pool.locality):
-        buffers.k.normal_()
-        buffers.v.normal_()
-    pool.log_votes[5:50] = torch.rand(45) * 4
-    if pool.ca_votes is not None:
-        slots = torch.arange(10, 90, device=DEVICE)
-        pool.set_votes(1, slots, torch.randn(80, 2, GROUP, device=DEVICE))
-    table = torch.zeros(REQUESTS + 1, CONTEXT, dtype=torch.int32, device=DEVICE)
-    return SimpleNamespace(
-        token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=table), device=DEVICE
-    )
+    return HeadPagedKVPool(SLOTS, shape=shape, dtype=torch.float32, device=DEVICE, **options)
 
 
 def backend_of(runner, kernels: str) -> KvtierAttnBackend:
@@ -79,30 +49,6 @@ def static_batch() -> SimpleNamespace:
         seq_lens=torch.zeros(REQUESTS, dtype=torch.int64, device=DEVICE),
         out_cache_loc=torch.zeros(REQUESTS, dtype=torch.int64, device=DEVICE),
     )
-
-
-def fill(batch: SimpleNamespace, runner, lengths: list[int], seed: int) -> None:
-    """Requests of other lengths and slots, with holes; the newest token's slot is the last.
-
-    Fewer lengths than REQUESTS leave the rest as SGLang pads them."""
-    generator = torch.Generator().manual_seed(seed)
-    table, pool = runner.req_to_token_pool.req_to_token, runner.token_to_kv_pool
-    images = torch.randint(1, SLOTS, pool.locality_of.shape, generator=generator)
-    images[torch.rand(images.shape, generator=generator) < 0.6] = 0
-    images[0] = 0
-    for static in (batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc):
-        static.zero_()
-    slots = torch.randperm(SLOTS - 1, generator=generator) + 1
-    for i, length in enumerate(lengths):
-        row = torch.where(torch.rand(length, generator=generator) < 0.3, 0, slots[:length])
-        newest = slots[-1 - i]
-        row[-1] = newest
-        images[newest] = newest
-        table[i + 1, :length] = row.to(torch.int32)
-        batch.req_pool_indices[i] = i + 1
-        batch.seq_lens[i] = length
-        batch.out_cache_loc[i] = newest
-    pool.locality_of.copy_(images)
 
 
 def eager(batch: SimpleNamespace) -> SimpleNamespace:
@@ -149,70 +95,15 @@ def recorded_once(step: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def test_what_was_recorded_serves_other_batches_as_the_reference_would(runner):
-    reference, recorded = backend_of(runner, "reference"), backend_of(runner, "triton")
-    recorded.init_cuda_graph_state(REQUESTS, REQUESTS)
-    batch, inputs, got = static_batch(), some_inputs(0), []
-    recorded.init_forward_metadata_out_graph(batch, in_capture=True)
-
-    def step() -> None:
-        recorded.init_forward_metadata_in_graph(batch)
-        got[:] = layers(recorded, inputs)
-
-    replay = recorded_once(step)
-    addresses = None
-    for seed, lengths in enumerate([[5, 200, 1, 33], [77, 3], [200] * 4, [1]]):
-        fill(batch, runner, lengths, seed)
-        for static, new in zip(inputs, some_inputs(seed), strict=True):
-            static.copy_(new)
-        replay()
-        held = addresses_of(recorded.forward_metadata)
-        addresses = addresses or held
-        assert held == addresses
-        reference.init_forward_metadata(eager(batch))
-        expected = layers(reference, inputs)
-        real = len(lengths)
-        for ours, theirs in zip(got, expected, strict=True):
-            torch.testing.assert_close(ours[:real], theirs[:real], rtol=2e-5, atol=2e-5)
-            assert torch.isfinite(ours).all(), "a padded row spoils nothing"
-
-
-def test_the_tables_take_what_is_set_aside_for_them(runner):
-    backend = backend_of(runner, "triton")
-    backend.init_cuda_graph_state(REQUESTS, REQUESTS)
-    tables = {}
-    for requests in (1, REQUESTS):
-        for plan in backend.graphs.room(requests):
-            storage = plan.slots.untyped_storage()
-            tables[storage.data_ptr()] = storage.nbytes()
-    assert sum(tables.values()) == room_bytes(REQUESTS, CONTEXT, classes=2)
-
-
-def addresses_of(batch) -> list[int]:
-    """Of all that a graph's kernels would read the plans from."""
-    found = []
-    for part in (batch.ca, batch.locality):
-        found += [part.plan.slots.data_ptr(), part.plan.indptr.data_ptr()]
-        assert part.plan.schedules
-        for schedule in part.plan.schedules.values():
-            tensors = (schedule.stretch, schedule.units_indptr, schedule.unit_request)
-            found += [tensor.data_ptr() for tensor in tensors]
-    return found
-
-
 @pytest.fixture
 def packing():
     """A runner whose heads may keep different numbers of entries: three spans, of four bundles
     each, which four requests have none, one or two of."""
     torch.manual_seed(3)
-    shape = make_pool(merges=False).profile.shape
-    pool = HeadSplitKVPool(
-        SLOTS, SLOTS, profile=full_profile(shape), dtype=torch.float32, device=DEVICE,
-        start_layer=0, state_width=0, packs=True,
-    )  # fmt: skip
-    for buffers in pool.ca:
-        buffers.k.normal_()
-        buffers.v.normal_()
+    pool = make_pool(state_width=0, packs=True)
+    for layer in pool.kv:
+        layer.k.normal_()
+        layer.v.normal_()
     spans = []
     for first in (64, 128, 192):
         counts = torch.randint(0, 80, (LAYERS * KV_HEADS,))
@@ -255,7 +146,7 @@ def grow(batch: SimpleNamespace, lengths: list[int], step: int) -> None:
         batch.out_cache_loc[place] = 500 + 10 * step + place
 
 
-def test_what_was_recorded_over_lists_serves_other_requests_as_they_grow(packing):
+def test_what_was_recorded_serves_other_requests_as_they_grow(packing):
     runner, spans = packing
     reference, recorded = backend_of(runner, "reference"), backend_of(runner, "triton")
     recorded.init_cuda_graph_state(REQUESTS, REQUESTS)
@@ -301,19 +192,19 @@ def test_a_row_that_got_other_slots_is_written_again_before_a_replay(packing):
     other = torch.arange(400, 400 + held, dtype=torch.int32, device=DEVICE)
     runner.req_to_token_pool.req_to_token[1, :held] = other
     before = backend.planner.lists.tables.slots.clone()
-    runner.token_to_kv_pool.packed.moved |= {1}
+    runner.token_to_kv_pool.moved |= {1}
     backend.init_forward_metadata_out_graph(batch)
     after = backend.planner.lists.tables.slots
     assert torch.equal(after[1, :held], other)
     assert torch.equal(after[2:], before[2:])
-    assert not runner.token_to_kv_pool.packed.moved
+    assert not runner.token_to_kv_pool.moved
 
 
-def test_what_is_recorded_over_lists_asks_the_host_nothing(packing):
+def test_what_is_recorded_asks_the_host_nothing(packing):
     runner, spans = packing
     backend = backend_of(runner, "triton")
     backend.kernels = TritonKernels(launch_nothing)
-    backend.planner = Planner(backend.kernels, backend.pool, backend.req_to_token, backend.settings)
+    backend.planner = Planner(backend.kernels, backend.pool, backend.req_to_token)
     backend.init_cuda_graph_state(REQUESTS, REQUESTS)
     batch, inputs = static_batch(), some_inputs(0)
     grow(batch, begin(backend, runner, spans, 0), 0)
@@ -354,24 +245,9 @@ def launch_nothing(*args, **options):
     """Kernels themselves wait for nothing; the interpreter would."""
 
 
-def test_what_is_recorded_asks_the_host_nothing(runner):
-    backend = backend_of(runner, "triton")
-    backend.kernels = TritonKernels(launch_nothing)
-    backend.init_cuda_graph_state(REQUESTS, REQUESTS)
-    batch, inputs = static_batch(), some_inputs(0)
-    backend.init_forward_metadata_out_graph(batch, in_capture=True)
-    backend.init_forward_metadata_in_graph(batch)
-    layers(backend, inputs)
-    with OnTheDeviceOnly():
-        backend.init_forward_metadata_in_graph(batch)
-        layers(backend, inputs)
-
-
-@pytest.mark.parametrize("merges", [False, True])
-def test_handing_out_slots_asks_the_host_nothing(merges):
-    allocator = HeadSplitAllocator(
-        make_pool(merges=merges, scored=True), streaming_tokens=None, need_sort=False
-    )
+@pytest.mark.parametrize("packs", [False, True])
+def test_handing_out_slots_asks_the_host_nothing(packs):
+    allocator = BundleAllocator(make_pool(state_width=1, packs=packs))
     with OnTheDeviceOnly():
         assert allocator.alloc(1).numel() == 1
         assert allocator.alloc(4).numel() == 4

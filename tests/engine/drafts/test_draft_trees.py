@@ -14,27 +14,20 @@ from test_plugin import TIERED, server_args
 
 from kvtier.config import load_settings
 from kvtier.errors import IncompatibleFlagError
-from kvtier.heads.profile import HeadProfile, ModelShape
-from kvtier_kernels import RaggedKV, get_kernels
+from kvtier.heads.profile import ModelShape
+from kvtier_kernels import CellKV, ListTables, get_kernels
 from kvtier_sglang import compat, cpu_drafts
 from kvtier_sglang.attention import drafts
 from kvtier_sglang.attention.drafts import fold, over_branches, tree_masks, unfold
-from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 
 
-@pytest.mark.parametrize(
-    ("other", "settings"),
-    [
-        ("--merge", {**TIERED, "refresh": "turn", "merge": "beta"}),
-        ("--refresh N", {**TIERED, "refresh": "8"}),
-    ],
-)
-def test_what_does_not_go_together_with_drafts_is_refused(other, settings):
+def test_what_does_not_go_together_with_drafts_is_refused():
     arguments = server_args(speculative_algorithm="NGRAM")
-    compat.check_server_args(arguments, load_settings())
-    expected = f"^--speculative-algorithm: expected none together with kvtier and {other}"
+    compat.check_server_args(arguments, load_settings(**TIERED, refresh="turn", merge="beta"))
+    expected = "^--speculative-algorithm: expected none together with kvtier and --refresh N"
     with pytest.raises(IncompatibleFlagError, match=expected):
-        compat.check_server_args(arguments, load_settings(**settings))
+        compat.check_server_args(arguments, load_settings(**TIERED, refresh="8"))
 
 
 @st.composite
@@ -91,16 +84,24 @@ def test_a_draft_sees_its_prefix_and_its_branch(parents, name, most, seed):
     masks = torch.stack([mask_of(one) for one in parents])
     requests, count = masks.shape[:2]
     lengths = torch.randint(1, 40, (requests,)).tolist()
-    k, v = torch.randn(2, 200, heads, dim)
+    # A column of 208 cells for each head.
+    k, v = torch.randn(2, heads, 208, dim)
+    kv = CellKV(k.flatten(0, 1), v.flatten(0, 1), 208)
+    k, v = k.transpose(0, 1), v.transpose(0, 1)
     slots = [torch.randperm(199)[:length] + 1 for length in lengths]
-    indptr = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    table = torch.zeros(requests, 40, dtype=torch.int32)
+    for row, own in zip(table, slots, strict=True):
+        row[: len(own)] = own
+    nothing = torch.zeros(requests, heads, dtype=torch.int64)
+    tables = ListTables(nothing, nothing.int(), table)
     q = torch.randn(requests * count, heads, group, dim)
     new_k, new_v = torch.randn(2, requests * count, heads, dim)
-    plan, scale = kernels.plan(torch.cat(slots), indptr), dim**-0.5
+    plan = kernels.lists.plan(tables, torch.arange(requests), torch.tensor(lengths), 1, heads)
+    scale = dim**-0.5
     folded = fold(q, count)
     with patch.object(drafts, "MOST_ROWS", most):
         prefix = drafts.over_prefixes(
-            lambda rows: kernels.decode(rows, RaggedKV(k, v), plan, scale), folded
+            lambda rows: kernels.lists.decode(rows, kv, plan, 0, scale), folded
         )
     branch = over_branches(folded, new_k, new_v, masks, scale)
     out = unfold(kernels.merge_states(prefix, branch).o, count)
@@ -115,27 +116,20 @@ def test_a_draft_sees_its_prefix_and_its_branch(parents, name, most, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
-def test_an_accepted_draft_is_moved_in_all_heads_of_both_classes(dtype):
+def test_an_accepted_draft_is_moved_in_all_heads(dtype):
     shape = ModelShape(num_layers=3, num_kv_heads=3, num_attention_heads=6, head_dim=4)
-    profile = HeadProfile(
-        model="test", shape=shape, method="test", ca_heads=((0, 2), (), (0, 1, 2))
-    )
-    pool = HeadSplitKVPool(30, 20, profile=profile, dtype=dtype, device="cpu", start_layer=0)
-    pool.locality_of[5:25] = torch.arange(1, 21)
-    classes = [(one, False) for one in pool.ca] + [(one, True) for one in pool.locality]
-    for buffers, _ in classes:
-        for side in buffers.sides:
-            side.copy_(torch.randint(0, 99, side.shape))
-    held = [[side.clone() for side in buffers.sides] for buffers, _ in classes]
+    pool = HeadPagedKVPool(30, shape=shape, dtype=dtype, device="cpu")
+    sides = [side for layer in pool.kv for side in layer.sides]
+    for side in sides:
+        side.copy_(torch.randint(0, 99, side.shape))
+    held = [side.clone() for side in sides]
     # Drafts 8 and 9 go where 7 and 8 were; the rest of SGLang's list is its padding slot.
     target, source = torch.tensor([6, 7, 8, 0, 0]), torch.tensor([6, 8, 9, 0, 0])
     pool.move_kv_cache(target, source)
-    for (buffers, is_locality), before in zip(classes, held, strict=True):
-        shift = 4 if is_locality else 0
-        for side, was in zip(buffers.sides, before, strict=True):
-            expected = was.clone()
-            expected[target[:3] - shift] = was[source[:3] - shift]
-            assert torch.equal(side, expected)
+    for side, was in zip(sides, held, strict=True):
+        expected = was.clone()
+        expected[target[:3]] = was[source[:3]]
+        assert torch.equal(side, expected)
 
 
 @given(parents=several, lengths=st.lists(st.integers(1, 50), min_size=4, max_size=4))

@@ -6,16 +6,19 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 from tree_harness import MiniScheduler, matched, run_turn
 from tree_requests import context
 
+from kvtier.retention.shares import PAGE
 from kvtier_sglang.radix.cache import KvtierRadixCache
 
 
-def test_a_finished_turn_keeps_sink_recent_generated_and_one_compensation_entry():
+def test_a_finished_turn_keeps_sink_recent_generated_and_what_heads_keep_of_the_rest():
     s = MiniScheduler()
     run_turn(s, context(60), [1, 2, 3])
     (node,) = s.tree.nodes()
     assert node.compressed
     assert (node.dropped.begin, node.dropped.end) == (4, 54)
-    assert node.locality_size == 4 + 1 + 6 + 3
+    # The anchored head keeps 50 entries, four pages, and each of five others a page for one: nine
+    # pages of six heads take two bundles.
+    assert node.num_slots == 4 + 2 * PAGE + 6 + 3
     assert matched(s, [*context(60), 1, 2, 3, 9]) == 63
 
 
@@ -23,13 +26,6 @@ def test_chunked_prefill_ends_as_one_node():
     s = MiniScheduler()
     run_turn(s, context(60), [1, 2], chunk=13)
     assert len(list(s.tree.nodes())) == 1
-
-
-def test_streaming_prefill_never_holds_the_whole_context():
-    s = MiniScheduler(locality_size=60, streaming=True)
-    run_turn(s, context(120), [1, 2], chunk=20)
-    (node,) = s.tree.nodes()
-    assert node.locality_size == 4 + 1 + 6 + 2
 
 
 def test_each_turn_becomes_a_node_and_drops_only_its_own_span():

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tree_harness import MiniScheduler, matched, run_turn
+from packed_checks import SHAPE
+from tree_harness import PROFILE, MiniScheduler, matched, run_turn
 from tree_requests import context, digest
 
 from kvtier.retention.scorers import Span
 from kvtier.retention.shares import PAGE, FixedShare, QualityTarget, TokenBudget
 
 
-def test_a_share_of_the_context_gives_its_ca_slots_back():
+def test_a_share_of_the_context_gives_its_slots_back():
     s = MiniScheduler(share=FixedShare(0.4))
     run_turn(s, context(60), [1, 2, 3])
     node = next(s.tree.nodes())
     # 40% of 60 prompt tokens, the protected sink (4) and recent (6) among them: of the others one
-    # page. And the answer.
-    assert node.ca_size == 10 + PAGE + 3
-    assert s.allocator.available_size() == s.allocator.size - node.ca_size
-    assert s.tree.evictable_size() == node.ca_size
+    # page of each of six heads, which is one bundle. And the answer.
+    assert node.entries == node.num_slots == 10 + PAGE + 3
+    assert s.allocator.available_size() == s.allocator.size - node.num_slots
+    assert s.tree.evictable_size() == node.num_slots
     assert matched(s, [*context(60), 1, 2, 3]) == 63
     assert s.tree.compressor.retention.report()["retained_share"] == pytest.approx((10 + PAGE) / 60)
 
@@ -33,8 +34,9 @@ def test_the_best_tokens_of_a_span_are_those_that_stay():
     kv = Span(values[None, :, None].expand(1, -1, 2), (values % 97)[None, None])
     scores = s.tree.compressor.selection.scorer.score(kv)
     best = scores[0].topk(PAGE).indices.sort().values
-    kept = node.value[span.begin : span.begin + PAGE]
-    assert torch.equal(s.pool.ca[1].k[kept, 0, 0], values[best])
+    (packed,) = s.pool.packed.in_row(node.value)
+    anchored = packed.of_column(SHAPE.num_kv_heads + PROFILE.ca_heads[1][0])
+    assert torch.equal(s.pool.packed.cells.k[anchored, 0], values[best])
 
 
 def test_a_session_goes_on_over_a_compacted_context_turn_by_turn():
@@ -54,15 +56,15 @@ def test_a_token_budget_is_for_the_whole_session():
     run_turn(s, [*context(60), *context(40, seed=1)], [])
     first, second = sorted(s.tree.nodes(), key=lambda node: node.start)
     # Sink, recent window, and as many pages as the rest of the budget holds.
-    assert first.ca_size == 10 + 2 * PAGE
+    assert first.entries == 10 + 2 * PAGE
     # Not even a page is left of the budget: the recent window and one page stay.
-    assert second.ca_size == 6 + PAGE
+    assert second.entries == 6 + PAGE
 
 
 def test_without_a_curve_everything_is_kept():
     s = MiniScheduler(share=QualityTarget(0.9, NoCurve()))
     run_turn(s, context(60), [])
-    assert next(s.tree.nodes()).ca_size == 60
+    assert next(s.tree.nodes()).entries == 60
     assert s.tree.compressor.retention.reasons == {"no-curve": 1}
 
 

@@ -4,7 +4,7 @@ them: `play(fault)` before the engine is made. A server of one rank is its own l
     slow       its tier answers late
     losing     none of its tier's answers comes
     unsteady   of three of its tier's answers one is late and one does not come, by chance
-    parting    it keeps a token less of every context than its partners do: a planted divergence
+    parting    it keeps two pages less of every context than its partners do: a planted divergence
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from waiting import be_slow
 
-from kvtier.retention.shares import Choice
+from kvtier.retention.shares import PAGE, Choice
 
 SLOW_S = 0.1
 FAULTS = ("slow", "losing", "unsteady", "parting")
@@ -61,6 +61,7 @@ def _part() -> None:
 
     def alone(self: Retention, turn: Any) -> Choice:
         choice = choose(self, turn)
-        return replace(choice, kept_tokens=max(1, choice.kept_tokens - _is_last()))
+        less = 2 * PAGE * _is_last()
+        return replace(choice, kept_tokens=max(1, choice.kept_tokens - less))
 
     Retention.choose = alone

@@ -22,30 +22,34 @@ def sessions(seed: int, count: int, longest: int) -> list[list[dict]]:
 
 
 @pytest.mark.parametrize(
-    ("profile", "slots", "settings"),
-    [
-        ("even", 20_000, {"KVTIER_RETENTION": "0.3"}),
-        # So few slots that contexts are evicted and computed again.
-        ("an empty rank", 4000, {"KVTIER_PREFILL": "streaming"}),
-    ],
-    ids=["a share, even ranks", "streaming and evicting, a rank without CA heads"],
+    ("profile", "settings"),
+    [("even", {"KVTIER_RETENTION": "0.3"}), ("an empty rank", {})],
+    ids=["a share, even ranks", "a rank without CA heads"],
 )
-def test_two_ranks_say_what_one_says(tmp_path, profile, slots, settings):
+def test_two_ranks_say_what_one_says(tmp_path, profile, settings):
     PROFILES[profile]().save(tmp_path / "profile.json")
     env = {**RULE, "KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json"), **settings}
     rounds = sessions(3, 6, 1200)
-    one, two = (serve(tmp_path, ranks, rounds, env, max_total_tokens=slots) for ranks in (1, 2))
+    one, two = (serve(tmp_path, ranks, rounds, env, max_total_tokens=20_000) for ranks in (1, 2))
     assert said(two) == said(one)
-    for name in ("dropped_tokens", "compacted_tokens", "ca_slots_used", "locality_slots_used"):
-        assert two["state"][name] == one["state"][name], name
-    assert two["state"]["dropped_tokens"] > 0
+    alone, together = (out["state"]["compacted_tokens"] for out in (one, two))
+    # All ranks free as many slots as the one with most anchored heads can.
+    assert alone == together > 0 if profile == "even" else alone > together > 0
     assert two["state"]["kv_capacity_bytes"] < one["state"]["kv_capacity_bytes"], "half the heads"
-    idle = two["state"]["idle_share_of_ranks"]
-    assert len(idle) == 2
-    assert (max(idle) > 0) == (profile != "even")
-    assert min(idle) == 0
-    assert max(idle) < 1
-    assert "idle_share_of_ranks" not in one["state"]
+
+
+def test_two_ranks_evict_what_one_evicts(tmp_path):
+    """So few slots that contexts are evicted and computed again. What is computed again says other
+    things: so ranks are even, which hold as many slots as one, and requests come one by one."""
+    PROFILES["even"]().save(tmp_path / "profile.json")
+    env = {**RULE, "KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json")}
+    first, second = sessions(3, 6, 1200)
+    rounds = [[request] for request in first]
+    rounds += [[{**request, "continues": [at, 0]}] for at, request in enumerate(second)]
+    one, two = (serve(tmp_path, ranks, rounds, env, max_total_tokens=2400) for ranks in (1, 2))
+    assert said(two) == said(one)
+    for name in ("compacted_tokens", "kv_evicted_tokens", "slots_used"):
+        assert two["state"][name] == one["state"][name] > 0, name
 
 
 def test_two_ranks_verify_drafts_over_an_fp8_cache_as_one_does(tmp_path):
@@ -60,7 +64,7 @@ def test_two_ranks_verify_drafts_over_an_fp8_cache_as_one_does(tmp_path):
     flags = {"speculative_algorithm": "NGRAM", "kv_cache_dtype": "fp8_e4m3"}
     one, two = (serve(tmp_path, ranks, [contexts, questions], env, **flags) for ranks in (1, 2))
     assert said(two) == said(one)
-    assert two["state"]["dropped_tokens"] == one["state"]["dropped_tokens"] > 0
+    assert one["state"]["compacted_tokens"] >= two["state"]["compacted_tokens"] > 0
     assert min(answer["accept_length"] for answer in two["rounds"][1]) > 1
 
 
@@ -81,17 +85,15 @@ def test_two_ranks_keep_what_the_curve_says_of_each_context(tmp_path):
     assert kept[0] == kept[1]
 
 
-def test_without_a_token_cap_both_ranks_have_the_slots_that_the_poorer_pays_for(tmp_path):
-    """Else the server does not start: what scores take is not in SGLang's bytes of a token, and a
-    rank without CA heads could pay for more."""
+def test_without_a_token_cap_both_ranks_have_the_slots_that_their_memory_was_planned_for(tmp_path):
+    """Else the server does not start: what scores take is not in SGLang's bytes of a token."""
     PROFILES["an empty rank"]().save(tmp_path / "profile.json")
     env = {**RULE, "KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json"), "KVTIER_RETENTION": "0.5"}
     rounds = sessions(6, 2, 600)
-    uncapped = {"max_total_tokens": None, "mem_fraction_static": 0.5}
+    uncapped = {"max_total_tokens": None, "mem_fraction_static": 0.2}
     one, two = (serve(tmp_path, ranks, rounds, env, **uncapped) for ranks in (1, 2))
     assert said(two) == said(one)
-    assert two["state"]["ca_slots"] > 30_000
-    assert 0 < two["state"]["idle_share_of_ranks"][1] < 1
+    assert two["state"]["slots"] > 30_000
 
 
 def test_a_rank_that_parts_is_caught(tmp_path):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from engine_runner import ENGINE_DEFAULTS, flush, settled_states
+from engine_runner import ENGINE_DEFAULTS, flush, settled_states, use
 
 MOST_AT_ONCE = 4
 
@@ -107,14 +106,10 @@ class Busy:
 
 def main(plan_path: str, out_path: str) -> None:
     plan = json.loads(Path(plan_path).read_text())
-    os.environ.update(plan.get("environment", {}))
-    os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"] = "1"
-    os.environ["SGLANG_CHECK_KV_PAGE_INVARIANTS"] = "1"
+    checks = ("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_CHECK_KV_PAGE_INVARIANTS")
+    use(plan.get("environment", {}) | dict.fromkeys(checks, "1"))
     import sglang
-    from sglang.srt.managers import scheduler
 
-    # It may have been imported before (tests/forking).
-    scheduler.TEST_RETRACT = scheduler.envs.SGLANG_TEST_RETRACT.get()
     engine = sglang.Engine(**{**ENGINE_DEFAULTS, **plan["engine"]})
     busy = Busy(engine, plan)
     try:

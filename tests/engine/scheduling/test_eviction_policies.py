@@ -22,11 +22,10 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import _EVICTION_POLICY_FACTORIES
 from tree_requests import Request
 
-from kvtier.heads.profile import full_profile
 from kvtier.retention.locality import LocalityRule
 from kvtier_sglang.compression.compressor import Compressor
-from kvtier_sglang.pool.allocator import HeadSplitAllocator
-from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.pool.allocator import BundleAllocator
+from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.radix.cache import KvtierRadixCache
 
 # The last one is refused at start-up: it counts tokens in SGLang's own tree.
@@ -49,16 +48,8 @@ class Asked(Request):
 def tree(ours: bool, policy: str) -> BasePrefixCache:
     rows = ReqToTokenPool(size=4, max_context_len=LONGEST, device="cpu", enable_memory_saver=False)
     if ours:
-        pool = HeadSplitKVPool(
-            SLOTS,
-            SLOTS,
-            profile=full_profile(SHAPE),
-            dtype=torch.float32,
-            device="cpu",
-            start_layer=0,
-            state_width=None,
-        )
-        allocator = HeadSplitAllocator(pool, streaming_tokens=None, need_sort=False)
+        pool = HeadPagedKVPool(SLOTS, shape=SHAPE, dtype=torch.float32, device="cpu")
+        allocator = BundleAllocator(pool)
     else:
         allocator = TokenToKVPoolAllocator(SLOTS, torch.float32, "cpu", SimpleNamespace(), False)
     params = CacheInitParams(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from compressing import POLICIES, RULE, RULE_ENV
-from engine_process import DEMO_MODEL, run_engine
+from engine_process import DEMO_MODEL, retractions, run_engine, with_aborts
 from tierd.live_tier import live_tier
 from tiered_engine import ENGINE, run_never_missing
 from tiered_engine import RULE as TIERED_RULE
@@ -75,22 +75,36 @@ def said(out: dict) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("share", "kv", "ranks"),
-    [(0.35, "auto", 1), (0.1, "auto", 1), (0.2, "fp8_e4m3", 1), (0.25, "auto", 2)],
+    ("share", "kv", "ranks", "environment"),
+    [
+        (0.35, "auto", 1, {}),
+        (0.1, "auto", 1, {}),
+        (0.2, "fp8_e4m3", 1, {}),
+        (0.25, "auto", 2, {}),
+        (0.35, "auto", 1, {"SGLANG_TEST_RETRACT": "1"}),
+    ],
+    ids=["0.35-auto-1", "0.1-auto-1", "0.2-fp8_e4m3-1", "0.25-auto-2", "retracted"],
 )
 def test_the_tokens_are_those_of_the_transformers_reference(
-    tmp_path, adaptive, worth, share, kv, ranks
+    tmp_path, adaptive, worth, share, kv, ranks, environment
 ):
-    """Six sessions at a time. Of two ranks, each has its own heads compete."""
+    """Six sessions at a time beside requests that are aborted, and in the end all once more from
+    their second turn. Of two ranks, each has its own heads compete."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     rule, sessions, expected = FixedShare(share), prompts(6, 1500), []
-    for turns in sessions:
+    forks = [turns[2][::-1] for turns in sessions]
+    for turns, other in zip(sessions, forks, strict=True):
         scorer, kv_dtype = Reconstruction.of(worth), FP8 if kv == "fp8_e4m3" else None
-        session = AdaptiveSession(model, RULE, 512, scorer, kv_dtype=kv_dtype, ranks=ranks)
-        session.keep_count = lambda prompt, span: rule.choose(Turn(prompt, span)).kept_tokens
-        expected.append([session.turn(prompt, 9).token_ids for prompt in turns])
+        session, fork = (
+            AdaptiveSession(model, RULE, 512, scorer, kv_dtype=kv_dtype, ranks=ranks) for _ in "ab"
+        )
+        for one in (session, fork):
+            one.keep_count = lambda prompt, span: rule.choose(Turn(prompt, span)).kept_tokens
+        answers = [session.turn(prompt, 9).token_ids for prompt in turns]
+        *_, last = (fork.turn(prompt, 9).token_ids for prompt in (*turns[:2], other))
+        expected.append([*answers, last])
         counts = set(session.retained(0).values()) | set(session.retained(1).values())
         assert len(counts) > 1, "every head keeps as much"
     engine = {
@@ -102,8 +116,18 @@ def test_the_tokens_are_those_of_the_transformers_reference(
         **POLICIES["kvtier"],
     }
     env = {**RULE_ENV, **adaptive, "KVTIER_RETENTION": str(share), **ranks_on_a_cpu(ranks)}
-    out = run_engine(tmp_path, engine, side_by_side(sessions, 9), env)
-    assert [list(turns) for turns in zip(*said(out), strict=True)] == expected
+    rounds = side_by_side(sessions, 9)
+    rounds.append(
+        [
+            {"input_ids": prompt, "max_new_tokens": 9, "continues": [1, index]}
+            for index, prompt in enumerate(forks)
+        ]
+    )
+    out = run_engine(tmp_path, engine, with_aborts(rounds), env, environment)
+    found = [list(turns) for turns in zip(*said(out), strict=True)]
+    assert found[: len(sessions)] == expected
+    assert min(len(answer) for answers in found[len(sessions) :] for answer in answers) < 200
+    assert (retractions(out) > 0) == bool(environment)
     assert out["state"]["compacted_tokens"] > 1000
 
 
@@ -217,14 +241,23 @@ def test_triton_kernels_say_the_same(tmp_path, adaptive):
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize(("kv", "ranks"), [("auto", 1), ("fp8_e4m3", 1), ("auto", 2)])
+@pytest.mark.parametrize(
+    ("kv", "ranks", "merge"),
+    [
+        ("auto", 1, "off"),
+        ("fp8_e4m3", 1, "off"),
+        ("auto", 2, "off"),
+        ("auto", 1, "beta"),
+        ("auto", 1, "paper"),
+    ],
+)
 def test_a_restarted_server_restores_and_refreshes_what_heads_competed_for(
-    tmp_path, adaptive, kv, ranks
+    tmp_path, adaptive, kv, ranks, merge
 ):
     """The answers of a turn that is refreshed are those of a server that never went away."""
     engine = {**ENGINE, "kv_cache_dtype": kv, "tp_size": ranks}
     env = {**TIERED_RULE, **adaptive, "KVTIER_RETENTION": "0.3", "KVTIER_REFRESH": "turn"}
-    env |= ranks_on_a_cpu(ranks)
+    env |= ranks_on_a_cpu(ranks) | {"KVTIER_MERGE": merge}
     del env["KVTIER_HEAD_PROFILE"]
     # One at a time, and every turn of a session after the one before.
     sessions = prompts(2, 1200)
@@ -254,3 +287,23 @@ def test_a_restarted_server_restores_and_refreshes_what_heads_competed_for(
     assert found["restored_requests"] == 1
     assert found["refreshed_turns"] == 1
     assert said(back)[0] == said(stayed)[len(sessions[0]) - 1]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"KVTIER_REFRESH": "4"}, {"KVTIER_REFRESH": "4", "KVTIER_MERGE": "beta"},
+     {"KVTIER_REFRESH": "turn", "KVTIER_REFRESH_MOVED": "0.05"}],
+    ids=["every four tokens", "merged", "moved"],
+)  # fmt: skip
+def test_heads_that_compete_choose_again_while_a_turn_is_generated(tmp_path, adaptive, settings):
+    """Asked again until what is chosen in the background has come before the end of an answer."""
+    first, second, *_ = prompts(1, 1500)[0]
+    asked = {"input_ids": second, "max_new_tokens": 80, "continues": [0, 0]}
+    rounds = [[{"input_ids": first, "max_new_tokens": 2}], [asked]]
+    rounds.append({"until": "refreshed_again", "request": asked})
+    env = {**TIERED_RULE, **adaptive, **settings, "KVTIER_RETENTION": "0.3"}
+    del env["KVTIER_HEAD_PROFILE"]
+    with live_tier(tmp_path, "--memory", "512m") as tier:
+        out = run_engine(tmp_path, ENGINE, rounds, env | {"KVTIER_TIER": tier.address})
+    assert out["state"]["integrity"] == []
+    assert out["state"]["tier"]["refreshed_again"] > 0

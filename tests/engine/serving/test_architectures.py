@@ -180,7 +180,7 @@ def test_compressed_it_says_what_the_reference_says(
         if budgets == "adaptive":
             session = AdaptiveSession(model, RULE, 128, Reconstruction.of(worth))
         else:
-            session = CompactingSession(model, full_profile(shape), RULE, 128)
+            session = CompactingSession(model, full_profile(shape), RULE, 128, in_pages=True)
         session.keep_count = lambda prompt, span: rule.choose(Turn(prompt, span)).kept_tokens
         expected.append([session.turn(prompt, NEW_TOKENS).token_ids for prompt in turns])
     found = answers_of(tmp_path / "kvtier", tmp_path / "model", "float32", KVTIER, env)

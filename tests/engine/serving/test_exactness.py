@@ -5,12 +5,14 @@ greedy choice, on 240 requests; with a profile it is the policy's own reference 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from compressing import POLICIES, RULE, RULE_ENV, uneven_profile
-from engine_process import DEMO_MODEL, run_engine
+from engine_process import DEMO_MODEL, retractions, run_engine, with_aborts
 
 from kvtier.heads.profile import HeadProfile, load_profile
+from kvtier.retention.locality import LocalityRule
 
 pytestmark = pytest.mark.engine
 
@@ -117,28 +119,55 @@ def test_an_fp8_cache_gives_the_greedy_tokens_of_stock_sglangs(tmp_path, dtype, 
     assert ours["state"]["integrity"] == []
 
 
-def policy_session_rounds(profile: HeadProfile, model, sessions: int, turns: int):
-    """Sessions with long contexts for the engine, and the oracle's answers to the same prompts."""
+def policy_session_rounds(
+    profile: HeadProfile, rule: LocalityRule, model, sessions: int, turns: int
+):
+    """Sessions with long contexts for the engine, and the oracle's answers to the same prompts. In
+    the last round all go on once more from their second turn.
+
+    Later prompts are so short that nothing is saved of them, or so long that there is, wherever
+    their slots begin: of lengths between them this decides, as whole bundles stay.
+    """
     from kvtier.heads.reference.session import ReferenceSession
 
     rng = random.Random(5)
-    rounds: list[list[dict]] = [[] for _ in range(turns)]
-    expected: list[list[list[int]]] = [[] for _ in range(turns)]
+    rounds: list[list[dict]] = [[] for _ in range(turns + 1)]
+    expected: list[list[list[int]]] = [[] for _ in range(turns + 1)]
+    forks = []
     for index in range(sessions):
-        session = ReferenceSession(model, profile, RULE)
+        session = ReferenceSession(model, profile, rule, in_pages=True)
         for turn in range(turns):
-            length = rng.randrange(300, 1500) if turn == 0 else rng.randrange(1, 150)
+            later = rng.randrange(*rng.choice([(1, 80), (110, 180)]))
+            length = rng.randrange(300, 1500) if turn == 0 else later
             prompt = [rng.randrange(6, 384) for _ in range(length)]
             request = {"input_ids": prompt, "max_new_tokens": 9}
             if turn:
                 request["continues"] = [turn - 1, index]
             rounds[turn].append(request)
             expected[turn].append(session.turn(prompt, 9).token_ids)
+            if turn == 1:
+                forks.append(session.fork())
+    for index, fork in enumerate(forks):
+        prompt = [rng.randrange(6, 384) for _ in range(rng.randrange(1, 180))]
+        rounds[-1].append({"input_ids": prompt, "max_new_tokens": 9, "continues": [1, index]})
+        expected[-1].append(fork.turn(prompt, 9).token_ids)
     return rounds, expected
 
 
-@pytest.mark.parametrize("which", ["stored", "uneven"])
-def test_with_a_profile_the_tokens_are_those_of_the_transformers_reference(tmp_path, which):
+@pytest.mark.parametrize(
+    ("which", "compensation", "environment"),
+    [
+        ("stored", True, {}),
+        ("uneven", True, {}),
+        ("stored", False, {}),
+        ("uneven", True, {"SGLANG_TEST_RETRACT": "1"}),
+    ],
+    ids=["stored", "uneven", "without compensation", "retracted"],
+)
+def test_with_a_profile_the_tokens_are_those_of_the_transformers_reference(
+    tmp_path, which, compensation, environment
+):
+    """Beside requests that are aborted."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -146,16 +175,23 @@ def test_with_a_profile_the_tokens_are_those_of_the_transformers_reference(tmp_p
     profile = load_profile(stored) if which == "stored" else uneven_profile()
     profile.save(tmp_path / "profile.json")
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
-    rounds, expected = policy_session_rounds(profile, model, sessions=8, turns=4)
+    rule = replace(RULE, compensation=compensation)
+    rounds, expected = policy_session_rounds(profile, rule, model, sessions=8, turns=4)
     engine = {
         "model_path": str(DEMO_MODEL),
         "max_total_tokens": 30_000,
         "chunked_prefill_size": 512,
         **POLICIES["kvtier"],
     }
-    env = {**RULE_ENV, "KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json")}
-    out = run_engine(tmp_path, engine, rounds, env)
+    env = {
+        **RULE_ENV,
+        "KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json"),
+        "KVTIER_LOCALITY_COMPENSATION": f"{compensation}",
+    }
+    out = run_engine(tmp_path, engine, with_aborts(rounds), env, environment)
     got = [[request["output_ids"] for request in requests] for requests in out["rounds"]]
-    assert got == expected
-    assert out["state"]["dropped_tokens"] > 1000
+    assert [answers[:8] for answers in got] == expected
+    assert min(len(answer) for answers in got for answer in answers[8:]) < 200
+    assert (retractions(out) > 0) == bool(environment)
+    assert out["state"]["compacted_tokens"] > 1000
     assert out["state"]["integrity"] == []

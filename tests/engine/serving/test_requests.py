@@ -76,14 +76,13 @@ def manager(backend: str = "kvtier") -> SimpleNamespace:
     return SimpleNamespace(server_args=args)
 
 
-def test_prompt_logprobs_of_a_streaming_prefill_are_refused(monkeypatch):
-    asked = SimpleNamespace(return_logprob=True, logprob_start_len=0)
-    requests.check_request(manager(), asked, IDS)
-    monkeypatch.setenv("KVTIER_PREFILL", "streaming")
-    with pytest.raises(UsageError, match=r"^logprob_start_len: expected -1 .* streaming"):
+def test_prompt_logprobs_begin_at_a_token_or_with_the_answer():
+    for start in (-1, 0, 3):
+        asked = SimpleNamespace(return_logprob=True, logprob_start_len=start)
         requests.check_request(manager(), asked, IDS)
-    asked.logprob_start_len = -1
-    requests.check_request(manager(), asked, IDS)
+    asked.logprob_start_len = -2
+    with pytest.raises(UsageError, match=r"^logprob_start_len: expected a position, or -1"):
+        requests.check_request(manager(), asked, IDS)
 
 
 def test_a_server_without_kvtier_is_left_as_it_is():

@@ -7,9 +7,15 @@ from __future__ import annotations
 import random
 
 import pytest
-from engine_process import run_engine
+import torch
+from engine_process import DEMO_MODEL, run_engine
 from tierd.live_tier import live_tier
 from tiered_engine import ENGINE, RULE, continued, run_never_missing
+
+from kvtier.heads.profile import load_profile
+from kvtier.heads.reference.compaction import CompactingSession
+from kvtier.retention.locality import LocalityRule
+from kvtier.retention.shares import FixedShare, Turn
 
 pytestmark = pytest.mark.engine
 
@@ -44,16 +50,44 @@ def session_rounds() -> list[list[dict]]:
     return rounds
 
 
+def reference_answers(
+    rounds: list[list[dict]], share: FixedShare, kv_dtype: torch.dtype | None
+) -> list[list[int]]:
+    """What the transformers reference says in each round; by RULE, which the engine goes by."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    profile = load_profile(DEMO_MODEL / "head_profile.json")
+    windows = (
+        RULE[f"KVTIER_LOCALITY_{name}_TOKENS"] for name in ("SINK", "RECENT", "BRANCH_RECENT")
+    )
+    rule = LocalityRule(*map(int, windows))
+    sessions = [
+        CompactingSession(model, profile, rule, 512, kv_dtype=kv_dtype, in_pages=True)
+        for _ in range(SESSIONS)
+    ]
+    for session in sessions:
+        session.keep_count = lambda prompt, span: share.choose(Turn(prompt, span)).kept_tokens
+    return [
+        sessions[at % SESSIONS].turn(request["input_ids"], request["max_new_tokens"]).token_ids
+        for at, (request,) in enumerate(rounds)
+    ]
+
+
 @pytest.mark.parametrize(
     ("retention", "kv"), [(None, "auto"), ("0.5", "auto"), ("0.5", "fp8_e4m3")]
 )
 def test_a_session_that_comes_back_to_a_restarted_server_goes_on_as_if_it_never_left(
     tmp_path, tier, retention, kv
 ):
+    """And one that never left is answered as by the reference."""
     engine = {**ENGINE, "kv_cache_dtype": kv}
     env = RULE if retention is None else {**RULE, "KVTIER_RETENTION": retention}
     rounds = session_rounds()
     stayed = run_engine(tmp_path, engine, rounds, env)
+    kv_dtype = torch.float8_e4m3fn if kv == "fp8_e4m3" else None
+    wanted = reference_answers(rounds, FixedShare(float(retention or 1)), kv_dtype)
+    assert [one["output_ids"] for (one,) in stayed["rounds"]] == wanted
     env = {**env, "KVTIER_TIER": tier.address}
     before = run_engine(tmp_path, engine, rounds[:-SESSIONS], env)
     assert before["state"]["tier"]["spans_spilled"] > 0
@@ -97,8 +131,12 @@ def test_a_fork_in_the_middle_of_a_compressed_context_answers_like_one_never_com
     assert forked["state"]["integrity"] == []
 
 
-@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3"])
-def test_entries_chosen_by_the_tier_give_the_tokens_of_entries_chosen_here(tmp_path, tier, kv):
+@pytest.mark.parametrize(
+    ("kv", "merge"), [("auto", "off"), ("fp8_e4m3", "off"), ("auto", "beta"), ("auto", "paper")]
+)
+def test_entries_chosen_by_the_tier_give_the_tokens_of_entries_chosen_here(
+    tmp_path, tier, kv, merge
+):
     """And while a turn is generated they are chosen again, by either, without a slot lost."""
     retention, engine = 0.25, {**ENGINE, "kv_cache_dtype": kv}
     sessions = session_rounds()[: 2 * SESSIONS]
@@ -107,6 +145,7 @@ def test_entries_chosen_by_the_tier_give_the_tokens_of_entries_chosen_here(tmp_p
         "KVTIER_TIER": tier.address,
         "KVTIER_RETENTION": f"{retention}",
         "KVTIER_TIER_SHARED_MEMORY": "false",
+        "KVTIER_MERGE": merge,
     }
     answers, states = [], []
     for refresh_by in ("fetch", "near-data"):
@@ -120,6 +159,8 @@ def test_entries_chosen_by_the_tier_give_the_tokens_of_entries_chosen_here(tmp_p
         assert found["state"]["tier"]["refreshed_turns"] == SESSIONS
         assert "unrefreshed_layers" not in found["state"]["tier"]
     assert answers[0] == answers[1]
+    if merge != "off":
+        return
     fetched, near = (state["tier"]["refresh_moved_bytes"] for state in states)
     assert near <= 1.1 * retention * fetched
     # Asked again until what is chosen in the background has come before the end of an answer.
@@ -130,3 +171,20 @@ def test_entries_chosen_by_the_tier_give_the_tokens_of_entries_chosen_here(tmp_p
         found = run_engine(tmp_path, engine, longer, env | wanted)
         assert found["state"]["integrity"] == []
         assert found["state"]["tier"]["refreshed_again"] > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"KVTIER_REFRESH": "4", "KVTIER_MERGE": "beta"},
+     {"KVTIER_REFRESH": "turn", "KVTIER_REFRESH_MOVED": "0.05"}],
+    ids=["merged", "moved"],
+)  # fmt: skip
+def test_anchored_heads_choose_again_while_a_turn_is_generated(tmp_path, tier, settings):
+    """Asked again until what is chosen in the background has come before the end of an answer."""
+    sessions = session_rounds()
+    asked = {**sessions[SESSIONS][0], "max_new_tokens": 80}
+    rounds = [sessions[0], [asked], {"until": "refreshed_again", "request": asked}]
+    env = {**RULE, **settings, "KVTIER_TIER": tier.address, "KVTIER_RETENTION": "0.4"}
+    out = run_engine(tmp_path, ENGINE, rounds, env)
+    assert out["state"]["integrity"] == []
+    assert out["state"]["tier"]["refreshed_again"] > 0

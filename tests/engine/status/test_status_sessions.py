@@ -27,9 +27,8 @@ def test_bytes_of_sessions_that_share_nothing_add_up_to_what_the_pool_holds():
     found = rows(s)
     assert len(found) == 3
     assert sum(row["bytes"] for row in found) == s.allocator.used_bytes()
-    assert all(row["bytes"] == row["ca_bytes"] + row["locality_bytes"] for row in found)
     for row in found:
-        assert 0 < row["bytes"] < row["full_bytes"] == 62 * s.pool.slot_bytes.full
+        assert 0 < row["bytes"] < row["full_bytes"] == 62 * s.pool.slot_bytes
 
 
 def test_a_session_says_why_each_of_its_turns_keeps_what_it_keeps():
@@ -39,8 +38,9 @@ def test_a_session_says_why_each_of_its_turns_keeps_what_it_keeps():
     assert row["num_turns"] == 2
     assert [(t["begin"], t["stop"]) for t in row["turns"]] == [(62, 105), (0, 62)]
     assert [t["reason"] for t in row["turns"]] == ["share", "share"]
-    assert [t["ca_entries"] for t in row["turns"]] == [n.ca_size for n in path(s)]
-    assert row["ca_entries"] == sum(t["ca_entries"] for t in row["turns"])
+    assert [t["slots"] for t in row["turns"]] == [n.num_slots for n in path(s)]
+    assert [t["entries"] for t in row["turns"]] == [n.entries for n in path(s)]
+    assert row["slots"] == sum(t["slots"] for t in row["turns"])
 
 
 def test_a_turn_without_a_share_rule_has_no_reason_and_says_what_it_dropped():
@@ -84,7 +84,7 @@ def test_the_newest_come_first_and_no_more_than_asked_for():
 
 
 def test_of_a_long_session_only_the_newest_turns_are_told():
-    s = MiniScheduler(size=900, locality_size=900)
+    s = MiniScheduler(size=900)
     history: list[int] = []
     for seed in range(MOST_TURNS + 3):
         history += context(20, seed=seed)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from packed_checks import SHAPE, AnyOrder
 from tiered_tree_harness import REFRESH, turn
-from tree_harness import QUERY_SCALE, MiniScheduler
+from tree_harness import QUERY_SCALE, MiniScheduler, matched
 from tree_requests import context, digest
 from waiting import SAFETY_S
 
@@ -21,7 +21,7 @@ def held(s: MiniScheduler, row: torch.Tensor) -> list[list[torch.Tensor]]:
     cells = s.pool.packed.cells
     found = []
     for span in s.pool.packed.in_row(row):
-        keys = cells.k[span.cells, 0, 0]
+        keys = cells.k[span.cells, 0]
         found.append([
             keys[begin : begin + count]
             for begin, count in zip(span.indptr, span.counts, strict=False)
@@ -81,7 +81,7 @@ def test_a_turn_reads_packed_entries_of_its_own_chosen_by_its_queries_too(connec
         assert left.equal(right)
     s.release(request, checkpoint=True)
     s.check()
-    assert s.tree.private_ca == 0
+    assert s.tree.private_slots == 0
     assert s.tree.tier.link.flush(SAFETY_S)
     assert s.tree.tier.link.held_bytes == 0
 
@@ -120,6 +120,29 @@ def test_a_turn_without_room_for_entries_of_its_own_goes_on_with_the_trees(conne
     assert s.extend(request, 100)
     assert s.tree.refresh.refresher.counters["refresh_no_room"] == 1
     s.allocator.free(hold)
+    s.check()
+    s.release(request, checkpoint=True)
+    s.check()
+
+
+def test_room_is_made_in_whole_bundles(connect):
+    """There are free slots enough, but no sixteen of them follow each other: what rests goes."""
+    s = MiniScheduler(
+        size=320, share=FixedShare(0.5), link=connect(), refresh=REFRESH, adaptive=True
+    )
+    prompt, other = context(90), context(150, seed=1)
+    for tokens in (other, prompt):
+        turn(s, tokens, [1, 2])
+    assert s.tree.tier.link.flush(SAFETY_S)
+    request = s.admit([*prompt, 1, 2, 7, 7, 7])
+    hold = s.allocator.alloc(s.allocator.available_size())
+    s.allocator.free(hold[::2])
+    assert s.allocator.whole_bundles() == 0
+    assert s.allocator.available_size() > 48
+    assert s.extend(request, 100)
+    assert s.tree.refresh.refresher.counters["refreshed_turns"] == 1
+    assert matched(s, other) == 0
+    s.allocator.free(hold[1::2])
     s.check()
     s.release(request, checkpoint=True)
     s.check()

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from packed_checks import SHAPE
 from tierd.live_tier import in_process, key_of
-from tree_harness import PROFILE
 from waiting import SAFETY_S
 
 from kvtier.tier.client import Blob, Landing, TierClient
-from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.tier.codec import SpanCodec
 
 SLOTS, TOKENS = 60, 20
@@ -20,28 +20,14 @@ DTYPES = [
 ]
 
 
-def make_pool(dtype: torch.dtype, *, state_width: int | None) -> HeadSplitKVPool:
-    return HeadSplitKVPool(
-        SLOTS,
-        SLOTS,
-        profile=PROFILE,
-        dtype=dtype,
-        device="cpu",
-        start_layer=0,
-        state_width=state_width,
-    )
+def make_pool(dtype: torch.dtype, *, state_width: int | None) -> HeadPagedKVPool:
+    return HeadPagedKVPool(SLOTS, shape=SHAPE, dtype=dtype, device="cpu", state_width=state_width)
 
 
-def bits(pool: HeadSplitKVPool, ca_slots: torch.Tensor) -> list[torch.Tensor]:
+def bits(pool: HeadPagedKVPool, slots: torch.Tensor) -> list[torch.Tensor]:
     """What every head of every layer holds of these tokens, as bytes."""
-    found = []
-    images = pool.locality_of[ca_slots]
-    for classes, slots in ((pool.ca, ca_slots), (pool.locality, images)):
-        for buffers in classes:
-            found += [side[slots].contiguous().view(torch.uint8) for side in (buffers.k, buffers.v)]
-    for seen in pool.state or ():
-        found.append(seen[:, ca_slots].contiguous().view(torch.uint8))
-    return found
+    found = [side[slots].contiguous().view(torch.uint8) for layer in pool.kv for side in layer]
+    return found + [seen[:, slots].contiguous().view(torch.uint8) for seen in pool.state or ()]
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +43,13 @@ def test_a_round_trip_is_bit_exact(tier, dtype, shared, state_width):
     generator = torch.Generator().manual_seed(DTYPES.index(dtype))
     left, right = (make_pool(dtype, state_width=state_width) for _ in range(2))
     # Any bits at all: infinities, denormals and several kinds of NaN among them.
-    for buffers in (*left.ca, *left.locality):
-        for side in (buffers.k, buffers.v):
+    for layer in left.kv:
+        for side in layer:
             noise = torch.randint(256, (*side.shape, side.element_size()), generator=generator)
             side.copy_(noise.to(torch.uint8).view(side.dtype).squeeze(-1))
     for seen in left.state or ():
         seen.copy_(torch.randn(seen.shape, generator=generator))
     there, here = (torch.randperm(SLOTS, generator=generator)[:TOKENS] + 1 for _ in range(2))
-    for pool, slots in ((left, there), (right, here)):
-        pool.locality_of[slots] = torch.randperm(SLOTS, generator=generator)[:TOKENS] + 1
     codec = SpanCodec(left)
     gathered = codec.gather(there, 1)
     if gathered.ready is not None:

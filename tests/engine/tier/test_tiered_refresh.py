@@ -17,6 +17,11 @@ from kvtier.tier.transport.landing import Landing
 from kvtier_sglang.refresh.trigger import TriggerRule
 
 
+def packed_keys(s: MiniScheduler, row: torch.Tensor) -> torch.Tensor:
+    """Keys of all packed entries that a row reads, column by column."""
+    return torch.cat([s.pool.packed.cells.k[span.cells] for span in s.pool.packed.in_row(row)])
+
+
 def test_a_turn_reads_entries_of_its_own_and_leaves_the_tree_as_it_was(connect):
     s = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=REFRESH)
     prompt = context(90)
@@ -26,17 +31,17 @@ def test_a_turn_reads_entries_of_its_own_and_leaves_the_tree_as_it_was(connect):
     request = s.admit([*prompt, 1, 2, 7, 7, 7])
     assert s.extend(request, 100)
     assert s.tree.refresh.refresher.counters["refreshed_turns"] == 1
-    assert s.tree.private_ca > 0
+    assert s.tree.private_slots > 0
     (pruned,) = s.tree.pruned_ranges(request.rid)
-    row = s.rows.req_to_token[request.kv.req_pool_idx, pruned.begin : pruned.begin + pruned.kept]
+    row = s.rows.req_to_token[request.kv.req_pool_idx, pruned.begin : pruned.end].long()
     held = torch.cat(before)
-    assert not torch.isin(row.long(), held).any()
+    assert not torch.isin(row[row > 0], held).any()
     s.check()
     s.checkpoint(request)
     s.check()
     s.release(request, checkpoint=True)
     s.check()
-    assert s.tree.private_ca == 0
+    assert s.tree.private_slots == 0
     assert all(any(n.value.equal(v) for n in s.tree.nodes()) for v in before)
 
 
@@ -54,7 +59,7 @@ def test_a_tier_that_chooses_by_itself_chooses_the_same(connect):
         report = s.tree.report()["tier"]
         assert report["refreshed_turns"] == 1
         row = s.rows.req_to_token[request.kv.req_pool_idx, : request.filled].long()
-        entries = s.pool.ca[1].k[row[row > 0]]
+        entries = packed_keys(s, row)
         held.append((entries, report["refresh_moved_bytes"]))
         s.check()
         s.release(request, checkpoint=True)
@@ -79,12 +84,12 @@ def generated(s: MiniScheduler, request, count: int) -> list[int]:
     changed = []
     for number in range(count):
         row = s.rows.req_to_token[request.kv.req_pool_idx, : request.filled].long()
-        before = s.pool.ca[1].k[row[row > 0]]
+        before = packed_keys(s, row)
         assert s.decode(request, number)
         assert s.tree.tier.link.flush(SAFETY_S)
         chosen_by_now(s)
         row = s.rows.req_to_token[request.kv.req_pool_idx, : request.filled - 1].long()
-        if not s.pool.ca[1].k[row[row > 0]].equal(before):
+        if not packed_keys(s, row).equal(before):
             changed.append(number)
         s.check()
     return changed
@@ -111,7 +116,7 @@ def test_every_so_many_tokens_the_newest_queries_choose_again(connect, near_data
     assert len(watched.windows[1]) == 16 + 3
     s.release(request, checkpoint=True)
     s.check()
-    assert s.tree.private_ca == 0
+    assert s.tree.private_slots == 0
     assert not s.tree.refresh.trigger._watched
     assert s.tree.tier.link.flush(SAFETY_S)
     assert s.tree.tier.link.held_bytes == 0
@@ -149,12 +154,12 @@ def test_a_turn_that_began_without_the_tier_is_refreshed_when_it_is_back(connect
         request = s.admit([*prompt, 1, 2, 7, 7, 7])
     assert s.extend(request, 100)
     assert s.tree.refresh.refresher.counters["refreshed_turns"] == 0
-    assert s.tree.private_ca == 0
+    assert s.tree.private_slots == 0
     assert generated(s, request, 4) == [3]
-    assert s.tree.private_ca > 0
+    assert s.tree.private_slots > 0
     s.release(request, checkpoint=True)
     s.check()
-    assert s.tree.private_ca == 0
+    assert s.tree.private_slots == 0
 
 
 def test_a_restored_context_is_refreshed_from_what_it_was_restored_from(connect):

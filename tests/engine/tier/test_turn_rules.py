@@ -47,29 +47,27 @@ def recorded(s: MiniScheduler, records: list[TurnRecord]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2 if THOROUGH else 1))
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("share", SHARES)
-def test_whatever_servers_do_their_own_records_pass(connect, share, streaming, seed):
+def test_whatever_servers_do_their_own_records_pass(connect, share, seed):
     rng = random.Random(seed)
-    servers = [
-        MiniScheduler(260, 220, share=share, link=connect(), streaming=streaming) for _ in range(2)
-    ]
+    # Of 100 bundles: of few hardly any is whole, and then spans stay as they are.
+    servers = [MiniScheduler(1600, share=share, link=connect()) for _ in range(2)]
     records: list[TurnRecord] = []
     for s in servers:
         recorded(s, records)
-    histories = [random_tokens(rng, 40)]
-    for _ in range(80):
+    histories = [random_tokens(rng, 100)]
+    for _ in range(150):
         s = rng.choice(servers)
         history = rng.choice(histories)
         if rng.random() < 0.5:
             history = history[: rng.randrange(1, len(history) + 1)]
-        prompt = [*history, *random_tokens(rng, rng.randrange(1, 30))][:150]
+        prompt = [*history, *random_tokens(rng, rng.randrange(1, 120))][:500]
         if len(s.running) < 3:
             s.admit(prompt)
         for request in list(s.running):
             if rng.random() < 0.3:
                 continue
-            going = s.extend(request, rng.randrange(5, 40))
+            going = s.extend(request, rng.randrange(20, 160))
             if going and request.filled < len(request.prompt):
                 s.checkpoint(request)
                 continue

@@ -11,7 +11,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from tiered_tree_harness import REFRESH, turn
+from tiered_tree_harness import REFRESH, shape, turn
 from tree_harness import MiniScheduler, run_turn
 from tree_requests import Request, context
 from waiting import SAFETY_S
@@ -74,8 +74,7 @@ def test_a_turn_is_matched_spilled_and_selected(traced, connect):
     assert select == {
         "tokens": 62,
         "dropped_tokens": 50,
-        "ca_entries": node.ca_size,
-        "locality_entries": node.locality_size,
+        "slots": node.num_slots,
         "reason": "share",
     }
     spills = traced.below_the_request("kvtier.spill")
@@ -136,7 +135,7 @@ def test_a_request_that_is_not_traced_has_no_spans_and_the_same_answers(
         turn(one, context(60), [1, 2])
         assert one.tree.tier.link.flush(SAFETY_S)
     assert traced.exporter.get_finished_spans() == ()
-    assert [n.ca_size for n in s.tree.nodes()] == [n.ca_size for n in plain.tree.nodes()]
+    assert shape(s) == shape(plain)
 
 
 def test_what_has_no_tier_is_traced_as_well(traced):

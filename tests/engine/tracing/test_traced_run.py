@@ -135,8 +135,8 @@ def test_spans_say_nothing_of_what_was_asked(traced):
     prompt = [random.Random(2).randrange(136, 384) for _ in range(300)]
     ask(traced, prompt)
     spans = traced.collector.wait_for(lambda found: any(s.name == "kvtier.select" for s in found))
-    known = {"tokens", "device_tokens", "tier_tokens", "dropped_tokens", "ca_entries"}
-    known |= {"locality_entries", "reason", "spans", "bytes", "record", "came"}
+    known = {"tokens", "device_tokens", "tier_tokens", "dropped_tokens", "slots"}
+    known |= {"reason", "spans", "bytes", "record", "came"}
     for span in spans:
         if span.name.startswith("kvtier.") and not span.name.startswith("kvtier.v1"):
             assert set(span.attributes) <= known

@@ -17,11 +17,9 @@ from kvtier.heads.methods import (
     Target,
     make_method,
     ranking,
-    sensitivity,
 )
 from kvtier.heads.methods.contextkeeper import ContextKeeper, candidates, default_candidate_share
 from kvtier.heads.methods.ranking import best_heads, heads_by_layer, mean_matrix
-from kvtier.heads.methods.sensitivity import Sensitivity, all_heads
 from kvtier.heads.probes.quality import Quality
 from kvtier.heads.profile import ModelShape
 from kvtier.heads.samples.questions import CalibrationSample, Question
@@ -47,68 +45,6 @@ def additive(weights: Weights) -> Any:
         return Quality(recall=right, tokens=right, loss=lost)
 
     return measure
-
-
-@st.composite
-def weighted_heads(draw: st.DrawFn) -> tuple[ModelShape, Weights]:
-    size = shape(draw(st.integers(1, 4)), draw(st.integers(1, 4)))
-    heads = all_heads(size)
-    ranks = draw(st.permutations(range(len(heads))))
-    total = sum(range(len(heads))) or 1
-    return size, {head: rank / total for head, rank in zip(heads, ranks, strict=True)}
-
-
-def run_sensitivity(size: ModelShape, weights: Weights, target: Target) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sensitivity, "measure", additive(weights))
-        patch.setattr(ranking, "measure", additive(weights))
-        method, batches = Sensitivity(), [fake_batch(size)]
-        return method.select(method.score(batches), batches, target)
-
-
-@given(weighted_heads(), st.floats(0.01, 1.0))
-def test_elimination_to_a_share_keeps_the_heads_worth_most(
-    case: tuple[ModelShape, Weights], share: float
-) -> None:
-    size, weights = case
-    selection = run_sensitivity(size, weights, Target(share=share))
-    count = max(1, round(share * len(weights)))
-    best = sorted(weights, key=lambda head: -weights[head])[:count]
-    assert selection.ca_heads == heads_by_layer(best, size.num_layers)
-    for (layer, head), weight in weights.items():
-        assert selection.scores[layer][head] == pytest.approx(weight)
-
-
-@given(weighted_heads(), st.floats(0.0, 0.99))
-def test_elimination_within_a_budget_is_within_it_and_minimal(
-    case: tuple[ModelShape, Weights], budget: float
-) -> None:
-    size, weights = case
-    selection = run_sensitivity(size, weights, Target(budget=budget))
-    kept = {(layer, head) for layer, row in enumerate(selection.ca_heads) for head in row}
-    lost = sum(w for head, w in weights.items() if head not in kept)
-    allowed = budget * sum(weights.values())
-    assert lost <= allowed + 1e-9
-    if len(kept) > 1:
-        assert lost + min(weights[head] for head in kept) > allowed - 1e-9
-
-
-def test_big_models_lose_several_heads_per_round() -> None:
-    size = shape(8, 8)
-    weights = {head: float(rank) / 2016 for rank, head in enumerate(all_heads(size))}
-    selection = run_sensitivity(size, weights, Target(share=0.25))
-    path = [step["heads"] for step in selection.parameters["elimination"]]
-    assert path[0] == 60
-    assert path[-1] == 16
-    assert sum(map(len, selection.ca_heads)) == 16
-    budgeted = run_sensitivity(size, weights, Target(budget=0.001))
-    assert sum(map(len, budgeted.ca_heads)) == 62, "0, 1 of 2016 parts fit, two more would not"
-
-
-def test_sensitivity_needs_a_target() -> None:
-    with pytest.raises(UsageError, match="--share"):
-        Sensitivity().check_target(Target())
-    ContextKeeper().check_target(Target())
 
 
 matrices = st.integers(1, 4).flatmap(
@@ -232,7 +168,7 @@ def test_every_registered_method_can_be_made(name: str) -> None:
 def test_errors_name_the_argument_and_the_valid_values() -> None:
     with pytest.raises(
         UsageError,
-        match=r"--method.*contextkeeper, gates, import, razor, sensitivity, taylor.*'duo'",
+        match=r"--method.*contextkeeper, gates, import, razor, taylor.*'duo'",
     ):
         make_method("duo")
     for bad in (0.0, 1.5, -1.0):
@@ -244,17 +180,9 @@ def test_errors_name_the_argument_and_the_valid_values() -> None:
         make_method("contextkeeper", candidate_share=0)
     with pytest.raises(UsageError, match="prefill_rows"):
         make_method("contextkeeper", prefill_rows=0)
-    with pytest.raises(UsageError, match="round_share"):
-        make_method("sensitivity", round_share=0)
     with pytest.raises(UsageError, match="unscored"):
         Question((1,), (2,), unscored=1)
     with pytest.raises(UsageError, match="prompt_ids"):
         Question((), (2,))
     with pytest.raises(UsageError, match="samples"):
         CalibrationSample((), ())
-
-
-def test_spans_of_a_sample_follow_each_other() -> None:
-    sample = CalibrationSample((1, 2, 3), (Question((4, 5), (6,)),))
-    assert sample.context_span == range(3)
-    assert sample.question_span(0) == range(3, 5)

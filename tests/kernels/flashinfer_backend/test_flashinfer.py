@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from list_problems import HEADS, LAYERS, make_problem
 from thorough import COMPILED, THOROUGH
 
-from kvtier_kernels import KernelUnavailableError, RaggedKV, Window, get_kernels
+from kvtier_kernels import KernelUnavailableError, RaggedKV, get_kernels
 from kvtier_kernels.flashinfer_backend import tables
 from kvtier_kernels.flashinfer_backend.limits import fits, is_aligned
 from kvtier_kernels.flashinfer_backend.variant import run_arguments
@@ -61,13 +61,6 @@ def make_cache(heads, dim, dtype, *, slots=400, head_major=False):
     return (k.transpose(0, 1), v.transpose(0, 1)) if head_major else (k, v)
 
 
-def make_votes(kind, slots, heads, group):
-    if kind == "none":
-        return None
-    shape = (slots, heads, group) if kind == "per head" else (slots,)
-    return torch.rand(shape) * 20 - 10
-
-
 def assert_states_equal(got, expected, dtype):
     tolerance = TOLERANCE[dtype]
     for a, b in zip(got, expected, strict=True):
@@ -76,60 +69,35 @@ def assert_states_equal(got, expected, dtype):
 
 @needs_compiler
 @without_gpu
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("votes", ["none", "per entry", "per head"])
-@pytest.mark.parametrize("head_major", [False, True])
-@pytest.mark.parametrize(("heads", "group", "dim"), [(2, 4, 64), (3, 1, 128), (1, 7, 64)])
-def test_decode_is_the_references(kernels, dtype, votes, head_major, heads, group, dim):
-    torch.manual_seed(heads)
-    k, v = make_cache(heads, dim, dtype, head_major=head_major)
-    indptr = [0, *itertools.accumulate([3, 0, 64, 1, 130])]
-    slots = torch.randperm(399)[: indptr[-1]] + 1
-    log_votes = make_votes(votes, 400, heads, group)
-    q = torch.randn(5, heads, group, dim).to(dtype)
-    kv = RaggedKV(k, v, log_votes)
-    assert fits(q, kv)
-    got = kernels.decode(q, kv, kernels.plan(slots, indptr, log_votes), dim**-0.5)
-    reference = get_kernels("reference")
-    plan = reference.plan(slots, indptr, log_votes)
-    exact = RaggedKV(k.float(), v.float(), log_votes)
-    expected = reference.decode(q.float(), exact, plan, dim**-0.5)
-    assert_states_equal(got, expected, dtype)
-    assert torch.isinf(got.lse[1]).all()
-    assert (got.o[1] == 0).all()
-
-
-@needs_compiler
-@without_gpu
-@settings(max_examples=20)
+@settings(max_examples=20 if THOROUGH else 10)
 @given(
-    prefixes=st.lists(st.integers(0, 90), min_size=1, max_size=4),
-    news=st.lists(st.integers(1, 20), min_size=4, max_size=4),
-    votes=st.sampled_from(["none", "per entry", "per head"]),
+    prefixes=st.lists(st.integers(0, 90), min_size=1, max_size=3),
+    news=st.lists(st.integers(1, 6), min_size=3, max_size=3),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    shape=st.sampled_from([(2, 4, 64), (3, 1, 128), (1, 7, 64)]),
+    head_major=st.booleans(),
     fp8=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_extend_is_the_references(library, prefixes, news, votes, fp8, seed):
+def test_extend_is_the_references(library, prefixes, news, dtype, shape, head_major, fp8, seed):
     from flashinfer_host import HostWrapper
 
     from kvtier_kernels.flashinfer_backend.kernels import FlashInferKernels
 
     torch.manual_seed(seed)
     kernels = FlashInferKernels(lambda kind, workspace: HostWrapper(library, kind))
-    heads, group, dim, dtype = 2, 3, 64, torch.float16
-    k, v = make_cache(heads, dim, torch.float8_e4m3fn if fp8 else dtype)
+    heads, group, dim = shape
+    k, v = make_cache(heads, dim, torch.float8_e4m3fn if fp8 else dtype, head_major=head_major)
     indptr = [0, *itertools.accumulate(prefixes)]
     q_indptr = [0, *itertools.accumulate(news[: len(prefixes)])]
     slots = torch.randperm(399)[: indptr[-1]] + 1
-    log_votes = make_votes(votes, 400, heads, group)
     q = torch.randn(q_indptr[-1], heads, group, dim).to(dtype)
     k_new, v_new = torch.randn(2, q_indptr[-1], heads, dim).to(dtype)
     new = (q, k_new, v_new)
-    plan = kernels.plan(slots, indptr, log_votes)
-    got = kernels.extend(*new, q_indptr, RaggedKV(k, v, log_votes), plan, 0.125)
+    assert fits(q, RaggedKV(k, v))
+    got = kernels.extend(*new, q_indptr, RaggedKV(k, v), kernels.plan(slots, indptr), 0.125)
     reference = get_kernels("reference")
-    plan = reference.plan(slots, indptr, log_votes)
-    exact = RaggedKV(k.float(), v.float(), log_votes)
+    exact, plan = RaggedKV(k.float(), v.float()), reference.plan(slots, indptr)
     expected = reference.extend(*(x.float() for x in new), q_indptr, exact, plan, 0.125)
     assert_states_equal(got, expected, dtype)
 
@@ -137,22 +105,25 @@ def test_extend_is_the_references(library, prefixes, news, votes, fp8, seed):
 @needs_compiler
 @without_gpu
 def test_layers_share_what_was_planned_and_steps_the_wrappers(kernels, made):
-    k, v = make_cache(2, 64, torch.float16)
-    kv, q = RaggedKV(k, v), torch.randn(2, 2, 4, 64).half()
+    kv, q = RaggedKV(*make_cache(2, 64, torch.float16)), torch.randn(3, 2, 4, 64).half()
+    k_new, v_new = torch.randn(2, 3, 2, 64).half()
+
+    def extend(plan):
+        kernels.extend(q, k_new, v_new, [0, 1, 3], kv, plan, 0.125)
+
     for _ in range(3):
         plan = kernels.plan(torch.arange(1, 31), [0, 10, 30])
-        for _ in range(4):
-            kernels.decode(q, kv, plan, 0.125)
-            kernels.decode(q[:, :1], RaggedKV(k[:, :1], v[:, :1]), plan, 0.125)
+        for _ in range(2):
+            extend(plan)
         del plan
         gc.collect()
-    # One for each number of heads, planned once a step.
+    # One for the prefix and one for new tokens, planned once a step.
     assert [wrapper.planned for wrapper in made] == [3, 3]
-    first, second = (kernels.plan(torch.arange(1, 31), [0, 30]) for _ in range(2))
+    first, second = (kernels.plan(torch.arange(1, 31), [0, 10, 30]) for _ in range(2))
     for plan in (first, second):
-        kernels.decode(q[:1], kv, plan, 0.125)
+        extend(plan)
     # Two plans that live at a time share none.
-    assert len(made) == 2
+    assert len(made) == 4
     assert first.wrappers.keys() == second.wrappers.keys()
     assert not {id(w) for w in first.wrappers.values()} & {id(w) for w in second.wrappers.values()}
 
@@ -163,19 +134,13 @@ def test_what_flashinfer_cannot_do_is_served_all_the_same(kernels, made):
     reference = get_kernels("reference")
     slots, indptr = torch.arange(1, 31), [0, 30]
     for dim, dtype in ((64, torch.float32), (32, torch.float16)):
-        k, v = make_cache(2, dim, dtype)
-        q = torch.randn(1, 2, 4, dim).to(dtype)
-        got = kernels.decode(q, RaggedKV(k, v), kernels.plan(slots, indptr), 0.1)
-        plan = reference.plan(slots, indptr)
-        expected = reference.decode(q, RaggedKV(k, v), plan, 0.1)
+        kv = RaggedKV(*make_cache(2, dim, dtype))
+        q = torch.randn(9, 2, 4, dim).to(dtype)
+        k_new, v_new = torch.randn(2, 9, 2, dim).to(dtype)
+        plan, known = kernels.plan(slots, indptr), reference.plan(slots, indptr)
+        got = kernels.extend(q, k_new, v_new, [0, 9], kv, plan, 0.1)
+        expected = reference.extend(q, k_new, v_new, [0, 9], kv, known, 0.1)
         assert_states_equal(got, expected, torch.float16)
-    k, v = make_cache(2, 64, torch.float16)
-    q, (k_new, v_new) = torch.randn(9, 2, 4, 64).half(), torch.randn(2, 9, 2, 64).half()
-    window = Window(4, 5, [30], torch.arange(30), torch.arange(30) < 10)
-    args = (q, k_new, v_new, [0, 9], RaggedKV(k, v))
-    got = kernels.extend(*args, kernels.plan(slots, indptr), 0.1, window)
-    expected = reference.extend(*args, reference.plan(slots, indptr), 0.1, window)
-    assert_states_equal(got, expected, torch.float16)
     assert not made
 
 
@@ -243,10 +208,9 @@ def test_a_log_sum_exp_in_base_two_becomes_natural():
 
 def test_votes_are_found_where_the_variant_looks_for_them():
     slots, indptr = torch.arange(9), torch.tensor([0, 9])
-    per_head = torch.randn(9, 2, 3)
-    for votes in (per_head, per_head.permute(1, 0, 2).contiguous().permute(1, 0, 2)):
+    for votes in (torch.randn(9, 6), torch.randn(6, 9).T):
         passed, _, _, *strides, _ = run_arguments(votes, slots, indptr, 1.0)
-        assert torch.equal(torch.as_strided(passed, (9, 6), strides).view(9, 2, 3), votes)
+        assert torch.equal(torch.as_strided(passed, (9, 6), strides), votes)
     one = torch.randn(18)[::2]
     passed, _, _, *strides, _ = run_arguments(one, slots, indptr, 1.0)
     assert torch.equal(torch.as_strided(passed, (9, 6), strides), one[:, None].expand(9, 6))
@@ -300,11 +264,13 @@ def test_attention_with_votes_compiles_for_hopper(tmp_path):
     # All variants are the same code but for the type of KV.
     kernel = "batch_prefill_paged_kernel_mask_0.cu"
     one = [] if THOROUGH else ["--kv", "float8_e4m3fn", "--file", kernel]
+    # Nor does it matter how fast the code is; nvcc has the flag since 12.8.
+    flags = {} if THOROUGH else {"FLASHINFER_EXTRA_CUDAFLAGS": "--Ofast-compile=max"}
     done = subprocess.run(
         [sys.executable, "-m", "kvtier_kernels.flashinfer_backend.ahead", *one],
         capture_output=True,
         text=True,
-        env=os.environ | {"FLASHINFER_WORKSPACE_BASE": str(tmp_path)},
+        env=os.environ | flags | {"FLASHINFER_WORKSPACE_BASE": str(tmp_path)},
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

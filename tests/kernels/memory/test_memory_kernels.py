@@ -1,5 +1,4 @@
-"""Attention over fixed prefixes: every backend against a formula in float64, and the two against
-each other."""
+"""Attention over fixed prefixes: every backend against a formula in float64."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from memory_problems import HEADS, Shape, attention, exact_answer, exact_cosines, make, shapes
 from thorough import THOROUGH
@@ -58,24 +57,17 @@ def assert_same(got: MemoryAnswer, expected: MemoryAnswer, dtype: torch.dtype) -
 
 
 @backends
-@settings(max_examples=100 if THOROUGH else 15)
+@settings(max_examples=100 if THOROUGH else 8)
 @given(shape=shapes(), seed=seeds, dtype=st.sampled_from(list(TOLERANCE)))
+# Several tiles of entries and of what is kept, beside memories and heads that have none.
+@example(shape=Shape([300, 0], [150, 0, 17, 64, 1, 150], 6, 3, 16, 12), seed=0, dtype=torch.float32)
 def test_every_token_gets_what_the_formula_says(name, shape, seed, dtype):
     problem = make(shape, seed, dtype)
     assert_same(get_kernels(name).memory.attend(*problem), exact_answer(problem), dtype)
 
 
-@triton_only
-@settings(max_examples=100 if THOROUGH else 15)
-@given(shape=shapes(), seed=seeds, dtype=st.sampled_from(list(TOLERANCE)))
-def test_backends_agree(name, shape, seed, dtype):
-    problem = make(shape, seed, dtype)
-    reference = get_kernels("reference").memory.attend(*problem)
-    assert_same(get_kernels(name).memory.attend(*problem), reference, dtype)
-
-
 def test_problems_have_both_kinds_of_answers():
-    """What the tests above rest on."""
+    """What the test above rests on."""
     shape = Shape([300, 130], [64] * 2 * HEADS, 40, 2, 16, 5)
     answers = [exact_answer(make(shape, seed, torch.float32)) for seed in range(4)]
     found = torch.cat([answer.entry for answer in answers]) >= 0
@@ -86,10 +78,10 @@ def test_problems_have_both_kinds_of_answers():
 
 
 @backends
-@settings(max_examples=10)
+@settings(max_examples=10 if THOROUGH else 4)
 @given(seed=seeds, dtype=st.sampled_from(list(TOLERANCE)))
 def test_the_very_query_that_an_entry_was_made_of_gets_its_state(name, seed, dtype):
-    problem = make(Shape([40, 60], [3] * 2 * HEADS, 6, 2, 16, 12), seed, dtype)
+    problem = make(Shape([40, 60], [3] * 2 * HEADS, 4, 2, 16, 12), seed, dtype)
     layer, tokens = problem.layer, len(problem.q)
     ids = torch.arange(tokens, dtype=torch.int32) % 2
     chosen = layer.key_indptr[ids] + torch.randperm(40, dtype=torch.int32)[:tokens]
@@ -112,8 +104,8 @@ def test_the_very_query_that_an_entry_was_made_of_gets_its_state(name, seed, dty
 
 
 @backends
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_of_equal_keys_the_first_answers(name, tokens):
+def test_of_equal_keys_the_first_answers(name):
+    tokens = 2
     problem = make(Shape([600], [3] * HEADS, tokens, 2, 16, 12), 1, torch.float32)
     layer = problem.layer._replace(nearness=torch.tensor([0.9]))
     key = lookup_keys(problem.x[:1, 0], torch.tensor([7]), layer.place_weight)
@@ -134,12 +126,12 @@ def test_of_equal_keys_the_first_answers(name, tokens):
 
 
 @backends
-@settings(max_examples=10)
+@settings(max_examples=10 if THOROUGH else 4)
 @given(prefix=st.integers(0, 150), suffix=st.integers(1, 50), seed=seeds)
 def test_with_all_of_the_prefix_kept_the_rest_adds_up_to_attention_over_everything(
     name, prefix, suffix, seed
 ):
-    problem = make(Shape([5], [prefix] * HEADS, 4, 3, 16, 5), seed, torch.float32)
+    problem = make(Shape([5], [prefix] * HEADS, 2, 3, 16, 5), seed, torch.float32)
     ids = torch.zeros_like(problem.ids)
     layer = problem.layer._replace(looks_up=torch.zeros(1, HEADS, dtype=torch.bool))
     q, scale = problem.q, problem.scale

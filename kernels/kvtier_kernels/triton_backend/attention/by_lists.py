@@ -16,7 +16,6 @@ import triton
 from kvtier_kernels.base import AttentionState
 from kvtier_kernels.lists import CellKV, ListKernels, ListTables, check_tables
 from kvtier_kernels.triton_backend.attention.lists import attend_stretch, merge_lists
-from kvtier_kernels.triton_backend.attention.output import state_buffers
 from kvtier_kernels.triton_backend.attention.tiles import list_tile, merge_tile
 from kvtier_kernels.triton_backend.launching import (
     Launch,
@@ -24,6 +23,7 @@ from kvtier_kernels.triton_backend.launching import (
     is_ieee,
     launch,
     multiprocessors,
+    state_buffers,
     to_device,
 )
 from kvtier_kernels.triton_backend.planning.lists import Deal, ListPlan, fill_deal, new_deal

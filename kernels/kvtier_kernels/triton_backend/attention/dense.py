@@ -2,10 +2,9 @@
 
 On a Hopper GPU `extend_blocks`, which gathers tiles of entries by slot, reaches less than half of
 cuDNN's speed (`benchmarks/README.md`). Where thousands of new tokens read an entry, copying it into
-one piece first costs little. A library can do it where every new token sees every entry and no
-entry has votes. Whole blocks of the prefix go to the library. What is left of the prefix goes to
-`extend_blocks`, which then computes the new tokens, too, and the attention states are merged. Where
-nothing is left, the library computes the new tokens as well.
+one piece first costs little. Whole blocks of the prefix go to the library. What is left of it goes
+to `extend_blocks`, which then computes the new tokens, too, and the attention states are merged.
+Where nothing is left, the library computes the new tokens as well.
 """
 
 from __future__ import annotations
@@ -85,7 +84,6 @@ class DensePrefixes:
         return known
 
     def _divide(self, plan: TritonPlan, q_indptr: Sequence[int]) -> Division | None:
-        assert plan.bounds is not None, "a plan for graphs is for decoding"
         parts, rest, bounds = [], [], [0]
         requests = zip(pairwise(plan.bounds), pairwise(q_indptr), strict=True)
         for (begin, end), (first, last) in requests:
@@ -104,7 +102,7 @@ class DensePrefixes:
         if not parts:
             return None
         on_device = to_device(bounds, plan.slots.device)
-        left = TritonPlan(torch.cat(rest), on_device, tuple(bounds), plan.voted)
+        left = TritonPlan(torch.cat(rest), on_device, tuple(bounds))
         return Division(tuple(parts), left)
 
     def new_tokens(
@@ -114,20 +112,16 @@ class DensePrefixes:
         k_new: torch.Tensor,
         v_new: torch.Tensor,
         scale: float,
-        heads: Sequence[int],
         state: AttentionState,
     ) -> None:
-        """Set the state of the parts' rows to that of their new tokens over themselves.
-
-        q, k_new, v_new, state.o: all KV heads, of which `heads` are those of state.lse, in order.
-        """
+        """Set the state of the parts' rows to that of their new tokens over themselves."""
         for rows, _ in parts:
             count = rows.stop - rows.start
-            for index, head in enumerate(heads):
+            for head in range(q.shape[1]):
                 queries, k, v = (self._filled(x[rows, head]) for x in (q, k_new, v_new))
                 o, lse = self.attend(queries, k, v, scale, causal=True)
                 state.o[rows, head] = o[:count]
-                state.lse[rows, index] = lse[:count]
+                state.lse[rows, head] = lse[:count]
 
     def add(
         self,
@@ -135,21 +129,16 @@ class DensePrefixes:
         q: torch.Tensor,
         kv: RaggedKV,
         scale: float,
-        heads: Sequence[int],
         state: AttentionState,
     ) -> None:
-        """Merge the parts' prefixes into the state over the rest, in place.
-
-        q, state.o: `[tokens, KV heads, group, dim]`, of which `heads` are those of kv and
-        state.lse, in order.
-        """
+        """Merge the parts' prefixes into the state over the rest, in place."""
         for rows, blocks in parts:
-            for index, head in enumerate(heads if blocks else ()):
+            for head in range(q.shape[1] if blocks else 0):
                 queries = self._filled(q[rows, head])
                 total = state.o[rows, head].float()
-                lse = state.lse[rows, index]
+                lse = state.lse[rows, head]
                 for slots in blocks:
-                    k, v = (take(x[:, index], 0, slots).to(q.dtype) for x in (kv.k, kv.v))
+                    k, v = (take(x[:, head], 0, slots).to(q.dtype) for x in (kv.k, kv.v))
                     part = self.attend(queries, k, v, scale, causal=False)
                     o, log = (x[: len(lse)] for x in part)
                     both = torch.logaddexp(lse, log)
@@ -157,7 +146,7 @@ class DensePrefixes:
                     total.addcmul_(o, (log - both).exp_().unsqueeze(-1))
                     lse = both
                 state.o[rows, head] = total
-                state.lse[rows, index] = lse
+                state.lse[rows, head] = lse
 
     def _filled(self, x: torch.Tensor) -> torch.Tensor:
         """With rows of zeros up to a multiple of `rows`."""

@@ -5,44 +5,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtier_kernels.triton_backend.attention.entries import load_entries, load_keys, with_votes
+from kvtier_kernels.triton_backend.attention.entries import load_entries, load_keys
 from kvtier_kernels.triton_backend.softmax import absorb, normalise, tile_logits
 
 
-@triton.jit(
-    do_not_specialize=[
-        "sink_tokens",
-        "recent_tokens",
-        "out_heads",
-        "stride_votes_slot",
-        "stride_votes_head",
-        "stride_votes_group",
-    ],
-    # A row of a table, which begins anywhere.
-    do_not_specialize_on_alignment=["block_row"],
-)
+# `block_row` is a row of a table, which begins anywhere.
+@triton.jit(do_not_specialize_on_alignment=["block_row"])
 def extend_blocks(
     q,
     k_new,
     v_new,
     k,
     v,
-    votes,
     slots,
     indptr,
     q_indptr,
     block_request,
     block_row,
-    positions,
-    settled,
-    q_start,
-    head_ids,
     out_o,
     out_lse,
     scale,
-    out_heads,
-    sink_tokens,
-    recent_tokens,
     stride_q_token,
     stride_q_head,
     stride_q_group,
@@ -54,24 +36,14 @@ def extend_blocks(
     stride_k_head,
     stride_v_slot,
     stride_v_head,
-    stride_votes_slot,
-    stride_votes_head,
-    stride_votes_group,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    VOTES: tl.constexpr,
-    WINDOW: tl.constexpr,
     IEEE: tl.constexpr,
-    MAPPED: tl.constexpr,
 ):
-    """q [tokens, heads, GROUP, DIM] -> out_o [tokens, splits, out_heads * GROUP, DIM] and out_lse
-    [tokens, splits, heads * GROUP].
-
-    MAPPED: q and the new keys and values hold more heads, of which `head_ids` are ours; out_o too,
-    where there is one split. Else out_heads is heads.
+    """q [tokens, heads, GROUP, DIM] -> out_o [tokens, splits, heads * GROUP, DIM] and out_lse.
 
     A program has BLOCK_M rows of one request and one KV head; row r is query head r % GROUP of
     token r // GROUP, so that a group reads its keys once. Prefix entries are cut in splits; the
@@ -88,19 +60,13 @@ def extend_blocks(
     in_rows = token < new_tokens
     d = tl.arange(0, BLOCK_D)
     in_dim = d < DIM
-    new_head = head
-    if MAPPED:
-        new_head = tl.load(head_ids + head)
     tile = in_rows[:, None] & in_dim[None, :]
     of_token = (first_token + token).to(tl.int64)
-    from_q = of_token * stride_q_token + new_head * stride_q_head + g * stride_q_group
+    from_q = of_token * stride_q_token + head * stride_q_head + g * stride_q_group
     queries = tl.load(q + from_q[:, None] + d[None, :], mask=tile, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    start = 0
-    if WINDOW:
-        start = tl.load(q_start + request)
 
     # The prefix.
     entries_begin, entries_end = tl.load(indptr + request), tl.load(indptr + request + 1)
@@ -111,64 +77,28 @@ def extend_blocks(
         n = first + tl.arange(0, BLOCK_N)
         inside = n < end
         visible = in_rows[:, None] & inside[None, :]
-        if WINDOW:
-            position = tl.load(positions + n, mask=inside, other=0)
-            always = tl.load(settled + n, mask=inside, other=0) != 0
-            always = always | (position < sink_tokens)
-            near = position[None, :] > (start + token)[:, None] - recent_tokens
-            visible = visible & (always[None, :] | near)
         slot = tl.load(slots + n, mask=inside, other=0).to(tl.int64)
         keys = load_keys(k, slot, head, inside, d, in_dim, stride_k_slot, stride_k_head)
-        logits = with_votes(
-            tile_logits(queries, keys, scale, IEEE), votes, slot, head, g, in_rows,
-            inside, stride_votes_slot, stride_votes_head, stride_votes_group, VOTES,
-        )  # fmt: skip
-        logits = tl.where(visible, logits, float("-inf"))
+        logits = tl.where(visible, tile_logits(queries, keys, scale, IEEE), float("-inf"))
         values = load_entries(v, slot, head, inside, d, in_dim, stride_v_slot, stride_v_head)
         values = values.to(queries.dtype)
         acc, peak, total = absorb(acc, peak, total, logits, values, IEEE)
 
-    # The new tokens: under a window its sinks first, and then what is near.
+    # The new tokens.
     if split == splits - 1:
         last = tl.minimum(tl.max(token, 0) + 1, new_tokens)
-        near_from = 0
-        if WINDOW:
-            near_from = tl.maximum(tl.min(token, 0) - recent_tokens + 1, 0)
-            sinks = tl.minimum(tl.maximum(sink_tokens - start, 0), near_from)
-            for first in range(0, sinks, BLOCK_N):
-                n = first + tl.arange(0, BLOCK_N)
-                visible = in_rows[:, None] & (n < sinks)[None, :]
-                at = (first_token + n).to(tl.int64)
-                keys = load_keys(
-                    k_new, at, new_head, n < sinks, d, in_dim, stride_kn_token, stride_kn_head
-                )
-                values = load_entries(
-                    v_new, at, new_head, n < sinks, d, in_dim, stride_vn_token, stride_vn_head
-                ).to(queries.dtype)
-                logits = tile_logits(queries, keys, scale, IEEE)
-                logits = tl.where(visible, logits, float("-inf"))
-                acc, peak, total = absorb(acc, peak, total, logits, values, IEEE)
-        for first in range(near_from, last, BLOCK_N):
+        for first in range(0, last, BLOCK_N):
             n = first + tl.arange(0, BLOCK_N)
             visible = in_rows[:, None] & (n[None, :] <= token[:, None])
-            if WINDOW:
-                near = n[None, :] > token[:, None] - recent_tokens
-                visible = visible & (near | (start + n < sink_tokens)[None, :])
             at = (first_token + n).to(tl.int64)
-            keys = load_keys(
-                k_new, at, new_head, n < last, d, in_dim, stride_kn_token, stride_kn_head
-            )
+            keys = load_keys(k_new, at, head, n < last, d, in_dim, stride_kn_token, stride_kn_head)
             values = load_entries(
-                v_new, at, new_head, n < last, d, in_dim, stride_vn_token, stride_vn_head
+                v_new, at, head, n < last, d, in_dim, stride_vn_token, stride_vn_head
             ).to(queries.dtype)
             logits = tl.where(visible, tile_logits(queries, keys, scale, IEEE), float("-inf"))
             acc, peak, total = absorb(acc, peak, total, logits, values, IEEE)
 
     o, lse = normalise(acc, peak, total)
-    part = of_token * splits + split
-    out_head = head
-    if MAPPED and splits == 1:
-        out_head = new_head
-    out = (part * out_heads + out_head) * GROUP + g
+    out = ((of_token * splits + split) * heads + head) * GROUP + g
     tl.store(out_o + out[:, None] * DIM + d[None, :], o.to(out_o.dtype.element_ty), mask=tile)
-    tl.store(out_lse + (part * heads + head) * GROUP + g, lse, mask=in_rows)
+    tl.store(out_lse + out, lse, mask=in_rows)

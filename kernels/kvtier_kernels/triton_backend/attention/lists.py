@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtier_kernels.triton_backend.attention.entries import load_entries, with_votes
+from kvtier_kernels.triton_backend.attention.entries import load_entries
 from kvtier_kernels.triton_backend.softmax import (
     LOG2_E,
     absorb,
@@ -29,6 +29,22 @@ def _cells(own_words, own_slots, packed, tokens, first_cell, page, place, end):
     slot = tl.load(own_slots + token, mask=is_dense, other=0)
     cell = tl.where(in_words, (word >> 5) * 16 + place, first_cell + slot)
     return cell, is_dense | (place < (word & 31))
+
+
+@triton.jit
+def _with_votes(logits, votes, cell, g, rows, voted, vote_heads, VOTES: tl.constexpr):
+    """logits [rows, entries] in base 2, with the log-votes of the entries that are `voted`.
+
+    g: each row's query head of its group, where `rows`. VOTES, vote_heads: as of `attend_stretch`.
+    """
+    if VOTES == 1:
+        bias = tl.load(votes + cell, mask=voted, other=0.0)
+        logits += bias[None, :] * LOG2_E
+    if VOTES == 2:
+        at = cell[None, :] * vote_heads + (g % vote_heads)[:, None]
+        bias = tl.load(votes + at, mask=rows[:, None] & voted[None, :], other=0.0)
+        logits += bias * LOG2_E
+    return logits
 
 
 @triton.jit(
@@ -137,9 +153,11 @@ def attend_stretch(
                     page + BLOCK_N // 16 + n // 16, n % 16, end,
                 )  # fmt: skip
                 keys = load_entries(k, cell, 0, inside, d, in_dim, DIM, 0)
-                logits = with_votes(
-                    tile_logits(queries, tl.trans(keys), scale, IEEE), votes, cell, 0,
-                    g % vote_heads, in_rows, inside, vote_heads, 0, 1, VOTES,
+                # Dense tokens have no votes.
+                voted = inside & (n < (packed - page) * 16)
+                logits = _with_votes(
+                    tile_logits(queries, tl.trans(keys), scale, IEEE), votes, cell, g, in_rows,
+                    voted, vote_heads, VOTES,
                 )  # fmt: skip
                 logits = tl.where(inside[None, :], logits, float("-inf"))
                 values = load_entries(v, cell, 0, inside, d, in_dim, DIM, 0).to(queries.dtype)

@@ -1,4 +1,4 @@
-"""New tokens' keys and values, written where the slots of one head class are."""
+"""New tokens' keys and values, written where their slots are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ def store_entries(
     k,
     v,
     slots,
-    head_ids,
     tokens,
     stride_kn_token,
     stride_kn_head,
@@ -27,19 +26,18 @@ def store_entries(
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """k_new, v_new [tokens, all KV heads, DIM] of the heads `head_ids` -> k, v [slots, heads, DIM].
+    """k_new, v_new [tokens, heads, DIM] -> k, v [slots, heads, DIM].
 
     Grid (tokens / BLOCK_T, heads).
     """
     head = tl.program_id(1).to(tl.int64)
-    from_head = tl.load(head_ids + head)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     real = token < tokens
     d = tl.arange(0, BLOCK_D)
     inside = real[:, None] & (d < DIM)[None, :]
     slot = tl.load(slots + token, mask=real, other=0).to(tl.int64)
-    from_k = k_new + token[:, None] * stride_kn_token + from_head * stride_kn_head
-    from_v = v_new + token[:, None] * stride_vn_token + from_head * stride_vn_head
+    from_k = k_new + token[:, None] * stride_kn_token + head * stride_kn_head
+    from_v = v_new + token[:, None] * stride_vn_token + head * stride_vn_head
     keys = tl.load(from_k + d[None, :], mask=inside)
     values = tl.load(from_v + d[None, :], mask=inside)
     to_k = k + slot[:, None] * stride_k_slot + head * stride_k_head

@@ -14,13 +14,14 @@ from kvtier_kernels.triton_backend.launching import (
     is_interpreted,
     multiprocessors,
 )
-from kvtier_kernels.triton_backend.planning.plans import LEAST_STRETCH
 
 MAX_SPLITS = 16
-# Entries of a decode program's tile: few, so that it loads one while it computes with another, and
-# five programs still fit a multiprocessor. Without tensor cores a tile lies in registers.
-DECODE_ENTRIES = 32
-DECODE_ENTRIES_IEEE = 16
+# A split of a prefix has at least so many entries: fewer cost more in merging than they gain.
+LEAST_SPLIT = 1024
+# Kept KV of a prefix in a program's tile: few, so that it loads one while it computes with another,
+# and five programs still fit a multiprocessor. Without tensor cores a tile lies in registers.
+KEPT_ENTRIES = 32
+KEPT_ENTRIES_IEEE = 16
 # Of a multiprocessor.
 REGISTERS = 65536
 # In the interpreter every operation costs the same, however much it does.
@@ -31,15 +32,15 @@ def num_splits(programs: int, bounds: Sequence[int], device: torch.device) -> in
     """Splits of the prefix: enough to keep the device busy, where it is long enough for that."""
     longest = max((end - begin for begin, end in pairwise(bounds)), default=0)
     wanted = triton.cdiv(2 * multiprocessors(device), max(1, programs))
-    useful = max(1, longest // (4 * LEAST_STRETCH))
+    useful = max(1, longest // LEAST_SPLIT)
     # Rounded up to a power of two, as it was measured on an H100.
     return int(min(MAX_SPLITS, triton.next_power_of_2(min(wanted, useful))))
 
 
-def decode_entries(ieee: bool) -> int:
+def kept_entries(ieee: bool) -> int:
     if is_interpreted():
         return INTERPRETED_TILE
-    return DECODE_ENTRIES_IEEE if ieee else DECODE_ENTRIES
+    return KEPT_ENTRIES_IEEE if ieee else KEPT_ENTRIES
 
 
 class Tile(NamedTuple):
@@ -51,11 +52,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-def extend_tile(dim: int, ieee: bool, *, laden: bool) -> Tile:
-    """The fastest on an H100 of those that keep to the registers, elsewhere what does (`ahead`).
-
-    laden: float32, with a window, or votes per query head.
-    """
+def extend_tile(dim: int, ieee: bool) -> Tile:
+    """The fastest on an H100 of those that keep to the registers, elsewhere what does (`ahead`)."""
     if is_interpreted():
         return Tile(INTERPRETED_TILE, INTERPRETED_TILE, 4, 2)
     if dim > 128:
@@ -65,7 +63,7 @@ def extend_tile(dim: int, ieee: bool, *, laden: bool) -> Tile:
     if ieee:
         # By Triton 3.6 and by 3.8.
         return Tile(32, 32, 4, 1)
-    return Tile(128, 32, 8, 4) if laden else Tile(64, 64, 4, 3)
+    return Tile(64, 64, 4, 3)
 
 
 class ListTile(NamedTuple):
@@ -123,8 +121,8 @@ __all__ = [
     "ListTile",
     "MergeTile",
     "Tile",
-    "decode_entries",
     "extend_tile",
+    "kept_entries",
     "list_tile",
     "merge_tile",
     "num_splits",

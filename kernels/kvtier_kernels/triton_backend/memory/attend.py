@@ -13,9 +13,14 @@ from kvtier_kernels.memory.base import (
     MemoryKernels,
     MemoryLayer,
 )
-from kvtier_kernels.triton_backend.attention.output import state_buffers
-from kvtier_kernels.triton_backend.attention.tiles import decode_entries
-from kvtier_kernels.triton_backend.launching import Launch, dim_contiguous, is_ieee, launch
+from kvtier_kernels.triton_backend.attention.tiles import kept_entries
+from kvtier_kernels.triton_backend.launching import (
+    Launch,
+    dim_contiguous,
+    is_ieee,
+    launch,
+    state_buffers,
+)
 from kvtier_kernels.triton_backend.memory.answer import answer_token
 from kvtier_kernels.triton_backend.memory.lookup import nearest_entry
 
@@ -110,7 +115,7 @@ class TritonMemory(MemoryKernels):
             DIM=dim,
             BLOCK_G=max(16, triton.next_power_of_2(group)),
             BLOCK_D=max(16, triton.next_power_of_2(dim)),
-            BLOCK_N=decode_entries(ieee),
+            BLOCK_N=kept_entries(ieee),
             IEEE=ieee,
             num_warps=4,
             num_stages=3,

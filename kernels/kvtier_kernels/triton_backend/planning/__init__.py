@@ -1,1 +1,1 @@
-"""Slot tables on the device, and how decoding over them is cut."""
+"""Slot tables on the device, and how lists are dealt to programs."""

@@ -16,7 +16,7 @@ import torch
 
 from kvtier_kernels.lists import ListTables
 from kvtier_kernels.triton_backend.launching import Launch
-from kvtier_kernels.triton_backend.planning.schedule import deal_pages
+from kvtier_kernels.triton_backend.planning.deal import deal_pages
 
 # A program has at least so many pages: fewer cost more in merging than they gain in balance.
 LEAST_PAGES = 4

@@ -45,7 +45,7 @@ def main() -> None:
         "answers": answers,
         "cached": cached,
         "integrity": state["integrity"],
-        "dropped_tokens": state["dropped_tokens"],
+        "compacted_tokens": state["compacted_tokens"],
         "refreshed_turns": state["tier"].get("refreshed_turns", 0),
     }
     print(json.dumps(found))

@@ -6,19 +6,20 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvtier.heads.profile import HeadProfile, ModelShape, full_profile
-from kvtier.retention.head_budgets import adaptive_selection, profile_slots
+from kvtier.heads.profile import HeadProfile, ModelShape
+from kvtier.retention.head_budgets import adaptive_selection
 from kvtier.retention.scorers import TokenScorer
-from kvtier.retention.shares import PAGE, whole_pages
+from kvtier.retention.shares import PAGE, profile_slots, whole_pages
 from kvtier_kernels import RaggedKV, get_kernels
 from kvtier_sglang.attention.lists import RequestLists
-from kvtier_sglang.compression.packing import AdaptiveSelection, ProfileSelection
-from kvtier_sglang.pool.allocator import HeadSplitAllocator
-from kvtier_sglang.pool.kv_pool import HeadSplitKVPool
+from kvtier_sglang.compression.selection import AdaptiveSelection, ProfileSelection
+from kvtier_sglang.pool.allocator import BundleAllocator
+from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.pool.packed import PackedSpan, bundles_first
 
 LAYERS, HEADS, GROUP, DIM = 2, 3, 2, 4
@@ -40,21 +41,21 @@ class LastDimension(TokenScorer):
         return span.keys[..., -1].float()
 
 
-def a_pool(seed: int, *, compensates: bool = False) -> HeadSplitKVPool:
-    pool = HeadSplitKVPool(
-        SLOTS, SLOTS, profile=full_profile(SHAPE), dtype=torch.float32, device="cpu", start_layer=0,
-        state_width=0, packs=True, compensates=compensates,
+def a_pool(seed: int, *, compensates: bool = False) -> HeadPagedKVPool:
+    pool = HeadPagedKVPool(
+        SLOTS, shape=SHAPE, dtype=torch.float32, device="cpu", state_width=0, packs=True,
+        votes=int(compensates),
     )  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
-    for buffers in pool.ca:
-        buffers.k.copy_(torch.randn(buffers.k.shape, generator=generator))
-        buffers.v.copy_(-buffers.k)
+    for layer in pool.kv:
+        layer.k.copy_(torch.randn(layer.k.shape, generator=generator))
+        layer.v.copy_(-layer.k)
     return pool
 
 
-def entries(pool: HeadSplitKVPool, slots: torch.Tensor) -> list[torch.Tensor]:
+def entries(pool: HeadPagedKVPool, slots: torch.Tensor) -> list[torch.Tensor]:
     """`[tokens, dim]` keys of every column."""
-    return [buffers.k[slots, head].clone() for buffers in pool.ca for head in range(HEADS)]
+    return [layer.k[slots, head].clone() for layer in pool.kv for head in range(HEADS)]
 
 
 def expected_of(keys: list[torch.Tensor], keep: int) -> list[torch.Tensor]:
@@ -76,16 +77,13 @@ def test_every_page_has_a_place_of_its_own_and_its_own_column_first(counts, more
     n, pages = len(counts), [math.ceil(count / PAGE) for count in counts]
     bundles = max(math.ceil(sum(pages) / n), 1) + more
     shape = ModelShape(num_layers=1, num_kv_heads=n, num_attention_heads=n, head_dim=DIM)
-    pool = HeadSplitKVPool(
-        20 * PAGE, 0, profile=full_profile(shape), dtype=torch.float32, device="cpu", start_layer=0,
-        packs=True,
-    )  # fmt: skip
+    pool = HeadPagedKVPool(20 * PAGE, shape=shape, dtype=torch.float32, device="cpu", packs=True)
     order = torch.randperm(20, generator=torch.Generator().manual_seed(more))[:bundles]
     slots = (order[:, None] * PAGE + torch.arange(PAGE)).flatten()
     cells = (span := pool.packed.span(slots, counts)).cells
     assert torch.unique(cells).numel() == cells.numel() == sum(counts)
     assert torch.equal(torch.cat([span.of_column(column) for column in range(n)]), cells)
-    allowed = pool.packed.cells.of(slice(None), slots)
+    allowed = torch.stack([pool.packed.cells.of(column, slots) for column in range(n)])
     assert torch.isin(cells, allowed).all()
     for column, (begin, count) in enumerate(zip(span.indptr, counts, strict=False)):
         own = cells[begin : begin + min(count, len(slots))]
@@ -115,8 +113,8 @@ def test_the_best_pages_of_all_heads_stay(seed, tokens, share):
     place = span.cells
     for column, k in enumerate(expected):
         own = place[span.indptr[column] : span.indptr[column + 1]]
-        torch.testing.assert_close(cells.k[own, 0], k)
-        torch.testing.assert_close(cells.v[own, 0], -k)
+        torch.testing.assert_close(cells.k[own], k)
+        torch.testing.assert_close(cells.v[own], -k)
     pages = sum(math.ceil(count / PAGE) for count in span.counts)
     assert pages == keep // PAGE * LAYERS * HEADS
 
@@ -162,11 +160,11 @@ def test_attention_is_that_over_the_entries_that_stay(seed, spans, tokens):
         held.append(expected_of(entries(pool, slots), 32))
         stay.append(packed_span(pool, slots, 32).slots)
     rows = [torch.cat([ordinary[0], *stay]), ordinary[1]]
-    lists = RequestLists(kernels, pool, 2, SLOTS)
+    lists = RequestLists(kernels, pool, torch.zeros(2, SLOTS, dtype=torch.int32))
     dense = [lists.begin(number, row, row[:0]) for number, row in enumerate(rows)]
-    assert dense == [7, 3]
-    plan = lists.prefixes(torch.arange(2), dense)
-    kv = pool.packed.kv
+    assert all(torch.equal(*pair) for pair in zip(dense, ordinary, strict=True))
+    plan = lists.prefixes(torch.arange(2), [7, 3])
+    kv = pool.cells
     q = torch.randn(2 * tokens, HEADS, GROUP, DIM, generator=generator)
     k, v = (torch.randn(2 * tokens, HEADS, DIM, generator=generator) for _ in range(2))
     q_indptr = (0, tokens, 2 * tokens)
@@ -183,7 +181,7 @@ def test_attention_is_that_over_the_entries_that_stay(seed, spans, tokens):
                 column = layer * HEADS + head
                 of_spans = [span[column] for span in held] if request == 0 else []
                 keys = torch.cat([torch.empty(0, DIM), *of_spans])
-                mine = pool.ca[layer].k[ordinary[request], head]
+                mine = pool.kv[layer].k[ordinary[request], head]
                 keys = torch.cat([keys, mine])
                 logits = q[begin, head] @ keys.T * 0.5
                 torch.testing.assert_close(decoded.lse[request, head], logits.logsumexp(-1))
@@ -198,19 +196,30 @@ def test_attention_is_that_over_the_entries_that_stay(seed, spans, tokens):
                     )
 
 
-def compacted(allocator: HeadSplitAllocator, tokens: int, keep: int) -> torch.Tensor:
+def compacted(allocator: BundleAllocator, tokens: int, keep: int) -> torch.Tensor:
     """The slots that stay of so many tokens."""
     slots = allocator.alloc(tokens)
-    allocator.free_locality(slots)
     selection = AdaptiveSelection(allocator.pool, LastDimension(), [None] * LAYERS)
     stay, free = selection.compact(slots, 0, keep)
     assert torch.equal(allocator.compact(stay, free), torch.cat((stay, torch.zeros_like(free))))
     return stay
 
 
+@pytest.mark.parametrize("name", ["adaptive", "profile"])
+def test_nothing_is_left_of_a_warm_up(name):
+    pool = a_pool(0, compensates=True)
+    if name == "adaptive":
+        AdaptiveSelection(pool, LastDimension(), [None] * LAYERS).warm_up()
+    else:
+        by_profile(pool).warm_up()
+    assert torch.equal(pool.packed.dense_of, torch.arange(SLOTS + 1))
+    assert not pool.packed.log_votes.any()
+    assert list(pool.packed.problems(torch.arange(1, SLOTS + 1))) == []
+
+
 def test_slots_that_are_freed_are_ordinary_again():
     pool = a_pool(0)
-    allocator = HeadSplitAllocator(pool, streaming_tokens=None, need_sort=False)
+    allocator = BundleAllocator(pool)
     stay = compacted(allocator, 60, 32)
     assert allocator.check_integrity() == []
     assert allocator.available_size() == SLOTS - 32
@@ -223,14 +232,14 @@ def test_slots_that_are_freed_are_ordinary_again():
 
 def test_a_packed_slot_that_is_free_is_noticed():
     pool = a_pool(0)
-    allocator = HeadSplitAllocator(pool, streaming_tokens=None, need_sort=False)
+    allocator = BundleAllocator(pool)
     stay = compacted(allocator, 60, 32)
     allocator.free_pages = torch.cat([allocator.free_pages, stay[:1]])
     assert "a free slot is packed" in allocator.check_integrity()
 
 
 def test_prompts_take_whole_bundles_and_what_is_generated_takes_what_is_left():
-    allocator = HeadSplitAllocator(a_pool(0), streaming_tokens=None, need_sort=False)
+    allocator = BundleAllocator(a_pool(0))
     first = allocator.alloc(50)
     allocator.free(first)
     held = allocator.alloc(40)
@@ -248,7 +257,7 @@ def test_prompts_take_whole_bundles_and_what_is_generated_takes_what_is_left():
 ANCHORED = ((1,), (0, 2))
 
 
-def by_profile(pool: HeadSplitKVPool, *, compensation: bool = True) -> ProfileSelection:
+def by_profile(pool: HeadPagedKVPool, *, compensation: bool = True) -> ProfileSelection:
     return ProfileSelection(
         pool, LastDimension(), [None] * LAYERS, most_anchored=3, compensation=compensation,
         profile=HeadProfile(model="test", shape=SHAPE, method="test", ca_heads=ANCHORED),
@@ -263,9 +272,8 @@ def test_anchored_heads_keep_their_best_and_the_others_one_entry_for_all(
     seed, tokens, share, compensation
 ):
     pool = a_pool(seed, compensates=True)
-    allocator = HeadSplitAllocator(pool, streaming_tokens=None, need_sort=False)
+    allocator = BundleAllocator(pool)
     slots = allocator.alloc(tokens)
-    allocator.free_locality(slots)
     keys = entries(pool, slots)
     keep = whole_pages(int(share * tokens), tokens)
     selection = by_profile(pool, compensation=compensation)
@@ -280,7 +288,7 @@ def test_anchored_heads_keep_their_best_and_the_others_one_entry_for_all(
     (span,) = pool.packed.in_row(stay)
     for column, k in enumerate(keys):
         own = span.cells[span.indptr[column] : span.indptr[column + 1]]
-        found, votes = pool.packed.cells.k[own, 0], pool.packed.log_votes[own, 0]
+        found, votes = pool.packed.cells.k[own], pool.packed.log_votes[own, 0]
         if column % HEADS in ANCHORED[column // HEADS]:
             best = k[k[:, -1].topk(keep).indices]
             assert {tuple(one) for one in found.tolist()} == {tuple(one) for one in best.tolist()}
@@ -290,7 +298,7 @@ def test_anchored_heads_keep_their_best_and_the_others_one_entry_for_all(
             torch.testing.assert_close(votes, torch.tensor([math.log(tokens)]))
         else:
             assert not own.numel()
-        torch.testing.assert_close(pool.packed.cells.v[own, 0], -found)
+        torch.testing.assert_close(pool.packed.cells.v[own], -found)
     allocator.free(stay)
     assert not pool.packed.log_votes.any()
     assert allocator.check_integrity() == []

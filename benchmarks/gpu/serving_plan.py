@@ -1,0 +1,232 @@
+"""What each policy of `benchmarks.gpu.serving` is served with: a model without weights, settings,
+the engine's arguments, and as many sessions as go into the same bytes of KV."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.benchmark import ROOT, Options
+from benchmarks.common.remote import clean_environment
+from benchmarks.gpu.serving_worker import Load, Plan, Profile
+from kvtier.config import Settings
+from kvtier.config.sections import ScorerSettings
+from kvtier.heads.model.config import model_shape
+from kvtier.heads.profile import HeadProfile, full_profile, load_profile
+from kvtier.pool_sizing import PoolPlan, SessionShape, kept_slots, plan_pool, slot_bytes
+from kvtier.retention.shares import expected_share
+
+# Ids at both ends of a vocabulary may be special: so many of Llama's 128k are left out.
+MARGIN_SHARE = 1 / 128
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072 + 4096,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+DEMO = ROOT / "models" / "kvtier-demo" / "config.json"
+POLICIES = ("stock", "full", "kvtier", "adaptive")
+# With kvtier's cache: what a session keeps depends on the policy.
+COMPRESSING = ("kvtier", "adaptive")
+# Of the heads, in every layer as many, anywhere; of the entries, where heads compete.
+SHARE = 0.25
+# How much a token's worth varies with its KV, and between heads, where nothing was fitted.
+WORTH_SPREAD, APPETITE_SPREAD = 0.02, 1.2
+SLACK_TOKENS = 4096
+# QKV, attention's output, gate and up in one, down; and the logits.
+PRODUCTS_OF_A_LAYER = 4
+
+
+def model_config(options: Options) -> dict[str, Any]:
+    """Of the model that is served: Llama-3.1-8B's, the demo model's in a dry run."""
+    config: dict[str, Any] = json.loads(DEMO.read_text()) if options.dry else LLAMA_8B
+    return config
+
+
+def write_model(options: Options, folder: Path) -> None:
+    """A configuration, a head profile for it, and what tokens are worth; no weights."""
+    import torch
+
+    from kvtier.retention.token_worth import TokenWorth, feature_width
+
+    config = model_config(options)
+    (folder / "config.json").write_text(json.dumps(config))
+    shape = model_shape(config)
+    chance = random.Random(options.seed)
+    ca_heads = int(SHARE * shape.num_kv_heads)
+    heads = tuple(
+        tuple(sorted(chance.sample(range(shape.num_kv_heads), ca_heads)))
+        for _ in range(shape.num_layers)
+    )
+    HeadProfile(model="dummy", shape=shape, method="assumed", ca_heads=heads).save(
+        folder / "head_profile.json"
+    )
+    generator = torch.Generator().manual_seed(options.seed)
+    rows = (shape.num_layers, shape.num_kv_heads)
+    width = feature_width(shape.num_kv_heads, shape.head_dim)
+    weights = WORTH_SPREAD * torch.randn(*rows, width, generator=generator)
+    weights[..., -1] = APPETITE_SPREAD * torch.randn(*rows, generator=generator)
+    TokenWorth(weights).save(folder / "token_worth.npz")
+
+
+def make_plan(options: Options, policy: str, folder: Path, sessions: int | None = None) -> Plan:
+    """What a policy's engine is started with, and the load, which is the same for all. sessions:
+    where they are not those asked for, but as many as go into their bytes; then no step of decoding
+    is looked at. folder: with the model, and for the trace of a step."""
+    config = model_config(options)
+    margin = int(MARGIN_SHARE * config["vocab_size"])
+    load = Load(
+        sessions=options.sessions if sessions is None else sessions,
+        context=options.context,
+        turns=options.turns,
+        turn_tokens=options.turn_tokens,
+        answer_tokens=options.answer_tokens,
+        chunk=options.chunk,
+        ids=(margin, config["vocab_size"] - margin),
+        seed=options.seed,
+    )
+    profile = Profile(
+        folder=folder / f"{policy}-trace",
+        # So that no answer ends before.
+        steps=options.answer_tokens // 2,
+        products=PRODUCTS_OF_A_LAYER * config["num_hidden_layers"] + 1,
+        activity="CPU" if options.dry else "GPU",
+    )
+    engine = engine_arguments(options, policy, folder)
+    if sessions is not None:
+        engine |= room_for(options, sessions, equal_pool(options, policy, folder).slots)
+    return Plan(engine=engine, load=load, profile=profile if sessions is None else None)
+
+
+def policy_settings(options: Options, policy: str, folder: Path) -> Settings:
+    """kvtier's settings of a policy's engine. Heads compete where the policy says so alone,
+    whatever is calibrated."""
+    data_dir = folder / "data"
+    if policy not in COMPRESSING:
+        return Settings(data_dir=data_dir, head_budgets="equal")
+    if policy == "kvtier":
+        return Settings(
+            data_dir=data_dir,
+            head_budgets="equal",
+            head_profile=folder / "head_profile.json",
+        )
+    worth = options.token_worth or folder / "token_worth.npz"
+    return Settings(
+        data_dir=data_dir,
+        head_budgets="adaptive",
+        retention=SHARE,
+        scorer=ScorerSettings(name="reconstruction", file=worth.absolute()),
+    )
+
+
+def environment(options: Options, policy: str, folder: Path) -> dict[str, str]:
+    """Of a policy's engine: its settings, and no other KVTIER_* variable."""
+    return clean_environment() | policy_settings(options, policy, folder).to_env()
+
+
+def engine_arguments(options: Options, policy: str, folder: Path) -> dict[str, Any]:
+    """Keyword arguments of sglang.Engine."""
+    arguments: dict[str, Any] = {
+        "model_path": str(folder),
+        "load_format": "dummy",
+        "dtype": "float32" if options.dry else "bfloat16",
+        "skip_tokenizer_init": True,
+        "grammar_backend": "none",
+        "skip_server_warmup": True,
+        "chunked_prefill_size": options.chunk,
+        # kvtier has no CUDA graphs of prefill, so the other policies go without them, too.
+        "disable_prefill_cuda_graph": True,
+        "random_seed": options.seed,
+        "log_level": "warning",
+        "attention_backend": options.stock_attention if policy == "stock" else "kvtier",
+        **room_for(options, options.sessions, options.sessions * _session_tokens(options)),
+    }
+    if options.dry:
+        arguments |= {"device": "cpu", "disable_cuda_graph": True}
+    if policy in COMPRESSING:
+        arguments["radix_cache_backend"] = "kvtier"
+    return arguments
+
+
+def room_for(options: Options, sessions: int, tokens: int) -> dict[str, Any]:
+    """Of an engine's arguments, those that sessions of so many tokens in all want. There is slack
+    beside them: a chunk in flight, and SLACK_TOKENS."""
+    return {
+        "max_total_tokens": tokens + options.chunk + SLACK_TOKENS,
+        "max_running_requests": sessions,
+        "cuda_graph_bs_decode": sorted({1, sessions}),
+    }
+
+
+def equal_pool(options: Options, policy: str, folder: Path) -> PoolPlan:
+    """Slots and sessions of a policy in the bytes that the sessions asked for take with full KV:
+    those that rest, and a prefill, which drops nothing before its turn ends. `room_for` adds slack.
+
+    Raises BudgetError where not one session fits.
+    """
+    # Scorers need torch, which plans of other policies do without.
+    from kvtier.retention.rules import state_width
+
+    shape = model_shape(model_config(options))
+    if policy not in COMPRESSING:
+        return PoolPlan(options.sessions * _session_tokens(options), options.sessions)
+    settings = policy_settings(options, policy, folder)
+    profile = full_profile(shape)
+    if settings.head_profile is not None:
+        profile = load_profile(settings.head_profile)
+    heads, anchored = shape.num_layers * shape.num_kv_heads, profile.num_ca_heads
+    edges, share = settings.locality.kept_tokens, expected_share(settings)
+    kept = kept_slots(options.context, edges, share, anchored, heads)
+    session = SessionShape(options.context, _turns_tokens(options), kept)
+    per_slot = slot_bytes(
+        shape, _itemsize(options), state_width=state_width(settings), votes=int(anchored < heads)
+    )
+    return plan_pool(full_bytes(options), per_slot, session)
+
+
+def full_bytes(options: Options) -> int:
+    """Of the KV of the sessions asked for, where nothing is dropped."""
+    token = slot_bytes(model_shape(model_config(options)), _itemsize(options))
+    return int(options.sessions * _session_tokens(options) * token)
+
+
+def _itemsize(options: Options) -> int:
+    return 4 if options.dry else 2
+
+
+def _turns_tokens(options: Options) -> int:
+    """Of all turns of a session, and of the one that is profiled."""
+    return int((options.turns + 1) * (options.turn_tokens + options.answer_tokens))
+
+
+def _session_tokens(options: Options) -> int:
+    return int(options.context) + _turns_tokens(options)
+
+
+__all__ = [
+    "COMPRESSING",
+    "POLICIES",
+    "engine_arguments",
+    "environment",
+    "equal_pool",
+    "full_bytes",
+    "make_plan",
+    "model_config",
+    "policy_settings",
+    "write_model",
+]

@@ -1,1 +1,0 @@
-"""Head profiles for tensor parallel ranks."""

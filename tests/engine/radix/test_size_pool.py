@@ -1,0 +1,41 @@
+"""How many slots SGLang's answer becomes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvtier.errors import StartupError
+from kvtier.heads.profile import ModelShape
+from kvtier.pool_sizing import TABLE_BYTES, slot_bytes
+from kvtier_sglang.pool.sizing import size_pool
+
+SHAPE = ModelShape(num_layers=3, num_kv_heads=4, num_attention_heads=8, head_dim=32)
+TOKEN_BYTES = 3 * 4 * 2 * 32 * 4
+CONFIGURATOR = SimpleNamespace(kv_cache_dtype=torch.float32)
+
+
+def sized(budget: int, *, cap: int = 1 << 40, counted: int = TOKEN_BYTES) -> int:
+    """Where SGLang counts so many bytes for a token, and makes at most `cap` slots."""
+
+    def config_from_budget(configurator, budget_bytes):
+        slots = min(budget_bytes // counted, cap)
+        return SimpleNamespace(max_total_num_tokens=slots)
+
+    return size_pool(
+        config_from_budget, CONFIGURATOR, budget, SHAPE, state_width=2, votes=1
+    ).max_total_num_tokens
+
+
+def test_slots_and_what_is_kept_beside_them_fit_the_budget():
+    per_slot = slot_bytes(SHAPE, 4, state_width=2, votes=1) + TABLE_BYTES
+    assert per_slot == TOKEN_BYTES + 4 * (2 * 12 + 1) + 8 + 4 * 12 + TABLE_BYTES
+    assert sized(1000 * per_slot + 5) == 1000
+    assert sized(10**9, cap=77) == 77
+
+
+def test_slots_that_cost_less_than_they_do_are_refused():
+    with pytest.raises(StartupError, match="does not count 3072 bytes for a token"):
+        sized(10**9, counted=TOKEN_BYTES // 2)
