@@ -30,10 +30,14 @@ def calibrated(options: Options, model: Model) -> Settings:
     kvtier has that profile.
     """
     settings, worth = options.settings, model.path / WORTH_FILE
-    if any(policy.name == "random" for policy in options.policies):
+    if (
+        any(policy.name == "random" for policy in options.policies)
+        or not settings.heads_may_compete
+    ):
         return settings
-    if settings.scorer == Settings().scorer and settings.heads_may_compete and worth.is_file():
-        scorer = settings.scorer.model_copy(update={"file": worth.resolve()})
+    scorer = settings.scorer
+    if scorer.name is None and scorer.file is None and worth.is_file():
+        scorer = scorer.model_copy(update={"file": worth.resolve()})
         settings = settings.model_copy(update={"scorer": scorer})
     return with_calibration(settings, str(model.path))
 

@@ -136,7 +136,8 @@ class RequestLists:
 
 
 def table_bytes(configurator: Any) -> int:
-    """Bytes of a table of so many dense slots as CUDA graphs of decoding may have at once."""
+    """Bytes of the dense slots of as many requests, of the longest context, as a CUDA graph of
+    decoding serves; 0 where there are no graphs."""
     from sglang.srt.runtime_context import get_exec
 
     if not str(configurator.device).startswith("cuda"):
