@@ -4,14 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from list_problems import HEADS, LAYERS, make_problem
+from list_problems import make_problem
 from test_equivalence import assert_extends, make_cache
 from test_lists import assert_exact, with_unseen
 
 from kvtier_kernels import RaggedKV
-from kvtier_kernels.reference_backend import lists, products
+from kvtier_kernels.reference_backend import compiled, lists, products
 from kvtier_kernels.reference_backend.kernels import ReferenceKernels
-from kvtier_kernels.reference_backend.lists import ReferenceLists
 from kvtier_kernels.reference_backend.slots import plan_request
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,15 +50,25 @@ def test_prefixes_are_read_in_runs_and_in_blocks(monkeypatch, layout):
 
 
 @pytest.mark.parametrize("votes", [None, (), (4,)], ids=["no votes", "per entry", "per head"])
-def test_lists_are_read_in_runs_and_in_blocks(monkeypatch, votes):
-    monkeypatch.setattr(lists, "MIN_RUN_CELLS", 16)
+def test_lists_are_read_in_blocks(monkeypatch, votes):
+    monkeypatch.setattr(lists, "compiled", None)
     monkeypatch.setattr(products, "GATHERED_ENTRIES", 10)
     monkeypatch.setattr(products, "BLOCK_LOGITS", 300)
     problem = make_problem(votes=votes)
     problem = problem if votes is None else with_unseen(problem)
-    plan = ReferenceLists().plan(problem.tables, problem.rows, problem.dense, LAYERS, HEADS)
-    assert any(own.runs and own.scattered is not None for own in plan.requests[2].cells)
     assert_exact("reference", problem, 4, torch.float32, [3, 0, 20])
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="compiled for a CPU")
+@pytest.mark.parametrize("votes", [None, (), (4,)], ids=["no votes", "per entry", "per head"])
+@pytest.mark.parametrize("threads", [2, 7, 64])
+def test_threads_share_the_pages_of_lists(monkeypatch, votes, threads):
+    """A list in one part, in many, and parts without a page."""
+    monkeypatch.setattr(compiled, "THREAD_PAGES", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    problem = make_problem(votes=votes)
+    problem = problem if votes is None else with_unseen(problem)
+    assert_exact("reference", problem, 4, torch.float32, [1, 1, 1])
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -140,7 +140,7 @@ class FlashInferLists(ListKernels):
             for request in plan.lists.requests:
                 for column in range(layer * heads, (layer + 1) * heads):
                     dense = request.dense.all_slots + column * kv.column_cells
-                    cells.append(torch.cat((request.cells[column].all_slots, dense)))
+                    cells.append(torch.cat((request.cells(column), dense)))
             indptr = (0, *accumulate(len(each) for each in cells))
             plan.layers[layer] = self._cells.plan(torch.cat(cells), indptr)
         return plan.layers[layer]
