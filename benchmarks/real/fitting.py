@@ -28,13 +28,10 @@ def calibrated(
     fit_lengths: Sequence[int], curve_lengths: Sequence[int], sink: int, recent: int, seed: int,
     progress: Progress,
 ) -> Calibrated:  # fmt: skip
-    """Read what is in `folder`, or calibrate on so many contexts per length, of these tasks."""
+    """Read what is in `folder`, or calibrate on these tasks. contexts: per length, of the curve."""
     worth, curve = folder / "token_worth.npz", folder / "curve.json"
     if not worth.exists():
-        fit = fit_tokens(
-            model_path, tasks=tasks, contexts=contexts, lengths=fit_lengths, seed=seed,
-            progress=progress,
-        )  # fmt: skip
+        fit = fit_tokens(model_path, tasks=tasks, lengths=fit_lengths, seed=seed, progress=progress)
         fit.worth.save(worth)
     if not curve.exists():
         settings = load_settings(

@@ -77,7 +77,7 @@ def declare(arguments: Arguments) -> None:
     arguments.add("--fit-tasks", nargs="+", metavar="TASK", help="to fit on (default: all)")
     arguments.sizes("--fit-lens", ("1536", "3072"), "context tokens to fit worth on")
     arguments.sizes("--curve-lens", ("2k", "4k"), "context tokens to fit the curve on")
-    arguments.whole("--fit-contexts", 11, "contexts to fit on, per length", least=2)
+    arguments.whole("--fit-contexts", 11, "contexts to fit the curve on, per length", least=2)
     arguments.add("--settings", nargs="+", metavar="NAME", help="of kvtier's, by name (all)")
     arguments.add("--kvpress-python", type=Path, help="Python of an environment with kvpress")
     arguments.add("--presses", nargs="+", metavar="NAME", help="of kvpress's, as KVzipPress (all)")

@@ -69,7 +69,7 @@ def add_tokens_parser(kinds: Subparsers) -> None:
     add("--model-path", type=located, required=True, help=MODEL_HELP)
     add("--out", type=Path, required=True, help="file to write, such as token_worth.npz")
     add("--len", default="1.5k,3k", help="context lengths (default: %(default)s)")
-    add("--contexts", type=int, default=11, help="contexts per length (default: %(default)s)")
+    add("--contexts", type=int, default=6, help="contexts per length (default: %(default)s)")
     add("--seed", type=int, default=0)
     add("-q", "--quiet", action="store_true", help="no progress and no summary")
     tokens.set_defaults(handler=run_calibrate_tokens)

@@ -45,8 +45,8 @@ from kvtier.retention.token_worth import Fit, TokenWorth
 from kvtier.synthetic.frame import frame_of
 from kvtier.synthetic.tokenizer import Tokenizer
 
-# Every kind of text at every length.
-DEFAULT_CONTEXTS, DEFAULT_LENGTHS = 11, (1536, 3072)
+# Every kind of text at one of the lengths.
+DEFAULT_CONTEXTS, DEFAULT_LENGTHS = 6, (1536, 3072)
 JUDGED_CONTEXTS = 2  # per length
 JUDGED_SHARES = (0.25, 0.1)
 
@@ -83,9 +83,10 @@ def fit_tokens(
     seed: int = 0,
     progress: Progress = no_progress,
 ) -> TokenFit:
-    """Fit on so many contexts per length, and judge. tasks: those of the contexts; None for all.
+    """Fit on so many contexts per length, and judge.
 
-    Raises KvtierError for a model or a length that will not do.
+    tasks: those of the contexts, which are dealt to the lengths in turn; None for all. Raises
+    KvtierError for a model or a length that will not do.
     """
     if contexts < 1:
         raise UsageError("--contexts", "at least 1", contexts)
@@ -93,7 +94,13 @@ def fit_tokens(
     _check_length(model_path, max(lengths))
     known = tasks_for(model_path)
     tasks = tasks or known.measuring
-    fitted = make_samples(known.make, tasks, contexts, lengths, seed, CALIBRATION)
+    fitted = [
+        sample
+        for index, length in enumerate(lengths)
+        for sample in make_samples(
+            known.make, _dealt(tasks, index, len(lengths)), contexts, [length], seed, CALIBRATION
+        )
+    ]
     judged = make_samples(known.make, tasks, JUDGED_CONTEXTS, lengths, seed, HELD_OUT)
     began = time.monotonic()
     model = load_model(model_path)
@@ -110,6 +117,14 @@ def fit_tokens(
     ]
     agreement = {share: sum(one[share] for one in found) / len(found) for share in JUDGED_SHARES}
     return TokenFit(worth, len(fitted), tokens, seconds, agreement)
+
+
+def _dealt(tasks: Sequence[str], index: int, lengths: int) -> Sequence[str]:
+    """The tasks of the index-th length, which begin with its own."""
+    return [
+        *tasks[index::lengths],
+        *(task for at, task in enumerate(tasks) if at % lengths != index),
+    ]
 
 
 def repetitions(
