@@ -33,7 +33,6 @@ from kvtier.heads.reference.session import DEFAULT_RULE
 from kvtier.heads.samples.plan import SamplePlan, synthetic_plan, users_plan
 from kvtier.heads.samples.questions import CalibrationSample
 from kvtier.heads.verify import Verification, verify_all
-from kvtier.heads.work import Work, counted, layer_weights
 from kvtier.retention.locality import LocalityRule
 
 DEFAULT_LENGTHS = (4096,)
@@ -47,24 +46,19 @@ class Calibrated:
 
     label:    the method as it was asked for
     seconds:  scoring and selecting, without prefilling the samples
-    work:     prefilling the samples, scoring and selecting
-    weights:  of the model's layers
     """
 
     profile: HeadProfile
     verifications: tuple[Verification, ...]
     label: str
     seconds: float
-    work: Work
-    weights: int
 
 
 class Choice(NamedTuple):
-    """A selection, the seconds it took, and the work, the samples' prefill included."""
+    """A selection and the seconds it took."""
 
     selection: Selection
     seconds: float
-    work: Work
 
 
 class CurvePoint(NamedTuple):
@@ -165,9 +159,8 @@ def run_methods(
         "recent_tokens": rule.recent_tokens,
         "compensation": rule.compensation,
     }
-    weights = layer_weights(probe.model)
     results = tuple(
-        _finished(entry, choice, profile, found, description, weights)
+        _finished(entry, choice, profile, found, description)
         for entry, choice, profile, found in zip(
             entries, chosen, profiles, measured[: len(profiles)], strict=True
         )
@@ -220,7 +213,7 @@ def _profiles(
 
 def _finished(
     entry: Entry, choice: Choice, profile: HeadProfile, found: tuple[Verification, ...],
-    description: dict[str, Any], weights: int,
+    description: dict[str, Any],
 ) -> Calibrated:  # fmt: skip
     """The profile with its measured costs and everything that led to it."""
     parameters = {
@@ -232,7 +225,7 @@ def _finished(
     }
     costs = tuple(cost for verification in found for cost in verification.costs())
     profile = profile.model_copy(update={"costs": costs, "parameters": parameters})
-    return Calibrated(profile, found, entry.label, choice.seconds, choice.work, weights)
+    return Calibrated(profile, found, entry.label, choice.seconds)
 
 
 def choose_all(
@@ -245,24 +238,23 @@ def choose_all(
     samples, judging = plan.calibration, plan.judging
     budgets = any(entry.target.budget is not None for entry in entries)
     read = budgets or any(not entry.method.data_free for entry in entries)
-    with clock, counted(probe.model) as prefill:
+    with clock:
         batches = prepare(probe, samples if read else samples[:1], progress)
         judges = prepare(probe, judging, progress) if budgets and judging else batches
-    found: dict[str, tuple[HeadScores, float, Work]] = {}
+    found: dict[str, tuple[HeadScores, float]] = {}
     chosen = []
     for entry in entries:
         method, own = entry.method, _Clock()
         if method.name not in found:
             scoring = _Clock()
-            with scoring, counted(probe.model) as scored:
+            with scoring:
                 scores = method.score(batches, progress)
-            found[method.name] = scores, scoring.seconds, scored
-        scores, seconds, scored = found[method.name]
+            found[method.name] = scores, scoring.seconds
+        scores, seconds = found[method.name]
         judged_on = batches if entry.target.budget is None else judges
-        with own, counted(probe.model) as selected:
+        with own:
             selection = method.select(scores, judged_on, entry.target, progress)
-        work = prefill + scored + selected
-        chosen.append(Choice(selection, seconds + own.seconds, work))
+        chosen.append(Choice(selection, seconds + own.seconds))
         # No method profits from what the one before it has already computed.
         for batch in (*batches, *judges):
             batch.forget()

@@ -62,7 +62,6 @@ def _method(result: Calibrated, first: HeadProfile) -> dict[str, Any]:
         "ca_share": profile.ca_share,
         "agreement": jaccard(first, profile),
         "seconds": round(result.seconds, 2),
-        "work": asdict(result.work),
         "measured": _groups(result.verifications),
         "scores": profile.scores,
         "parameters": {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from kvtier.heads.work import work_lines
 from kvtier.sizes import format_size
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def summary(result: Calibrated) -> list[str]:
                 f"  over the budget of {budget:.1%} on samples it was not chosen on: "
                 "calibrate with more --samples"
             )
-    return lines + work_lines(result.work, profile.shape, result.weights)
+    return lines
 
 
 def _percent(worth: float) -> str:

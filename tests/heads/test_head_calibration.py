@@ -30,7 +30,6 @@ from kvtier.heads.samples.plan import synthetic_plan
 from kvtier.heads.samples.questions import CalibrationSample, Question
 from kvtier.heads.samples.synthetic import make_samples, tasks_for
 from kvtier.heads.verify import Verification, verify_all
-from kvtier.heads.work import Work
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 
 DEMO = Path(__file__).parents[2] / "models" / "kvtier-demo"
@@ -190,9 +189,9 @@ def test_verification_reports_samples_at_their_mean_length(model: Any) -> None:
 def test_the_summary_says_when_the_budget_does_not_hold_elsewhere() -> None:
     profile = profile_of((0,), (), ()).model_copy(update={"parameters": {"budget": 0.02}})
     full, worse = Quality(1.0, 1.0, 0.0), Quality(0.97, 1.0, 0.1)
-    for kept, count in ((worse, 7), (full, 6)):
+    for kept, count in ((worse, 5), (full, 4)):
         found = Verification(4096, 64, full, kept, worse, worse)
-        lines = summary(Calibrated(profile, (found,), "by hand", 0.0, Work(), 0))
+        lines = summary(Calibrated(profile, (found,), "by hand", 0.0))
         assert len(lines) == count
         assert lines[0] == "by hand: 1 of 6 KV heads keep the context (17%): 0.0"
         assert lines[2].startswith("  of their tokens: 100.0%   full 100.0%   random heads 100.0%")
@@ -229,7 +228,7 @@ def test_the_heads_found_beat_random_ones_widely(demo_result: Any) -> None:
     assert found.full.tokens > 0.9
     assert found.profile.tokens > found.random.tokens + 0.4
     assert demo_result.profile.num_ca_heads == 3
-    assert len(summary(demo_result)) == 6
+    assert len(summary(demo_result)) == 4
     assert found.worth > 0.9
     assert set(found.tasks) == {"recall", "near-miss"}
     assert sum(one.answers for one in found.tasks.values()) == found.answers
