@@ -1,6 +1,6 @@
 """Head methods: which KV heads need the whole context. One file each, and the registry.
 
-`kvtier calibrate heads --method NAME` runs one, `--method NAME,NAME` compares several.
+`kvtier calibrate heads --method NAME` runs one.
 """
 
 from __future__ import annotations

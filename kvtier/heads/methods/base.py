@@ -74,15 +74,11 @@ class HeadScores:
 
 @dataclass(frozen=True)
 class Selection:
-    """Chosen CA heads, the scores they were chosen by, and how.
-
-    order: every head, best first
-    """
+    """Chosen CA heads, the scores they were chosen by, and how."""
 
     ca_heads: tuple[tuple[int, ...], ...]
     scores: Matrix
     parameters: dict[str, Any]
-    order: tuple[Head, ...]
 
 
 class MethodOption(NamedTuple):
@@ -154,13 +150,13 @@ class HeadMethod(ABC):
         batches: samples that a budget is judged on; others than the scores' where there are any
         """
         shape = batches[0].shape
-        order = self.ranking(scores, shape)
         if target.is_open:
             chosen = self.own_choice(scores, shape)
         else:
+            order = self.ranking(scores, shape)
             count = target.num_heads(shape)
             if target.budget is not None:
                 count = fewest_within(order, batches, count, target.budget, progress)
             chosen = order[:count]
         by_layer = heads_by_layer(chosen, shape.num_layers)
-        return Selection(by_layer, scores.mean, self.found_by(scores, shape), tuple(order))
+        return Selection(by_layer, scores.mean, self.found_by(scores, shape))

@@ -13,7 +13,6 @@ import pytest
 from tiny_llama import RULE, SHAPE, make_ids
 
 from kvtier.errors import UsageError
-from kvtier.heads.entries import make_entry
 from kvtier.heads.methods import METHODS, HeadMethod, Target, make_method
 from kvtier.heads.methods.ranking import heads_by_layer
 from kvtier.heads.probes.context import HeadProbe, ProbeBatch
@@ -146,15 +145,6 @@ def test_flags_set_arguments_and_belong_to_one_method(name: str) -> None:
     assert own | ({"seed"} if method.takes_seed else set()) <= arguments
     others = {o.name for m in METHODS.values() if m is not method for o in m.options}
     assert own.isdisjoint(others)
-
-
-@EVERY_METHOD
-def test_a_label_asks_for_a_method_and_a_share(
-    name: str, needed: dict[str, dict[str, Any]]
-) -> None:
-    entry = make_entry(f"{name}@0.25", Target(budget=0.1), needed)
-    assert isinstance(entry.method, METHODS[name])
-    assert entry.target == Target(share=0.25, budget=0.1)
 
 
 def test_the_registry_is_read_without_torch() -> None:
