@@ -10,7 +10,6 @@ from typing import Any
 from kvtier.errors import UsageError
 from kvtier.heads.methods.base import HeadMethod, HeadScores, Selection, Target
 from kvtier.heads.methods.contextkeeper import ContextKeeper
-from kvtier.heads.methods.duoattention import ImportedPattern
 from kvtier.heads.methods.gates import Gates
 from kvtier.heads.methods.razor import Razor
 from kvtier.heads.methods.taylor import Taylor
@@ -20,7 +19,6 @@ METHODS: dict[str, type[HeadMethod]] = {
     for method in (
         ContextKeeper,
         Gates,
-        ImportedPattern,
         Razor,
         Taylor,
     )

@@ -116,9 +116,6 @@ class HeadMethod(ABC):
         if target.is_open and not self.has_own_rule:
             raise UsageError("--share or --budget", f"one of them for {self.name}", None)
 
-    def check_shape(self, shape: ModelShape) -> None:  # noqa: B027  (most methods take any)
-        """Raise HeadProfileError when it cannot serve such a model; called before it loads."""
-
     @abstractmethod
     def score(self, batches: Sequence[ProbeBatch], progress: Progress = no_progress) -> HeadScores:
         """Scores `[layers][kv_heads]`, higher = keep the context."""
