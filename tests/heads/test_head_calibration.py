@@ -16,7 +16,7 @@ from tiny_llama import RULE, make_ids, profile_of
 from kvtier.calibration.cli.calibrate import add_calibrate_parser
 from kvtier.errors import SamplesFileError, SizeError, UnsupportedModelError, UsageError
 from kvtier.heads.calibrate import Calibrated, calibrate_heads
-from kvtier.heads.methods import Target
+from kvtier.heads.methods import DEFAULT_METHOD, Target
 from kvtier.heads.model.config import weights_revision
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.picture import draw_profile, score_grid, title_lines
@@ -221,7 +221,7 @@ def test_progress_is_shown_on_standard_error(capsys: pytest.CaptureFixture[str])
 def demo_result(tmp_path_factory: pytest.TempPathFactory) -> Any:
     out = tmp_path_factory.mktemp("demo") / "heads.json"
     return calibrate_heads(
-        str(DEMO), "gates", out, target=Target(share=0.25), lengths=(2048,), samples=2
+        str(DEMO), DEFAULT_METHOD, out, target=Target(share=0.25), lengths=(2048,), samples=2
     )
 
 

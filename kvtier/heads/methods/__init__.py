@@ -10,7 +10,6 @@ from typing import Any
 from kvtier.errors import UsageError
 from kvtier.heads.methods.base import HeadMethod, HeadScores, Selection, Target
 from kvtier.heads.methods.contextkeeper import ContextKeeper
-from kvtier.heads.methods.gates import Gates
 from kvtier.heads.methods.razor import Razor
 from kvtier.heads.methods.taylor import Taylor
 
@@ -18,12 +17,11 @@ METHODS: dict[str, type[HeadMethod]] = {
     method.name: method
     for method in (
         ContextKeeper,
-        Gates,
         Razor,
         Taylor,
     )
 }
-DEFAULT_METHOD = Gates.name
+DEFAULT_METHOD = Taylor.name
 
 
 def make_method(name: str, **parameters: Any) -> HeadMethod:

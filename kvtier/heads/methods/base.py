@@ -63,13 +63,11 @@ class HeadScores:
     mean:        over all samples
     per_sample:  one matrix per sample; empty when the method has none
     tasks:       task of each of those
-    order:       every head, best first, where it is not that of the mean
     """
 
     mean: Matrix
     per_sample: tuple[Matrix, ...] = ()
     tasks: tuple[str, ...] = ()
-    order: tuple[Head, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,8 +120,6 @@ class HeadMethod(ABC):
 
     def ranking(self, scores: HeadScores, shape: ModelShape) -> list[Head]:
         """All heads, best first."""
-        if scores.order:
-            return list(scores.order)
         return best_heads(scores.mean, shape.num_layers * shape.num_kv_heads)
 
     def own_choice(self, scores: HeadScores, shape: ModelShape) -> list[Head]:
