@@ -28,8 +28,9 @@ def add_heads_parser(kinds: Subparsers) -> None:
     )
     heads.add_argument("--model-path", type=located, required=True, help=MODEL_HELP)
     heads.add_argument(
-        "--method", default=DEFAULT_METHOD, choices=sorted(METHODS), help="(default: %(default)s)"
-    )
+        "--method", default=DEFAULT_METHOD, choices=sorted(METHODS),
+        help="how they are found (default: %(default)s)",
+    )  # fmt: skip
     heads.add_argument("--share", type=float, help="share of KV heads to keep, such as 0.25")
     heads.add_argument(
         "--budget",

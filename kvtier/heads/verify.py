@@ -88,7 +88,7 @@ def verify(
         "random": [probe.mask(one) for one in drawn],
     }
     found: dict[Kept, list[Quality]] = {}
-    masks = dict.fromkeys(mask for masks in masks_of.values() for mask in masks)
+    masks = dict.fromkeys(mask for group in masks_of.values() for mask in group)
     for done, mask in enumerate(masks):
         progress("verification", done, len(masks))
         found[mask] = [batch.quality(mask) for batch in batches]
