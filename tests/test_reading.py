@@ -14,7 +14,6 @@ from traffic.trace_models import make_trace, write_trace
 from kvtier.calibration.documents import load_curve
 from kvtier.calibration.store.transfer import read_export
 from kvtier.errors import KvtierError, UsageError
-from kvtier.heads.methods.duoattention import read_pattern
 from kvtier.heads.model.config import read_config
 from kvtier.heads.profile import load_profile
 from kvtier.heads.samples.users import read_user_samples
@@ -29,11 +28,6 @@ MARK = b"\xef\xbb\xbf"
 RULE = LocalityRule(4, 4, 4)
 
 
-def pattern(file: Path):
-    (file.parent / "full_attention_heads.tsv").write_text("0.5\n")
-    return read_pattern(file.parent)
-
-
 # How a file is called, and who reads it.
 READERS = {
     "trace.jsonl": read_trace,
@@ -45,7 +39,6 @@ READERS = {
     "export.json": read_export,
     "memory.json": lambda file: load_card(file.parent),
     "config.json": lambda file: read_config(str(file.parent)),
-    "pattern/config.json": pattern,
 }
 HOSTILE = {
     "nested": (b'{"a": ' + b"[" * 100_000, "nested"),
@@ -68,7 +61,6 @@ CASES = [(n, k) for n in READERS for k in HOSTILE if k != "infinite" or n not in
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_a_hostile_file_is_refused_by_what_is_wrong_with_it(tmp_path: Path, name: str, kind: str):
     file = tmp_path / name
-    file.parent.mkdir(exist_ok=True)
     raw, says = HOSTILE[kind]
     file.write_bytes(raw)
     with pytest.raises(KvtierError) as caught:

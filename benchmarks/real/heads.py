@@ -33,7 +33,7 @@ from kvtier.heads.profile import Head, random_profile, window_profile
 from kvtier.heads.progress import Progress, rich_progress
 from kvtier.heads.samples.synthetic import HELD_OUT, make_samples
 
-DEFAULT_METHODS = "gates,taylor,contextkeeper,razor"
+DEFAULT_METHODS = "taylor,razor,contextkeeper"
 RANDOM = "random"
 # After so many measurements the time of all is foretold.
 FIRST_TIMED = 8

@@ -116,6 +116,7 @@ def run(options: Options) -> Iterator[Measured]:
     settings = asked_for("--settings", (*OURS, *NOT_DRAWN), options.settings)
     described = {
         **setup.described(),
+        "heads_by": DEFAULT_METHOD,
         "tasks": tasks,
         "fit_tasks": fit_tasks,
         "fit_contexts": options.fit_contexts,

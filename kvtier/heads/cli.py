@@ -1,7 +1,5 @@
 """`kvtier calibrate heads` and `kvtier calibrate tokens`: the command-line face of
 `kvtier.heads.calibrate` and of `kvtier.heads.tokens`.
-
-One method finds a profile; several, separated by commas, are compared on the same samples.
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ from kvtier.heads.model.config import located
 from kvtier.sizes import parse_size
 
 if TYPE_CHECKING:
-    from kvtier.heads.calibrate import CalibrationRun
-
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DEFAULT_LENGTHS, DEFAULT_SAMPLES = "4k", 4
@@ -32,9 +28,8 @@ def add_heads_parser(kinds: Subparsers) -> None:
     )
     heads.add_argument("--model-path", type=located, required=True, help=MODEL_HELP)
     heads.add_argument(
-        "--method", default=DEFAULT_METHOD, metavar="NAME[@SHARE][,…]",
-        help=f"{', '.join(sorted(METHODS))}; several are compared on the same samples, and the "
-        "first one's profile is written (default: %(default)s)",
+        "--method", default=DEFAULT_METHOD, choices=sorted(METHODS),
+        help="how they are found (default: %(default)s)",
     )  # fmt: skip
     heads.add_argument("--share", type=float, help="share of KV heads to keep, such as 0.25")
     heads.add_argument(
@@ -43,17 +38,8 @@ def add_heads_parser(kinds: Subparsers) -> None:
         help="largest share that may be lost of what the context is worth to the answers, such as "
         "0.02",
     )
-    heads.add_argument(
-        "--out", type=Path, help="profile to write (JSON); a comparison can do without"
-    )
-    heads.add_argument(
-        "--curve", action="store_true",
-        help="also measure what other shares of the first method's heads would keep, per task",
-    )  # fmt: skip
-    heads.add_argument("--picture", type=Path, help="picture of that profile to write (PNG)")
-    heads.add_argument(
-        "--format", choices=("table", "json"), help="how a comparison is printed (default: table)"
-    )
+    heads.add_argument("--out", type=Path, required=True, help="profile to write (JSON)")
+    heads.add_argument("--picture", type=Path, help="picture of it to write (PNG)")
     _add_sample_options(heads.add_argument_group("samples"))
     _add_method_options(heads.add_argument_group("single methods"))
     heads.add_argument("-q", "--quiet", action="store_true", help="no progress and no summary")
@@ -134,36 +120,32 @@ def run_calibrate_heads(options: argparse.Namespace) -> int:
     """Handler of `kvtier calibrate heads`. Raises KvtierError; returns the exit code 0."""
     target = Target(share=options.share, budget=options.budget)
     samples = _sample_arguments(options)
-    several = "," in options.method
-    if options.out is None and not several and options.format is None:
-        raise UsageError("--out", "a file for the profile, or several methods to compare", None)
     if options.picture is not None and not options.picture.parent.is_dir():
         raise UsageError("--picture", "a file in an existing directory", str(options.picture))
     parameters = _method_parameters(options)
 
     from contextlib import nullcontext
 
-    from kvtier.heads.calibrate import run_methods
-    from kvtier.heads.entries import make_entries
+    from kvtier.heads.calibrate import calibrate_heads
     from kvtier.heads.progress import no_progress, rich_progress
+    from kvtier.heads.report import summary
 
-    entries = make_entries(options.method, target, parameters)
     with nullcontext(no_progress) if options.quiet else rich_progress() as progress:
-        run = run_methods(
-            options.model_path, entries, options.out, curve=options.curve, progress=progress,
-            **samples,
+        found = calibrate_heads(
+            options.model_path, options.method, options.out, target=target, parameters=parameters,
+            progress=progress, **samples,
         )  # fmt: skip
     if options.picture is not None:
         from kvtier.heads.picture import draw_profile
 
-        draw_profile(run.results[0].profile, options.picture)
-    default = "table" if several else "summary"
-    _print(run, options.format or ("nothing" if options.quiet else default))
+        draw_profile(found.profile, options.picture)
+    if not options.quiet:
+        print("\n".join(summary(found)))
     return 0
 
 
 def _sample_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `run_methods` that say which samples."""
+    """Keyword arguments of `calibrate_heads` that say which samples."""
     if options.seed < 0:
         raise UsageError("--seed", "at least 0", options.seed)
     if options.samples_file is not None:
@@ -180,35 +162,15 @@ def _sample_arguments(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _method_parameters(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Keyword arguments of methods, by name. Raises UsageError for a method that does not run."""
-    asked = {label.strip().partition("@")[0] for label in options.method.split(",")}
-    parameters: dict[str, dict[str, Any]] = {}
+def _method_parameters(options: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of the method. Raises UsageError for those of another one."""
+    parameters: dict[str, Any] = {}
+    if METHODS[options.method].takes_seed:
+        parameters["seed"] = options.seed
     for name, method in METHODS.items():
         given = {option.name: getattr(options, option.name) for option in method.options}
         given = {option: value for option, value in given.items() if value is not None}
-        if given and name not in asked:
-            raise UsageError(_flag(next(iter(given))), f"{name} among the methods", options.method)
-        seed = {"seed": options.seed} if method.takes_seed else {}
-        parameters[name] = given | seed
+        if given and name != options.method:
+            raise UsageError(_flag(next(iter(given))), f"--method {name}", options.method)
+        parameters |= given
     return parameters
-
-
-def _print(run: CalibrationRun, form: str) -> None:
-    """The comparison as "table" or "json", the "summary" of the first method, or "nothing"."""
-    import json
-    import shutil
-    import sys
-
-    from kvtier.heads.compare import comparison_document, comparison_table
-    from kvtier.heads.report import curve_table, summary
-
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    if form == "json":
-        print(json.dumps(comparison_document(run), indent=1))
-    elif form == "table":
-        print(comparison_table(run, width))
-    elif form == "summary":
-        print("\n".join(summary(run.results[0])))
-    if run.curve and form in ("table", "summary"):
-        print(curve_table(run, width))

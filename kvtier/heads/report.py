@@ -1,17 +1,14 @@
-"""What a calibration says on the terminal while it runs and when it is done."""
+"""What a calibration of heads says on the terminal when it is done."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from kvtier.heads.work import work_lines
 from kvtier.sizes import format_size
 
 if TYPE_CHECKING:
-    from kvtier.heads.calibrate import Calibrated, CalibrationRun
-
-PLAIN_WIDTH = 160
+    from kvtier.heads.calibrate import Calibrated
 
 
 def summary(result: Calibrated) -> list[str]:
@@ -44,33 +41,9 @@ def summary(result: Calibrated) -> list[str]:
                 f"  over the budget of {budget:.1%} on samples it was not chosen on: "
                 "calibrate with more --samples"
             )
-    return lines + work_lines(result.work, profile.shape, result.weights)
+    return lines
 
 
 def _percent(worth: float) -> str:
     """A dash where the context is worth nothing, so that no share of that can be kept."""
     return "-" if math.isnan(worth) else f"{worth:.1%}"
-
-
-def curve_table(run: CalibrationRun, terminal_width: int | None = None) -> str:
-    """What other shares of the heads would keep of what the context is worth, per task."""
-    from rich.console import Console
-    from rich.table import Table
-
-    shape = run.results[0].profile.shape
-    total = shape.num_layers * shape.num_kv_heads
-    tasks = list(run.curve[0].verifications[0].tasks)
-    table = Table(title="kept of what the context is worth", title_justify="left")
-    for name in ("heads", "share", "context", "all", *tasks):
-        table.add_column(name, justify="right", no_wrap=True)
-    for point in run.curve:
-        for found in point.verifications:
-            worths = [found.worth, *(found.tasks[task].worth for task in tasks)]
-            table.add_row(
-                f"{point.num_heads} of {total}", f"{point.num_heads / total:.0%}",
-                format_size(found.context_tokens), *map(_percent, worths),
-            )  # fmt: skip
-    console = Console(width=terminal_width or PLAIN_WIDTH, highlight=False)
-    with console.capture() as captured:
-        console.print(table)
-    return captured.get().rstrip("\n")

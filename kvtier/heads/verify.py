@@ -66,29 +66,29 @@ class Verification:
         }
 
 
-def verify_all(
+def verify(
     batches: Sequence[ProbeBatch],
-    profiles: Sequence[HeadProfile],
+    profile: HeadProfile,
     seed: int,
     progress: Progress = no_progress,
-) -> list[Verification]:
-    """Measure several profiles on the same samples; what they have in common is measured once.
+) -> Verification:
+    """Measure a profile. Samples of different lengths are reported at their mean length.
 
-    Samples of different lengths are reported at their mean length. Raises HeadProfileMismatchError
-    when a profile is for another shape of model.
+    Raises HeadProfileMismatchError when the profile is for another shape of model.
     """
     probe = batches[0].probe
-    full, window = probe.full(), probe.mask(window_profile(probe.shape))
-    kept = [probe.mask(profile) for profile in profiles]
     drawn = [
-        [
-            probe.mask(random_profile(probe.shape, profile.num_ca_heads, seed + draw))
-            for draw in range(RANDOM_DRAWS)
-        ]
-        for profile in profiles
+        random_profile(probe.shape, profile.num_ca_heads, seed + draw)
+        for draw in range(RANDOM_DRAWS)
     ]
+    masks_of = {
+        "full": [probe.full()],
+        "window": [probe.mask(window_profile(probe.shape))],
+        "profile": [probe.mask(profile)],
+        "random": [probe.mask(one) for one in drawn],
+    }
     found: dict[Kept, list[Quality]] = {}
-    masks = dict.fromkeys((full, window, *kept, *(mask for masks in drawn for mask in masks)))
+    masks = dict.fromkeys(mask for group in masks_of.values() for mask in group)
     for done, mask in enumerate(masks):
         progress("verification", done, len(masks))
         found[mask] = [batch.quality(mask) for batch in batches]
@@ -96,17 +96,11 @@ def verify_all(
     rows_of: dict[str, list[int]] = {}
     for index, batch in enumerate(batches):
         rows_of.setdefault(batch.sample.task, []).append(index)
-    results = []
-    for mask, controls in zip(kept, drawn, strict=True):
-        masks_of = {"full": [full], "profile": [mask], "random": controls, "window": [window]}
-        by_task = {
-            task: _of_samples(batches, found, masks_of, rows)
-            for task, rows in rows_of.items()
-            if len(rows_of) > 1
-        }
-        overall = _of_samples(batches, found, masks_of, range(len(batches)))
-        results.append(replace(overall, tasks=by_task))
-    return results
+    overall = _of_samples(batches, found, masks_of, range(len(batches)))
+    if len(rows_of) == 1:
+        return overall
+    tasks = {t: _of_samples(batches, found, masks_of, rows) for t, rows in rows_of.items()}
+    return replace(overall, tasks=tasks)
 
 
 def _of_samples(

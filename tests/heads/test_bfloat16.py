@@ -13,7 +13,7 @@ from tiny_llama import RULE, make_ids, profile_of, tiny_model
 from kvtier.calibration.measuring import calibrate as curves
 from kvtier.config import load_settings
 from kvtier.heads import calibrate, tokens
-from kvtier.heads.methods import METHODS, ImportedPattern, Target
+from kvtier.heads.methods import METHODS, Target
 from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.profile import full_profile, load_profile
@@ -51,7 +51,7 @@ def test_sessions_in_bfloat16_say_what_they_say_in_float32() -> None:
             assert (logits[0] - logits[1]).abs().max() < ROUNDING
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != ImportedPattern.name])
+@pytest.mark.parametrize("method", METHODS)
 def test_heads_are_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     monkeypatch.setattr(calibrate, "load_model", in_bfloat16)
     out = tmp_path / "profile.json"

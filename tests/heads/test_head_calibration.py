@@ -14,9 +14,9 @@ import torch
 from tiny_llama import RULE, make_ids, profile_of
 
 from kvtier.calibration.cli.calibrate import add_calibrate_parser
-from kvtier.errors import SizeError, UnsupportedModelError, UsageError
+from kvtier.errors import SamplesFileError, SizeError, UnsupportedModelError, UsageError
 from kvtier.heads.calibrate import Calibrated, calibrate_heads
-from kvtier.heads.methods import Target
+from kvtier.heads.methods import DEFAULT_METHOD, Target
 from kvtier.heads.model.config import weights_revision
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.picture import draw_profile, score_grid, title_lines
@@ -29,8 +29,7 @@ from kvtier.heads.report import summary
 from kvtier.heads.samples.plan import synthetic_plan
 from kvtier.heads.samples.questions import CalibrationSample, Question
 from kvtier.heads.samples.synthetic import make_samples, tasks_for
-from kvtier.heads.verify import Verification, verify_all
-from kvtier.heads.work import Work
+from kvtier.heads.verify import Verification, verify
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 
 DEMO = Path(__file__).parents[2] / "models" / "kvtier-demo"
@@ -144,9 +143,11 @@ def test_a_model_whose_attention_cannot_be_replaced_is_refused(tmp_path: Path) -
         load_model(str(tmp_path))
 
 
-@pytest.mark.parametrize("options", [{"--len": "4q"}, {"--picture": "/no/p.png"}, {"--seed": -1}])
-def test_the_command_names_a_bad_option(options: dict[str, object], tiny_folder: Path) -> None:
-    name, value = next(iter(options.items()))
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("--len", "4q"), ("--picture", "/no/p.png"), ("--seed", -1), ("--candidate-share", 0.4)],
+)
+def test_the_command_names_a_bad_option(name: str, value: object, tiny_folder: Path) -> None:
     with pytest.raises(UsageError, match=name):
         run_cli("--model-path", tiny_folder, "--share", 0.5, "--out", "p.json", name, value)
 
@@ -180,19 +181,19 @@ def test_verification_reports_samples_at_their_mean_length(model: Any) -> None:
         probe.prepare(CalibrationSample(tuple(make_ids(n)), (question,))) for n in (40, 50)
     )
     profile = random_profile(probe.shape, 2, seed=0)
-    (found,) = verify_all([short, short], [profile], seed=0)
+    found = verify([short, short], profile, seed=0)
     assert (found.context_tokens, found.answers) == (40, 2)
     assert found.profile == pytest.approx(short.quality(probe.mask(profile)))
-    (mixed,) = verify_all([short, long], [profile], seed=0)
+    mixed = verify([short, long], profile, seed=0)
     assert (mixed.context_tokens, mixed.answers) == (45, 2)
 
 
 def test_the_summary_says_when_the_budget_does_not_hold_elsewhere() -> None:
     profile = profile_of((0,), (), ()).model_copy(update={"parameters": {"budget": 0.02}})
     full, worse = Quality(1.0, 1.0, 0.0), Quality(0.97, 1.0, 0.1)
-    for kept, count in ((worse, 7), (full, 6)):
+    for kept, count in ((worse, 5), (full, 4)):
         found = Verification(4096, 64, full, kept, worse, worse)
-        lines = summary(Calibrated(profile, (found,), "by hand", 0.0, Work(), 0))
+        lines = summary(Calibrated(profile, (found,)))
         assert len(lines) == count
         assert lines[0] == "by hand: 1 of 6 KV heads keep the context (17%): 0.0"
         assert lines[2].startswith("  of their tokens: 100.0%   full 100.0%   random heads 100.0%")
@@ -220,7 +221,7 @@ def test_progress_is_shown_on_standard_error(capsys: pytest.CaptureFixture[str])
 def demo_result(tmp_path_factory: pytest.TempPathFactory) -> Any:
     out = tmp_path_factory.mktemp("demo") / "heads.json"
     return calibrate_heads(
-        str(DEMO), "gates", out, target=Target(share=0.25), lengths=(2048,), samples=2
+        str(DEMO), DEFAULT_METHOD, out, target=Target(share=0.25), lengths=(2048,), samples=2
     )
 
 
@@ -229,23 +230,60 @@ def test_the_heads_found_beat_random_ones_widely(demo_result: Any) -> None:
     assert found.full.tokens > 0.9
     assert found.profile.tokens > found.random.tokens + 0.4
     assert demo_result.profile.num_ca_heads == 3
-    assert len(summary(demo_result)) == 6
+    assert len(summary(demo_result)) == 4
     assert found.worth > 0.9
     assert set(found.tasks) == {"recall", "near-miss"}
     assert sum(one.answers for one in found.tasks.values()) == found.answers
 
 
-def test_a_curve_has_every_share_of_the_first_methods_order(
+@pytest.mark.parametrize(("method", "count"), [("razor", 1 + 2), ("taylor", 2 + 2)])
+def test_a_method_that_reads_no_samples_has_one_prefilled(
+    method: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = []
+    before = HeadProbe.prepare
+
+    def counting(probe: HeadProbe, sample: CalibrationSample) -> Any:
+        prepared.append(sample)
+        return before(probe, sample)
+
+    monkeypatch.setattr(HeadProbe, "prepare", counting)
+    target = Target(share=0.25)
+    calibrate_heads(
+        str(DEMO), method, tmp_path / "p.json", target=target, lengths=(1024,), samples=2
+    )
+    assert len(prepared) == len(set(map(id, prepared))) == count
+
+
+def test_own_samples_are_used_and_every_second_one_measures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--method", "taylor", "--share", "0.25", "--len", "1k", "--samples", "2", "--curve"]
-    out = tmp_path / "heads.json"
-    assert run_cli("--model-path", DEMO, "--out", out, *options) == 0
-    shown = capsys.readouterr().out
-    for count in (9, 6, 4, 3, 2, 1):
-        assert f"{count} of 12" in shown
-    assert "near-miss" in shown
-    assert json.loads(out.read_text())["method"] == "taylor"
+    tasks = tasks_for(str(DEMO))
+    lines = []
+    for sample in make_samples(tasks.make, tasks.choosing, 4, [1024], seed=3):
+        text = DEFAULT_LANGUAGE.decode
+        questions = [
+            {"question": text(q.prompt_ids), "answer": text(q.answer_ids)}
+            for q in sample.questions[:4]
+        ]
+        line = {"context": text(sample.context_ids), "questions": questions, "task": "mine"}
+        lines.append(json.dumps(line))
+    file, out = tmp_path / "own.jsonl", tmp_path / "p.json"
+    file.write_text("\n".join(lines))
+    common = ("--model-path", DEMO, "--samples-file", file, "--out", out, "--share", 0.25)
+    assert run_cli(*common) == 0
+    assert "recall at 1k" in capsys.readouterr().out
+    profile = load_profile(out)
+    assert profile.costs[0].samples == 2 * 4
+    assert profile.costs[0].full > 0.9
+    assert profile.parameters["tasks"] == ["mine"]
+    assert profile.parameters["contexts"] == [2, 2]
+    for option, value in (("--len", "4k"), ("--samples", 2)):
+        with pytest.raises(UsageError, match=f"{option}.*--samples-file"):
+            run_cli(*common, option, value)
+    file.write_text(lines[0] + "\n{}\n")
+    with pytest.raises(SamplesFileError, match="line 2: context"):
+        run_cli(*common)
 
 
 def test_a_budget_is_judged_on_samples_that_nothing_was_chosen_on() -> None:

@@ -1,6 +1,6 @@
 """Head methods: which KV heads need the whole context. One file each, and the registry.
 
-`kvtier calibrate heads --method NAME` runs one, `--method NAME,NAME` compares several.
+`kvtier calibrate heads --method NAME` runs one.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from typing import Any
 from kvtier.errors import UsageError
 from kvtier.heads.methods.base import HeadMethod, HeadScores, Selection, Target
 from kvtier.heads.methods.contextkeeper import ContextKeeper
-from kvtier.heads.methods.duoattention import ImportedPattern
-from kvtier.heads.methods.gates import Gates
 from kvtier.heads.methods.razor import Razor
 from kvtier.heads.methods.taylor import Taylor
 
@@ -19,13 +17,11 @@ METHODS: dict[str, type[HeadMethod]] = {
     method.name: method
     for method in (
         ContextKeeper,
-        Gates,
-        ImportedPattern,
         Razor,
         Taylor,
     )
 }
-DEFAULT_METHOD = Gates.name
+DEFAULT_METHOD = Taylor.name
 
 
 def make_method(name: str, **parameters: Any) -> HeadMethod:

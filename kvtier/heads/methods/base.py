@@ -63,26 +63,20 @@ class HeadScores:
     mean:        over all samples
     per_sample:  one matrix per sample; empty when the method has none
     tasks:       task of each of those
-    order:       every head, best first, where it is not that of the mean
     """
 
     mean: Matrix
     per_sample: tuple[Matrix, ...] = ()
     tasks: tuple[str, ...] = ()
-    order: tuple[Head, ...] = ()
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Chosen CA heads, the scores they were chosen by, and how.
-
-    order: every head, best first
-    """
+    """Chosen CA heads, the scores they were chosen by, and how."""
 
     ca_heads: tuple[tuple[int, ...], ...]
     scores: Matrix
     parameters: dict[str, Any]
-    order: tuple[Head, ...]
 
 
 class MethodOption(NamedTuple):
@@ -120,17 +114,12 @@ class HeadMethod(ABC):
         if target.is_open and not self.has_own_rule:
             raise UsageError("--share or --budget", f"one of them for {self.name}", None)
 
-    def check_shape(self, shape: ModelShape) -> None:  # noqa: B027  (most methods take any)
-        """Raise HeadProfileError when it cannot serve such a model; called before it loads."""
-
     @abstractmethod
     def score(self, batches: Sequence[ProbeBatch], progress: Progress = no_progress) -> HeadScores:
         """Scores `[layers][kv_heads]`, higher = keep the context."""
 
     def ranking(self, scores: HeadScores, shape: ModelShape) -> list[Head]:
         """All heads, best first."""
-        if scores.order:
-            return list(scores.order)
         return best_heads(scores.mean, shape.num_layers * shape.num_kv_heads)
 
     def own_choice(self, scores: HeadScores, shape: ModelShape) -> list[Head]:
@@ -154,13 +143,13 @@ class HeadMethod(ABC):
         batches: samples that a budget is judged on; others than the scores' where there are any
         """
         shape = batches[0].shape
-        order = self.ranking(scores, shape)
         if target.is_open:
             chosen = self.own_choice(scores, shape)
         else:
+            order = self.ranking(scores, shape)
             count = target.num_heads(shape)
             if target.budget is not None:
                 count = fewest_within(order, batches, count, target.budget, progress)
             chosen = order[:count]
         by_layer = heads_by_layer(chosen, shape.num_layers)
-        return Selection(by_layer, scores.mean, self.found_by(scores, shape), tuple(order))
+        return Selection(by_layer, scores.mean, self.found_by(scores, shape))

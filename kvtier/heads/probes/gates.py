@@ -20,58 +20,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from kvtier.heads.probes.context import LayerParts, ProbeBatch
-from kvtier.heads.probes.row import Row, row_of
+from kvtier.heads.probes.row import row_of
 from kvtier.heads.reference.attention import Block, attending
 
 
-def answer_logits(batch: ProbeBatch, gates: Tensor) -> tuple[Tensor, Tensor]:
-    """Float32 logits `[scored, vocab]` of the answers' tokens, those before them given, and the
-    right ones `[scored]`.
+def gate_gradient(batch: ProbeBatch, gates: Tensor) -> tuple[float, Tensor]:
+    """The negative log-likelihood of the sample's right answers, those before them given, in nats
+    per token, and its gradient by the gates, `[layers, kv_heads]`: negative where a head that sees
+    more of the context would help.
 
     gates: float `[layers, kv_heads]` in [0, 1], on the model's device
-
-    To differentiate, use `gate_gradient`: its way back runs the model's layers again.
-    """
-    row = row_of(batch.sample.questions, batch.context_tokens, batch.ids.device)
-    with _attending(batch, gates, row):
-        return row.logits(batch.probe.model), row.targets
-
-
-def gate_gradient(
-    batch: ProbeBatch, gates: Tensor, teacher: Tensor | None = None
-) -> tuple[float, Tensor]:
-    """A loss of the sample's answers, in nats per token, and its gradient by the gates,
-    `[layers, kv_heads]`: negative where a head that sees more of the context would help.
-
-    gates:    as in `answer_logits`
-    teacher:  log-probabilities `[scored, vocab]` to be near to (Kullback-Leibler divergence);
-              None for the negative log-likelihood of the right answers
     """
     gates = gates.detach().clone().requires_grad_()
+    model = batch.probe.model
     row = row_of(batch.sample.questions, batch.context_tokens, batch.ids.device)
-    with torch.enable_grad(), _attending(batch, gates, row), _checkpointed(batch.probe.model):
-        predicted = torch.log_softmax(row.logits(batch.probe.model), dim=-1)
-        if teacher is None:
-            loss = torch.nn.functional.nll_loss(predicted, row.targets)
-        else:
-            loss = torch.nn.functional.kl_div(
-                predicted, teacher, reduction="batchmean", log_target=True
-            )
-        (gradient,) = torch.autograd.grad(loss, [gates])
-    return float(loss.detach()), gradient
 
-
-@contextmanager
-def _attending(batch: ProbeBatch, gates: Tensor, row: Row) -> Iterator[None]:
     def attend_layer(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return mixed_attention(gates[layer], batch.layers[layer], q, k, v, row.sees, scale)
 
-    with attending(batch.probe.model, attend_layer):
-        yield
+    with torch.enable_grad(), attending(model, attend_layer), _checkpointed(model):
+        loss = cross_entropy(row.logits(model), row.targets)
+        (gradient,) = torch.autograd.grad(loss, [gates])
+    return float(loss.detach()), gradient
 
 
 @contextmanager

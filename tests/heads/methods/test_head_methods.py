@@ -13,7 +13,6 @@ import pytest
 from tiny_llama import RULE, SHAPE, make_ids
 
 from kvtier.errors import UsageError
-from kvtier.heads.entries import make_entry
 from kvtier.heads.methods import METHODS, HeadMethod, Target, make_method
 from kvtier.heads.methods.ranking import heads_by_layer
 from kvtier.heads.probes.context import HeadProbe, ProbeBatch
@@ -43,17 +42,9 @@ def batches(probe: HeadProbe) -> list[ProbeBatch]:
     return [probe.prepare(make_sample(seed)) for seed in (1, 2)]
 
 
-@pytest.fixture(scope="module")
-def needed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By method, the arguments that have no default which works."""
-    file = tmp_path_factory.mktemp("gates") / "gates.tsv"
-    file.write_text("0.9\t0.1\n0.3\t0.8\n0.2\t0.4\n")
-    return {"import": {"pattern": file}}
-
-
 @pytest.fixture
-def method(name: str, needed: dict[str, dict[str, Any]]) -> HeadMethod:
-    return make_method(name, **needed.get(name, {}))
+def method(name: str) -> HeadMethod:
+    return make_method(name)
 
 
 @EVERY_METHOD
@@ -68,11 +59,10 @@ def test_every_head_gets_a_number(method: HeadMethod, batches: list[ProbeBatch])
 
 @EVERY_METHOD
 def test_the_same_samples_get_the_same_heads(
-    name: str, method: HeadMethod, needed: dict[str, dict[str, Any]], batches: list[ProbeBatch]
+    name: str, method: HeadMethod, batches: list[ProbeBatch]
 ) -> None:
     target = Target(share=0.5)
-    again = make_method(name, **needed.get(name, {}))
-    one, two = (m.select(m.score(batches), batches, target) for m in (method, again))
+    one, two = (m.select(m.score(batches), batches, target) for m in (method, make_method(name)))
     assert one == two
 
 
@@ -83,7 +73,6 @@ def test_a_share_is_kept_to_the_head(
 ) -> None:
     target = Target(share=share)
     method.check_target(target)
-    method.check_shape(SHAPE)
     scores = method.score(batches)
     selection = method.select(scores, batches, target)
     chosen = [(layer, head) for layer, row in enumerate(selection.ca_heads) for head in row]
@@ -146,15 +135,6 @@ def test_flags_set_arguments_and_belong_to_one_method(name: str) -> None:
     assert own | ({"seed"} if method.takes_seed else set()) <= arguments
     others = {o.name for m in METHODS.values() if m is not method for o in m.options}
     assert own.isdisjoint(others)
-
-
-@EVERY_METHOD
-def test_a_label_asks_for_a_method_and_a_share(
-    name: str, needed: dict[str, dict[str, Any]]
-) -> None:
-    entry = make_entry(f"{name}@0.25", Target(budget=0.1), needed)
-    assert isinstance(entry.method, METHODS[name])
-    assert entry.target == Target(share=0.25, budget=0.1)
 
 
 def test_the_registry_is_read_without_torch() -> None:
