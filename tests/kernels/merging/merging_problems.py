@@ -12,12 +12,10 @@ from kvtier_kernels.merging import (
     UNMERGED,
     Assignment,
     Entries,
-    merge_beta,
-    merge_paper,
+    merge_bins,
 )
 
 seeds = st.integers(0, 10_000)
-forms = pytest.mark.parametrize("form", ["paper", "beta"])
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
@@ -79,9 +77,8 @@ def make_problem(
     return Problem(q, Entries(k, v, votes), logits, Assignment(kept, target), scale)
 
 
-def merge(form: str, problem: Problem) -> Entries:
-    args = (problem.entries, problem.logits, problem.assignment)
-    return merge_paper(*args)[0] if form == "paper" else merge_beta(*args)
+def merge(problem: Problem) -> Entries:
+    return merge_bins(problem.entries, problem.logits, problem.assignment)
 
 
 def assert_same(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:

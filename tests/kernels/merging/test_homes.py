@@ -141,7 +141,7 @@ def test_the_compensation_entry_is_the_vote_weighted_mean(seed: int, rows: int) 
 
 def test_an_empty_compensation_entry_is_seen_by_no_query() -> None:
     problem = make_problem(0)
-    merged, rest = merge("beta", problem), compensate(problem.entries, problem.assignment)
+    merged, rest = merge(problem), compensate(problem.entries, problem.assignment)
     without = attention_over(problem.q, merged, problem.scale)
     with_it = attention_over(problem.q, joined(merged, rest), problem.scale)
     assert torch.equal(with_it.o, without.o)

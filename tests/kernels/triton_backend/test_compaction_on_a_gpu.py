@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from thorough import THOROUGH
 
 from kvtier_kernels.bins import UNMERGED, Bins
-from kvtier_kernels.merging import Assignment, Entries, assign, compensate, merge_beta, merge_paper
+from kvtier_kernels.merging import Assignment, Entries, assign, compensate, merge_bins
 from kvtier_kernels.prediction import predicted_logits, window_lse
 from kvtier_kernels.registry import AUTOMATIC
 from kvtier_kernels.triton_backend.kernels import TritonSelection
@@ -235,39 +235,23 @@ def assert_entries(got: Entries, expected: Entries) -> None:
 @settings(max_examples=8 if THOROUGH else 3)
 @given(seed=seeds, group=st.integers(1, 4), dtype=st.sampled_from(DTYPES), apart=st.booleans())
 @example(seed=0, group=3, dtype=torch.float16, apart=True)
-def test_the_beta_form_merges_alike(seed: int, group: int, dtype: torch.dtype, apart: bool) -> None:
+def test_entries_merge_alike(seed: int, group: int, dtype: torch.dtype, apart: bool) -> None:
     problem = make_problem(seed, group, group if apart else 1, dtype)
-    assert_entries(on_gpu(merge_beta, *problem), merge_beta(*problem))
-
-
-@settings(max_examples=6 if THOROUGH else 2)
-@given(seed=seeds, group=st.integers(1, 4), dtype=st.sampled_from(DTYPES))
-@example(seed=0, group=3, dtype=torch.bfloat16)
-def test_the_papers_form_merges_alike(seed: int, group: int, dtype: torch.dtype) -> None:
-    problem = make_problem(seed, group, 1, dtype)
-    merged, fallbacks = merge_paper(*problem)
-    with kernels():
-        got = merge_paper(*(moved(x, DEVICE) for x in problem))
-    assert_entries(moved(got[0], "cpu"), merged)
-    # A scale at the threshold may round to either side.
-    assert int((got[1].cpu() - fallbacks).abs().max()) <= 1
+    assert_entries(on_gpu(merge_bins, *problem), merge_bins(*problem))
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="the interpreter runs programs one by one")
 def test_merging_twice_gives_the_same_bits() -> None:
     """Sums have an order: on a GPU, atomics would not."""
     problem = make_problem(5, 4, 1, torch.bfloat16)
-    once, again = (on_gpu(merge_beta, *problem) for _ in range(2))
+    once, again = (on_gpu(merge_bins, *problem) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 
-@pytest.mark.parametrize("form", [merge_beta, merge_paper])
-def test_entries_that_take_no_other_in_change_no_bit(form: Callable[..., Any]) -> None:
+def test_entries_that_take_no_other_in_change_no_bit() -> None:
     entries, logits, (kept, target) = make_problem(6, 3, 1, torch.bfloat16)
     alone = torch.full_like(target, UNMERGED).scatter_(1, kept, torch.arange(KEPT).expand(2, -1))
-    with kernels():
-        merged = form(*(moved(x, DEVICE) for x in (entries, logits, Assignment(kept, alone))))
-    merged = moved(merged if form is merge_beta else merged[0], "cpu")
+    merged = on_gpu(merge_bins, entries, logits, Assignment(kept, alone))
     index = kept.unsqueeze(-1).expand(-1, -1, 24)
     assert torch.equal(merged.k, entries.k.gather(1, index))
     assert torch.equal(merged.v, entries.v.gather(1, index))
