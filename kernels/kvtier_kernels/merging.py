@@ -32,7 +32,6 @@ import torch
 from kvtier_kernels.bins import UNMERGED, Bins
 from kvtier_kernels.blocks import blocks, long_product
 from kvtier_kernels.registry import selection_kernels
-from kvtier_kernels.selection import answers_at_once
 
 
 class Entries(NamedTuple):
@@ -65,21 +64,13 @@ def exact_entries(k: torch.Tensor, v: torch.Tensor) -> Entries:
     return Entries(k, v, torch.zeros(k.shape[0], 1, k.shape[1], device=k.device))
 
 
-def assign(
-    keys: torch.Tensor,
-    kept: torch.Tensor,
-    protected: torch.Tensor | None = None,
-    floor: float = 0.8,
-) -> Assignment:
+def assign(keys: torch.Tensor, kept: torch.Tensor, floor: float = 0.8) -> Assignment:
     """Send each dropped entry to the kept one whose key is most like its own (cosine).
 
-    keys:      `[heads, tokens, dim]`, as attended to (rotated)
-    kept:      `[heads, count]` int64, distinct, count >= 1
-    protected: bool `[tokens]` or `[heads, tokens]`: kept entries that take no other in (sinks)
-    floor:     an entry is unmerged unless more similar than this; 1 merges nothing
-    Keys that are not numbers are like no other. Raises ValueError for bad shapes, and for protected
-    entries that are not kept; where finding out would mean to wait for a device, those count as
-    not protected.
+    keys:  `[heads, tokens, dim]`, as attended to (rotated)
+    kept:  `[heads, count]` int64, distinct, count >= 1
+    floor: an entry is unmerged unless more similar than this; 1 merges nothing
+    Keys that are not numbers are like no other. Raises ValueError for bad shapes.
     """
     if keys.ndim != 3 or kept.ndim != 2 or kept.shape[0] != keys.shape[0] or not kept.shape[1]:
         raise ValueError(
@@ -91,18 +82,11 @@ def assign(
     is_kept = torch.zeros(heads, tokens, dtype=torch.bool, device=keys.device)
     is_kept.scatter_(1, kept, True)
     homes = _at(keys, kept)
-    # Not finite where a key is not of numbers: no home.
     lengths = torch.linalg.vector_norm(homes, dim=-1, dtype=torch.float32)
-    closed = ~lengths.isfinite()
-    if protected is not None:
-        protected = protected.expand(heads, tokens)
-        if answers_at_once(keys) and bool((protected & ~is_kept).any()):
-            raise ValueError("protected: expected kept entries only, some are not in kept")
-        closed |= protected.gather(1, kept)
     order = torch.arange(count, device=keys.device).expand(heads, count)
     target = torch.full((heads, tokens), UNMERGED, device=keys.device).scatter_(1, kept, order)
     dropped = _others(is_kept, tokens - count)
-    selection_kernels(keys.device).find_homes(keys, dropped, homes, lengths, closed, floor, target)
+    selection_kernels(keys.device).find_homes(keys, dropped, homes, lengths, floor, target)
     return Assignment(kept, target)
 
 

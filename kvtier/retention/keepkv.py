@@ -39,7 +39,6 @@ from kvtier_kernels.merging import (
 )
 from kvtier_kernels.prediction import predicted_logits, window_lse
 from kvtier_kernels.scores import select
-from kvtier_kernels.selection import answers_at_once
 
 
 class QueryWindow(NamedTuple):
@@ -100,25 +99,23 @@ class KeepKV:
         *,
         window: QueryWindow | None = None,
         scores: torch.Tensor | None = None,
-        protected: torch.Tensor | None = None,
     ) -> Retained:
         """Keep `count` entries per head of a span, and the rest in them.
 
         keys, values: `[heads, tokens, dim]`, exact and rotated, any float dtype
-        count:        1 … tokens, at least as many as are protected
+        count:        1 … tokens
         window:       the newest queries; more than `window_queries` are not looked at
         scores:       `[heads, tokens]`, higher = keep, instead of the window's own judgement
-        protected:    bool `[tokens]` or `[heads, tokens]`: kept, and nothing is merged into them
         Raises UsageError naming a bad argument.
         """
-        check_span(keys, values, count, window, scores, protected)
+        check_span(keys, values, count, window, scores)
         entries = exact_entries(keys, values)
         logits_of = self.prediction(entries, window)
         logits = logits_of(keys)
         if scores is None:
             scores = self.worth(entries, logits)
-        kept = best(scores, count, protected)
-        assignment = assign(keys, kept, protected, self.floor)
+        kept = best(scores, count)
+        assignment = assign(keys, kept, self.floor)
         merged = merge_bins(entries, logits, assignment, logits_of)
         return Retained(kept, merged, compensate(entries, assignment))
 
@@ -129,7 +126,7 @@ class KeepKV:
 
         Raises UsageError naming a bad argument.
         """
-        check_span(keys, values, count, window, None, None)
+        check_span(keys, values, count, window, None)
         entries = exact_entries(keys, values)
         return best(self.worth(entries, self.prediction(entries, window)(keys)), count)
 
@@ -167,14 +164,12 @@ def best_nearby(scores: torch.Tensor, width: int) -> torch.Tensor:
     return functional.max_pool1d(scores.unsqueeze(0), width, 1, width // 2).squeeze(0)
 
 
-def best(scores: torch.Tensor, count: int, protected: torch.Tensor | None = None) -> torch.Tensor:
+def best(scores: torch.Tensor, count: int) -> torch.Tensor:
     """The `count` best entries of every head in order of position: int64 `[heads, count]`.
 
-    Protected ones are always among them; a score that is not a number is the worst.
+    A score that is not a number is the worst.
     """
     scores = scores.float().nan_to_num(nan=float("-inf"), posinf=torch.finfo(torch.float32).max)
-    if protected is not None:
-        scores = scores.masked_fill(protected, float("inf"))
     return select(scores, count)
 
 
@@ -184,7 +179,6 @@ def check_span(
     count: int,
     window: QueryWindow | None,
     scores: torch.Tensor | None,
-    protected: torch.Tensor | None,
 ) -> None:
     """Raises UsageError for what `KeepKV.retain` cannot work with."""
     if keys.ndim != 3:
@@ -200,15 +194,8 @@ def check_span(
         raise UsageError("window", f"[w >= 1, {heads}, group, {dim}]", tuple(window.q.shape))
     if scores is not None and scores.shape != (heads, tokens):
         raise UsageError("scores", f"shape {(heads, tokens)}", tuple(scores.shape))
-    least = 1
-    if protected is not None:
-        if tuple(protected.shape) not in ((tokens,), (heads, tokens)):
-            raise UsageError("protected", f"[tokens] or {(heads, tokens)}", tuple(protected.shape))
-        if answers_at_once(protected):
-            # What is on a device is taken as it is: asking would wait for it.
-            least = max(1, int(protected.sum(-1).max()))
-    if not least <= count <= tokens:
-        raise UsageError("count", f"{least} … {tokens}", count)
+    if not 1 <= count <= tokens:
+        raise UsageError("count", f"1 … {tokens}", count)
 
 
 __all__ = ["KeepKV", "QueryWindow", "Retained", "best", "expected_output"]

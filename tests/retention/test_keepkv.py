@@ -81,22 +81,16 @@ def test_the_predicted_attention_of_every_query_head_stays_whole(
 
 
 @settings(max_examples=40)
-@given(seed=seeds, tokens=st.integers(1, 60), share=st.floats(0, 1), shield=st.floats(0, 0.5))
-def test_the_best_and_all_protected_are_kept_in_order(
-    seed: int, tokens: int, share: float, shield: float
-) -> None:
+@given(seed=seeds, tokens=st.integers(1, 60), share=st.floats(0, 1))
+def test_the_best_are_kept_in_order(seed: int, tokens: int, share: float) -> None:
     scores = normal(seed, 2, tokens)
-    protected = torch.rand(tokens, generator=torch.Generator().manual_seed(seed)) < shield
-    least = max(1, int(protected.sum()))
-    count = least + int(share * (tokens - least))
-    kept = best(scores, count, protected)
+    count = 1 + int(share * (tokens - 1))
+    kept = best(scores, count)
     assert kept.shape == (2, count)
     for row, chosen in zip(scores, kept.tolist(), strict=True):
         assert chosen == sorted(set(chosen))
-        assert set(torch.nonzero(protected).flatten().tolist()) <= set(chosen)
-        free = [t for t in chosen if not protected[t]]
         left = [t for t in range(tokens) if t not in chosen]
-        assert not free or not left or row[free].min() >= row[left].max()
+        assert not left or row[chosen].min() >= row[left].max()
 
 
 def test_what_the_queries_look_at_stays_with_its_neighbours() -> None:
@@ -109,7 +103,6 @@ def test_what_the_queries_look_at_stays_with_its_neighbours() -> None:
 def test_a_score_that_is_not_a_number_is_the_worst() -> None:
     scores = torch.tensor([[1.0, float("nan"), 0.0, float("inf"), float("-inf")]])
     assert best(scores, 3).tolist() == [[0, 2, 3]]
-    assert best(scores, 1, torch.tensor([False, False, True, False, False])).tolist() == [[2]]
 
 
 def test_scores_from_elsewhere_choose_and_the_window_merges() -> None:
@@ -162,26 +155,14 @@ def test_a_floor_of_one_only_drops_and_counts() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_protected_entries_stay_bit_for_bit(dtype: torch.dtype) -> None:
-    keys, values = (x.to(dtype) for x in make_span(7))
-    protected = torch.zeros(50, dtype=torch.bool)
-    protected[:4] = protected[-6:] = True
-    rule = KeepKV(floor=-1.0)
-    left = rule.retain(keys, values, 12, window=make_window(7), protected=protected)
-    assert left.entries.k.dtype == left.compensation.v.dtype == dtype
-    for edge in (slice(0, 4), slice(-6, None)):
-        assert torch.equal(left.entries.k[:, edge], keys[:, edge])
-        assert torch.equal(left.entries.v[:, edge], values[:, edge])
-        assert not left.entries.log_votes[..., edge].any()
-
-
-def test_keeping_everything_changes_nothing() -> None:
-    keys, values = make_span(8)
+def test_keeping_everything_changes_nothing(dtype: torch.dtype) -> None:
+    keys, values = (x.to(dtype) for x in make_span(8))
     left = KeepKV().retain(keys, values, 50, window=make_window(8))
     assert torch.equal(left.entries.k, keys)
     assert torch.equal(left.entries.v, values)
     assert not left.entries.log_votes.any()
     assert torch.isneginf(left.compensation.log_votes).all()
+    assert left.compensation.k.dtype == left.compensation.v.dtype == dtype
 
 
 def test_the_order_of_tokens_matters_only_to_neighbours() -> None:
@@ -260,15 +241,12 @@ def test_a_rule_that_makes_no_sense_is_refused(argument: str, value: object) -> 
 def test_spans_that_do_not_fit_are_refused_by_name() -> None:
     keys, values = make_span(0)
     window, scores = make_window(0), torch.zeros(2, 50)
-    protected = torch.ones(50, dtype=torch.bool)
     for argument, options in {
         "keys": {"keys": keys[0]},
         "values": {"values": values[:, 1:]},
         "window or scores": {"window": None},
         "window": {"window": window._replace(q=window.q[..., 1:])},
         "scores": {"scores": scores[:, 1:]},
-        "protected": {"protected": protected[1:]},
-        "count": {"protected": protected},
     }.items():
         arguments = {"keys": keys, "values": values, "count": 9, "window": window, **options}
         with pytest.raises(UsageError) as caught:

@@ -56,11 +56,10 @@ class ReferenceSelection(SelectionKernels):
         dropped: torch.Tensor,
         homes: torch.Tensor,
         lengths: torch.Tensor,
-        closed: torch.Tensor,
         floor: float,
         target: torch.Tensor,
     ) -> None:
-        find_homes(keys, dropped, homes, closed, floor, target)
+        find_homes(keys, dropped, homes, lengths, floor, target)
 
     def bins(self, target: torch.Tensor, count: int) -> Bins:
         return Bins(target, count)

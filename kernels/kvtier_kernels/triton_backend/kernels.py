@@ -69,11 +69,10 @@ class TritonSelection(SelectionKernels):
         dropped: torch.Tensor,
         homes: torch.Tensor,
         lengths: torch.Tensor,
-        closed: torch.Tensor,
         floor: float,
         target: torch.Tensor,
     ) -> None:
-        find_homes(self._launch, keys, dropped, homes, lengths, closed, floor, target)
+        find_homes(self._launch, keys, dropped, homes, lengths, floor, target)
 
     def bins(self, target: torch.Tensor, count: int) -> Bins:
         return SortedBins(target, count, self._launch)

@@ -189,5 +189,3 @@ def test_bad_input_is_refused_by_name() -> None:
         merge_bins(entries, logits, assignment._replace(target=assignment.target[:, 1:]))
     with pytest.raises(ValueError, match="keys and kept"):
         assign(entries.k, assignment.kept[:, :0])
-    with pytest.raises(ValueError, match="protected"):
-        assign(entries.k, assignment.kept, torch.ones(24, dtype=torch.bool))
