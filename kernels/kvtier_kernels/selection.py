@@ -51,17 +51,10 @@ class SelectionKernels(ABC):
         """
 
     @abstractmethod
-    def window_lse(
-        self,
-        q_window: torch.Tensor,
-        keys: torch.Tensor,
-        scale: float,
-        log_votes: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def window_lse(self, q_window: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
         """Log-sum-exp of each query of the window over all keys.
 
-        q_window, keys: as above; log_votes: `[heads, group or 1, tokens]` or None. Returns float32
-        `[w, heads, group]`, natural log.
+        q_window, keys: as above. Returns float32 `[w, heads, group]`, natural log.
         """
 
     @abstractmethod

@@ -192,7 +192,7 @@ def _use_merging(kernels: SelectionKernels, keys: torch.Tensor, q: torch.Tensor)
     bins.sum(logits)
     bins.mix(logits[:, 0], keys)
     kernels.predicted_logits(q, keys, 0.1, torch.zeros(heads, group, len(q)))
-    kernels.window_lse(q, keys, 0.1, None)
+    kernels.window_lse(q, keys, 0.1)
 
 
 def _use_memory(kernels: MemoryKernels, dim: int, rank: int, dtype: torch.dtype) -> None:

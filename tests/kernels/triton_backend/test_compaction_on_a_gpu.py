@@ -257,36 +257,27 @@ def test_entries_that_take_no_other_in_change_no_bit() -> None:
     group=st.integers(1, 3),
     tokens=st.integers(1, 80),
     alpha=st.sampled_from([0.0, 0.9]),
-    rows=st.sampled_from([0, 1, 2]),
     normalised=st.booleans(),
     dtype=st.sampled_from(DTYPES),
 )
 # Several tiles of queries, of rows and of keys, the last ones not full; the same of the other size.
-@example(
-    seed=0, window=40, group=3, tokens=70, alpha=0.9, rows=2, normalised=True, dtype=torch.float16
-)
-@example(
-    seed=0, window=2, group=2, tokens=40, alpha=0.0, rows=1, normalised=False, dtype=torch.float32
-)
+@example(seed=0, window=40, group=3, tokens=70, alpha=0.9, normalised=True, dtype=torch.float16)
+@example(seed=0, window=2, group=2, tokens=40, alpha=0.0, normalised=False, dtype=torch.float32)
 def test_the_newest_queries_predict_alike(
     seed: int,
     window: int,
     group: int,
     tokens: int,
     alpha: float,
-    rows: int,
     normalised: bool,
     dtype: torch.dtype,
 ) -> None:
     q = normal(seed, window, 2, group, 20).to(dtype)
     keys = tokens_first(normal(seed + 1, 2, tokens, 20).to(dtype))
-    votes = normal(seed + 2, 2, (1, group)[rows - 1], tokens) if rows else None
-    lse = window_lse(q, keys, 0.7, votes)
-    got = TRITON.window_lse(
-        q.to(DEVICE), keys.to(DEVICE), 0.7, None if votes is None else votes.to(DEVICE)
-    )
+    lse = window_lse(q, keys, 0.7)
+    got = TRITON.window_lse(q.to(DEVICE), keys.to(DEVICE), 0.7)
     torch.testing.assert_close(got.cpu(), lse, rtol=1e-4, atol=1e-4)
-    normaliser = lse if normalised else None
+    normaliser = lse if normalised else torch.zeros_like(lse)
     expected = predicted_logits(q, keys, 0.7, alpha, normaliser)
     with kernels():
         got = predicted_logits(*(moved(x, DEVICE) for x in (q, keys, 0.7, alpha, normaliser)))
@@ -296,7 +287,7 @@ def test_the_newest_queries_predict_alike(
 def test_many_keys_are_summed_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction, "_STRETCH", 64)
     q, keys = normal(0, 3, 1, 2, 16), normal(1, 1, 150, 16)
-    got = TRITON.window_lse(q.to(DEVICE), keys.to(DEVICE), 0.3, None)
+    got = TRITON.window_lse(q.to(DEVICE), keys.to(DEVICE), 0.3)
     torch.testing.assert_close(got.cpu(), window_lse(q, keys, 0.3), rtol=1e-4, atol=1e-4)
 
 
