@@ -94,16 +94,14 @@ def merge_bins(
     entries: Entries,
     logits: torch.Tensor,
     assignment: Assignment,
-    logits_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
     *,
     attention_power: float = 1.0,
 ) -> Entries:
     """Merge every bin.
 
     logits:    `[heads, group, tokens]` of the entries, without votes
-    logits_of: the same logits of any keys `[heads, n, dim]`. Where given, the votes are those of
-               the key as stored; without it logits are taken to be linear in the key, which those
-               of one query are and predicted ones are not.
+    logits_of: the same logits of any keys `[heads, n, dim]`, for votes of the key as it is stored
     Returns `[heads, count, dim]` in the entries' dtype, log-votes `[heads, group, count]`. An entry
     that took in no other stays bit for bit what it was. Raises ValueError for bad shapes.
 
@@ -116,18 +114,13 @@ def merge_bins(
     _check(entries, logits, assignment)
     kernels = selection_kernels(assignment.target.device)
     bins = kernels.bins(assignment.target, assignment.kept.shape[1])
-    votes = entries.log_votes.float()
-    log_shares, mass = bins.log_softmax(votes + logits.float())
+    log_shares, mass = bins.log_softmax(entries.log_votes.float() + logits.float())
     log_attention = mass - torch.logsumexp(mass, dim=-1, keepdim=True)
     voices = torch.softmax(attention_power * log_attention, dim=1)
     weights = (bins.spread(voices) * log_shares.exp()).sum(1)
     k = bins.mix(weights, entries.k).to(entries.k.dtype)
     v = bins.mix(weights, entries.v).to(entries.v.dtype)
-    if logits_of is None:
-        # mass - q·k·scale, with nothing large to cancel.
-        log_votes = bins.sum(weights.unsqueeze(1) * (votes - log_shares))
-    else:
-        log_votes = mass[..., : bins.count] - logits_of(k)
+    log_votes = mass[..., : bins.count] - logits_of(k)
     return _keep_singles(Entries(k, v, log_votes), entries, assignment.kept, bins)
 
 

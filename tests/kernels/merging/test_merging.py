@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from merging_problems import (
+    asked,
     assert_same,
     attention_over,
     dtypes,
@@ -20,7 +21,6 @@ from kvtier_kernels.merging import (
     Assignment,
     Entries,
     exact_entries,
-    merge_bins,
 )
 
 # -- Theorem 3 --
@@ -66,8 +66,7 @@ def test_a_shared_value_errs_less_the_more_those_who_look_may_say(group: int) ->
         total = 0.0
         for seed in range(20):
             problem = make_problem(seed, 2, group, tokens=64, count=16, logit_std=3.0)
-            args = (problem.entries, problem.logits, problem.assignment)
-            merged = merge_bins(*args, attention_power=power)
+            merged = merge(problem, attention_power=power)
             before = attention_over(problem.q, problem.entries, problem.scale)
             after = attention_over(problem.q, merged, problem.scale)
             total += float((after.o - before.o).square().sum() / before.o.square().sum()) / 20
@@ -81,7 +80,7 @@ def test_a_shared_value_errs_less_the_more_those_who_look_may_say(group: int) ->
 @given(seed=seeds)
 def test_a_group_that_asks_the_same_is_a_group_of_one(seed: int) -> None:
     one = make_problem(seed, 2, 1)
-    several = one._replace(logits=one.logits.expand(-1, 3, -1))
+    several = one._replace(q=one.q.expand(-1, 3, -1), logits=one.logits.expand(-1, 3, -1))
     alone, together = merge(one), merge(several)
     assert_same(together.k, alone.k)
     assert_same(together.v, alone.v)
@@ -90,16 +89,12 @@ def test_a_group_that_asks_the_same_is_a_group_of_one(seed: int) -> None:
 
 @dtypes
 @pytest.mark.parametrize("group", [1, 4])
-def test_votes_can_be_those_of_the_key_as_stored(dtype: torch.dtype, group: int) -> None:
-    """bfloat16 keys are off by 1/256; with `logits_of` that costs the mass nothing."""
+def test_votes_are_those_of_the_key_as_stored(dtype: torch.dtype, group: int) -> None:
+    """bfloat16 keys are off by 1/256; that costs the mass nothing."""
     problem = make_problem(3, 2, group, logit_std=8.0)
     k, v = problem.entries.k.to(dtype), problem.entries.v.to(dtype)
     entries = problem.entries._replace(k=k, v=v)
-
-    def logits_of(keys: torch.Tensor) -> torch.Tensor:
-        return problem.q @ keys.float().transpose(1, 2) * problem.scale
-
-    merged = merge_bins(entries, logits_of(k), problem.assignment, logits_of)
+    merged = merge(problem._replace(entries=entries, logits=problem.logits_of(k)))
     assert merged.k.dtype == merged.v.dtype == dtype
     assert merged.log_votes.dtype == torch.float32
     before = attention_over(problem.q, entries, problem.scale)
@@ -126,7 +121,7 @@ def test_merging_in_any_order_gives_the_same_entry() -> None:
     problem = make_problem(5, 1, 1, tokens=6, count=1)
     kept = torch.zeros(1, 1, dtype=torch.int64)
     into_one = Assignment(kept, torch.zeros(1, 6, dtype=torch.int64))
-    at_once = merge_bins(problem.entries, problem.logits, into_one)
+    at_once = merge(problem._replace(assignment=into_one))
     so_far = Entries(*(x.narrow(d, 0, 1) for x, d in zip(problem.entries, (1, 1, 2), strict=True)))
     pair = Assignment(kept, torch.zeros(1, 2, dtype=torch.int64))
     for i in range(1, 6):
@@ -134,7 +129,7 @@ def test_merging_in_any_order_gives_the_same_entry() -> None:
             *(x.narrow(d, i, 1) for x, d in zip(problem.entries, (1, 1, 2), strict=True))
         )
         both = joined(so_far, following)
-        so_far = merge_bins(both, problem.q @ both.k.transpose(1, 2) * problem.scale, pair)
+        so_far = merge(asked(problem.q, both, pair, problem.scale))
     for got, expected in zip(so_far, at_once, strict=True):
         assert_same(got, expected)
 
@@ -143,7 +138,7 @@ def test_merging_in_any_order_gives_the_same_entry() -> None:
 def test_without_logits_entries_are_plain_means_with_all_votes(group: int) -> None:
     problem = make_problem(2, 2, group)
     entries = exact_entries(problem.entries.k, problem.entries.v)
-    merged = merge_bins(entries, torch.zeros(2, group, 24), problem.assignment)
+    merged = merge(asked(torch.zeros_like(problem.q), entries, problem.assignment))
     members = torch.nn.functional.one_hot(problem.assignment.target, 5).double()
     sizes = members.sum(1)
     means = members.transpose(1, 2) @ entries.k.double() / sizes.unsqueeze(-1)
