@@ -51,3 +51,4 @@ def test_what_is_merged_is_as_many_entries_as_would_be_kept(seed, count):
     assert torch.equal(retained.kept[0], kept)
     torch.testing.assert_close(chosen.k[:, :-1], retained.entries.k)
     torch.testing.assert_close(chosen.k[:, -1:], retained.compensation.k)
+    torch.testing.assert_close(chosen.log_votes[..., :-1], retained.entries.log_votes)
