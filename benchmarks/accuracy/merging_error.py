@@ -29,13 +29,13 @@ from rich.table import Table
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
 from benchmarks.common.table import new_table, show
 from kvtier.retention.keepkv import KeepKV, QueryWindow, Retained, expected_output
-from kvtier_kernels.merging import Entries, assign, compensate, exact_entries, merge_beta
+from kvtier_kernels.merging import Entries, assign, compensate, exact_entries, merge_bins
 
 BASELINE = "eviction"
 # What the voices of a group's query heads weigh in the key and value they share: their attention to
 # the entry, to this power.
-VOICES = {"β alike": 0.0, "β-form": 1.0, "β squared": 2.0}
-METHODS = (BASELINE, "one entry", "plain mean", "paper form", *VOICES)
+VOICES = {"merged, alike": 0.0, "merged": 1.0, "merged, squared": 2.0}
+METHODS = (BASELINE, "one entry", "plain mean", *VOICES)
 HEADS, DIM, CLUSTER_TOKENS, WINDOW, NEW_QUERIES = 4, 64, 8, 32, 32
 SCALE = DIM**-0.5
 Keys = Literal["clustered", "random"]
@@ -131,11 +131,8 @@ def entries_of(method: str, context: Context, case: Case) -> Entries:
         kept = rule.retain(context.k, context.v, count, scores=scores).kept
         assignment = assign(context.k, kept, floor=floor)
         power = VOICES[method]
-        merged = merge_beta(exact, logits, assignment, logits_of, attention_power=power)
+        merged = merge_bins(exact, logits, assignment, logits_of, attention_power=power)
         return joined(merged, compensate(exact, assignment))
-    if method == "paper form":
-        rule = KeepKV("paper", window_queries=WINDOW, floor=floor, pool_width=1)
-        return all_of(rule.retain(context.k, context.v, count, window=window, scores=scores))
     if method == "plain mean":
         return all_of(rule.retain(context.k, context.v, count, scores=scores))
     alone = KeepKV(floor=1.0).retain(context.k, context.v, count, scores=scores)

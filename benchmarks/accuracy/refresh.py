@@ -5,8 +5,8 @@
 The same contexts and questions are served with the whole cache, with a share of it that was chosen
 before any question, and with the same share chosen again when the question is known,
 from the exact KV in a tier: by the engine or by the tier, what is not kept dropped or merged
-(KeepKV, both forms). With `--peer-python`, kvpress keeps the same share of the bytes, dropping and
-merging; benchmarks/peers/README.md has the rules.
+(KeepKV). With `--peer-python`, kvpress keeps the same share of the bytes, dropping and merging;
+benchmarks/peers/README.md has the rules.
 
     heads all        every KV head keeps the share, as in kvpress; 8 first and 32 last tokens aside
     heads profile    the model's profile, kvtier's own windows; the share is that of CA heads
@@ -42,8 +42,7 @@ ARMS: Mapping[str, dict[str, str]] = {
     NO_REFRESH: {},
     "chosen again": {"REFRESH": "turn"},
     "chosen by the tier": {"REFRESH": "turn", "REFRESH_BY": "near-data"},
-    "merged, β": {"REFRESH": "turn", "MERGE": "beta"},
-    "merged, paper": {"REFRESH": "turn", "MERGE": "paper"},
+    "merged": {"REFRESH": "turn", "MERGE": "keepkv"},
 }
 # Few sink and recent tokens, or they are all that a tenth of 4k may keep; spans fit them.
 WINDOWS: dict[Heads, dict[str, str]] = {

@@ -18,7 +18,7 @@ from kvtier.retention import scorers
 from kvtier.retention.keepkv import KeepKV, QueryWindow
 from kvtier.retention.scorers import Chunk, Span, TokenScorer
 from kvtier.retention.scorers.compactor import Compactor
-from kvtier_kernels.merging import assign, exact_entries, merge_beta
+from kvtier_kernels.merging import assign, exact_entries, merge_bins
 from kvtier_kernels.scores import Rotation, leverage_scores, window_mass
 
 KEPT = 0.25
@@ -109,7 +109,7 @@ def make_parts(context: Context) -> dict[str, Callable[[], Any]]:
         "top-k": lambda: worth.topk(context.count, dim=-1, sorted=False),
         "prediction": lambda: policy.prediction(entries, window)(keys),
         "assign": lambda: assign(keys, kept, floor=policy.floor),
-        "merge": lambda: merge_beta(entries, logits, assignment, logits_of),
+        "merge": lambda: merge_bins(entries, logits, assignment, logits_of),
     }
 
 

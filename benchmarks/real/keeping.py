@@ -51,7 +51,7 @@ class Setting:
     scorer:   says which tokens CA heads keep; None where they keep all, and `heads` follows
     refresh:  chosen again with the question's own queries
     compensation: whether locality heads keep one entry for what they drop
-    merge:    what is not kept is merged into what is ("beta"), or dropped
+    merge:    what is not kept is merged into what is, or dropped
     adaptive: heads compete for entries, by their tokens' predicted worth
     head_per_rank: as on as many tensor parallel ranks as there are KV heads: only heads of a rank
               compete

@@ -49,14 +49,9 @@ class Bins:
         log_total = torch.zeros_like(peak).scatter_add_(2, self._of(x), x.exp()).log()
         return x - self.spread(log_total), peak + log_total
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """`[heads, rows, tokens]` -> `[heads, rows, count]`; what is unmerged is left out."""
-        out = x.new_zeros(*x.shape[:2], self.count + 1).scatter_add_(2, self._of(x), x)
-        return out[..., : self.count]
-
     def mix(self, weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Weighted sums of vectors: `[heads, tokens]`, `[heads, tokens, dim]` of any float dtype ->
-        `[heads, count, dim]`."""
+        `[heads, count, dim]`; what is unmerged is left out."""
         heads, tokens, dim = x.shape
         out = torch.zeros(heads * (self.count + 1), dim, dtype=torch.float32, device=x.device)
         for part in blocks(tokens, heads * dim):

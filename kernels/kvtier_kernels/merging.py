@@ -1,24 +1,22 @@
-"""KV entries merged into others instead of dropped: KeepKV's two forms, all merges at once.
+"""KV entries merged into others instead of dropped, as KeepKV does: all merges at once.
 
 A bin is a kept entry and all dropped ones assigned to it. With votes p_i and logits a_i of a query,
 
-    w_i = p_i e^(a_i)    W = Σ w_i    λ_i = w_i / W    P = Σ p_i    π_i = p_i / P      (per bin)
+    w_i = p_i e^(a_i)    W = Σ w_i    λ_i = w_i / W      (per bin)
 
-both forms give the merged entry v = Σ λ_i v_i and a key whose vote × score is W again. So numerator
-and denominator of attention stay what they were for the query that gave the logits: Theorem 3, for
-any number of entries (conditions 16 and 17).
+the merged entry is
 
-    paper     p = P                             k = Σ λ_i k_i · ln(W/P) / Σ λ_i a_i     (eq. 8-11)
-    β-form    ln p = Σ λ_i (ln p_i - ln λ_i)    k = Σ λ_i k_i                (ln p = ln W - a of k)
+    v = Σ λ_i v_i    k = Σ λ_i k_i    ln p = ln W - a of k
 
-The β-form's vote is real: with p_i = 1 it is the perplexity of λ, the number of entries that q
-tells apart. Its key is the gradient of ln W in q, so the error at another query is of second order;
-and merging in any order gives the same entry. `merge_beta` is the one to use, `merge_paper` keeps
-whole votes.
+whose vote × score is W again. So numerator and denominator of attention stay what they were for the
+query that gave the logits: Theorem 3, for any number of entries (conditions 16 and 17). The paper
+adds votes up instead, and scales the key to fit (equations 8 to 11). Here the vote is real: one
+query and p_i = 1 give the perplexity of λ, the number of entries that the query tells apart. The
+key is the gradient of ln W in q, so the error at another query is of second order; and merging in
+any order gives the same entry.
 
-GQA: all query heads of a group share k and v. The β-form has a log-vote for each of them and
-so keeps everyone's W; k and v are exact for a group of one, and otherwise weighted means over the
-group, see `merge_beta`.
+GQA: all query heads of a group share k and v. Each has a log-vote of its own and so keeps its W; k
+and v are exact for a group of one, and otherwise weighted means over the group, see `merge_bins`.
 
 Layout: heads first, `[heads, tokens, dim]`. Any float dtype and device, float32 inside, nothing is
 ever context × context. Stateless, and on CUDA nothing waits for the device.
@@ -34,10 +32,6 @@ import torch
 from kvtier_kernels.bins import UNMERGED, Bins
 from kvtier_kernels.blocks import blocks, long_product
 from kvtier_kernels.registry import selection_kernels
-from kvtier_kernels.selection import answers_at_once
-
-# A paper-form key longer or shorter than the mean of its bin by more than this factor is not used.
-_MAX_SCALE = 1.5
 
 
 class Entries(NamedTuple):
@@ -70,21 +64,13 @@ def exact_entries(k: torch.Tensor, v: torch.Tensor) -> Entries:
     return Entries(k, v, torch.zeros(k.shape[0], 1, k.shape[1], device=k.device))
 
 
-def assign(
-    keys: torch.Tensor,
-    kept: torch.Tensor,
-    protected: torch.Tensor | None = None,
-    floor: float = 0.8,
-) -> Assignment:
+def assign(keys: torch.Tensor, kept: torch.Tensor, floor: float = 0.8) -> Assignment:
     """Send each dropped entry to the kept one whose key is most like its own (cosine).
 
-    keys:      `[heads, tokens, dim]`, as attended to (rotated)
-    kept:      `[heads, count]` int64, distinct, count >= 1
-    protected: bool `[tokens]` or `[heads, tokens]`: kept entries that take no other in (sinks)
-    floor:     an entry is unmerged unless more similar than this; 1 merges nothing
-    Keys that are not numbers are like no other. Raises ValueError for bad shapes, and for protected
-    entries that are not kept; where finding out would mean to wait for a device, those count as
-    not protected.
+    keys:  `[heads, tokens, dim]`, as attended to (rotated)
+    kept:  `[heads, count]` int64, distinct, count >= 1
+    floor: an entry is unmerged unless more similar than this; 1 merges nothing
+    Keys that are not numbers are like no other. Raises ValueError for bad shapes.
     """
     if keys.ndim != 3 or kept.ndim != 2 or kept.shape[0] != keys.shape[0] or not kept.shape[1]:
         raise ValueError(
@@ -96,35 +82,26 @@ def assign(
     is_kept = torch.zeros(heads, tokens, dtype=torch.bool, device=keys.device)
     is_kept.scatter_(1, kept, True)
     homes = _at(keys, kept)
-    # Not finite where a key is not of numbers: no home.
     lengths = torch.linalg.vector_norm(homes, dim=-1, dtype=torch.float32)
-    closed = ~lengths.isfinite()
-    if protected is not None:
-        protected = protected.expand(heads, tokens)
-        if answers_at_once(keys) and bool((protected & ~is_kept).any()):
-            raise ValueError("protected: expected kept entries only, some are not in kept")
-        closed |= protected.gather(1, kept)
     order = torch.arange(count, device=keys.device).expand(heads, count)
     target = torch.full((heads, tokens), UNMERGED, device=keys.device).scatter_(1, kept, order)
     dropped = _others(is_kept, tokens - count)
-    selection_kernels(keys.device).find_homes(keys, dropped, homes, lengths, closed, floor, target)
+    selection_kernels(keys.device).find_homes(keys, dropped, homes, lengths, floor, target)
     return Assignment(kept, target)
 
 
-def merge_beta(
+def merge_bins(
     entries: Entries,
     logits: torch.Tensor,
     assignment: Assignment,
-    logits_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
     *,
     attention_power: float = 1.0,
 ) -> Entries:
-    """Merge every bin in the β-form.
+    """Merge every bin.
 
     logits:    `[heads, group, tokens]` of the entries, without votes
-    logits_of: the same logits of any keys `[heads, n, dim]`. Where given, the votes are those of
-               the key as stored; without it logits are taken to be linear in the key, which those
-               of one query are and predicted ones are not.
+    logits_of: the same logits of any keys `[heads, n, dim]`, for votes of the key as it is stored
     Returns `[heads, count, dim]` in the entries' dtype, log-votes `[heads, group, count]`. An entry
     that took in no other stays bit for bit what it was. Raises ValueError for bad shapes.
 
@@ -135,67 +112,16 @@ def merge_beta(
     (benchmarks/accuracy/merging_error.py).
     """
     _check(entries, logits, assignment)
-    bins = _bins(assignment)
-    votes = entries.log_votes.float()
-    log_shares, mass = bins.log_softmax(votes + logits.float())
+    kernels = selection_kernels(assignment.target.device)
+    bins = kernels.bins(assignment.target, assignment.kept.shape[1])
+    log_shares, mass = bins.log_softmax(entries.log_votes.float() + logits.float())
     log_attention = mass - torch.logsumexp(mass, dim=-1, keepdim=True)
     voices = torch.softmax(attention_power * log_attention, dim=1)
     weights = (bins.spread(voices) * log_shares.exp()).sum(1)
     k = bins.mix(weights, entries.k).to(entries.k.dtype)
     v = bins.mix(weights, entries.v).to(entries.v.dtype)
-    if logits_of is None:
-        # mass - q·k·scale, with nothing large to cancel.
-        log_votes = bins.sum(weights.unsqueeze(1) * (votes - log_shares))
-    else:
-        log_votes = mass[..., : bins.count] - logits_of(k)
+    log_votes = mass[..., : bins.count] - logits_of(k)
     return _keep_singles(Entries(k, v, log_votes), entries, assignment.kept, bins)
-
-
-def merge_paper(
-    entries: Entries, logits: torch.Tensor, assignment: Assignment
-) -> tuple[Entries, torch.Tensor]:
-    """Merge every bin in the paper's form: votes add up, and the key is scaled to fit.
-
-    entries: log-votes `[heads, 1, tokens]`; logits: `[heads, group, tokens]`, without votes
-    Returns the entries, `[heads, count, dim]` in their dtype with log-votes `[heads, 1, count]`;
-    and int64 `[heads]`, how many merges used the fallback. An entry that took in no other stays
-    bit for bit what it was. Raises ValueError for bad shapes.
-
-    One key and one vote can suit one query only: in a group it is the mean of its heads' queries,
-    whose logits are the mean logits.
-
-    The scale is 1 - KL(λ‖π) / Σ λ_i a_i, which is far from 1, or negative, when that sum is near 0.
-    Where it leaves [1/1.5, 1.5], the key is taken between the bin's two means instead:
-
-        k = θ Σ λ_i k_i + (1 - θ) Σ π_i k_i        θ = KL(π‖λ) / (KL(π‖λ) + KL(λ‖π))
-
-    Since Σ π_i a_i <= ln(W/P) <= Σ λ_i a_i (Jensen), such a θ in [0, 1] always exists: this is as
-    exact as the scale, conserves votes too, and stays among the keys that it is made of.
-    """
-    _check(entries, logits, assignment)
-    if entries.log_votes.shape[1] != 1:
-        raise ValueError(
-            "entries.log_votes: expected one row per KV head for whole votes, got "
-            f"{entries.log_votes.shape[1]}"
-        )
-    bins = _bins(assignment)
-    votes, mean = entries.log_votes.float(), logits.float().mean(1, keepdim=True)
-    log_pi, total = bins.log_softmax(votes)
-    log_lambda, _ = bins.log_softmax(votes + mean)
-    pi, weights = log_pi.exp(), log_lambda.exp()
-    above = bins.sum(weights * (log_lambda - log_pi)).clamp_min(0)
-    below = bins.sum(pi * (log_pi - log_lambda)).clamp_min(0)
-    # A bin whose entries q does not tell apart has no divergence, and its mean needs no scale.
-    same = torch.ones_like(above)
-    scale = torch.where(above > 0, 1 - above / bins.sum(weights * mean), same)
-    theta = torch.where(above + below > 0, below / (above + below), same)
-    fits = ((scale >= 1 / _MAX_SCALE) & (scale <= _MAX_SCALE)).transpose(1, 2)
-    centre = bins.mix(weights.squeeze(1), entries.k)
-    between = torch.lerp(bins.mix(pi.squeeze(1), entries.k), centre, theta.transpose(1, 2))
-    k = torch.where(fits, scale.transpose(1, 2) * centre, between).to(entries.k.dtype)
-    v = bins.mix(weights.squeeze(1), entries.v).to(entries.v.dtype)
-    merged = Entries(k, v, total[..., : bins.count])
-    return _keep_singles(merged, entries, assignment.kept, bins), (~fits).sum((1, 2))
 
 
 def compensate(entries: Entries, assignment: Assignment) -> Entries:
@@ -240,11 +166,6 @@ def _at(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return torch.take_along_dim(x, index.unsqueeze(-1), 1)
 
 
-def _bins(assignment: Assignment) -> Bins:
-    kernels = selection_kernels(assignment.target.device)
-    return kernels.bins(assignment.target, assignment.kept.shape[1])
-
-
 def _weighted_mean(weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """weights `[heads, 1, tokens]`, x `[heads, tokens, dim]` -> `[heads, 1, dim]` in x's dtype."""
     heads, tokens, dim = x.shape
@@ -275,6 +196,5 @@ __all__ = [
     "assign",
     "compensate",
     "exact_entries",
-    "merge_beta",
-    "merge_paper",
+    "merge_bins",
 ]

@@ -8,8 +8,9 @@ counts as much as it weighs. Over a window of the newest w queries its bias-corr
 is a weighted mean. Everything stays in the log domain: what is returned is ln ŝ. (A mean of logits
 would be one product with the mean query, and is worse: it forgets what only some queries look at.)
 
-Scores compare within one query only, so a query that likes its keys well outvotes the others. With
-`lse` given, the mean is over attention probabilities instead, where all queries count alike.
+Scores compare within one query only, so a query that likes its keys well would outvote the others.
+So each is divided by its sum over all keys, e^lse: a mean of attention, where all queries count
+alike.
 
 Layout: heads first, `[heads, tokens, dim]`. Stateless, and on CUDA nothing waits for the device.
 """
@@ -37,42 +38,33 @@ def predicted_logits(
     q_window: torch.Tensor,
     keys: torch.Tensor,
     scale: float,
-    alpha: float = 0.0,
-    lse: torch.Tensor | None = None,
+    alpha: float,
+    lse: torch.Tensor,
 ) -> torch.Tensor:
-    """ln ŝ of every key for every query head; for one query, its logits.
+    """ln ŝ of every key for every query head; for one query, its logits less its lse.
 
     q_window: `[w, heads, group, dim]`, the newest query last; keys: `[heads, tokens, dim]`, both
               rotated, any float dtype
     scale:    multiplies q.k (usually 1 / sqrt(dim))
-    lse:      `[w, heads, group]`, what each query's weights are normalised by (see `window_lse`);
-              None averages scores as the paper does
+    lse:      `[w, heads, group]`, what each query's scores are divided by (see `window_lse`);
+              zeros average them as the paper does
     Returns float32 `[heads, group, tokens]`, natural log. Raises ValueError for bad shapes.
     """
     _check(q_window, keys)
-    window, heads, group, _ = q_window.shape
-    log_weights = window_weights(window, alpha, keys.device).log().float()
-    offset = log_weights.expand(heads, group, window)
-    if lse is not None:
-        offset = offset - lse.float().permute(1, 2, 0)
+    log_weights = window_weights(len(q_window), alpha, keys.device).log().float()
+    offset = log_weights - lse.float().permute(1, 2, 0)
     kernels = selection_kernels(keys.device)
     return kernels.predicted_logits(q_window, keys, scale, offset)
 
 
-def window_lse(
-    q_window: torch.Tensor,
-    keys: torch.Tensor,
-    scale: float,
-    log_votes: torch.Tensor | None = None,
-) -> torch.Tensor:
+def window_lse(q_window: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
     """Log-sum-exp of each query of the window over all keys.
 
-    q_window:  `[w, heads, group, dim]`; keys: `[heads, tokens, dim]`
-    log_votes: `[heads, group or 1, tokens]`, None for one token per entry
+    q_window: `[w, heads, group, dim]`; keys: `[heads, tokens, dim]`
     Returns float32 `[w, heads, group]`, natural log. Raises ValueError for bad shapes.
     """
     _check(q_window, keys)
-    return selection_kernels(keys.device).window_lse(q_window, keys, scale, log_votes)
+    return selection_kernels(keys.device).window_lse(q_window, keys, scale)
 
 
 def _check(q_window: torch.Tensor, keys: torch.Tensor) -> None:

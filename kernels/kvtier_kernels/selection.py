@@ -51,17 +51,10 @@ class SelectionKernels(ABC):
         """
 
     @abstractmethod
-    def window_lse(
-        self,
-        q_window: torch.Tensor,
-        keys: torch.Tensor,
-        scale: float,
-        log_votes: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def window_lse(self, q_window: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
         """Log-sum-exp of each query of the window over all keys.
 
-        q_window, keys: as above; log_votes: `[heads, group or 1, tokens]` or None. Returns float32
-        `[w, heads, group]`, natural log.
+        q_window, keys: as above. Returns float32 `[w, heads, group]`, natural log.
         """
 
     @abstractmethod
@@ -71,7 +64,6 @@ class SelectionKernels(ABC):
         dropped: torch.Tensor,
         homes: torch.Tensor,
         lengths: torch.Tensor,
-        closed: torch.Tensor,
         floor: float,
         target: torch.Tensor,
     ) -> None:
@@ -79,8 +71,8 @@ class SelectionKernels(ABC):
 
         keys:    `[heads, tokens, dim]`
         dropped: `[heads, n]` int64, indices of entries that are not kept
-        homes:   `[heads, count, dim]`, the kept keys; lengths: `[heads, count]` float32, theirs
-        closed:  `[heads, count]` bool, homes that take no entry in
+        homes:   `[heads, count, dim]`, the kept keys; lengths: `[heads, count]` float32, theirs;
+                 where it is not finite, a key is not of numbers and takes no entry in
         floor:   an entry is UNMERGED unless its cosine is above this; 1 merges nothing
         target:  `[heads, tokens]` int64, of which the dropped entries' places are written: a
                  position in homes, the first of equal ones, or UNMERGED
@@ -98,9 +90,4 @@ class SelectionKernels(ABC):
         return torch.topk(scores, count, dim=-1, sorted=False).indices.sort(dim=-1).values
 
 
-def answers_at_once(x: torch.Tensor) -> bool:
-    """Whether the host learns a value of x without waiting for a device."""
-    return not x.is_cuda
-
-
-__all__ = ["SelectionKernels", "Stretch", "answers_at_once"]
+__all__ = ["SelectionKernels", "Stretch"]

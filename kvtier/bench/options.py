@@ -79,7 +79,7 @@ REFRESHES = ("turn", "off")
 REFRESHERS = ("fetch", "near-data")
 # An address that asks for a service of the run's own.
 LOCAL_TIER = "local"
-MERGES = ("off", "keepkv", "beta", "paper")
+MERGES = ("off", "keepkv")
 
 
 class _Parser(argparse.ArgumentParser):

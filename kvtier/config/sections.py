@@ -204,10 +204,8 @@ class MergeSettings(Section):
 
     main: ClassVar[str | None] = "form"
 
-    form: Literal["off", "keepkv", "beta", "paper"] = Field(
-        "off",
-        description="off: drop them. Otherwise merge them into those that are kept: keepkv, in "
-        "the form of real votes (beta) or the paper's.",
+    form: Literal["off", "keepkv"] = Field(
+        "off", description="off: drop them. keepkv: merge them into those that are kept."
     )
     floor: float = Field(
         0.9, ge=-1, le=1, description="Cosine similarity of keys up to which nothing is merged."

@@ -14,7 +14,7 @@ The tokens come exact from the tier, so their votes are 1 and nothing is merged 
 keep the same number; what they keep differs. Without queries (nothing was asked yet) scores from
 elsewhere say what to keep, for instance Compactor's, and merged entries are plain means.
 
-Two things decide more than the form. Neighbours must share their score, because the queries that
+Two things decide most. Neighbours must share their score, because the queries that
 ask look at the beginning of what they ask for. And the floor must suit how sharply a head attends:
 where ‖q‖·‖k‖·scale is 30, a query tells keys of cosine 0.8 apart, and merging them costs the
 answer; the paper's 0.8 is for heads that attend more evenly.
@@ -24,27 +24,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from kvtier.errors import UsageError
 from kvtier_kernels.merging import (
-    Assignment,
     Entries,
     assign,
     compensate,
     exact_entries,
-    merge_beta,
-    merge_paper,
+    merge_bins,
 )
 from kvtier_kernels.prediction import predicted_logits, window_lse
 from kvtier_kernels.scores import select
-from kvtier_kernels.selection import answers_at_once
-
-Form = Literal["beta", "paper"]
-"""How a merged entry is made, see `kvtier_kernels.merging`."""
 
 
 class QueryWindow(NamedTuple):
@@ -64,27 +58,23 @@ class Retained(NamedTuple):
     kept:         int64 `[heads, count]`, indices of the span in order of position
     entries:      the kept ones, with what was merged into them; keys and values in the span's dtype
     compensation: one entry per head; log-votes -inf where nothing was folded into it
-    fallbacks:    int64 `[heads]`, merges where the paper's key had to be replaced
     """
 
     kept: torch.Tensor
     entries: Entries
     compensation: Entries
-    fallbacks: torch.Tensor
 
 
 @dataclass(frozen=True)
 class KeepKV:
     """How a span is ranked and merged.
 
-    form:           "beta" (real votes per query head) or "paper" (whole votes per KV head)
     floor:          cosine similarity of keys up to which entries are not merged, in [-1, 1]
     window_queries: w, how many of the newest queries predict the next ones
     alpha:          what a query counts in comparison to the next newer one, in [0, 1)
     pool_width:     odd number of neighbouring tokens that share the best of their scores
     """
 
-    form: Form = "beta"
     floor: float = 0.9
     window_queries: int = 32
     alpha: float = 0.9
@@ -92,8 +82,6 @@ class KeepKV:
 
     def __post_init__(self) -> None:
         """Raises UsageError naming a bad one."""
-        if self.form not in get_args(Form):
-            raise UsageError("form", f"one of {', '.join(get_args(Form))}", self.form)
         if not -1 <= self.floor <= 1:
             raise UsageError("floor", "a similarity in [-1, 1]", self.floor)
         if self.window_queries < 1:
@@ -111,27 +99,25 @@ class KeepKV:
         *,
         window: QueryWindow | None = None,
         scores: torch.Tensor | None = None,
-        protected: torch.Tensor | None = None,
     ) -> Retained:
         """Keep `count` entries per head of a span, and the rest in them.
 
         keys, values: `[heads, tokens, dim]`, exact and rotated, any float dtype
-        count:        1 … tokens, at least as many as are protected
+        count:        1 … tokens
         window:       the newest queries; more than `window_queries` are not looked at
         scores:       `[heads, tokens]`, higher = keep, instead of the window's own judgement
-        protected:    bool `[tokens]` or `[heads, tokens]`: kept, and nothing is merged into them
         Raises UsageError naming a bad argument.
         """
-        check_span(keys, values, count, window, scores, protected)
+        check_span(keys, values, count, window, scores)
         entries = exact_entries(keys, values)
         logits_of = self.prediction(entries, window)
         logits = logits_of(keys)
         if scores is None:
             scores = self.worth(entries, logits)
-        kept = best(scores, count, protected)
-        assignment = assign(keys, kept, protected, self.floor)
-        merged, fallbacks = self.merge(entries, logits, assignment, logits_of)
-        return Retained(kept, merged, compensate(entries, assignment), fallbacks)
+        kept = best(scores, count)
+        assignment = assign(keys, kept, self.floor)
+        merged = merge_bins(entries, logits, assignment, logits_of)
+        return Retained(kept, merged, compensate(entries, assignment))
 
     def select(
         self, keys: torch.Tensor, values: torch.Tensor, count: int, window: QueryWindow
@@ -140,7 +126,7 @@ class KeepKV:
 
         Raises UsageError naming a bad argument.
         """
-        check_span(keys, values, count, window, None, None)
+        check_span(keys, values, count, window, None)
         entries = exact_entries(keys, values)
         return best(self.worth(entries, self.prediction(entries, window)(keys)), count)
 
@@ -156,23 +142,10 @@ class KeepKV:
         if window is None:
             return lambda keys: torch.zeros(keys.shape[0], 1, keys.shape[1], device=keys.device)
         q = window.q[-self.window_queries :]
-        # The paper's scale needs the scores themselves. The β-form takes any multiple of them, and
-        # errs less when all queries of the window count alike.
-        lse = window_lse(q, entries.k, window.scale) if self.form == "beta" else None
+        # Merging takes any multiple of the scores, and errs less when all queries of the window
+        # count alike.
+        lse = window_lse(q, entries.k, window.scale)
         return lambda keys: predicted_logits(q, keys, window.scale, self.alpha, lse)
-
-    def merge(
-        self,
-        entries: Entries,
-        logits: torch.Tensor,
-        assignment: Assignment,
-        logits_of: Callable[[torch.Tensor], torch.Tensor],
-    ) -> tuple[Entries, torch.Tensor]:
-        """The merged entries, and how many merges per head used the paper form's fallback."""
-        if self.form == "paper":
-            return merge_paper(entries, logits, assignment)
-        merged = merge_beta(entries, logits, assignment, logits_of)
-        return merged, torch.zeros(len(merged.k), dtype=torch.int64, device=merged.k.device)
 
 
 def expected_output(entries: Entries, logits: torch.Tensor) -> torch.Tensor:
@@ -191,14 +164,12 @@ def best_nearby(scores: torch.Tensor, width: int) -> torch.Tensor:
     return functional.max_pool1d(scores.unsqueeze(0), width, 1, width // 2).squeeze(0)
 
 
-def best(scores: torch.Tensor, count: int, protected: torch.Tensor | None = None) -> torch.Tensor:
+def best(scores: torch.Tensor, count: int) -> torch.Tensor:
     """The `count` best entries of every head in order of position: int64 `[heads, count]`.
 
-    Protected ones are always among them; a score that is not a number is the worst.
+    A score that is not a number is the worst.
     """
     scores = scores.float().nan_to_num(nan=float("-inf"), posinf=torch.finfo(torch.float32).max)
-    if protected is not None:
-        scores = scores.masked_fill(protected, float("inf"))
     return select(scores, count)
 
 
@@ -208,7 +179,6 @@ def check_span(
     count: int,
     window: QueryWindow | None,
     scores: torch.Tensor | None,
-    protected: torch.Tensor | None,
 ) -> None:
     """Raises UsageError for what `KeepKV.retain` cannot work with."""
     if keys.ndim != 3:
@@ -224,15 +194,8 @@ def check_span(
         raise UsageError("window", f"[w >= 1, {heads}, group, {dim}]", tuple(window.q.shape))
     if scores is not None and scores.shape != (heads, tokens):
         raise UsageError("scores", f"shape {(heads, tokens)}", tuple(scores.shape))
-    least = 1
-    if protected is not None:
-        if tuple(protected.shape) not in ((tokens,), (heads, tokens)):
-            raise UsageError("protected", f"[tokens] or {(heads, tokens)}", tuple(protected.shape))
-        if answers_at_once(protected):
-            # What is on a device is taken as it is: asking would wait for it.
-            least = max(1, int(protected.sum(-1).max()))
-    if not least <= count <= tokens:
-        raise UsageError("count", f"{least} … {tokens}", count)
+    if not 1 <= count <= tokens:
+        raise UsageError("count", f"1 … {tokens}", count)
 
 
-__all__ = ["Form", "KeepKV", "QueryWindow", "Retained", "best", "expected_output"]
+__all__ = ["KeepKV", "QueryWindow", "Retained", "best", "expected_output"]

@@ -48,13 +48,11 @@ class Chosen(NamedTuple):
     k, v:      `[heads, n, dim]` in the dtype of the exact KV; n is `kept`, and one more where
                entries are merged
     log_votes: float32 `[heads, group, n]`, None where every entry stands for itself
-    fallbacks: merges for which the paper form's key had to be replaced
     """
 
     k: torch.Tensor
     v: torch.Tensor
     log_votes: torch.Tensor | None
-    fallbacks: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,8 +113,6 @@ class RefreshRule:
             torch.cat([part.k for part in parts], dim=1).to(k.dtype),
             torch.cat([part.v for part in parts], dim=1).to(v.dtype),
             torch.cat([part.log_votes.float().expand(-1, group, -1) for part in parts], dim=2),
-            # The β-form has none, and on CUDA asking would wait for the device.
-            int(retained.fallbacks.sum()) if self.keepkv.form == "paper" else 0,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtier.config import Settings
 from kvtier.errors import UsageError
-from kvtier.retention.keepkv import Form, KeepKV
+from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.scorers import SCORERS, TokenScorer
@@ -27,8 +27,7 @@ def refresh_rule(settings: Settings) -> RefreshRule | None:
     """The rule by which a server with these settings refreshes, if it does."""
     if not settings.refresh.is_on:
         return None
-    form: Form = "paper" if settings.merge.form == "paper" else "beta"
-    keepkv = KeepKV(form, floor=settings.merge.floor, window_queries=settings.refresh.queries)
+    keepkv = KeepKV(floor=settings.merge.floor, window_queries=settings.refresh.queries)
     return RefreshRule(keepkv, merges=settings.merge.is_on)
 
 

@@ -754,13 +754,11 @@ class RefreshRule(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    FORM_FIELD_NUMBER: _builtins.int
     FLOOR_FIELD_NUMBER: _builtins.int
     WINDOW_QUERIES_FIELD_NUMBER: _builtins.int
     ALPHA_FIELD_NUMBER: _builtins.int
     POOL_WIDTH_FIELD_NUMBER: _builtins.int
     MERGES_FIELD_NUMBER: _builtins.int
-    form: _builtins.str
     floor: _builtins.float
     window_queries: _builtins.int
     alpha: _builtins.float
@@ -769,7 +767,6 @@ class RefreshRule(_message.Message):
     def __init__(
         self,
         *,
-        form: _builtins.str = ...,
         floor: _builtins.float = ...,
         window_queries: _builtins.int = ...,
         alpha: _builtins.float = ...,
@@ -778,7 +775,7 @@ class RefreshRule(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "floor", b"floor", "form", b"form", "merges", b"merges", "pool_width", b"pool_width", "window_queries", b"window_queries"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "floor", b"floor", "merges", b"merges", "pool_width", b"pool_width", "window_queries", b"window_queries"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

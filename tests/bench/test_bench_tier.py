@@ -37,10 +37,10 @@ def test_a_refresh_every_so_many_tokens_by_the_tier_reaches_the_engine():
 
 
 def test_only_the_policy_that_compacts_has_the_tier():
-    found = environments(*TIERED, "--merge", "beta")
+    found = environments(*TIERED, "--merge", "keepkv")
     assert found["kvtier"][TIER_VARIABLE] == "localhost:7311"
     assert found["kvtier"]["KVTIER_REFRESH"] == "turn"
-    assert found["kvtier"]["KVTIER_MERGE"] == "beta"
+    assert found["kvtier"]["KVTIER_MERGE"] == "keepkv"
     for other in ("full", "random"):
         assert TIER_VARIABLE not in found[other]
         assert found[other]["KVTIER_REFRESH"] == "off"
@@ -56,7 +56,7 @@ def test_only_the_policy_that_compacts_has_the_tier():
         (["--refresh", "turn", "--retention", "0.5"], "--refresh: expected a tier"),
         (["--refresh", "turn", "--tier", "local"], "--refresh: expected a tier, and a share"),
         (
-            ["--merge", "beta", "--retention", "0.5", "--tier", "local"],
+            ["--merge", "keepkv", "--retention", "0.5", "--tier", "local"],
             "--merge: expected a refresh",
         ),
     ],

@@ -85,7 +85,7 @@ _REFRESHING = st.fixed_dictionaries(
     },
     optional={
         "refresh_moved": st.floats(0, 1, exclude_min=True, exclude_max=True),
-        "merge_form": st.sampled_from(["off", "keepkv", "beta", "paper"]),
+        "merge_form": st.sampled_from(["off", "keepkv"]),
     },
 )
 _TLS_FILES = dict.fromkeys(("tier_ca", "tier_certificate", "tier_key"), Path(__file__))

@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 
 from benchmarks.accuracy.merging_error import BASELINE, Case, mean_errors
 from kvtier.errors import UsageError
-from kvtier.retention.keepkv import Form, KeepKV, QueryWindow, best
+from kvtier.retention.keepkv import KeepKV, QueryWindow, best
 from kvtier_kernels.merging import Entries, exact_entries
 from kvtier_kernels.prediction import predicted_logits, window_lse
 
 DIM = 16
 SCALE = DIM**-0.5
-forms = pytest.mark.parametrize("form", ["paper", "beta"])
 seeds = st.integers(0, 10_000)
 
 
@@ -47,16 +46,13 @@ def assert_same(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e
 # -- for the predicted query nothing changes --
 
 
-@forms
 @settings(max_examples=40)
 @given(seed=seeds, tokens=st.integers(1, 80), share=st.floats(0.02, 1))
-def test_the_newest_query_sees_no_difference(
-    form: Form, seed: int, tokens: int, share: float
-) -> None:
+def test_the_newest_query_sees_no_difference(seed: int, tokens: int, share: float) -> None:
     """Alone in its window, and with nothing left to the compensation entry."""
     keys, values = make_span(seed, tokens=tokens)
     window = make_window(seed)
-    rule = KeepKV(form, floor=-1.0, window_queries=1)
+    rule = KeepKV(floor=-1.0, window_queries=1)
     left = rule.retain(keys, values, max(1, int(share * tokens)), window=window)
     assert torch.isneginf(left.compensation.log_votes).all()
     o, lse = attention_over(window.q[-1], exact_entries(keys, values))
@@ -81,41 +77,20 @@ def test_the_predicted_attention_of_every_query_head_stays_whole(
     assert_same(total, torch.ones(2, group))
 
 
-@forms
-@settings(max_examples=20)
-@given(seed=seeds, count=st.integers(1, 50), floor=st.sampled_from([-1.0, 0.2, 0.5, 0.8, 1.0]))
-def test_no_vote_is_lost(form: Form, seed: int, count: int, floor: float) -> None:
-    """Whole votes add up to the tokens; real votes are never more than those."""
-    keys, values = make_span(seed)
-    rule = KeepKV(form, floor=floor)
-    left = rule.retain(keys, values, count, window=make_window(seed, group=2))
-    votes = left.entries.log_votes.exp().sum(-1) + left.compensation.log_votes.exp().sum(-1)
-    if form == "paper":
-        assert_same(votes, torch.full((2, 1), 50.0))
-        assert left.entries.log_votes.shape == (2, 1, count)
-    assert left.fallbacks.shape == (2,)
-
-
 # -- what is kept --
 
 
 @settings(max_examples=40)
-@given(seed=seeds, tokens=st.integers(1, 60), share=st.floats(0, 1), shield=st.floats(0, 0.5))
-def test_the_best_and_all_protected_are_kept_in_order(
-    seed: int, tokens: int, share: float, shield: float
-) -> None:
+@given(seed=seeds, tokens=st.integers(1, 60), share=st.floats(0, 1))
+def test_the_best_are_kept_in_order(seed: int, tokens: int, share: float) -> None:
     scores = normal(seed, 2, tokens)
-    protected = torch.rand(tokens, generator=torch.Generator().manual_seed(seed)) < shield
-    least = max(1, int(protected.sum()))
-    count = least + int(share * (tokens - least))
-    kept = best(scores, count, protected)
+    count = 1 + int(share * (tokens - 1))
+    kept = best(scores, count)
     assert kept.shape == (2, count)
     for row, chosen in zip(scores, kept.tolist(), strict=True):
         assert chosen == sorted(set(chosen))
-        assert set(torch.nonzero(protected).flatten().tolist()) <= set(chosen)
-        free = [t for t in chosen if not protected[t]]
         left = [t for t in range(tokens) if t not in chosen]
-        assert not free or not left or row[free].min() >= row[left].max()
+        assert not left or row[chosen].min() >= row[left].max()
 
 
 def test_what_the_queries_look_at_stays_with_its_neighbours() -> None:
@@ -128,7 +103,6 @@ def test_what_the_queries_look_at_stays_with_its_neighbours() -> None:
 def test_a_score_that_is_not_a_number_is_the_worst() -> None:
     scores = torch.tensor([[1.0, float("nan"), 0.0, float("inf"), float("-inf")]])
     assert best(scores, 3).tolist() == [[0, 2, 3]]
-    assert best(scores, 1, torch.tensor([False, False, True, False, False])).tolist() == [[2]]
 
 
 def test_scores_from_elsewhere_choose_and_the_window_merges() -> None:
@@ -140,12 +114,11 @@ def test_scores_from_elsewhere_choose_and_the_window_merges() -> None:
     assert not torch.equal(alone.entries.k, left.entries.k)
 
 
-@forms
-def test_without_queries_entries_become_plain_means(form: Form) -> None:
+def test_without_queries_entries_become_plain_means() -> None:
     keys, values = make_span(4)
     values = torch.cat([keys, values], -1)
     scores = torch.arange(50.0).expand(2, -1)
-    left = KeepKV(form, floor=-1.0).retain(keys, values, 7, scores=scores)
+    left = KeepKV(floor=-1.0).retain(keys, values, 7, scores=scores)
     assert left.entries.log_votes.shape == (2, 1, 7)
     # Values that repeat the keys are averaged with the same weights.
     assert_same(left.entries.v[..., :DIM], left.entries.k)
@@ -167,10 +140,9 @@ def test_only_the_newest_queries_are_asked() -> None:
 # -- what is merged --
 
 
-@forms
-def test_a_floor_of_one_only_drops_and_counts(form: Form) -> None:
+def test_a_floor_of_one_only_drops_and_counts() -> None:
     keys, values = make_span(6)
-    left = KeepKV(form, floor=1.0).retain(keys, values, 9, window=make_window(6))
+    left = KeepKV(floor=1.0).retain(keys, values, 9, window=make_window(6))
     for head in range(2):
         kept = left.kept[head]
         rest = [t for t in range(50) if t not in kept.tolist()]
@@ -182,37 +154,21 @@ def test_a_floor_of_one_only_drops_and_counts(form: Form) -> None:
     assert_same(left.compensation.log_votes.exp(), torch.full((2, 1, 1), 41.0))
 
 
-@forms
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_protected_entries_stay_bit_for_bit(form: Form, dtype: torch.dtype) -> None:
-    keys, values = (x.to(dtype) for x in make_span(7))
-    protected = torch.zeros(50, dtype=torch.bool)
-    protected[:4] = protected[-6:] = True
-    rule = KeepKV(form, floor=-1.0)
-    left = rule.retain(keys, values, 12, window=make_window(7), protected=protected)
-    assert left.entries.k.dtype == left.compensation.v.dtype == dtype
-    for edge in (slice(0, 4), slice(-6, None)):
-        assert torch.equal(left.entries.k[:, edge], keys[:, edge])
-        assert torch.equal(left.entries.v[:, edge], values[:, edge])
-        assert not left.entries.log_votes[..., edge].any()
-
-
-@forms
-def test_keeping_everything_changes_nothing(form: Form) -> None:
-    keys, values = make_span(8)
-    left = KeepKV(form).retain(keys, values, 50, window=make_window(8))
+def test_keeping_everything_changes_nothing(dtype: torch.dtype) -> None:
+    keys, values = (x.to(dtype) for x in make_span(8))
+    left = KeepKV().retain(keys, values, 50, window=make_window(8))
     assert torch.equal(left.entries.k, keys)
     assert torch.equal(left.entries.v, values)
     assert not left.entries.log_votes.any()
     assert torch.isneginf(left.compensation.log_votes).all()
-    assert not left.fallbacks.any()
+    assert left.compensation.k.dtype == left.compensation.v.dtype == dtype
 
 
-@forms
-def test_the_order_of_tokens_matters_only_to_neighbours(form: Form) -> None:
+def test_the_order_of_tokens_matters_only_to_neighbours() -> None:
     keys, values = make_span(9)
     window, order = make_window(9), torch.randperm(50, generator=torch.Generator().manual_seed(9))
-    rule = KeepKV(form, floor=0.3, pool_width=1)
+    rule = KeepKV(floor=0.3, pool_width=1)
     left = rule.retain(keys, values, 11, window=window)
     moved = rule.retain(keys[:, order], values[:, order], 11, window=window)
     for head in range(2):
@@ -224,11 +180,10 @@ def test_the_order_of_tokens_matters_only_to_neighbours(form: Form) -> None:
     assert_same(moved.compensation.k, left.compensation.k)
 
 
-@forms
-def test_heads_do_not_see_each_other(form: Form) -> None:
+def test_heads_do_not_see_each_other() -> None:
     keys, values = make_span(10, heads=3)
     window = make_window(10, heads=3, group=2)
-    rule = KeepKV(form, floor=0.3)
+    rule = KeepKV(floor=0.3)
     together = rule.retain(keys, values, 11, window=window)
     for head in range(3):
         one = slice(head, head + 1)
@@ -255,14 +210,11 @@ def test_keys_that_are_not_numbers_raise_nothing() -> None:
 
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("kept", [0.5, 0.25])
-def test_for_later_queries_of_clustered_keys_the_beta_form_errs_least(
-    group: int, kept: float
-) -> None:
+def test_for_later_queries_of_clustered_keys_merging_errs_least(group: int, kept: float) -> None:
     for logit_std, margin in ((1.0, 0.5), (4.0, 0.95)):
         error = mean_errors(Case("clustered", group, logit_std, "drifting", kept), 512, range(2))
-        assert error["β-form"] < margin * error[BASELINE]
-        assert error["β-form"] < 1.01 * error["plain mean"]
-        assert error["β-form"] < 1.01 * error["paper form"]
+        assert error["merged"] < margin * error[BASELINE]
+        assert error["merged"] < 1.01 * error["plain mean"]
 
 
 # -- bad input --
@@ -271,7 +223,6 @@ def test_for_later_queries_of_clustered_keys_the_beta_form_errs_least(
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("form", "both"),
         ("floor", 1.1),
         ("floor", float("nan")),
         ("window_queries", 0),
@@ -290,15 +241,12 @@ def test_a_rule_that_makes_no_sense_is_refused(argument: str, value: object) -> 
 def test_spans_that_do_not_fit_are_refused_by_name() -> None:
     keys, values = make_span(0)
     window, scores = make_window(0), torch.zeros(2, 50)
-    protected = torch.ones(50, dtype=torch.bool)
     for argument, options in {
         "keys": {"keys": keys[0]},
         "values": {"values": values[:, 1:]},
         "window or scores": {"window": None},
         "window": {"window": window._replace(q=window.q[..., 1:])},
         "scores": {"scores": scores[:, 1:]},
-        "protected": {"protected": protected[1:]},
-        "count": {"protected": protected},
     }.items():
         arguments = {"keys": keys, "values": values, "count": 9, "window": window, **options}
         with pytest.raises(UsageError) as caught:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from kvtier.retention.keepkv import Form, KeepKV, QueryWindow
+from kvtier.retention.keepkv import KeepKV, QueryWindow
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.scorers import Span, select
 from kvtier.retention.scorers.compactor import Compactor
@@ -52,13 +52,10 @@ def test_compactor_selects() -> None:
     assert chosen.shape == (HEADS, 1000)
 
 
-@pytest.mark.parametrize("form", ["beta", "paper"])
-@pytest.mark.parametrize("shielded", [False, True])
-def test_keepkv_merges(form: Form, shielded: bool, launched: list[str]) -> None:
+def test_keepkv_merges(launched: list[str]) -> None:
     keys, values = cuda(HEADS, TOKENS, DIM), cuda(HEADS, TOKENS, DIM)
     window = QueryWindow(cuda(32, HEADS, 4, DIM), 0.125)
-    protected = torch.zeros(TOKENS, dtype=torch.bool, device="cuda") if shielded else None
-    left = KeepKV(form).retain(keys, values, 1000, window=window, protected=protected)
+    left = KeepKV().retain(keys, values, 1000, window=window)
     assert left.entries.k.shape == (HEADS, 1000, DIM)
     assert left.entries.k.device.type == "cuda"
     wanted = {"mean_of_queries", "nearest_home", "segment_softmax", "segment_sum"}

@@ -21,14 +21,14 @@ def find_homes(
     keys: torch.Tensor,
     dropped: torch.Tensor,
     homes: torch.Tensor,
-    closed: torch.Tensor,
+    lengths: torch.Tensor,
     floor: float,
     target: torch.Tensor,
 ) -> None:
-    """`SelectionKernels.find_homes`; the lengths of homes follow from them."""
+    """See `SelectionKernels.find_homes`."""
     heads, count, _ = homes.shape
     directions = _unit(homes).transpose(1, 2)
-    tiles = list(_tiles(count, closed))
+    tiles = list(_tiles(count, ~lengths.isfinite()))
     best = torch.full(dropped.shape, float("-inf"), device=keys.device)
     winner = torch.zeros_like(dropped)
     step = max(1, _TILE_FLOATS // (heads * min(count, _TILE_HOMES)))

@@ -18,35 +18,24 @@ GATHERED_ENTRIES = 4096
 
 
 def over_entries(
-    q: torch.Tensor,
-    kv: RaggedKV,
-    request: RequestSlots,
-    scale: float,
-    log_votes: torch.Tensor | None = None,
+    q: torch.Tensor, kv: RaggedKV, request: RequestSlots, scale: float
 ) -> AttentionState:
-    """Unmasked attention of q [rows, heads, group, dim] over the entries of one request.
-
-    log_votes: of every slot, [slots, query heads]: row g of a group has those of head g % heads.
-    """
+    """Unmasked attention of q [rows, heads, group, dim] over the entries of one request."""
     state = None
-    for k, v, votes in _blocks(kv, request, log_votes):
-        part = dense(q, k.to(q.dtype), v.to(q.dtype), votes, scale)
+    for k, v in _blocks(kv, request):
+        part = dense(q, k.to(q.dtype), v.to(q.dtype), None, scale)
         state = part if state is None else merge_states(state, part)
     return empty_state(q) if state is None else state
 
 
-def _blocks(
-    kv: RaggedKV, request: RequestSlots, log_votes: torch.Tensor | None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Keys, values and votes: runs as they lie, and what is scattered as it is gathered."""
+def _blocks(kv: RaggedKV, request: RequestSlots) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values: runs as they lie, and what is scattered as it is gathered."""
     for start, stop in request.runs:
-        votes = None if log_votes is None else log_votes[start:stop]
-        yield kv.k[start:stop], kv.v[start:stop], votes
+        yield kv.k[start:stop], kv.v[start:stop]
     if request.scattered is not None:
         for begin in range(0, len(request.scattered), GATHERED_ENTRIES):
             slots = request.scattered[begin : begin + GATHERED_ENTRIES]
-            votes = None if log_votes is None else log_votes.index_select(0, slots)
-            yield take(kv.k, 0, slots), take(kv.v, 0, slots), votes
+            yield take(kv.k, 0, slots), take(kv.v, 0, slots)
 
 
 def dense(
@@ -58,8 +47,8 @@ def dense(
 ) -> AttentionState:
     """q [rows, heads, group, dim] over k, v [entries, heads, dim], every entry visible.
 
-    bias: log-votes [entries, query heads], as in `over_entries`, or [heads, entries, query heads],
-          -inf for what a head does not see; or None.
+    bias: log-votes [entries, query heads] or [heads, entries, query heads], -inf for what a head
+          does not see; or None. Row g of a group has those of query head g % query heads.
     """
     rows, heads, group, dim = q.shape
     if bias is not None and bias.shape[-1] > 1:

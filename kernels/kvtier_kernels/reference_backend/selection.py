@@ -34,19 +34,11 @@ class ReferenceSelection(SelectionKernels):
             out[..., part] = torch.logsumexp(logits + offset.unsqueeze(-1), dim=2)
         return out
 
-    def window_lse(
-        self,
-        q_window: torch.Tensor,
-        keys: torch.Tensor,
-        scale: float,
-        log_votes: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def window_lse(self, q_window: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
         window, heads, group, _ = q_window.shape
         total = torch.full((heads, group, window), float("-inf"), device=keys.device)
         for part in blocks(keys.shape[1], heads * group * window):
             logits = _logits(q_window, keys[:, part], scale)
-            if log_votes is not None:
-                logits += log_votes[..., part].float().unsqueeze(2)
             total = torch.logaddexp(total, torch.logsumexp(logits, dim=-1))
         return total.permute(2, 0, 1)
 
@@ -56,11 +48,10 @@ class ReferenceSelection(SelectionKernels):
         dropped: torch.Tensor,
         homes: torch.Tensor,
         lengths: torch.Tensor,
-        closed: torch.Tensor,
         floor: float,
         target: torch.Tensor,
     ) -> None:
-        find_homes(keys, dropped, homes, closed, floor, target)
+        find_homes(keys, dropped, homes, lengths, floor, target)
 
     def bins(self, target: torch.Tensor, count: int) -> Bins:
         return Bins(target, count)

@@ -185,14 +185,13 @@ def _use_merging(kernels: SelectionKernels, keys: torch.Tensor, q: torch.Tensor)
     homes, lengths = keys[:, :count], torch.ones(heads, count)
     dropped = torch.arange(count, tokens).expand(heads, -1)
     target = torch.arange(tokens).remainder(count).expand(heads, -1).contiguous()
-    kernels.find_homes(keys, dropped, homes, lengths, lengths < 0, 0.5, target)
+    kernels.find_homes(keys, dropped, homes, lengths, 0.5, target)
     bins = kernels.bins(target, count)
     logits = torch.zeros(heads, group, tokens)
     bins.log_softmax(logits)
-    bins.sum(logits)
     bins.mix(logits[:, 0], keys)
     kernels.predicted_logits(q, keys, 0.1, torch.zeros(heads, group, len(q)))
-    kernels.window_lse(q, keys, 0.1, None)
+    kernels.window_lse(q, keys, 0.1)
 
 
 def _use_memory(kernels: MemoryKernels, dim: int, rank: int, dtype: torch.dtype) -> None:

@@ -54,14 +54,8 @@ class TritonSelection(SelectionKernels):
     ) -> torch.Tensor:
         return predicted_logits(self._launch, q_window, keys, scale, offset)
 
-    def window_lse(
-        self,
-        q_window: torch.Tensor,
-        keys: torch.Tensor,
-        scale: float,
-        log_votes: torch.Tensor | None,
-    ) -> torch.Tensor:
-        return window_lse(self._launch, q_window, keys, scale, log_votes)
+    def window_lse(self, q_window: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+        return window_lse(self._launch, q_window, keys, scale)
 
     def find_homes(
         self,
@@ -69,11 +63,10 @@ class TritonSelection(SelectionKernels):
         dropped: torch.Tensor,
         homes: torch.Tensor,
         lengths: torch.Tensor,
-        closed: torch.Tensor,
         floor: float,
         target: torch.Tensor,
     ) -> None:
-        find_homes(self._launch, keys, dropped, homes, lengths, closed, floor, target)
+        find_homes(self._launch, keys, dropped, homes, lengths, floor, target)
 
     def bins(self, target: torch.Tensor, count: int) -> Bins:
         return SortedBins(target, count, self._launch)

@@ -41,7 +41,6 @@ class Context(NamedTuple):
             spans=[pb.ContextSpan(key=s.key, begin=s.begin, stop=s.stop) for s in self.spans],
             ranges=[pb.PrunedRange(begin=h.begin, end=h.end, kept=h.kept) for h in self.ranges],
             rule=pb.RefreshRule(
-                form=keepkv.form,
                 floor=keepkv.floor,
                 window_queries=keepkv.window_queries,
                 alpha=keepkv.alpha,
@@ -61,7 +60,6 @@ def decode_context(message: pb.RefreshContext) -> Context:
             raise UsageError("span", "begin < stop", (span.begin, span.stop))
     rule = message.rule
     keepkv = KeepKV(
-        rule.form,  # type: ignore[arg-type]  # checked there
         floor=rule.floor,
         window_queries=rule.window_queries,
         alpha=rule.alpha,

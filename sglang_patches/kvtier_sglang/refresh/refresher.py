@@ -274,7 +274,6 @@ class Refresher(ABC):
                 assert packed.log_votes is not None, "a pool without votes"
                 votes = one.log_votes.to(packed.log_votes.device)
                 packed.log_votes[cells] = votes.transpose(1, 2).flatten(0, 1).float()
-            self.counters["merge_fallbacks"] += one.fallbacks
 
     def _own(self, index: int, slots: torch.Tensor) -> list[torch.Tensor]:
         """The cells of a request's own entries of one range: of each head that chooses."""
@@ -377,7 +376,6 @@ class AdaptiveRefresher(Refresher):
             torch.cat([one.k for one in chosen], dim=1),
             torch.cat([one.v for one in chosen], dim=1),
             torch.cat(votes, dim=2) if votes else None,
-            sum(one.fallbacks for one in chosen),
         )
 
 

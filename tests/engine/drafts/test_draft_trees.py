@@ -24,7 +24,7 @@ from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 
 def test_what_does_not_go_together_with_drafts_is_refused():
     arguments = server_args(speculative_algorithm="NGRAM")
-    compat.check_server_args(arguments, load_settings(**TIERED, refresh="turn", merge="beta"))
+    compat.check_server_args(arguments, load_settings(**TIERED, refresh="turn", merge="keepkv"))
     expected = "^--speculative-algorithm: expected none together with kvtier and --refresh N"
     with pytest.raises(IncompatibleFlagError, match=expected):
         compat.check_server_args(arguments, load_settings(**TIERED, refresh="8"))

@@ -125,7 +125,7 @@ def test_slots_come_back_where_turns_are_evicted_and_requests_retracted(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("merge", "by"), [("off", "fetch"), ("beta", "fetch"), ("off", "near-data")]
+    ("merge", "by"), [("off", "fetch"), ("keepkv", "fetch"), ("off", "near-data")]
 )
 def test_a_context_that_a_tier_brought_back_is_asked_with_drafts(tmp_path, merge, by):
     """And its entries are chosen again by the question, whose answer is drafted. What comes back is

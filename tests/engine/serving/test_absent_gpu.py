@@ -49,7 +49,7 @@ def serve(
         "KVTIER_TIER_SPAN_TOKENS": "64",
         **PATIENT,
         "KVTIER_REFRESH": "turn",
-        "KVTIER_MERGE": "beta",
+        "KVTIER_MERGE": "keepkv",
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(

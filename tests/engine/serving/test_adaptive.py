@@ -247,8 +247,7 @@ def test_triton_kernels_say_the_same(tmp_path, adaptive):
         ("auto", 1, "off"),
         ("fp8_e4m3", 1, "off"),
         ("auto", 2, "off"),
-        ("auto", 1, "beta"),
-        ("auto", 1, "paper"),
+        ("auto", 1, "keepkv"),
     ],
 )
 def test_a_restarted_server_restores_and_refreshes_what_heads_competed_for(
@@ -291,7 +290,7 @@ def test_a_restarted_server_restores_and_refreshes_what_heads_competed_for(
 
 @pytest.mark.parametrize(
     "settings",
-    [{"KVTIER_REFRESH": "4"}, {"KVTIER_REFRESH": "4", "KVTIER_MERGE": "beta"},
+    [{"KVTIER_REFRESH": "4"}, {"KVTIER_REFRESH": "4", "KVTIER_MERGE": "keepkv"},
      {"KVTIER_REFRESH": "turn", "KVTIER_REFRESH_MOVED": "0.05"}],
     ids=["every four tokens", "merged", "moved"],
 )  # fmt: skip

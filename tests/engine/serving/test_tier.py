@@ -132,7 +132,7 @@ def test_a_fork_in_the_middle_of_a_compressed_context_answers_like_one_never_com
 
 
 @pytest.mark.parametrize(
-    ("kv", "merge"), [("auto", "off"), ("fp8_e4m3", "off"), ("auto", "beta"), ("auto", "paper")]
+    ("kv", "merge"), [("auto", "off"), ("fp8_e4m3", "off"), ("auto", "keepkv")]
 )
 def test_entries_chosen_by_the_tier_give_the_tokens_of_entries_chosen_here(
     tmp_path, tier, kv, merge
@@ -175,7 +175,7 @@ def test_entries_chosen_by_the_tier_give_the_tokens_of_entries_chosen_here(
 
 @pytest.mark.parametrize(
     "settings",
-    [{"KVTIER_REFRESH": "4", "KVTIER_MERGE": "beta"},
+    [{"KVTIER_REFRESH": "4", "KVTIER_MERGE": "keepkv"},
      {"KVTIER_REFRESH": "turn", "KVTIER_REFRESH_MOVED": "0.05"}],
     ids=["merged", "moved"],
 )  # fmt: skip

@@ -12,12 +12,10 @@ from kvtier_kernels.merging import (
     UNMERGED,
     Assignment,
     Entries,
-    merge_beta,
-    merge_paper,
+    merge_bins,
 )
 
 seeds = st.integers(0, 10_000)
-forms = pytest.mark.parametrize("form", ["paper", "beta"])
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
@@ -55,6 +53,9 @@ class Problem(NamedTuple):
     assignment: Assignment
     scale: float
 
+    def logits_of(self, keys: torch.Tensor) -> torch.Tensor:
+        return (self.q.double() @ keys.double().transpose(1, 2) * self.scale).float()
+
 
 def make_problem(
     seed: int,
@@ -74,14 +75,23 @@ def make_problem(
     kept = torch.rand(heads, tokens, generator=generator).argsort(1)[:, :count]
     target = torch.randint(0, count, (heads, tokens), generator=generator)
     target.scatter_(1, kept, torch.arange(count).expand(heads, -1))
-    scale = dim**-0.5
-    logits = (q.double() @ k.double().transpose(1, 2) * scale).float()
-    return Problem(q, Entries(k, v, votes), logits, Assignment(kept, target), scale)
+    return asked(q, Entries(k, v, votes), Assignment(kept, target), dim**-0.5)
 
 
-def merge(form: str, problem: Problem) -> Entries:
-    args = (problem.entries, problem.logits, problem.assignment)
-    return merge_paper(*args)[0] if form == "paper" else merge_beta(*args)
+def asked(q: torch.Tensor, entries: Entries, assignment: Assignment, scale: float = 1.0) -> Problem:
+    """With the logits that the query has."""
+    problem = Problem(q, entries, torch.empty(0), assignment, scale)
+    return problem._replace(logits=problem.logits_of(entries.k))
+
+
+def merge(problem: Problem, *, attention_power: float = 1.0) -> Entries:
+    return merge_bins(
+        problem.entries,
+        problem.logits,
+        problem.assignment,
+        problem.logits_of,
+        attention_power=attention_power,
+    )
 
 
 def assert_same(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:

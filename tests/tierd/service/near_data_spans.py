@@ -22,8 +22,7 @@ LAYERS, HEADS, GROUP, DIM, SPAN = 2, 3, 2, 16, 32
 DTYPES = ["float32", "bfloat16", "float16"]
 RULES = {
     "dropped": RefreshRule(KeepKV(pool_width=1), merges=False),
-    "beta": RefreshRule(KeepKV(floor=0.0, pool_width=1), merges=True),
-    "paper": RefreshRule(KeepKV("paper", floor=0.0, pool_width=1), merges=True),
+    "merged": RefreshRule(KeepKV(floor=0.0, pool_width=1), merges=True),
 }
 FLAGS = ("--memory", "16m", "--refresh-workers", "1")
 

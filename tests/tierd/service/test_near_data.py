@@ -174,11 +174,10 @@ def test_queries_that_make_no_sense_are_refused_by_name(client, service, spoil):
     "context",
     [
         pb.RefreshContext(),
-        pb.RefreshContext(rule=pb.RefreshRule(form="worse")),
         Context([SpanName(b"short", 0, 3)], [], RULES["dropped"]).encode(),
         Context([SpanName(bytes(32), 3, 3)], [], RULES["dropped"]).encode(),
     ],
-    ids=["no rule", "unknown form", "a short key", "an empty span"],
+    ids=["no rule", "a short key", "an empty span"],
 )
 def test_contexts_that_make_no_sense_are_refused(service, context):
     with raw_stub(service.address) as stub, failing(grpc.StatusCode.INVALID_ARGUMENT):

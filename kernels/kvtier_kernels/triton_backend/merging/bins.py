@@ -54,41 +54,33 @@ class SortedBins(Bins):
         )
         return shares, mass
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        return self._sums(x.transpose(1, 2), None).transpose(1, 2)
-
     def mix(self, weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self._sums(x, weights)
-
-    def sizes(self) -> torch.Tensor:
-        sizes = self._bounds.diff().view(-1, self.count + 1)
-        return sizes[:, : self.count].long()
-
-    def _sums(self, x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """`[heads, count, dim]` of x `[heads, tokens, dim]`, in float32."""
         heads, _, dim = x.shape
         out = torch.empty(heads, self.count, dim, device=x.device)
         columns = triton.next_power_of_2(dim)
-        if weights is not None and weights.stride(1) != 1:
+        if weights.stride(1) != 1:
             weights = weights.contiguous()
         self._launch(
             segment_sum,
             (self.count, heads),
             x,
-            x if weights is None else weights,
+            weights,
             self._order,
             self._bounds,
             out,
             self.count + 1,
             *x.stride(),
-            0 if weights is None else weights.stride(0),
+            weights.stride(0),
             DIM=dim,
             BLOCK_D=columns,
             BLOCK_T=min(64, max(1, _TILE // columns)),
-            WEIGHED=weights is not None,
             num_warps=2 if columns > 32 else 1,
         )
         return out
+
+    def sizes(self) -> torch.Tensor:
+        sizes = self._bounds.diff().view(-1, self.count + 1)
+        return sizes[:, : self.count].long()
 
 
 __all__ = ["SortedBins"]

@@ -22,7 +22,6 @@ def find_homes(
     dropped: torch.Tensor,
     homes: torch.Tensor,
     lengths: torch.Tensor,
-    closed: torch.Tensor,
     floor: float,
     target: torch.Tensor,
 ) -> None:
@@ -33,7 +32,7 @@ def find_homes(
     keys = dim_contiguous(keys)
     heads, rest = dropped.shape
     count, dim = homes.shape[1:]
-    inverse = lengths.clamp_min(1e-12).reciprocal().masked_fill_(closed, torch.nan)
+    inverse = lengths.clamp_min(1e-12).reciprocal().masked_fill_(~lengths.isfinite(), torch.nan)
     ieee = is_ieee(keys)
     rows, columns = _tile(dim, ieee)
     launch(

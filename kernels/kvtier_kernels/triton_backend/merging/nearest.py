@@ -27,7 +27,7 @@ def nearest_home(
     IEEE: tl.constexpr,
 ):
     """homes [heads, count, DIM], contiguous; inverse [heads, count], one by their length, NaN for
-    a closed home -> target of the `rest` dropped entries of each head.
+    a home of no numbers -> target of the `rest` dropped entries of each head.
 
     Each place of a tile remembers the best that passed it, and where, so that nothing is compared
     across a row before the end. A comparison with NaN is false. Of equal ones the first wins.

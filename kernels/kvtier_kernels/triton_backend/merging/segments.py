@@ -86,10 +86,9 @@ def segment_sum(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    WEIGHED: tl.constexpr,
 ):
-    """x [heads, tokens, DIM], weights [heads, tokens] if WEIGHED -> out [heads, bins to do, DIM],
-    float32. Grid (bins to do, heads)."""
+    """x [heads, tokens, DIM], weights [heads, tokens] -> out [heads, bins to do, DIM], float32.
+    Grid (bins to do, heads)."""
     segment, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     begin = tl.load(bounds + head * bins + segment)
     end = tl.load(bounds + head * bins + segment + 1)
@@ -103,9 +102,7 @@ def segment_sum(
             mask=(i < end)[:, None] & (d < DIM)[None, :],
             other=0.0,
         ).to(tl.float32)
-        if WEIGHED:
-            weight = tl.load(weights + head * stride_weights_head + entry, mask=i < end, other=0.0)
-            values *= weight[:, None]
-        acc += tl.sum(values, 0)
+        weight = tl.load(weights + head * stride_weights_head + entry, mask=i < end, other=0.0)
+        acc += tl.sum(values * weight[:, None], 0)
     at = head * tl.num_programs(0) + segment
     tl.store(out + at * DIM + d, acc, mask=d < DIM)

@@ -73,7 +73,6 @@ def mean_of_queries(
 def sum_over_keys(
     q,
     keys,
-    votes,
     part,
     window,
     tokens,
@@ -84,21 +83,17 @@ def sum_over_keys(
     stride_q_group,
     stride_keys_head,
     stride_keys_token,
-    stride_votes_head,
-    stride_votes_group,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    VOTES: tl.constexpr,
     IEEE: tl.constexpr,
 ):
     """q [window, heads, GROUP, DIM] -> part [stretches, window, heads, GROUP]: each query's
     log-sum-exp over a stretch of keys, natural. Row r is query head r % GROUP of query r // GROUP.
 
-    VOTES: whether there are log-votes [heads, GROUP, tokens]. Grid (stretches, heads, blocks of
-    rows).
+    Grid (stretches, heads, blocks of rows).
     """
     head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -116,12 +111,6 @@ def sum_over_keys(
         n = first + tl.arange(0, BLOCK_N)
         tile = _key_tile(keys + head * stride_keys_head, n, end, d, stride_keys_token, DIM)
         logits = tile_logits(queries, tile, scale, IEEE)
-        if VOTES:
-            from_votes = votes + head * stride_votes_head + g[:, None] * stride_votes_group
-            bias = tl.load(
-                from_votes + n[None, :], mask=real[:, None] & (n < end)[None, :], other=0.0
-            )
-            logits += bias * LOG2_E
         logits = tl.where((n < end)[None, :], logits, float("-inf"))
         peak, total, _, _ = weigh(peak, total, logits, 1)
     heads = tl.num_programs(1)

@@ -50,11 +50,7 @@ def predicted_logits(
 
 
 def window_lse(
-    launch: Launch,
-    q_window: torch.Tensor,
-    keys: torch.Tensor,
-    scale: float,
-    log_votes: torch.Tensor | None,
+    launch: Launch, q_window: torch.Tensor, keys: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """See `SelectionKernels.window_lse`."""
     window, heads, group, _ = q_window.shape
@@ -62,16 +58,11 @@ def window_lse(
     stretches = triton.cdiv(tokens, _STRETCH)
     q_window, keys, options = _prepared(q_window, keys)
     part = torch.empty(stretches, window, heads, group, device=keys.device)
-    votes, strides = keys, (0, 0)
-    if log_votes is not None:
-        votes = log_votes.float().contiguous()
-        strides = (votes.stride(0), votes.stride(1) if votes.shape[1] == group else 0)
     launch(
         sum_over_keys,
         (stretches, heads, triton.cdiv(window * group, _BLOCK_ROWS)),
         q_window,
         keys,
-        votes,
         part,
         window,
         tokens,
@@ -79,9 +70,7 @@ def window_lse(
         scale,
         *q_window.stride()[:3],
         *keys.stride()[:2],
-        *strides,
         BLOCK_M=_BLOCK_ROWS,
-        VOTES=log_votes is not None,
         **options,
     )
     return torch.logsumexp(part, dim=0)
