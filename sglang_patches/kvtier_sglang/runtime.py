@@ -31,7 +31,6 @@ from kvtier.retention.shares import QualityTarget, Serving, asked_share
 from kvtier.tier.blobs.turn_rules import TurnRules
 from kvtier_sglang.attention.backend import KvtierAttnBackend
 from kvtier_sglang.attention.lists import table_bytes
-from kvtier_sglang.attention.pass_refresh import PassRefresh
 from kvtier_sglang.attention.warm_up import warm_up
 from kvtier_sglang.compat import backends_are_ours, check_documents, settings_of
 from kvtier_sglang.compression.calibration import (
@@ -65,7 +64,7 @@ from kvtier_sglang.refresh.refresher import (
     Refresher,
 )
 from kvtier_sglang.refresh.trigger import TriggerRule
-from kvtier_sglang.refresh.turn_refresh import make_turn_refresh
+from kvtier_sglang.refresh.turn_refresh import TurnRefresh, make_turn_refresh
 from kvtier_sglang.support import confirm, rotations
 from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.connector import TierConnector
@@ -249,7 +248,7 @@ class Runtime:
         if pool.packed is not None:
             self.selection = self._selection(pool, rotated)
         self.backend = KvtierAttnBackend(
-            runner, settings, selection=self.selection, refresh=self._pass_refresh
+            runner, settings, selection=self.selection, refresh=self._turn_refresh
         )
         if self.memory_source is not None:
             source, shape = self.memory_source, self.profile.shape
@@ -287,7 +286,7 @@ class Runtime:
             spare=int(settings.merge.is_on),
         )
 
-    def _pass_refresh(self) -> PassRefresh | None:
+    def _turn_refresh(self) -> TurnRefresh | None:
         return None if self.cache is None else self.cache.refresh
 
     def measure_prompt_nll(
