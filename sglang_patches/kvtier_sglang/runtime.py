@@ -349,7 +349,7 @@ class Runtime:
     def _refresher(self, rule: RefreshRule, contexts: Contexts) -> Refresher:
         """What chooses the entries of a turn again, as `selection` keeps them."""
         if isinstance(self.selection, AdaptiveSelection):
-            return AdaptiveRefresher(rule, contexts, self.selection)
+            return AdaptiveRefresher(rule, contexts, self.selection.score)
         assert isinstance(self.selection, ProfileSelection), "a refresh without a selection"
         return ProfileRefresher(rule, contexts, self.selection.anchored_heads)
 
