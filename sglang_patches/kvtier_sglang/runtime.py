@@ -386,7 +386,7 @@ class Runtime:
             NamedModel(settings, args.model_path, identity, pool, rule, profile, self.ranks),
             SpanCodec(pool),
             TurnRules(rule, compressor.share),
-            memories=None if self.memories is None else self.memories.bank,
+            memory_of=None if self.memories is None else self.memories.bank.memory_of,
             drain_s=settings.tier.drain_s,
             patience_s=settings.tier.patience_s,
         )
