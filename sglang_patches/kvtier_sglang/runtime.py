@@ -20,6 +20,7 @@ import torch
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 from kvtier.calibration.defaults import fitted_worth
+from kvtier.calibration.store.watcher import CalibrationWatcher
 from kvtier.config import Settings, load_settings
 from kvtier.errors import StartupError
 from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_profile
@@ -33,13 +34,7 @@ from kvtier_sglang.attention.backend import KvtierAttnBackend
 from kvtier_sglang.attention.lists import table_bytes
 from kvtier_sglang.attention.warm_up import warm_up
 from kvtier_sglang.compat import backends_are_ours, check_documents, settings_of
-from kvtier_sglang.compression.calibration import (
-    FixedCurve,
-    NoCurve,
-    WatchedCurve,
-    curve_source,
-    stored_profile,
-)
+from kvtier_sglang.compression.calibration import FixedCurve, curve_source, stored_profile
 from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.compression.metrics import RetentionMetrics
 from kvtier_sglang.compression.prompt_nll import observe_nll
@@ -358,7 +353,7 @@ class Runtime:
         share = asked_share(settings)
         if share is None:
             return Compressor(allocator, rule, selection=self.selection)
-        source: WatchedCurve | FixedCurve | NoCurve | None = None
+        source: CalibrationWatcher | FixedCurve | None = None
         metrics = None
         if ctx.server_args.enable_metrics and self.ranks.is_first:
             name = ctx.server_args.served_model_name or ctx.server_args.model_path
@@ -369,7 +364,7 @@ class Runtime:
             told = metrics.calibration_event if metrics is not None else None
             path, scorer = ctx.server_args.model_path, scorer_of(settings)
             # The first rank decides what contexts keep.
-            source = NoCurve()
+            source = FixedCurve(None)
             if self.ranks.is_first:
                 source = curve_source(settings, path, self.profile, rule, scorer, dtype, told)
         entry_bytes = max(1, round(self.profile.ca_share * self.ranks.size * pool.slot_bytes))

@@ -167,10 +167,9 @@ def test_a_curve_fits_only_what_it_was_measured_on(name):
 
 
 def test_a_profile_fits_only_its_model_and_shape():
-    profile_document().check_fits(MODEL, REVISION)
     profile_document().check_fits(MODEL, REVISION, SHAPE)
     other = SHAPE.model_copy(update={"num_layers": 3})
-    for served in (("other", REVISION), (MODEL, None), (MODEL, REVISION, other)):
+    for served in (("other", REVISION, SHAPE), (MODEL, None, SHAPE), (MODEL, REVISION, other)):
         with pytest.raises(CalibrationMismatchError, match=r"^head profile: made for"):
             profile_document().check_fits(*served)
 
