@@ -135,8 +135,8 @@ def test_a_store_that_goes_and_comes_is_logged_once_each_time(bench, caplog):
         assert watcher.curve() is not None
         assert caplog.text.count("store: unavailable") == round_
         bench.server.start()
-        bench.store.put(curve_document(rmse=round_ / 10))
-        wait_for(lambda n=round_: watcher.curve().rmse == n / 10)
+        bench.store.put(curve_document(r2=round_ / 10))
+        wait_for(lambda n=round_: watcher.curve().r2 == n / 10)
         wait_for(lambda n=round_: caplog.text.count("store: works again") == n)
 
 
@@ -196,7 +196,7 @@ def test_a_document_that_may_not_be_used_changes_nothing(bench, caplog, spoil, r
     wait_for(lambda: watcher.counters[reason] > 2)
     assert watcher.curve() == good
     assert caplog.text.count(f"curve: {reason}") == 1
-    better = curve_document(rmse=0.001)
+    better = curve_document(r2=0.001)
     bench.store.put(better)
     wait_for(lambda: watcher.curve() == better)
 
@@ -289,8 +289,8 @@ def test_saving_a_local_copy_replaces_it_and_leaves_no_staging_file(tmp_path):
     local = LocalCopy(tmp_path / "copies")
     assert local.load(curve_document().key) is None
     assert local.save(curve_document())
-    assert local.save(curve_document(rmse=0.5))
-    assert local.load(curve_document().key).rmse == 0.5
+    assert local.save(curve_document(r2=0.5))
+    assert local.load(curve_document().key).r2 == 0.5
     assert len([path for path in (tmp_path / "copies").rglob("*") if path.is_file()]) == 1
     local.forget(curve_document().key)
     local.forget(curve_document().key)
