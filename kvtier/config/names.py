@@ -55,7 +55,7 @@ class Setting:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        return tuple(variable_of(name) for name in self.names)
+        return tuple(ENV_PREFIX + name.upper() for name in self.names)
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -79,10 +79,6 @@ class Setting:
     def _owner(self, settings: BaseModel) -> BaseModel:
         owner: BaseModel = getattr(settings, self.section) if self.section else settings
         return owner
-
-
-def variable_of(name: str) -> str:
-    return ENV_PREFIX + name.upper()
 
 
 def flag_of(name: str) -> str:
