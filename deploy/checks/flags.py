@@ -89,12 +89,11 @@ def _serve(flags: list[str]) -> None:
     from sglang.srt.server_args import ServerArgs
 
     from kvtier.config import load_settings
-    from kvtier.config.flags import add_flags, check_flags
+    from kvtier.config.flags import add_flags
 
     ours = argparse.ArgumentParser(prog="kvtier serve", allow_abbrev=False)
     add_flags(ours)
     options, others = ours.parse_known_args(flags)
-    check_flags(others)
     load_settings(**vars(options))
     theirs = argparse.ArgumentParser(prog="kvtier serve", allow_abbrev=False)
     ServerArgs.add_cli_args(theirs)

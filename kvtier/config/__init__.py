@@ -8,12 +8,11 @@ flags.py       the same settings as flags of a command
 """
 
 from kvtier.config.loading import config_file, load_settings
-from kvtier.config.names import ENV_PREFIX, RENAMED, Setting
+from kvtier.config.names import ENV_PREFIX, Setting
 from kvtier.config.settings import SECTIONS, SETTINGS, Settings
 
 __all__ = [
     "ENV_PREFIX",
-    "RENAMED",
     "SECTIONS",
     "SETTINGS",
     "Setting",

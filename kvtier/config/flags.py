@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
-from kvtier.config.names import RENAMED, flag_of
 from kvtier.config.settings import SECTIONS, SETTINGS
-from kvtier.errors import ConfigurationError
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -23,15 +20,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument(*setting.flags, action=switch, default=None, help=about)
         else:
             group.add_argument(*setting.flags, metavar="VALUE", help=about)
-
-
-def check_flags(flags: Sequence[str]) -> None:
-    """Raise ConfigurationError for a flag that is called otherwise now.
-
-    flags: what a parser did not know.
-    """
-    for flag in flags:
-        written = flag.split("=", 1)[0]
-        old = written.removeprefix("--").removeprefix("no-").replace("-", "_")
-        if written.startswith("--") and old in RENAMED:
-            raise ConfigurationError(written, f"the name {flag_of(RENAMED[old])}", written)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from kvtier.config.names import RENAMED, Setting, flag_of, variable_of
+from kvtier.config.names import flag_of
 from kvtier.config.sections import REFUSAL
 from kvtier.config.settings import SECTIONS, SETTINGS, Settings
 from kvtier.errors import ConfigurationError
@@ -85,17 +85,13 @@ def _from_file(path: Path | None) -> dict[str, Given]:
             raise ConfigurationError(key, f"a table [{key}]", _printable(value))
     for name in entries:
         if name not in _BY_PATH:
-            moved = _moved(name)
-            raise _unknown(name, moved.path if moved else None)
+            raise _unknown(name)
     return {name: Given(name, value) for name, value in entries.items()}
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Given]:
     # As in other programs' settings, a variable in small letters is the same.
     texts = {name.upper(): text for name, text in environment.items()}
-    for old, new in RENAMED.items():
-        if variable_of(old) in texts:
-            raise _unknown(variable_of(old), variable_of(new))
     return {
         setting.path: Given(variable, texts[variable])
         for setting in SETTINGS
@@ -108,22 +104,15 @@ def _from_flags(flags: Mapping[str, Any]) -> dict[str, Given]:
     given = {}
     for name, value in flags.items():
         if name not in _BY_NAME:
-            moved = _moved(name)
-            raise _unknown(flag_of(name), moved.flags[0] if moved else None)
+            raise _unknown(flag_of(name))
         if value is not None:
             given[_BY_NAME[name].path] = Given(flag_of(name), value)
     return given
 
 
-def _moved(name: str) -> Setting | None:
-    """The setting that was called so at the top level before there were sections."""
-    return _BY_NAME.get(RENAMED.get(name, name))
-
-
-def _unknown(written: str, expected: str | None) -> ConfigurationError:
+def _unknown(written: str) -> ConfigurationError:
     """What refuses a name. It shows no value: under a mistyped name that can be a password."""
-    wanted = "the name of a setting" if expected is None else f"the name {expected}"
-    return ConfigurationError(written, wanted, written)
+    return ConfigurationError(written, "the name of a setting", written)
 
 
 def _as_tables(given: Mapping[str, Given]) -> dict[str, Any]:

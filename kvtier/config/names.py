@@ -21,18 +21,6 @@ from pydantic.fields import FieldInfo
 
 ENV_PREFIX = "KVTIER_"
 
-# Settings that had no section once. Their old names are refused with the new one.
-RENAMED = {
-    "sink_tokens": "locality_sink_tokens",
-    "recent_tokens": "locality_recent_tokens",
-    "branch_recent_tokens": "locality_branch_recent_tokens",
-    "compensation": "locality_compensation",
-    "leverage_weight": "scorer_leverage_weight",
-    "score_window_tokens": "scorer_window_tokens",
-    "score_pool_width": "scorer_pool_width",
-    "drain_s": "tier_drain_s",
-}
-
 
 class Section(BaseModel):
     """Base of all sections: immutable, without unknown fields, and no value in an error's text.
@@ -67,7 +55,7 @@ class Setting:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        return tuple(variable_of(name) for name in self.names)
+        return tuple(ENV_PREFIX + name.upper() for name in self.names)
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -91,10 +79,6 @@ class Setting:
     def _owner(self, settings: BaseModel) -> BaseModel:
         owner: BaseModel = getattr(settings, self.section) if self.section else settings
         return owner
-
-
-def variable_of(name: str) -> str:
-    return ENV_PREFIX + name.upper()
 
 
 def flag_of(name: str) -> str:

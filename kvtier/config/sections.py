@@ -149,7 +149,7 @@ class CalibrationSettings(Section):
 
     ttl_s: int = Field(90 * 86400, ge=1, description="Seconds that a stored calibration lives.")
     poll_s: float = Field(
-        5.0, gt=0, description="Seconds between looks for a changed calibration while serving."
+        5.0, gt=0, description="Seconds between looks for a changed curve while serving."
     )
 
 

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from kvtier.bench.replay.schema import Percentiles
+from kvtier.bench.schema import Frozen
 from kvtier.plan.simulate import Outcome
 
 SECONDS_PER_HOUR = 3600
-
-
-class Frozen(BaseModel):
-    """Immutable, no unknown fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Percentiles(Frozen):
-    """The percentiles of a time, in seconds."""
-
-    p50: float
-    p90: float
-    p99: float
 
 
 class Slo(Frozen):
@@ -140,4 +128,4 @@ def _percentiles(values: npt.NDArray[np.float64]) -> Percentiles:
     return Percentiles(p50=_at(values, 50), p90=_at(values, 90), p99=_at(values, 99))
 
 
-__all__ = ["Answers", "Frozen", "Percentiles", "Slo", "answers_of"]
+__all__ = ["Answers", "Slo", "answers_of"]

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import numpy as np
 
 from kvtier.bench.policies import POLICIES
+from kvtier.bench.schema import Frozen
 from kvtier.environment import Environment
 from kvtier.errors import UsageError
-from kvtier.plan.answers import Answers, Frozen, Slo, answers_of
+from kvtier.plan.answers import Answers, Slo, answers_of
 from kvtier.plan.calibration import cache_of, calibrate, load_replay
 from kvtier.plan.fleet import UNBOUNDED, Cache, FleetPlan, Windows
 from kvtier.plan.hardware import Assumptions, Replica, find_replica

@@ -48,7 +48,7 @@ WEIGHT_CHANGES = (
 
 def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]:
     """What is hooked, and where. runtime: of this process; it makes the parts."""
-    occupancy, on_requests = Occupancy(), RequestHooks(runtime)
+    occupancy, on_requests = Occupancy(), RequestHooks(lambda: runtime.memories)
     before, around, after = HookType.BEFORE, HookType.AROUND, HookType.AFTER
     on_cpu = cpu_drafts.functions() if is_cpu() else {}
     return {

@@ -20,6 +20,7 @@ import torch
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 from kvtier.calibration.defaults import fitted_worth
+from kvtier.calibration.store.watcher import CalibrationWatcher
 from kvtier.config import Settings, load_settings
 from kvtier.errors import StartupError
 from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_profile
@@ -31,16 +32,9 @@ from kvtier.retention.shares import QualityTarget, Serving, asked_share
 from kvtier.tier.blobs.turn_rules import TurnRules
 from kvtier_sglang.attention.backend import KvtierAttnBackend
 from kvtier_sglang.attention.lists import table_bytes
-from kvtier_sglang.attention.pass_refresh import PassRefresh
 from kvtier_sglang.attention.warm_up import warm_up
 from kvtier_sglang.compat import backends_are_ours, check_documents, settings_of
-from kvtier_sglang.compression.calibration import (
-    FixedCurve,
-    NoCurve,
-    WatchedCurve,
-    curve_source,
-    stored_profile,
-)
+from kvtier_sglang.compression.calibration import FixedCurve, curve_source, stored_profile
 from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.compression.metrics import RetentionMetrics
 from kvtier_sglang.compression.prompt_nll import observe_nll
@@ -65,7 +59,7 @@ from kvtier_sglang.refresh.refresher import (
     Refresher,
 )
 from kvtier_sglang.refresh.trigger import TriggerRule
-from kvtier_sglang.refresh.turn_refresh import make_turn_refresh
+from kvtier_sglang.refresh.turn_refresh import TurnRefresh, make_turn_refresh
 from kvtier_sglang.support import confirm, rotations
 from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.connector import TierConnector
@@ -249,7 +243,7 @@ class Runtime:
         if pool.packed is not None:
             self.selection = self._selection(pool, rotated)
         self.backend = KvtierAttnBackend(
-            runner, settings, selection=self.selection, refresh=self._pass_refresh
+            runner, settings, selection=self.selection, refresh=self._turn_refresh
         )
         if self.memory_source is not None:
             source, shape = self.memory_source, self.profile.shape
@@ -287,7 +281,7 @@ class Runtime:
             spare=int(settings.merge.is_on),
         )
 
-    def _pass_refresh(self) -> PassRefresh | None:
+    def _turn_refresh(self) -> TurnRefresh | None:
         return None if self.cache is None else self.cache.refresh
 
     def measure_prompt_nll(
@@ -350,7 +344,7 @@ class Runtime:
     def _refresher(self, rule: RefreshRule, contexts: Contexts) -> Refresher:
         """What chooses the entries of a turn again, as `selection` keeps them."""
         if isinstance(self.selection, AdaptiveSelection):
-            return AdaptiveRefresher(rule, contexts, self.selection)
+            return AdaptiveRefresher(rule, contexts, self.selection.score)
         assert isinstance(self.selection, ProfileSelection), "a refresh without a selection"
         return ProfileRefresher(rule, contexts, self.selection.anchored_heads)
 
@@ -359,7 +353,7 @@ class Runtime:
         share = asked_share(settings)
         if share is None:
             return Compressor(allocator, rule, selection=self.selection)
-        source: WatchedCurve | FixedCurve | NoCurve | None = None
+        source: CalibrationWatcher | FixedCurve | None = None
         metrics = None
         if ctx.server_args.enable_metrics and self.ranks.is_first:
             name = ctx.server_args.served_model_name or ctx.server_args.model_path
@@ -370,7 +364,7 @@ class Runtime:
             told = metrics.calibration_event if metrics is not None else None
             path, scorer = ctx.server_args.model_path, scorer_of(settings)
             # The first rank decides what contexts keep.
-            source = NoCurve()
+            source = FixedCurve(None)
             if self.ranks.is_first:
                 source = curve_source(settings, path, self.profile, rule, scorer, dtype, told)
         entry_bytes = max(1, round(self.profile.ca_share * self.ranks.size * pool.slot_bytes))
@@ -387,7 +381,7 @@ class Runtime:
             NamedModel(settings, args.model_path, identity, pool, rule, profile, self.ranks),
             SpanCodec(pool),
             TurnRules(rule, compressor.share),
-            memories=None if self.memories is None else self.memories.bank,
+            memory_of=None if self.memories is None else self.memories.bank.memory_of,
             drain_s=settings.tier.drain_s,
             patience_s=settings.tier.patience_s,
         )

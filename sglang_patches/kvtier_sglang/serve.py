@@ -14,7 +14,7 @@ from typing import Any
 
 from kvtier.calibration.defaults import fitted_worth
 from kvtier.config import Settings, load_settings
-from kvtier.config.flags import add_flags, check_flags
+from kvtier.config.flags import add_flags
 from kvtier.errors import StartupError, UsageError
 from kvtier.heads.model.config import located
 from kvtier_sglang.compat import NAME
@@ -23,7 +23,6 @@ from kvtier_sglang.compat import NAME
 def main(argv: list[str]) -> int:
     """Serve until interrupted. Raises KvtierError for bad input, before any model loads."""
     options, sglang_flags = _parser().parse_known_args(argv)
-    check_flags(sglang_flags)
     flags = vars(options)
     calibrate = flags.pop("calibrate")
     settings = load_settings(**flags)

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvtier.calibration.curves import Curve, Measurement
 from kvtier.calibration.documents import CurveDocument, MemoryDocument, ProfileDocument
+from kvtier.calibration.documents.evidence import Evidence
 from kvtier.heads.profile import ModelShape, window_profile
 
 MODEL, REVISION, POLICY, DTYPE = "org/model:7b", "0123456789abcdef", "compactor-32", "float32"
@@ -15,6 +16,7 @@ SHAPE = ModelShape(num_layers=2, num_kv_heads=3, num_attention_heads=6, head_dim
 
 
 def curve_document(**changes: Any) -> CurveDocument:
+    """A curve, and points on it that it fits without an error."""
     fields: dict[str, Any] = {
         "model": MODEL,
         "revision": REVISION,
@@ -25,15 +27,18 @@ def curve_document(**changes: Any) -> CurveDocument:
         "power": 1.5,
         "nll_min": 1.0,
         "nll_max": 4.0,
-        "rmse": 0.02,
+        "rmse": 0.0,
         "r2": 0.97,
         "held_out_rmse": 0.03,
-        "measurements": 200,
         "contexts": 40,
         "retentions": (0.1, 0.5, 0.9),
         "answer_floor_nats": 0.1,
-    }
-    return CurveDocument(**(fields | changes))
+    } | changes
+    ends = fields["nll_min"], fields["nll_max"]
+    curve = Curve(fields["alpha"], fields["beta"], fields["power"], *ends)
+    points = [(n, share, curve.quality(share, n)) for n in ends for share in fields["retentions"]]
+    exact = Evidence(underestimate_weight=1, weighted_rmse=0, points=points)
+    return CurveDocument(**fields, measurements=len(points), evidence=exact)
 
 
 def profile_document(**changes: Any) -> ProfileDocument:

@@ -60,9 +60,7 @@ def test_a_bad_setting_is_named_as_its_user_wrote_it(monkeypatch, tmp_path):
         ("redis = 'redis://:s3cr3t@cache'", "redis: expected a table [redis], got '***"),
         ("redis_password = 's3cr3t'", "redis_password: expected the name of a setting"),
         ("[redis]\npassword = 's3cr3t'", "redis.password: expected the name of a setting"),
-        ("redis_url = 'redis://:s3cr3t@cache'", "redis_url: expected the name redis.url"),
-        ("tier_span_tokens = 64", "tier_span_tokens: expected the name tier.span_tokens"),
-        ("sink_tokens = 8", "sink_tokens: expected the name locality.sink_tokens"),
+        ("redis_url = 'redis://:s3cr3t@cache'", "redis_url: expected the name of a setting"),
         ("[redis.url]\nx = 'redis://:s3cr3t@cache'", "redis.url: expected"),
     ],
 )

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config import RENAMED, SECTIONS, SETTINGS, Settings, load_settings
-from kvtier.config.flags import add_flags, check_flags
-from kvtier.errors import ConfigurationError
+from kvtier.config import SECTIONS, SETTINGS, Settings, load_settings
+from kvtier.config.flags import add_flags
 
 
 def _parsed(flags):
@@ -140,8 +139,6 @@ def test_the_page_of_settings_has_a_row_for_every_setting():
 def test_names_are_unique():
     names = [name for setting in SETTINGS for name in setting.names]
     assert len(set(names)) == len(names)
-    assert set(RENAMED.values()) <= set(names)
-    assert not set(RENAMED) & set(names)
 
 
 @pytest.mark.parametrize(
@@ -162,28 +159,6 @@ def test_the_main_setting_of_a_section_goes_by_the_sections_name(monkeypatch, na
     assert _parsed(rest) == short
     monkeypatch.setenv(f"KVTIER_{_as_name(path).upper()}", "overruled")
     assert _parsed(rest) == short
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_an_old_name_is_refused_with_the_new_one(monkeypatch, tmp_path, old, new):
-    flag, new_flag = (f"--{name.replace('_', '-')}" for name in (old, new))
-    for flags in ([f"{flag}=1"], ["--port", "1", flag, "1"]):
-        with pytest.raises(ConfigurationError, match=f"^{flag}: expected the name {new_flag}"):
-            check_flags(flags)
-    with pytest.raises(ConfigurationError, match=f"^{flag}: expected the name {new_flag}"):
-        load_settings(**{old: 1})
-    (tmp_path / "kvtier.toml").write_text(f"{old} = 1")
-    with pytest.raises(ConfigurationError, match=rf"^{old}: expected the name \w+\.\w+"):
-        load_settings()
-    (tmp_path / "kvtier.toml").write_text("")
-    variable, new_variable = f"KVTIER_{old.upper()}", f"KVTIER_{new.upper()}"
-    monkeypatch.setenv(variable, "1")
-    with pytest.raises(ConfigurationError, match=f"^{variable}: expected the name {new_variable}"):
-        load_settings()
-
-
-def test_flags_of_the_server_are_left_to_it():
-    check_flags(["--port", "1", "--no-compression", "sink-tokens", "--", "-x"])
 
 
 def test_other_variables_with_the_prefix_are_ignored(monkeypatch):

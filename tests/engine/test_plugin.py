@@ -11,7 +11,7 @@ import torch
 from engine_process import DEMO_MODEL
 from sglang.srt.plugins import hook_registry
 
-from kvtier.calibration.documents import CurveDocument
+from kvtier.calibration.documents import load_curve
 from kvtier.config import load_settings
 from kvtier.errors import (
     CalibrationDocumentError,
@@ -279,16 +279,13 @@ def test_a_profile_of_other_weights_is_refused(tmp_path):
 
 
 def test_a_curve_of_another_model_is_refused(tmp_path):
-    document = CurveDocument(
-        model="kvtier-demo", revision="0" * 16, policy="p", dtype="float32", alpha=0.1, beta=0.1,
-        power=2.0, nll_min=1.0, nll_max=2.0, rmse=0.0, r2=1.0, held_out_rmse=None, measurements=9,
-        contexts=1, retentions=(0.5,), answer_floor_nats=0.1,
-    )  # fmt: skip
+    document = load_curve(DEMO_MODEL / "curve.json").model_copy(update={"revision": "0" * 16})
     (tmp_path / "c.json").write_text(document.to_json())
     settings = load_settings(quality=0.9, curve=tmp_path / "c.json")
     with pytest.raises(CalibrationMismatchError, match="revision"):
         compat.check_server_args(server_args(), settings)
-    (tmp_path / "c.json").write_text(document.to_json().replace('"alpha": 0.1', '"alpha": 9e9'))
+    spoilt = document.model_copy(update={"alpha": 9e9})
+    (tmp_path / "c.json").write_text(spoilt.to_json())
     with pytest.raises(CalibrationDocumentError, match=r"c\.json"):
         compat.check_server_args(server_args(), settings)
 

@@ -114,7 +114,7 @@ class MiniScheduler:
         selection: PackedSelection
         if adaptive:
             selection = AdaptiveSelection(self.pool, AnyOrder(), rotary)
-            make_refresher: Any = partial(AdaptiveRefresher, selection=selection)
+            make_refresher: Any = partial(AdaptiveRefresher, score=selection.score)
         else:
             selection = ProfileSelection(
                 self.pool, Compactor(), rotary, profile=PROFILE, most_anchored=1,

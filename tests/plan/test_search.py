@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.bench.replay.schema import Percentiles
 from kvtier.errors import UsageError
-from kvtier.plan.answers import Answers, Percentiles
+from kvtier.plan.answers import Answers
 from kvtier.plan.search import fewest_replicas
 
 NO_TIME = Percentiles(p50=0, p90=0, p99=0)

@@ -69,7 +69,7 @@ class FlashInferKernels(AttentionKernels):
         self._triton = TritonKernels()
         self.selection = self._triton.selection
         self.memory = self._triton.memory
-        self.lists = FlashInferLists(self, self._triton.lists)
+        self.lists = FlashInferLists(self.plan, self.over_entries, self._triton.lists)
         self._wrappers = Wrappers(make)
 
     def reads(self, dtype: torch.dtype) -> bool:

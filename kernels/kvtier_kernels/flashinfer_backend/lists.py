@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,27 +22,6 @@ from kvtier_kernels.flashinfer_backend.limits import fits
 from kvtier_kernels.lists import CellKV, ListKernels, ListTables
 from kvtier_kernels.reference_backend.lists import ReferenceListPlan, ReferenceLists
 from kvtier_kernels.states import AttentionState
-
-
-class Tables(Protocol):
-    """FlashInfer over slot tables."""
-
-    def plan(self, slots: torch.Tensor, indptr: Sequence[int]) -> Any:
-        """See AttentionKernels.plan."""
-
-    def over_entries(
-        self,
-        q: torch.Tensor,
-        q_indptr: tuple[int, ...],
-        kv: RaggedKV,
-        plan: Any,
-        scale: float,
-        log_votes: torch.Tensor | None = None,
-    ) -> AttentionState:
-        """Every query over all entries of its request.
-
-        log_votes: [slots], or [slots, query heads].
-        """
 
 
 @dataclass(eq=False)
@@ -59,10 +38,16 @@ class FlashInferListPlan:
 
 
 class FlashInferLists(ListKernels):
-    """cells: attends over tables of cells. otherwise: serves what FlashInfer does not."""
+    """plan_table, attend: `plan` and `over_entries` of the backend's kernels, over tables of cells.
+    otherwise: serves what FlashInfer does not."""
 
-    def __init__(self, cells: Tables, otherwise: ListKernels) -> None:
-        self._cells, self._otherwise = cells, otherwise
+    def __init__(
+        self,
+        plan_table: Callable[[torch.Tensor, Sequence[int]], Any],
+        attend: Callable[..., AttentionState],
+        otherwise: ListKernels,
+    ) -> None:
+        self._plan_table, self._attend, self._otherwise = plan_table, attend, otherwise
         self._reader = ReferenceLists()
 
     def plan(
@@ -131,7 +116,7 @@ class FlashInferLists(ListKernels):
     ) -> AttentionState:
         """rows [all lists' rows, 1, group, dim] of a layer; list i owns indptr[i]:indptr[i + 1]."""
         table = self._table(kv, plan, layer)
-        return self._cells.over_entries(rows, indptr, _flat(kv), table, scale, kv.log_votes)
+        return self._attend(rows, indptr, _flat(kv), table, scale, kv.log_votes)
 
     def _table(self, kv: CellKV, plan: FlashInferListPlan, layer: int) -> Any:
         """A layer's lists, request by request and head by head."""
@@ -142,7 +127,7 @@ class FlashInferLists(ListKernels):
                     dense = request.dense.all_slots + column * kv.column_cells
                     cells.append(torch.cat((request.cells(column), dense)))
             indptr = (0, *accumulate(len(each) for each in cells))
-            plan.layers[layer] = self._cells.plan(torch.cat(cells), indptr)
+            plan.layers[layer] = self._plan_table(torch.cat(cells), indptr)
         return plan.layers[layer]
 
 

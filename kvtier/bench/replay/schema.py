@@ -29,7 +29,7 @@ class ReplayRecord(Frozen):
 
 
 class Percentiles(Frozen):
-    """The percentiles of a time, in ms."""
+    """The percentiles of a time, in the unit that its name says."""
 
     p50: float
     p90: float

@@ -5,16 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Literal, Self
 
-from pydantic import (
-    Field,
-    JsonValue,
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from kvtier.calibration.curves import (
     HALF_LIMITS,
@@ -44,10 +37,10 @@ class CurveDocument(Stored):
     held_out_rmse:      on contexts left out of the fit; None when there was but one
     answer_floor_nats:  added to both NLLs of every ratio
     retentions:         shares that were measured, ascending; MAX_RETENTIONS of more, both ends in
-    evidence:           measured points that the curve must fit as well as it says; since
-                        schema_version 2, without it the document is of schema_version 1
+    evidence:           measured points that the curve must fit as well as it says
     """
 
+    schema_version: Literal[2] = 2
     policy: str = Field(min_length=1)
     dtype: str = Field(min_length=1)
     alpha: float
@@ -63,7 +56,7 @@ class CurveDocument(Stored):
     retentions: tuple[float, ...] = Field(min_length=1)
     answer_floor_nats: float = Field(ge=0)
     parameters: dict[str, JsonValue] = Field(default_factory=dict)
-    evidence: Evidence | None = None
+    evidence: Evidence
 
     @field_validator("retentions")
     @classmethod
@@ -94,24 +87,13 @@ class CurveDocument(Stored):
 
     @model_validator(mode="after")
     def _is_what_was_fitted(self) -> Self:
-        if (self.schema_version == 2) != (self.evidence is not None):
-            raise ValueError("evidence belongs to schema_version 2, and to no other")
-        if self.evidence is not None:
-            self.evidence.check(
-                self.curve,
-                rmse=self.rmse,
-                measurements=self.measurements,
-                retentions=self.retentions,
-            )
+        self.evidence.check(
+            self.curve,
+            rmse=self.rmse,
+            measurements=self.measurements,
+            retentions=self.retentions,
+        )
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_what_it_has_not(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Readers of schema_version 1 refuse a field that they do not know, even an empty one."""
-        content: dict[str, Any] = serialize(self)
-        if self.evidence is None:
-            content.pop("evidence", None)
-        return content
 
     @property
     def key(self) -> CurveKey:
@@ -152,7 +134,6 @@ def document_of_fit(
     curve = fit_curve(measurements, underestimate_weight=underestimate_weight)
     fitted = goodness(curve, measurements)
     return CurveDocument(
-        schema_version=2,
         model=model,
         revision=revision,
         policy=policy,

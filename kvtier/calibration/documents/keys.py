@@ -23,57 +23,56 @@ UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
-class CurveKey:
+class _Named:
+    """What all names have in common."""
+
+    kind: ClassVar[str]
+
+    model: str
+    revision: str
+
+    def __str__(self) -> str:
+        encoded = []
+        for name, part in asdict(self).items():
+            try:
+                encoded.append(quote(part, safe=""))
+            except UnicodeEncodeError as error:
+                raise UsageError(name, "text that UTF-8 can hold", part) from error
+            if not part:
+                raise UsageError(name, "some text", part)
+        return PREFIX + ":".join((self.kind, *encoded))
+
+
+@dataclass(frozen=True)
+class CurveKey(_Named):
     """Name of the calibration curve of one retention policy; `policy` is its digest."""
 
     kind: ClassVar[str] = "curve"
 
-    model: str
-    revision: str
     policy: str
-
-    def __str__(self) -> str:
-        return _join(self)
 
 
 @dataclass(frozen=True)
-class ProfileKey:
+class ProfileKey(_Named):
     """Name of a head profile."""
 
     kind: ClassVar[str] = "profile"
 
-    model: str
-    revision: str
-
-    def __str__(self) -> str:
-        return _join(self)
-
 
 @dataclass(frozen=True)
-class WorthKey:
+class WorthKey(_Named):
     """Name of what a model's tokens are worth."""
 
     kind: ClassVar[str] = "worth"
 
-    model: str
-    revision: str
-
-    def __str__(self) -> str:
-        return _join(self)
-
 
 @dataclass(frozen=True)
-class MemoryKey:
+class MemoryKey(_Named):
     """Name of a published prefix memory; `name` is what its operator calls it."""
 
     kind: ClassVar[str] = "memory"
 
-    model: str
-    revision: str
     name: str
-
-    def __str__(self) -> str:
-        return _join(self)
 
 
 Key = CurveKey | ProfileKey | WorthKey | MemoryKey
@@ -118,15 +117,3 @@ def parse_key(text: str, argument: str = "key") -> Key:
 def _pattern(kind: type[Key]) -> str:
     """How keys of a kind are spelt, for people."""
     return PREFIX + ":".join((kind.kind, *(field.name.upper() for field in fields(kind))))
-
-
-def _join(key: Key) -> str:
-    encoded = []
-    for name, part in asdict(key).items():
-        try:
-            encoded.append(quote(part, safe=""))
-        except UnicodeEncodeError as error:
-            raise UsageError(name, "text that UTF-8 can hold", part) from error
-        if not part:
-            raise UsageError(name, "some text", part)
-    return PREFIX + ":".join((key.kind, *encoded))

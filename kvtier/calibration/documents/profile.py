@@ -38,8 +38,8 @@ class ProfileDocument(Stored):
         """Where the store keeps it."""
         return profile_key(self.model, self.revision)
 
-    def check_fits(self, model: str, revision: str | None, shape: ModelShape | None = None) -> None:
-        """Raise CalibrationMismatchError unless it was made for this model (and head layout)."""
+    def check_fits(self, model: str, revision: str | None, shape: ModelShape) -> None:
+        """Raise CalibrationMismatchError unless it was made for this model and head layout."""
         found = {"model": self.model, "revision": self.revision, "shape": self.profile.shape}
-        served = {"model": model, "revision": revision, "shape": shape or self.profile.shape}
+        served = {"model": model, "revision": revision, "shape": shape}
         check_same("head profile", found, served)

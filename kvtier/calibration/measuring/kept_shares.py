@@ -16,9 +16,9 @@ The floor keeps g meaningful for a model that recalls perfectly, whose NLL is ne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,26 +41,6 @@ RETENTIONS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)
 ANSWER_FLOOR_NATS = 0.1
 
 
-class CompressibleContext(Protocol):
-    """A prefilled context, and what its answers lose when a part of it is kept.
-
-    nll: of the context, nats per token; middle_tokens: those that may be dropped
-    """
-
-    @property
-    def nll(self) -> float: ...
-
-    @property
-    def middle_tokens(self) -> int: ...
-
-    def loss(self, keep: int) -> float:
-        """Nats per answer token when heads hold `keep` tokens of the middle, each or on average."""
-
-
-Prepare = Callable[[CalibrationSample], CompressibleContext]
-"""Raises SizeError for a context without a middle."""
-
-
 @dataclass(frozen=True)
 class ScoredContext:
     """A prefilled context whose CA heads' middle tokens are ranked.
@@ -80,7 +60,7 @@ class ScoredContext:
         return middle_of(self.batch.context_tokens, self.batch.probe.rule).num_tokens
 
     def loss(self, keep: int) -> float:
-        """See `CompressibleContext`."""
+        """Nats per answer token when CA heads hold `keep` tokens of the middle each."""
         return self.at(keep).quality(self.batch.probe.mask(self.profile)).loss
 
     def at(self, keep: int) -> ProbeBatch:
@@ -157,7 +137,7 @@ class RankedContext:
         return self.span.num_tokens
 
     def loss(self, keep: int) -> float:
-        """See `CompressibleContext`."""
+        """Nats per answer token when heads hold `keep` tokens of the middle on average."""
         shape = (*self.worth.shape[:2], self.kv[0][0].shape[1])
         kept = torch.ones(shape, dtype=torch.bool, device=self.worth.device)
         best = adaptive_selection(self.worth.flatten(0, 1), keep)
@@ -222,7 +202,7 @@ def kept_tokens(retention: float, middle_tokens: int) -> int:
 
 
 def measure_curve(
-    prepare: Prepare,
+    prepare: EqualBudgets | AdaptiveBudgets,
     samples: Sequence[CalibrationSample],
     *,
     retentions: Sequence[float] = RETENTIONS,
@@ -247,7 +227,7 @@ def measure_curve(
 
 @torch.inference_mode()
 def _measure(
-    context: CompressibleContext,
+    context: ScoredContext | RankedContext,
     task: str,
     retentions: Sequence[float],
     floor_nats: float,

@@ -6,9 +6,10 @@ starts its time anew.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from kvtier.calibration.documents import Document
 from kvtier.calibration.documents.keys import Key
@@ -35,50 +36,34 @@ def text_of(document: Document) -> str:
     return text
 
 
-class CalibrationStore(Protocol):
+class CalibrationStore(ABC):
     """Documents by key. Safe for use from several threads; the opener closes it.
 
     Every method raises StoreUnavailableError or StoreRefusedError.
     """
 
+    @abstractmethod
     def get(self, key: Key) -> Document | None:
         """The document, None when there is none. Raises CalibrationDocumentError for a bad one."""
-        ...
 
+    @abstractmethod
     def put(self, document: Document) -> Key:
         """Write under the document's own key, for the whole TTL.
 
         Raises CalibrationDocumentError for one that is too large to be read back.
         """
-        ...
 
+    @abstractmethod
     def delete(self, key: Key) -> bool:
         """Whether there was something to delete."""
-        ...
 
+    @abstractmethod
     def list(self) -> tuple[StoredKey, ...]:
         """All keys, sorted, whatever their documents hold."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Give connections back. May be called twice."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
-
-class Closing:
-    """`with` for whatever has a `close`."""
-
-    def close(self) -> None:
-        """Overridden."""
 
     def __enter__(self) -> Self:
         return self

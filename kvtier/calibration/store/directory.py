@@ -18,13 +18,13 @@ from pathlib import Path
 from kvtier.calibration.documents import Document, max_bytes, parse_document
 from kvtier.calibration.documents.keys import PREFIX, Key, parse_key, profile_key
 from kvtier.calibration.documents.limits import read_limited
-from kvtier.calibration.store.base import Closing, StoredKey, text_of
+from kvtier.calibration.store.base import CalibrationStore, StoredKey, text_of
 from kvtier.errors import StoreUnavailableError, UsageError
 
 SUFFIX = ".json"
 
 
-class DirectoryStore(Closing):
+class DirectoryStore(CalibrationStore):
     """See the module docstring. The directory is made by the first document.
 
     A document is replaced in one step: whoever reads meanwhile has the one before.
@@ -65,6 +65,9 @@ class DirectoryStore(Closing):
             files = sorted(self.directory.glob(f"*/*/*{SUFFIX}"))
         keys = [key for file in files if (key := _key_of(file)) is not None]
         return tuple(StoredKey(key, None) for key in sorted(keys, key=str))
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def path(self, key: Key) -> Path:
         """The file of a key."""

@@ -14,7 +14,7 @@ from typing import Any
 from kvtier.addresses.redis import RedisAddress, parse_address
 from kvtier.calibration.documents import Document, max_bytes, parse_document
 from kvtier.calibration.documents.keys import PREFIX, Key, parse_key
-from kvtier.calibration.store.base import Closing, StoredKey, text_of
+from kvtier.calibration.store.base import CalibrationStore, StoredKey, text_of
 from kvtier.errors import CalibrationDocumentError, UsageError
 
 CLIENT_NAME = "kvtier"
@@ -30,7 +30,7 @@ RETRY_BASE_S, RETRY_CAP_S = 0.02, 0.2
 SCAN_COUNT = 200
 
 
-class RedisStore(Closing):
+class RedisStore(CalibrationStore):
     """A Redis server at `url`. Nothing connects before the first call.
 
     ca_certs:   file of the authorities to trust for rediss://; None: those of the system

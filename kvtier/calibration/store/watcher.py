@@ -1,6 +1,6 @@
-"""What a serving engine knows of its calibration, kept fresh beside the requests.
+"""The calibration curve that a serving engine goes by, kept fresh beside the requests.
 
-    store ──poll──> watcher thread ──> current(): Snapshot        (instant, never raises)
+    store ──poll──> watcher thread ──> curve()                  (instant, never raises)
       │ down                 │
       └── last known, then local copy, then None (full retention)
 
@@ -14,11 +14,11 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
-from kvtier.calibration.documents import CurveDocument, Document, ProfileDocument
-from kvtier.calibration.documents.keys import CurveKey, Key, ProfileKey, curve_key, profile_key
+from kvtier.calibration.documents import CurveDocument, Document
+from kvtier.calibration.documents.keys import CurveKey, curve_key
 from kvtier.calibration.store.base import CalibrationStore
 from kvtier.calibration.store.local_copy import LocalCopy
 from kvtier.calibration.store.opening import open_store
@@ -29,7 +29,6 @@ from kvtier.errors import (
     StoreError,
     StoreRefusedError,
 )
-from kvtier.heads.profile import ModelShape
 
 logger = logging.getLogger(__name__)
 
@@ -46,50 +45,36 @@ OnEvent = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Served:
-    """What runs here; only documents measured on exactly this are used.
+    """What runs here; only a curve that was measured on exactly this is used.
 
-    policy: as in the curve's key. shape: None leaves the head layout to the profile's user.
+    policy: as in the curve's key.
     """
 
     model: str
     revision: str | None
     policy: str
     dtype: str
-    shape: ModelShape | None = None
 
     @property
-    def curve_key(self) -> CurveKey:
+    def key(self) -> CurveKey:
         return curve_key(self.model, self.revision, self.policy)
 
-    @property
-    def profile_key(self) -> ProfileKey:
-        return profile_key(self.model, self.revision)
-
-    def check(self, document: Document) -> None:
-        """Raise CalibrationMismatchError for a document of something else."""
-        if isinstance(document, CurveDocument):
+    def checked(self, document: Document | None) -> CurveDocument | None:
+        """A document of a curve's key. Raises CalibrationMismatchError for one of something
+        else."""
+        assert document is None or isinstance(document, CurveDocument), "no curve under its key"
+        if document is not None:
             document.check_fits(self.model, self.revision, self.policy, self.dtype)
-        elif isinstance(document, ProfileDocument):
-            document.check_fits(self.model, self.revision, self.shape)
-        else:
-            raise CalibrationMismatchError(f"{document.key}: no curve and no head profile")
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What is known at one moment; None: not calibrated, or never seen."""
-
-    profile: ProfileDocument | None = None
-    curve: CurveDocument | None = None
+        return document
 
 
 class CalibrationWatcher:
     """Polls a store from a daemon thread that starts with the object and ends with `close`.
 
-    Owns the store and closes it. `current` and `counters` may be called from any thread.
+    Owns the store and closes it. `curve` and `counters` may be called from any thread.
     poll_s: between polls, give or take a tenth; while the store is down the pause doubles up to
-    MAX_BACKOFF_S. A document that the store no longer has is no longer used: it was deleted, or
-    it expired.
+    MAX_BACKOFF_S. A curve that the store no longer has is no longer used: it was deleted, or it
+    expired.
     on_event: called with one of REASONS whenever it happens, from the watcher's thread.
     """
 
@@ -103,7 +88,8 @@ class CalibrationWatcher:
         on_event: OnEvent | None = None,
     ) -> None:
         self._store, self._served, self._local, self._poll_s = store, served, local, poll_s
-        self._snapshot = Snapshot()
+        # Immutable, and assigned in one step: readers need no lock.
+        self._curve: CurveDocument | None = None
         self._counts: Counter[str] = Counter()
         self._on_event = on_event
         self._last_problem: dict[str, str] = {}
@@ -111,9 +97,9 @@ class CalibrationWatcher:
         self._thread = threading.Thread(target=self._watch, name="kvtier-calibration", daemon=True)
         self._thread.start()
 
-    def current(self) -> Snapshot:
-        """What to serve by, now."""
-        return self._snapshot
+    def curve(self) -> CurveDocument | None:
+        """What to serve by, now; None: not calibrated, or never seen."""
+        return self._curve
 
     @property
     def counters(self) -> dict[str, int]:
@@ -139,74 +125,49 @@ class CalibrationWatcher:
             self._stopping.wait(pause * random.uniform(1 - JITTER, 1 + JITTER))
 
     def _poll(self) -> bool:
-        """Ask for both documents; whether the store answered."""
+        """Ask for the curve; whether the store answered."""
         self._count("polls")
-        keys: tuple[Key, ...] = (self._served.profile_key, self._served.curve_key)
-        for key in keys:
-            try:
-                self._look_up(key)
-            except StoreError as error:
-                refused = isinstance(error, StoreRefusedError)
-                self._failed("store", "refused" if refused else "unavailable", error)
-                self._fall_back(keys)
-                return False
-            except Exception as error:
-                # A thread that dies of a bug would freeze the calibration without a word.
-                self._failed(key.kind, "unexpected", error)
-                self._fall_back((key,))
+        try:
+            self._take(self._served.checked(self._store.get(self._served.key)))
+        except StoreError as error:
+            refused = isinstance(error, StoreRefusedError)
+            self._failed("store", "refused" if refused else "unavailable", error)
+            return False
+        except CalibrationDocumentError as error:
+            mismatch = isinstance(error, CalibrationMismatchError)
+            self._failed("curve", "mismatch" if mismatch else "invalid", error)
+        except Exception as error:
+            # A thread that dies of a bug would freeze the calibration without a word.
+            self._failed("curve", "unexpected", error)
         self._works("store")
         return True
 
-    def _look_up(self, key: Key) -> None:
-        try:
-            document = self._store.get(key)
-            if document is not None:
-                self._served.check(document)
-        except CalibrationDocumentError as error:
-            mismatch = isinstance(error, CalibrationMismatchError)
-            self._failed(key.kind, "mismatch" if mismatch else "invalid", error)
-            self._fall_back((key,))
-            return
-        self._works(key.kind)
-        if document is None:
-            # Or a deleted document would come back the next time the store is down.
+    def _take(self, curve: CurveDocument | None) -> None:
+        """Go by what the store has."""
+        self._works("curve")
+        key = self._served.key
+        if curve is None:
+            # Or a deleted one would come back the next time the store is down.
             self._local.forget(key)
-        if document == getattr(self._snapshot, key.kind):
+        if curve == self._curve:
             return
-        self._use(key, document)
+        self._curve = curve
         self._count("changes")
-        if document is None:
+        if curve is None:
             logger.warning("calibration %s is gone from the store; not used any more", key)
         else:
-            self._local.save(document)
-            logger.info("calibration %s is in use, made at %s", key, document.created_at)
+            self._local.save(curve)
+            logger.info("calibration %s is in use, made at %s", key, curve.created_at)
 
-    def _use(self, key: Key, document: Document | None) -> None:
-        known: dict[str, Any] = {
-            "profile": self._snapshot.profile,
-            "curve": self._snapshot.curve,
-            key.kind: document,
-        }
-        # One assignment of an immutable object: readers need no lock.
-        self._snapshot = Snapshot(**known)
-
-    def _fall_back(self, keys: tuple[Key, ...]) -> None:
-        """Read the local copy of whatever is not known yet."""
-        for key in keys:
-            if getattr(self._snapshot, key.kind) is not None:
-                continue
-            document = self._local.load(key)
-            if document is not None and self._fits(document):
-                self._use(key, document)
-                self._count("local_copy")
-                logger.warning("calibration %s comes from its local copy", key)
-
-    def _fits(self, document: Document) -> bool:
-        try:
-            self._served.check(document)
-        except CalibrationMismatchError:
-            return False
-        return True
+    def _fall_back(self) -> None:
+        """Read the local copy, where no curve is known yet."""
+        if self._curve is not None:
+            return
+        with suppress(CalibrationMismatchError):
+            self._curve = self._served.checked(self._local.load(self._served.key))
+        if self._curve is not None:
+            self._count("local_copy")
+            logger.warning("calibration %s comes from its local copy", self._served.key)
 
     def _failed(self, what: str, reason: str, error: Exception) -> None:
         self._count(reason)
@@ -214,6 +175,7 @@ class CalibrationWatcher:
             self._last_problem[what] = reason
             trace = error if reason == "unexpected" else None
             logger.warning("%s: %s: %s", what, reason, error, exc_info=trace)
+        self._fall_back()
 
     def _count(self, reason: str) -> None:
         self._counts[reason] += 1

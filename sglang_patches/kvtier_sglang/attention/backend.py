@@ -21,11 +21,11 @@ from kvtier.errors import IncompatibleFlagError
 from kvtier_kernels import AttentionKernels, AttentionState, RaggedKV, get_kernels
 from kvtier_kernels.fp8 import as_stored
 from kvtier_sglang.attention.drafts import fold, over_branches, over_prefixes, unfold
-from kvtier_sglang.attention.pass_refresh import PassRefresh, no_refresh
 from kvtier_sglang.attention.plans import BatchPlan, Planner, indptr
 from kvtier_sglang.compression.selection import PackedSelection, PrefillRows
 from kvtier_sglang.memory.passes import MemoryPasses
 from kvtier_sglang.pool.kv_pool import kvtier_pool
+from kvtier_sglang.refresh.turn_refresh import TurnRefresh
 
 
 class KvtierAttnBackend(AttentionBackend):
@@ -41,7 +41,7 @@ class KvtierAttnBackend(AttentionBackend):
         settings: Settings,
         *,
         selection: PackedSelection | None = None,
-        refresh: Callable[[], PassRefresh | None] = no_refresh,
+        refresh: Callable[[], TurnRefresh | None] = lambda: None,
     ) -> None:
         super().__init__()
         self.pool = kvtier_pool(model_runner)
@@ -137,7 +137,7 @@ class KvtierAttnBackend(AttentionBackend):
         return replace(plan, memory=self.memories.decode(forward_batch))
 
     @property
-    def _watching(self) -> PassRefresh | None:
+    def _watching(self) -> TurnRefresh | None:
         """What watches the queries of generated tokens, if anything does."""
         refresh = self.refresh()
         return refresh if refresh is not None and refresh.watches_decoding else None

@@ -8,7 +8,6 @@ known document, then its local copy, then every head and the whole context.
 from __future__ import annotations
 
 import logging
-from typing import ClassVar
 
 from kvtier.calibration.documents import CurveDocument, ProfileDocument, load_curve
 from kvtier.calibration.documents.keys import profile_key
@@ -35,38 +34,15 @@ logger = logging.getLogger(__name__)
 FIRST_POLL_S = 2.0
 
 
-class WatchedCurve:
-    """The curve in force, for `QualityTarget`. Owns its watcher."""
-
-    def __init__(self, watcher: CalibrationWatcher) -> None:
-        self.watcher = watcher
-
-    def curve(self) -> CurveDocument | None:
-        return self.watcher.current().curve
-
-    @property
-    def counters(self) -> dict[str, int]:
-        return self.watcher.counters
-
-
 class FixedCurve:
-    """A curve from a file."""
+    """A curve from a file; or None, on a rank that does not decide what contexts keep."""
 
-    def __init__(self, document: CurveDocument) -> None:
+    def __init__(self, document: CurveDocument | None) -> None:
         self._document = document
         self.counters: dict[str, int] = {}
 
     def curve(self) -> CurveDocument | None:
         return self._document
-
-
-class NoCurve:
-    """The curve of a rank that does not decide what contexts keep."""
-
-    counters: ClassVar[dict[str, int]] = {}
-
-    def curve(self) -> CurveDocument | None:
-        return None
 
 
 def curve_source(
@@ -77,7 +53,7 @@ def curve_source(
     scorer: TokenScorer,
     dtype: str,
     on_event: OnEvent | None = None,
-) -> WatchedCurve | FixedCurve:
+) -> CalibrationWatcher | FixedCurve:
     """The curve of exactly this model, policy and KV dtype: the user's file, or the store's.
 
     on_event: told of the watcher's events; see CalibrationWatcher.
@@ -89,25 +65,18 @@ def curve_source(
         revision=weights_revision(model_path),
         policy=policy_digest(profile, rule, scorer),
         dtype=dtype,
-        shape=profile.shape,
     )
     if settings.curve is not None:
-        document = load_curve(settings.curve)
-        served.check(document)
-        return FixedCurve(document)
-    return _watched(settings, served, on_event)
-
-
-def _watched(settings: Settings, served: Served, on_event: OnEvent | None) -> WatchedCurve:
+        return FixedCurve(served.checked(load_curve(settings.curve)))
     watcher = watch(settings, served, on_event)
     watcher.wait_first_poll(FIRST_POLL_S)
-    if watcher.current().curve is None:
+    if watcher.curve() is None:
         logger.warning(
             "no calibration curve under %s: CA heads keep everything until there is one "
             "(make it with `kvtier calibrate`)",
-            served.curve_key,
+            served.key,
         )
-    return WatchedCurve(watcher)
+    return watcher
 
 
 def stored_profile(settings: Settings, model_path: str, shape: ModelShape) -> HeadProfile | None:
@@ -118,7 +87,10 @@ def stored_profile(settings: Settings, model_path: str, shape: ModelShape) -> He
     try:
         with open_store(settings) as store:
             document = store.get(key)
-        if document is not None:
+        if document is None:
+            # Or a deleted one would come back the next time the store is down.
+            local.forget(key)
+        else:
             local.save(document)
     except (StoreError, CalibrationDocumentError) as error:
         logger.warning("head profile %s: %s; using the last known one", key, error)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from kvtier.errors import KvtierError
 from kvtier.memory.storage import PrefixMemory
 from kvtier_sglang.compat import backends_are_ours
+from kvtier_sglang.memory.assigning import assign
 from kvtier_sglang.memory.server import Memories
 from kvtier_sglang.tier.scopes import separate_adapters
 
@@ -15,39 +16,33 @@ from kvtier_sglang.tier.scopes import separate_adapters
 RELOAD = "kvtier_reload_memories"
 
 
-class HasMemories(Protocol):
-    """The owner of a process's memories; None before they are opened, and where there are none."""
-
-    memories: Memories | None
-
-
 class RequestHooks:
-    """Of one process."""
+    """Of one process. memories: its own; None before they are opened, and where there are none."""
 
-    def __init__(self, owner: HasMemories) -> None:
-        self._owner = owner
+    def __init__(self, memories: Callable[[], Memories | None]) -> None:
+        self._memories = memories
 
     def scope_request(self, result: Any, req: Any, *args: Any, **kwargs: Any) -> None:
         """AFTER Req.__init__: extra keys and adapters cannot be taken for each other, nor what was
         computed behind a prefix memory for what was computed behind the exact prefix."""
         if backends_are_ours()[1]:
             separate_adapters(req)
-            if self._owner.memories is not None:
-                self._owner.memories.scope_request(req)
+            if (memories := self._memories()) is not None:
+                assign(memories.bank, req)
 
     def process_batch_result(
         self, original: Callable[..., None], scheduler: Any, batch: Any, result: Any
     ) -> None:
         """AROUND Scheduler.process_batch_result: who is not answered well by a memory begins
         again."""
-        if self._owner.memories is None:
+        if (memories := self._memories()) is None:
             return original(scheduler, batch, result)
-        return self._owner.memories.process(original, scheduler, batch, result)
+        return memories.requeueing.process(original, scheduler, batch, result)
 
     def abort_request(self, scheduler: Any, asked: Any) -> None:
         """BEFORE Scheduler.abort_request: who is about to begin again can be aborted, too."""
-        if self._owner.memories is not None:
-            self._owner.memories.abort(scheduler, asked)
+        if (memories := self._memories()) is not None:
+            memories.requeueing.abort(scheduler, asked)
 
     def update_handlers(
         self, handlers: dict[str, Any], controller: Any, *args: Any, **kwargs: Any
@@ -60,7 +55,7 @@ class RequestHooks:
             _UpdateHandler,
         )
 
-        memories = self._owner.memories
+        memories = self._memories()
         if memories is None:
             return handlers
         found: dict[str, PrefixMemory] = {}

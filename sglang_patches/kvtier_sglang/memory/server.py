@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from kvtier.heads.reference.rotation import KeyRotation
 from kvtier.memory.card import Identity
 from kvtier.memory.storage import PrefixMemory, check_may_be_served
 from kvtier_kernels import AttentionKernels
-from kvtier_sglang.memory.assigning import assign
 from kvtier_sglang.memory.bank import MemoryBank
 from kvtier_sglang.memory.metrics import MemoryMetrics
 from kvtier_sglang.memory.passes import MemoryPasses
@@ -40,7 +39,7 @@ class Memories:
         self.bank = bank
         self.passes = passes
         self._source, self._served = source, served
-        self._requeueing = Requeueing(bank, passes, metrics)
+        self.requeueing = Requeueing(bank, passes, metrics)
 
     @classmethod
     def open(
@@ -93,20 +92,6 @@ class Memories:
             if digest not in loaded:
                 self.bank.load(memory)
                 logger.info("prefix memory %s: %d tokens", digest, len(memory.prefix_ids))
-
-    def scope_request(self, req: Any) -> None:
-        """A new request, as SGLang's constructor and kvtier's scopes leave it."""
-        assign(self.bank, req)
-
-    def process(
-        self, original: Callable[..., None], scheduler: Any, batch: Any, result: Any
-    ) -> None:
-        """See Requeueing.process."""
-        self._requeueing.process(original, scheduler, batch, result)
-
-    def abort(self, scheduler: Any, asked: Any) -> None:
-        """See Requeueing.abort."""
-        self._requeueing.abort(scheduler, asked)
 
 
 __all__ = ["Memories"]

@@ -41,10 +41,9 @@ from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.exact_requests import note_recomputed, own_from, wants_exact
 from kvtier_sglang.memory.bank import MemoryBank
 from kvtier_sglang.radix import prefix_nodes
-from kvtier_sglang.radix.contexts import compacted_context, pruned_ranges
+from kvtier_sglang.radix.contexts import compacted_context, offer_restored, pruned_ranges
 from kvtier_sglang.radix.matching import cached_length
 from kvtier_sglang.radix.node import KvNode
-from kvtier_sglang.radix.restored_refresh import offer_restored
 from kvtier_sglang.radix.restorer import Restorer, continues
 from kvtier_sglang.radix.tree import VariantRadixTree
 from kvtier_sglang.radix.turn_end import compress_path, remove_path

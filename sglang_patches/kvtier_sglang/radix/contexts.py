@@ -1,13 +1,21 @@
-"""What a path of the tree is as one context: which ranges were pruned, and what is exact."""
+"""What a path of the tree is as one context for a refresh: which ranges were pruned, and what is
+exact. One that was restored is refreshed from the very KV that it was restored from."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import Any
 
 from kvtier.retention.refreshing import PrunedRange
 from kvtier.tier.blobs.keys import Scope
+from kvtier.tier.prefetch.lookup import Landed
 from kvtier_sglang.radix.node import KvNode
 from kvtier_sglang.refresh.prefetch import CompactedContext
+from kvtier_sglang.refresh.turn_refresh import TurnRefresh
+from kvtier_sglang.tier.connector import TierConnector
+
+logger = logging.getLogger(__name__)
 
 
 def pruned_ranges(node: KvNode) -> list[PrunedRange]:
@@ -21,11 +29,6 @@ def pruned_ranges(node: KvNode) -> list[PrunedRange]:
     return sorted(found, key=lambda pruned: pruned.begin)
 
 
-def exact_stop(node: KvNode) -> int:
-    """Up to which token the context of `node` was computed with nothing dropped."""
-    return max((one.stop for one in node.path() if one.exact), default=0)
-
-
 def compacted_context(
     node: KvNode, token_ids: Sequence[int], scope: Scope
 ) -> CompactedContext | None:
@@ -33,7 +36,28 @@ def compacted_context(
     ranges = pruned_ranges(node)
     if not ranges:
         return None
-    return CompactedContext(token_ids, ranges, exact_stop(node), scope)
+    exact_stop = max((one.stop for one in node.path() if one.exact), default=0)
+    return CompactedContext(token_ids, ranges, exact_stop, scope)
 
 
-__all__ = ["compacted_context", "exact_stop", "pruned_ranges"]
+def offer_restored(
+    refresh: TurnRefresh, tier: TierConnector, req: Any, node: KvNode, landed: Landed
+) -> bool:
+    """Whether a restored context will be refreshed, which then owns what landed. What came from
+    elsewhere must not end the scheduler here, either."""
+    filled = len(req.full_untruncated_fill_ids)
+    try:
+        scope = tier.scope(req.rid, req.extra_key, req.cache_salt)
+        ids = req.full_untruncated_fill_ids[: node.stop]
+        context = None if scope is None else compacted_context(node, ids, scope)
+        if context is None or context.ranges[0].begin < landed.begin:
+            return False
+        refresh.offer_restored(req.rid, context, landed.host, filled)
+    except Exception:
+        logger.exception("a restored context cannot be refreshed; it is used as it was")
+        tier.counters["refresh_restored_failed"] += 1
+        return False
+    return True
+
+
+__all__ = ["compacted_context", "offer_restored", "pruned_ranges"]

@@ -167,14 +167,6 @@ class KvNode(TreeNode):
             exact=self.exact,
         )
 
-    def described(self) -> str:
-        """For a person who looks for an error."""
-        state = "compressed" if self.compressed else "exact"
-        return (
-            f"[{self.start}, {self.stop}) {state} slots={self.num_slots} "
-            f"locks={self.lock_ref} id={self.id}"
-        )
-
 
 def descendants(node: KvNode) -> Iterator[KvNode]:
     stack = list(node.children.values())

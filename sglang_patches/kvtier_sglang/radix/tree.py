@@ -321,8 +321,9 @@ class VariantRadixTree(RadixCache):
         return held
 
     def pretty_print(self) -> None:
+        """SGLang's, before it gives up for want of memory."""
         for node in sorted(self.nodes(), key=lambda n: n.start):
-            print(node.described())
+            print(f"[{node.start}, {node.stop}) slots={node.num_slots} locks={node.lock_ref}")
 
 
 __all__ = ["VariantRadixTree"]

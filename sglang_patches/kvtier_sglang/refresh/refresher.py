@@ -24,9 +24,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -307,30 +307,21 @@ class Refresher(ABC):
         self._active = []
 
 
-class HeadsCompete(Protocol):
-    """What chose the entries of the tree."""
-
-    def score(
-        self,
-        index: int,
-        keys: torch.Tensor,
-        values: torch.Tensor | None,
-        state: torch.Tensor,
-        first: int,
-    ) -> torch.Tensor:
-        """Float32 `[heads, tokens]` of exact KV `[heads, tokens, dim]` of a layer that begins at
-        position `first`; state: `[heads, 0, tokens]`."""
+Score: TypeAlias = Callable[
+    [int, torch.Tensor, torch.Tensor | None, torch.Tensor, int], torch.Tensor
+]
+"""What tokens of a layer are worth: see PackedSelection.score."""
 
 
 class AdaptiveRefresher(Refresher):
-    """Where heads compete. selection: what chose the entries of the tree."""
+    """Where heads compete. score: by which the entries of the tree were chosen."""
 
-    def __init__(self, rule: RefreshRule, contexts: Contexts, selection: HeadsCompete) -> None:
+    def __init__(self, rule: RefreshRule, contexts: Contexts, score: Score) -> None:
         pool = contexts.allocator.pool
         every = tuple(range(pool.head_num))
         heads = HeadMap(every, torch.tensor(every, device=pool.device))
         super().__init__(rule, contexts, [heads] * pool.layer_num)
-        self.selection = selection
+        self._score = score
 
     def chooser(self, refreshing: Refreshing, row: torch.Tensor | None = None) -> Choose:
         if row is None:
@@ -365,7 +356,7 @@ class AdaptiveRefresher(Refresher):
         all were of one head. k, v: `[heads, tokens, dim]`."""
         k, v = k.to(window.q.device), v.to(window.q.device)
         state = k.new_empty(*k.shape[:1], 0, k.shape[1], dtype=torch.float32)
-        worth = self.selection.score(index, k, v, state, begin)
+        worth = self._score(index, k, v, state, begin)
         chosen = []
         for head, count in enumerate(counts):
             mine = slice(head, head + 1)

@@ -3,13 +3,20 @@
     fetch        the exact KV of the pruned ranges is in host memory; choosing is done here
     near-data    the exact KV stays in the tier, which is told the queries and sends the entries
 
-Both choose by the same rule (kvtier.retention.refreshing), so the entries are the same.
+Both choose by the same rule (kvtier.retention.refreshing), so the entries are the same. Each is one
+context's, for one refresh:
+
+    moved_bytes    from and to the tier, so far
+    choose         what a layer's CA heads keep of each range; None where the tier fails, now and
+                   later. deadline: how long the tier is waited for, by a caller that cannot go on
+                   without an answer
+    release        gives back what it holds; calling it again does nothing
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -23,29 +30,6 @@ from kvtier.tier.prefetch.host import HostSpans, Layouts
 from kvtier.tier.transport.deadline import Deadline
 
 
-class RefreshSource(Protocol):
-    """One context's, for one refresh."""
-
-    @property
-    def moved_bytes(self) -> int:
-        """From and to the tier, so far."""
-
-    def choose(
-        self, layer: int, heads: Sequence[int], window: QueryWindow, deadline: Deadline
-    ) -> list[Chosen] | None:
-        """What a layer's CA heads keep of each range; None where the tier fails, now and later.
-
-        deadline: how long the tier is waited for, by a caller that cannot go on without an answer.
-        """
-
-    def release(self) -> None:
-        """Give back what it holds. Calling it again does nothing."""
-
-
-Choose: TypeAlias = Callable[[RefreshSource, int, QueryWindow, Deadline], list[Chosen] | None]
-"""What is kept of each pruned range in one layer, for some queries; None where the source fails."""
-
-
 class FetchedSource:
     """Exact KV in host memory, which it owns."""
 
@@ -57,11 +41,7 @@ class FetchedSource:
             ExactSpan(span.begin, span.stop, payload, layouts.of(span))
             for span, payload in zip(host.spans, host.payloads, strict=True)
         ]
-        self._moved_bytes = host.host_bytes
-
-    @property
-    def moved_bytes(self) -> int:
-        return self._moved_bytes
+        self.moved_bytes = host.host_bytes
 
     def choose(
         self, layer: int, heads: Sequence[int], window: QueryWindow, deadline: Deadline
@@ -104,5 +84,10 @@ class NearSource:
         self._is_over = True
         self._session.close()
 
+
+RefreshSource: TypeAlias = FetchedSource | NearSource
+
+Choose: TypeAlias = Callable[[RefreshSource, int, QueryWindow, Deadline], list[Chosen] | None]
+"""What is kept of each pruned range in one layer, for some queries; None where the source fails."""
 
 __all__ = ["Choose", "FetchedSource", "NearSource", "RefreshSource"]

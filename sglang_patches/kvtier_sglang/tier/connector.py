@@ -24,15 +24,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from kvtier.memory.storage import PrefixMemory
 from kvtier.tier.blobs.keys import Scope
-from kvtier.tier.blobs.names import ContextNames
 from kvtier.tier.blobs.turn_rules import TurnRules
 from kvtier.tier.blobs.turns import NodeRecord
 from kvtier.tier.link.link import TierLink
@@ -43,6 +42,7 @@ from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.cost_model import CostModel
 from kvtier_sglang.tier.prefetch import PendingFetch, PendingFetches
 from kvtier_sglang.tier.scopes import memory_in, separated, without_memory
+from kvtier_sglang.tier.setup import NamedModel
 from kvtier_sglang.tier.spiller import Spiller
 
 logger = logging.getLogger(__name__)
@@ -51,30 +51,13 @@ logger = logging.getLogger(__name__)
 LONGEST_WAIT_S = 30.0
 
 
-class ServedModel(Protocol):
-    """What the connector asks about the model that computes the KV."""
-
-    def names(self) -> ContextNames:
-        """What its KV is called in the tier, as the model is loaded now."""
-
-    def adapter(self, lora_id: str) -> str | None:
-        """A digest of an adapter's contents; None where it is not loaded."""
-
-
-class RequestMemories(Protocol):
-    """What the connector asks about prefix memories."""
-
-    def memory_of(self, rid: str) -> PrefixMemory | None:
-        """The memory that a request was matched behind; None for none."""
-
-
 class TierConnector:
     """See the module docstring.
 
     link:    owned by the connector; model: whose KV this is.
     rules:   what a stored turn may be here.
     names:   of this server's KV, until its weights change.
-    memories: that requests may be behind; None: none.
+    memory_of: the memory that a request was matched behind; None: there are none.
     drain_s: longest wait for what is on its way to the tier when the server ends.
     patience_s: longest wait of a request, whatever was measured; None: as the cost model says.
     """
@@ -82,17 +65,17 @@ class TierConnector:
     def __init__(
         self,
         link: TierLink,
-        model: ServedModel,
+        model: NamedModel,
         codec: SpanCodec,
         rules: TurnRules,
         *,
         cost_model: CostModel | None = None,
-        memories: RequestMemories | None = None,
+        memory_of: Callable[[str], PrefixMemory | None] | None = None,
         drain_s: float = 0.0,
         patience_s: float | None = None,
     ) -> None:
         self.link, self.model, self.codec, self.rules = link, model, codec, rules
-        self.memories = memories
+        self.memory_of = memory_of or (lambda rid: None)
         self.drain_s = drain_s
         self._patience_s = patience_s
         self.names = names = model.names()
@@ -146,7 +129,7 @@ class TierConnector:
         requests of a prefix memory that was dropped before it was matched."""
         if not self._is_usable:
             return None
-        memory = self._memory_of(rid)
+        memory = self.memory_of(rid)
         if memory_in(extra_key) != (memory and memory.digest):
             return None
         extra, lora_id = separated(without_memory(extra_key))
@@ -157,9 +140,6 @@ class TierConnector:
         if memory is not None:
             scope = replace(scope, memory=memory.digest, memory_tokens=len(memory.prefix_ids))
         return scope
-
-    def _memory_of(self, rid: str) -> PrefixMemory | None:
-        return None if self.memories is None else self.memories.memory_of(rid)
 
     # -- prefetching --
 
@@ -246,7 +226,7 @@ class TierConnector:
 
     def matched(self, rid: str) -> None:
         """A request was matched and may compute from now on."""
-        memory = self._memory_of(rid)
+        memory = self.memory_of(rid)
         self.fetches.stays_behind(rid, "" if memory is None else memory.digest)
         self._clock[rid] = time.monotonic()
 
@@ -310,4 +290,4 @@ class TierConnector:
         }
 
 
-__all__ = ["ServedModel", "TierConnector"]
+__all__ = ["TierConnector"]

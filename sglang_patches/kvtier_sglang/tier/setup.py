@@ -46,7 +46,7 @@ def tier_link(tier: TierSettings) -> TierLink:
 
 
 class NamedModel:
-    """A model runner's model as the tree asks about it (tiered.ServedModel).
+    """A model runner's model as the connector asks about it.
 
     identity: of what computes its KV; the rest decides what is kept of it, and with what.
     profile:  of the whole model, of which the pool has this rank's part.
@@ -79,10 +79,12 @@ class NamedModel:
         )
 
     def names(self) -> ContextNames:
+        """What its KV is called in the tier, as the model is loaded now."""
         identity = replace(self._known, revision=self._identity.digest())
         return ContextNames(identity, self._span_tokens)
 
     def adapter(self, lora_id: str) -> str | None:
+        """A digest of an adapter's contents; None where it is not loaded."""
         return self._identity.adapter(lora_id)
 
 

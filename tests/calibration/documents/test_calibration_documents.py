@@ -112,7 +112,8 @@ def test_a_stored_profile_is_read_back_equal():
         ({"created_at": "yesterday"}, "created_at"),
         ({"created_at": "2026-11-20T00:00:00"}, "created_at"),
         ({"parameters": {"x": float("nan")}}, "parameters"),
-        ({"schema_version": 3}, "schema_version"),
+        ({"schema_version": 1}, "schema_version"),
+        ({"evidence": None}, "evidence"),
         ({"surprise": 1}, "surprise"),
         ({"model": ""}, "model"),
     ],
@@ -167,10 +168,9 @@ def test_a_curve_fits_only_what_it_was_measured_on(name):
 
 
 def test_a_profile_fits_only_its_model_and_shape():
-    profile_document().check_fits(MODEL, REVISION)
     profile_document().check_fits(MODEL, REVISION, SHAPE)
     other = SHAPE.model_copy(update={"num_layers": 3})
-    for served in (("other", REVISION), (MODEL, None), (MODEL, REVISION, other)):
+    for served in (("other", REVISION, SHAPE), (MODEL, None, SHAPE), (MODEL, REVISION, other)):
         with pytest.raises(CalibrationMismatchError, match=r"^head profile: made for"):
             profile_document().check_fits(*served)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from calibration_samples import DTYPE, MODEL, POLICY, REVISION, curve_document, synthetic
+from calibration_samples import DTYPE, MODEL, POLICY, REVISION, synthetic
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -110,8 +110,6 @@ def test_a_curve_that_asks_for_clearly_other_shares_is_refused(
         lambda d: {"rmse": d.rmse + 0.01},
         lambda d: {"retentions": (0.001, *d.retentions)},
         lambda d: {"measurements": d.measurements + 1},
-        lambda d: {"schema_version": 1},
-        lambda d: {"evidence": None},
     ],
 )
 def test_what_does_not_belong_to_the_measured_points_is_refused_as_a_document(change, noise):
@@ -180,14 +178,6 @@ def test_the_largest_evidence_leaves_room_in_a_document():
     assert len(most.model_dump_json(indent=1)) < MAX_DOCUMENT_BYTES / 8
 
 
-def test_documents_of_the_first_version_are_read_and_written_as_they_were():
-    """Servers that are not upgraded yet refuse a field that they do not know."""
-    old = curve_document()
-    assert "evidence" not in json.loads(old.to_json())
-    assert parse_document(old.key, old.to_json()) == old
-
-
 def test_the_demo_models_curve_carries_what_it_was_fitted_to():
     demo = load_curve(DEMO_CURVE)
-    assert demo.evidence is not None
     assert json.loads(demo.to_json()) == json.loads(DEMO_CURVE.read_text())

@@ -39,8 +39,8 @@ def test_what_was_put_is_listed_replaced_and_deleted(store):
     documents = [curve_document(), profile_document(), curve_document(policy="other")]
     keys = sorted((store.put(document) for document in documents), key=str)
     assert store.list() == tuple(StoredKey(key, None) for key in keys)
-    store.put(curve_document(rmse=0.5))
-    assert store.get(curve_document().key).rmse == 0.5
+    store.put(curve_document(r2=0.5))
+    assert store.get(curve_document().key).r2 == 0.5
     assert [store.delete(key) for key in (*keys, keys[0])] == [True, True, True, False]
     assert store.list() == ()
 
@@ -69,18 +69,18 @@ def test_every_key_has_a_place_of_its_own_within_the_directory(tmp_path_factory,
 
 
 def test_a_reader_never_sees_half_of_a_document(store):
-    key, over = store.put(curve_document(rmse=0.0)), threading.Event()
+    key, over = store.put(curve_document(r2=0.0)), threading.Event()
 
     def write() -> None:
         for number in range(200):
-            store.put(curve_document(rmse=number / 1000))
+            store.put(curve_document(r2=number / 1000))
         over.set()
 
     writer = threading.Thread(target=write)
     writer.start()
     seen = []
     while not over.is_set():
-        seen.append(store.get(key).rmse)
+        seen.append(store.get(key).r2)
     writer.join()
     assert seen == sorted(seen)
     assert [path.name for path in store.path(key).parent.iterdir()] == [store.path(key).name]

@@ -28,7 +28,7 @@ from waiting import SAFETY_S, wait_for
 from kvtier.calibration.documents.keys import curve_key
 from kvtier.calibration.store.local_copy import LocalCopy
 from kvtier.calibration.store.redis import RedisStore
-from kvtier.calibration.store.watcher import CalibrationWatcher, Served, Snapshot
+from kvtier.calibration.store.watcher import CalibrationWatcher, Served
 from kvtier.errors import CalibrationDocumentError, StoreUnavailableError
 
 KEY = curve_key(MODEL, REVISION, POLICY)
@@ -250,7 +250,7 @@ def test_a_watcher_falls_back_to_its_local_copy_and_never_to_an_exception(answer
         watcher = CalibrationWatcher(opened(url), SERVED, local=local, poll_s=60)
         try:
             assert watcher.wait_first_poll(SAFETY_S)
-            assert watcher.current() == Snapshot(curve=known)
+            assert watcher.curve() == known
             assert watcher.counters["unexpected"] == 0, caplog.text
         finally:
             watcher.close()

@@ -46,8 +46,8 @@ def test_what_is_put_can_be_got_listed_and_deleted(store):
 
 def test_putting_again_replaces(store):
     store.put(curve_document())
-    store.put(curve_document(rmse=0.5))
-    assert store.get(curve_document().key).rmse == 0.5
+    store.put(curve_document(r2=0.5))
+    assert store.get(curve_document().key).r2 == 0.5
 
 
 def test_every_key_expires_and_putting_again_starts_its_time_anew(server, store):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from calibration_samples import curve_document
 from live_server import free_port, serving
 from prometheus_client.parser import text_string_to_metric_families
 from redis_server import RedisServer, redis_server
@@ -202,9 +203,9 @@ def change_curve() -> CurveDocument:
         (stored,) = store.list()
         document = store.get(stored.key)
         assert isinstance(document, CurveDocument)
-        # As of the first version, or the measurements beside it would have to fit it.
-        first = {"schema_version": 1, "evidence": None}
-        changed = document.model_copy(update=first | {"alpha": 0.0, "beta": 0.3, "power": 1.0})
+        same = {"model", "revision", "policy", "dtype", "nll_min", "nll_max", "retentions"}
+        kept = document.model_dump(include=same)
+        changed = curve_document(**kept, alpha=0.0, beta=0.3, power=1.0)
         store.put(changed)
     return changed
 

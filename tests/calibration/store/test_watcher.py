@@ -9,26 +9,16 @@ from contextlib import ExitStack
 from itertools import pairwise
 
 import pytest
-from calibration_samples import (
-    DTYPE,
-    MODEL,
-    POLICY,
-    REVISION,
-    SHAPE,
-    curve_document,
-    memory_document,
-    profile_document,
-)
+from calibration_samples import DTYPE, MODEL, POLICY, REVISION, curve_document
 from redis_server import RedisServer, redis_server
 from waiting import SAFETY_S, wait_for
 
 from kvtier.calibration.store.local_copy import LocalCopy
 from kvtier.calibration.store.redis import RedisStore
-from kvtier.calibration.store.watcher import REASONS, CalibrationWatcher, Served, Snapshot, watch
+from kvtier.calibration.store.watcher import REASONS, CalibrationWatcher, Served, watch
 from kvtier.config import load_settings
-from kvtier.errors import CalibrationMismatchError
 
-SERVED = Served(MODEL, REVISION, POLICY, DTYPE, SHAPE)
+SERVED = Served(MODEL, REVISION, POLICY, DTYPE)
 POLL_S = 0.02
 
 
@@ -44,11 +34,9 @@ class Bench:
             RedisStore(url or self.server.url, timeout_s=timeout_s, ttl_s=1000)
         )
 
-    def watcher(
-        self, served: Served = SERVED, url: str | None = None, timeout_s: float = 0.1
-    ) -> CalibrationWatcher:
+    def watcher(self, url: str | None = None, timeout_s: float = 0.1) -> CalibrationWatcher:
         store, local = self.opened(url, timeout_s), LocalCopy(self.local.directory)
-        watcher = CalibrationWatcher(store, served, local=local, poll_s=POLL_S)
+        watcher = CalibrationWatcher(store, SERVED, local=local, poll_s=POLL_S)
         self._stack.callback(watcher.close)
         assert watcher.wait_first_poll(SAFETY_S)
         return watcher
@@ -61,23 +49,17 @@ def bench(tmp_path) -> Iterator[Bench]:
 
 
 def test_what_is_stored_is_known_after_the_first_poll(bench):
-    curve, profile = curve_document(), profile_document()
+    curve = curve_document()
     bench.store.put(curve)
-    bench.store.put(profile)
     watcher = bench.watcher()
-    assert watcher.current() == Snapshot(profile, curve)
-    assert watcher.counters["changes"] == 2
+    assert watcher.curve() == curve
+    assert watcher.counters["changes"] == 1
     assert set(watcher.counters) == set(REASONS)
-
-
-def test_a_published_memory_is_no_calibration():
-    with pytest.raises(CalibrationMismatchError, match=r"memory:.*: no curve and no head profile"):
-        SERVED.check(memory_document())
 
 
 def test_nothing_stored_is_nothing_known_and_no_failure(bench):
     watcher = bench.watcher()
-    assert watcher.current() == Snapshot()
+    assert watcher.curve() is None
     wait_for(lambda: watcher.counters["polls"] > 3)
     assert {name: n for name, n in watcher.counters.items() if n and name != "polls"} == {}
 
@@ -85,11 +67,11 @@ def test_nothing_stored_is_nothing_known_and_no_failure(bench):
 def test_a_changed_curve_is_used_without_a_restart(bench):
     bench.store.put(curve_document())
     watcher = bench.watcher()
-    before = watcher.current()
+    before = watcher.curve()
     changed = curve_document(beta=0.0)
     bench.store.put(changed)
-    wait_for(lambda: watcher.current().curve == changed)
-    assert before.curve.beta == -0.1, "a snapshot that a caller holds never changes"
+    wait_for(lambda: watcher.curve() == changed)
+    assert before.beta == -0.1, "what a caller holds never changes"
     assert watcher.counters["changes"] == 2
 
 
@@ -97,16 +79,16 @@ def test_a_deleted_curve_is_used_no_more_nor_after_the_store_goes_down(bench):
     bench.store.put(curve_document())
     watcher = bench.watcher()
     bench.store.delete(curve_document().key)
-    wait_for(lambda: watcher.current().curve is None)
+    wait_for(lambda: watcher.curve() is None)
     bench.server.stop()
     wait_for(lambda: watcher.counters["unavailable"] > 0)
-    assert watcher.current().curve is None
+    assert watcher.curve() is None
 
 
 def test_a_store_that_does_not_answer_never_holds_a_reader_up(bench, monkeypatch):
     bench.store.put(curve_document())
     watcher = bench.watcher()
-    known, get = watcher.current(), RedisStore.get
+    known, get = watcher.curve(), RedisStore.get
     asked, free = threading.Event(), threading.Event()
 
     def held(store, key):
@@ -117,7 +99,7 @@ def test_a_store_that_does_not_answer_never_holds_a_reader_up(bench, monkeypatch
     monkeypatch.setattr(RedisStore, "get", held)
     try:
         assert asked.wait(SAFETY_S)
-        assert watcher.current() is known
+        assert watcher.curve() is known
     finally:
         free.set()
 
@@ -125,14 +107,14 @@ def test_a_store_that_does_not_answer_never_holds_a_reader_up(bench, monkeypatch
 def test_a_hanging_store_is_used_again(bench):
     bench.store.put(curve_document())
     watcher = bench.watcher()
-    known = watcher.current()
+    known = watcher.curve()
     bench.server.pause()
     wait_for(lambda: watcher.counters["unavailable"] > 0)
-    assert watcher.current() is known
+    assert watcher.curve() is known
     bench.server.resume()
     changed = curve_document(beta=0.0)
     wait_for(lambda: put(bench, changed))
-    wait_for(lambda: watcher.current().curve == changed)
+    wait_for(lambda: watcher.curve() == changed)
 
 
 def put(bench: Bench, document) -> bool:
@@ -150,37 +132,35 @@ def test_a_store_that_goes_and_comes_is_logged_once_each_time(bench, caplog):
     for round_ in (1, 2):
         bench.server.stop()
         wait_for(lambda n=watcher.counters["unavailable"]: watcher.counters["unavailable"] > n + 2)
-        assert watcher.current().curve is not None
+        assert watcher.curve() is not None
         assert caplog.text.count("store: unavailable") == round_
         bench.server.start()
-        bench.store.put(curve_document(rmse=round_ / 10))
-        wait_for(lambda n=round_: watcher.current().curve.rmse == n / 10)
+        bench.store.put(curve_document(r2=round_ / 10))
+        wait_for(lambda n=round_: watcher.curve().r2 == n / 10)
         wait_for(lambda n=round_: caplog.text.count("store: works again") == n)
 
 
 def test_a_store_that_is_down_from_the_start_gives_the_local_copy(bench):
-    curve, profile = curve_document(), profile_document()
+    curve = curve_document()
     bench.local.save(curve)
-    bench.local.save(profile)
     bench.server.stop()
     watcher = bench.watcher()
-    assert watcher.current() == Snapshot(profile, curve)
-    assert watcher.counters["local_copy"] == 2
+    assert watcher.curve() == curve
     wait_for(lambda: watcher.counters["unavailable"] > 2)
-    assert watcher.counters["local_copy"] == 2, "read once, not at every poll"
+    assert watcher.counters["local_copy"] == 1, "read once, not at every poll"
 
 
 def test_what_was_seen_once_survives_a_restart_without_a_store(bench):
     bench.store.put(curve_document())
     bench.watcher().close()
     bench.server.stop()
-    assert bench.watcher().current().curve is not None
+    assert bench.watcher().curve() is not None
 
 
 def test_neither_store_nor_local_copy_is_nothing_known(bench):
     bench.server.stop()
     watcher = bench.watcher()
-    assert watcher.current() == Snapshot()
+    assert watcher.curve() is None
     assert watcher.counters["unavailable"] == 1
 
 
@@ -190,14 +170,14 @@ def test_a_broken_local_copy_is_a_miss_and_logged_once(bench, caplog):
     bench.server.stop()
     watcher = bench.watcher()
     wait_for(lambda: watcher.counters["unavailable"] > 2)
-    assert watcher.current() == Snapshot()
+    assert watcher.curve() is None
     assert caplog.text.count("is not used") == 1
 
 
 def test_a_local_copy_of_something_else_is_not_used(bench):
     bench.local.save(curve_document(dtype="bfloat16"))
     bench.server.stop()
-    assert bench.watcher().current() == Snapshot()
+    assert bench.watcher().curve() is None
 
 
 @pytest.mark.parametrize(
@@ -214,29 +194,11 @@ def test_a_document_that_may_not_be_used_changes_nothing(bench, caplog, spoil, r
     watcher = bench.watcher()
     bench.server.admin.set(str(good.key), spoil(good))
     wait_for(lambda: watcher.counters[reason] > 2)
-    assert watcher.current().curve == good
+    assert watcher.curve() == good
     assert caplog.text.count(f"curve: {reason}") == 1
-    better = curve_document(rmse=0.001)
+    better = curve_document(r2=0.001)
     bench.store.put(better)
-    wait_for(lambda: watcher.current().curve == better)
-
-
-def test_a_bad_curve_does_not_hide_a_good_profile(bench):
-    bench.server.admin.set(str(curve_document().key), "no json")
-    bench.store.put(profile_document())
-    assert bench.watcher().current() == Snapshot(
-        profile=profile_document().model_copy(
-            update={"created_at": bench.store.get(SERVED.profile_key).created_at}
-        )
-    )
-
-
-def test_a_profile_of_another_shape_is_a_mismatch(bench):
-    bench.store.put(profile_document())
-    wide = SHAPE.model_copy(update={"head_dim": 16})
-    watcher = bench.watcher(Served(MODEL, REVISION, POLICY, DTYPE, wide))
-    assert watcher.current() == Snapshot()
-    assert watcher.counters["mismatch"] == 1
+    wait_for(lambda: watcher.curve() == better)
 
 
 def test_a_refusal_is_counted_as_one_and_keeps_the_password(bench, caplog):
@@ -263,9 +225,9 @@ def test_a_bug_does_not_end_the_thread(bench, monkeypatch, caplog):
     watcher = CalibrationWatcher(store, SERVED, local=bench.local, poll_s=POLL_S)
     try:
         wait_for(lambda: watcher.counters["unexpected"] > 3)
-        assert caplog.text.count("ZeroDivisionError: a bug") == 2, "once for each document"
+        assert caplog.text.count("ZeroDivisionError: a bug") == 1
         store.broken = False
-        wait_for(lambda: watcher.current().curve is not None)
+        wait_for(lambda: watcher.curve() is not None)
     finally:
         watcher.close()
 
@@ -307,7 +269,7 @@ def test_closing_ends_the_thread_and_may_be_repeated(bench):
     polls = watcher.counters["polls"]
     assert not any(thread.name == "kvtier-calibration" for thread in threading.enumerate())
     assert watcher.counters["polls"] == polls
-    assert watcher.current() == Snapshot()
+    assert watcher.curve() is None
 
 
 def test_the_settings_are_enough_to_watch(bench, monkeypatch, tmp_path):
@@ -317,7 +279,7 @@ def test_the_settings_are_enough_to_watch(bench, monkeypatch, tmp_path):
     watcher = watch(load_settings(), SERVED)
     try:
         assert watcher.wait_first_poll(SAFETY_S)
-        assert watcher.current().curve is not None
+        assert watcher.curve() is not None
         assert len(list((tmp_path / "data" / "copies").rglob("curve:*.json"))) == 1
     finally:
         watcher.close()
@@ -327,8 +289,8 @@ def test_saving_a_local_copy_replaces_it_and_leaves_no_staging_file(tmp_path):
     local = LocalCopy(tmp_path / "copies")
     assert local.load(curve_document().key) is None
     assert local.save(curve_document())
-    assert local.save(curve_document(rmse=0.5))
-    assert local.load(curve_document().key).rmse == 0.5
+    assert local.save(curve_document(r2=0.5))
+    assert local.load(curve_document().key).r2 == 0.5
     assert len([path for path in (tmp_path / "copies").rglob("*") if path.is_file()]) == 1
     local.forget(curve_document().key)
     local.forget(curve_document().key)

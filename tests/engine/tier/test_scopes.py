@@ -37,20 +37,10 @@ def test_a_request_whose_extra_key_is_an_adapters_id_does_not_find_its_kv():
     assert request("", None) is None
 
 
-class Matched:
-    """Which memory each request was matched behind."""
-
-    def __init__(self, **of_request: SimpleNamespace) -> None:
-        self.of_request = of_request
-
-    def memory_of(self, rid: str) -> SimpleNamespace | None:
-        return self.of_request.get(rid)
-
-
 def test_a_request_is_in_the_scope_of_the_memory_that_it_was_matched_behind(connect):
     tier = MiniScheduler(link=connect()).tree.tier
     memory = SimpleNamespace(digest="0123456789abcdef", prefix_ids=(7,) * 30)
-    tier.memories = Matched(behind=memory)
+    tier.memory_of = {"behind": memory}.get
     key = with_memory(joined("tenant", None), memory.digest)
     expected = Scope("tenant", "salt", memory=memory.digest, memory_tokens=30)
     assert tier.scope("behind", key, "salt") == expected
@@ -63,7 +53,7 @@ def test_a_request_is_in_the_scope_of_the_memory_that_it_was_matched_behind(conn
 def test_what_was_fetched_behind_a_memory_is_forgotten_by_who_is_not_behind_it_any_more(connect):
     tier = MiniScheduler(link=connect()).tree.tier
     memory = SimpleNamespace(digest="0123456789abcdef", prefix_ids=(7,) * 30)
-    tier.memories = Matched(stays=memory)
+    tier.memory_of = {"stays": memory}.get
     for rid in ("stays", "leaves"):
         tier.fetches.decline(rid, Scope(memory=memory.digest))
         tier.matched(rid)
