@@ -1,7 +1,8 @@
-"""Calls every kind of extend pass once before there are requests, so that none waits for compiling.
+"""Calls every kind of pass once before there are requests, so that none waits for compiling.
 
 On a GPU, Triton takes a second or more to compile a variant of a kernel when it is first called,
-and cuDNN prepares each new shape. What decoding needs is compiled when CUDA graphs are captured.
+and cuDNN prepares each new shape. What more decoding needs is compiled when CUDA graphs are
+captured. On a CPU numba compiles decoding, or loads what it has compiled before.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ def warm_up(
     chunk: int,
     context: int,
 ) -> None:
-    """Extend over the entry in the padding slot, as a token and as a list. Writes nothing into the
-    pool.
+    """Extend over the entry in the padding slot, as a token and as a list, and decode over the
+    list. Writes nothing into the pool.
 
     dtype: of queries. chunk, context: the most new tokens of a pass, and the most entries of a
     request.
@@ -42,6 +43,7 @@ def warm_up(
     tables = ListTables(words, words.to(torch.int32), one)
     plan = kernels.lists.plan(tables, one[0], one[0] + 1, pool.layer_num, pool.head_num)
     kernels.lists.extend(q[:1], (0, 1), pool.cells, plan, 0, 1.0)
+    kernels.lists.decode(q[:1], pool.cells, plan, 0, 1.0)
 
 
 __all__ = ["warm_up"]
