@@ -86,11 +86,6 @@ OF_PROGRAMS = {
     "a flag that SGLang does not have": Mistake(
         "flags", "--model-pth", lambda m: container(m, ENGINE)["args"].append("--model-pth=x")
     ),
-    "a flag of kvtier that has another name": Mistake(
-        "flags",
-        "--locality-sink-tokens",
-        lambda m: container(m, ENGINE)["args"].append("--sink-tokens=4"),
-    ),
     "a setting out of range": Mistake(
         "flags", "QUALITY", lambda m: set_variable(container(m, ENGINE), "KVTIER_QUALITY", "95")
     ),
