@@ -9,17 +9,6 @@ from hypothesis import strategies as st
 from kvtier.config import SETTINGS, load_settings
 
 
-def test_settings_survive_the_trip_through_the_environment(monkeypatch, tmp_path):
-    sent = load_settings(
-        head_profile=tmp_path / "p.json",
-        locality_compensation=False,
-        locality_sink_tokens=9,
-    )
-    for name, value in sent.to_env().items():
-        monkeypatch.setenv(name, value)
-    assert load_settings() == sent
-
-
 @pytest.mark.parametrize(
     ("memory", "folder"),
     [("store", None), ("./store", Path("store")), ("store/", Path("store")), ("a", Path("a"))],

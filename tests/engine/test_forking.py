@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from engine_process import CLEAN_ENVIRONMENT, run_script
-from forking import forked_commands
 from waiting import SAFETY_S, wait_for
 
 pytestmark = [
@@ -36,9 +34,8 @@ ENDLESS = """
 import os, signal, sys
 os.write(int(sys.argv[1]), f"{os.getpid()}\\n".encode())
 print(sys.stdin.readline().strip(), os.getcwd(), flush=True)
-if sys.argv[2] == "handles":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
-    os.write(int(sys.argv[1]), b"handles\\n")
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+os.write(int(sys.argv[1]), b"handles\\n")
 signal.pause()
 """
 
@@ -84,19 +81,11 @@ def test_where_a_test_wants_it_nothing_is_forked(script, tmp_path):
     assert not run_script(script, tmp_path, {}, {"TESTS_SPAWN": "1"})["imported"]
 
 
-@pytest.mark.parametrize(
-    ("sign", "handles", "code"),
-    [
-        (signal.SIGTERM, "handles", 7),
-        (signal.SIGTERM, "does not", -signal.SIGTERM),
-        (signal.SIGKILL, "does not", -signal.SIGKILL),
-    ],
-)
-def test_files_folder_and_signals_are_those_of_whoever_waits(tmp_path, sign, handles, code):
+def test_files_folder_and_signals_are_those_of_whoever_waits(tmp_path):
     script = written(tmp_path, ENDLESS)
     reads, writes = os.pipe()
     waits = subprocess.Popen(
-        [sys.executable, str(script), str(writes), handles],
+        [sys.executable, str(script), str(writes)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path,
         env=CLEAN_ENVIRONMENT, pass_fds=(writes,),
     )  # fmt: skip
@@ -109,61 +98,9 @@ def test_files_folder_and_signals_are_those_of_whoever_waits(tmp_path, sign, han
         waits.stdin.write("hello\n")
         waits.stdin.close()
         assert waits.stdout.readline() == f"hello {tmp_path}\n"
-        if handles == "handles":
-            assert told.readline() == "handles\n"
-        waits.send_signal(sign)
-        assert waits.wait(SAFETY_S) == code
+        assert told.readline() == "handles\n"
+        waits.send_signal(signal.SIGTERM)
+        assert waits.wait(SAFETY_S) == 7
         assert has_ended(forked)
         assert told.read() == ""
     waits.stdout.close()
-
-
-def test_what_decides_imports_has_a_server_of_its_own():
-    environment = dict(CLEAN_ENVIRONMENT)
-    one = forked_commands.imports_by(environment)
-    alike = environment | {"KVTIER_MARK": "x", "PYTEST_CURRENT_TEST": "y"}
-    assert forked_commands.imports_by(alike) == one
-    for decides in (
-        {"TRITON_INTERPRET": "0"},
-        {"PYTHONPATH": "/elsewhere"},
-        {"KVTIER_FORCE_CPU": "true"},
-    ):
-        assert forked_commands.imports_by(environment | decides) != one
-
-
-def test_a_retired_server_takes_no_more_jobs_and_ends_with_its_last_fork(tmp_path):
-    script = written(tmp_path, ENDLESS)
-    folder = tmp_path / "servers"
-    folder.mkdir()
-    reads, writes = os.pipe()
-    waits = subprocess.Popen(
-        [sys.executable, str(script), str(writes), "handles"], stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL, env={**CLEAN_ENVIRONMENT, "TESTS_FORK_SERVERS": str(folder)},
-        pass_fds=(writes,),
-    )  # fmt: skip
-    os.close(writes)
-    with os.fdopen(reads) as told:
-        forked = int(told.readline())
-        assert told.readline() == "handles\n"
-        (address,) = (file for file in folder.iterdir() if file.is_socket())
-        server = int(Path(f"/proc/{forked}/stat").read_text().rpartition(")")[2].split()[1])
-        forked_commands.retire(address)
-        assert not address.exists()
-        assert Path(f"/proc/{server}").exists()
-        waits.send_signal(signal.SIGTERM)
-        assert waits.wait(SAFETY_S) == 7
-    assert has_ended(server)
-
-
-def test_the_servers_that_were_used_longest_ago_are_retired(tmp_path, monkeypatch):
-    listening = []
-    for number in range(forked_commands.MOST + 2):
-        listening.append(socket.socket(socket.AF_UNIX))
-        listening[-1].bind(str(tmp_path / f"{number}"))
-        os.utime(tmp_path / f"{number}", (number, number))
-    retired = []
-    monkeypatch.setattr(forked_commands, "retire", lambda address: retired.append(address.name))
-    forked_commands.retire_others(tmp_path, keep="0")
-    assert sorted(retired) == ["1", "2"]
-    for one in listening:
-        one.close()

@@ -20,7 +20,8 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from kvtier import cli
 from kvtier.config import load_settings
 from kvtier.errors import UnsupportedModelError
-from kvtier.heads.calibrate import check_model
+from kvtier.heads.calibrate import calibrate_heads
+from kvtier.heads.methods import Target
 from kvtier.heads.model.config import folder_of, model_name, read_config, weights_revision
 from kvtier.heads.model.support import check_supported
 from kvtier.heads.profile import load_profile
@@ -192,7 +193,7 @@ def test_calibrating_refuses_what_serving_refuses(hub: Path) -> None:
     folder = snapshot(hub, "some/model")
     (folder / "config.json").write_text(json.dumps(written("OLMo 3")))
     with pytest.raises(UnsupportedModelError, match=WINDOW):
-        check_model("some/model")
+        calibrate_heads("some/model", "taylor", hub / "p.json", target=Target(share=0.5))
 
 
 def attention(**changed: Any) -> RadixAttention:

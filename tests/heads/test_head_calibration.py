@@ -126,13 +126,6 @@ def test_bad_arguments_are_named_before_the_model_loads(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
-    config = {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="MLA"):
-        calibrate_heads(str(tmp_path), "taylor", tmp_path / "p.json", target=Target(share=0.5))
-
-
 def test_a_model_whose_attention_cannot_be_replaced_is_refused(tmp_path: Path) -> None:
     """Bloom brings its own attention; every choice of heads would measure the same."""
     from transformers import BloomConfig, BloomForCausalLM

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_blobs import SIZE, blob_name, get, held, info_of, payload_of, put, reserve
+from store_blobs import SIZE, blob_name, content, get, held, info_of, payload_of, put, reserve
 
 from kvtier.errors import TierExhaustedError
 from kvtier_tierd.stores.base import BlobStore
@@ -171,11 +171,13 @@ class RoomContract(StoreScenarios):
     def test_a_hidden_blob_takes_room_until_its_last_reader_is_gone(self):
         async def scenario(store: BlobStore) -> None:
             await put(store, blob_name(0), payload_of(0))
-            handle = await store.open(blob_name(0))
+            first, last = await store.open(blob_name(0)), await store.open(blob_name(0))
             await store.delete(blob_name(0))
+            first.close()
             with pytest.raises(TierExhaustedError):
                 await reserve(store, blob_name(1), payload_of(1))
-            handle.close()
+            assert content(last) == payload_of(0)
+            last.close()
             await put(store, blob_name(1), payload_of(1))
 
         self.run(scenario, blobs=1)

@@ -7,12 +7,10 @@ import socket
 import subprocess
 import sys
 import threading
-import urllib.request
 from pathlib import Path
 
 import pytest
 from live_tier import (
-    LiveTier,
     blob_of,
     fetch,
     header_of,
@@ -162,12 +160,16 @@ def test_a_namespace_may_have_a_rate_with_a_quota_and_without():
 # ---- how it starts
 
 
-def test_a_port_in_use_is_said_clearly(tmp_path):
+def test_a_port_in_use_is_said_clearly_and_no_file_is_left_behind(tmp_path):
+    directory = tmp_path / "shm"
+    directory.mkdir()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert f"--listen {address}" in refusal("--listen", address, *SMALL)
+        flags = ("--insecure-local", "--memory=1m", f"--shared-memory={directory}")
+        assert f"--listen {address}" in refusal("--listen", address, *flags)
+        assert list(directory.iterdir()) == []
         port = address.rpartition(":")[2]
         said = refusal("--listen", "127.0.0.1:0", "--metrics-port", port, *SMALL)
         assert f"--metrics-port {port}" in said
@@ -196,26 +198,6 @@ def test_a_store_that_cannot_be_opened_is_said_clearly(tmp_path):
     said = refusal(*listen, "--memory=1000000g", f"--shared-memory={tmp_path}")
     assert "--memory" in said
     assert list(tmp_path.iterdir()) == [file]
-
-
-def test_a_start_that_fails_leaves_no_file_behind(tmp_path):
-    directory = tmp_path / "shm"
-    directory.mkdir()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        flags = ("--insecure-local", "--memory=1m", f"--shared-memory={directory}")
-        assert "--listen" in refusal("--listen", address, *flags)
-    assert list(directory.iterdir()) == []
-
-
-def test_metrics_are_served_where_it_says(tmp_path):
-    with (
-        live_tier(tmp_path, "--memory", "1m", "--metrics-port", "0") as tier,
-        urllib.request.urlopen(tier.metrics_url, timeout=SAFETY_S) as answer,
-    ):
-        assert b"kvtier_tier_capacity_bytes 1.048576e+06" in answer.read()
 
 
 # ---- how it ends
@@ -253,25 +235,6 @@ def test_the_process_that_started_it_may_stop_listening(tmp_path):
         tier.process.stdout.close()
         assert tier.terminate() == 0
     assert "Error" not in tier.log.read_text()
-
-
-def test_the_memory_file_of_a_killed_server_is_removed_by_the_next(tmp_path):
-    directory = tmp_path / "shm"
-    directory.mkdir()
-    flags = ("--memory", "1m", "--shared-memory", str(directory))
-    with live_tier(tmp_path, *flags) as tier:
-        (left,) = directory.iterdir()
-        tier.kill()
-        assert left.exists()
-        tier.start()
-        (new,) = directory.iterdir()
-        assert new != left
-        other = LiveTier(tmp_path, *flags)
-        try:
-            other.start()
-            assert len(list(directory.iterdir())) == 2, "that of a living one is not"
-        finally:
-            other.stop()
 
 
 def test_a_disk_store_outlives_its_server(tmp_path):

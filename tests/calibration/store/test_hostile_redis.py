@@ -23,7 +23,7 @@ from hostile_server import (
     says_nothing,
 )
 from test_redis_tls import write_certificates
-from waiting import SAFETY_S, wait_for
+from waiting import SAFETY_S
 
 from kvtier.calibration.documents.keys import curve_key
 from kvtier.calibration.store.local_copy import LocalCopy
@@ -254,27 +254,6 @@ def test_a_watcher_falls_back_to_its_local_copy_and_never_to_an_exception(answer
             assert watcher.counters["unexpected"] == 0, caplog.text
         finally:
             watcher.close()
-
-
-def test_a_server_that_behaves_again_is_used_again(server):
-    """A call that ran out of time leaves no connection in the middle of an answer behind."""
-    with (
-        RedisStore(server.url, timeout_s=SAFETY_S, ttl_s=1000) as patient,
-        opened(server.url) as store,
-    ):
-        key = patient.put(curve_document())
-
-        def gets() -> bool:
-            with suppress(StoreUnavailableError):
-                return store.get(key) is not None
-            return False
-
-        wait_for(gets)
-        server.pause()
-        with pytest.raises(StoreUnavailableError):
-            store.get(key)
-        server.resume()
-        wait_for(gets)
 
 
 def test_deadlines_of_several_threads_do_not_mix(server):

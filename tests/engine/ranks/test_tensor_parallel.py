@@ -85,7 +85,7 @@ def test_two_ranks_keep_what_the_curve_says_of_each_context(tmp_path):
     assert kept[0] == kept[1]
 
 
-def test_without_a_token_cap_both_ranks_have_the_slots_that_their_memory_was_planned_for(tmp_path):
+def test_without_a_token_cap_ranks_have_the_slots_that_their_memory_was_planned_for(tmp_path):
     """Else the server does not start: what scores take is not in SGLang's bytes of a token."""
     PROFILES["an empty rank"]().save(tmp_path / "profile.json")
     env = {**RULE, "KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json"), "KVTIER_RETENTION": "0.5"}
@@ -93,7 +93,7 @@ def test_without_a_token_cap_both_ranks_have_the_slots_that_their_memory_was_pla
     uncapped = {"max_total_tokens": None, "mem_fraction_static": 0.2}
     one, two = (serve(tmp_path, ranks, rounds, env, **uncapped) for ranks in (1, 2))
     assert said(two) == said(one)
-    assert two["state"]["slots"] > 30_000
+    assert min(out["state"]["slots"] for out in (one, two)) > 30_000
 
 
 def test_a_rank_that_parts_is_caught(tmp_path):

@@ -1,5 +1,5 @@
-"""What merged entries are: no bit changes where nothing merges, order and other heads do not
-matter, and extremes stay finite.
+"""What merged entries are: no bit changes where nothing merges, and extremes stay finite. That
+order and other heads do not matter is in tests/retention/test_keepkv.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from merging_problems import (
-    Problem,
     asked,
     assert_same,
     attention_over,
@@ -23,7 +22,6 @@ from merging_problems import (
 
 from kvtier_kernels.merging import (
     Assignment,
-    Entries,
     assign,
     compensate,
     exact_entries,
@@ -59,43 +57,6 @@ def test_entries_that_take_no_other_in_change_no_bit(seed: int, lost: float) -> 
                 assert torch.equal(
                     merged.log_votes[head, :, r], problem.entries.log_votes[head, :, i]
                 )
-
-
-@settings(max_examples=30)
-@given(seed=seeds, group=st.integers(1, 3))
-def test_the_order_of_the_entries_does_not_matter(seed: int, group: int) -> None:
-    problem = with_unmerged(make_problem(seed, 2, group), 0.3)
-    order = torch.randperm(24, generator=torch.Generator().manual_seed(seed))
-    entries, (kept, target) = problem.entries, problem.assignment
-    moved = problem._replace(
-        entries=Entries(entries.k[:, order], entries.v[:, order], entries.log_votes[..., order]),
-        logits=problem.logits[..., order],
-        assignment=Assignment(order.argsort()[kept], target[:, order]),
-    )
-    for got, expected in zip(merge(moved), merge(problem), strict=True):
-        assert_same(got, expected)
-    before = compensate(entries, problem.assignment)
-    for got, expected in zip(compensate(moved.entries, moved.assignment), before, strict=True):
-        assert_same(got, expected)
-
-
-def test_heads_do_not_see_each_other() -> None:
-    problem = with_unmerged(make_problem(4, heads=3, group=2), 0.3)
-    together = merge(problem)
-    rest = compensate(problem.entries, problem.assignment)
-    for head in range(3):
-        one = slice(head, head + 1)
-        alone = Problem(
-            problem.q[one],
-            Entries(*(x[one] for x in problem.entries)),
-            problem.logits[one],
-            Assignment(*(x[one] for x in problem.assignment)),
-            problem.scale,
-        )
-        for got, expected in zip(merge(alone), together, strict=True):
-            assert_same(got, expected[one])
-        for got, expected in zip(compensate(alone.entries, alone.assignment), rest, strict=True):
-            assert_same(got, expected[one])
 
 
 @pytest.mark.parametrize("group", [1, 2])

@@ -87,13 +87,6 @@ def tls(tmp_path):
 # ---- who is calling
 
 
-def test_what_is_put_over_tls_comes_back(tls):
-    with tls.serving() as tier, tls.client(tier) as client:
-        assert client.connect().namespace == "ada"
-        assert client.put(blob_of(1, 3_000_000))
-        assert fetch(client, [key_of(1)])[1] == {0: payload_of(1, 3_000_000)}
-
-
 def test_the_same_host_shares_memory_over_tls_too(tls, memory_directory):
     with tls.serving(shared_directory=memory_directory) as tier, tls.client(tier) as client:
         client.connect()
@@ -116,19 +109,11 @@ def test_the_namespace_is_the_certificates_whatever_the_client_says(tls):
             client.connect()
 
 
-def test_two_certificates_are_two_namespaces(tls):
-    with tls.serving() as tier, tls.client(tier, "ada") as ada, tls.client(tier, "bob") as bob:
-        ada.connect(), bob.connect()
-        ada.put(blob_of(1))
-        assert bob.exists([key_of(1)]).leading_run == 0
-        assert ada.exists([key_of(1)]).leading_run == 1
-
-
 def test_a_name_may_be_in_any_script(tls):
     with tls.serving() as tier, tls.client(tier, "Ædå") as client:
         assert client.connect().namespace == "Ædå"
-        assert client.put(blob_of(1))
-        assert fetch(client, [key_of(1)])[1] == {0: payload_of(1)}
+        assert client.put(blob_of(1, 3_000_000))
+        assert fetch(client, [key_of(1)])[1] == {0: payload_of(1, 3_000_000)}
 
 
 def test_limits_are_by_certificate(tls):

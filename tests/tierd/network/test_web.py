@@ -123,7 +123,7 @@ def test_metrics_are_bound_where_they_are_wanted(tmp_path):
     with live_tier(tmp_path, *flags) as live:
         assert live.metrics_url.startswith("http://127.0.0.2:")
         with urllib.request.urlopen(live.metrics_url, timeout=SAFETY_S) as answer:
-            assert b"kvtier_tier" in answer.read()
+            assert b"kvtier_tier_capacity_bytes 1.048576e+06" in answer.read()
 
 
 def test_calls_are_timed_however_they_end_and_rare_events_are_told_from_the_start():

@@ -1,4 +1,4 @@
-"""How the service is run: what it says of itself, where it listens, and how it ends."""
+"""How the service is run: what it says of itself, and how it ends."""
 
 from __future__ import annotations
 
@@ -155,11 +155,3 @@ def test_health_and_reflection_answer(tier):
         (answer,) = reflection.ServerReflectionInfo(iter([request]))
         names = {service.name for service in answer.list_services_response.service}
         assert {"kvtier.v1.TierService", "grpc.health.v1.Health"} <= names
-
-
-def test_a_unix_socket_serves_as_well(tmp_path):
-    listen = f"unix:{tmp_path}/t"
-    with in_process(listen=listen) as tier, TierClient(tier.address, timeout_s=SAFETY_S) as client:
-        client.connect()
-        assert client.put(blob_of(1))
-        assert fetch(client, [key_of(1)])[1] == {0: payload_of(1)}

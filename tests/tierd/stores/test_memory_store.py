@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from store_blobs import SIZE, blob_name, content, get, held, payload_of, put, reserve
+from store_blobs import SIZE, blob_name, get, held, payload_of, put, reserve
 from store_contract import StoreContract
 
 from kvtier.errors import TierExhaustedError
@@ -97,23 +97,5 @@ def test_where_pinned_blobs_leave_no_room_in_one_piece_it_is_exhausted():
         handle.close()
         assert store.check_integrity() == []
         await put(store, blob_name(9), payload_of(9, 2 * COST))
-
-    asyncio.run(play())
-
-
-def test_a_hidden_blob_waits_for_all_of_its_readers():
-    async def play() -> None:
-        store = MemoryStore(2 * COST, watermarks=NO_WATERMARKS)
-        await put(store, blob_name(0), payload_of(0))
-        first, second = await store.open(blob_name(0)), await store.open(blob_name(0))
-        await store.delete(blob_name(0))
-        first.close()
-        await put(store, blob_name(1), payload_of(1))
-        assert content(second) == payload_of(0)
-        with pytest.raises(TierExhaustedError):
-            await reserve(store, blob_name(2), payload_of(2, 2 * COST))
-        second.close()
-        assert store.check_integrity() == []
-        await put(store, blob_name(2), payload_of(2, 2 * COST))
 
     asyncio.run(play())
