@@ -50,8 +50,11 @@ def test_prefixes_are_read_in_runs_and_in_blocks(monkeypatch, layout):
 
 
 @pytest.mark.parametrize("votes", [None, (), (4,)], ids=["no votes", "per entry", "per head"])
-def test_lists_are_read_in_blocks(monkeypatch, votes):
+def test_lists_are_read_in_runs_in_blocks_and_by_threads(monkeypatch, votes):
     monkeypatch.setattr(lists, "compiled", None)
+    monkeypatch.setattr(lists, "MIN_RUN_CELLS", 16)
+    monkeypatch.setattr(products, "LONG_ENTRIES", 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(products, "GATHERED_ENTRIES", 10)
     monkeypatch.setattr(products, "BLOCK_LOGITS", 300)
     problem = make_problem(votes=votes)

@@ -34,6 +34,8 @@ except ImportError:
 if TYPE_CHECKING:
     from kvtier_kernels.reference_backend.compiled import HostLists
 
+# Longer than a run of slots, because a cell is of one head: a short one is cheap to gather.
+MIN_RUN_CELLS = 1024
 # Rows at a time: the states of all parts are held until they are merged.
 MOST_ROWS = 512
 
@@ -129,14 +131,14 @@ def _over_cells(
     q: torch.Tensor, kv: CellKV, cells: Sequence[torch.Tensor], scale: float
 ) -> AttentionState:
     """q [rows, heads, group, dim] over each head's own cells."""
-    states = []
+    states, flat = [], RaggedKV(kv.k.unsqueeze(1), kv.v.unsqueeze(1))
     for head, own in enumerate(cells):
         mine = q[:, head : head + 1]
-        if not len(own):
-            states.append(empty_state(mine))
+        if kv.log_votes is None or not len(own):
+            states.append(over_entries(mine, flat, plan_request(own, MIN_RUN_CELLS), scale))
             continue
-        k, v = (take(side, 0, own).unsqueeze(1).to(q.dtype) for side in (kv.k, kv.v))
-        votes = None if kv.log_votes is None else kv.log_votes.view(len(kv.k), -1)[own]
+        k, v = (take(side, 0, own).to(q.dtype) for side in flat)
+        votes = kv.log_votes.view(len(kv.k), -1)[own]
         states.append(dense(mine, k, v, votes, scale))
     return AttentionState(*(torch.cat(parts, 1) for parts in zip(*states, strict=True)))
 

@@ -13,6 +13,8 @@ from kvtier_kernels.states import empty_state, merge_states
 
 # Logits held at a time where no tiled operator exists: 64 M float32.
 BLOCK_LOGITS = 1 << 26
+# Of one head, that a thread takes.
+LONG_ENTRIES = 512
 # Gathered at a time, so that they are still in a cache when they are read.
 GATHERED_ENTRIES = 4096
 
@@ -51,6 +53,9 @@ def dense(
           does not see; or None. Row g of a group has those of query head g % query heads.
     """
     rows, heads, group, dim = q.shape
+    threads = torch.get_num_threads()
+    if heads == 1 < threads and bias is None and len(k) >= threads * LONG_ENTRIES:
+        return _by_threads(q, k, v, scale, threads)
     if bias is not None and bias.shape[-1] > 1:
         # The mask that the tiled kernel wants is then as large as the logits.
         rows = max(1, BLOCK_LOGITS // (heads * group * len(k)))
@@ -67,6 +72,21 @@ def dense(
             lse = lse.masked_fill(most.isneginf(), float("-inf"))
         states.append(unfold(o, lse, len(part), group))
     return concat(states)
+
+
+def _by_threads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, threads: int
+) -> AttentionState:
+    """`dense` of one head, whose entries are as many heads to PyTorch as it has threads: few rows
+    of one would be one thread's."""
+    each = len(k) // threads
+    parts = [x[: each * threads].reshape(threads, each, -1).transpose(0, 1) for x in (k, v)]
+    found = dense(q.expand(-1, threads, -1, -1), *parts, None, scale)
+    lse = found.lse.logsumexp(1, keepdim=True)
+    o = (found.o * (found.lse - lse).exp().unsqueeze(-1)).sum(1, keepdim=True)
+    state = AttentionState(o.to(q.dtype), lse)
+    left = slice(each * threads, None)
+    return merge_states(state, dense(q, k[left], v[left], None, scale)) if len(k[left]) else state
 
 
 def _mask(bias: torch.Tensor, group: int, rows: int) -> torch.Tensor:
