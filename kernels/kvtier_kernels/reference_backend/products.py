@@ -80,8 +80,8 @@ def _by_threads(
     """`dense` of one head, whose entries are as many heads to PyTorch as it has threads: few rows
     of one would be one thread's."""
     each = len(k) // threads
-    parts = [x[: each * threads].reshape(threads, each, -1).transpose(0, 1) for x in (k, v)]
-    found = dense(q.expand(-1, threads, -1, -1), *parts, None, scale)
+    keys, values = (x[: each * threads].reshape(threads, each, -1).transpose(0, 1) for x in (k, v))
+    found = dense(q.expand(-1, threads, -1, -1), keys, values, None, scale)
     lse = found.lse.logsumexp(1, keepdim=True)
     o = (found.o * (found.lse - lse).exp().unsqueeze(-1)).sum(1, keepdim=True)
     state = AttentionState(o.to(q.dtype), lse)
