@@ -62,7 +62,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $(VENV)/.kvtier-ready $@
 
-# Where each token's worth is measured once, heads compete for a quarter of the entries.
+# What tokens are worth to the demo model. With it heads compete for a quarter of the entries.
 DEMO_WORTH := out/kvtier-demo/token_worth.npz
 $(DEMO_WORTH): | $(READY)
 	@mkdir -p $(@D)

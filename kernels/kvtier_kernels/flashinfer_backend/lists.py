@@ -124,7 +124,7 @@ class FlashInferLists(ListKernels):
             cells, heads = [], plan.lists.heads
             for request in plan.lists.requests:
                 for column in range(layer * heads, (layer + 1) * heads):
-                    dense = request.dense.all_slots + column * kv.column_cells
+                    dense = request.slots.long() + column * kv.column_cells
                     cells.append(torch.cat((request.cells(column), dense)))
             indptr = (0, *accumulate(len(each) for each in cells))
             plan.layers[layer] = self._plan_table(torch.cat(cells), indptr)

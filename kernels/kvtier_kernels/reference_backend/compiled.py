@@ -5,7 +5,7 @@ merged.
     pages of all lists    | list 0      | list 1 | list 2            |
     threads               |      0          |      1          |  2   |
 
-It is there for float32; what else there is, PyTorch reads.
+It is there for float32; other dtypes are left to PyTorch.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvtier_kernels.states import AttentionState
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# More query rows of a list are a product of matrices.
-MOST_ROWS = 16
-# Fewer pages of a thread are read before another one has woken up.
+# More query rows of a list than these are read faster as a product of matrices.
+FEW_ROWS = 16
+# A thread that would read fewer pages than these is not worth waking.
 THREAD_PAGES = 64
-# Below all logits, and what is subtracted from it is a number.
+# Below all logits, and finite, so that a difference from it is a number.
 _LEAST = np.float32(-3e38)
 _NO_VOTES = np.empty((0, 1), np.float32)
 
@@ -198,4 +198,4 @@ def _threads(count: int) -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_threads.cache_clear)
 
 
-__all__ = ["MOST_ROWS", "HostLists", "decode"]
+__all__ = ["FEW_ROWS", "HostLists", "decode"]

@@ -1,4 +1,5 @@
-"""The backend `reference`: plain PyTorch, any device, no padding, no copy of long runs.
+"""The backend `reference`: plain PyTorch, any device, no padding, no copy of long runs; decoding in
+float32 on a CPU is compiled by numba.
 
 Its speed on a CPU matters (it serves the engine there), its clarity matters more: the other
 backends are tested against it.

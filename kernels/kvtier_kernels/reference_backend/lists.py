@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +43,17 @@ MOST_ROWS = 512
 
 @dataclass(frozen=True)
 class RequestLists:
-    """dense: slots. words: int32, of all columns; column c has those from starts[c] to
-    starts[c + 1]."""
+    """slots: int32, of the dense tokens. words: int32, of all columns; column c has those from
+    starts[c] to starts[c + 1]."""
 
-    dense: RequestSlots
+    slots: torch.Tensor
     words: torch.Tensor
     starts: tuple[int, ...]
+
+    @cached_property
+    def dense(self) -> RequestSlots:
+        """The dense tokens, as runs and others; of no use to compiled code."""
+        return plan_request(self.slots.long())
 
     def cells(self, column: int) -> torch.Tensor:
         """int64 [entries]: where a column's entries are."""
@@ -81,16 +87,19 @@ class ReferenceLists(ListKernels):
         known = {} if into is None else dict(zip(into.rows, into.requests, strict=True))
         asked, requests = tuple(rows.tolist()), []
         for row, tokens in zip(asked, dense.tolist(), strict=True):
-            slots = plan_request(tables.slots[row, :tokens].long())
-            before = known.get(row) or RequestLists(slots, *_words(tables, row))
-            requests.append(replace(before, dense=slots))
-        return ReferenceListPlan(tuple(requests), asked, heads, [])
+            slots, before = tables.slots[row, :tokens], known.get(row)
+            words = _words(tables, row) if before is None else (before.words, before.starts)
+            requests.append(RequestLists(slots, *words))
+        found = ReferenceListPlan(tuple(requests), asked, heads, [])
+        if into is not None and into.rows == asked and into.host:
+            found.host.append(into.host[0]._replace(**_dense_on_the_host(requests)))
+        return found
 
     def decode(
         self, q: torch.Tensor, kv: CellKV, plan: ReferenceListPlan, layer: int, scale: float
     ) -> AttentionState:
         is_float32 = q.dtype == kv.k.dtype == torch.float32 and q.device.type == "cpu"
-        if compiled is None or not is_float32 or q.shape[2] > compiled.MOST_ROWS:
+        if compiled is None or not is_float32 or q.shape[2] > compiled.FEW_ROWS:
             return self.extend(q, range(len(q) + 1), kv, plan, layer, scale)
         if not plan.host:
             plan.host.append(_on_the_host(plan.requests))
@@ -111,10 +120,10 @@ class ReferenceLists(ListKernels):
         for request, (begin, end) in zip(plan.requests, pairwise(q_indptr), strict=True):
             if begin == end:
                 continue
-            cells = [request.cells(column) for column in columns]
+            cells = [plan_request(request.cells(column), MIN_RUN_CELLS) for column in columns]
             for own in torch.split(q[begin:end], MOST_ROWS):
                 state = over_entries(own, of_layer, request.dense, scale)
-                if any(map(len, cells)):
+                if any(one.num_entries for one in cells):
                     state = merge_states(state, _over_cells(own, kv, cells, scale))
                 states.append(state)
         return concat(states)
@@ -128,33 +137,38 @@ def _by_slot(kv: CellKV, columns: range) -> RaggedKV:
 
 
 def _over_cells(
-    q: torch.Tensor, kv: CellKV, cells: Sequence[torch.Tensor], scale: float
+    q: torch.Tensor, kv: CellKV, cells: Sequence[RequestSlots], scale: float
 ) -> AttentionState:
     """q [rows, heads, group, dim] over each head's own cells."""
     states, flat = [], RaggedKV(kv.k.unsqueeze(1), kv.v.unsqueeze(1))
     for head, own in enumerate(cells):
         mine = q[:, head : head + 1]
-        if kv.log_votes is None or not len(own):
-            states.append(over_entries(mine, flat, plan_request(own, MIN_RUN_CELLS), scale))
+        if kv.log_votes is None or not own.num_entries:
+            states.append(over_entries(mine, flat, own, scale))
             continue
-        k, v = (take(side, 0, own).to(q.dtype) for side in flat)
-        votes = kv.log_votes.view(len(kv.k), -1)[own]
+        k, v = (take(side, 0, own.all_slots).to(q.dtype) for side in flat)
+        votes = kv.log_votes.view(len(kv.k), -1)[own.all_slots]
         states.append(dense(mine, k, v, votes, scale))
     return AttentionState(*(torch.cat(parts, 1) for parts in zip(*states, strict=True)))
 
 
 def _on_the_host(requests: Sequence[RequestLists]) -> HostLists:
-    words = torch.cat([one.words for one in requests])
+    """What compiled code reads."""
     offsets = (0, *accumulate(len(one.words) for one in requests))
     starts = torch.tensor([one.starts for one in requests])
-    slots = [one.dense.all_slots for one in requests]
     return compiled.HostLists(
-        words.numpy(),
-        (starts[:, :-1] + torch.tensor(offsets[:-1])[:, None]).numpy(),
-        starts.diff(dim=1).numpy(),
-        torch.cat(slots).int().numpy(),
-        torch.tensor((0, *accumulate(map(len, slots)))).numpy(),
+        words=torch.cat([one.words for one in requests]).numpy(),
+        starts=(starts[:, :-1] + torch.tensor(offsets[:-1])[:, None]).numpy(),
+        pages=starts.diff(dim=1).numpy(),
+        **_dense_on_the_host(requests),
     )
+
+
+def _dense_on_the_host(requests: Sequence[RequestLists]) -> dict[str, Any]:
+    """The part of it that grows with every token."""
+    slots = [one.slots for one in requests]
+    indptr = torch.tensor((0, *accumulate(map(len, slots))))
+    return {"slots": torch.cat(slots).numpy(), "indptr": indptr.numpy()}
 
 
 def _words(tables: ListTables, row: int) -> tuple[torch.Tensor, tuple[int, ...]]:

@@ -13,7 +13,7 @@ from kvtier_kernels.states import empty_state, merge_states
 
 # Logits held at a time where no tiled operator exists: 64 M float32.
 BLOCK_LOGITS = 1 << 26
-# Of one head, that a thread takes.
+# Fewer entries of one head than these are not worth a thread of their own.
 LONG_ENTRIES = 512
 # Gathered at a time, so that they are still in a cache when they are read.
 GATHERED_ENTRIES = 4096
@@ -53,7 +53,7 @@ def dense(
           does not see; or None. Row g of a group has those of query head g % query heads.
     """
     rows, heads, group, dim = q.shape
-    threads = torch.get_num_threads()
+    threads = torch.get_num_threads() if q.device.type == "cpu" else 1
     if heads == 1 < threads and bias is None and len(k) >= threads * LONG_ENTRIES:
         return _by_threads(q, k, v, scale, threads)
     if bias is not None and bias.shape[-1] > 1:
@@ -77,8 +77,8 @@ def dense(
 def _by_threads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, threads: int
 ) -> AttentionState:
-    """`dense` of one head, whose entries are as many heads to PyTorch as it has threads: few rows
-    of one would be one thread's."""
+    """`dense` of one head. PyTorch gives a head's few rows to one thread, so the entries are cut
+    into as many heads as there are threads, whose states are merged."""
     each = len(k) // threads
     keys, values = (x[: each * threads].reshape(threads, each, -1).transpose(0, 1) for x in (k, v))
     found = dense(q.expand(-1, threads, -1, -1), keys, values, None, scale)
