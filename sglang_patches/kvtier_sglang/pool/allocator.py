@@ -140,10 +140,11 @@ class BundleAllocator(TokenToKVPoolAllocator):
     def check_integrity(self) -> list[str]:
         """What is wrong with the slots; empty when healthy."""
         problems = []
-        free = torch.cat((self.free_pages, self.release_pages))
-        if bool((free == 0).any()):
+        listed = torch.cat((self.free_pages, self.release_pages))
+        free = torch.bincount(listed, minlength=self.size + 1)
+        if bool(free[0]):
             problems.append("the padding slot was freed")
-        if torch.unique(free).numel() != free.numel():
+        if bool((free > 1).any()):
             problems.append("a slot is free twice")
         if self.pool.packed is not None:
             problems += self.pool.packed.problems(free)

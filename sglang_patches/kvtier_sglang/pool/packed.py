@@ -222,20 +222,21 @@ class PackedSpans:
         return tuple(spans)
 
     def problems(self, free: torch.Tensor) -> Iterable[str]:
-        """What is wrong with them. free: slots that nothing holds."""
+        """What is wrong with them. free: int64 `[slots]`, how often each is free."""
         held = [span.slots for span in self._by_first.values()]
-        slots = torch.cat(held) if held else free[:0]
-        if torch.unique(slots).numel() != slots.numel():
+        slots = torch.cat(held) if held else self.dense_of[:0]
+        packed = torch.bincount(slots, minlength=self.dense_of.numel())
+        if bool((packed > 1).any()):
             yield "a slot is in two packed spans"
         if self.log_votes is not None:
             voted = torch.cat([*self._voted.values(), slots[:0]])
-            found = torch.nonzero(self.log_votes.any(-1)).flatten()
-            if not bool(torch.isin(found, voted).all()):
+            found = self.log_votes.any(-1)
+            found[voted] = False
+            if bool(found.any()):
                 yield "an entry has votes that is in no packed span"
-        if bool(torch.isin(slots, free).any()):
+        if bool(free[slots].any()):
             yield "a free slot is packed"
-        packed = torch.nonzero(self.dense_of == 0).flatten()
-        if not torch.equal(packed[packed > 0], slots.sort().values):
+        if not torch.equal((self.dense_of == 0)[1:], (packed > 0)[1:]):
             yield "slots are packed that are in no span, or the other way round"
 
 
