@@ -67,7 +67,10 @@ class Settings(BaseModel):
         "what else is asked for excludes it.",
     )
     nll_stride: int = Field(
-        4, ge=1, description="Every how many prompt tokens the model's surprise is measured."
+        4,
+        ge=1,
+        description="Every how many prompt tokens the model's surprise is measured, "
+        "where a quality is asked for.",
     )
     memory: str | None = Field(
         None,

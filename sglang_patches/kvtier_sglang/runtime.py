@@ -34,10 +34,10 @@ from kvtier_sglang.attention.backend import KvtierAttnBackend
 from kvtier_sglang.attention.lists import table_bytes
 from kvtier_sglang.attention.warm_up import warm_up
 from kvtier_sglang.compat import backends_are_ours, check_documents, settings_of
+from kvtier_sglang.compression import prompt_nll
 from kvtier_sglang.compression.calibration import FixedCurve, curve_source, stored_profile
 from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.compression.metrics import RetentionMetrics
-from kvtier_sglang.compression.prompt_nll import observe_nll
 from kvtier_sglang.compression.retention import Retention
 from kvtier_sglang.compression.selection import (
     AdaptiveSelection,
@@ -296,8 +296,10 @@ class Runtime:
         **kwargs: Any,
     ) -> Any:
         """AROUND LogitsProcessor.forward: measure the NLL of a prefill where it will be asked."""
-        rows = None if self.backend is None else self.backend.prefill_rows()
-        if self.backend is not None and rows is not None:
+        backend, rows = self.backend, None
+        if backend is not None and prompt_nll.is_asked(self.settings):
+            rows = backend.prefill_rows()
+        if backend is not None and rows is not None:
 
             def logits_of(states: torch.Tensor) -> torch.Tensor:
                 found: torch.Tensor = processor._get_logits(
@@ -305,8 +307,8 @@ class Runtime:
                 )
                 return found
 
-            stride, nll = self.settings.nll_stride, self.backend.pool.nll
-            observe_nll(logits_of, hidden_states, input_ids, rows, stride, nll)
+            stride, nll = self.settings.nll_stride, backend.pool.nll
+            prompt_nll.observe_nll(logits_of, hidden_states, input_ids, rows, stride, nll)
         return original(
             processor, input_ids, hidden_states, lm_head, logits_metadata, *args, **kwargs
         )

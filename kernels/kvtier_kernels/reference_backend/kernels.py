@@ -60,9 +60,7 @@ def _extend_one(
     scale: float,
 ) -> AttentionState:
     own = _causal(q, k_new, v_new, scale)
-    if request.num_entries == 0:
-        return own
-    return merge_states(over_entries(q, kv, request, scale), own)
+    return merge_states(over_entries(q, kv, request, scale), own) if request else own
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> AttentionState:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvtier_kernels.base import RaggedKV
-from kvtier_kernels.fp8 import take
 from kvtier_kernels.lists import (
     ENTRY_BITS,
     PAGE_CELLS,
@@ -23,7 +22,7 @@ from kvtier_kernels.lists import (
     ListTables,
     check_tables,
 )
-from kvtier_kernels.reference_backend.products import concat, dense, over_entries
+from kvtier_kernels.reference_backend.products import concat, over_entries
 from kvtier_kernels.reference_backend.slots import RequestSlots, plan_request
 from kvtier_kernels.states import AttentionState, empty_state, merge_states
 
@@ -35,8 +34,8 @@ except ImportError:
 if TYPE_CHECKING:
     from kvtier_kernels.reference_backend.compiled import HostLists
 
-# Longer than a run of slots, because a cell is of one head: a short one is cheap to gather.
-MIN_RUN_CELLS = 1024
+# Longer than a run of slots, because a page is of one head: a short one is cheap to gather.
+MIN_RUN_PAGES = 64
 # Rows at a time: the states of all parts are held until they are merged.
 MOST_ROWS = 512
 
@@ -57,9 +56,22 @@ class RequestLists:
 
     def cells(self, column: int) -> torch.Tensor:
         """int64 [entries]: where a column's entries are."""
-        words = self.words[self.starts[column] : self.starts[column + 1]].long().unsqueeze(1)
-        place = torch.arange(PAGE_CELLS, device=words.device)
-        return ((words >> ENTRY_BITS) * PAGE_CELLS + place)[place < words % (1 << ENTRY_BITS)]
+        return _cells(self._words(column))
+
+    def in_runs(self, column: int) -> RequestSlots:
+        """The same, as runs of whole pages and others."""
+        words = self._words(column)
+        if len(words) < MIN_RUN_PAGES:
+            return RequestSlots((), _cells(words) if len(words) else None)
+        whole = words % (1 << ENTRY_BITS) == PAGE_CELLS
+        pages, loose = plan_request(words[whole] >> ENTRY_BITS, MIN_RUN_PAGES), words[~whole]
+        if pages.scattered is not None:
+            loose = torch.cat((pages.scattered << ENTRY_BITS | PAGE_CELLS, loose))
+        runs = tuple((first * PAGE_CELLS, stop * PAGE_CELLS) for first, stop in pages.runs)
+        return RequestSlots(runs, _cells(loose) if len(loose) else None)
+
+    def _words(self, column: int) -> torch.Tensor:
+        return self.words[self.starts[column] : self.starts[column + 1]].long()
 
 
 @dataclass(frozen=True)
@@ -120,10 +132,10 @@ class ReferenceLists(ListKernels):
         for request, (begin, end) in zip(plan.requests, pairwise(q_indptr), strict=True):
             if begin == end:
                 continue
-            cells = [plan_request(request.cells(column), MIN_RUN_CELLS) for column in columns]
+            cells = [request.in_runs(column) for column in columns]
             for own in torch.split(q[begin:end], MOST_ROWS):
                 state = over_entries(own, of_layer, request.dense, scale)
-                if any(one.num_entries for one in cells):
+                if any(cells):
                     state = merge_states(state, _over_cells(own, kv, cells, scale))
                 states.append(state)
         return concat(states)
@@ -140,16 +152,20 @@ def _over_cells(
     q: torch.Tensor, kv: CellKV, cells: Sequence[RequestSlots], scale: float
 ) -> AttentionState:
     """q [rows, heads, group, dim] over each head's own cells."""
-    states, flat = [], RaggedKV(kv.k.unsqueeze(1), kv.v.unsqueeze(1))
-    for head, own in enumerate(cells):
-        mine = q[:, head : head + 1]
-        if kv.log_votes is None or not own.num_entries:
-            states.append(over_entries(mine, flat, own, scale))
-            continue
-        k, v = (take(side, 0, own.all_slots).to(q.dtype) for side in flat)
-        votes = kv.log_votes.view(len(kv.k), -1)[own.all_slots]
-        states.append(dense(mine, k, v, votes, scale))
+    flat = RaggedKV(kv.k.unsqueeze(1), kv.v.unsqueeze(1))
+    votes = None if kv.log_votes is None else kv.log_votes.view(len(kv.k), -1)
+    states = [
+        over_entries(q[:, head : head + 1], flat, own, scale, votes)
+        for head, own in enumerate(cells)
+    ]
     return AttentionState(*(torch.cat(parts, 1) for parts in zip(*states, strict=True)))
+
+
+def _cells(words: torch.Tensor) -> torch.Tensor:
+    """int64 [entries]: where the entries of these pages are. words: int64."""
+    words = words.unsqueeze(1)
+    place = torch.arange(PAGE_CELLS, device=words.device)
+    return ((words >> ENTRY_BITS) * PAGE_CELLS + place)[place < words % (1 << ENTRY_BITS)]
 
 
 def _on_the_host(requests: Sequence[RequestLists]) -> HostLists:

@@ -20,24 +20,33 @@ GATHERED_ENTRIES = 4096
 
 
 def over_entries(
-    q: torch.Tensor, kv: RaggedKV, request: RequestSlots, scale: float
+    q: torch.Tensor,
+    kv: RaggedKV,
+    request: RequestSlots,
+    scale: float,
+    votes: torch.Tensor | None = None,
 ) -> AttentionState:
-    """Unmasked attention of q [rows, heads, group, dim] over the entries of one request."""
+    """Unmasked attention of q [rows, heads, group, dim] over the entries of one request.
+
+    votes: log-votes [slots, query heads] as `dense` has them, of all slots; or None.
+    """
     state = None
-    for k, v in _blocks(kv, request):
-        part = dense(q, k.to(q.dtype), v.to(q.dtype), None, scale)
+    for k, v, bias in _blocks(kv, request, votes):
+        part = dense(q, k.to(q.dtype), v.to(q.dtype), bias, scale)
         state = part if state is None else merge_states(state, part)
     return empty_state(q) if state is None else state
 
 
-def _blocks(kv: RaggedKV, request: RequestSlots) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values: runs as they lie, and what is scattered as it is gathered."""
+def _blocks(
+    kv: RaggedKV, request: RequestSlots, votes: torch.Tensor | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Keys, values and votes: runs as they lie, and what is scattered as it is gathered."""
     for start, stop in request.runs:
-        yield kv.k[start:stop], kv.v[start:stop]
+        yield kv.k[start:stop], kv.v[start:stop], None if votes is None else votes[start:stop]
     if request.scattered is not None:
-        for begin in range(0, len(request.scattered), GATHERED_ENTRIES):
-            slots = request.scattered[begin : begin + GATHERED_ENTRIES]
-            yield take(kv.k, 0, slots), take(kv.v, 0, slots)
+        for slots in torch.split(request.scattered, GATHERED_ENTRIES):
+            bias = None if votes is None else votes[slots]
+            yield take(kv.k, 0, slots), take(kv.v, 0, slots), bias
 
 
 def dense(

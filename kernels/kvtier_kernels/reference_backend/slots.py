@@ -23,22 +23,20 @@ class RequestSlots:
 
     runs:      (start, stop) slot ranges, read as views.
     scattered: [entries] int64 slots to gather, or None.
-    all_slots: [entries] int64, everything in the original order.
     """
 
     runs: tuple[tuple[int, int], ...]
     scattered: torch.Tensor | None
-    all_slots: torch.Tensor
 
-    @property
-    def num_entries(self) -> int:
-        return int(self.all_slots.numel())
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self.runs) or self.scattered is not None
 
 
 def plan_request(slots: torch.Tensor, min_run: int = MIN_RUN_TOKENS) -> RequestSlots:
     """Cut one request's slots, [entries] int64, into runs and scattered entries."""
     if slots.numel() < min_run:
-        return RequestSlots((), slots if slots.numel() else None, slots)
+        return RequestSlots((), slots if slots.numel() else None)
     breaks = _positions_of(slots[1:] != slots[:-1] + 1) + 1
     bounds = torch.nn.functional.pad(breaks, (1, 0))
     lengths = torch.diff(bounds, append=breaks.new_tensor([slots.numel()]))
@@ -46,7 +44,7 @@ def plan_request(slots: torch.Tensor, min_run: int = MIN_RUN_TOKENS) -> RequestS
     starts = slots[bounds[is_run]].tolist()
     runs = [(start, start + n) for start, n in zip(starts, lengths[is_run].tolist(), strict=True)]
     loose = None if len(runs) == len(lengths) else slots[~is_run.repeat_interleave(lengths)]
-    return RequestSlots(tuple(runs), loose, slots)
+    return RequestSlots(tuple(runs), loose)
 
 
 def _positions_of(mask: torch.Tensor) -> torch.Tensor:

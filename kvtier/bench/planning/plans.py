@@ -172,8 +172,8 @@ def engine_args(options: Options, model: Model, policy: Policy, pools: PoolSizes
     if model.device == "cpu":
         args |= {"disable_cuda_graph": True, "attention_backend": "torch_native"}
         # Launching a pass on a CPU returns when the pass has ended. SGLang's overlapping would then
-        # send a first token only after the next pass, which under traffic is another prompt's.
-        args["disable_overlap_schedule"] = isinstance(options.workload, Replay)
+        # send every token only after the next pass, which under traffic is another prompt's.
+        args["disable_overlap_schedule"] = True
     kv_dtype = policy.kv_dtype or model.kv_dtype
     if kv_dtype != model.dtype:
         args["kv_cache_dtype"] = kv_dtype

@@ -1,4 +1,4 @@
-"""A prompt's NLL under the model, from the prefill that is done anyway.
+"""A prompt's NLL under the model, where a share rule reads it, from the prefill that is done.
 
 SGLang computes logits for the last token of a prefill only. Here every `stride`-th token of it is
 asked as well, from hidden states that are at hand: 1 / stride of the output layer's work. The
@@ -13,7 +13,15 @@ from collections.abc import Callable
 
 import torch
 
+from kvtier.config import Settings
+from kvtier.retention.shares import asked_share
 from kvtier_sglang.compression.selection import PrefillRows
+
+
+def is_asked(settings: Settings) -> bool:
+    """Whether what a turn keeps is decided by its NLL."""
+    share = asked_share(settings)
+    return share is not None and share.rule.needs_nll
 
 
 def sampled_rows(rows: PrefillRows, stride: int) -> torch.Tensor:
@@ -58,4 +66,4 @@ def observe_nll(
         nll[rows.slots[asked]] = measure_nll(logits_of, hidden, input_ids, asked)
 
 
-__all__ = ["measure_nll", "observe_nll", "sampled_rows"]
+__all__ = ["is_asked", "measure_nll", "observe_nll", "sampled_rows"]

@@ -17,6 +17,7 @@ from kvtier.tier.blobs.keys import KvIdentity
 from kvtier.tier.blobs.names import ContextNames
 from kvtier.tier.client import TierClient, TlsPaths
 from kvtier.tier.link.link import TierLink
+from kvtier_sglang.compression.prompt_nll import is_asked
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.tier.identity import ModelIdentity
@@ -106,7 +107,8 @@ def _scores(settings: Settings) -> str:
     """A digest of what is stored beside the KV."""
     scorer = scorer_of(settings)
     state = [scorer.name, scorer.state_parameters()] if scorer.state_width else None
-    return _digest({"state": state, "nll_stride": settings.nll_stride})
+    stride = settings.nll_stride if is_asked(settings) else None
+    return _digest({"state": state, "nll_stride": stride})
 
 
 def _digest(value: object) -> str:
