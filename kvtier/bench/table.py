@@ -71,6 +71,7 @@ def print_failures(document: DocumentBase, console: Console) -> None:
 def retention_lines(run: RunResult) -> list[str]:
     """What each context was allowed to keep, a line per session and turn."""
     lines = []
+    who = "a KV head keeps on average" if run.heads_compete else "CA heads keep"
     for record in run.requests:
         kept = record.retained
         if kept is None:
@@ -78,7 +79,7 @@ def retention_lines(run: RunResult) -> list[str]:
         nll = "" if kept.nll is None else f", NLL {kept.nll:.2f} nats"
         quality = "" if kept.quality is None else f", predicted quality {kept.quality:.3f}"
         lines.append(
-            f"session {record.session + 1} turn {record.turn}: CA heads keep "
+            f"session {record.session + 1} turn {record.turn}: {who} "
             f"{kept.kept_tokens:,} of {kept.prompt_tokens:,} tokens "
             f"(r = {kept.retention:.3f}, by {kept.reason}{nll}{quality})"
         )

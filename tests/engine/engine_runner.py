@@ -171,6 +171,29 @@ async def settled_states(engine: Any) -> list[dict[str, Any]]:
     return await wait_for_async(settled)
 
 
+def await_choices() -> None:
+    """Have entries that are chosen again while a turn is generated be there with the next pass."""
+    from waiting import wait_for
+
+    from kvtier_sglang.refresh.prefetch import RefreshPrefetch
+
+    chosen_ahead = RefreshPrefetch.chosen_ahead
+
+    def chosen(prefetch: RefreshPrefetch, rid: str) -> Any:
+        def now() -> Any:
+            found = chosen_ahead(prefetch, rid)
+            return found if found[0] else None
+
+        return wait_for(now)
+
+    RefreshPrefetch.chosen_ahead = chosen
+
+
+# The scheduler imports this, too.
+if "CHOICES_ARE_AWAITED" in os.environ:
+    await_choices()
+
+
 def use(environment: dict[str, str]) -> None:
     """Have SGLang go by these variables of its own."""
     os.environ.update(environment)

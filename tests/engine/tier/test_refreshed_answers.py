@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from kvtier.retention.scorers import Span, TokenScorer, select
 from kvtier.retention.scorers.distinct_keys import DistinctKeys
 from kvtier.retention.scorers.reconstruction import Reconstruction
 from kvtier.retention.shares import FixedShare, Turn
+from kvtier_sglang.refresh.prefetch import AHEAD_AT_A_TIME
 
 pytestmark = pytest.mark.engine
 
@@ -147,25 +148,56 @@ class ByProfile(Competing):
         return found
 
 
+class Again(NamedTuple):
+    """When entries are chosen again while a turn is generated: `first` passes after it began, and
+    `every` so many after those that were chosen so are there. They are with the next pass."""
+
+    first: int
+    every: int
+
+
 class RefreshedSession(ReferenceSession):
     """From the pass over its prompt on, a turn reads entries that were chosen again for it."""
 
-    def __init__(self, model: Any, policy: Competing) -> None:
+    def __init__(self, model: Any, policy: Competing, again: Again | None) -> None:
         super().__init__(model, full_profile(shape_of(model)), LOCALITY, ONE_PASS)
-        self.policy = policy
+        self.policy, self.when, self.due_in = policy, again, 0
         self.past: list[Past] = []
         self.fresh: dict[int, tuple[Tensor, Tensor]] = {}
         self.again: dict[int, list[list[Entries] | None]] = {}
+        self.newest: dict[int, Tensor] = {}
+        self.awaited: dict[int, list[list[Entries] | None]] = {}
+        self.times_again = 0
+
+    def _choose(self, layer: int, scale: float) -> list[list[Entries] | None]:
+        window = QueryWindow(self.newest[layer], scale)
+        return [
+            None if past.kept is None else self.policy.again(self.model, past, layer, window)
+            for past in self.past
+        ]
+
+    def _watch(self, scale: float) -> None:
+        """Before a pass over a generated token."""
+        if self.when is None or not self.past:
+            return
+        if self.awaited:
+            self.again, self.awaited, self.due_in = self.awaited, {}, self.when.every
+            self.times_again += 1
+            return
+        self.due_in -= 1
+        if self.due_in == 0:
+            self.awaited = {layer: self._choose(layer, scale) for layer in self.again}
 
     def _attend_layer(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         grouped = q[0].unflatten(0, (k.shape[1], -1))
+        if layer == 0 and self.again:
+            self._watch(scale)
+        own = grouped.permute(2, 0, 1, 3)
+        asked = torch.cat([self.newest.get(layer, own[:0]), own])
+        self.newest[layer] = asked[-self.policy.rule.keepkv.window_queries :]
         if layer not in self.again:
-            newest = self.policy.rule.keepkv.window_queries
-            window = QueryWindow(grouped.permute(2, 0, 1, 3)[-newest:], scale)
-            self.again[layer] = [
-                None if past.kept is None else self.policy.again(self.model, past, layer, window)
-                for past in self.past
-            ]
+            self.again[layer] = self._choose(layer, scale)
+            self.due_in = self.when.first if self.when else 0
         new = (k[0], v[0])
         if layer in self.fresh:
             held = self.fresh[layer]
@@ -190,7 +222,7 @@ class RefreshedSession(ReferenceSession):
         if keep < span.num_tokens:
             past.kept = self.policy.keep(self.model, past)
         self.past.append(past)
-        self.fresh, self.again = {}, {}
+        self.fresh, self.again, self.newest, self.awaited = {}, {}, {}, {}
 
 
 def attended(q: Tensor, lists: list[Entries], scale: float) -> Tensor:
@@ -219,21 +251,31 @@ def model() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "merge", "by"),
+    ("kind", "merge", "by", "when"),
     [
-        ("competing", "off", "fetch"),
-        ("competing", "keepkv", "fetch"),
-        ("profile", "off", "fetch"),
-        ("profile", "keepkv", "fetch"),
-        ("profile", "keepkv", "near-data"),
+        ("competing", "off", "fetch", "turn"),
+        ("competing", "keepkv", "fetch", "turn"),
+        ("profile", "off", "fetch", "turn"),
+        ("profile", "keepkv", "fetch", "turn"),
+        ("profile", "keepkv", "near-data", "turn"),
+        ("competing", "off", "fetch", "moved"),
+        ("competing", "keepkv", "fetch", "5"),
+        ("profile", "keepkv", "near-data", "5"),
     ],
 )
 def test_refreshed_turns_say_what_transformers_says_over_the_same_entries(
-    tmp_path, model, kind, merge, by
+    tmp_path, model, kind, merge, by, when
 ):
-    """All sessions' turns at a time, each over what its own queries chose."""
-    env = {**RULE, "KVTIER_RETENTION": "0.3", "KVTIER_REFRESH": "turn", "KVTIER_MERGE": merge}
-    env |= {"KVTIER_REFRESH_BY": by, "KVTIER_TIER_PATIENCE_S": "600"}
+    """All sessions' turns at a time, each over what its own queries chose. What is chosen in the
+    background is awaited, so that it is known which token reads it first."""
+    env = {**RULE, "KVTIER_RETENTION": "0.3", "KVTIER_REFRESH": when, "KVTIER_MERGE": merge}
+    env |= {"KVTIER_REFRESH_BY": by, "KVTIER_TIER_PATIENCE_S": "600", "CHOICES_ARE_AWAITED": "1"}
+    again = Again(int(when), int(when)) if when.isdigit() else None
+    if when == "moved":
+        # Attention has always moved by that much: looked at first with the 8th token and then with
+        # each 8th, and after a refresh with the next 8th.
+        env |= {"KVTIER_REFRESH": "turn", "KVTIER_REFRESH_MOVED": "1e-9"}
+        again = Again(16, 8)
     rule = RefreshRule(KeepKV(), merges=merge != "off")
     if kind == "competing":
         del env["KVTIER_HEAD_PROFILE"]
@@ -244,14 +286,16 @@ def test_refreshed_turns_say_what_transformers_says_over_the_same_entries(
         policy = Competing(Reconstruction.of(worth), rule)
     else:
         policy = ByProfile(load_profile(DEMO_MODEL / "head_profile.json"), rule)
-    sessions = prompts()
-    expected, rounds = [], []
+    # No more are chosen for in the background at a time.
+    sessions, tokens = (prompts()[:AHEAD_AT_A_TIME], 30) if again else (prompts(), 12)
+    expected, rounds, times_again = [], [], 0
     for turns in sessions:
-        session = RefreshedSession(model, policy)
-        expected.append([session.turn(prompt, 12).token_ids for prompt in turns])
+        session = RefreshedSession(model, policy, again)
+        expected.append([session.turn(prompt, tokens).token_ids for prompt in turns])
+        times_again += session.times_again
     for turn in range(len(sessions[0])):
         asked: list[dict[str, Any]] = [
-            {"input_ids": turns[turn], "max_new_tokens": 12} for turns in sessions
+            {"input_ids": turns[turn], "max_new_tokens": tokens} for turns in sessions
         ]
         if turn:
             for index, request in enumerate(asked):
@@ -264,6 +308,7 @@ def test_refreshed_turns_say_what_transformers_says_over_the_same_entries(
     assert out["state"]["integrity"] == []
     found = out["state"]["tier"]
     assert found["refreshed_turns"] == len(sessions) * (len(rounds) - 1)
+    assert found.get("refreshed_again", 0) == times_again
     assert "unrefreshed_layers" not in found
     answers = [[one["output_ids"] for one in requests] for requests in out["rounds"]]
     assert [list(turns) for turns in zip(*answers, strict=True)] == expected
