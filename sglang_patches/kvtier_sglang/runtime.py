@@ -28,16 +28,16 @@ from kvtier.heads.reference.rotation import KeyRotation
 from kvtier.pool_sizing import entry_votes
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.rules import locality_rule, refresh_rule, scorer_of, state_width
-from kvtier.retention.shares import QualityTarget, Serving, asked_share
+from kvtier.retention.shares import QualityTarget, Serving, asked_share, reads_nll
 from kvtier.tier.blobs.turn_rules import TurnRules
 from kvtier_sglang.attention.backend import KvtierAttnBackend
 from kvtier_sglang.attention.lists import table_bytes
 from kvtier_sglang.attention.warm_up import warm_up
 from kvtier_sglang.compat import backends_are_ours, check_documents, settings_of
-from kvtier_sglang.compression import prompt_nll
 from kvtier_sglang.compression.calibration import FixedCurve, curve_source, stored_profile
 from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.compression.metrics import RetentionMetrics
+from kvtier_sglang.compression.prompt_nll import observe_nll
 from kvtier_sglang.compression.retention import Retention
 from kvtier_sglang.compression.selection import (
     AdaptiveSelection,
@@ -297,7 +297,7 @@ class Runtime:
     ) -> Any:
         """AROUND LogitsProcessor.forward: measure the NLL of a prefill where it will be asked."""
         backend, rows = self.backend, None
-        if backend is not None and prompt_nll.is_asked(self.settings):
+        if backend is not None and reads_nll(self.settings):
             rows = backend.prefill_rows()
         if backend is not None and rows is not None:
 
@@ -308,7 +308,7 @@ class Runtime:
                 return found
 
             stride, nll = self.settings.nll_stride, backend.pool.nll
-            prompt_nll.observe_nll(logits_of, hidden_states, input_ids, rows, stride, nll)
+            observe_nll(logits_of, hidden_states, input_ids, rows, stride, nll)
         return original(
             processor, input_ids, hidden_states, lm_head, logits_metadata, *args, **kwargs
         )

@@ -68,6 +68,12 @@ def expected_share(settings: Settings) -> float:
     return 1.0 if asked is None else asked.rule.expected_share(asked.number)
 
 
+def reads_nll(settings: Settings) -> bool:
+    """Whether what a turn keeps is decided by its NLL. Raises UsageError as `asked_share` does."""
+    asked = asked_share(settings)
+    return asked is not None and asked.rule.needs_nll
+
+
 def _named_share(text: str) -> AskedShare:
     name, _, written = text.partition("=")
     rule = SHARE_RULES.get(name.strip())
@@ -100,5 +106,6 @@ __all__ = [
     "asked_share",
     "expected_share",
     "profile_slots",
+    "reads_nll",
     "whole_pages",
 ]

@@ -13,15 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvtier.config import Settings
-from kvtier.retention.shares import asked_share
 from kvtier_sglang.compression.selection import PrefillRows
-
-
-def is_asked(settings: Settings) -> bool:
-    """Whether what a turn keeps is decided by its NLL."""
-    share = asked_share(settings)
-    return share is not None and share.rule.needs_nll
 
 
 def sampled_rows(rows: PrefillRows, stride: int) -> torch.Tensor:
@@ -66,4 +58,4 @@ def observe_nll(
         nll[rows.slots[asked]] = measure_nll(logits_of, hidden, input_ids, asked)
 
 
-__all__ = ["is_asked", "measure_nll", "observe_nll", "sampled_rows"]
+__all__ = ["measure_nll", "observe_nll", "sampled_rows"]

@@ -12,12 +12,11 @@ from kvtier.heads.model.config import model_name
 from kvtier.heads.profile import HeadProfile
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.rules import scorer_of
-from kvtier.retention.shares import asked_share
+from kvtier.retention.shares import asked_share, reads_nll
 from kvtier.tier.blobs.keys import KvIdentity
 from kvtier.tier.blobs.names import ContextNames
 from kvtier.tier.client import TierClient, TlsPaths
 from kvtier.tier.link.link import TierLink
-from kvtier_sglang.compression.prompt_nll import is_asked
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.tier.identity import ModelIdentity
@@ -107,7 +106,7 @@ def _scores(settings: Settings) -> str:
     """A digest of what is stored beside the KV."""
     scorer = scorer_of(settings)
     state = [scorer.name, scorer.state_parameters()] if scorer.state_width else None
-    stride = settings.nll_stride if is_asked(settings) else None
+    stride = settings.nll_stride if reads_nll(settings) else None
     return _digest({"state": state, "nll_stride": stride})
 
 
