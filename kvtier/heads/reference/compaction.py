@@ -7,6 +7,7 @@ finished turn. Curves are calibrated with it, and the engine's tokens are compar
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -165,6 +166,27 @@ class AdaptiveSession(ScoredSession):
         super().__init__(model, full_profile(shape), rule, chunk_tokens, scorer, kv_dtype=kv_dtype)
         layers, heads = range(shape.num_layers), range(shape.num_kv_heads)
         self._by_head = [[ClassCache((head,), kv_dtype) for head in heads] for _ in layers]
+        # Of every head, its entries' positions, block by block.
+        self._positions: list[list[list[Tensor]]] = [[[] for _ in heads] for _ in layers]
+
+    def cut(self, at: int) -> AdaptiveSession:
+        """An independent session that has what this one keeps of its first `at` tokens: what a
+        request reads that leaves this one's context at that position, or a window behind it."""
+        other = copy.copy(self)
+        other.num_tokens, other._pending = at, []
+        other._by_head, other._positions = [], []
+        for layer, every in zip(self._by_head, self._positions, strict=True):
+            caches, positions = [], []
+            for cache, blocks in zip(layer, every, strict=True):
+                before = [block < at for block in blocks]
+                parts = zip(cache.settled, before, strict=True)
+                kept = [Block(one.k[:, mine], one.v[:, mine]) for one, mine in parts]
+                caches.append(ClassCache(cache.heads, cache.dtype, kept))
+                positions.append([block[mine] for block, mine in zip(blocks, before, strict=True)])
+            other._by_head.append(caches)
+            other._positions.append(positions)
+        other.forget()
+        return other
 
     def _caches(self, layer: int) -> Sequence[ClassCache]:
         return self._by_head[layer]
@@ -188,10 +210,12 @@ class AdaptiveSession(ScoredSession):
                 )
         for index, layer in enumerate(self._by_head):
             for head, cache in enumerate(layer):
-                block = Block(*fresh[index][head])
+                stays = torch.ones(self.num_tokens - start, dtype=torch.bool)
                 if kept is not None:
-                    block = _pruned(block, span, kept[index, head])
-                cache.settled.append(block)
+                    stays[span.begin : span.end] = kept[index, head]
+                k, v = fresh[index][head]
+                cache.settled.append(Block(k[:, stays], v[:, stays]))
+                self._positions[index][head].append(start + torch.nonzero(stays).squeeze(-1))
                 cache.fresh = []
         self.forget()
 
@@ -199,17 +223,6 @@ class AdaptiveSession(ScoredSession):
 def _joined(blocks: Sequence[Block]) -> tuple[Tensor, Tensor]:
     """Keys and values of blocks without votes."""
     return torch.cat([b.k for b in blocks], dim=1), torch.cat([b.v for b in blocks], dim=1)
-
-
-def _pruned(block: Block, span: DroppedSpan, kept: Tensor) -> Block:
-    """One head's turn with only the tokens of the span that are `kept`, bool `[tokens]`."""
-    k, v = (
-        torch.cat(
-            [x[:, : span.begin], x[:, span.begin : span.end][:, kept], x[:, span.end :]], dim=1
-        )
-        for x in (block.k, block.v)
-    )
-    return Block(k, v)
 
 
 def _with_chosen(k: Tensor, v: Tensor, begin: int, end: int, chosen: Tensor) -> Block:

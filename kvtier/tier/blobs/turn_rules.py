@@ -12,6 +12,8 @@ A node is compressed once, by the rule for what it is then, and may be cut after
     cut behind       [ sink |   dropped   | rec ][ ent | generated ]   the first part has fewer
                                                                        recent tokens than the rule
                                                                        leaves
+    cut inside       [ sink | drop ][ ped | recent | generated ]       each part has what is kept of
+                                                                       its tokens, few or many
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 
 from kvtier.errors import TierProtocolError
 from kvtier.retention.locality import DroppedSpan, LocalityRule
-from kvtier.retention.shares import ShareRule, Turn, whole_pages
+from kvtier.retention.shares import PAGE, ShareRule, Turn, whole_pages
 from kvtier.tier.blobs.turns import Place, TurnRecord, places
 
 
@@ -37,10 +39,12 @@ class TurnRules:
     def check(self, record: TurnRecord) -> None:
         """Raises TierProtocolError naming the first node that these rules do not make."""
         begun = []
-        held = 0
+        held, torn = 0, False
         for place in places(record):
             begun.append(_Begun(place.start, held))
-            problem = self._problem(place, begun)
+            tokens, end = place.node.stop - place.start, place.node.dropped[1]
+            before, torn = torn, tokens == end
+            problem = self._problem(place, begun, is_part=torn or before)
             if problem is not None:
                 raise TierProtocolError(
                     f"a record of turns that this server does not make: tokens "
@@ -49,8 +53,9 @@ class TurnRules:
             begin, end = place.node.dropped
             held += place.node.stop - place.start - (end - begin - place.node.kept)
 
-    def _problem(self, place: Place, begun: list[_Begun]) -> str | None:
-        """begun: where the nodes up to this one begin."""
+    def _problem(self, place: Place, begun: list[_Begun], *, is_part: bool) -> str | None:
+        """begun: where the nodes up to this one begin. is_part: its dropped span may be a part of
+        one that was cut."""
         node, span = place.node, DroppedSpan(*place.node.dropped)
         if not (place.start or node.exact):
             return "are not exact though nothing is before them"
@@ -60,6 +65,8 @@ class TurnRules:
             return "have something dropped though they are not compressed"
         if not self._drops(place, span):
             return f"have dropped {span.begin} to {span.end}"
+        if is_part and 0 < node.kept <= span.num_tokens and not node.kept % PAGE:
+            return None
         if span.num_tokens and not self._keeps(place, span, begun):
             return f"have kept {node.kept} entries of {span.num_tokens}"
         return None
@@ -72,6 +79,8 @@ class TurnRules:
             return True
         if span.begin != max(rule.sink_tokens - start, 0) or span.num_tokens < 2:
             return False
+        if span.end == node.stop - start:
+            return True
         behind = node.stop - start - span.end >= rule.branch_recent_tokens
         # Only of a prompt that was longer than the part the rule cannot tell any more.
         return behind and node.stop <= self._prompt_stop(place, span) <= node.prompt_stop

@@ -122,8 +122,10 @@ class PackedSelection(ABC):
         counts = list(held)
         for column in chosen.means:
             counts[column] += 1
-        span = packed.span(ordered[: chosen.slots].clone(), counts)
-        self._pack(packed.cells, slots, ordered, chosen.entries, held, span)
+        of_column, token = torch.nonzero_static(chosen.entries, size=sum(held)).unbind(-1)
+        tokens = None if means else token.int()
+        span = packed.span(ordered[: chosen.slots].clone(), counts, tokens)
+        self._pack(packed.cells, slots[token], ordered, of_column, held, span)
         packed.add(span)
         if means:
             cells = packed.vote(span, chosen.means, math.log(slots.numel()))
@@ -144,20 +146,20 @@ class PackedSelection(ABC):
         cells: Cells,
         slots: torch.Tensor,
         ordered: torch.Tensor,
-        entries: torch.Tensor,
+        column: torch.Tensor,
         held: Sequence[int],
         span: PackedSpan,
     ) -> None:
         """Move what is kept of every column to the column's first slots, and from there what has no
-        place in its column. held: how many `entries` each column has."""
-        column, token = torch.nonzero_static(entries, size=sum(held)).unbind(-1)
+        place in its column. slots, column: of every entry, as it is; held: how many each column
+        has."""
         bounds = [0, *accumulate(held)]
         begins, place = (
             torch.tensor(begin[:-1], device=slots.device)[column] for begin in (bounds, span.indptr)
         )
         rank = torch.arange(column.numel(), device=slots.device) - begins
         here = cells.of(column, ordered[rank])
-        cells.move_within(cells.of(column, slots[token]), here, bounds)
+        cells.move_within(cells.of(column, slots), here, bounds)
         keep = span.slots.numel()
         beyond = sum(max(0, count - keep) for count in held)
         if beyond:

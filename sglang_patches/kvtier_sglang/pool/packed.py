@@ -100,15 +100,24 @@ class PackedSpan:
     words:  int32 `[pages]`, each page and how many entries it has (kvtier_kernels.lists), column
             by column
     column: int64 `[pages]`, of each page
+    tokens: int32 `[entries]`, of which of the span's tokens each entry is, column by column and
+            there ascending; None where entries are not of one token each
     """
 
     slots: torch.Tensor
     counts: tuple[int, ...]
     words: torch.Tensor
     column: torch.Tensor
+    tokens: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, slots: torch.Tensor, counts: Sequence[int], column_cells: int) -> PackedSpan:
+    def of(
+        cls,
+        slots: torch.Tensor,
+        counts: Sequence[int],
+        column_cells: int,
+        tokens: torch.Tensor | None = None,
+    ) -> PackedSpan:
         """The span whose columns keep so many entries in these bundles."""
         entries = torch.tensor(counts)
         pages = -(-entries // PAGE)
@@ -125,7 +134,7 @@ class PackedSpan:
         first = slots[::PAGE][bundle.to(slots.device)]
         page = (stands.to(slots.device) * column_cells + first) // PAGE
         words = (page << ENTRY_BITS | filled.to(slots.device)).to(torch.int32)
-        return cls(slots, tuple(counts), words, column.to(slots.device))
+        return cls(slots, tuple(counts), words, column.to(slots.device), tokens)
 
     @property
     def indptr(self) -> tuple[int, ...]:
@@ -149,6 +158,32 @@ class PackedSpan:
         held = step < (words & ((1 << ENTRY_BITS) - 1))
         cells = ((words >> ENTRY_BITS) * PAGE + step).flatten()
         return cells[torch.nonzero_static(held.flatten(), size=sum(self.counts)).squeeze(-1)]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a span is cut: behind its first `token` tokens. above, below: entries of every column
+    that are kept of these and of the others."""
+
+    token: int
+    above: tuple[int, ...]
+    below: tuple[int, ...]
+
+    @classmethod
+    def of(cls, span: PackedSpan, token: int) -> Cut:
+        """It asks the device."""
+        assert span.tokens is not None, "entries that stand for several tokens"
+        kept = torch.tensor(span.counts)
+        column = torch.arange(kept.numel()).repeat_interleave(kept)
+        above = torch.zeros_like(kept).index_add_(0, column, (span.tokens < token).long().cpu())
+        return cls(token, tuple(above.tolist()), tuple((kept - above).tolist()))
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Slots of the whole bundles that hold what is kept of each part."""
+        pages = (sum(-(-count // PAGE) for count in part) for part in (self.above, self.below))
+        above, below = (PAGE * -(-some // len(self.above)) for some in pages)
+        return above, below
 
 
 class PackedSpans:
@@ -177,15 +212,40 @@ class PackedSpans:
         if self.log_votes is not None:
             self.log_votes.zero_()
 
-    def span(self, slots: torch.Tensor, counts: Sequence[int]) -> PackedSpan:
+    def span(
+        self, slots: torch.Tensor, counts: Sequence[int], tokens: torch.Tensor | None = None
+    ) -> PackedSpan:
         """The span of columns that keep so many entries in these whole bundles."""
-        return PackedSpan.of(slots, counts, self.cells.column_cells)
+        return PackedSpan.of(slots, counts, self.cells.column_cells, tokens)
 
     def add(self, span: PackedSpan) -> None:
         """A span whose entries stand where its counts say."""
         slots = span.slots
         self.dense_of.index_fill_(0, slots, 0)
         self._by_first[int(slots[0])] = span
+
+    def of(self, slots: torch.Tensor) -> PackedSpan | None:
+        """The span that begins with the first of these slots, if there is one."""
+        return self._by_first.get(int(slots[0])) if self._by_first and slots.numel() else None
+
+    def cut(
+        self, span: PackedSpan, cut: Cut, above: torch.Tensor, below: torch.Tensor
+    ) -> torch.Tensor:
+        """Make two spans of one that nobody is reading: of what is kept of its first tokens, in the
+        slots `above`, its own first ones, and of what is kept of the others, in `below`. Returns
+        the slots that are left over."""
+        assert span.tokens is not None, "entries that stand for several tokens"
+        first, cells = span.tokens < cut.token, span.cells
+        later = self.span(below, cut.below, span.tokens[~first] - cut.token)
+        self.cells.move(cells[~first], later.cells)
+        begun = self.span(above, cut.above, span.tokens[first])
+        # Most of it stands where it stood. What does not may go where others of it stand.
+        source, target = cells[first], begun.cells
+        moves = torch.nonzero(source != target).squeeze(-1)
+        self.cells.move_within(source[moves], target[moves], (0, moves.numel()))
+        self.add(begun)
+        self.add(later)
+        return span.slots[above.numel() :]
 
     def vote(self, span: PackedSpan, columns: Sequence[int], log_votes: float) -> torch.Tensor:
         """Give the last entry of each of these columns so many votes; returns their cells."""
@@ -240,4 +300,4 @@ class PackedSpans:
             yield "slots are packed that are in no span, or the other way round"
 
 
-__all__ = ["Cells", "PackedSpan", "PackedSpans", "bundles_first"]
+__all__ = ["Cells", "Cut", "PackedSpan", "PackedSpans", "bundles_first"]

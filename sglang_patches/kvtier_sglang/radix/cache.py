@@ -71,7 +71,6 @@ class KvtierRadixCache(VariantRadixTree):
         ranks: Ranks | None = None,
         memories: MemoryBank | None = None,
     ) -> None:
-        self.ranks = ranks or Ranks()
         self.memories = memories
         self.compressor, self.tier = compressor, tier
         self.refresh: TurnRefresh | None = None
@@ -80,7 +79,7 @@ class KvtierRadixCache(VariantRadixTree):
         self._matched: dict[str, tuple[KvNode, int]] = {}
         # Requests that want nothing compressed, see `wants_prompt_logprobs`.
         self._asks_exactly: set[str] = set()
-        super().__init__(params, compressor.rule)
+        super().__init__(params, compressor.rule, ranks or Ranks())
         if tier is not None:
             self.restorer = Restorer(self, compressor, tier.codec, self.ranks)
             if make_refresh is not None:

@@ -3,6 +3,7 @@ not be cut everywhere. It reads nodes and changes nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -10,12 +11,20 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from kvtier.retention.locality import LocalityRule
 from kvtier_sglang.radix.node import KvNode
 
+# Tokens that are computed again before a cut inside a dropped span, so that its newest are all
+# there; and where heads keep less of the span than SMALL_SHARE. By what contexts are worth then.
+CUT_WINDOW, WIDE_CUT_WINDOW, SMALL_SHARE = 64, 256, 0.2
+# Fewer tokens of a dropped span are not worth a span of their own.
+LEAST_CUT = 256
+
 
 @dataclass(frozen=True)
 class Matching:
-    """rule: where a compressed node may be cut."""
+    """rule: where a compressed node may be cut. has_tokens: whether what is kept of a node's
+    dropped span can be cut, too."""
 
     rule: LocalityRule
+    has_tokens: Callable[[KvNode], bool]
 
     def furthest_child(
         self, node: KvNode, key: RadixKey, offset: int, *, exact_only: bool
@@ -39,8 +48,14 @@ class Matching:
         """How many of `matched` leading tokens of a node can be used as a prefix."""
         if matched == len(node.key) or self.rule.can_split(node.dropped, matched):
             return matched
-        # Behind the span but too close: no. Inside or before it: up to where the span begins.
-        return min(matched, node.dropped.begin)
+        # Inside the span, or behind it but too close: a window before that, if it can be cut there,
+        # or up to where the span begins.
+        begin, end = node.dropped
+        is_small = node.kept < SMALL_SHARE * (end - begin)
+        at = matched - (WIDE_CUT_WINDOW if is_small else CUT_WINDOW)
+        if begin + LEAST_CUT <= at < end and self.has_tokens(node):
+            return at
+        return min(matched, begin)
 
 
 def branch_points(node: KvNode, key: RadixKey, offset: int) -> set[int]:

@@ -114,6 +114,11 @@ class KvNode(TreeNode):
         begin, end = self.dropped
         if self.dropped.num_tokens and at <= begin:
             self.dropped = DroppedSpan(begin - at, end - at)
+        elif begin < at < end:
+            upper.dropped, self.dropped = DroppedSpan(begin, at), DroppedSpan(0, end - at)
+            upper.choice = self.choice
+            upper.kept_entries = int(torch.count_nonzero(upper.value[begin:]))
+            self.kept_entries = int(torch.count_nonzero(self.value[: end - at]))
         elif self.dropped.num_tokens:
             upper.dropped, self.dropped = self.dropped, NOTHING_DROPPED
             upper.choice, self.choice = self.choice, None

@@ -1,16 +1,17 @@
-"""A radix tree with atomic nodes, and with variants of them.
+"""A radix tree with nodes that are compressed, and with variants of them.
 
-A compressed node cannot be cut inside its dropped span: a request that leaves it there matches
-to the span's beginning and recomputes the rest. The recomputed tokens are exact where the
-compressed ones are not, so they become a *variant*: a second child that starts with the same
-token. `siblings` lists the variants of a first token; matching takes the one that reaches
-furthest.
+A request that leaves a compressed node inside its dropped span has not all of the newest tokens
+before that place. So the span is cut a window before it, and the window is computed again over what
+heads keep of the span's beginning, which both then share. The window's tokens become a *variant*: a
+second child that starts with the same token. `siblings` lists the variants of a first token;
+matching takes the one that reaches furthest.
 
-    parent ─┬─ [ sink |  dropped  | recent | answer ]      compressed, atomic
-            └─ [ the same tokens, exact ]─[ another end ]  variant, cut where it left the first
+    parent ─ [ sink | dropped ─┬─ dropped | recent | answer ]   compressed, cut
+                               └─ [ window ]─[ another end ]    variant
 
 The point where the request left is remembered as a node boundary of the variant, so the next
-request that leaves there shares it.
+request that leaves there computes nothing of it again. A span that cannot be cut (a request reads
+it, its entries stand for several tokens each, or its beginning is short) is left where it begins.
 
 Not thread-safe; owned by the scheduler thread.
 """
@@ -35,9 +36,11 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from kvtier.retention.locality import LocalityRule
 from kvtier_sglang.pool.allocator import BundleAllocator
+from kvtier_sglang.pool.packed import Cut
 from kvtier_sglang.radix import accounts
 from kvtier_sglang.radix.matching import Matching, branch_points
 from kvtier_sglang.radix.node import KvNode, descendants, same_tokens
+from kvtier_sglang.ranks import Ranks
 
 
 class VariantRadixTree(RadixCache):
@@ -49,8 +52,9 @@ class VariantRadixTree(RadixCache):
     root_node: KvNode
     _empty_match_result: MatchResult
 
-    def __init__(self, params: Any, rule: LocalityRule) -> None:
-        self.matching = Matching(rule)
+    def __init__(self, params: Any, rule: LocalityRule, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.matching = Matching(rule, self._has_tokens)
         self.counters: Counter[str] = Counter(variants=0)
         super().__init__(params)
         # Slots that running requests have beside those of their nodes.
@@ -94,11 +98,17 @@ class VariantRadixTree(RadixCache):
         be computed there. Returns the last node and the position reached."""
         node.last_access_time = time.monotonic()
         for child, usable in self._steps(node, key, offset, exact_only=exact_only):
-            offset += usable
-            node = child
-            if usable < len(child.key):
+            if usable == len(child.key):
+                node = child
+            else:
+                begin, end = child.dropped
+                if begin < usable < end and not self._cut_span(child, usable):
+                    usable = begin
+                if not usable:
+                    break
                 node = self._split_node(child.key, child, usable)
                 node.branch_point = True
+            offset += usable
         return node, offset
 
     def touch_prefix(self, key: RadixKey) -> None:
@@ -181,9 +191,45 @@ class VariantRadixTree(RadixCache):
 
     # -- cutting and joining --
 
+    def _has_tokens(self, node: KvNode) -> bool:
+        """Whether what is kept of a node's dropped span is known token by token, and nobody reads
+        it."""
+        packed = self.allocator.pool.packed
+        if packed is None or node.lock_ref:
+            return False
+        span = packed.of(node.value[node.dropped.begin :])
+        return span is not None and span.tokens is not None
+
+    def _cut_span(self, node: KvNode, at: int) -> bool:
+        """Cut what is kept of a node's dropped span at this offset; False where there is no room.
+        Then the node can be split there."""
+        packed, (begin, end) = self.allocator.pool.packed, node.dropped
+        assert packed is not None, "a dropped span in a pool that does not pack"
+        span = packed.of(node.value[begin:])
+        assert span is not None, "a dropped span that is not packed"
+        cut = Cut.of(span, at - begin)
+        # The ranks' heads keep different numbers, and all ranks the same slots.
+        above, below = (max(x) for x in zip(*self.ranks.every(cut.slots), strict=True))
+        if not 0 < above <= min(at - begin, span.slots.numel()) or not 0 < below <= end - at:
+            return False
+        lock = self.lock(node)
+        self.allocator.evict_to_free_tokens(self, below)
+        slots = self.allocator.alloc_bundles(below)
+        self.unlock(lock)
+        if slots is None:
+            return False
+        left = packed.cut(span, cut, span.slots[:above].clone(), slots)
+        for part, place in ((span.slots[:above], slice(begin, at)), (slots, slice(at, end))):
+            node.value[place] = 0
+            node.value[place][: part.numel()] = part
+        self.allocator.free(left)
+        self.shrink(node, left.numel() - slots.numel())
+        self.counters["cut_spans"] += 1
+        return True
+
     def _split_node(self, key: RadixKey, child: KvNode, split_len: int) -> KvNode:
-        """Cut `child` at an offset its dropped span allows; the upper part is a new node."""
-        assert self.matching.rule.can_split(child.dropped, split_len), "a dropped span is atomic"
+        """Cut `child` at an offset, inside its dropped span where `_cut_span` was there before; the
+        upper part is a new node."""
         parent = child.parent
         child.detach()
         upper = child.cut(split_len)

@@ -15,6 +15,7 @@ from tree_harness import MiniScheduler, matched, run_turn
 from tree_requests import context, random_tokens
 
 from kvtier.retention.shares import PAGE, FixedShare
+from kvtier_sglang.radix import matching
 
 
 def test_duplicates_of_requests_running_together_are_freed():
@@ -108,27 +109,34 @@ def test_the_same_prompt_computed_again_from_scratch_is_kept_once():
 
 
 @pytest.mark.parametrize(
-    ("share", "adaptive"),
-    [(None, False), (FixedShare(0.4), False), (FixedShare(0.4), True)],
-    ids=["whole", "share", "adaptive"],
+    ("share", "adaptive", "longer"),
+    [
+        (None, False, 1),
+        (FixedShare(0.4), False, 1),
+        (FixedShare(0.4), True, 1),
+        (FixedShare(0.4), True, 4),
+    ],
+    ids=["whole", "share", "adaptive", "cuts"],
 )
 @pytest.mark.parametrize("seed", range(6 if THOROUGH else 3))
-def test_nothing_leaks_in_500_random_operations(seed, share, adaptive):
+def test_nothing_leaks_in_500_random_operations(monkeypatch, seed, share, adaptive, longer):
     """Arrivals, chunks, decodes, ends, aborts, forks inside nodes, evictions, flushes, and a
     pool too small for all of it; every invariant after every operation."""
+    for name, tokens in (("CUT_WINDOW", 4), ("WIDE_CUT_WINDOW", 8), ("LEAST_CUT", 6)):
+        monkeypatch.setattr(matching, name, tokens)
     rng = random.Random(seed)
-    s = MiniScheduler(size=300, share=share, adaptive=adaptive)
-    history: list[list[int]] = [random_tokens(rng, 30)]
+    s = MiniScheduler(size=300 * longer, share=share, adaptive=adaptive)
+    history: list[list[int]] = [random_tokens(rng, 30 * longer)]
     for _ in range(500):
         operation = rng.random()
         if operation < 0.25 or not s.running:
             base = rng.choice(history)
             cut = rng.randrange(len(base) + 1) if rng.random() < 0.4 else len(base)
-            prompt = base[:cut] + random_tokens(rng, rng.randrange(1, 40))
-            s.admit(prompt[:200])
+            prompt = base[:cut] + random_tokens(rng, rng.randrange(1, 40 * longer))
+            s.admit(prompt[: 200 * longer])
         elif operation < 0.55:
             request = rng.choice(s.running)
-            if s.extend(request, rng.randrange(1, 50)):
+            if s.extend(request, rng.randrange(1, 50 * longer)):
                 s.checkpoint(request)
         elif operation < 0.75:
             request = rng.choice(s.running)
@@ -141,7 +149,7 @@ def test_nothing_leaks_in_500_random_operations(seed, share, adaptive):
             if complete:
                 history.append(list(request.full_untruncated_fill_ids))
         elif operation < 0.97:
-            s.tree.evict(EvictParams(num_tokens=rng.randrange(1, 60)))
+            s.tree.evict(EvictParams(num_tokens=rng.randrange(1, 60 * longer)))
         else:
             while s.running:
                 s.release(s.running[0], checkpoint=False)
@@ -150,6 +158,7 @@ def test_nothing_leaks_in_500_random_operations(seed, share, adaptive):
         s.check()
     assert s.tree.compressor.counters["compressed_nodes"] > 0
     assert s.tree.compressor.counters["compacted_tokens"] > 0
+    assert longer == 1 or s.tree.counters["cut_spans"] > 0
     while s.running:
         s.release(s.running[0], checkpoint=False)
     s.tree.evict(EvictParams(num_tokens=10_000))

@@ -12,6 +12,7 @@ from waiting import SAFETY_S
 
 from kvtier.retention.shares import FixedShare, QualityTarget, TokenBudget
 from kvtier.tier.blobs.turns import TurnRecord
+from kvtier_sglang.radix import matching
 
 
 class Curve:
@@ -47,11 +48,17 @@ def recorded(s: MiniScheduler, records: list[TurnRecord]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2 if THOROUGH else 1))
-@pytest.mark.parametrize("share", SHARES)
-def test_whatever_servers_do_their_own_records_pass(connect, share, seed):
+@pytest.mark.parametrize(
+    ("share", "adaptive"), [*((share, False) for share in SHARES), (FixedShare(0.5), True)]
+)
+def test_whatever_servers_do_their_own_records_pass(connect, monkeypatch, share, adaptive, seed):
+    for name, tokens in (("CUT_WINDOW", 4), ("WIDE_CUT_WINDOW", 8), ("LEAST_CUT", 16)):
+        monkeypatch.setattr(matching, name, tokens)
     rng = random.Random(seed)
     # Of 100 bundles: of few hardly any is whole, and then spans stay as they are.
-    servers = [MiniScheduler(1600, share=share, link=connect()) for _ in range(2)]
+    servers = [
+        MiniScheduler(1600, share=share, link=connect(), adaptive=adaptive) for _ in range(2)
+    ]
     records: list[TurnRecord] = []
     for s in servers:
         recorded(s, records)
@@ -82,3 +89,4 @@ def test_whatever_servers_do_their_own_records_pass(connect, share, seed):
     dropped = [node for record in records for node in record.nodes if node.dropped != (0, 0)]
     assert len(dropped) > 20
     assert sum(s.tree.tier.link.counters["records_refused"] for s in servers) == 0
+    assert all(bool(s.tree.counters["cut_spans"]) is adaptive for s in servers)

@@ -1,0 +1,93 @@
+"""Requests that leave a compressed turn inside what heads keep a part of."""
+
+from __future__ import annotations
+
+import pytest
+from tree_harness import MiniScheduler, matched, run_turn
+from tree_requests import context
+
+from kvtier.retention.shares import FixedShare
+from kvtier_sglang.radix import matching
+
+WINDOW = 8
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch):
+    monkeypatch.setattr(matching, "CUT_WINDOW", WINDOW)
+    monkeypatch.setattr(matching, "WIDE_CUT_WINDOW", 2 * WINDOW)
+    monkeypatch.setattr(matching, "LEAST_CUT", 16)
+
+
+def competing(**asked) -> MiniScheduler:
+    return MiniScheduler(size=1200, share=FixedShare(0.5), adaptive=True, **asked)
+
+
+def left(s: MiniScheduler, prompt: list[int]) -> int:
+    """How many tokens a request finds; it computes and ends."""
+    return run_turn(s, prompt, [1, 2], chunk=40).prefix_len
+
+
+def test_a_branch_computes_a_window_and_the_next_one_nothing():
+    s = competing()
+    shared = context(200)
+    run_turn(s, shared + context(60, seed=1), [1])
+    held = s.tree.total_size()
+    assert left(s, shared + context(60, seed=2)) == 200 - WINDOW
+    grown = s.tree.total_size() - held
+    assert s.tree.counters["cut_spans"] == 1
+    # Of the shared beginning the second session holds no more than the window.
+    alone = competing()
+    left(alone, context(62 + WINDOW, seed=2))
+    assert grown <= alone.tree.total_size() + 2 * 16
+    assert left(s, shared + context(60, seed=3)) == 200
+    assert s.tree.counters["cut_spans"] == 1
+    # All are there.
+    for seed in (1, 2, 3):
+        assert matched(s, [*shared, *context(60, seed=seed), 1]) == 261
+
+
+def test_what_is_left_can_be_left_again():
+    s = competing()
+    tokens = context(300)
+    run_turn(s, tokens, [1])
+    assert left(s, [*tokens[:250], *context(20, seed=1)]) == 250 - WINDOW
+    assert left(s, [*tokens[:120], *context(20, seed=2)]) == 120 - WINDOW
+    assert left(s, [*tokens[:200], *context(20, seed=3)]) == 200 - WINDOW
+    assert matched(s, [*tokens, 1]) == 301
+    s.check()
+
+
+def test_a_span_that_a_request_reads_is_not_cut():
+    s = competing()
+    tokens = context(200)
+    run_turn(s, tokens, [1])
+    reader = s.admit([*tokens, 1, 5, 6])
+    assert reader.prefix_len == 201
+    assert left(s, [*tokens[:150], 7, 8]) == 4
+    s.extend(reader, 100)
+    s.release(reader, checkpoint=True)
+    s.check()
+
+
+def test_a_short_beginning_is_computed_again():
+    s = competing()
+    tokens = context(200)
+    run_turn(s, tokens, [1])
+    assert left(s, [*tokens[: 4 + 16 + WINDOW - 1], 7, 8]) == 4
+
+
+def test_where_little_is_kept_more_is_computed_again():
+    s = MiniScheduler(size=1200, share=FixedShare(0.15), adaptive=True)
+    tokens = context(200)
+    run_turn(s, tokens, [1])
+    assert left(s, [*tokens[:150], 7, 8]) == 150 - 2 * WINDOW
+
+
+def test_without_room_for_a_cut_the_span_is_left_where_it_begins(monkeypatch):
+    s = competing()
+    tokens = context(200)
+    run_turn(s, tokens, [1])
+    monkeypatch.setattr(s.allocator, "alloc_bundles", lambda size: None)
+    assert left(s, [*tokens[:150], 7, 8]) == 4
+    assert matched(s, [*tokens, 1]) == 201
