@@ -296,10 +296,8 @@ class Runtime:
         **kwargs: Any,
     ) -> Any:
         """AROUND LogitsProcessor.forward: measure the NLL of a prefill where it will be asked."""
-        backend, rows = self.backend, None
-        if backend is not None and reads_nll(self.settings):
-            rows = backend.prefill_rows()
-        if backend is not None and rows is not None:
+        rows = None if self.backend is None else self.backend.prefill_rows()
+        if self.backend is not None and rows is not None and reads_nll(self.settings):
 
             def logits_of(states: torch.Tensor) -> torch.Tensor:
                 found: torch.Tensor = processor._get_logits(
@@ -307,7 +305,7 @@ class Runtime:
                 )
                 return found
 
-            stride, nll = self.settings.nll_stride, backend.pool.nll
+            stride, nll = self.settings.nll_stride, self.backend.pool.nll
             observe_nll(logits_of, hidden_states, input_ids, rows, stride, nll)
         return original(
             processor, input_ids, hidden_states, lm_head, logits_metadata, *args, **kwargs

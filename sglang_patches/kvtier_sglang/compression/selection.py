@@ -123,7 +123,8 @@ class PackedSelection(ABC):
         for column in chosen.means:
             counts[column] += 1
         of_column, token = torch.nonzero_static(chosen.entries, size=sum(held)).unbind(-1)
-        tokens = None if means else token.int()
+        # By a head profile heads keep different windows, too, and a cut would need both.
+        tokens = token.int() if self.scorer.comparable else None
         span = packed.span(ordered[: chosen.slots].clone(), counts, tokens)
         self._pack(packed.cells, slots[token], ordered, of_column, held, span)
         packed.add(span)

@@ -11,8 +11,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from kvtier.retention.locality import LocalityRule
 from kvtier_sglang.radix.node import KvNode
 
-# Tokens that are computed again before a cut inside a dropped span, so that its newest are all
-# there; and where heads keep less of the span than SMALL_SHARE. By what contexts are worth then.
+# How many tokens are computed again where a request leaves a dropped span, so that all the newest
+# are there: the first number, or the second where heads keep less of it than SMALL_SHARE.
 CUT_WINDOW, WIDE_CUT_WINDOW, SMALL_SHARE = 64, 256, 0.2
 # Fewer tokens of a dropped span are not worth a span of their own.
 LEAST_CUT = 256
