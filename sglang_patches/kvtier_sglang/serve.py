@@ -10,6 +10,8 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 from kvtier.calibration.defaults import fitted_worth
@@ -66,24 +68,53 @@ def launch(sglang_flags: list[str]) -> None:
     plugin.verify()
     server_args = prepare_server_args(sglang_flags)
     compat.check_server_args(server_args, compat.settings_of(server_args))
-    if compat.uses_kvtier(server_args):
-        _mount_status(server_args)
+    if server_args.tokenizer_worker_num == 1:
+        _mount(status=compat.uses_kvtier(server_args))
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def _mount_status(server_args: Any) -> None:
-    """Add the status page to SGLang's HTTP server, where that is one process: in several SGLang
-    looks at no keys."""
-    if server_args.tokenizer_worker_num > 1:
-        return
+class RefusedAtTheEnd:
+    """ASGI middleware: a server whose schedulers have ended after SIGTERM answers 503.
+
+    SGLang ends them as soon as no request is left, and stops listening later. What a router sends
+    meanwhile, over a connection that it keeps, would wait for them, and the server for that, until
+    it is killed. manager: called whenever it is asked, as it is there only once the server runs.
+    """
+
+    def __init__(self, app: Any, manager: Callable[[], Any]) -> None:
+        self._app, self._manager = app, manager
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        from fastapi.responses import PlainTextResponse
+
+        app = self._app
+        if scope["type"] == "http" and self._has_ended:
+            app = PlainTextResponse("the server has ended", HTTPStatus.SERVICE_UNAVAILABLE)
+        await app(scope, receive, send)
+
+    @property
+    def _has_ended(self) -> bool:
+        from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
+
+        return self._manager().gracefully_exit and not collect_scheduler_processes()
+
+
+def _mount(*, status: bool) -> None:
+    """Add to SGLang's HTTP server, where that is one process: several import it anew, and look at
+    no keys. status: the status page, too."""
     from sglang.srt.entrypoints import http_server
 
     from kvtier_sglang.status.routes import mount
 
-    mount(http_server.app, lambda: http_server.get_global_state().tokenizer_manager)
+    def manager() -> Any:
+        return http_server.get_global_state().tokenizer_manager
+
+    http_server.app.add_middleware(RefusedAtTheEnd, manager=manager)
+    if status:
+        mount(http_server.app, manager)
 
 
 def with_defaults(flags: list[str]) -> list[str]:

@@ -1,12 +1,16 @@
-"""A server that is asked to end while its tier is slow: its newest turn is there afterwards."""
+"""A server that is asked to end while its tier is slow: its newest turn is there afterwards, and
+a request that comes too late is refused."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
-from urllib.request import Request, urlopen
+from contextlib import closing
+from http import HTTPStatus
+from http.client import HTTPConnection
 
 import pytest
 from engine_process import DEMO_MODEL, run_engine
@@ -41,7 +45,11 @@ def test_the_newest_turn_reaches_the_tier_before_the_server_ends(tmp_path):
 
 
 def ask_and_end(folder, prompt: list[int], tier) -> list[int]:
-    """One answer of a server whose tier stands still from before it until after SIGTERM."""
+    """One answer of a server whose tier stands still from before it until after SIGTERM.
+
+    Its connection is kept, as a router keeps it: what is asked there while the server ends is
+    refused, or it would wait for an answer that nobody gives, and the server for that.
+    """
     port = free_port()
     flags = [text for name, value in SETTINGS.items() for text in (f"--{name}", value)]
     command = [
@@ -52,24 +60,33 @@ def ask_and_end(folder, prompt: list[int], tier) -> list[int]:
         *("--tier-drain-s", "12"),
     ]
     log = folder / "server.log"
+    environment = os.environ | {"SGLANG_TIMEOUT_KEEP_ALIVE": "600"}
     with log.open("wb") as stream:
-        server = subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True)
+        server = subprocess.Popen(
+            command, stdout=stream, stderr=stream, start_new_session=True, env=environment
+        )
     try:
-        url = f"http://127.0.0.1:{port}"
-        wait_until_healthy(url, server, log)
+        wait_until_healthy(f"http://127.0.0.1:{port}", server, log)
         tier.pause()
-        body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
-        head = {"Content-Type": "application/json"}
-        with urlopen(
-            Request(f"{url}/generate", json.dumps(body).encode(), head), timeout=SAFETY_S
-        ) as r:
-            answer = json.load(r)["output_ids"]
-        server.terminate()
-        wait_for(lambda: "calls to the tier are waited for" in log.read_text())
-        assert server.poll() is None
-        tier.resume()
+        with closing(HTTPConnection("127.0.0.1", port, timeout=SAFETY_S)) as kept:
+            ask(kept, prompt)
+            answer = json.loads(kept.getresponse().read())["output_ids"]
+            server.terminate()
+            wait_for(lambda: "calls to the tier are waited for" in log.read_text())
+            assert server.poll() is None
+            ask(kept, prompt, stream=True)
+            tier.resume()
+            refused = kept.getresponse()
+            refused.read()
         server.wait(SAFETY_S)
     finally:
         tier.resume()
         stop(server)
+    assert refused.status == HTTPStatus.SERVICE_UNAVAILABLE
     return answer
+
+
+def ask(connection: HTTPConnection, prompt: list[int], *, stream: bool = False) -> None:
+    sampling = {"max_new_tokens": 4, "temperature": 0}
+    body = json.dumps({"input_ids": prompt, "sampling_params": sampling, "stream": stream})
+    connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
