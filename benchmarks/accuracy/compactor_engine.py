@@ -92,7 +92,7 @@ def retention_for(
     """
     if share == 1:
         return 1.0
-    edges = min(load_settings().locality.kept_tokens, context_tokens)
+    edges = min(load_settings().locality.kept_tokens(competes=False), context_tokens)
     heads = profile.shape.num_layers * profile.shape.num_kv_heads
     local = heads - profile.num_ca_heads
     votes = profile.shape.group_size if merges else int(local > 0)

@@ -190,7 +190,8 @@ def equal_pool(options: Options, policy: str, folder: Path) -> PoolPlan:
     if settings.head_profile is not None:
         profile = load_profile(settings.head_profile)
     heads, anchored = shape.num_layers * shape.num_kv_heads, profile.num_ca_heads
-    edges, share = settings.locality.kept_tokens, expected_share(settings)
+    edges = settings.locality.kept_tokens(competes=settings.competes)
+    share = expected_share(settings)
     kept = kept_slots(options.context, edges, share, anchored, heads)
     session = SessionShape(options.context, _turns_tokens(options), kept)
     per_slot = slot_bytes(

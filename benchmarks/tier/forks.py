@@ -42,6 +42,7 @@ from kvtier.bench.runner import LOCAL_TIER, TIER_VARIABLE, local_tier
 from kvtier.bench.schema import Plan
 from kvtier.config import Settings
 from kvtier.errors import UsageError
+from kvtier.retention.rules import locality_rule
 from kvtier.synthetic.recall import score_answer
 
 QUESTIONS = 64
@@ -108,7 +109,7 @@ def choose_forks(context: RecallContext, count: int, seed: int) -> list[Fork]:
     ends = {question: _find(ids, question.answer_ids) + len(question.answer_ids)
             for question in context.questions}  # fmt: skip
     least = max(int(len(ids) * LEAST_SHARE), min(ends.values()))
-    places = range(least, len(ids) - Settings().locality.recent_tokens)
+    places = range(least, len(ids) - locality_rule(Settings()).recent_tokens)
     if len(places) < count:
         raise UsageError("--len", f"a context with {count} places in its middle", len(ids))
     forks = []

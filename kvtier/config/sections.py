@@ -26,28 +26,48 @@ def refusal(field: str, expected: str, got: Any) -> PydanticCustomError:
 
 
 class LocalitySettings(Section):
-    """What locality heads keep of a context."""
+    """What every head keeps of a context, whatever it drops of the rest."""
 
-    sink_tokens: int = Field(
-        128, ge=0, description="First tokens of a context that locality heads always keep."
+    # Where heads compete, and else: locality heads keep nothing but these.
+    COMPETING: ClassVar[dict[str, int]] = {
+        "sink_tokens": 4, "recent_tokens": 16, "branch_recent_tokens": 16,
+    }  # fmt: skip
+    LOCALITY: ClassVar[dict[str, int]] = {
+        "sink_tokens": 128, "recent_tokens": 256, "branch_recent_tokens": 128,
+    }  # fmt: skip
+
+    sink_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="First tokens of a context that all heads always keep. None: 4 where heads "
+        "compete, else 128.",
     )
-    recent_tokens: int = Field(
-        256, ge=1, description="Last tokens of each turn's prompt that locality heads keep."
+    recent_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Last tokens of each turn's prompt that all heads keep. None: 16 where heads "
+        "compete, else 256.",
     )
-    branch_recent_tokens: int = Field(
-        128,
+    branch_recent_tokens: int | None = Field(
+        None,
         ge=0,
         description="A request may leave a compressed node inside its recent window as long as "
-        "this many recent tokens stay before the branch.",
+        "this many recent tokens stay before the branch. None: 16 where heads compete, else 128.",
     )
     compensation: bool = Field(
         True, description="Represent a node's dropped tokens by one voted entry (RazorAttention)."
     )
 
-    @property
-    def kept_tokens(self) -> int:
-        """How many tokens of a long prompt stay, beside the compensation entry."""
-        return self.sink_tokens + self.recent_tokens
+    def windows(self, *, competes: bool) -> dict[str, int]:
+        """All three numbers of tokens. competes: whether heads compete."""
+        default = self.COMPETING if competes else self.LOCALITY
+        given = {name: getattr(self, name) for name in default}
+        return default | {name: tokens for name, tokens in given.items() if tokens is not None}
+
+    def kept_tokens(self, *, competes: bool) -> int:
+        """How many tokens of a long prompt all heads keep."""
+        windows = self.windows(competes=competes)
+        return windows["sink_tokens"] + windows["recent_tokens"]
 
 
 class BudgetSettings(Section):
@@ -256,7 +276,7 @@ class TierSettings(Section):
     span_tokens: int = Field(
         256,
         ge=16,
-        description="Tokens of one blob in the tier; at most the recent tokens of locality heads.",
+        description="Tokens of one blob in the tier.",
     )
     buffer_bytes: int = Field(
         1 << 30, ge=1 << 20, description="Host memory for KV on its way to and from the tier."

@@ -134,14 +134,6 @@ class Settings(BaseModel):
             raise refusal("refresh.when", expected, self.refresh.when)
         return self
 
-    @model_validator(mode="after")
-    def _spans_fit_the_recent_window(self) -> Self:
-        recent, span = self.locality.recent_tokens, self.tier.span_tokens
-        if self.tier.address is not None and span > recent:
-            # A span may end a turn later than it began: until then the device has its exact KV.
-            raise refusal("tier.span_tokens", f"at most locality.recent_tokens ({recent})", span)
-        return self
-
     def _retention_rules(self) -> dict[str, float | str]:
         """What says how much CA heads keep, by name; at most one in valid settings."""
         rules: dict[str, float | str | None] = {

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from kvtier.bench.policies import POLICIES
 from kvtier.bench.replay.schema import ReplayDocument, ReplayRecord, ReplayResult
+from kvtier.config.sections import LocalitySettings
 from kvtier.errors import UsageError
 from kvtier.plan.fleet import UNBOUNDED, Cache, Rates, Windows
 from kvtier.reading import read_json
@@ -85,7 +86,9 @@ def calibrate(run: ReplayResult, argument: str = "--calibration") -> Calibration
 
 def cache_of(run: ReplayResult, settings: Mapping[str, Any]) -> Cache:
     """What a run's engine kept. settings: the document's. The tier of a run holds everything."""
-    policy, windows = POLICIES[run.policy], settings["locality"]
+    policy = POLICIES[run.policy]
+    competes = policy.compacts and settings.get("head_budgets") == "adaptive"
+    windows = LocalitySettings.model_validate(settings["locality"]).windows(competes=competes)
     retention = settings["retention"] if policy.compacts else None
     return Cache(
         policy=run.policy,
@@ -95,9 +98,7 @@ def cache_of(run: ReplayResult, settings: Mapping[str, Any]) -> Cache:
         ca_share=run.ca_share,
         tier_tokens=0 if run.tier is None else UNBOUNDED,
         tier_span_tokens=settings["tier"]["span_tokens"],
-        windows=Windows(
-            windows["sink_tokens"], windows["recent_tokens"], windows["branch_recent_tokens"]
-        ),
+        windows=Windows(*windows.values()),
     )
 
 

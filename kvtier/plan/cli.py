@@ -74,9 +74,9 @@ def _add_replica(group: argparse._ArgumentGroup) -> None:
     add("--ca-share", default="1", help="context-anchored heads of a head profile (%(default)s: "
         "heads compete)")  # fmt: skip
     add("--retention", default="0.25", help="of a context, what they keep (%(default)s)")
-    add("--sink", default="128", help="first tokens that all heads keep (%(default)s)")
-    add("--recent", default="256", help="last tokens of a turn that they keep (%(default)s)")
-    add("--branch-recent", default="128", help="of them, before a branch (%(default)s)")
+    add("--sink", default="4", help="first tokens that all heads keep (%(default)s)")
+    add("--recent", default="16", help="last tokens of a turn that they keep (%(default)s)")
+    add("--branch-recent", default="16", help="of them, before a branch (%(default)s)")
     add("--tier-bytes", default="1000g", metavar="SIZE", help="that each replica's machine gives "
         "to the tier (%(default)s)")  # fmt: skip
     add("--chunk", default="8k", metavar="SIZE", help="tokens of a prefill pass (%(default)s)")

@@ -48,8 +48,8 @@ class Windows:
     """What every head keeps of a turn, in tokens: see kvtier.retention.locality."""
 
     sink: int = 4
-    recent: int = 256
-    branch_recent: int = 256
+    recent: int = 16
+    branch_recent: int = 16
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Question:
     assumed: Assumptions = field(default_factory=Assumptions)
     ca_share: float = 1.0
     retention: float = 0.25
-    windows: Windows = field(default_factory=lambda: Windows(128, 256, 128))
+    windows: Windows = field(default_factory=Windows)
     tier_bytes: float = 1e12
     replicas: int | None = None
     max_replicas: int = 4096

@@ -15,12 +15,8 @@ from kvtier.retention.scorers.reconstruction import Reconstruction
 def locality_rule(settings: Settings) -> LocalityRule:
     """The rule that a server with these settings serves by."""
     locality = settings.locality
-    return LocalityRule(
-        sink_tokens=locality.sink_tokens,
-        recent_tokens=locality.recent_tokens,
-        branch_recent_tokens=locality.branch_recent_tokens,
-        compensation=locality.compensation,
-    )
+    windows = locality.windows(competes=settings.competes)
+    return LocalityRule(**windows, compensation=locality.compensation)
 
 
 def refresh_rule(settings: Settings) -> RefreshRule | None:

@@ -26,9 +26,6 @@ from kvtier.errors import ConfigurationError
         ({"refresh": "turn", "tier": "local"}, "--refresh"),
         ({"refresh": "sometimes"}, "--refresh"),
         ({"refresh_moved": 0.5}, "--refresh-moved"),
-        ({"tier": "local", "tier_span_tokens": 512}, "--tier-span-tokens"),
-        # Its default is what no longer goes with the flag.
-        ({"tier": "local", "locality_recent_tokens": 128}, "tier.span_tokens"),
         ({"tier": "local", "tier_ca": __file__}, "tier.certificate"),
         ({"tier": "local", "tier_ca": "x", "tier_key": "x", "tier_certificate": "x"}, "--tier-ca"),
     ],

@@ -36,7 +36,7 @@ def session_shape(options: Options, policy: Policy, profile: HeadProfile) -> Ses
     if policy.splits_heads:
         share = expected_share(settings) if policy.compacts else 1.0
         heads = profile.shape.num_layers * profile.shape.num_kv_heads
-        edges = settings.locality.kept_tokens
+        edges = settings.locality.kept_tokens(competes=settings.competes)
         kept = kept_slots(context, edges, share, profile.num_ca_heads, heads)
     return SessionShape(context, turns, kept)
 

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kvtier.errors import UsageError
 
@@ -136,12 +137,17 @@ class SpanChain:
         tokens = np.concatenate((self._tail, tokens.astype(_TOKEN_DTYPE)))
         whole = len(tokens) // self.span_tokens * self.span_tokens
         for span in tokens[:whole].reshape(-1, self.span_tokens):
-            self.keys.append(hashlib.sha256(self._link(len(self.keys)) + span.tobytes()).digest())
+            self.keys.append(self.key(len(self.keys), span))
         self._tail = tokens[whole:]
 
     def _link(self, spans: int) -> bytes:
         """What names everything before span number `spans`."""
         return self.keys[spans - 1] if spans else self._root
+
+    def key(self, spans: int, token_ids: ArrayLike) -> bytes:
+        """The name of a whole span: `token_ids` after the first `spans` spans."""
+        span = np.asarray(token_ids, dtype=_TOKEN_DTYPE).tobytes()
+        return hashlib.sha256(self._link(spans) + span).digest()
 
     def tail_key(self, spans: int, tail_ids: Sequence[int]) -> bytes:
         """The name of a last span that is not whole: `tail_ids` after the first `spans` spans."""

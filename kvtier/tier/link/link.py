@@ -129,19 +129,21 @@ class TierLink:
         blobs: Sequence[Blob],
         *,
         replace: bool = False,
-        ready: Callable[[], None] | None = None,
+        ready: Callable[[TierClient], bool] | None = None,
+        reads: AbstractSet[bytes] = frozenset(),
         group: object = None,
     ) -> int:
         """Queue blobs; returns how many were taken. The others are shed, the last ones first. What
         is on its way already is taken without a second one, but for `replace`.
 
         ready: called in the background before a payload is read, perhaps more than once; blocks
-        until they are complete. group: hashable, of what may not overtake each other, by default
-        these.
+        until it is complete, and says whether that came true: else it is not stored. reads: names
+        of blobs that it asks the client for; puts of those go first. group: hashable, of what may
+        not overtake each other, by default these.
         """
         group = object() if group is None else group
         context = copy_context()
-        jobs = [Put(blob, replace, blob.num_bytes, ready, group, context) for blob in blobs]
+        jobs = [Put(blob, replace, blob.num_bytes, ready, reads, group, context) for blob in blobs]
         taken = 0
         with self._changed:
             for job in jobs:
@@ -248,15 +250,13 @@ class TierLink:
     def _store(self, job: Put) -> Counter[str]:
         """Raises TierError."""
 
-        def put(client: TierClient) -> bool:
-            if job.ready is not None:
-                job.ready()
-            return client.put(job.blob, replace=job.replace)
+        def put(client: TierClient) -> Counter[str]:
+            if job.ready is not None and not job.ready(client):
+                return Counter(puts_incomplete=1)
+            stored = client.put(job.blob, replace=job.replace)
+            return Counter(put=1, put_bytes=job.num_bytes) if stored else Counter(put_known=1)
 
-        stored = self._calls.run("put", put, repeated=job.failures > 0)
-        if stored is None:
-            return Counter()
-        return Counter(put=1, put_bytes=job.num_bytes) if stored else Counter(put_known=1)
+        return self._calls.run("put", put, repeated=job.failures > 0) or Counter()
 
     def _put_back(self, job: Put) -> None:
         """To the head of the queue, unless that was its last attempt."""

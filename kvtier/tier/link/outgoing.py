@@ -13,20 +13,22 @@ from collections.abc import Set as AbstractSet
 from contextvars import Context
 from typing import NamedTuple
 
-from kvtier.tier.client import Blob
+from kvtier.tier.client import Blob, TierClient
 
 
 class Put(NamedTuple):
     """A blob to store.
 
-    num_bytes: as it was counted when it was queued; group: of those that belong together, and
-    keep their order; context: of who put it, which it is stored in; failures: so far.
+    num_bytes: as it was counted when it was queued; ready, reads: see TierLink.put; group: of those
+    that belong together, and keep their order; context: of who put it, which it is stored in;
+    failures: so far.
     """
 
     blob: Blob
     replace: bool
     num_bytes: int
-    ready: Callable[[], None] | None
+    ready: Callable[[TierClient], bool] | None
+    reads: AbstractSet[bytes]
     group: object
     context: Context
     failures: int = 0
@@ -82,8 +84,12 @@ class Outgoing:
         return not self._on_way.keys().isdisjoint(keys)
 
     def go_first(self, keys: AbstractSet[bytes]) -> None:
-        """The groups of these go before all others that wait, in the order they have."""
-        groups = {job.group for job in self._waiting if job.blob.key in keys}
+        """The groups of these, and of what they read, go before all others that wait, in the order
+        they have."""
+        groups: set[object] = set()
+        while more := {job.group for job in self._waiting if job.blob.key in keys} - groups:
+            groups |= more
+            keys = {key for job in self._waiting if job.group in more for key in job.reads}
         first = [job for job in self._waiting if job.group in groups]
         others = [job for job in self._waiting if job.group not in groups]
         self._waiting = deque(first + others)

@@ -289,7 +289,8 @@ class KvtierRadixCache(VariantRadixTree):
         anchor = req.lock.node if req.lock is not None else self.root_node
         assert anchor is self.root_node or anchor.stop == owned, "lock and row disagree"
         if self.tier is not None:
-            self.tier.published(req, row, exact=not anchor.is_behind_a_drop)
+            exact, elsewhere = not anchor.is_behind_a_drop, anchor.first_tokens_behind
+            self.tier.published(req, row, exact=exact, elsewhere=elsewhere)
         key = RadixKey(ids, req.extra_key, cache_salt=req.cache_salt)
         # A compressed copy is no substitute for the exact KV this request still uses.
         node, matched = self.walk(anchor, key, owned, exact_only=True)

@@ -48,12 +48,12 @@ class Matching:
         """How many of `matched` leading tokens of a node can be used as a prefix."""
         if matched == len(node.key) or self.rule.can_split(node.dropped, matched):
             return matched
-        # Inside the span, or behind it but too close: a window before that, if it can be cut there,
-        # or up to where the span begins.
+        # Inside the span, or behind it but too close: up to a window before that, or to the span's
+        # end, if it can be cut there; else up to where it begins.
         begin, end = node.dropped
         is_small = node.kept < SMALL_SHARE * (end - begin)
-        at = matched - (WIDE_CUT_WINDOW if is_small else CUT_WINDOW)
-        if begin + LEAST_CUT <= at < end and self.has_tokens(node):
+        at = min(matched - (WIDE_CUT_WINDOW if is_small else CUT_WINDOW), end)
+        if begin + LEAST_CUT <= at and self.has_tokens(node):
             return at
         return min(matched, begin)
 

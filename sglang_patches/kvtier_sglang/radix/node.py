@@ -14,6 +14,8 @@ from kvtier.retention.shares import Choice
 from kvtier.tier.blobs.turns import NodeRecord
 
 NOTHING_DROPPED = DroppedSpan(0, 0)
+# Of a node's children; more of them say the same of what is before them.
+MOST_FOLLOWED = 4
 
 
 class KvNode(TreeNode):
@@ -75,6 +77,19 @@ class KvNode(TreeNode):
     def is_behind_a_drop(self) -> bool:
         """Whether what is computed behind this node sees KV that is not exact."""
         return not self.exact or any(node.dropped.num_tokens for node in self.path())
+
+    def first_tokens_behind(self, most: int) -> list[list[int]]:
+        """At most so many tokens behind this node, of each of its first MOST_FOLLOWED children and
+        of what follows that first."""
+        found = []
+        for child in list(self.children.values())[:MOST_FOLLOWED]:
+            tokens: list[int] = []
+            node: KvNode | None = child
+            while node is not None and len(tokens) < most:
+                tokens += node.key.token_ids[: most - len(tokens)]
+                node = next(iter(node.children.values()), None)
+            found.append(tokens)
+        return found
 
     @property
     def kept(self) -> int:

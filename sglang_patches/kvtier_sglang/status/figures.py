@@ -19,6 +19,7 @@ _AMOUNTS = {"put_bytes", "spill_bytes", "restored_tokens", "refresh_moved_bytes"
 _TIER_EVENTS = (
     *("asked", "restored_requests", "gave_up_waiting", "restore_failed", "no_room"),
     *("puts_shed", "spans_shed", "puts_given_up", "spans_not_exact", "records_refused"),
+    "puts_incomplete",
     *("get_bugs", "put_bugs", "gets_refused", "refused_while_open"),
 )
 _REFRESH_EVENTS = (

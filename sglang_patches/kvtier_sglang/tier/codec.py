@@ -5,7 +5,7 @@
              state per layer [KV heads, tokens] float32, then nll [tokens] float32
 
 Payloads are put together, and taken apart, where the pool is: one copy between device and host for
-each. Scheduler thread only, like the pool.
+each. Scheduler thread only, like the pool, but for `copy`.
 """
 
 from __future__ import annotations
@@ -93,6 +93,22 @@ class SpanCodec:
             for source, held in zip(state, self.pool.state, strict=True):
                 held[:, slots] = source[0, :, rows]
             self.pool.nll[slots] = nll[0, rows]
+
+    def copy(
+        self,
+        source: torch.Tensor,
+        source_tokens: int,
+        target: torch.Tensor,
+        target_tokens: int,
+        count: int,
+    ) -> None:
+        """Copy the first `count` tokens of one payload into another one, uint8 `[1, bytes]` each
+        on the host. In any thread."""
+        read = self._views(source, self.layout(source_tokens))
+        written = self._views(target, self.layout(target_tokens))
+        written[0][:, :, :, :count] = read[0][:, :, :, :count]
+        for here, there in zip((*written[1], written[2]), (*read[1], read[2]), strict=True):
+            here[..., :count] = there[..., :count]
 
     def _views(
         self, payload: torch.Tensor, layout: SpanLayout

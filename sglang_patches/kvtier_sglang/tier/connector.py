@@ -230,15 +230,24 @@ class TierConnector:
         self.fetches.stays_behind(rid, "" if memory is None else memory.digest)
         self._clock[rid] = time.monotonic()
 
-    def published(self, req: Any, slots: torch.Tensor, *, exact: bool) -> None:
+    def published(
+        self,
+        req: Any,
+        slots: torch.Tensor,
+        *,
+        exact: bool,
+        elsewhere: Callable[[int], Sequence[Sequence[int]]],
+    ) -> None:
         """A request has computed as many tokens as there are slots, the first ones before; slots:
-        any integers, its slots. exact: whether it computes with nothing dropped before it."""
+        any integers, its slots. exact: whether it computes with nothing dropped before it.
+        elsewhere: at most so many tokens that follow in other turns what it began behind."""
         rid, held, finished = req.rid, req.kv.cache_protected_len, req.finished()
         self.fetches.forget(rid)
         if not self.spiller.known(rid):
             scope = self.scope(rid, req.extra_key, req.cache_salt)
             if scope is not None:
-                self.spiller.begin(rid, held, scope, exact=exact)
+                others = elsewhere(self.names.span_tokens)
+                self.spiller.begin(rid, held, scope, exact=exact, elsewhere=others)
         began = time.monotonic()
         # How fast prompts are computed; the last checkpoint has decoding in it.
         if rid in self._clock and not finished:

@@ -8,25 +8,33 @@ record of how the turn was compressed. What the link has no room for stays due u
     chunk published    [ span ][ span ][ ...      copied out; checksummed and sent later
     turn ended         ... ][ tail ] + record     then slots are freed
 
-A span that begins in an earlier turn needs that turn's last tokens: they are inside its recent
-window, which is at least a span long. One that begins in the prefix that a memory stands for has
-zeros for the prefix's tokens. Scheduler thread only.
+A span may begin in an earlier turn, of whose last tokens the heads keep little. The tier has those:
+as that turn's last, partial span, or in a span of another turn that goes on there. They are copied
+from it in the background, before the span is sent.
+
+    earlier turn       ... ][ tail |
+    this turn              [ beginning | own tokens ][ span ][ ...
+
+A span that begins in the prefix that a memory stands for has zeros for the prefix's tokens.
+Scheduler thread only.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
 
 from kvtier.tier.blobs.keys import Scope, SpanChain
-from kvtier.tier.blobs.names import ContextNames, NamedChains
+from kvtier.tier.blobs.names import ContextNames, NamedChains, SpanName
 from kvtier.tier.blobs.turns import LAYOUT, MAX_NODES, NodeRecord, TurnRecord, tail_digest
-from kvtier.tier.client import Blob
+from kvtier.tier.client import Blob, TierClient
 from kvtier.tier.link.link import TierLink
+from kvtier.tier.prefetch.host import Layouts, fetch_spans
+from kvtier_sglang.streams import HostPayload
 from kvtier_sglang.tier.codec import SpanCodec
 
 # Copied out into one piece of host memory, which is held until the last of them is sent: so much
@@ -39,11 +47,14 @@ BYTES_TOGETHER = 64 << 20
 class Turn:
     """What was spilled of a request.
 
-    spilled: tokens that are dealt with. exact: computed with nothing dropped. memory_tokens: of its
-    prefix memory. sent: tokens that the link took. group: of its puts.
+    prefix_tokens: of earlier turns. elsewhere: what follows them in other turns. spilled: tokens
+    that are dealt with. exact: computed with nothing dropped. memory_tokens: of its prefix memory.
+    sent: tokens that the link took. group: of its puts.
     """
 
     chains: NamedChains
+    prefix_tokens: int
+    elsewhere: Sequence[Sequence[int]]
     spilled: int
     exact: bool
     memory_tokens: int = 0
@@ -58,6 +69,60 @@ class Turn:
         """How many tokens from `begin` on have no KV."""
         return max(self.memory_tokens - begin, 0)
 
+    def inherited(self, begin: int) -> int:
+        """How many tokens from `begin` on are of earlier turns."""
+        return max(self.prefix_tokens - begin, 0)
+
+    def beginnings(self, token_ids: Sequence[int]) -> list[SpanName]:
+        """What may hold the tokens of earlier turns in this turn's first span."""
+        width = self.chain.span_tokens
+        index = self.prefix_tokens // width
+        begin, first = index * width, list(token_ids[index * width : self.prefix_tokens])
+        found = []
+        for after in ((), *self.elsewhere):
+            ids = [*first, *after][:width]
+            for chain in (self.chains.exact, self.chains.policy):
+                key = chain.key if len(ids) == width else chain.tail_key
+                found.append(SpanName(key(index, ids), begin, begin + len(ids)))
+        return found
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A payload whose first tokens come from the tier; called in the link's thread.
+
+    payload: of one span, uint8 `[1, bytes]`. names: of spans that may hold those tokens.
+    """
+
+    link: TierLink
+    codec: SpanCodec
+    payload: HostPayload
+    names: Sequence[SpanName]
+    num_tokens: int
+    inherited: int
+
+    @property
+    def reads(self) -> frozenset[bytes]:
+        return frozenset(name.key for name in self.names)
+
+    def __call__(self, client: TierClient) -> bool:
+        """Whether they were there."""
+        if self.payload.ready is not None:
+            self.payload.ready()
+        present = client.exists([name.key for name in self.names]).present
+        for name, held in zip(self.names, present, strict=True):
+            if not held:
+                continue
+            host = fetch_spans(client, self.link, [name], Layouts(self.codec.layout(1)))
+            if host is None or not host.payloads:
+                continue
+            source = torch.from_numpy(host.payloads[0]).unsqueeze(0)
+            tokens = name.stop - name.begin
+            self.codec.copy(source, tokens, self.payload.rows, self.num_tokens, self.inherited)
+            host.release()
+            return True
+        return False
+
 
 class Spiller:
     """See the module docstring. names: of this server's KV."""
@@ -69,11 +134,21 @@ class Spiller:
         self.counters: Counter[str] = Counter()
         self._turns: dict[str, Turn] = {}
 
-    def begin(self, rid: str, prefix_tokens: int, scope: Scope, *, exact: bool) -> None:
-        """A request starts computing behind a prefix that the tree had."""
+    def begin(
+        self,
+        rid: str,
+        prefix_tokens: int,
+        scope: Scope,
+        *,
+        exact: bool,
+        elsewhere: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """A request starts computing behind a prefix that the tree had. elsewhere: tokens that
+        follow that prefix in other turns, a span's or fewer."""
         span = self.names.span_tokens
         whole = prefix_tokens // span * span
-        self._turns[rid] = Turn(self.names.chains(scope), whole, exact, scope.memory_tokens)
+        chains = self.names.chains(scope)
+        self._turns[rid] = Turn(chains, prefix_tokens, elsewhere, whole, exact, scope.memory_tokens)
 
     def known(self, rid: str) -> bool:
         return rid in self._turns
@@ -87,6 +162,11 @@ class Spiller:
         if turn is None or stop <= turn.spilled or not self._fitting(span):
             return
         turn.chains.extend(token_ids)
+        if self._joins(turn, slots[turn.spilled : turn.spilled + span]):
+            self._send_joined(turn, token_ids, slots, turn.spilled + span)
+            turn.spilled += span
+        if turn.spilled == stop:
+            return
         due = slots[turn.spilled : stop].to(torch.int64)
         turn.spilled += span * self._spill(turn, turn.spilled // span, due)
 
@@ -131,7 +211,7 @@ class Spiller:
             payload = self.codec.gather(part, len(some), blank)
             rows = zip(some, payload.rows, strict=True)
             blobs = [Blob(key, encoded, [memoryview(row.numpy())]) for key, row in rows]
-            taken = self.link.put(blobs, ready=payload.ready, group=turn.group)
+            taken = self.link.put(blobs, ready=_waiting(payload), group=turn.group)
             turn.sent += max(0, taken * tokens - blank)
             self.counters["spans_spilled"] += taken
             self.counters["spill_bytes"] += taken * layout.num_bytes
@@ -139,6 +219,35 @@ class Spiller:
             if taken < len(some):
                 break
         return sent
+
+    def _joins(self, turn: Turn, slots: torch.Tensor) -> bool:
+        """Whether the next span, of these slots, is exact but for the tokens of earlier turns."""
+        inherited, blank = turn.inherited(turn.spilled), turn.blank(turn.spilled)
+        if inherited <= blank:
+            return False
+        held = slots.to(torch.int64)
+        is_exact = [self.codec.exact_spans(held, 1, less) == [True] for less in (blank, inherited)]
+        return is_exact == [False, True]
+
+    def _send_joined(
+        self, turn: Turn, token_ids: Sequence[int], slots: torch.Tensor, stop: int
+    ) -> None:
+        """Send the next span, up to `stop`, whose first tokens the tier has."""
+        begin, whole = turn.spilled, self.names.span_tokens
+        tokens, inherited = stop - begin, turn.inherited(begin)
+        layout = self.codec.layout(tokens)
+        payload = self.codec.gather(slots[begin:stop].to(torch.int64), 1, inherited)
+        joined = Joined(
+            *(self.link, self.codec, payload, turn.beginnings(token_ids), tokens, inherited)
+        )
+        index, ids = begin // whole, token_ids[begin:stop]
+        key = turn.chain.key(index, ids) if tokens == whole else turn.chain.tail_key(index, ids)
+        (row,) = payload.rows
+        blob = Blob(key, layout.encode(), [memoryview(row.numpy())])
+        if self.link.put([blob], ready=joined, reads=joined.reads, group=turn.group):
+            turn.sent += tokens - inherited
+            self.counters["spans_spilled"] += 1
+            self.counters["spill_bytes"] += layout.num_bytes
 
     def ended(self, rid: str, token_ids: Sequence[int], slots: torch.Tensor) -> None:
         """The turn ended; nothing of it is freed yet. Spills its last, partial span."""
@@ -152,7 +261,9 @@ class Spiller:
             turn.chains.extend(token_ids)
             begin = turn.spilled
             part = slots[begin:].to(torch.int64)
-            if self.codec.exact_spans(part, 1, turn.blank(begin)) == [True]:
+            if self._joins(turn, part):
+                self._send_joined(turn, token_ids, slots, len(token_ids))
+            elif self.codec.exact_spans(part, 1, turn.blank(begin)) == [True]:
                 key = turn.chain.tail_key(begin // self.names.span_tokens, token_ids[begin:])
                 self._send(turn, [key], part, begin)
 
@@ -183,6 +294,19 @@ class Spiller:
     def clear(self) -> None:
         """Nothing that is under way is stored; what the link has already is."""
         self._turns.clear()
+
+
+def _waiting(payload: HostPayload) -> Callable[[TierClient], bool] | None:
+    """What the link waits for before it reads a payload."""
+    ready = payload.ready
+    if ready is None:
+        return None
+
+    def wait(client: TierClient) -> bool:
+        ready()
+        return True
+
+    return wait
 
 
 __all__ = ["Spiller"]

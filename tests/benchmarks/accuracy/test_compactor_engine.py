@@ -28,7 +28,7 @@ def test_a_context_takes_the_bytes_asked_for(
     assert side.retention_for(1, profile, tokens, scorer=scorer) == 1
     retention = side.retention_for(share, profile, tokens, scorer=scorer)
     num_heads = PROFILE.shape.num_layers * PROFILE.shape.num_kv_heads
-    edges = Settings().locality.kept_tokens
+    edges = Settings().locality.kept_tokens(competes=False)
     per_slot = slot_bytes(
         PROFILE.shape, 4, state_width=SCORERS[scorer].state_width, votes=int(heads == "some")
     )

@@ -15,6 +15,7 @@ from benchmarks.tier.forks_engine import Fork, ForkAnswer, Job, Served, serve
 from kvtier.bench.engine import Answer
 from kvtier.bench.schema import Occupancy
 from kvtier.config import Settings
+from kvtier.retention.rules import locality_rule
 
 CONTEXT = make_context(LOOK_ALIKES, seed=0, index=0, context_tokens=4096, questions=64)
 
@@ -47,7 +48,7 @@ def test_a_fork_asks_about_a_fact_in_front_of_it_and_leaves_the_context_in_its_m
     assert forks == choose_forks(CONTEXT, 20, seed=1)
     assert len({fork.place for fork in forks}) == 20
     for fork in forks:
-        assert fork.place < len(CONTEXT.context_ids) - Settings().locality.recent_tokens
+        assert fork.place < len(CONTEXT.context_ids) - locality_rule(Settings()).recent_tokens
         said = " ".join(map(str, CONTEXT.context_ids[: fork.place]))
         assert " ".join(map(str, fork.answer_ids)) in said
 

@@ -147,7 +147,7 @@ def test_a_quality_target_keeps_what_the_curve_says_of_each_context(tmp_path, ad
     assert state["integrity"] == []
     assert state["retention"]["reasons"] == {"quality": len(contexts)}
     for turn in state["retention"]["recent"]:
-        edges = settings.locality.sink_tokens + settings.locality.recent_tokens
+        edges = settings.locality.kept_tokens(competes=settings.competes)
         share = curve.retention(0.95, turn["nll"])
         kept = edges + share * (turn["prompt_tokens"] - edges)
         assert turn["kept_tokens"] == pytest.approx(kept, abs=PAGE)

@@ -15,26 +15,68 @@ from waiting import SAFETY_S
 
 from kvtier.errors import TierUnavailableError
 from kvtier.retention.shares import FixedShare
+from kvtier.tier.blobs.keys import Scope
 from kvtier.tier.client import TierClient
+from kvtier_sglang.radix import matching
 from kvtier_sglang.refresh.trigger import TriggerRule
 
 
+@pytest.mark.parametrize("span_tokens", [6, 32])
 @pytest.mark.parametrize("share", SHARES)
-def test_turns_come_back_to_another_server_compressed_as_they_were(connect, share):
-    a, never_left = MiniScheduler(share=share, link=connect()), MiniScheduler(share=share)
+def test_turns_come_back_to_another_server_compressed_as_they_were(connect, share, span_tokens):
+    """Whether a turn's recent tokens fill the span in which the next one begins, or the beginning
+    of that comes from the tier."""
+    asked = {"share": share, "span_tokens": span_tokens}
+    a, never_left = MiniScheduler(**asked, link=connect()), MiniScheduler(**asked)
     history = context(80)
     for number, answer in enumerate([[1, 2, 3], [4, 5], [6]]):
         for s in (a, never_left):
             turn(s, history, answer)
         history = [*history, *answer, *context(25, seed=number + 1)]
     assert a.tree.tier.link.flush(SAFETY_S)
-    b = MiniScheduler(share=share, link=connect())
+    assert not a.tree.tier.link.counters["puts_incomplete"]
+    b = MiniScheduler(**asked, link=connect())
     came = turn(b, history, [7])
     stayed = turn(never_left, history, [7])
     assert came.restored == stayed.prefix_len == len(history) - 25
     assert shape(b) == shape(never_left)
     for ours, theirs in zip(entries(b, history), entries(never_left, history), strict=True):
         assert ours.equal(theirs)
+
+
+def test_a_branch_of_a_turn_comes_back_whose_first_span_began_in_that_turn(connect, monkeypatch):
+    """What is before the branch is in a span of the turn that it left."""
+    monkeypatch.setattr(matching, "CUT_WINDOW", 8)
+    monkeypatch.setattr(matching, "LEAST_CUT", 16)
+    asked = {"size": 1200, "share": FixedShare(0.5), "adaptive": True, "span_tokens": 25}
+    a = MiniScheduler(**asked, link=connect())
+    shared = context(200)
+    turn(a, [*shared, *context(60, seed=1)], [1])
+    branch = [*shared, *context(60, seed=2)]
+    assert turn(a, branch, [1, 2]).prefix_len == 192
+    assert a.tree.tier.link.flush(SAFETY_S)
+    assert not a.tree.tier.link.counters["puts_incomplete"]
+    b = MiniScheduler(**asked, link=connect())
+    reader = b.admit([*branch, 1, 2, 3])
+    assert reader is not None
+    assert reader.restored == 262
+    b.check()
+
+
+def test_without_the_beginning_of_its_first_span_a_turn_stays_without_it(connect):
+    """The tier has lost the earlier turn: what was computed for the later one is not stored under
+    a name that promises all of it."""
+    a = MiniScheduler(span_tokens=32, link=connect())
+    turn(a, context(80), [1])
+    assert a.tree.tier.link.flush(SAFETY_S)
+    ended = [*context(80), 1]
+    tail = a.tree.tier.names.chains(Scope(), ended).exact.tail_key(2, ended[64:])
+    assert a.tree.tier.link.client.delete([tail]) == 1
+    turn(a, [*context(80), 1, *context(60, seed=1)], [2])
+    assert a.tree.tier.link.flush(SAFETY_S)
+    assert a.tree.tier.link.counters["puts_incomplete"] == 1
+    b = MiniScheduler(span_tokens=32, link=connect())
+    assert turn(b, [*context(80), 1, *context(60, seed=1), 2, 3], [4]).restored == 64
 
 
 @pytest.mark.parametrize("share", SHARES)

@@ -34,10 +34,12 @@ def test_a_payload_is_waited_for_in_the_background_before_it_is_read(link, clien
     asked, complete = threading.Event(), threading.Event()
     where: list[str] = []
 
-    def ready() -> None:
+    def ready(asking: object) -> bool:
+        assert asking is client
         asked.set()
         assert complete.wait(SAFETY_S)
         where.append(threading.current_thread().name)
+        return True
 
     assert link.put([blob_of(0), blob_of(1)], ready=ready) == 2
     assert link.put([blob_of(2)]) == 1
@@ -47,6 +49,15 @@ def test_a_payload_is_waited_for_in_the_background_before_it_is_read(link, clien
     assert link.flush(SAFETY_S)
     assert client.stored == [blob_of(number) for number in range(3)]
     assert where == ["kvtier-putting"] * 2
+
+
+def test_a_payload_that_does_not_become_complete_is_not_stored(link, client):
+    assert link.put([blob_of(0)], ready=lambda asking: False) == 1
+    assert link.put([blob_of(1)], ready=lambda asking: True) == 1
+    assert link.flush(SAFETY_S)
+    assert client.stored == [blob_of(1)]
+    assert link.counters["puts_incomplete"] == link.counters["put"] == 1
+    assert link.held_bytes == link.pending == 0
 
 
 def test_work_runs_in_the_background_and_its_result_is_there_when_it_is_done(link, client):
@@ -115,6 +126,22 @@ def test_what_belongs_together_keeps_its_order_when_it_goes_first(link, client):
     blobs = [blob_of(number) for number in range(6)]
     for number, blob in enumerate(blobs):
         link.put([blob], group="ours" if number % 2 else f"another's {number}")
+    fetch = asking(link, 5)
+    wait_for(lambda: link.counters["gets_settled"] == 1)
+    client.gate.set()
+    assert fetch.wait(SAFETY_S)
+    assert link.flush(SAFETY_S)
+    assert client.stored[1:] == [blobs[i] for i in (1, 3, 5, 0, 2, 4)]
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_a_put_reads_goes_before_it(link, client):
+    """A turn's first span begins in the turn before, and that one's in the one before it."""
+    hold_the_put_thread(link, client)
+    blobs = [blob_of(number) for number in range(6)]
+    for number, blob in enumerate(blobs):
+        reads = {blobs[number - 2].key} if number >= 2 else frozenset()
+        link.put([blob], reads=reads)
     fetch = asking(link, 5)
     wait_for(lambda: link.counters["gets_settled"] == 1)
     client.gate.set()
