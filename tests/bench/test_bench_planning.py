@@ -98,7 +98,7 @@ def test_settings_reach_the_worker_and_nothing_else_does(
     )
     assert kvtier["PATH"] == "/bin"
     assert kvtier["KVTIER_LOCALITY_SINK_TOKENS"] == "32"
-    assert kvtier["KVTIER_LOCALITY_RECENT_TOKENS"] == "256"
+    assert "KVTIER_LOCALITY_RECENT_TOKENS" not in kvtier
     written = json.loads(Path(kvtier["KVTIER_HEAD_PROFILE"]).read_text())
     assert written["ca_heads"] == [[], [0, 1, 2], []]
     assert "KVTIER_HEAD_PROFILE" not in full
