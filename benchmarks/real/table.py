@@ -75,7 +75,7 @@ def declare(arguments: Arguments) -> None:
     arguments.size("--choose-len", "1536", "context tokens to choose heads on")
     arguments.whole("--choose-contexts", 4, "contexts to choose heads on")
     arguments.add("--fit-tasks", nargs="+", metavar="TASK", help="to fit on (default: all)")
-    arguments.sizes("--fit-lens", ("1536", "3072"), "context tokens to fit worth on")
+    arguments.sizes("--fit-lens", ("1536", "4000"), "context tokens to fit worth on")
     arguments.sizes("--curve-lens", ("2k", "4k"), "context tokens to fit the curve on")
     arguments.whole("--fit-contexts", 11, "contexts to fit the curve on, per length", least=2)
     arguments.add("--settings", nargs="+", metavar="NAME", help="of kvtier's, by name (all)")

@@ -54,8 +54,8 @@ def add_tokens_parser(kinds: Subparsers) -> None:
     add = tokens.add_argument
     add("--model-path", type=located, required=True, help=MODEL_HELP)
     add("--out", type=Path, required=True, help="file to write, such as token_worth.npz")
-    add("--len", default="1.5k,3k", help="context lengths (default: %(default)s)")
-    add("--contexts", type=int, default=6, help="contexts per length (default: %(default)s)")
+    add("--len", help="context lengths (default: 1536,4000, or shorter where the model reads less)")
+    add("--contexts", type=int, default=5, help="contexts per length (default: %(default)s)")
     add("--seed", type=int, default=0)
     add("-q", "--quiet", action="store_true", help="no progress and no summary")
     tokens.set_defaults(handler=run_calibrate_tokens)
@@ -63,7 +63,7 @@ def add_tokens_parser(kinds: Subparsers) -> None:
 
 def run_calibrate_tokens(options: argparse.Namespace) -> int:
     """Handler of `kvtier calibrate tokens`. Raises KvtierError; returns the exit code 0."""
-    lengths = [parse_size(text, "--len") for text in options.len.split(",")]
+    lengths = options.len and [parse_size(text, "--len") for text in options.len.split(",")]
     if options.seed < 0:
         raise UsageError("--seed", "at least 0", options.seed)
     if options.out.is_dir() or not options.out.parent.is_dir():

@@ -9,6 +9,7 @@ was not fitted on, of the other half of the texts, by their repetition alone.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -45,8 +46,8 @@ from kvtier.retention.token_worth import Fit, TokenWorth
 from kvtier.synthetic.frame import frame_of
 from kvtier.synthetic.tokenizer import Tokenizer
 
-# Every kind of text at one of the lengths.
-DEFAULT_CONTEXTS, DEFAULT_LENGTHS = 6, (1536, 3072)
+# Nearly every kind of text, at one of the lengths.
+DEFAULT_CONTEXTS, DEFAULT_LENGTHS = 5, (1536, 4000)
 JUDGED_CONTEXTS = 2  # per length
 JUDGED_SHARES = (0.25, 0.1)
 
@@ -79,19 +80,20 @@ def fit_tokens(
     *,
     tasks: Sequence[str] | None = None,
     contexts: int = DEFAULT_CONTEXTS,
-    lengths: Sequence[int] = DEFAULT_LENGTHS,
+    lengths: Sequence[int] | None = None,
     seed: int = 0,
     progress: Progress = no_progress,
 ) -> TokenFit:
     """Fit on so many contexts per length, and judge.
 
-    tasks: those of the contexts, which are dealt to the lengths in turn; None for all. Raises
-    KvtierError for a model or a length that will not do.
+    tasks: those of the contexts, which are dealt to the lengths in turn; None for all. lengths: in
+    tokens; None for DEFAULT_LENGTHS, or shorter ones where the model reads less. Raises KvtierError
+    for a model or a length that will not do.
     """
     if contexts < 1:
         raise UsageError("--contexts", "at least 1", contexts)
     check_supported(read_config(model_path))
-    _check_length(model_path, max(lengths))
+    lengths = _lengths(model_path, lengths)
     known = tasks_for(model_path)
     tasks = tasks or known.measuring
     fitted = [
@@ -151,13 +153,17 @@ def _request(model_path: str) -> list[int]:
     return repeat_request(tokenizer, frame_of(tokenizer))
 
 
-def _check_length(model_path: str, length: int) -> None:
-    """Raises SizeError where a context and its repetition are longer than the model reads."""
-    longest = context_length(read_config(model_path))
-    most = (longest - len(_request(model_path))) // 2
-    if longest and length > most:
+def _lengths(model_path: str, asked: Sequence[int] | None) -> Sequence[int]:
+    """Those asked for, or the default ones, shorter where the model reads less. Raises SizeError
+    where it does not read a context and its repetition."""
+    read = context_length(read_config(model_path)) or sys.maxsize
+    most = (read - len(_request(model_path))) // 2
+    if asked is None:
+        return [min(one, one * most // max(DEFAULT_LENGTHS)) for one in DEFAULT_LENGTHS]
+    if max(asked) > most:
         expected = f"at most {most} tokens: a context and its repetition"
-        raise SizeError("--len", expected, length)
+        raise SizeError("--len", expected, max(asked))
+    return asked
 
 
 def add(fit: Fit, model: Any, repeated: Repeated) -> None:

@@ -127,11 +127,13 @@ def test_a_length_is_checked_where_the_model_names_its_positions(tmp_path: Path)
     config = {"max_position_embeddings": 1000}
     (tmp_path / "tokenizer.json").write_text((DEMO / "tokenizer.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    tokens._check_length(str(tmp_path), 500)
+    assert tokens._lengths(str(tmp_path), [500]) == [500]
+    assert tokens._lengths(str(tmp_path), None) == [192, 500]
     with pytest.raises(SizeError, match="at most 500 tokens"):
-        tokens._check_length(str(tmp_path), 501)
+        tokens._lengths(str(tmp_path), [200, 501])
     (tmp_path / "config.json").write_text("{}")
-    tokens._check_length(str(tmp_path), 501)
+    assert tokens._lengths(str(tmp_path), [501]) == [501]
+    assert tokens._lengths(str(tmp_path), None) == list(tokens.DEFAULT_LENGTHS)
 
 
 def test_a_scorers_file_is_read_once_and_again_when_it_has_changed(

@@ -110,18 +110,20 @@ class Joined:
         if self.payload.ready is not None:
             self.payload.ready()
         present = client.exists([name.key for name in self.names]).present
-        for name, held in zip(self.names, present, strict=True):
-            if not held:
-                continue
-            host = fetch_spans(client, self.link, [name], Layouts(self.codec.layout(1)))
-            if host is None or not host.payloads:
-                continue
-            source = torch.from_numpy(host.payloads[0]).unsqueeze(0)
-            tokens = name.stop - name.begin
+        held = (name for name, held in zip(self.names, present, strict=True) if held)
+        return any(self._landed(client, name) for name in held)
+
+    def _landed(self, client: TierClient, name: SpanName) -> bool:
+        """Whether a span landed; then the tokens are in the payload."""
+        host = fetch_spans(client, self.link, [name], Layouts(self.codec.layout(1)))
+        if host is None:
+            return False
+        for payload in host.payloads:
+            source, tokens = torch.from_numpy(payload).unsqueeze(0), name.stop - name.begin
             self.codec.copy(source, tokens, self.payload.rows, self.num_tokens, self.inherited)
-            host.release()
-            return True
-        return False
+        landed = bool(host.payloads)
+        host.release()
+        return landed
 
 
 class Spiller:
