@@ -55,7 +55,7 @@ def add_tokens_parser(kinds: Subparsers) -> None:
     add("--model-path", type=located, required=True, help=MODEL_HELP)
     add("--out", type=Path, required=True, help="file to write, such as token_worth.npz")
     add("--len", help="context lengths (default: 1536,4000, or shorter where the model reads less)")
-    add("--contexts", type=int, default=5, help="contexts per length (default: %(default)s)")
+    add("--contexts", type=int, help="contexts per length (default: 8 short ones, 4 long ones)")
     add("--seed", type=int, default=0)
     add("-q", "--quiet", action="store_true", help="no progress and no summary")
     tokens.set_defaults(handler=run_calibrate_tokens)

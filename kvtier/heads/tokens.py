@@ -46,9 +46,9 @@ from kvtier.retention.token_worth import Fit, TokenWorth
 from kvtier.synthetic.frame import frame_of
 from kvtier.synthetic.tokenizer import Tokenizer
 
-# Nearly every kind of text, at one of the lengths.
-DEFAULT_CONTEXTS, DEFAULT_LENGTHS = 5, (1536, 4000)
-JUDGED_CONTEXTS = 2  # per length
+# What a length changes is told by few long contexts, which take the time.
+DEFAULT_LENGTHS, SHORT_CONTEXTS, LONG_CONTEXTS = (1536, 4000), 8, 4
+JUDGED_CONTEXTS = 1  # per length
 JUDGED_SHARES = (0.25, 0.1)
 
 
@@ -79,28 +79,30 @@ def fit_tokens(
     model_path: str,
     *,
     tasks: Sequence[str] | None = None,
-    contexts: int = DEFAULT_CONTEXTS,
+    contexts: int | None = None,
     lengths: Sequence[int] | None = None,
     seed: int = 0,
     progress: Progress = no_progress,
 ) -> TokenFit:
     """Fit on so many contexts per length, and judge.
 
-    tasks: those of the contexts, which are dealt to the lengths in turn; None for all. lengths: in
+    tasks: those of the contexts, which are dealt to the lengths in turn; None for all. contexts:
+    per length; None for SHORT_CONTEXTS of the shortest and LONG_CONTEXTS of any other. lengths: in
     tokens; None for DEFAULT_LENGTHS, or shorter ones where the model reads less. Raises KvtierError
     for a model or a length that will not do.
     """
-    if contexts < 1:
+    if contexts is not None and contexts < 1:
         raise UsageError("--contexts", "at least 1", contexts)
     check_supported(read_config(model_path))
     lengths = _lengths(model_path, lengths)
+    counts = [contexts or _usual(length, lengths) for length in lengths]
     known = tasks_for(model_path)
     tasks = tasks or known.measuring
     fitted = [
         sample
-        for index, length in enumerate(lengths)
+        for index, (length, count) in enumerate(zip(lengths, counts, strict=True))
         for sample in make_samples(
-            known.make, _dealt(tasks, index, len(lengths)), contexts, [length], seed, CALIBRATION
+            known.make, _dealt(tasks, index, len(lengths)), count, [length], seed, CALIBRATION
         )
     ]
     judged = make_samples(known.make, tasks, JUDGED_CONTEXTS, lengths, seed, HELD_OUT)
@@ -119,6 +121,10 @@ def fit_tokens(
     ]
     agreement = {share: sum(one[share] for one in found) / len(found) for share in JUDGED_SHARES}
     return TokenFit(worth, len(fitted), tokens, seconds, agreement)
+
+
+def _usual(length: int, lengths: Sequence[int]) -> int:
+    return SHORT_CONTEXTS if length == min(lengths) else LONG_CONTEXTS
 
 
 def _dealt(tasks: Sequence[str], index: int, lengths: int) -> Sequence[str]:
