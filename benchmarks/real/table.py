@@ -4,10 +4,10 @@ kvtier's ways to keep and by NVIDIA kvpress's presses.
     python -m models.smollm2 --out out/smollm2
     python -m benchmarks.real.table --model-path out/smollm2 --kvpress-python VENV/bin/python
 
-A context is prefilled exactly, its questions were unknown when it was compressed, and all are
-answered from what is held. Heads and weights are chosen on other texts. What was measured is kept
-in --state: a run goes on where it stopped. Without --kvpress-python there are no presses; their
-environment is benchmarks/peers/requirements.txt.
+A context is prefilled exactly, but for those that came in several turns; its questions were unknown
+when it was compressed, and all are answered from what is held. Heads and weights are chosen on
+other texts. What was measured is kept in --state: a run goes on where it stopped. Without
+--kvpress-python there are no presses; their environment is benchmarks/peers/requirements.txt.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
 from benchmarks.common.table import show
 from benchmarks.real.choices import Setup, chosen_heads
+from benchmarks.real.courses import COURSES
 from benchmarks.real.fitting import Calibrated, calibrated
 from benchmarks.real.keeping import (
     ADAPTIVE_RECENT,
@@ -62,7 +64,7 @@ QUALITY, BY_QUALITY = 0.95, "adaptive budgets, quality 0.95"
 # What stays of no context: as much as locality heads hold.
 EDGES = (64, 64)
 # Beside our settings in tables, not in the pictures.
-NOT_DRAWN = (DUO, RANKED)
+NOT_DRAWN = (DUO, RANKED, *(course.name for course in COURSES))
 OURS = tuple(setting.name for setting in settings_at(1.0) if setting.name not in NOT_DRAWN)
 
 
@@ -184,7 +186,8 @@ def measure(
         for done, index in enumerate(missing):
             sample = samples[index]
             progress(f"{length} tokens, {sample.task}", done, len(missing))
-            measure_context(bench, records, (length, index), sample, presses, names[index])
+            others = samples[index - 1].context_ids[: length // 2]
+            measure_context(bench, records, (length, index), sample, others, presses, names[index])
             records.add((length, index, *finished), {})
             if done == 0:
                 minutes = (time.perf_counter() - began) * len(missing) / 60
@@ -194,18 +197,27 @@ def measure(
 
 def measure_context(
     bench: Bench, records: Records, place: tuple[int, int], sample: CalibrationSample,
-    presses: Presses, name: str,
+    others_ids: Sequence[int], presses: Presses, name: str,
 ) -> None:  # fmt: skip
     context = Context(bench.model, shape_of(bench.model), sample)
     asker = Asker(bench.model, sample)
     shape = context.shape
     held_by_all = shape.num_layers * shape.num_kv_heads * context.num_tokens
+
+    def measure(way: Way) -> None:
+        quality = asker.quality(way.layers, way.refresh)
+        used = entries(way.layers, shape.group_size) / held_by_all
+        records.add((*place, way.name, way.share), {**quality._asdict(), "bytes": used})
+
     for way in ways(bench, context, presses, name):
-        key = (*place, way.name, way.share)
-        if key not in records:
-            quality = asker.quality(way.layers, way.refresh)
-            used = entries(way.layers, shape.group_size) / held_by_all
-            records.add(key, {**quality._asdict(), "bytes": used})
+        if (*place, way.name, way.share) not in records:
+            measure(way)
+    for course, share in product(COURSES, bench.shares):
+        if course.name in bench.settings and (*place, course.name, share) not in records:
+            ids, worth = sample.context_ids, bench.calibrated.worth
+            measure(
+                Way(course.name, share, course.held(bench.model, ids, others_ids, share, worth))
+            )
 
 
 def ways(bench: Bench, context: Context, presses: Presses, name: str) -> Iterator[Way]:

@@ -188,6 +188,10 @@ class AdaptiveSession(ScoredSession):
         other.forget()
         return other
 
+    def kv_of_heads(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each head's entries, `[1, entries, dim]` each, between turns."""
+        return [_joined(cache.settled) for cache in self._by_head[layer]]
+
     def _caches(self, layer: int) -> Sequence[ClassCache]:
         return self._by_head[layer]
 

@@ -10,6 +10,7 @@ import torch
 from text_models import write_llama
 
 from benchmarks.real import table
+from benchmarks.real.courses import COURSES, CUT_WINDOW, Course
 from benchmarks.real.keeping import Context, Keeper, NoRoomError, settings_at
 from benchmarks.real.tables import fewest_bytes
 from kvtier.heads.model.config import shape_of
@@ -73,6 +74,32 @@ def test_all_tokens_held_answer_as_the_model_does(context: tuple[Context, Asker]
     assert held.recall == exact.recall
 
 
+@pytest.mark.parametrize("course", [Course("", turns=3), *COURSES], ids=lambda one: one.name)
+def test_a_course_in_which_nothing_is_dropped_answers_as_the_model_does(
+    context: tuple[Context, Asker], folder: Path, course: Course
+) -> None:
+    ctx, asker = context
+    sample = make_samples(tasks_for(str(folder)).make, ["key-value"], 1, [TOKENS], 0)[0]
+    held = course.held(ctx.model, sample.context_ids, [5, 6, 7] * 50, 1.0, drawn_by_lot(ctx))
+    assert {layer.k.shape[1] for layer in held} == {TOKENS}
+    every = torch.ones(2, 2, TOKENS, dtype=torch.bool)
+    exact = asker.quality(selected(ctx.kv, every, ctx.shape.group_size))
+    assert asker.quality(held).loss == pytest.approx(exact.loss, rel=1e-4)
+
+
+@pytest.mark.parametrize("course", COURSES, ids=lambda one: one.name)
+def test_a_course_holds_its_share(
+    context: tuple[Context, Asker], folder: Path, course: Course
+) -> None:
+    """But for windows, and whole pages of every turn."""
+    ctx, _ = context
+    sample = make_samples(tasks_for(str(folder)).make, ["key-value"], 1, [TOKENS], 0)[0]
+    held = course.held(ctx.model, sample.context_ids, [5, 6, 7] * 150, 0.25, drawn_by_lot(ctx))
+    used = entries(held, ctx.shape.group_size) / 4
+    more = CUT_WINDOW if course.is_branch else 20 * course.turns
+    assert 0.2 * (TOKENS - CUT_WINDOW) <= used <= 0.3 * TOKENS + more
+
+
 def test_a_run_writes_the_table_and_another_measures_nothing_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +117,9 @@ def test_a_run_writes_the_table_and_another_measures_nothing_again(
     assert picture.startswith(b"\x89PNG")
     first = json.loads(out.read_text())["kept"]
     assert {"head profile", "adaptive budgets + refresh"} <= {row["way"] for row in first}
-    assert all(row["bytes"] <= row["share"] for row in first)
+    courses = {course.name for course in COURSES}
+    assert courses <= {row["way"] for row in first}
+    assert all(row["bytes"] <= row["share"] for row in first if row["way"] not in courses)
     (by_quality,) = (row for row in first if row["way"] == table.BY_QUALITY)
     assert by_quality["quality"] > 0
     assert by_quality["least_bytes"] <= by_quality["bytes"] <= by_quality["most_bytes"]

@@ -1,0 +1,98 @@
+"""Contexts of competing heads that did not come in one turn, or that a branch left.
+
+    one turn     [ context              ]         what the other settings compress
+    N turns      [ 1st ][ 2nd ][ 3rd ] …          each computed over what heads keep of those before
+    a branch     [ context | another's text ]     compressed, then left at the context's end:
+                 [ context, less │ window ]       cut there, and the window computed again
+
+All of it is what `kvtier serve` does without a tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from benchmarks.real.keeping import ADAPTIVE_RECENT, ADAPTIVE_SINK
+from kvtier.heads.model.config import shape_of
+from kvtier.heads.probes.held import Held, stacked
+from kvtier.heads.reference.compaction import AdaptiveSession
+from kvtier.retention.locality import LocalityRule
+from kvtier.retention.scorers.reconstruction import Reconstruction
+from kvtier.retention.shares import FixedShare, Turn
+from kvtier.retention.token_worth import TokenWorth
+
+# As kvtier_sglang.radix.matching, which imports SGLang.
+CUT_WINDOW, WIDE_CUT_WINDOW, SMALL_SHARE = 64, 256, 0.2
+
+
+@dataclass(frozen=True)
+class Course:
+    """turns: in which the context came, of equal length. is_branch: it was left at its end by a
+    request, behind which other text followed."""
+
+    name: str
+    turns: int = 1
+    is_branch: bool = False
+
+    def held(
+        self,
+        model: Any,
+        context_ids: Sequence[int],
+        others_ids: Sequence[int],
+        share: float,
+        worth: TokenWorth,
+    ) -> list[Held]:
+        """What is held of the context per layer, of `share` of each turn's entries. others_ids:
+        half as many tokens of another context."""
+        session = _session(model, share, worth)
+        if not self.is_branch:
+            for ids in _parts(context_ids, self.turns):
+                session.turn(ids, 0)
+            return _held(session)
+        session.turn([*context_ids, *others_ids], 0)
+        at = len(context_ids) - (WIDE_CUT_WINDOW if share < SMALL_SHARE else CUT_WINDOW)
+        branch = session.cut(at)
+        # A request has all of its own until its turn ends.
+        branch.keep_count = lambda prompt, droppable: droppable
+        branch.turn(context_ids[at:], 0)
+        return _held(branch)
+
+
+COURSES = (
+    *(Course(f"adaptive budgets, {turns} turns", turns) for turns in (5, 10, 20)),
+    Course("adaptive budgets, a branch", is_branch=True),
+)
+
+
+def _session(model: Any, share: float, worth: TokenWorth) -> AdaptiveSession:
+    rule = LocalityRule(ADAPTIVE_SINK, ADAPTIVE_RECENT, ADAPTIVE_RECENT)
+    session = AdaptiveSession(model, rule, scorer=Reconstruction.of(worth))
+    session.keep_count = _fixed(share)
+    return session
+
+
+def _fixed(share: float) -> Callable[[int, int], int]:
+    rule = FixedShare(share)
+    return lambda prompt, droppable: rule.choose(Turn(prompt, droppable)).kept_tokens
+
+
+def _parts(ids: Sequence[int], count: int) -> list[Sequence[int]]:
+    bounds = [round(len(ids) * part / count) for part in range(count + 1)]
+    return [ids[a:b] for a, b in pairwise(bounds)]
+
+
+def _held(session: AdaptiveSession) -> list[Held]:
+    shape = shape_of(session.model)
+    return [
+        stacked([
+            Held(k, v, k.new_zeros(shape.group_size, k.shape[1]))
+            for k, v in session.kv_of_heads(layer)
+        ])
+        for layer in range(shape.num_layers)
+    ]  # fmt: skip
+
+
+__all__ = ["COURSES", "Course"]
