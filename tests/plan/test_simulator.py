@@ -157,6 +157,24 @@ def test_compressed_sessions_stay_where_full_ones_are_evicted_and_the_tier_resto
     assert (both.hit_device + both.hit_tier).sum() > quarter.hit_device.sum()
 
 
+@pytest.mark.parametrize(("share", "windows"), [(0.25, 1), (0.1, 4)])
+def test_users_of_one_prompt_compute_a_window_once_and_hold_the_prompt_once(share, windows):
+    described = Description(
+        sessions=8, sessions_per_s=0.01, turns=1, shared_tokens=4000, context_tokens=700,
+        output_tokens=20,
+    )  # fmt: skip
+    traffic = make_traffic(described, 0)
+    cache = replace(QUARTER, retention=share, windows=Windows())
+    outcome, full = (
+        simulate(traffic, FleetPlan(1, RATES, one)) for one in (cache, replace(FULL, slots=10**6))
+    )
+    computed = traffic.input_tokens - outcome.hit_device
+    more = np.sort(computed - (traffic.input_tokens - full.hit_device))
+    assert more.tolist() == [0] * 7 + [64 * windows]
+    profile = simulate(traffic, FleetPlan(1, RATES, replace(cache, ca_share=0.5)))
+    assert (profile.hit_device < 4000).sum() >= 2
+
+
 def test_what_is_in_flight_leaves_room_for_what_rests(monkeypatch):
     """More sessions at once than the pool holds: half of it for those in flight keeps more."""
     described = Description(

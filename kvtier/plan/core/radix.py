@@ -1,9 +1,10 @@
 """Matching, cutting and growing one replica's radix tree: SGLang's, with the variants of kvtier's.
 
-A unit that locality heads have compressed cannot be cut inside what they dropped. A request that
-leaves it there uses what comes before and computes the rest, which becomes a variant; where it left
-is a boundary of the variant, so that the next request that leaves there shares it
-(`kvtier_sglang.radix.tree`, of which this is a model).
+A compressed unit of competing heads that nobody uses is cut where a request leaves it, a window
+before that place. One of a head profile cannot be cut inside what was dropped: a request that
+leaves it there uses what comes before. What it computes becomes a variant; where it left is a
+boundary of the variant, so that the next request that leaves there shares it
+(`kvtier_sglang.radix.tree` and `.matching`, of which this is a model).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from kvtier.plan.core.units import attach, detach, first_child, new_unit, put_ne
 
 # Places where a new unit is cut at most.
 MOST_CUTS = 32
+# As in kvtier_sglang.radix.matching.
+CUT_WINDOW, WIDE_CUT_WINDOW, SMALL_SHARE, LEAST_CUT = 64, 256, 0.2, 256
 
 
 @compiled
@@ -62,7 +65,20 @@ def usable(world: World, fleet: Fleet, unit: int, upto: int, exact_only: bool) -
     whole = upto == units.stop[unit] or upto >= end + fleet.branch_recent
     if whole and not exact_only:
         return upto
+    if fleet.ca_share == 1 and units.locks[unit] == 0 and upto > begin and not exact_only:
+        is_small = kept_of_dropped(world, unit) < SMALL_SHARE * (end - begin)
+        at = min(upto - (WIDE_CUT_WINDOW if is_small else CUT_WINDOW), end)
+        if at >= begin + LEAST_CUT:
+            return at
     return min(upto, begin)
+
+
+@compiled
+def kept_of_dropped(world: World, unit: int) -> int:
+    """Slots that hold what is kept of a unit's dropped tokens."""
+    units = world.units
+    dropped = units.drop_end[unit] - units.drop_begin[unit]
+    return units.slots[unit] - (units.stop[unit] - units.start[unit] - dropped)
 
 
 @compiled
@@ -120,15 +136,17 @@ def split(world: World, traffic: Asked, lower: int, at: int) -> int:
         node = traffic.nodes.parent[node]
     units.node[upper] = node
     units.compressed[upper], units.branch[upper] = units.compressed[lower], True
-    tokens = at - units.start[lower]
-    slots = tokens
-    if units.drop_end[lower] > units.drop_begin[lower] and at > units.drop_begin[lower]:
-        units.drop_begin[upper], units.drop_end[upper] = (
-            units.drop_begin[lower],
-            units.drop_end[lower],
-        )
-        units.drop_begin[lower] = units.drop_end[lower] = 0
+    slots = at - units.start[lower]
+    begin, end = units.drop_begin[lower], units.drop_end[lower]
+    if begin < at < end:
+        kept = kept_of_dropped(world, lower) * (at - begin) // (end - begin)
+        slots = begin - units.start[lower] + kept
+        units.drop_begin[upper], units.drop_end[upper] = begin, at
+        units.drop_begin[lower] = at
+    elif begin < end <= at:
         slots = units.slots[lower] - (units.stop[lower] - at)
+        units.drop_begin[upper], units.drop_end[upper] = begin, end
+        units.drop_begin[lower] = units.drop_end[lower] = 0
     units.slots[upper] = slots
     units.slots[lower] -= slots
     units.start[lower] = at
