@@ -19,13 +19,10 @@ from benchmarks.real.keeping import ADAPTIVE_RECENT, ADAPTIVE_SINK
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.probes.held import Held, stacked
 from kvtier.heads.reference.compaction import AdaptiveSession
-from kvtier.retention.locality import LocalityRule
+from kvtier.retention.locality import CUT_WINDOW, SMALL_SHARE, WIDE_CUT_WINDOW, LocalityRule
 from kvtier.retention.scorers.reconstruction import Reconstruction
 from kvtier.retention.shares import FixedShare, Turn
 from kvtier.retention.token_worth import TokenWorth
-
-# As kvtier_sglang.radix.matching, which imports SGLang.
-CUT_WINDOW, WIDE_CUT_WINDOW, SMALL_SHARE = 64, 256, 0.2
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,7 @@ def fit_tokens(
 
 
 def _usual(length: int, lengths: Sequence[int]) -> int:
+    """How many contexts of a length are fitted where nothing was asked for."""
     return SHORT_CONTEXTS if length == min(lengths) else LONG_CONTEXTS
 
 

@@ -18,6 +18,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+# How many tokens are computed again where a request leaves a dropped span of competing heads, so
+# that all the newest are there: the first number, or the second where heads keep less of the span
+# than SMALL_SHARE.
+CUT_WINDOW, WIDE_CUT_WINDOW, SMALL_SHARE = 64, 256, 0.2
+# Fewer tokens of a dropped span are not worth a span of their own.
+LEAST_CUT = 256
+
 
 class DroppedSpan(NamedTuple):
     """Offsets [begin, end) inside a node whose locality KV is dropped; empty when equal."""

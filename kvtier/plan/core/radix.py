@@ -14,11 +14,10 @@ import numpy as np
 from kvtier.plan.core.compiled import compiled
 from kvtier.plan.core.state import NONE, Asked, Fleet, World
 from kvtier.plan.core.units import attach, detach, first_child, new_unit, put_newest
+from kvtier.retention.locality import CUT_WINDOW, LEAST_CUT, SMALL_SHARE, WIDE_CUT_WINDOW
 
 # Places where a new unit is cut at most.
 MOST_CUTS = 32
-# As in kvtier_sglang.radix.matching.
-CUT_WINDOW, WIDE_CUT_WINDOW, SMALL_SHARE, LEAST_CUT = 64, 256, 0.2, 256
 
 
 @compiled

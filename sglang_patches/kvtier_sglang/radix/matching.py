@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from kvtier.retention.locality import LocalityRule
+from kvtier.retention.locality import (
+    CUT_WINDOW,
+    LEAST_CUT,
+    SMALL_SHARE,
+    WIDE_CUT_WINDOW,
+    LocalityRule,
+)
 from kvtier_sglang.radix.node import KvNode
-
-# How many tokens are computed again where a request leaves a dropped span, so that all the newest
-# are there: the first number, or the second where heads keep less of it than SMALL_SHARE.
-CUT_WINDOW, WIDE_CUT_WINDOW, SMALL_SHARE = 64, 256, 0.2
-# Fewer tokens of a dropped span are not worth a span of their own.
-LEAST_CUT = 256
 
 
 @dataclass(frozen=True)

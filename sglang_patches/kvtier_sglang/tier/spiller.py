@@ -165,7 +165,8 @@ class Spiller:
             return
         turn.chains.extend(token_ids)
         if self._joins(turn, slots[turn.spilled : turn.spilled + span]):
-            self._send_joined(turn, token_ids, slots, turn.spilled + span)
+            if not self._send_joined(turn, token_ids, slots, turn.spilled + span):
+                return
             turn.spilled += span
         if turn.spilled == stop:
             return
@@ -233,8 +234,9 @@ class Spiller:
 
     def _send_joined(
         self, turn: Turn, token_ids: Sequence[int], slots: torch.Tensor, stop: int
-    ) -> None:
-        """Send the next span, up to `stop`, whose first tokens the tier has."""
+    ) -> bool:
+        """Send the next span, up to `stop`, whose first tokens the tier has. Returns whether the
+        link took it."""
         begin, whole = turn.spilled, self.names.span_tokens
         tokens, inherited = stop - begin, turn.inherited(begin)
         layout = self.codec.layout(tokens)
@@ -246,10 +248,12 @@ class Spiller:
         key = turn.chain.key(index, ids) if tokens == whole else turn.chain.tail_key(index, ids)
         (row,) = payload.rows
         blob = Blob(key, layout.encode(), [memoryview(row.numpy())])
-        if self.link.put([blob], ready=joined, reads=joined.reads, group=turn.group):
-            turn.sent += tokens - inherited
-            self.counters["spans_spilled"] += 1
-            self.counters["spill_bytes"] += layout.num_bytes
+        if not self.link.put([blob], ready=joined, reads=joined.reads, group=turn.group):
+            return False
+        turn.sent += tokens - inherited
+        self.counters["spans_spilled"] += 1
+        self.counters["spill_bytes"] += layout.num_bytes
+        return True
 
     def ended(self, rid: str, token_ids: Sequence[int], slots: torch.Tensor) -> None:
         """The turn ended; nothing of it is freed yet. Spills its last, partial span."""

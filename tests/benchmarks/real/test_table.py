@@ -10,7 +10,7 @@ import torch
 from text_models import write_llama
 
 from benchmarks.real import table
-from benchmarks.real.courses import COURSES, CUT_WINDOW, Course
+from benchmarks.real.courses import COURSES, Course
 from benchmarks.real.keeping import Context, Keeper, NoRoomError, settings_at
 from benchmarks.real.tables import fewest_bytes
 from kvtier.heads.model.config import shape_of
@@ -18,6 +18,7 @@ from kvtier.heads.model.loading import load_model
 from kvtier.heads.probes.context import HeadProbe
 from kvtier.heads.probes.held import Asker, entries, selected
 from kvtier.heads.samples.synthetic import make_samples, tasks_for
+from kvtier.retention.locality import CUT_WINDOW
 from kvtier.retention.token_worth import TokenWorth, feature_width
 
 TOKENS = 900

@@ -15,9 +15,9 @@ from engine_process import DEMO_MODEL, run_engine
 from benchmarks.common.recall_engine import ranks_on_a_cpu
 from kvtier.heads.reference.compaction import AdaptiveSession
 from kvtier.heads.tokens import fit_tokens
+from kvtier.retention.locality import CUT_WINDOW, WIDE_CUT_WINDOW
 from kvtier.retention.scorers.reconstruction import Reconstruction
 from kvtier.retention.shares import FixedShare, Turn
-from kvtier_sglang.radix.matching import CUT_WINDOW, WIDE_CUT_WINDOW
 
 pytestmark = pytest.mark.engine
 
