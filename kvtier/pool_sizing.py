@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.errors import BudgetError
 from kvtier.heads.profile import ModelShape
-from kvtier.retention.shares.base import profile_slots
+from kvtier.retention.shares.base import PAGE, profile_slots
 
 if TYPE_CHECKING:
     from kvtier.config import Settings
@@ -58,16 +58,19 @@ def entry_votes(settings: Settings, shape: ModelShape, ca_share: float) -> int:
     return int(ca_share < 1 and settings.locality.compensation)
 
 
-def kept_slots(context: int, edges: int, share: float, anchored: int, heads: int) -> int:
+def kept_slots(
+    context: int, edges: int, share: float, anchored: int, heads: int, page: int = PAGE
+) -> int:
     """How many slots hold a context whose turn has ended.
 
     edges:    tokens of it that every head keeps, sink and recent
     share:    of the context that anchored heads keep, `anchored` of all `heads`; the others keep
               one entry of what is not in the edges
+    page:     entries of a page
     """
     span = max(0, context - edges)
     entries = min(max(math.ceil(share * context) - edges, 1), span)
-    return min(context, edges) + min(profile_slots(entries, anchored, heads), span)
+    return min(context, edges) + min(profile_slots(entries, anchored, heads, page), span)
 
 
 @dataclass(frozen=True)

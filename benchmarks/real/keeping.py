@@ -24,7 +24,9 @@ from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import RefreshRule, choose_again
 from kvtier.retention.scorers import SCORERS, select
 from kvtier.retention.scorers.compactor import Compactor
+from kvtier.retention.shares import PAGE
 from kvtier.retention.token_worth import TokenWorth
+from kvtier_kernels.codes import coded_shape, recoded
 
 # CA heads of a setting with a scorer, as a multiple of the bytes' share.
 CA_HEADS_PER_BYTE = 1.4
@@ -33,6 +35,8 @@ ADAPTIVE_SINK, ADAPTIVE_RECENT = 4, 16
 # DuoAttention's cache (arXiv 2410.10819) with our choice of heads.
 DUO = "DuoAttention-like"
 RANKED = "adaptive budgets, one head a rank"
+# By name: bits of the codes of what is kept.
+CODED = {"adaptive budgets, 4 bits": 4, "adaptive budgets, 3 bits": 3}
 
 
 class NoRoomError(ValueError):
@@ -53,6 +57,8 @@ class Setting:
     compensation: whether locality heads keep one entry for what they drop
     merge:    what is not kept is merged into what is, or dropped
     adaptive: heads compete for entries, by their tokens' predicted worth
+    bits: of the codes that heads keep between their first and last tokens; None where these stay as
+              they are
     head_per_rank: as on as many tensor parallel ranks as there are KV heads: only heads of a rank
               compete
     """
@@ -68,15 +74,17 @@ class Setting:
     merge: bool = False
     adaptive: bool = False
     head_per_rank: bool = False
+    bits: int | None = None
 
 
 def adaptive_setting(
-    name: str, kept: float, *, refresh: bool = False, head_per_rank: bool = False
-) -> Setting:
+    name: str, kept: float, *, refresh: bool = False, head_per_rank: bool = False,
+    bits: int | None = None,
+) -> Setting:  # fmt: skip
     """Heads compete for entries."""
     return Setting(
         name, kept, sink=ADAPTIVE_SINK, recent=ADAPTIVE_RECENT, compensation=False, adaptive=True,
-        refresh=refresh, head_per_rank=head_per_rank,
+        refresh=refresh, head_per_rank=head_per_rank, bits=bits,
     )  # fmt: skip
 
 
@@ -92,6 +100,7 @@ def settings_at(kept: float) -> list[Setting]:
         adaptive_setting("adaptive budgets", kept),
         adaptive_setting("adaptive budgets + refresh", kept, refresh=True),
         adaptive_setting(RANKED, kept, head_per_rank=True),
+        *(adaptive_setting(name, kept, bits=bits) for name, bits in CODED.items()),
     ]
 
 
@@ -145,11 +154,28 @@ class Keeper:
             worth = context.worth(fitted)[..., self.begin : self.end]
             rivals = 1 if setting.head_per_rank else context.shape.num_kv_heads
             self.counts = torch.cat([
-                adaptive_selection(ranks_worth.flatten(0, 1), each).view(ranks_worth.shape).sum(-1)
+                adaptive_selection(ranks_worth.flatten(0, 1), each, self._page)
+                .view(ranks_worth.shape)
+                .sum(-1)
                 for ranks_worth in torch.split(worth, rivals, dim=1)
             ], dim=1)  # fmt: skip
         else:
             self.counts = self._by_profile(order)
+
+    @property
+    def _page(self) -> int:
+        """Entries of a page."""
+        bits = self.setting.bits
+        return PAGE if bits is None else coded_shape(bits, self.context.shape.head_dim).entries
+
+    @property
+    def used(self) -> float | None:
+        """How many entries would take as much memory as what is held does, where there are codes
+        among it."""
+        if self.setting.bits is None:
+            return None
+        edges = self.counts.numel() * (self.context.num_tokens - self.end + self.begin)
+        return edges + PAGE * float((self.counts / self._page).ceil().sum())
 
     @property
     def refresh(self) -> Refresh | None:
@@ -187,7 +213,7 @@ class Keeper:
         middle_k, middle_v = k[:, self.begin : self.end], v[:, self.begin : self.end]
         setting, group = self.setting, self.context.shape.group_size
         count = int(self.counts[layer, head])
-        if count >= middle_k.shape[1]:
+        if count >= middle_k.shape[1] and setting.bits is None:
             flat = k.new_zeros(group, middle_k.shape[1])
             return self._between(k, v, middle_k, middle_v, flat)
         if setting.merge and count:
@@ -214,6 +240,8 @@ class Keeper:
             kept_k, kept_v = middle_k[:, kept], middle_v[:, kept]
         else:
             kept_k, kept_v = middle_k[:, :0], middle_v[:, :0]
+        if setting.bits is not None:
+            kept_k, kept_v = recoded(kept_k, kept_v, setting.bits)
         votes = k.new_zeros(group, count)
         if setting.compensation and not count:
             # One entry for all others: their mean, with as many votes.

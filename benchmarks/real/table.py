@@ -31,6 +31,7 @@ from benchmarks.real.fitting import Calibrated, calibrated
 from benchmarks.real.keeping import (
     ADAPTIVE_RECENT,
     ADAPTIVE_SINK,
+    CODED,
     DUO,
     RANKED,
     Context,
@@ -64,7 +65,7 @@ QUALITY, BY_QUALITY = 0.95, "adaptive budgets, quality 0.95"
 # What stays of no context: as much as locality heads hold.
 EDGES = (64, 64)
 # Beside our settings in tables, not in the pictures.
-NOT_DRAWN = (DUO, RANKED, *(course.name for course in COURSES))
+NOT_DRAWN = (DUO, RANKED, *CODED, *(course.name for course in COURSES))
 OURS = tuple(setting.name for setting in settings_at(1.0) if setting.name not in NOT_DRAWN)
 
 
@@ -89,12 +90,14 @@ def declare(arguments: Arguments) -> None:
 
 
 class Way(NamedTuple):
-    """What is held of a context by one setting or press."""
+    """What is held of a context by one setting or press. used: entries' worth of memory; None where
+    it is as many as there are."""
 
     name: str
     share: float
     layers: list[Held]
     refresh: Refresh | None = None
+    used: float | None = None
 
 
 class Bench(NamedTuple):
@@ -206,8 +209,9 @@ def measure_context(
 
     def measure(way: Way) -> None:
         quality = asker.quality(way.layers, way.refresh)
-        used = entries(way.layers, shape.group_size) / held_by_all
-        records.add((*place, way.name, way.share), {**quality._asdict(), "bytes": used})
+        used = entries(way.layers, shape.group_size) if way.used is None else way.used
+        figures = {**quality._asdict(), "bytes": used / held_by_all}
+        records.add((*place, way.name, way.share), figures)
 
     for way in ways(bench, context, presses, name):
         if (*place, way.name, way.share) not in records:
@@ -234,7 +238,7 @@ def ways(bench: Bench, context: Context, presses: Presses, name: str) -> Iterato
                 keeper = Keeper(context, bench.order, setting, bench.calibrated.worth)
             except NoRoomError:
                 continue
-            yield Way(setting.name, share, keeper.layers(), keeper.refresh)
+            yield Way(setting.name, share, keeper.layers(), keeper.refresh, keeper.used)
     keeper = Keeper(context, bench.order, by_quality(bench, context), bench.calibrated.worth)
     yield Way(BY_QUALITY, QUALITY, keeper.layers())
     for (press, share), mask in presses.masks(name, every).items():

@@ -5,7 +5,8 @@ column `layer * heads + head`:
 
     column c    cells c * column_cells ... : one for every token slot of the pool
     page        16 cells from a multiple of 16 on, all of one column's memory
-    word        int32, a page and how many entries it has: page << 5 | entries (0 to 16)
+    word        int32, a page and how many entries it has: page << 5 | entries (0 to 16);
+                page << 6 | entries of a coded page (kvtier_kernels.codes)
 
 A token that nothing has compressed, a *dense* one, has the same slot in every column. What is left
 of a compressed part of a context is *lists*: every column keeps entries of its own, in pages that
@@ -15,7 +16,8 @@ may stand in any column's memory. So a request's list of a KV head is
     this column's own    dense, by slot: the same in all columns
 
 and the order of its entries means nothing. A plan says how such lists are cut for the device. It
-depends on numbers at fixed addresses only, so that a CUDA graph replays it while lists grow.
+depends on numbers at fixed addresses only, so that a CUDA graph replays it while lists grow. Lists
+of coded pages are lists by themselves, without dense tokens: who has both merges two states.
 
 Ownership: a plan keeps the tables that it was made of, and reads them whenever it is used: who
 changes them plans again (`into` keeps the plan's own addresses), in the same stream. Thread safety:
@@ -66,16 +68,31 @@ class CellKV(NamedTuple):
                   token has no votes: what is there for its cell has to be 0, and backends need not
                   read it. Where a query's `group` is that of several tokens (drafts), token by
                   token, row g has the votes of query head g % log_votes.shape[1].
+    bits:         of the codes of coded pages, whose entries have no votes; None where pages are not
+                  coded.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     column_cells: int
     log_votes: torch.Tensor | None = None
+    bits: int | None = None
+
+    @property
+    def pages(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v as bytes, uint8 [pages, bytes]: views."""
+        sides = (x.view(torch.uint8).view(len(x) // PAGE_CELLS, -1) for x in (self.k, self.v))
+        k, v = sides
+        return k, v
 
 
 class ListKernels(ABC):
-    """One backend of the contract in this module's docstring."""
+    """One backend of the contract in this module's docstring.
+
+    reads_codes: whether `kv` may be of coded pages.
+    """
+
+    reads_codes = False
 
     @abstractmethod
     def plan(

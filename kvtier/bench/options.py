@@ -18,6 +18,7 @@ from kvtier.bench.recorded.options import add_replay_flags, parse_replay
 from kvtier.bench.schema import Replay, Workload
 from kvtier.config import Settings, load_settings
 from kvtier.errors import BudgetError, SizeError, UsageError
+from kvtier.retention.shares.base import CODED_PAGES
 from kvtier.sizes import parse_count, parse_size
 
 PROGRAM = "kvtier.bench"
@@ -122,6 +123,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--scorer-file", help="what `kvtier calibrate tokens` fitted, for --scorer reconstruction")
     add("--head-budgets", help=f"{' or '.join(HEAD_BUDGETS)}: adaptive lets all KV heads compete "
         "for what is kept")  # fmt: skip
+    add("--kept-dtype", help=f"{', '.join(CODED_PAGES)}: what heads that compete keep is coded to "
+        "(as it is)")  # fmt: skip
     add("--tier", metavar="ADDRESS", help="KV tier, or `local` to start one for the run")
     add("--refresh", help=f"{', '.join(REFRESHES)} or every how many generated tokens: choose "
         "again what is kept, from the tier")  # fmt: skip
@@ -162,6 +165,7 @@ def parse_options(argv: Sequence[str]) -> Options:
             scorer=args.scorer,
             scorer_file=args.scorer_file,
             head_budgets=_choice(args.head_budgets, "--head-budgets", HEAD_BUDGETS),
+            kept_dtype=_choice(args.kept_dtype, "--kept-dtype", tuple(CODED_PAGES)),
             merge=_choice(args.merge, "--merge", MERGES),
             **_share(args.quality, args.retention),
         ),

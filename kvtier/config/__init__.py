@@ -9,12 +9,13 @@ flags.py       the same settings as flags of a command
 
 from kvtier.config.loading import config_file, load_settings
 from kvtier.config.names import ENV_PREFIX, Setting
-from kvtier.config.settings import SECTIONS, SETTINGS, Settings
+from kvtier.config.settings import SECTIONS, SETTINGS, PrefillCompression, Settings
 
 __all__ = [
     "ENV_PREFIX",
     "SECTIONS",
     "SETTINGS",
+    "PrefillCompression",
     "Setting",
     "Settings",
     "config_file",

@@ -23,6 +23,8 @@ from kvtier.config.sections import (
     refusal,
 )
 
+PrefillCompression = Literal["auto", "always", "never"]
+
 STORE = "store"
 """As `memory`: what is published in the calibration store."""
 
@@ -65,6 +67,18 @@ class Settings(BaseModel):
         "heads stay, however many a head has; it takes a scorer whose scores compare across heads "
         "(reconstruction), and no head profile. None: adaptive with a calibrated model, unless "
         "what else is asked for excludes it.",
+    )
+    kept_dtype: Literal["int8", "int4", "int3"] | None = Field(
+        None,
+        description="What the entries that heads which compete keep of a finished turn are coded "
+        "to; first, newest and generated tokens stay as they are. None: the KV cache's dtype.",
+    )
+    compress_prefill: PrefillCompression = Field(
+        "auto",
+        description="Whether a prompt is compressed while it is prefilled, chunk by chunk. auto: "
+        "one that would not fit the KV pool otherwise. always: every one, which takes less memory; "
+        "what is computed over a compressed beginning is less exact. never: a prompt that does not "
+        "fit is refused.",
     )
     nll_stride: int = Field(
         4,
@@ -145,6 +159,18 @@ class Settings(BaseModel):
         }
         return {name: value for name, value in rules.items() if value is not None}
 
+    @model_validator(mode="after")
+    def _codes_have_nothing_beside_them(self) -> Self:
+        is_equal = self.head_profile is not None or self.head_budgets == "equal"
+        if self.kept_dtype is not None and is_equal:
+            raise refusal("kept_dtype", "none without head_budgets = adaptive", self.kept_dtype)
+        return self
+
+    @property
+    def kept_bits(self) -> int | None:
+        """Bits of a number of what is kept; None where it stays as it is."""
+        return None if self.kept_dtype is None else int(self.kept_dtype.removeprefix("int"))
+
     @property
     def compacts(self) -> bool:
         """Whether CA heads may keep less than the whole context."""
@@ -177,6 +203,7 @@ class Settings(BaseModel):
                 "retention": None,
                 "share_rule": None,
                 "head_budgets": "equal",
+                "kept_dtype": None,
                 "budget": BudgetSettings(),
                 "tier": self.tier.model_copy(update={"address": None}),
                 "refresh": self.refresh.model_copy(update={"when": "off", "moved": None}),

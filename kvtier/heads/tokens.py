@@ -86,7 +86,7 @@ def fit_tokens(
 ) -> TokenFit:
     """Fit on so many contexts per length, and judge.
 
-    tasks: those of the contexts, which are dealt to the lengths in turn; None for all. contexts:
+    tasks: those of the contexts, which take turns through all lengths; None for all. contexts:
     per length; None for SHORT_CONTEXTS of the shortest and LONG_CONTEXTS of any other. lengths: in
     tokens; None for DEFAULT_LENGTHS, or shorter ones where the model reads less. Raises KvtierError
     for a model or a length that will not do.
@@ -98,13 +98,12 @@ def fit_tokens(
     counts = [contexts or _usual(length, lengths) for length in lengths]
     known = tasks_for(model_path)
     tasks = tasks or known.measuring
-    fitted = [
-        sample
-        for index, (length, count) in enumerate(zip(lengths, counts, strict=True))
-        for sample in make_samples(
-            known.make, _dealt(tasks, index, len(lengths)), count, [length], seed, CALIBRATION
-        )
-    ]
+    fitted: list[CalibrationSample] = []
+    for length, count in zip(lengths, counts, strict=True):
+        # Where there are few contexts, each task comes before one comes twice.
+        turn = len(fitted) % len(tasks)
+        dealt = [*tasks[turn:], *tasks[:turn]]
+        fitted += make_samples(known.make, dealt, count, [length], seed, CALIBRATION)
     judged = make_samples(known.make, tasks, JUDGED_CONTEXTS, lengths, seed, HELD_OUT)
     began = time.monotonic()
     model = load_model(model_path)
@@ -126,14 +125,6 @@ def fit_tokens(
 def _usual(length: int, lengths: Sequence[int]) -> int:
     """How many contexts of a length are fitted where nothing was asked for."""
     return SHORT_CONTEXTS if length == min(lengths) else LONG_CONTEXTS
-
-
-def _dealt(tasks: Sequence[str], index: int, lengths: int) -> Sequence[str]:
-    """The tasks of the index-th length, which begin with its own."""
-    return [
-        *tasks[index::lengths],
-        *(task for at, task in enumerate(tasks) if at % lengths != index),
-    ]
 
 
 def repetitions(

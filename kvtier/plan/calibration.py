@@ -26,6 +26,7 @@ from kvtier.config.sections import LocalitySettings
 from kvtier.errors import UsageError
 from kvtier.plan.fleet import UNBOUNDED, Cache, Rates, Windows
 from kvtier.reading import read_json
+from kvtier.retention.shares.base import CODED_PAGES, PAGE
 
 # Fewer say nothing about so many rates.
 LEAST_REQUESTS = 6
@@ -90,11 +91,14 @@ def cache_of(run: ReplayResult, settings: Mapping[str, Any]) -> Cache:
     competes = policy.compacts and settings.get("head_budgets") == "adaptive"
     windows = LocalitySettings.model_validate(settings["locality"]).windows(competes=competes)
     retention = settings["retention"] if policy.compacts else None
+    coded = settings.get("kept_dtype") if competes else None
     return Cache(
         policy=run.policy,
         slots=run.pools.max_total_tokens,
         compresses=policy.splits_heads,
         retention=retention or 1.0,
+        page=PAGE if coded is None else CODED_PAGES[coded],
+        compress_prefill=settings.get("compress_prefill", "never"),
         ca_share=run.ca_share,
         tier_tokens=0 if run.tier is None else UNBOUNDED,
         tier_span_tokens=settings["tier"]["span_tokens"],

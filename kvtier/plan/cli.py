@@ -60,7 +60,9 @@ def _add_traffic(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_replica(group: argparse._ArgumentGroup) -> None:
+    from kvtier.plan.fleet import STREAMING
     from kvtier.plan.hardware import ACCELERATORS, MODELS, Assumptions
+    from kvtier.retention.shares.base import CODED_PAGES
 
     add = group.add_argument
     add("--calibration", metavar="FILE", help="JSON of `python -m kvtier.bench --trace …`: its "
@@ -74,6 +76,9 @@ def _add_replica(group: argparse._ArgumentGroup) -> None:
     add("--ca-share", default="1", help="context-anchored heads of a head profile (%(default)s: "
         "heads compete)")  # fmt: skip
     add("--retention", default="0.25", help="of a context, what they keep (%(default)s)")
+    add("--kept-dtype", choices=CODED_PAGES, help="what that is coded to (as it is)")
+    add("--compress-prefill", choices=STREAMING, default="auto", help="prompts that are compressed "
+        "while they are prefilled (%(default)s: those that do not fit otherwise)")  # fmt: skip
     add("--sink", default="4", help="first tokens that all heads keep (%(default)s)")
     add("--recent", default="16", help="last tokens of a turn that they keep (%(default)s)")
     add("--branch-recent", default="16", help="of them, before a branch (%(default)s)")
@@ -208,6 +213,8 @@ def read_question(options: argparse.Namespace) -> Question:
         assumed=Assumptions(**assumed),
         ca_share=parse_number(options.ca_share, "--ca-share", most=1),
         retention=parse_number(options.retention, "--retention", most=1),
+        kept_dtype=options.kept_dtype,
+        compress_prefill=options.compress_prefill,
         windows=Windows(
             parse_count(options.sink, "--sink", least=0),
             parse_count(options.recent, "--recent"),

@@ -6,10 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvtier.errors import UsageError
+from kvtier.retention.shares.base import PAGE
 from kvtier.tier.blobs.keys import SPAN_TOKENS
 
 # "There is always room": more slots than any replica has.
 UNBOUNDED = 1 << 40
+STREAMING = ("never", "auto", "always")
+"""Which prompts are compressed while they are prefilled."""
 ROUTINGS = ("affinity", "cache-aware", "least-loaded", "two-choices", "round-robin")
 
 
@@ -59,6 +62,8 @@ class Cache:
     policy:         its name, one of the bench's
     slots:          of its pool
     compresses:     whether `retention` of a finished turn is kept
+    page:           entries of a page of what is kept: more where it is coded
+    compress_prefill: one of STREAMING
     ca_share:       of the heads keep that; the others keep one entry for all that they drop
     tier_tokens:    exact KV that the tier holds for the whole fleet; 0: no tier
     tier_span_tokens: of a blob there: a request that lacks fewer tokens does not ask for them
@@ -68,6 +73,8 @@ class Cache:
     slots: int
     compresses: bool = False
     retention: float = 1.0
+    page: int = PAGE
+    compress_prefill: str = "auto"
     ca_share: float = 1.0
     tier_tokens: int = 0
     tier_span_tokens: int = SPAN_TOKENS
@@ -105,4 +112,4 @@ class FleetPlan:
         return replace(self, replicas=replicas)
 
 
-__all__ = ["ROUTINGS", "UNBOUNDED", "Cache", "FleetPlan", "Rates", "Windows"]
+__all__ = ["ROUTINGS", "STREAMING", "UNBOUNDED", "Cache", "FleetPlan", "Rates", "Windows"]

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import UsageError
-from kvtier.plan.fleet import FleetPlan
+from kvtier.plan.fleet import STREAMING, FleetPlan
 from kvtier.pool_sizing import IN_FLIGHT_SHARE
+from kvtier.retention.shares.base import PAGE
 from kvtier.traffic.prefixes import Traffic
 
 try:
@@ -110,16 +111,19 @@ def _is_last(traffic: Traffic) -> npt.NDArray[np.bool_]:
 
 def _numbers(plan: FleetPlan) -> Fleet:
     cache, rates = plan.cache, plan.rates
-    compresses = cache.compresses and cache.retention * cache.ca_share < 1
+    kept = cache.retention * cache.ca_share * PAGE / cache.page
+    compresses = cache.compresses and kept < 1
     in_flight = int(IN_FLIGHT_SHARE * cache.slots) if compresses else cache.slots
     return Fleet(
         replicas=plan.replicas,
         slots=cache.slots,
         compresses=compresses,
+        streams=STREAMING.index(cache.compress_prefill if compresses else "never"),
         sink=cache.windows.sink,
         recent=cache.windows.recent,
         branch_recent=cache.windows.branch_recent,
         retention=float(cache.retention),
+        page=cache.page,
         ca_share=float(cache.ca_share),
         in_flight_slots=in_flight,
         chunk=plan.chunk_tokens,

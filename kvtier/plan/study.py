@@ -21,6 +21,7 @@ from kvtier.plan.fleet import UNBOUNDED, Cache, FleetPlan, Windows
 from kvtier.plan.hardware import Assumptions, Replica, find_replica
 from kvtier.plan.search import fewest_replicas
 from kvtier.plan.simulate import simulate
+from kvtier.retention.shares.base import CODED_PAGES, PAGE
 from kvtier.traffic.described import Description, make_traffic
 from kvtier.traffic.lru import hit_rates
 from kvtier.traffic.prefixes import Traffic, copies, traffic_of
@@ -55,6 +56,8 @@ class Question:
     assumed: Assumptions = field(default_factory=Assumptions)
     ca_share: float = 1.0
     retention: float = 0.25
+    kept_dtype: str | None = None
+    compress_prefill: str = "auto"
     windows: Windows = field(default_factory=Windows)
     tier_bytes: float = 1e12
     replicas: int | None = None
@@ -197,6 +200,8 @@ def cache_on(replica: Replica, question: Question, policy: str) -> Cache:
         slots=slots,
         compresses=True,
         retention=question.retention,
+        page=PAGE if question.kept_dtype is None else CODED_PAGES[question.kept_dtype],
+        compress_prefill=question.compress_prefill,
         ca_share=question.ca_share,
         tier_tokens=tier_tokens if POLICIES[policy].has_tier else 0,
         windows=question.windows,
@@ -262,6 +267,8 @@ def _stated(question: Question) -> Mapping[str, Any]:
         "kv_budget_bytes": replica.kv_budget_bytes,
         "ca_share": question.ca_share,
         "retention": question.retention,
+        "kept_dtype": question.kept_dtype,
+        "compress_prefill": question.compress_prefill,
         "chunk_tokens": question.chunk_tokens,
         "max_running": question.max_running,
         **common,

@@ -58,6 +58,12 @@ class LocalityRule:
             return DroppedSpan(0, 0)
         return DroppedSpan(begin, end)
 
+    def dropped_chunk(self, start: int, stop: int) -> DroppedSpan:
+        """What a node [start, stop) drops that is a chunk of a prompt, the next chunk of which is
+        computed: the recent tokens are that one's."""
+        begin = max(self.sink_tokens, start) - start
+        return DroppedSpan(begin, stop - start) if stop - start - begin > 1 else DroppedSpan(0, 0)
+
     def can_split(self, span: DroppedSpan, offset: int) -> bool:
         """Whether a compressed node may be cut at `offset` without tearing its dropped span.
 

@@ -119,7 +119,7 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
     _check_ranks(server_args, settings)
     _check_drafts(server_args, settings)
     _check_memory(server_args, settings)
-    kernels_of(settings, server_args)
+    _check_codes(server_args, settings)
     scorer_of(settings)
     asked_share(settings)
     if server_args.radix_cache_backend == NAME and server_args.attention_backend != NAME:
@@ -215,6 +215,24 @@ def _check_memory(server_args: Any, settings: Settings) -> None:
     if settings.memory_folder is not None:
         for folder in directories(settings.memory_folder):
             check_may_be_served(load_card(folder))
+
+
+def _check_codes(server_args: Any, settings: Settings) -> None:
+    """Raise IncompatibleFlagError for what does not go together with codes of kept entries."""
+    kernels = kernels_of(settings, server_args)
+    if settings.kept_dtype is None:
+        return
+    obstacles = {
+        f"--kernels {kernels.name}": not kernels.lists.reads_codes,
+        "--kv-cache-dtype fp8": getattr(server_args, "kv_cache_dtype", None) in FP8,
+        # Of a model that is not calibrated every head keeps everything.
+        "heads that do not compete: calibrate the model": not settings.competes,
+    }
+    for other, is_asked in obstacles.items():
+        if is_asked:
+            raise IncompatibleFlagError(
+                "--kept-dtype", f"none together with {other}", settings.kept_dtype
+            )
 
 
 def _check_drafts(server_args: Any, settings: Settings) -> None:

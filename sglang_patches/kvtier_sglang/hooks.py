@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtier_sglang import compat
-from kvtier_sglang.exact_requests import recomputed_tokens
+from kvtier_sglang.exact_requests import recomputed_tokens, wants_exact
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.radix.cache import KvtierRadixCache
 
@@ -44,6 +44,59 @@ def ask_tier(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     cache = scheduler.tree_cache
     if isinstance(cache, KvtierRadixCache) and cache.tier is not None:
         scheduler.enable_lmcache = cache.uses_tier
+
+
+def admit_streaming(
+    original: Callable[..., tuple[bool, int | None]],
+    adder: Any,
+    req: Any,
+    *,
+    extend_input_len: int,
+    total_tokens: int,
+    chunk_limit: int | None,
+    **rest: Any,
+) -> tuple[bool, int | None]:
+    """AROUND PrefillAdder._check_prefill_budget: a prompt that is compressed while it is prefilled
+    needs room for less than all of it."""
+    cache = adder.tree_cache
+
+    def fits(wanted: int) -> tuple[bool, int | None]:
+        asked = {"extend_input_len": extend_input_len, "chunk_limit": chunk_limit, **rest}
+        return original(adder, req, total_tokens=wanted, **asked)
+
+    found = fits(total_tokens)
+    if found[0] or not isinstance(cache, KvtierRadixCache):
+        return found
+    fewer = cache.streaming.admitted_with(req, extend_input_len, total_tokens, chunk_limit)
+    return fits(fewer) if fewer < total_tokens else found
+
+
+def raise_limits(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE Scheduler.get_init_info: prompts may be longer than the pool."""
+    cache = scheduler.tree_cache
+    if isinstance(cache, KvtierRadixCache) and cache.streaming.is_on:
+        longest = min(scheduler.model_config.context_len, cache.streaming.most_tokens) - 1
+        further = max(0, longest - scheduler.max_req_len)
+        scheduler.max_req_len += further
+        scheduler.max_req_input_len += further
+
+
+def fit_exact(result: None, scheduler: Any, req: Any) -> None:
+    """AFTER Scheduler.init_req_max_new_tokens: a prompt that is longer than the pool cannot be
+    answered as if nothing were dropped, and of another the answer has to fit beside all of it."""
+    if not isinstance(scheduler.tree_cache, KvtierRadixCache) or not wants_exact(req):
+        return
+    tokens, size = len(req.origin_input_ids), scheduler.token_to_kv_pool_allocator.size
+    if tokens >= size:
+        req.set_finish_with_abort(
+            f"an exact answer, or log-probabilities of the prompt: expected a prompt of fewer than "
+            f"{size} tokens, which is what the KV pool holds, got {tokens}"
+        )
+        return
+    asked = req.sampling_params
+    # As SGLang counts: a page beside, and the last token has no KV.
+    asked.max_new_tokens = max(0, min(asked.max_new_tokens, size - tokens - 2))
+    asked.min_new_tokens = min(asked.min_new_tokens, asked.max_new_tokens)
 
 
 def make_room_for_drafts(original: Callable[[], int]) -> int:

@@ -68,6 +68,15 @@ def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]
         "sglang.srt.mem_cache.allocation.alloc_token_slots": (occupancy.observe_peak, after),
         f"{_CACHE}.update_eviction_metrics": (occupancy.count_evicted, after),
         "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache": (hooks.ask_tier, before),
+        "sglang.srt.managers.schedule_policy.PrefillAdder._check_prefill_budget": (
+            hooks.admit_streaming,
+            around,
+        ),
+        "sglang.srt.managers.scheduler.Scheduler.get_init_info": (hooks.raise_limits, before),
+        "sglang.srt.managers.scheduler.Scheduler.init_req_max_new_tokens": (
+            hooks.fit_exact,
+            after,
+        ),
         f"{_STREAMER}.get_cached_tokens_details": (hooks.report_recomputed, after),
         f"{_STATE}._add_memory_usage": (occupancy.report_state, after),
         f"{_STATE}.get_internal_state": (state.answer, around),

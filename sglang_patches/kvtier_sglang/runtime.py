@@ -28,7 +28,7 @@ from kvtier.heads.reference.rotation import KeyRotation
 from kvtier.pool_sizing import entry_votes
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.rules import locality_rule, refresh_rule, scorer_of, state_width
-from kvtier.retention.shares import QualityTarget, Serving, asked_share, reads_nll
+from kvtier.retention.shares import PAGE, QualityTarget, Serving, asked_share, reads_nll
 from kvtier.tier.blobs.turn_rules import TurnRules
 from kvtier_sglang.attention.backend import KvtierAttnBackend
 from kvtier_sglang.attention.lists import table_bytes
@@ -196,6 +196,7 @@ class Runtime:
             state_width=state_width(self.settings) if radix else None,
             packs=self._compresses,
             votes=self._votes,
+            bits=self.settings.kept_bits,
         )
         heads = profile.shape.num_layers * profile.shape.num_kv_heads
         logger.info(
@@ -251,12 +252,11 @@ class Runtime:
             self.backend.use_memories(self.memories.passes)
         if torch.device(runner.device).type == "cuda":
             context = int(runner.model_config.context_len)
-            chunk = runner.server_args.chunked_prefill_size
             warm_up(
                 self.backend.kernels,
                 pool,
                 dtype=runner.dtype,
-                chunk=chunk if chunk and chunk > 0 else context,
+                chunk=_chunk_tokens(runner.server_args) or context,
                 context=context,
             )
             if self.selection is not None:
@@ -338,6 +338,8 @@ class Runtime:
             make_refresh=make_refresh,
             ranks=self.ranks,
             memories=None if self.memories is None else self.memories.bank,
+            compress_prefill=settings.compress_prefill,
+            chunk_tokens=_chunk_tokens(ctx.server_args),
         )
         return self.cache
 
@@ -367,7 +369,9 @@ class Runtime:
             source = FixedCurve(None)
             if self.ranks.is_first:
                 source = curve_source(settings, path, self.profile, rule, scorer, dtype, told)
-        entry_bytes = max(1, round(self.profile.ca_share * self.ranks.size * pool.slot_bytes))
+        slot = self.profile.ca_share * self.ranks.size * pool.slot_bytes
+        page = PAGE if pool.packed is None else pool.packed.page
+        entry_bytes = max(1, round(slot * PAGE / page))
         chosen = share.rule.of(share.number, Serving(entry_bytes, source))
         retention = Retention(chosen, source, metrics, self.ranks)
         return Compressor(allocator, rule, retention=retention, selection=self.selection)
@@ -380,11 +384,17 @@ class Runtime:
             tier_link(settings.tier),
             NamedModel(settings, args.model_path, identity, pool, rule, profile, self.ranks),
             SpanCodec(pool),
-            TurnRules(rule, compressor.share),
+            TurnRules(rule, compressor.share, compressor.page),
             memory_of=None if self.memories is None else self.memories.bank.memory_of,
             drain_s=settings.tier.drain_s,
             patience_s=settings.tier.patience_s,
         )
+
+
+def _chunk_tokens(server_args: Any) -> int | None:
+    """The most tokens of a prefill pass; None where prompts are not cut."""
+    chunk = server_args.chunked_prefill_size
+    return int(chunk) if chunk and chunk > 0 else None
 
 
 def _trigger_rule(settings: Settings) -> TriggerRule | None:

@@ -28,6 +28,7 @@ _RULES = ("quality", "retention", "share_rule", "budget_tokens", "budget_bytes")
 _LOOSE = {
     "head_profile": _paths,
     "curve": _paths,
+    "compress_prefill": st.sampled_from(["auto", "always", "never"]),
     "nll_stride": _counts,
     "memory": st.just("store") | _paths,
     "kernels": st.sampled_from(["auto", "reference", "triton", "flashinfer"]),
@@ -90,7 +91,9 @@ def _valid_settings(draw):
         values |= draw(st.one_of(st.just({}), _REFRESHING))
         near_data = "refresh_when" in values and values.get("refresh_by") == "near-data"
         if not near_data and not values.keys() & {"quality", "head_profile"}:
-            values |= draw(st.sampled_from([{}, {"head_budgets": "adaptive"}]))
+            competing = {"head_budgets": "adaptive"}
+            coded = {**competing, "kept_dtype": "int4"}
+            values |= draw(st.sampled_from([{}, competing, coded]))
     values |= draw(st.sampled_from([{}, _TLS_FILES]))
     if values.get("redis_url", "").startswith("rediss:"):
         values |= draw(st.sampled_from([{}, {"redis_ca": Path(__file__)}, _REDIS_TLS_FILES]))
@@ -110,6 +113,6 @@ def test_any_settings_survive_the_trip_through_the_environment(values):
 
 def test_generated_settings_are_of_every_kind():
     drawn = {*_LOOSE, *_TLS_FILES, *_REDIS_TLS_FILES, "refresh_when", "refresh_moved", "merge_form"}
-    drawn.add("head_budgets")
+    drawn |= {"head_budgets", "kept_dtype"}
     drawn |= set(_RULES)
     assert drawn == {setting.path.replace(".", "_") for setting in SETTINGS}

@@ -35,6 +35,8 @@ EXAMPLES = {
     "retention": (0.25, {}),
     "share_rule": ("budget-tokens=64", {}),
     "head_budgets": ("adaptive", {"retention": 0.5}),
+    "kept_dtype": ("int4", {}),
+    "compress_prefill": ("always", {}),
     "nll_stride": (2, {}),
     "memory": ("memories", {}),
     "kernels": ("reference", {}),

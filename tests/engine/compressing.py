@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from engine_process import DEMO_MODEL
 
 from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.profile import HeadProfile
 from kvtier.retention.locality import LocalityRule
+from kvtier.retention.token_worth import TokenWorth
 
 POLICIES = {
     "stock": {"attention_backend": "torch_native"},
@@ -29,3 +32,14 @@ def uneven_profile() -> HeadProfile:
     return HeadProfile(
         model="test", shape=shape, method="test", ca_heads=((), (0, 2), (0, 1, 2, 3))
     )
+
+
+def competing(folder: Path, worth: TokenWorth) -> dict[str, str]:
+    """The settings by which heads compete for what is kept, without a share. worth: is written to
+    a file in the folder."""
+    worth.save(folder / "worth.npz")
+    return {
+        "KVTIER_SCORER": "reconstruction",
+        "KVTIER_SCORER_FILE": str(folder / "worth.npz"),
+        "KVTIER_HEAD_BUDGETS": "adaptive",
+    }

@@ -1,7 +1,8 @@
 """Runs a real SGLang engine in its own process: `python engine_runner.py plan.json out.json`.
 
 plan: {"engine": {...}, "environment"?: {...}, "rounds": [[{"input_ids", "max_new_tokens",
-"logprobs"?, "logprob_start_len"?, "custom_params"?, "stream"?, "abort_after"?: tokens}, ...], ...]}
+"logprobs"?, "logprob_start_len"?, "custom_params"?, "stream"?, "abort_after"?: tokens,
+"refused"?: whether an error is its answer}, ...], ...]}
 environment: SGLang's variables.
 Every round is sent at once (continuous batching); a request may name the round and index it
 continues ({"continues": [round, index], "input_ids": tail}): its prompt is then that request's
@@ -57,8 +58,18 @@ async def run_rounds(
             continue
         prompts = [_prompt(request, finished) for request in requests]
         asked = zip(prompts, requests, strict=True)
-        answers = await asyncio.gather(*(_ask(engine, *one) for one in asked))
-        finished.append([_result(prompt, a) for prompt, a in zip(prompts, answers, strict=True)])
+        answers = await asyncio.gather(
+            *(_ask(engine, *one) for one in asked), return_exceptions=True
+        )
+        results = []
+        for prompt, request, answer in zip(prompts, requests, answers, strict=True):
+            if isinstance(answer, BaseException):
+                if not request.get("refused"):
+                    raise answer
+                results.append({"error": str(answer), "retractions": 0})
+            else:
+                results.append(_result(prompt, answer))
+        finished.append(results)
         if replicas:
             # What one has to store may be what another asks for.
             await settled_states(engine)

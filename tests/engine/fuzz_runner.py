@@ -1,7 +1,7 @@
 """Random life of a server: `python fuzz_runner.py plan.json out.json`.
 
 plan: {"engine": {...}, "operations": int, "seed": int, "until"?: path, "fault"?: str,
-"prefixes"?: [[...], ...]}, what half of the arrivals begin with.
+"longest"?: tokens of a prompt, "prefixes"?: [[...], ...]}, what half of the arrivals begin with.
 Operations are arrivals (half of them forks somewhere inside an earlier conversation), aborts, waits
 and flushes, with far more work in flight than the pools hold; it ends after that many, or once
 there is that file and a tier has restored a request; FILE.begun says that it has begun. SGLang's
@@ -21,7 +21,7 @@ from typing import Any
 from engine_runner import ENGINE_DEFAULTS
 from waiting import be_slow_async, wait_for_async
 
-MAX_PROMPT_TOKENS = 700
+LONGEST_PROMPT = 700
 # Requests in flight where a file ends a run: more would still wait when it is there.
 MOST_RUNNING = 64
 # The share of requests that ask for exact answers.
@@ -31,12 +31,13 @@ EXACT = 0.15
 class Fuzzer:
     """Issues operations and remembers every finished conversation to fork from."""
 
-    def __init__(self, engine: Any, seed: int, prefixes: list[list[int]]) -> None:
+    def __init__(self, engine: Any, plan: dict[str, Any]) -> None:
         self.engine = engine
-        self.prefixes = prefixes
-        self.rng = random.Random(seed)
+        self.prefixes: list[list[int]] = plan.get("prefixes", [])
+        self.longest: int = plan.get("longest", LONGEST_PROMPT)
+        self.rng = random.Random(plan["seed"])
         self.running: dict[str, asyncio.Task[Any]] = {}
-        self.history: list[list[int]] = [self._tokens(400)]
+        self.history: list[list[int]] = [self._tokens(self.longest - 300)]
         self.counts = {"arrivals": 0, "forks": 0, "aborts": 0, "waits": 0, "flushes": 0}
         self.finished = 0
         self.refused = 0
@@ -64,7 +65,8 @@ class Fuzzer:
             self.counts["forks"] += 1
         elif self.prefixes and self.rng.random() < 0.5:
             base = self.rng.choice(self.prefixes)
-        prompt = (base + self._tokens(self.rng.randrange(1, 200)))[:MAX_PROMPT_TOKENS]
+        more = self._tokens(self.rng.randrange(1, self.longest * 2 // 7))
+        prompt = (base + more)[: self.longest]
         rid = f"request-{self.counts['arrivals']}"
         self.counts["arrivals"] += 1
         self.running[rid] = asyncio.create_task(self._generate(rid, prompt))
@@ -123,7 +125,7 @@ def main(plan_path: str, out_path: str) -> None:
 
         faulty_ranks.play(plan["fault"])
     engine = sglang.Engine(**{**ENGINE_DEFAULTS, **plan["engine"]})
-    fuzzer = Fuzzer(engine, plan["seed"], plan.get("prefixes", []))
+    fuzzer = Fuzzer(engine, plan)
     try:
         engine.loop.run_until_complete(
             fuzzer.run(plan["operations"], Path(plan["until"]) if "until" in plan else None)

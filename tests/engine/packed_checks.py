@@ -16,6 +16,11 @@ from kvtier_sglang.radix.node import KvNode
 SHAPE = ModelShape(num_layers=2, num_kv_heads=3, num_attention_heads=6, head_dim=2)
 
 
+# What a digest is multiplied by where entries are coded: scales are of 16 bits. And by how much a
+# number may then be off, which has been coded several times.
+CODED_UNIT, CODED_OFF = 0.01, 100.0
+
+
 @dataclass(frozen=True)
 class AnyOrder(TokenScorer):
     """Heads want different tokens, and different numbers of them."""
@@ -33,7 +38,8 @@ def check_packed(
 ) -> None:
     """Ordinary entries hold the digest of their own prefix, packed ones that of a token of their
     span, each once; columns of `means` hold one entry of it with the votes of all."""
-    expected = torch.tensor([digest(tokens[: p + 1]) for p in range(len(row))])
+    unit = 1.0 if pool.packed.coded is None else CODED_UNIT
+    expected = unit * torch.tensor([digest(tokens[: p + 1]) for p in range(len(row))])
     spans = {int(span.slots[0]): span for span in pool.packed.in_row(row)}
     moved = torch.zeros(len(row), dtype=torch.bool)
     for one in node.path():
@@ -42,6 +48,12 @@ def check_packed(
         if span is None:
             continue
         moved[part] = True
+        if span.coded is not None:
+            keys, values = pool.packed.decoded(span)
+            for found in (keys[:, 0], values[:, 0]):
+                of_token = expected[part][span.tokens.long()]
+                torch.testing.assert_close(found, of_token, atol=CODED_OFF, rtol=0)
+            continue
         place, votes = span.cells, pool.packed.log_votes
         for column, (begin, count) in enumerate(zip(span.indptr, span.counts, strict=False)):
             cells = place[begin : begin + count]

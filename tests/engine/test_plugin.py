@@ -85,6 +85,25 @@ def test_what_ranks_cannot_do_together_is_refused(other, settings, flags):
         compat.check_server_args(arguments, load_settings(**settings))
 
 
+@pytest.mark.parametrize(
+    ("other", "settings", "flags"),
+    [
+        ("heads that do not compete", {}, {}),
+        ("--kv-cache-dtype fp8", {}, {"kv_cache_dtype": "fp8_e4m3"}),
+    ],
+)
+def test_codes_are_refused_where_nothing_could_be_coded(other, settings, flags):
+    settings = load_settings(kept_dtype="int4", **settings)
+    with pytest.raises(IncompatibleFlagError, match=f"^--kept-dtype: expected none .*{other}"):
+        compat.check_server_args(server_args(**flags), settings)
+
+
+def test_codes_are_refused_by_kernels_that_read_none(monkeypatch):
+    monkeypatch.setattr("kvtier_kernels.reference_backend.lists.ReferenceLists.reads_codes", False)
+    with pytest.raises(IncompatibleFlagError, match=r"^--kept-dtype: .* --kernels reference"):
+        compat.check_server_args(server_args(), load_settings(kept_dtype="int4"))
+
+
 @pytest.mark.parametrize("settings", [{**TIERED, "refresh": "8"}, {"memory": "folder"}])
 def test_mixed_chunks_are_refused_with_what_tells_prompts_from_answers(settings):
     compat.check_server_args(server_args(enable_mixed_chunk=True), load_settings())

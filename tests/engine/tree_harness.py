@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from packed_checks import SHAPE, AnyOrder, check_packed
+from packed_checks import CODED_UNIT, SHAPE, AnyOrder, check_packed
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
     InitLoadBackParams,
@@ -87,17 +87,20 @@ class MiniScheduler:
         drain_s: float = 0.0,
         patience_s: float | None = None,
         adaptive: bool = False,
+        bits: int | None = None,
     ):
-        """adaptive: every head is CA, and heads compete for what is kept."""
+        """adaptive: every head is CA, and heads compete for what is kept. bits: of its codes."""
         merges = refresh is not None and refresh.merges
         self.pool = HeadPagedKVPool(
             size,
-            shape=SHAPE,
+            # Of two numbers there are no codes.
+            shape=SHAPE if bits is None else SHAPE.model_copy(update={"head_dim": 8}),
             dtype=torch.float32,
             device="cpu",
             state_width=None if share is None else 0 if adaptive else Compactor.state_width,
             packs=True,
             votes=SHAPE.group_size if merges else int(not adaptive),
+            bits=bits,
         )
         self.allocator = BundleAllocator(self.pool)
         self.rows = ReqToTokenPool(
@@ -130,13 +133,20 @@ class MiniScheduler:
         tier = None
         if link is not None:
             identity = KvIdentity(
-                "test", "0", "float32", 2, 3, 2, policy=f"{share}", scores=f"{share}"
+                "test",
+                "0",
+                "float32",
+                2,
+                3,
+                self.pool.head_dim,
+                policy=f"{share}",
+                scores=f"{share}",
             )
             tier = TierConnector(
                 link,
                 Unchanging(ContextNames(identity, span_tokens)),
                 SpanCodec(self.pool),
-                TurnRules(self.rule, compressor.share),
+                TurnRules(self.rule, compressor.share, compressor.page),
                 drain_s=drain_s,
                 patience_s=patience_s,
             )
@@ -219,7 +229,8 @@ class MiniScheduler:
         self.rows.req_to_token[request.kv.req_pool_idx, begin:end] = slots.to(torch.int32)
         ids = request.full_untruncated_fill_ids
         values = torch.tensor([digest(ids[: p + 1]) for p in range(begin, end)])
-        block = values[:, None, None].expand(-1, SHAPE.num_kv_heads, SHAPE.head_dim)
+        shown = values if self.pool.packed.coded is None else CODED_UNIT * values
+        block = shown[:, None, None].expand(-1, SHAPE.num_kv_heads, self.pool.head_dim)
         for layer in self.pool.kv:
             for side in layer:
                 side[slots] = block
@@ -252,7 +263,8 @@ class MiniScheduler:
         """[tokens, KV heads, group, dim], the same for all that are as far in the same turn."""
         generator = torch.Generator().manual_seed(request.filled + layer)
         group = SHAPE.num_attention_heads // SHAPE.num_kv_heads
-        return torch.randn((tokens, SHAPE.num_kv_heads, group, SHAPE.head_dim), generator=generator)
+        shape = (tokens, SHAPE.num_kv_heads, group, self.pool.head_dim)
+        return torch.randn(shape, generator=generator)
 
     def checkpoint(self, request: Request) -> None:
         self.tree.checkpoint(request, up_to=request.filled)

@@ -77,6 +77,22 @@ def test_it_is_judged_on_contexts_that_it_was_not_fitted_on(
     assert CALIBRATION != HELD_OUT
 
 
+def test_each_task_is_fitted_before_one_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few contexts are fitted of each length, and a kind that none of them is goes unseen."""
+    fitted: list[str] = []
+
+    def make(maker: Any, tasks: Any, count: int, *rest: Any) -> list[Any]:
+        if rest[-1] == CALIBRATION:
+            fitted.extend(tasks[index % len(tasks)] for index in range(count))
+        return make_samples(maker, tasks, count, *rest)
+
+    make_samples = tokens.make_samples
+    monkeypatch.setattr(tokens, "make_samples", make)
+    kinds = ["recall", "near-miss", "few-codes"]
+    fit_tokens(str(DEMO), tasks=kinds, contexts=2, lengths=[128, LENGTH])
+    assert fitted == [*kinds, kinds[0]]
+
+
 def test_agreement_is_the_share_of_the_best_that_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = torch.arange(20.0).view(1, 2, 10)
     kv = [(torch.zeros(2, 10, 4), torch.zeros(2, 10, 4))]

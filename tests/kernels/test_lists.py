@@ -19,7 +19,7 @@ SHORT = [[[0, 0, 0], [0, 0, 0]], [[1, 37, 0], [5, 0, 16]], [[52, 20, 3], [0, 9, 
 
 def exact(problem, q, request, layer, scale):
     """float64, list by list: q [tokens, heads, group, dim] of one request."""
-    k, v, _, votes = problem.kv
+    k, v, _, votes, _ = problem.kv
     states = []
     for head in range(HEADS):
         own = problem.cells[request][layer][head]

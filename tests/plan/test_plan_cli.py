@@ -84,40 +84,34 @@ def agents(tmp_path: Path, *flags: str) -> tuple[int, list[PolicyPlan]]:
         "--max-replicas",
         "64",
     ]
-    times = ["--slo-ttft", "60000", "--slo-tpot", "1000"]
+    times = ["--slo-ttft", "600000", "--slo-tpot", "1000"]
     code = main(["plan", "-q", *traffic, *replica, *times, "--json", str(out), *flags])
     document = PlanDocument.model_validate_json(out.read_text())
     assert document.traffic["mean_input_tokens"] > 100_000
     return code, list(document.policies)
 
 
-def test_requests_that_no_replica_holds_are_refused_and_the_rest_is_planned(tmp_path, capsys):
-    code, plans = agents(tmp_path, *PROFILE)
+@pytest.mark.parametrize("flags", [PROFILE, []], ids=["profile", "competing"])
+def test_requests_that_no_replica_holds_are_refused_or_compressed_as_they_come(
+    tmp_path, capsys, flags
+):
+    """Full KV refuses what is larger than the pool, and the rest is planned; kvtier refuses none,
+    and takes no more GPUs."""
+    code, plans = agents(tmp_path, *flags)
     printed = capsys.readouterr().out
     assert code == 1
-    for plan in plans:
-        found = plan.best
-        assert found is not None
+    full, *ours = (plan.best for plan in plans)
+    assert full.meets_times
+    assert full.refused > 0
+    assert full.least_refused_tokens > full.request_room_tokens
+    assert full.verdict == f"NO: {full.refused} refused"
+    assert full.verdict in printed
+    assert f"{full.refused}, from {full.least_refused_tokens:,} tokens" in printed
+    for found in ours:
         assert found.meets_times
-        assert found.refused > 0
-        assert found.least_refused_tokens > found.request_room_tokens
-        assert found.verdict == f"NO: {found.refused} refused"
-        assert found.verdict in printed
-        assert f"{found.refused}, from {found.least_refused_tokens:,} tokens" in printed
-    full, kvtier, _ = (plan.best for plan in plans)
-    assert kvtier.gpus < full.gpus
-    assert kvtier.request_room_tokens == full.request_room_tokens
-    # What is left of a prefix in the cache is smaller than the prefix.
-    assert kvtier.refused <= full.refused
-
-
-def test_competing_heads_hold_whatever_full_kv_holds(tmp_path):
-    """Nothing more is refused, and a session is smaller."""
-    _, plans = agents(tmp_path)
-    full, kvtier, _ = (plan.best for plan in plans)
-    assert 0 < kvtier.refused <= full.refused
-    assert kvtier.request_room_tokens == full.request_room_tokens
-    assert kvtier.gpus < full.gpus
+        assert found.refused == 0
+        assert found.request_room_tokens == full.request_room_tokens
+        assert found.gpus <= full.gpus
 
 
 def test_a_fleet_that_serves_nothing_meets_nothing(capsys):

@@ -14,6 +14,7 @@ from traffic.trace_models import lru_hit_rate, make_trace
 from kvtier.errors import UsageError
 from kvtier.plan.fleet import ROUTINGS, Cache, FleetPlan, Rates, Windows
 from kvtier.plan.simulate import Outcome, run, simulate
+from kvtier.retention.shares.base import CODED_PAGES
 from kvtier.traffic.described import Description, make_traffic
 from kvtier.traffic.prefixes import Traffic, copies, traffic_of
 from kvtier.traffic.trace import Trace, TraceRequest
@@ -35,7 +36,11 @@ WINDOWS = Windows(sink=4, recent=256, branch_recent=64)
 QUARTER = Cache("kvtier", 30_000, compresses=True, retention=0.25, windows=WINDOWS)
 HALF = replace(QUARTER, retention=0.5)
 TIERED = replace(QUARTER, policy="kvtier-tier", tier_tokens=100_000)
-CACHES = (FULL, QUARTER, HALF, TIERED)
+CODED = replace(QUARTER, page=CODED_PAGES["int4"])
+# Some prompts are longer than this.
+TIGHT = replace(TIERED, slots=4_000)
+STREAMING = replace(CODED, compress_prefill="always")
+CACHES = (FULL, QUARTER, HALF, TIERED, CODED, TIGHT, STREAMING)
 
 
 def small_traffic(seed: int) -> Traffic:
@@ -83,12 +88,18 @@ def test_every_request_ends_once_in_order_and_within_the_budget(
     check(simulate(small_traffic(seed), plan))
 
 
-@given(st.integers(0, 10_000), st.sampled_from(CACHES), st.integers(1, 3))
-@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from(CACHES),
+    st.integers(1, 3),
+    st.sampled_from([512, 8192]),
+)
+@settings(deadline=None, max_examples=60)
 def test_when_all_is_answered_every_slot_is_in_a_unit_and_every_leaf_is_oldest(
-    seed, cache, replicas
+    seed, cache, replicas, chunk
 ):
-    world, _, _ = run(small_traffic(seed), FleetPlan(replicas, RATES, cache, max_running=8))
+    plan = FleetPlan(replicas, RATES, cache, chunk_tokens=chunk, max_running=8)
+    world, _, _ = run(small_traffic(seed), plan)
     units, found = world.units, world.replicas
     for replica in range(replicas):
         own = np.flatnonzero(units.replica == replica)
@@ -146,13 +157,15 @@ def test_compressed_sessions_stay_where_full_ones_are_evicted_and_the_tier_resto
     described = Description(sessions=60, sessions_per_s=2.0, turns=5, context_tokens=4000)
     traffic = make_traffic(described, 3)
     # Of the same memory.
-    tight = [replace(cache, slots=60_000) for cache in (FULL, QUARTER)]
+    tight = [replace(cache, slots=60_000) for cache in (FULL, QUARTER, CODED)]
     tiered = replace(tight[1], policy="kvtier-tier", tier_tokens=10**7)
-    full, quarter, both = (
+    full, quarter, coded, both = (
         simulate(traffic, FleetPlan(1, RATES, cache)) for cache in (*tight, tiered)
     )
     assert quarter.resident_sessions > 1.5 * full.resident_sessions
     assert quarter.hit_device.sum() > 1.2 * full.hit_device.sum()
+    assert coded.evicted_tokens < 0.8 * quarter.evicted_tokens
+    assert coded.hit_device.sum() > quarter.hit_device.sum()
     assert both.hit_tier.sum() > 0
     assert (both.hit_device + both.hit_tier).sum() > quarter.hit_device.sum()
 
@@ -209,6 +222,25 @@ def test_what_fits_no_replica_is_refused_and_the_others_are_served():
     assert (outcome.refused == ~fits).all()
     assert outcome.refused.any()
     check(outcome)
+
+
+def test_what_is_longer_than_the_pool_is_compressed_as_it_comes():
+    traffic = make_traffic(Description(sessions=30, turns=2, context_tokens=2000), 5)
+    tight = replace(QUARTER, slots=3000)
+    small, large = (
+        simulate(traffic, FleetPlan(1, RATES, tight, chunk_tokens=chunk)) for chunk in (512, 8192)
+    )
+    longest = traffic.input_tokens > 3000
+    assert longest.any()
+    fits = traffic.input_tokens / 4 + 2 * 512 < 2500
+    assert not small.refused[longest & fits].any()
+    # In one chunk nothing can be compressed.
+    assert large.refused[longest].any()
+    never = replace(tight, compress_prefill="never")
+    refused = simulate(traffic, FleetPlan(1, RATES, never, chunk_tokens=512)).refused
+    assert refused.sum() > small.refused.sum()
+    for outcome in (small, large):
+        check(outcome)
 
 
 def test_copies_share_nothing_and_come_later():

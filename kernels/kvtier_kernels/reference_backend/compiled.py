@@ -20,6 +20,7 @@ import numba
 import numpy as np
 import torch
 
+from kvtier_kernels.codes import CODED_ENTRY_BITS, coded_shape
 from kvtier_kernels.lists import ENTRY_BITS, PAGE_CELLS, CellKV
 from kvtier_kernels.states import AttentionState
 
@@ -32,6 +33,8 @@ THREAD_PAGES = 64
 # Below all logits, and finite, so that a difference from it is a number.
 _LEAST = np.float32(-3e38)
 _NO_VOTES = np.empty((0, 1), np.float32)
+# The float32 of every float16, which numba does not read on a CPU.
+_HALVES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
 class HostLists(NamedTuple):
@@ -145,6 +148,111 @@ def _attend(q, k, v, votes, lists, layer, column_cells, scale, part, parts, most
 
 
 @_compiled
+def _unpack(page, at, bits, dim, codes):
+    """The codes of one key or value of a coded page, as numbers; see kvtier_kernels.codes."""
+    if bits == 8:
+        for d in range(dim):
+            codes[d] = page[at + d]
+    elif bits == 4:
+        half = dim // 2
+        for d in range(half):
+            codes[d] = page[at + d] & 15
+        for d in range(half):
+            codes[half + d] = page[at + d] >> 4
+    else:
+        quarter, eighth = dim // 4, dim // 8
+        for part in range(4):
+            for d in range(quarter):
+                codes[part * quarter + d] = page[at + d] >> 2 * part & 3
+        for part in range(8):
+            for d in range(eighth):
+                codes[part * eighth + d] += (page[at + quarter + d] >> part & 1) << 2
+
+
+@_compiled
+def _attend_codes(q, k, v, halves, layout, lists, layer, scale, part, parts, most, sums, out):
+    """`_attend` over coded pages. k, v: uint8 [pages, bytes]. layout: bits of a code, entries of a
+    page, groups of a value, which share a scale. halves: float32 of every float16."""
+    requests, heads, rows, dim = q.shape
+    bits, entries, groups = layout
+    entry_bytes, size = dim * bits // 8, dim // groups
+    total = 0
+    for request in range(requests):
+        for head in range(heads):
+            total += lists.pages[request, layer * heads + head]
+    stretch = -(-total // parts)
+    first, last = part * stretch, min((part + 1) * stretch, total)
+    logits = np.empty((rows, entries), np.float32)
+    largest, total_weight = np.empty(rows, np.float32), np.empty(rows, np.float32)
+    mean, scaled = np.empty((rows, dim), np.float32), np.empty((rows, dim), np.float32)
+    codes, base = np.empty(dim, np.float32), np.empty(rows, np.float32)
+    at = 0
+    for request in range(requests):
+        for head in range(heads):
+            column = layer * heads + head
+            pages = lists.pages[request, column]
+            if at >= last or at + pages <= first:
+                at += pages
+                continue
+            largest[:] = _LEAST
+            total_weight[:] = 0
+            mean[:] = 0
+            for page in range(max(first - at, 0), min(last - at, pages)):
+                word = lists.words[lists.starts[request, column] + page]
+                count = word & ((1 << CODED_ENTRY_BITS) - 1)
+                keys, values = k[word >> CODED_ENTRY_BITS], v[word >> CODED_ENTRY_BITS]
+                scales = keys[entries * entry_bytes :].view(np.uint16)
+                for r in range(rows):
+                    logit = np.float32(0)
+                    for d in range(dim):
+                        number = q[request, head, r, d]
+                        scaled[r, d] = number * halves[scales[d]]
+                        logit += number * halves[scales[dim + d]]
+                    base[r] = logit
+                for e in range(count):
+                    _unpack(keys, e * entry_bytes, bits, dim, codes)
+                    for r in range(rows):
+                        logit = base[r]
+                        for d in range(dim):
+                            logit += scaled[r, d] * codes[d]
+                        logits[r, e] = logit * scale
+                for r in range(rows):
+                    before = largest[r]
+                    now = before
+                    for e in range(count):
+                        now = max(now, logits[r, e])
+                    if now != before:
+                        share = np.exp(before - now)
+                        total_weight[r] *= share
+                        for d in range(dim):
+                            mean[r, d] *= share
+                        largest[r] = now
+                    weights = np.float32(0)
+                    for e in range(count):
+                        weight = np.exp(logits[r, e] - now)
+                        logits[r, e] = weight
+                        weights += weight
+                    total_weight[r] += weights
+                scales = values[entries * entry_bytes :].view(np.uint16)
+                for e in range(count):
+                    _unpack(values, e * entry_bytes, bits, dim, codes)
+                    for group in range(groups):
+                        wide = halves[scales[e * groups + group]]
+                        least = halves[scales[(entries + e) * groups + group]]
+                        for d in range(group * size, (group + 1) * size):
+                            codes[d] = least + wide * codes[d]
+                    for r in range(rows):
+                        weight = logits[r, e]
+                        for d in range(dim):
+                            mean[r, d] += weight * codes[d]
+            one = request * heads + head
+            most[part, one] = largest
+            sums[part, one] = total_weight
+            out[part, one] = mean
+            at += pages
+
+
+@_compiled
 def _merge(most, sums, out, o, lse):
     """States of parts into one of each list."""
     parts, lists, rows, dim = out.shape
@@ -167,17 +275,46 @@ def decode(
     q: torch.Tensor, kv: CellKV, lists: HostLists, layer: int, scale: float
 ) -> AttentionState:
     """See ListKernels.decode; float32, on a CPU."""
+    heads = q.shape[1]
+    pages = _pages(lists, layer, heads) + heads * len(lists.slots) // PAGE_CELLS
+    votes = _NO_VOTES if kv.log_votes is None else kv.log_votes.view(len(kv.k), -1).numpy()
+    fixed = (q.contiguous().numpy(), kv.k.numpy(), kv.v.numpy(), votes, lists)
+    return _in_parts(
+        lambda *parts: _attend(*fixed, layer, kv.column_cells, np.float32(scale), *parts), q, pages
+    )
+
+
+def decode_codes(
+    q: torch.Tensor, kv: CellKV, lists: HostLists, layer: int, scale: float
+) -> AttentionState:
+    """The same over coded pages. q and what is found are rotated (kvtier_kernels.codes)."""
+    assert kv.bits is not None, "pages that are not coded"
+    shape = coded_shape(kv.bits, q.shape[-1])
+    layout = (shape.bits, shape.entries, shape.groups)
+    k, v = kv.pages
+    fixed = (q.contiguous().numpy(), k.numpy(), v.numpy(), _HALVES, layout, lists)
+    return _in_parts(
+        lambda *parts: _attend_codes(*fixed, layer, np.float32(scale), *parts),
+        q,
+        # Of codes a page has several times as many entries.
+        shape.entries * _pages(lists, layer, q.shape[1]) // PAGE_CELLS,
+    )
+
+
+def _pages(lists: HostLists, layer: int, heads: int) -> int:
+    """Words of a layer's lists."""
+    return int(lists.pages[:, layer * heads : (layer + 1) * heads].sum())
+
+
+def _in_parts(attend_part: Callable[..., None], q: torch.Tensor, pages: int) -> AttentionState:
+    """What all threads find. attend_part: of (part, parts, most, sums, out), see `_attend`."""
     requests, heads, rows, dim = q.shape
-    pages = int(lists.pages[:, layer * heads : (layer + 1) * heads].sum())
-    pages += heads * len(lists.slots) // PAGE_CELLS
     parts = max(1, min(torch.get_num_threads(), pages // THREAD_PAGES))
     most = np.full((parts, requests * heads, rows), _LEAST, np.float32)
     sums, out = np.zeros_like(most), np.empty((*most.shape, dim), np.float32)
-    votes = _NO_VOTES if kv.log_votes is None else kv.log_votes.view(len(kv.k), -1).numpy()
-    fixed = (q.contiguous().numpy(), kv.k.numpy(), kv.v.numpy(), votes, lists)
 
     def attend(part: int) -> None:
-        _attend(*fixed, layer, kv.column_cells, np.float32(scale), part, parts, most, sums, out)
+        attend_part(part, parts, most, sums, out)
 
     others = [_threads(parts - 1).submit(attend, part) for part in range(1, parts)]
     attend(0)
@@ -198,4 +335,4 @@ def _threads(count: int) -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_threads.cache_clear)
 
 
-__all__ = ["FEW_ROWS", "HostLists", "decode"]
+__all__ = ["FEW_ROWS", "HostLists", "decode", "decode_codes"]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvtier_kernels.base import RaggedKV
+from kvtier_kernels.codes import coded_shape, decoded_entries, rotated
 from kvtier_kernels.lists import (
     ENTRY_BITS,
     PAGE_CELLS,
@@ -22,7 +23,7 @@ from kvtier_kernels.lists import (
     ListTables,
     check_tables,
 )
-from kvtier_kernels.reference_backend.products import concat, over_entries
+from kvtier_kernels.reference_backend.products import concat, dense, over_entries
 from kvtier_kernels.reference_backend.slots import RequestSlots, plan_request
 from kvtier_kernels.states import AttentionState, empty_state, merge_states
 
@@ -85,6 +86,8 @@ class ReferenceListPlan:
 
 
 class ReferenceLists(ListKernels):
+    reads_codes = True
+
     def plan(
         self,
         tables: ListTables,
@@ -115,7 +118,10 @@ class ReferenceLists(ListKernels):
             return self.extend(q, range(len(q) + 1), kv, plan, layer, scale)
         if not plan.host:
             plan.host.append(_on_the_host(plan.requests))
-        return compiled.decode(q, kv, plan.host[0], layer, scale)
+        if kv.bits is None:
+            return compiled.decode(q, kv, plan.host[0], layer, scale)
+        found = compiled.decode_codes(rotated(q), kv, plan.host[0], layer, scale)
+        return AttentionState(rotated(found.o), found.lse)
 
     def extend(
         self,
@@ -127,6 +133,8 @@ class ReferenceLists(ListKernels):
         scale: float,
     ) -> AttentionState:
         columns = range(layer * plan.heads, (layer + 1) * plan.heads)
+        if kv.bits is not None:
+            return _extend_codes(q, q_indptr, kv, plan, columns, scale)
         of_layer = _by_slot(kv, columns)
         states = [empty_state(q[:0])]
         for request, (begin, end) in zip(plan.requests, pairwise(q_indptr), strict=True):
@@ -139,6 +147,39 @@ class ReferenceLists(ListKernels):
                     state = merge_states(state, _over_cells(own, kv, cells, scale))
                 states.append(state)
         return concat(states)
+
+
+def _extend_codes(
+    q: torch.Tensor,
+    q_indptr: Sequence[int],
+    kv: CellKV,
+    plan: ReferenceListPlan,
+    columns: range,
+    scale: float,
+) -> AttentionState:
+    """`ReferenceLists.extend` over coded pages, which are decoded for every head of a request."""
+    assert kv.bits is not None, "pages that are not coded"
+    shape = coded_shape(kv.bits, q.shape[-1])
+    states = [empty_state(q[:0])]
+    for request, (begin, end) in zip(plan.requests, pairwise(q_indptr), strict=True):
+        if begin == end:
+            continue
+        own = q[begin:end]
+        heads = []
+        for head, column in enumerate(columns):
+            k, v = decoded_entries(kv.pages, request._words(column), shape, rotate=False)
+            mine = own[:, head : head + 1]
+            if not len(k):
+                heads.append(empty_state(mine))
+                continue
+            k, v = (x.unsqueeze(1).to(q.dtype) for x in (k, v))
+            parts = [
+                dense(rotated(some), k, v, None, scale) for some in torch.split(mine, MOST_ROWS)
+            ]
+            state = concat(parts)
+            heads.append(AttentionState(rotated(state.o), state.lse))
+        states.append(AttentionState(*(torch.cat(x, 1) for x in zip(*heads, strict=True))))
+    return concat(states)
 
 
 def _by_slot(kv: CellKV, columns: range) -> RaggedKV:

@@ -23,6 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kvtier_kernels.base import AttentionState, RaggedKV
+from kvtier_kernels.codes import PLANES
 from kvtier_kernels.fp8 import FP8_DTYPES
 from kvtier_kernels.lists import CellKV, ListKernels, ListTables
 from kvtier_kernels.memory.base import PLACE_WIDTH, MemoryKernels, MemoryLayer
@@ -40,6 +41,7 @@ LOOPS = (
     "extend_blocks",
     "deal_pages",
     "attend_stretch",
+    "attend_codes",
     "merge_lists",
     "window_rows",
     "window_columns",
@@ -148,6 +150,9 @@ def _use(
     _use_lists(kernels.lists, q, CellKV(cells, cells, entries, log_votes), q_indptr)
     if votes:
         return
+    if kv_dtype == dtype:
+        for bits in PLANES:
+            _use_lists(kernels.lists, q, CellKV(cells, cells, entries, bits=bits), q_indptr)
     own = q[:, :, 0].contiguous()
     k = cells.view(entries, heads, dim)
     kv = RaggedKV(k, k)

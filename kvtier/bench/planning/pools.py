@@ -11,10 +11,11 @@ from kvtier.bench import workload as work
 from kvtier.bench.options import Budget, Options
 from kvtier.bench.policies import Policy
 from kvtier.bench.schema import PoolSizes, Replay
+from kvtier.config import Settings
 from kvtier.errors import BudgetError
-from kvtier.heads.profile import HeadProfile
+from kvtier.heads.profile import HeadProfile, ModelShape
 from kvtier.pool_sizing import SessionShape, kept_slots, plan_pool
-from kvtier.retention.shares import expected_share
+from kvtier.retention.shares import PAGE, expected_share
 
 # The engine keeps a few tokens of its pool free for itself.
 ADMISSION_TOKENS = 64
@@ -37,8 +38,19 @@ def session_shape(options: Options, policy: Policy, profile: HeadProfile) -> Ses
         share = expected_share(settings) if policy.compacts else 1.0
         heads = profile.shape.num_layers * profile.shape.num_kv_heads
         edges = settings.locality.kept_tokens(competes=settings.competes)
-        kept = kept_slots(context, edges, share, profile.num_ca_heads, heads)
+        page = kept_page(settings, profile.shape) if policy.compacts else PAGE
+        kept = kept_slots(context, edges, share, profile.num_ca_heads, heads, page)
     return SessionShape(context, turns, kept)
+
+
+def kept_page(settings: Settings, shape: ModelShape) -> int:
+    """Entries of a page of what heads keep."""
+    if settings.kept_bits is None or not settings.competes:
+        return PAGE
+    # Only now, as it imports torch.
+    from kvtier_kernels.codes import coded_shape
+
+    return coded_shape(settings.kept_bits, shape.head_dim).entries
 
 
 def check_longest(options: Options, policy: Policy, pools: PoolSizes) -> None:

@@ -28,6 +28,8 @@ from kvtier.retention.head_budgets import adaptive_selection
 from kvtier.retention.locality import DroppedSpan, LocalityRule
 from kvtier.retention.scorers import Chunk, Span, TokenScorer, select
 from kvtier.retention.scorers.distinct_keys import DistinctKeys
+from kvtier.retention.shares import PAGE, whole_pages
+from kvtier_kernels.codes import coded_shape, recoded
 
 NLL_STRIDE = 4
 
@@ -146,10 +148,13 @@ class AdaptiveSession(ScoredSession):
     (kvtier.retention.head_budgets). The scorer is `comparable`, and every head is CA.
 
     ranks: tensor parallel ranks of the server that this is the reference of. The heads of a rank
-    compete with each other.
+    compete with each other. bits: of the codes that kept entries are (kvtier_kernels.codes); None
+    where they stay as they are. streams: whether a prompt is compressed while it is prefilled:
+    whenever a chunk is computed that is not the last, those before it keep their share.
     """
 
     keep_count: KeepCount
+    streams: bool = False
 
     def __init__(
         self,
@@ -160,8 +165,11 @@ class AdaptiveSession(ScoredSession):
         *,
         kv_dtype: torch.dtype | None = None,
         ranks: int = 1,
+        bits: int | None = None,
     ) -> None:
         shape = shape_of(model)
+        self.bits = bits
+        self._page = PAGE if bits is None else coded_shape(bits, shape.head_dim).entries
         self._held = [shape.kv_heads_of_rank(rank, ranks) for rank in range(ranks)]
         super().__init__(model, full_profile(shape), rule, chunk_tokens, scorer, kv_dtype=kv_dtype)
         layers, heads = range(shape.num_layers), range(shape.num_kv_heads)
@@ -195,33 +203,71 @@ class AdaptiveSession(ScoredSession):
     def _caches(self, layer: int) -> Sequence[ClassCache]:
         return self._by_head[layer]
 
+    def _prefill(self, prompt: list[int]) -> Tensor:
+        step = self.chunk_tokens
+        for begin in range(0, len(prompt), step):
+            before = self.num_tokens
+            logits = self._forward(prompt[begin : begin + step])
+            if self.streams and 0 < begin < len(prompt) - step - 1:
+                start = self.turn_start
+                self._settle_until(before, self.rule.dropped_chunk(start, before), before - start)
+        return logits
+
     def _settle(self, start: int, prompt_stop: int) -> None:
-        span = self.rule.dropped(start, self.num_tokens, prompt_stop)
-        keep = self.keep_count(prompt_stop - start, span.num_tokens) if span.num_tokens else 0
-        fresh = [[_joined(cache.fresh) for cache in layer] for layer in self._by_head]
+        # A beginning that was streamed is settled already.
+        begin = self.turn_start
+        span = self.rule.dropped(begin, self.num_tokens, prompt_stop)
+        self._settle_until(self.num_tokens, span, prompt_stop - begin)
+
+    def _settle_until(self, stop: int, span: DroppedSpan, prompt_tokens: int) -> None:
+        """Compress the tokens from `turn_start` to `stop`, of which heads keep a part of `span`."""
+        start = self.turn_start
+        keep = self.keep_count(prompt_tokens, span.num_tokens) if span.num_tokens else 0
+        tokens = stop - start
+        every = [[_joined(cache.fresh) for cache in layer] for layer in self._by_head]
+        fresh = [[(k[:, :tokens], v[:, :tokens]) for k, v in layer] for layer in every]
         kept: Tensor | None = None
-        if keep < span.num_tokens:
-            worth = []
+        taken = keep
+        if self.bits is not None:
+            # Even everything may take less room than it has.
+            keep = whole_pages(keep, span.num_tokens, self._page)
+            taken = PAGE * -(-keep // self._page)
+        if taken < span.num_tokens:
+            scores = []
             for index, parts in enumerate(fresh):
                 k, v = (torch.cat(x)[:, span.begin : span.end] for x in zip(*parts, strict=True))
-                worth.append(self.scores(index, range(len(parts)), k, v, span.begin))
-            every = torch.stack(worth)
-            kept = torch.zeros_like(every, dtype=torch.bool)
+                scores.append(self.scores(index, range(len(parts)), k, v, span.begin))
+            worth = torch.stack(scores)
+            kept = torch.zeros_like(worth, dtype=torch.bool)
             for held in self._held:
-                mine = every[:, held.start : held.stop]
-                kept[:, held.start : held.stop] = adaptive_selection(mine.flatten(0, 1), keep).view(
-                    mine.shape
-                )
+                mine = worth[:, held.start : held.stop]
+                chosen = adaptive_selection(mine.flatten(0, 1), keep, self._page)
+                kept[:, held.start : held.stop] = chosen.view(mine.shape)
         for index, layer in enumerate(self._by_head):
             for head, cache in enumerate(layer):
-                stays = torch.ones(self.num_tokens - start, dtype=torch.bool)
+                stays = torch.ones(tokens, dtype=torch.bool)
                 if kept is not None:
                     stays[span.begin : span.end] = kept[index, head]
                 k, v = fresh[index][head]
+                if kept is not None and self.bits is not None:
+                    k, v = self._recoded(k, v, span, kept[index, head])
                 cache.settled.append(Block(k[:, stays], v[:, stays]))
                 self._positions[index][head].append(start + torch.nonzero(stays).squeeze(-1))
-                cache.fresh = []
+                k, v = (side[:, tokens:] for side in every[index][head])
+                cache.fresh = [Block(k, v)] if k.shape[1] else []
+        # A scorer whose scores compare remembers nothing of the prefill that would be kept here.
         self.forget()
+        self.turn_start = stop
+
+    def _recoded(
+        self, k: Tensor, v: Tensor, span: DroppedSpan, kept: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The turn's KV of one head, with what is `kept` of the span as its codes have it."""
+        assert self.bits is not None, "entries that stay as they are"
+        k, v = k.clone(), v.clone()
+        at = span.begin + torch.nonzero(kept).squeeze(-1)
+        k[:, at], v[:, at] = recoded(k[:, at], v[:, at], self.bits)
+        return k, v
 
 
 def _joined(blocks: Sequence[Block]) -> tuple[Tensor, Tensor]:

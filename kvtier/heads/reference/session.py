@@ -68,7 +68,8 @@ class ClassCache:
         state = attend_own(q, k, v, scale)
         rows = q.flatten(1, 2)
         for block in (*self.settled, *self.fresh):
-            state = state.merge(attend(rows, block, scale))
+            if block.k.shape[1]:
+                state = state.merge(attend(rows, block, scale))
         _push(self.fresh, Block(k, v))
         return state
 

@@ -15,6 +15,7 @@ from kvtier.plan.core.compiled import compiled
 from kvtier.plan.core.state import NONE, Asked, Fleet, World
 from kvtier.plan.core.units import attach, detach, first_child, new_unit, put_newest
 from kvtier.retention.locality import CUT_WINDOW, LEAST_CUT, SMALL_SHARE, WIDE_CUT_WINDOW
+from kvtier.retention.shares.base import PAGE
 
 # Places where a new unit is cut at most.
 MOST_CUTS = 32
@@ -65,7 +66,8 @@ def usable(world: World, fleet: Fleet, unit: int, upto: int, exact_only: bool) -
     if whole and not exact_only:
         return upto
     if fleet.ca_share == 1 and units.locks[unit] == 0 and upto > begin and not exact_only:
-        is_small = kept_of_dropped(world, unit) < SMALL_SHARE * (end - begin)
+        kept = kept_of_dropped(world, unit) // PAGE * fleet.page
+        is_small = kept < SMALL_SHARE * (end - begin)
         at = min(upto - (WIDE_CUT_WINDOW if is_small else CUT_WINDOW), end)
         if at >= begin + LEAST_CUT:
             return at

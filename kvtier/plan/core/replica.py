@@ -18,6 +18,8 @@ from kvtier.plan.core.compiled import compiled
 from kvtier.plan.core.measured import computed, loaded
 from kvtier.plan.core.radix import set_path, walk
 from kvtier.plan.core.state import (
+    ALWAYS,
+    AUTO,
     DECODING,
     IDLE,
     NONE,
@@ -28,7 +30,7 @@ from kvtier.plan.core.state import (
     World,
 )
 from kvtier.plan.core.tiering import restore, spill
-from kvtier.plan.core.turns import end_turn, publish
+from kvtier.plan.core.turns import end_turn, publish, streamed_slots
 from kvtier.plan.core.units import lock_path, reserve, unlock_path
 
 ADMITTED, NO_ROOM, NEVER_FITS = 0, 1, 2
@@ -198,6 +200,16 @@ def _admit(
     unit, hit = walk(world, traffic, fleet, replica, tokens - 1, False, True)
     lock_path(world, unit)
     wanted = tokens - hit + answer
+    landed = requests.landed[request] if requests.lands_s[request] <= now_s else 0
+    restored = landed - hit if hit >= requests.fetched[request] and landed > hit else 0
+    fits = wanted < fleet.slots - _read_tokens(world, unit)
+    # What is computed is compressed as it comes; what comes from the tier is there at once.
+    streams = fleet.streams == ALWAYS and restored == 0
+    streams = streams or (fleet.streams >= AUTO and not fits)
+    requests.streams[request] = streams
+    if streams:
+        restored = 0
+        wanted += streamed_slots(fleet, tokens - hit) - (tokens - hit)
     alone = replicas.num_running[replica] + replicas.num_batch[replica] == 0
     in_flight = replicas.used[replica] - replicas.evictable[replica] + wanted
     waits = not alone and in_flight > fleet.in_flight_slots
@@ -208,8 +220,6 @@ def _admit(
         requests.refused[request] = True
         return NEVER_FITS
     requests.reserved[request] = wanted
-    landed = requests.landed[request] if requests.lands_s[request] <= now_s else 0
-    restored = landed - hit if hit >= requests.fetched[request] and landed > hit else 0
     if restored > 0:
         unit = restore(world, traffic, fleet, unit, request)
         requests.reserved[request] -= restored

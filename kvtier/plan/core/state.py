@@ -32,11 +32,16 @@ NONE = -1
 IDLE, PREFILLING, DECODING, WAITING = 0, 1, 2, 3
 
 
+# Places in kvtier.plan.fleet.STREAMING, of which the first is never.
+AUTO, ALWAYS = 1, 2
+
+
 class Fleet(NamedTuple):
     """What is simulated: numbers alone, as the compiled loop takes them. See kvtier.plan.fleet,
     which makes it, for units and sources.
 
     compresses: `retention` of a turn that has ended is kept
+    streams:    a place in STREAMING: which prompts are compressed while they are prefilled
     routing:    a place in routing.POLICIES
     in_flight_slots: slots that requests in flight may hold while another runs
     tier_tokens: 0 where there is no tier; tier_span: fewer missing tokens are not asked for
@@ -45,10 +50,12 @@ class Fleet(NamedTuple):
     replicas: int
     slots: int
     compresses: bool
+    streams: int
     sink: int
     recent: int
     branch_recent: int
     retention: float
+    page: int
     ca_share: float
     in_flight_slots: int
     chunk: int
@@ -103,13 +110,13 @@ def asked(traffic: Traffic) -> Asked:
 # behind it in the queue, until when it waits for the tier, when that has answered, what it fetched
 # and how much of that is whole turns, the unit that it goes on from, its own unit, tokens left to
 # compute, in the pass under way and restored, slots that it has beside its units', tokens that
-# attention reads, and the decode step that ends it.
+# attention reads, the decode step that ends it, and whether its prompt is compressed as it comes.
 _REQUESTS = {
     "arrived_s": "f8", "first_s": "f8", "finish_s": "f8", "replica": "i4", "hit_device": "i4",
     "hit_tier": "i4", "refused": "?", "follows": "i4", "ready_s": "f8", "lands_s": "f8",
     "fetched": "i4", "landed": "i4", "anchor": "i4", "own": "i4", "left": "i4", "chunk": "i4",
     "restored": "i4", "recorded": "i4", "reserved": "i4", "reads": "f8",
-    "target": "i8",
+    "target": "i8", "streams": "?",
 }  # fmt: skip
 # Per unit; the root of replica i is unit i. sibling: the next variant of the same parent that
 # begins within the same node, key_node; prompt: where the prompt ended of the request that computed

@@ -18,16 +18,45 @@ def publish(world: World, traffic: Asked, fleet: Fleet, request: int) -> None:
     requests, units, replicas = world.requests, world.units, world.replicas
     replica, anchor = requests.replica[request], requests.anchor[request]
     tokens = traffic.asks.input_tokens[request]
-    begin = units.stop[anchor]
     set_path(world, traffic, traffic.asks.node[request])
-    unit, position = walk(world, traffic, fleet, anchor, tokens, True, True)
-    twice = position - begin
-    replicas.used[replica] -= twice
-    lock_path(world, unit)
+    above, position = walk(world, traffic, fleet, anchor, tokens, True, True)
+    lock_path(world, above)
     unlock_path(world, anchor)
-    requests.own[request] = append(world, traffic, unit, tokens, tokens, tokens)
-    computed = tokens - begin
-    requests.reserved[request] -= computed
+    unit, early = above, tokens - 2 * fleet.chunk
+    if requests.streams[request] and position < early:
+        unit = append(world, traffic, above, early, early, early)
+        one = unit
+        while one != above:
+            # All of it was never in use.
+            freed = compress(world, fleet, one)
+            replicas.used[replica] += freed
+            one = units.parent[one]
+    unit = append(world, traffic, unit, tokens, tokens, tokens)
+    requests.own[request] = unit
+    # What was set aside for it is in its own units now, but for its answer.
+    answer = traffic.asks.output_tokens[request] - 1
+    replicas.used[replica] += answer - requests.reserved[request]
+    requests.reserved[request] = answer
+    while unit != above:
+        replicas.used[replica] += units.slots[unit]
+        unit = units.parent[unit]
+
+
+@compiled
+def streamed_slots(fleet: Fleet, tokens: int) -> int:
+    """Slots of so many tokens of a prompt that is compressed while it is prefilled: as
+    `kvtier_sglang.radix.streaming.Streaming`."""
+    early = tokens - 2 * fleet.chunk
+    if early <= 0:
+        return tokens
+    return tokens - early + min(early, kept_slots(fleet, early, math.ceil(fleet.retention * early)))
+
+
+@compiled
+def kept_slots(fleet: Fleet, dropped: int, kept: int) -> int:
+    """As kvtier.retention.shares.base.profile_slots."""
+    pages = math.ceil(max(1, min(dropped, kept)) / fleet.page)
+    return PAGE * math.ceil(fleet.ca_share * pages + 1 - fleet.ca_share)
 
 
 @compiled
@@ -79,13 +108,10 @@ def compress(world: World, fleet: Fleet, unit: int) -> int:
         return 0
     units.drop_begin[unit], units.drop_end[unit] = begin, end
     kept = math.ceil(fleet.retention * (prompt - start)) - (prompt - start - dropped)
-    # As kvtier.retention.shares.base.profile_slots.
-    pages = math.ceil(max(1, min(dropped, kept)) / PAGE)
-    slots = PAGE * math.ceil(fleet.ca_share * pages + 1 - fleet.ca_share)
-    freed = dropped - min(dropped, slots)
+    freed = dropped - min(dropped, kept_slots(fleet, dropped, kept))
     units.slots[unit] -= freed
     world.replicas.used[root] -= freed
     return freed
 
 
-__all__ = ["compress", "end_turn", "publish"]
+__all__ = ["compress", "end_turn", "publish", "streamed_slots"]

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 PAGE = 16
 """Entries of one KV head that lie together in memory: what is kept fills whole pages."""
+CODED_PAGES = {"int8": 28, "int4": 56, "int3": 63}
+"""The same where they are coded, by what to, of heads of 64 numbers or more
+(kvtier_kernels.codes.coded_shape, which needs torch)."""
 
 
 @dataclass(frozen=True)
@@ -140,16 +143,16 @@ class ShareRule(ABC):
         return self.choose(replace(turn, held_tokens=most_held)).kept_tokens, most
 
 
-def whole_pages(kept_tokens: int, droppable_tokens: int) -> int:
-    """The fewest entries, at least `kept_tokens`, that fill whole pages: one page or more, but at
-    most all `droppable_tokens`."""
-    return min(max(1, -(-kept_tokens // PAGE)) * PAGE, droppable_tokens)
+def whole_pages(kept_tokens: int, droppable_tokens: int, page: int = PAGE) -> int:
+    """The fewest entries, at least `kept_tokens`, that fill whole pages of so many: one page or
+    more, but at most all `droppable_tokens`."""
+    return min(max(1, -(-kept_tokens // page)) * page, droppable_tokens)
 
 
-def profile_slots(kept: int, anchored: int, heads: int) -> int:
-    """How many slots of all heads hold a span of which the anchored heads keep so many entries each
-    and every other head one page."""
-    pages = anchored * -(-kept // PAGE) + heads - anchored
+def profile_slots(kept: int, anchored: int, heads: int, page: int = PAGE) -> int:
+    """How many slots of all heads hold a span of which the anchored heads keep so many entries
+    each, in pages of so many, and every other head one page."""
+    pages = anchored * -(-kept // page) + heads - anchored
     return PAGE * -(-pages // heads)
 
 

@@ -28,13 +28,14 @@ from kvtier.tier.blobs.turns import Place, TurnRecord, places
 
 @dataclass(frozen=True)
 class TurnRules:
-    """What a server compresses by. share: how much CA heads keep.
+    """What a server compresses by. share: how much CA heads keep. page: entries of a page of it.
 
     May be asked from any thread.
     """
 
     locality: LocalityRule
     share: ShareRule
+    page: int = PAGE
 
     def check(self, record: TurnRecord) -> None:
         """Raises TierProtocolError naming the first node that these rules do not make."""
@@ -65,7 +66,7 @@ class TurnRules:
             return "have something dropped though they are not compressed"
         if not self._drops(place, span):
             return f"have dropped {span.begin} to {span.end}"
-        if is_part and 0 < node.kept <= span.num_tokens and not node.kept % PAGE:
+        if is_part and 0 < node.kept == whole_pages(node.kept, span.num_tokens, self.page):
             return None
         if span.num_tokens and not self._keeps(place, span, begun):
             return f"have kept {node.kept} entries of {span.num_tokens}"
@@ -92,7 +93,7 @@ class TurnRules:
     def _keeps(self, place: Place, span: DroppedSpan, begun: list[_Begun]) -> bool:
         """Whether CA heads may have kept so many of a dropped span."""
         kept = place.node.kept
-        if kept != whole_pages(kept, span.num_tokens):
+        if kept != whole_pages(kept, span.num_tokens, self.page):
             return False
         # A node that begins inside the sink may have been cut from one that began before it.
         possible = begun if place.start <= self.locality.sink_tokens else begun[-1:]
@@ -101,7 +102,7 @@ class TurnRules:
             turn = Turn(prompt_tokens, span.num_tokens, begin.held)
             # What is before it may have been compressed later.
             least, most = self.share.bounds(turn, most_held=begin.start)
-            if least <= kept <= most:
+            if least <= kept <= whole_pages(most, span.num_tokens, self.page):
                 return True
         return False
 

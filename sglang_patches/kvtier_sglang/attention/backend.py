@@ -62,7 +62,6 @@ class KvtierAttnBackend(AttentionBackend):
         self.forward_metadata: BatchPlan | None = None
         # Set where there are prefix memories.
         self.memories: MemoryPasses | None = None
-        self._cells = self.pool.cells
 
     def use_memories(self, memories: MemoryPasses) -> None:
         """Requests may begin with prefixes that these stand for."""
@@ -180,9 +179,7 @@ class KvtierAttnBackend(AttentionBackend):
         rest = batch.q_indptr, kv, batch.prefixes, layer.scaling
         state = self.kernels.extend(q, k, v, *rest)
         if batch.lists is not None:
-            before = self.kernels.lists.extend(
-                q, batch.q_indptr, self._cells, batch.lists, index, layer.scaling
-            )
+            before = self.planner.lists.extend(q, batch.q_indptr, batch.lists, index, layer.scaling)
             state = self.kernels.merge_states(before, state)
         return self._with_memory(index, state, memory)
 
@@ -206,7 +203,8 @@ class KvtierAttnBackend(AttentionBackend):
         watching = self._watching
         if watching is not None:
             watching.record(index, q)
-        state = self.kernels.lists.decode(q, self._cells, batch.lists, index, layer.scaling)
+        assert batch.lists is not None, "a decoding pass without a plan"
+        state = self.planner.lists.decode(q, batch.lists, index, layer.scaling)
         return self._with_memory(index, state, memory)
 
     def _verify(
@@ -220,11 +218,10 @@ class KvtierAttnBackend(AttentionBackend):
         masks: torch.Tensor,
     ) -> torch.Tensor:
         """Drafts over their requests' prefixes and their own branches (attention/drafts.py)."""
+        assert batch.lists is not None, "a pass of drafts without a plan"
         count = masks.shape[-1]
         q = fold(q, count)
-        decode = partial(
-            self.kernels.lists.decode, kv=self._cells, plan=batch.lists, layer=index, scale=scale
-        )
+        decode = partial(self.planner.lists.decode, plans=batch.lists, layer=index, scale=scale)
         state, branches = over_prefixes(decode, q), over_branches(q, k, v, masks, scale)
         return unfold(self.kernels.merge_states(state, branches).o, count)
 

@@ -1,6 +1,7 @@
 """What requests read: tables of lists of entries, one row each.
 
-    row of a request    words of column 0, 1, 2 …      of all packed spans of its prefix, joined
+    row of a request    words of column 0, 1, 2 …      of all packed spans of its prefix, joined;
+                                                       those of coded pages in a table of their own
                         slots 7 8 9 31 32 …            of its dense tokens: all that is not packed
 
 A row is written when a request's prefill plans a pass, from its slots and spans, and again where it
@@ -15,14 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from kvtier_kernels import AttentionKernels
+from kvtier_kernels import AttentionKernels, AttentionState
 from kvtier_kernels.lists import ListTables
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.pool.packed import PackedSpan
+
+
+class ListPlans(NamedTuple):
+    """What a batch attends over: plans of its entries, and of its codes where there are any."""
+
+    entries: Any
+    codes: Any = None
 
 
 class RequestLists:
@@ -32,6 +40,8 @@ class RequestLists:
         self, kernels: AttentionKernels, pool: HeadPagedKVPool, req_to_token: torch.Tensor
     ) -> None:
         self._kernels, self._pool, self._packed = kernels.lists, pool, pool.packed
+        self._merge = kernels.merge_states
+        self._cells, self._coded_cells = pool.cells, pool.coded_cells
         self.columns = pool.layer_num * pool.head_num
         rows = len(req_to_token)
 
@@ -44,16 +54,24 @@ class RequestLists:
             pages=zeros(rows + 1, self.columns),
             slots=req_to_token,
         )
+        # Lists of coded pages.
+        self.coded = ListTables(
+            words=zeros(rows + 1, self.columns, dtype=torch.int64),
+            pages=zeros(rows + 1, self.columns),
+            slots=zeros(rows + 1, 1),
+        )
         # Whether tokens of a request may have no slot.
         self._has_gaps = False
         # Of each row: tokens that are not dense.
         self._packed_tokens = zeros(rows + 1)
-        # What the rows' words are, which the tables only point to.
-        self._words: dict[int, tuple[tuple[PackedSpan, ...], torch.Tensor]] = {}
+        # What the rows' words are, which the tables only point to, and of which spans.
+        self._words: dict[int, torch.Tensor] = {}
+        self._codes: dict[int, torch.Tensor] = {}
+        self._spans: dict[int, tuple[PackedSpan, ...]] = {}
         # Of the last decoding pass, by the number of its requests: the next may be like it.
-        self._last: dict[int, Any] = {}
+        self._last: dict[int, ListPlans] = {}
         # Of CUDA graphs, likewise.
-        self._of_graphs: dict[int, Any] = {}
+        self._of_graphs: dict[int, ListPlans] = {}
         if pool.packed is not None:
             self.allow_gaps()
 
@@ -79,60 +97,117 @@ class RequestLists:
         self.tables.slots[row, count : count + new.numel()] = new
         self._packed_tokens[row : row + 1].fill_(slots.numel() - count)
         spans = () if self._packed is None else self._packed.in_row(slots)
-        if not spans:
-            self.tables.pages[row].zero_()
-            self._words.pop(row, None)
-        elif spans != self._words.get(row, ((), None))[0]:
-            words = torch.cat([span.words for span in spans])
-            column = torch.cat([span.column for span in spans])
-            order = torch.argsort(column, stable=True)
-            pages = torch.zeros_like(self.tables.words[row])
-            pages.index_add_(0, column, torch.ones_like(column))
-            words = words[order]
-            self.tables.words[row] = 4 * (pages.cumsum(0) - pages) + words.data_ptr()
-            self.tables.pages[row] = pages
-            # Only now may the words before be freed: passes under way read them.
-            self._words[row] = spans, words
+        if spans != self._spans.get(row, ()):
+            plain = [span for span in spans if span.coded is None]
+            self._join(self.tables, self._words, row, plain)
+            self._join(self.coded, self._codes, row, [one for one in spans if one.coded])
+            self._spans[row] = spans
         return dense
+
+    def _join(
+        self,
+        tables: ListTables,
+        known: dict[int, torch.Tensor],
+        row: int,
+        spans: Sequence[PackedSpan],
+    ) -> None:
+        """Write the row's words of these spans, list by list."""
+        if not spans:
+            tables.pages[row].zero_()
+            known.pop(row, None)
+            return
+        words = torch.cat([span.words for span in spans])
+        column = torch.cat([span.column for span in spans])
+        order = torch.argsort(column, stable=True)
+        pages = torch.zeros_like(tables.words[row])
+        pages.index_add_(0, column, torch.ones_like(column))
+        words = words[order]
+        tables.words[row] = 4 * (pages.cumsum(0) - pages) + words.data_ptr()
+        tables.pages[row] = pages
+        # Only now may the words before be freed: passes under way read them.
+        known[row] = words
 
     def has_packed(self, rows: Sequence[int]) -> bool:
         """Whether any of these rows has packed spans."""
-        return any(row in self._words for row in rows)
+        return any(self._spans.get(row) for row in rows)
 
-    def prefixes(self, rows: torch.Tensor, dense: Sequence[int]) -> Any:
+    def prefixes(self, rows: torch.Tensor, dense: Sequence[int]) -> ListPlans:
         """A plan over what `begin` was told of: the prefixes of a pass."""
-        return self._plan(rows, torch.tensor(dense, dtype=torch.int32).to(rows.device))
+        tokens = torch.tensor(dense, dtype=torch.int32).to(rows.device)
+        return self._plan(rows, tokens, None, codes=bool(self._codes))
 
-    def grown(self, rows: torch.Tensor, lengths: torch.Tensor, newest: torch.Tensor) -> Any:
+    def grown(self, rows: torch.Tensor, lengths: torch.Tensor, newest: torch.Tensor) -> ListPlans:
         """A plan of a decoding pass. rows, lengths: `[requests]`, lengths with the newest token,
         whose slots are `newest`; a length of 0 where a request only fills up the batch."""
         at = rows.numel()
-        self._last = {at: self._grown(rows, lengths, newest, self._last.get(at))}
+        last, codes = self._last.get(at), bool(self._codes)
+        self._last = {at: self._grown(rows, lengths, newest, last, codes=codes)}
         return self._last[at]
 
-    def recorded(self, rows: torch.Tensor, lengths: torch.Tensor, newest: torch.Tensor) -> Any:
+    def recorded(
+        self, rows: torch.Tensor, lengths: torch.Tensor, newest: torch.Tensor
+    ) -> ListPlans:
         """The same for a CUDA graph of so many requests, whose plan stays where it is."""
         at = rows.numel()
-        self._of_graphs[at] = self._grown(rows, lengths, newest, self._of_graphs.get(at))
+        before, codes = self._of_graphs.get(at), self._coded_cells is not None
+        self._of_graphs[at] = self._grown(rows, lengths, newest, before, codes=codes)
         return self._of_graphs[at]
 
     def _grown(
-        self, rows: torch.Tensor, lengths: torch.Tensor, newest: torch.Tensor, into: Any
-    ) -> Any:
+        self,
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+        newest: torch.Tensor,
+        into: ListPlans | None,
+        *,
+        codes: bool,
+    ) -> ListPlans:
         if not self._has_gaps:
-            return self._plan(rows, lengths, into)
+            return self._plan(rows, lengths, into, codes=codes)
         rows = torch.where(lengths > 0, rows, self._blank)
         dense = (lengths - self._packed_tokens[rows]).clamp_min(0)
         self.tables.slots[rows, (dense - 1).clamp_min(0)] = newest.to(torch.int32)
-        return self._plan(rows, dense, into)
+        return self._plan(rows, dense, into, codes=codes)
 
-    def before(self, rows: torch.Tensor, lengths: torch.Tensor) -> Any:
+    def before(self, rows: torch.Tensor, lengths: torch.Tensor) -> ListPlans:
         """A plan over so many tokens of each request, which its row has."""
-        return self._plan(rows, lengths - self._packed_tokens[rows])
+        dense = lengths - self._packed_tokens[rows]
+        return self._plan(rows, dense, None, codes=bool(self._codes))
 
-    def _plan(self, rows: torch.Tensor, dense: torch.Tensor, into: Any = None) -> Any:
-        layers, heads = self._pool.layer_num, self._pool.head_num
-        return self._kernels.plan(self.tables, rows, dense, layers, heads, into)
+    def _plan(
+        self, rows: torch.Tensor, dense: torch.Tensor, into: ListPlans | None, *, codes: bool
+    ) -> ListPlans:
+        """codes: whether lists of codes are planned, too."""
+        shape = self._pool.layer_num, self._pool.head_num
+        before = into or ListPlans(None)
+        entries = self._kernels.plan(self.tables, rows, dense, *shape, before.entries)
+        if not codes:
+            return ListPlans(entries)
+        none = torch.zeros_like(dense)
+        return ListPlans(entries, self._kernels.plan(self.coded, rows, none, *shape, before.codes))
+
+    def decode(self, q: torch.Tensor, plans: ListPlans, layer: int, scale: float) -> AttentionState:
+        """See ListKernels.decode."""
+        state = self._kernels.decode(q, self._cells, plans.entries, layer, scale)
+        if plans.codes is None or self._coded_cells is None:
+            return state
+        codes = self._kernels.decode(q, self._coded_cells, plans.codes, layer, scale)
+        return self._merge(state, codes)
+
+    def extend(
+        self,
+        q: torch.Tensor,
+        q_indptr: Sequence[int],
+        plans: ListPlans,
+        layer: int,
+        scale: float,
+    ) -> AttentionState:
+        """See ListKernels.extend."""
+        state = self._kernels.extend(q, q_indptr, self._cells, plans.entries, layer, scale)
+        if plans.codes is None or self._coded_cells is None:
+            return state
+        codes = self._kernels.extend(q, q_indptr, self._coded_cells, plans.codes, layer, scale)
+        return self._merge(state, codes)
 
 
 def table_bytes(configurator: Any) -> int:
@@ -149,4 +224,4 @@ def table_bytes(configurator: Any) -> int:
     return int(requests * configurator.model_config.context_len * torch.int32.itemsize)
 
 
-__all__ = ["RequestLists", "table_bytes"]
+__all__ = ["ListPlans", "RequestLists", "table_bytes"]

@@ -12,7 +12,7 @@ import torch
 
 from kvtier_kernels import AttentionKernels
 from kvtier_sglang.attention.drafts import tree_masks
-from kvtier_sglang.attention.lists import RequestLists
+from kvtier_sglang.attention.lists import ListPlans, RequestLists
 from kvtier_sglang.compression.selection import PrefillRows
 from kvtier_sglang.memory.passes import MemoryPass
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
@@ -36,7 +36,7 @@ class BatchPlan:
 
     write: torch.Tensor
     q_indptr: tuple[int, ...] = ()
-    lists: Any = None
+    lists: ListPlans | None = None
     prefixes: Any = None
     prefill: PrefillRows | None = None
     drafts: torch.Tensor | None = None

@@ -42,8 +42,11 @@ def warm_up(
     words = torch.zeros(1, columns, dtype=torch.int64, device=device)
     tables = ListTables(words, words.to(torch.int32), one)
     plan = kernels.lists.plan(tables, one[0], one[0] + 1, pool.layer_num, pool.head_num)
-    kernels.lists.extend(q[:1], (0, 1), pool.cells, plan, 0, 1.0)
-    kernels.lists.decode(q[:1], pool.cells, plan, 0, 1.0)
+    none = kernels.lists.plan(tables, one[0], one[0], pool.layer_num, pool.head_num)
+    for cells, over in ((pool.cells, plan), (pool.coded_cells, none)):
+        if cells is not None:
+            kernels.lists.extend(q[:1], (0, 1), cells, over, 0, 1.0)
+            kernels.lists.decode(q[:1], cells, over, 0, 1.0)
 
 
 __all__ = ["warm_up"]

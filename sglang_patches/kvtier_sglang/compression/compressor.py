@@ -22,7 +22,7 @@ import torch
 
 from kvtier.retention.locality import DroppedSpan, LocalityRule
 from kvtier.retention.scorers import TokenScorer
-from kvtier.retention.shares import Choice, Everything, ShareRule, Turn, whole_pages
+from kvtier.retention.shares import PAGE, Choice, Everything, ShareRule, Turn, whole_pages
 from kvtier.tier.blobs.turns import NodeRecord
 from kvtier_sglang.compression.retention import Retention, mean_nll
 from kvtier_sglang.compression.selection import PackedSelection
@@ -67,6 +67,12 @@ class Compressor:
         self.counters: Counter[str] = Counter(compressed_nodes=0, compacted_tokens=0)
 
     @property
+    def page(self) -> int:
+        """Entries of a page of what is kept."""
+        packed = self.allocator.pool.packed
+        return PAGE if packed is None else packed.page
+
+    @property
     def share(self) -> ShareRule:
         """The rule that is in force for anchored heads."""
         return Everything() if self.selection is None else self.retention.rule
@@ -91,6 +97,20 @@ class Compressor:
         span = self.rule.dropped(node.start, node.stop, node.prompt_stop)
         return self._compress(node, span, lambda: self._wanted(node, span, held_before))
 
+    def end_chunk(self, node: Compressible, held_before: Iterable[int]) -> int:
+        """The same of a chunk of a prompt, the next chunk of which is computed."""
+        stop = max(node.start, min(node.stop, node.prompt_stop))
+        span = self.rule.dropped_chunk(node.start, stop)
+        return self._compress(node, span, lambda: self._wanted(node, span, held_before))
+
+    def chunk_slots(self, tokens: int) -> int:
+        """Slots of a chunk of so many tokens of a prompt, once it is compressed."""
+        rule = self.retention.rule
+        if self.selection is None or isinstance(rule, Everything):
+            return tokens
+        kept = rule.choose(Turn(tokens, tokens)).kept_tokens
+        return min(self.selection.slots_of(kept, tokens), tokens)
+
     def as_recorded(self, node: Compressible, record: NodeRecord) -> int:
         """Compress a restored node as it had been, whatever today's rules would choose."""
         span = DroppedSpan(*record.dropped)
@@ -113,7 +133,7 @@ class Compressor:
         stay, free = self.selection.compact(slots, node.start + span.begin, keep)
         if free.numel():
             node.dropped = span
-            node.kept_entries = whole_pages(keep, span.num_tokens)
+            node.kept_entries = whole_pages(keep, span.num_tokens, self.page)
             node.value[span.begin : span.end] = self.allocator.compact(stay, free)
             self.counters["compacted_tokens"] += free.numel()
         return free.numel()

@@ -31,6 +31,7 @@ from kvtier.retention.head_budgets import adaptive_selection
 from kvtier.retention.scorers import Chunk, Span, TokenScorer, select
 from kvtier.retention.shares import PAGE, profile_slots, whole_pages
 from kvtier_kernels import HeadMap
+from kvtier_kernels.codes import CodedShape
 from kvtier_kernels.fp8 import put, restored, take
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.pool.packed import Cells, PackedSpan, bundles_first
@@ -95,12 +96,23 @@ class PackedSelection(ABC):
             chunk = Chunk(q, k, v, rows.indptr, rows.start, scale)
             state[index][:, rows.slots] = self.scorer.observe(chunk).flatten(0, 1)
 
+    @property
+    def _coded(self) -> CodedShape | None:
+        """How what is kept is coded; None where it is not, as where entries have votes."""
+        packed = self.pool.packed
+        return packed.coded if packed is not None and self.scorer.comparable else None
+
     @abstractmethod
     def choose(
         self, slots: torch.Tensor, first_position: int, keep: int, whole: int
     ) -> Kept | None:
         """What is kept of a span; None where it stays as it is. Arguments as of `compact`; whole:
         how many of the slots are in whole bundles."""
+
+    @abstractmethod
+    def slots_of(self, keep: int, tokens: int) -> int:
+        """How many slots hold a span of so many tokens of which `keep` entries are kept; see
+        `compact`."""
 
     def compact(
         self, slots: torch.Tensor, first_position: int, keep: int
@@ -125,8 +137,12 @@ class PackedSelection(ABC):
         of_column, token = torch.nonzero_static(chosen.entries, size=sum(held)).unbind(-1)
         # By a head profile heads keep different windows, too, and a cut would need both.
         tokens = token.int() if self.scorer.comparable else None
-        span = packed.span(ordered[: chosen.slots].clone(), counts, tokens)
-        self._pack(packed.cells, slots[token], ordered, of_column, held, span)
+        span = packed.span(ordered[: chosen.slots].clone(), counts, tokens, self._coded)
+        if span.coded is None:
+            self._pack(packed.cells, slots[token], ordered, of_column, held, span)
+        else:
+            source = packed.cells.of(of_column, slots[token])
+            packed.code(span, lambda numbers: packed.cells.at(source[numbers]))
         packed.add(span)
         if means:
             cells = packed.vote(span, chosen.means, math.log(slots.numel()))
@@ -205,16 +221,24 @@ class PackedSelection(ABC):
 class AdaptiveSelection(PackedSelection):
     """The best entries of all heads and layers stay. Its scorer is `comparable`."""
 
+    def slots_of(self, keep: int, tokens: int) -> int:
+        assert self.pool.packed is not None, "a pool that does not pack"
+        page = self.pool.packed.page
+        return PAGE * -(-whole_pages(keep, tokens, page) // page)
+
     def choose(
         self, slots: torch.Tensor, first_position: int, keep: int, whole: int
     ) -> Kept | None:
         """As many entries as come nearest to `keep` and as there are bundles for."""
-        keep = min(whole_pages(keep, slots.numel()), whole)
-        if keep in (0, slots.numel()):
+        assert self.pool.packed is not None, "a pool that does not pack"
+        tokens, page = slots.numel(), self.pool.packed.page
+        bundles = min(self.slots_of(keep, tokens), whole) // PAGE
+        if not 0 < PAGE * bundles < tokens:
             return None
         layers = range(self.pool.layer_num)
         worth = torch.cat([self.scores(index, slots, first_position) for index in layers])
-        return Kept(adaptive_selection(worth, keep), (), keep)
+        entries = adaptive_selection(worth, min(page * bundles, tokens), page)
+        return Kept(entries, (), PAGE * bundles)
 
 
 class ProfileSelection(PackedSelection):
@@ -252,14 +276,17 @@ class ProfileSelection(PackedSelection):
         others = set(range(pool.layer_num * pool.head_num)) - set(self._anchored)
         self._means = sorted(others) if compensation else []
 
+    def slots_of(self, keep: int, tokens: int) -> int:
+        columns = self.pool.layer_num * self.pool.head_num
+        return profile_slots(whole_pages(keep, tokens) + self._spare, self._most_anchored, columns)
+
     def choose(
         self, slots: torch.Tensor, first_position: int, keep: int, whole: int
     ) -> Kept | None:
         """None where that takes as many slots as there are, or more than are in whole bundles."""
         tokens, heads = slots.numel(), self.pool.head_num
-        keep = whole_pages(keep, tokens)
+        stay, keep = self.slots_of(keep, tokens), whole_pages(keep, tokens)
         columns = self.pool.layer_num * heads
-        stay = profile_slots(keep + self._spare, self._most_anchored, columns)
         if stay >= tokens or stay > whole:
             return None
         entries = torch.zeros((columns, tokens), dtype=torch.bool, device=slots.device)

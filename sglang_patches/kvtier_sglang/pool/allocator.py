@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
@@ -33,6 +34,8 @@ class BundleAllocator(TokenToKVPoolAllocator):
         self.changed = True
         # The tree replaces this by its own check, which includes ours.
         self.owner_check: Callable[[], list[str]] = self.check_integrity
+        # Slots that a prompt of so many tokens holds at most; the tree knows of fewer.
+        self.prompt_slots: Callable[[int], int] = int
         super().__init__(pool.size, pool.dtype, pool.device, pool, False)
 
     @property
@@ -114,6 +117,19 @@ class BundleAllocator(TokenToKVPoolAllocator):
         """Free those of these slots that are not free: after something went wrong halfway."""
         free = torch.cat((self.free_pages, self.release_pages))
         self.free(slots[~torch.isin(slots, free)])
+
+    def max_new_tokens_for_memory(
+        self, input_tokens: int, max_new_tokens: int, *, token_capacity: int, **limits: Any
+    ) -> int | None:
+        """As SGLang's; of a prompt that does not fit beside as much of its answer as is admitted
+        with it, what it holds while it is compressed as it comes."""
+        held = input_tokens
+        if input_tokens + min(max_new_tokens, CLIP_MAX_NEW_TOKENS) >= token_capacity:
+            held = self.prompt_slots(input_tokens)
+        fitting: int | None = super().max_new_tokens_for_memory(
+            held, max_new_tokens, token_capacity=token_capacity, **limits
+        )
+        return fitting
 
     def create_prefill_budget(
         self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0

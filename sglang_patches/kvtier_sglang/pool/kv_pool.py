@@ -68,8 +68,10 @@ class HeadPagedKVPool(KVCache):
         state_width: int | None = None,
         packs: bool = False,
         votes: int = 0,
+        bits: int | None = None,
     ) -> None:
-        """shape: of this rank's part of the model."""
+        """shape: of this rank's part of the model. bits: of the codes that turns are compressed to;
+        None where entries stay as they are."""
         layers, heads = shape.num_layers, shape.num_kv_heads
         last = start_layer + layers - 1
         super().__init__(size, 1, dtype, layers, device, False, start_layer, last)
@@ -86,7 +88,7 @@ class HeadPagedKVPool(KVCache):
         by_layer = (side.view(layers, heads, slots, -1).transpose(1, 2) for side in (k, v))
         self.kv = [LayerKV(*sides) for sides in zip(*by_layer, strict=True)]
         self._cells = Cells(k, v, slots)
-        self.packed = PackedSpans(size + 1, self._cells, votes) if packs else None
+        self.packed = PackedSpans(size + 1, self._cells, votes, bits) if packs else None
         self.moved: set[int] = set()
         self.state: list[torch.Tensor] | None = None
         self.state_width = state_width
@@ -122,6 +124,14 @@ class HeadPagedKVPool(KVCache):
         if votes is not None and votes.shape[1] == 1:
             votes = votes[:, 0]
         return CellKV(self._cells.k, self._cells.v, self._cells.column_cells, votes)
+
+    @property
+    def coded_cells(self) -> CellKV | None:
+        """The same for lists of coded pages; None where nothing is coded."""
+        if self.packed is None or self.packed.coded is None:
+            return None
+        cells = self._cells
+        return CellKV(cells.k, cells.v, cells.column_cells, bits=self.packed.coded.bits)
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copy what slots hold to others: SGLang puts drafts that were accepted where their

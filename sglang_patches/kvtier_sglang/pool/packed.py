@@ -16,6 +16,8 @@ have left, in order. So counts and slots alone say where everything is. SGLang c
 always: its free lists, locks and invariants never notice. An entry that stands for several tokens
 has as many votes.
 
+What is kept may be *coded* (kvtier_kernels.codes): pages are then the same and hold more entries.
+
 A packed slot is not a token of every head any more: `dense_of` leaves it out where attention looks
 for ordinary entries.
 """
@@ -23,14 +25,22 @@ for ordinary entries.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
 
 from kvtier.retention.shares import PAGE
-from kvtier_kernels.fp8 import raw
+from kvtier_kernels import CellKV
+from kvtier_kernels.codes import (
+    CODED_ENTRY_BITS,
+    CodedShape,
+    coded_shape,
+    decoded_entries,
+    encode,
+)
+from kvtier_kernels.fp8 import raw, take
 from kvtier_kernels.lists import ENTRY_BITS, PAGE_CELLS
 
 # What budgets are counted in is what kernels read.
@@ -52,6 +62,10 @@ class Cells:
     def of(self, column: int | torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """int64 `[slots]`: cells of one column, or of each slot's."""
         return column * self.column_cells + slots
+
+    def at(self, cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[cells, dim]` of some cells: copies."""
+        return take(self.k, 0, cells), take(self.v, 0, cells)
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy entries between cells, of which none is both."""
@@ -102,6 +116,7 @@ class PackedSpan:
     column: int64 `[pages]`, of each page
     tokens: int32 `[entries]`, of which of the span's tokens each entry is, column by column and
             there ascending; None where entries are not of one token each
+    coded:  how its pages are coded; None where they are not
     """
 
     slots: torch.Tensor
@@ -109,6 +124,7 @@ class PackedSpan:
     words: torch.Tensor
     column: torch.Tensor
     tokens: torch.Tensor | None = None
+    coded: CodedShape | None = None
 
     @classmethod
     def of(
@@ -117,13 +133,15 @@ class PackedSpan:
         counts: Sequence[int],
         column_cells: int,
         tokens: torch.Tensor | None = None,
+        coded: CodedShape | None = None,
     ) -> PackedSpan:
         """The span whose columns keep so many entries in these bundles."""
         entries = torch.tensor(counts)
-        pages = -(-entries // PAGE)
+        held, bits = (PAGE, ENTRY_BITS) if coded is None else (coded.entries, CODED_ENTRY_BITS)
+        pages = -(-entries // held)
         column = torch.arange(pages.numel()).repeat_interleave(pages)
         number = torch.arange(column.numel()) - (pages.cumsum(0) - pages)[column]
-        filled = (entries[column] - PAGE * number).clamp_max(PAGE)
+        filled = (entries[column] - held * number).clamp_max(held)
         # Where each page stands: in its own column first, then wherever others have left one.
         bundles = slots.numel() // PAGE
         free = torch.nonzero(torch.arange(bundles) >= pages[:, None])
@@ -133,13 +151,18 @@ class PackedSpan:
         stands[beyond], bundle[beyond] = taken[:, 0], taken[:, 1]
         first = slots[::PAGE][bundle.to(slots.device)]
         page = (stands.to(slots.device) * column_cells + first) // PAGE
-        words = (page << ENTRY_BITS | filled.to(slots.device)).to(torch.int32)
-        return cls(slots, tuple(counts), words, column.to(slots.device), tokens)
+        words = (page << bits | filled.to(slots.device)).to(torch.int32)
+        return cls(slots, tuple(counts), words, column.to(slots.device), tokens, coded)
 
     @property
     def indptr(self) -> tuple[int, ...]:
         """Where each column's entries begin in `cells`, and where the last one's end."""
         return (0, *accumulate(self.counts))
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """int64 `[pages]`: the pages of `words`."""
+        return self.words.long() >> (ENTRY_BITS if self.coded is None else CODED_ENTRY_BITS)
 
     def of_column(self, column: int) -> torch.Tensor:
         """int64 `[entries]`: the cells of one column's entries. It asks the device for nothing."""
@@ -160,14 +183,21 @@ class PackedSpan:
         return cells[torch.nonzero_static(held.flatten(), size=sum(self.counts)).squeeze(-1)]
 
 
+def slots_as_entries(kept: int) -> int:
+    """Slots of whole bundles that hold so many entries of a column on average, whichever columns
+    have them: the last page of each may not be full."""
+    return PAGE * (-(-kept // PAGE) + 1)
+
+
 @dataclass(frozen=True)
 class Cut:
     """Where a span is cut: behind its first `token` tokens. above, below: entries of every column
-    that are kept of these and of the others."""
+    that are kept of these and of the others. page: entries of a page."""
 
     token: int
     above: tuple[int, ...]
     below: tuple[int, ...]
+    page: int
 
     @classmethod
     def of(cls, span: PackedSpan, token: int) -> Cut:
@@ -176,14 +206,18 @@ class Cut:
         kept = torch.tensor(span.counts)
         column = torch.arange(kept.numel()).repeat_interleave(kept)
         above = torch.zeros_like(kept).index_add_(0, column, (span.tokens < token).long().cpu())
-        return cls(token, tuple(above.tolist()), tuple((kept - above).tolist()))
+        page = PAGE if span.coded is None else span.coded.entries
+        return cls(token, tuple(above.tolist()), tuple((kept - above).tolist()), page)
 
     @property
     def slots(self) -> tuple[int, int]:
         """Slots of the whole bundles that hold what is kept of each part."""
-        pages = (sum(-(-count // PAGE) for count in part) for part in (self.above, self.below))
+        pages = (sum(-(-count // self.page) for count in part) for part in (self.above, self.below))
         above, below = (PAGE * -(-some // len(self.above)) for some in pages)
         return above, below
+
+
+Entries = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class PackedSpans:
@@ -194,10 +228,14 @@ class PackedSpans:
                   them; None where all stand for one
     votes:        1, or as many as query heads of a group, which then have votes of their own; 0
                   where all entries stand for one token
+    coded:        how spans are coded that keep entries of single tokens; None where they are not
     """
 
-    def __init__(self, slots: int, cells: Cells, votes: int = 0) -> None:
+    def __init__(self, slots: int, cells: Cells, votes: int = 0, bits: int | None = None) -> None:
         self.cells, self.votes = cells, votes
+        dim = cells.k.shape[1]
+        self.coded = None if bits is None else coded_shape(bits, dim)
+        self._sides = CellKV(cells.k, cells.v, cells.column_cells).pages
         device = cells.k.device
         self.dense_of = torch.arange(slots, dtype=torch.int64, device=device)
         self.log_votes = torch.zeros(cells.k.shape[0], votes, device=device) if votes else None
@@ -212,11 +250,48 @@ class PackedSpans:
         if self.log_votes is not None:
             self.log_votes.zero_()
 
+    @property
+    def page(self) -> int:
+        """Entries of a page, of spans that are coded where any are."""
+        return PAGE if self.coded is None else self.coded.entries
+
     def span(
-        self, slots: torch.Tensor, counts: Sequence[int], tokens: torch.Tensor | None = None
+        self,
+        slots: torch.Tensor,
+        counts: Sequence[int],
+        tokens: torch.Tensor | None = None,
+        coded: CodedShape | None = None,
     ) -> PackedSpan:
         """The span of columns that keep so many entries in these whole bundles."""
-        return PackedSpan.of(slots, counts, self.cells.column_cells, tokens)
+        return PackedSpan.of(slots, counts, self.cells.column_cells, tokens, coded)
+
+    def code(self, span: PackedSpan, entries: Entries) -> None:
+        """Write what a coded span keeps. entries: keys and values `[n, dim]` each of so many of its
+        entries, by their numbers; they may stand where the span does, as none is written before all
+        were asked for."""
+        assert span.coded is not None, "a span that is not coded"
+        held, device = span.coded.entries, span.words.device
+        count = span.words.long() & ((1 << CODED_ENTRY_BITS) - 1)
+        first = count.cumsum(0) - count
+        place = torch.arange(held, device=device)
+        coded = []
+        numbers = torch.arange(count.numel(), device=device)
+        for some in torch.split(numbers, MOVED_AT_A_TIME // held):
+            # Behind a page's count its first entry stands again.
+            within = torch.where(place < count[some, None], place, 0)
+            sides = entries((first[some, None] + within).flatten())
+            k, v = (side.view(len(some), held, -1) for side in sides)
+            coded.append(encode(k, v, count[some], span.coded.bits))
+        for side, parts in zip(self._sides, zip(*coded, strict=True), strict=True):
+            written = torch.cat(parts)
+            side[:, : written.shape[1]].index_copy_(0, span.pages, written)
+
+    def decoded(self, span: PackedSpan) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 `[entries, dim]` each, the keys and values of a span, column by column."""
+        if span.coded is None:
+            k, v = self.cells.at(span.cells)
+            return k.float(), v.float()
+        return decoded_entries(self._sides, span.words.long(), span.coded)
 
     def add(self, span: PackedSpan) -> None:
         """A span whose entries stand where its counts say."""
@@ -235,17 +310,62 @@ class PackedSpans:
         slots `above`, its own first ones, and of what is kept of the others, in `below`. Returns
         the slots that are left over."""
         assert span.tokens is not None, "entries that stand for several tokens"
-        first, cells = span.tokens < cut.token, span.cells
-        later = self.span(below, cut.below, span.tokens[~first] - cut.token)
+        first = span.tokens < cut.token
+        later = self.span(below, cut.below, span.tokens[~first] - cut.token, span.coded)
+        begun = self.span(above, cut.above, span.tokens[first], span.coded)
+        if span.coded is None:
+            self._move_parts(span.cells, first, begun, later)
+        else:
+            self._code_parts(span, first, begun, later)
+        self.add(begun)
+        self.add(later)
+        return span.slots[above.numel() :]
+
+    def copy_beginning(self, span: PackedSpan, cut: Cut, slots: torch.Tensor) -> None:
+        """Make a span of copies, in these slots, of what a span keeps of its first tokens. Others
+        may be reading it, and go on."""
+        assert span.tokens is not None, "entries that stand for several tokens"
+        first = span.tokens < cut.token
+        begun = self.span(slots, cut.above, span.tokens[first], span.coded)
+        if span.coded is None:
+            self.cells.move(span.cells[first], begun.cells)
+        else:
+            self._copy_codes(span, begun)
+        self.add(begun)
+
+    def _move_parts(
+        self, cells: torch.Tensor, first: torch.Tensor, begun: PackedSpan, later: PackedSpan
+    ) -> None:
+        """Move what a cut makes two of: those that are `first` go to `begun`."""
         self.cells.move(cells[~first], later.cells)
-        begun = self.span(above, cut.above, span.tokens[first])
         # Most of it stands where it stood. What does not may go where others of it stand.
         source, target = cells[first], begun.cells
         moves = torch.nonzero(source != target).squeeze(-1)
         self.cells.move_within(source[moves], target[moves], (0, moves.numel()))
-        self.add(begun)
-        self.add(later)
-        return span.slots[above.numel() :]
+
+    def _code_parts(
+        self, span: PackedSpan, first: torch.Tensor, begun: PackedSpan, later: PackedSpan
+    ) -> None:
+        """The same of codes. What is first keeps its codes, page by page; the others begin in the
+        middle of pages and are coded anew."""
+        assert span.coded is not None, "a span that is not coded"
+        k, v = self.decoded(span)
+        mine = torch.nonzero(~first).squeeze(-1)
+        self.code(later, lambda numbers: (k[mine[numbers]], v[mine[numbers]]))
+        self._copy_codes(span, begun)
+
+    def _copy_codes(self, span: PackedSpan, begun: PackedSpan) -> None:
+        """Write the codes of a span's beginning, page by page, to where it stands or will."""
+        assert span.coded is not None, "a span that is not coded"
+        held = span.coded.entries
+        kept = [-(-count // held) for count in begun.counts]
+        number = torch.cat([torch.arange(-(-count // held)) for count in span.counts])
+        column = span.column.cpu()
+        stays = torch.nonzero(number < torch.tensor(kept)[column]).squeeze(-1)
+        source, target = span.pages[stays.to(span.words.device)], begun.pages
+        for side in self._sides:
+            # The right-hand side is a copy before anything is written.
+            side[target] = side[source]
 
     def vote(self, span: PackedSpan, columns: Sequence[int], log_votes: float) -> torch.Tensor:
         """Give the last entry of each of these columns so many votes; returns their cells."""
@@ -300,4 +420,4 @@ class PackedSpans:
             yield "slots are packed that are in no span, or the other way round"
 
 
-__all__ = ["Cells", "Cut", "PackedSpan", "PackedSpans", "bundles_first"]
+__all__ = ["Cells", "Cut", "PackedSpan", "PackedSpans", "bundles_first", "slots_as_entries"]

@@ -15,7 +15,8 @@ What a request goes through, in SGLang's own words for its storage tiers:
     check_prefetch_progress   it waits in the queue for the answer
     match_prefix              what landed in host memory counts as a host hit
     init_load_back            it is admitted: what landed is written into the pool
-    checkpoint, on_release    its own KV leaves, and its turn is compressed
+    checkpoint, on_release    its own KV leaves, and its turn is compressed; the beginning of some
+                              prompts already while they are prefilled (streaming.py)
 
 The parts are called from here and call nothing here but `refresh.Contexts`. Scheduler thread only.
 """
@@ -36,6 +37,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
+from kvtier.config import PrefillCompression
 from kvtier.retention.refreshing import PrunedRange
 from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.exact_requests import note_recomputed, own_from, wants_exact
@@ -45,6 +47,7 @@ from kvtier_sglang.radix.contexts import compacted_context, offer_restored, prun
 from kvtier_sglang.radix.matching import cached_length
 from kvtier_sglang.radix.node import KvNode
 from kvtier_sglang.radix.restorer import Restorer, continues
+from kvtier_sglang.radix.streaming import Streaming
 from kvtier_sglang.radix.tree import VariantRadixTree
 from kvtier_sglang.radix.turn_end import compress_path, remove_path
 from kvtier_sglang.ranks import Ranks
@@ -59,6 +62,7 @@ class KvtierRadixCache(VariantRadixTree):
     make_refresh: how compressed contexts are refreshed from the tier; None: they are not.
     ranks:        which decide together; None: this one alone.
     memories:     prefix memories that requests may begin with; None: none.
+    compress_prefill, chunk_tokens: see Streaming.
     """
 
     def __init__(
@@ -70,6 +74,8 @@ class KvtierRadixCache(VariantRadixTree):
         make_refresh: MakeRefresh | None = None,
         ranks: Ranks | None = None,
         memories: MemoryBank | None = None,
+        compress_prefill: PrefillCompression = "never",
+        chunk_tokens: int | None = None,
     ) -> None:
         self.memories = memories
         self.compressor, self.tier = compressor, tier
@@ -80,6 +86,8 @@ class KvtierRadixCache(VariantRadixTree):
         # Requests that want nothing compressed, see `wants_prompt_logprobs`.
         self._asks_exactly: set[str] = set()
         super().__init__(params, compressor.rule, ranks or Ranks())
+        self.streaming = Streaming(self, compressor, compress_prefill, chunk_tokens)
+        self.allocator.prompt_slots = self.streaming.slots
         if tier is not None:
             self.restorer = Restorer(self, compressor, tier.codec, self.ranks)
             if make_refresh is not None:
@@ -148,7 +156,7 @@ class KvtierRadixCache(VariantRadixTree):
             return
         matched = matched_prefix_tokens or ()
         if self.refresh is not None and rid in self._matched:
-            context = compacted_context(node, matched, scope)
+            context = compacted_context(node, matched, scope, is_coded=self._is_coded)
             if context is not None:
                 self.refresh.ask(rid, context, tier.patience_s(node.stop))
         tier.prefetch(rid, matched, new_input_tokens, scope, shared=self.ranks.size > 1)
@@ -250,7 +258,9 @@ class KvtierRadixCache(VariantRadixTree):
         loaded = landed.stop - node.stop
         self.tier.restored(pending, loaded, time.monotonic() - began)
         self._matched[req.rid] = (restored, len(req.full_untruncated_fill_ids))
-        offered = self.refresh and offer_restored(self.refresh, self.tier, req, restored, landed)
+        offered = self.refresh and offer_restored(
+            self.refresh, self.tier, req, restored, landed, is_coded=self._is_coded
+        )
         if not offered:
             pending.drop()
         return loaded, restored
@@ -259,7 +269,14 @@ class KvtierRadixCache(VariantRadixTree):
 
     def pruned_ranges(self, rid: str) -> list[PrunedRange]:
         """The compressed ranges of the prefix that a request was admitted with."""
-        return pruned_ranges(self._matched.get(rid, (self.root_node, 0))[0])
+        node = self._matched.get(rid, (self.root_node, 0))[0]
+        return pruned_ranges(node, is_coded=self._is_coded)
+
+    @property
+    def _is_coded(self) -> bool:
+        """Whether what is kept of turns is coded."""
+        packed = self.allocator.pool.packed
+        return packed is not None and packed.coded is not None
 
     def make_room(self, num_slots: int) -> None:
         """Evict what is needed for so many slots of whole bundles, as far as that can be, and at
@@ -308,6 +325,13 @@ class KvtierRadixCache(VariantRadixTree):
         req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, up_to)
         self.unlock(req.lock)
         req.lock, req.last_node = self.lock(node), node
+        changed = self.streaming.chunk_ended(req, node)
+        if changed is not None:
+            path, before = self.path_device_indices(node), slice(changed, node.start)
+            self.req_to_token_pool.write((req.kv.req_pool_idx, before), path[before])
+            self.allocator.pool.moved.add(req.kv.req_pool_idx)
+            if self.tier is not None:
+                self.tier.is_behind_a_drop(req.rid)
 
     @rank_consensus(same_params=["req.rid", "checkpointed"])
     def on_release(self, req: Any, *, checkpointed: bool) -> None:

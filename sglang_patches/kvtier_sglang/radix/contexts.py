@@ -10,6 +10,7 @@ from typing import Any
 from kvtier.retention.refreshing import PrunedRange
 from kvtier.tier.blobs.keys import Scope
 from kvtier.tier.prefetch.lookup import Landed
+from kvtier_sglang.pool.packed import slots_as_entries
 from kvtier_sglang.radix.node import KvNode
 from kvtier_sglang.refresh.prefetch import CompactedContext
 from kvtier_sglang.refresh.turn_refresh import TurnRefresh
@@ -18,22 +19,24 @@ from kvtier_sglang.tier.connector import TierConnector
 logger = logging.getLogger(__name__)
 
 
-def pruned_ranges(node: KvNode) -> list[PrunedRange]:
-    """The ranges of the context up to `node` of which anchored heads keep a part, first to last."""
+def pruned_ranges(node: KvNode, *, is_coded: bool) -> list[PrunedRange]:
+    """The ranges of the context up to `node` of which anchored heads keep a part, first to last.
+    What is coded and would not fit its range as entries is none."""
     found = []
     for one in node.path():
         begin, end = one.dropped
         kept = one.kept
-        if 0 < kept < end - begin and one.num_slots < len(one.key):
+        needed = slots_as_entries(kept) if is_coded else kept
+        if 0 < kept < end - begin >= needed and one.num_slots < len(one.key):
             found.append(PrunedRange(one.start + begin, one.start + end, kept))
     return sorted(found, key=lambda pruned: pruned.begin)
 
 
 def compacted_context(
-    node: KvNode, token_ids: Sequence[int], scope: Scope
+    node: KvNode, token_ids: Sequence[int], scope: Scope, *, is_coded: bool
 ) -> CompactedContext | None:
     """The context up to `node`, for a refresh; None where anchored heads keep all of it."""
-    ranges = pruned_ranges(node)
+    ranges = pruned_ranges(node, is_coded=is_coded)
     if not ranges:
         return None
     exact_stop = max((one.stop for one in node.path() if one.exact), default=0)
@@ -41,7 +44,13 @@ def compacted_context(
 
 
 def offer_restored(
-    refresh: TurnRefresh, tier: TierConnector, req: Any, node: KvNode, landed: Landed
+    refresh: TurnRefresh,
+    tier: TierConnector,
+    req: Any,
+    node: KvNode,
+    landed: Landed,
+    *,
+    is_coded: bool,
 ) -> bool:
     """Whether a restored context will be refreshed, which then owns what landed. What came from
     elsewhere must not end the scheduler here, either."""
@@ -49,7 +58,9 @@ def offer_restored(
     try:
         scope = tier.scope(req.rid, req.extra_key, req.cache_salt)
         ids = req.full_untruncated_fill_ids[: node.stop]
-        context = None if scope is None else compacted_context(node, ids, scope)
+        context = None
+        if scope is not None:
+            context = compacted_context(node, ids, scope, is_coded=is_coded)
         if context is None or context.ranges[0].begin < landed.begin:
             return False
         refresh.offer_restored(req.rid, context, landed.host, filled)

@@ -30,7 +30,7 @@ class Matching:
         self, node: KvNode, key: RadixKey, offset: int, *, exact_only: bool
     ) -> tuple[KvNode | None, int]:
         """The child that shares most with key[offset:] without tearing a compressed node, and how
-        many tokens; of equal ones one that is exact."""
+        many tokens; of equal ones one that is exact, or need not be cut."""
         best, reach = None, 0
         for child in node.siblings.get(key.child_key_at(offset), ()):
             usable = self._usable(child, child.key.match_at(key, offset))
@@ -39,7 +39,9 @@ class Matching:
             if exact_only and not node.is_behind_a_drop and not child.exact:
                 # A restored copy, computed behind what another request had dropped.
                 usable = 0
-            better = usable == reach and best is not None and child.exact > best.exact
+            better = (
+                usable == reach and best is not None and _rank(child, usable) > _rank(best, reach)
+            )
             if usable > reach or better:
                 best, reach = child, usable
         return best, reach
@@ -56,6 +58,10 @@ class Matching:
         if begin + LEAST_CUT <= at and self.has_tokens(node):
             return at
         return min(matched, begin)
+
+
+def _rank(node: KvNode, usable: int) -> tuple[bool, bool]:
+    return node.exact, usable == len(node.key)
 
 
 def branch_points(node: KvNode, key: RadixKey, offset: int) -> set[int]:

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from kvtier.retention.locality import DroppedSpan
-from kvtier.retention.shares import Choice
+from kvtier.retention.shares import PAGE, Choice
 from kvtier.tier.blobs.turns import NodeRecord
 
 NOTHING_DROPPED = DroppedSpan(0, 0)
@@ -116,14 +116,12 @@ class KvNode(TreeNode):
             del self.parent.siblings[first]
         del self.parent.children[(first, self.id)]
 
-    def cut(self, at: int) -> KvNode:
-        """A new node that takes this one's first `at` tokens, and no place in the tree yet."""
-        upper = KvNode(priority=self.priority)
-        upper.start, upper.prompt_stop = self.start, self.prompt_stop
+    def cut(self, at: int, page: int = PAGE) -> KvNode:
+        """A new node that takes this one's first `at` tokens, and no place in the tree yet. page:
+        entries that a page holds of what it kept."""
+        upper = self.beginning(at, self.value[:at].clone())
         upper.lock_ref, upper.hit_count = self.lock_ref, self.hit_count
         upper.last_access_time, upper.creation_time = self.last_access_time, self.creation_time
-        upper.compressed, upper.exact = self.compressed, self.exact
-        upper.key, upper.value = self.key[:at], self.value[:at].clone()
         self.start += at
         self.key, self.value = self.key[at:], self.value[at:].clone()
         begin, end = self.dropped
@@ -132,19 +130,33 @@ class KvNode(TreeNode):
         elif begin < at < end:
             upper.dropped, self.dropped = DroppedSpan(begin, at), DroppedSpan(0, end - at)
             upper.choice = self.choice
-            upper.kept_entries = int(torch.count_nonzero(upper.value[begin:]))
-            self.kept_entries = int(torch.count_nonzero(self.value[: end - at]))
+            for part in (upper, self):
+                part.keep_what_is_held(page)
         elif self.dropped.num_tokens:
             upper.dropped, self.dropped = self.dropped, NOTHING_DROPPED
             upper.choice, self.choice = self.choice, None
             upper.kept_entries, self.kept_entries = self.kept_entries, None
-        upper.sent_tokens = min(self.sent_tokens, at)
-        upper.restored_tokens = min(self.restored_tokens, at)
         self.sent_tokens -= upper.sent_tokens
         self.restored_tokens -= upper.restored_tokens
-        upper.num_slots = int(torch.count_nonzero(upper.value))
         self.num_slots -= upper.num_slots
         return upper
+
+    def beginning(self, at: int, value: torch.Tensor) -> KvNode:
+        """A new node of this one's first `at` tokens in these slots, without what it drops."""
+        upper = KvNode(priority=self.priority)
+        upper.start, upper.prompt_stop = self.start, self.prompt_stop
+        upper.compressed, upper.exact = self.compressed, self.exact
+        upper.key, upper.value = self.key[:at], value
+        upper.num_slots = int(torch.count_nonzero(value))
+        upper.sent_tokens = min(self.sent_tokens, at)
+        upper.restored_tokens = min(self.restored_tokens, at)
+        return upper
+
+    def keep_what_is_held(self, page: int) -> None:
+        """Count what is kept of the dropped span by the slots that it has; page: as of `cut`."""
+        held = self.value[self.dropped.begin : self.dropped.end]
+        room = int(torch.count_nonzero(held)) // PAGE * page
+        self.kept_entries = min(room, self.dropped.num_tokens)
 
     def prepend(self, upper: KvNode) -> None:
         """Take over the tokens of the node that this one continues, where neither is compressed and

@@ -2,16 +2,16 @@
 
 A request that leaves a compressed node inside its dropped span has not all of the newest tokens
 before that place. So the span is cut a window before it, and the window is computed again over what
-heads keep of the span's beginning, which both then share. The window's tokens become a *variant*: a
-second child that starts with the same token. `siblings` lists the variants of a first token;
-matching takes the one that reaches furthest.
+heads keep of the span's beginning, which both then share (while others read the node, its beginning
+is copied). The window's tokens become a *variant*: a second child that starts with the same token.
+`siblings` lists the variants of a first token; matching takes the one that reaches furthest.
 
     parent ─ [ sink | dropped ─┬─ dropped | recent | answer ]   compressed, cut
                                └─ [ window ]─[ another end ]    variant
 
 The point where the request left is remembered as a node boundary of the variant, so the next
-request that leaves there computes nothing of it again. A span that cannot be cut (a request reads
-it, its entries stand for several tokens each, or its beginning is short) is left where it begins.
+request that leaves there computes nothing of it again. A span that cannot be cut (its entries stand
+for several tokens each, or its beginning is short) is left where it begins.
 
 Not thread-safe; owned by the scheduler thread.
 """
@@ -34,7 +34,8 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-from kvtier.retention.locality import LocalityRule
+from kvtier.retention.locality import DroppedSpan, LocalityRule
+from kvtier.retention.shares import PAGE
 from kvtier_sglang.pool.allocator import BundleAllocator
 from kvtier_sglang.pool.packed import Cut
 from kvtier_sglang.radix import accounts
@@ -102,11 +103,15 @@ class VariantRadixTree(RadixCache):
                 node = child
             else:
                 begin, end = child.dropped
-                if begin < usable < end and not self._cut_span(child, usable):
-                    usable = begin
+                beginning = None
+                if begin < usable < end:
+                    if child.lock_ref:
+                        beginning = self._copy_beginning(child, usable)
+                    if beginning is None and (child.lock_ref or not self._cut_span(child, usable)):
+                        usable = begin
                 if not usable:
                     break
-                node = self._split_node(child.key, child, usable)
+                node = beginning or self._split_node(child.key, child, usable)
                 node.branch_point = True
             offset += usable
         return node, offset
@@ -192,10 +197,9 @@ class VariantRadixTree(RadixCache):
     # -- cutting and joining --
 
     def _has_tokens(self, node: KvNode) -> bool:
-        """Whether what is kept of a node's dropped span is known token by token, and nobody reads
-        it."""
+        """Whether what is kept of a node's dropped span is known token by token."""
         packed = self.allocator.pool.packed
-        if packed is None or node.lock_ref:
+        if packed is None:
             return False
         span = packed.of(node.value[node.dropped.begin :])
         return span is not None and span.tokens is not None
@@ -227,12 +231,45 @@ class VariantRadixTree(RadixCache):
         self.counters["cut_spans"] += 1
         return True
 
+    def _copy_beginning(self, node: KvNode, at: int) -> KvNode | None:
+        """Copy what is kept of a node up to this offset, inside its dropped span: while requests
+        read the node it stays as it is. Returns the copy, a variant beside it; None where there is
+        no room."""
+        packed, (begin, _) = self.allocator.pool.packed, node.dropped
+        assert packed is not None, "a dropped span in a pool that does not pack"
+        span = packed.of(node.value[begin:])
+        assert span is not None, "a dropped span that is not packed"
+        cut = Cut.of(span, at - begin)
+        above = max(here for here, _ in self.ranks.every(cut.slots))
+        if not 0 < above <= at - begin:
+            return None
+        self.allocator.evict_to_free_tokens(self, begin + above)
+        slots = self.allocator.alloc_bundles(above)
+        exact = None if slots is None else self.allocator.alloc(begin)
+        if slots is None or exact is None:
+            if slots is not None:
+                self.allocator.free(slots)
+            return None
+        self.allocator.pool.move_kv_cache(exact, node.value[:begin])
+        packed.copy_beginning(span, cut, slots)
+        value = torch.zeros_like(node.value[:at])
+        value[:begin], value[begin : begin + above] = exact, slots
+        copy = node.beginning(at, value)
+        copy.dropped, copy.choice = DroppedSpan(begin, at), node.choice
+        copy.keep_what_is_held(packed.page)
+        node.parent.attach(copy)
+        self.evictable_size_ += copy.num_slots
+        self._update_leaf_status(copy)
+        self.counters["copied_beginnings"] += 1
+        return copy
+
     def _split_node(self, key: RadixKey, child: KvNode, split_len: int) -> KvNode:
         """Cut `child` at an offset, inside its dropped span where `_cut_span` was there before; the
         upper part is a new node."""
         parent = child.parent
         child.detach()
-        upper = child.cut(split_len)
+        packed = self.allocator.pool.packed
+        upper = child.cut(split_len, PAGE if packed is None else packed.page)
         parent.attach(upper)
         upper.attach(child)
         self._update_leaf_status(upper)

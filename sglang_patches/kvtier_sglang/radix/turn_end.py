@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.radix.node import KvNode
 from kvtier_sglang.radix.tree import VariantRadixTree
+
+
+def compress_node(
+    tree: VariantRadixTree, node: KvNode, end: Callable[[KvNode, Iterable[int]], int]
+) -> KvNode:
+    """Compress a node as one with those before it that chunks cut it from; the node that is left.
+    end: a compressor's way to do so."""
+    node = tree.merge_upwards(node)
+    held = (one.entries for one in node.parent.path())
+    tree.shrink(node, end(node, held))
+    return node
 
 
 def compress_path(tree: VariantRadixTree, compressor: Compressor, node: KvNode) -> None:
@@ -12,10 +25,8 @@ def compress_path(tree: VariantRadixTree, compressor: Compressor, node: KvNode) 
     while node is not tree.root_node:
         parent = node.parent
         if not node.compressed and node.lock_ref == 0:
-            node = tree.merge_upwards(node)
+            node = compress_node(tree, node, compressor.end_turn)
             parent = node.parent
-            held = (one.entries for one in parent.path())
-            tree.shrink(node, compressor.end_turn(node, held))
             tree.remove_duplicate(node)
         node = parent
 
@@ -31,4 +42,4 @@ def remove_path(tree: VariantRadixTree, node: KvNode, begin: int) -> None:
         node = parent
 
 
-__all__ = ["compress_path", "remove_path"]
+__all__ = ["compress_node", "compress_path", "remove_path"]

@@ -36,7 +36,7 @@ from kvtier.tier.transport.deadline import Deadline
 from kvtier_kernels import HeadMap
 from kvtier_kernels.fp8 import put, take
 from kvtier_sglang.pool.allocator import BundleAllocator
-from kvtier_sglang.pool.packed import PackedSpan, PackedSpans
+from kvtier_sglang.pool.packed import PackedSpan, PackedSpans, slots_as_entries
 from kvtier_sglang.refresh.sources import Choose, FetchedSource, RefreshSource
 
 # The longest that a pass waits for the tier to choose entries, for all of its requests and layers:
@@ -176,7 +176,11 @@ class Refresher(ABC):
         return True
 
     def _allocate(self, refreshing: Refreshing, row: torch.Tensor) -> bool:
-        needs = [self._shared(pruned, row).slots.numel() for pruned in refreshing.ranges]
+        needs = []
+        for pruned in refreshing.ranges:
+            shared = self._shared(pruned, row)
+            as_entries = shared.coded is not None
+            needs.append(slots_as_entries(pruned.kept) if as_entries else shared.slots.numel())
         self.contexts.make_room(sum(needs))
         slots = self.allocator.alloc_bundles(sum(needs))
         if slots is None:
@@ -204,8 +208,13 @@ class Refresher(ABC):
         return shared.counts
 
     def _copy(self, shared: PackedSpan, own: PackedSpan) -> None:
-        """Let a request's own span hold what the tree's does."""
-        self.packed.cells.move(shared.cells, own.cells)
+        """Let a request's own span, which is not coded, hold what the tree's does."""
+        if shared.coded is None:
+            self.packed.cells.move(shared.cells, own.cells)
+        else:
+            k, v = self.packed.decoded(shared)
+            put(self.packed.cells.k, own.cells, k)
+            put(self.packed.cells.v, own.cells, v)
         if self.packed.log_votes is not None:
             self.packed.let_vote(own)
 

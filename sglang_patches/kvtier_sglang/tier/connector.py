@@ -257,6 +257,10 @@ class TierConnector:
         spill(rid, req.full_untruncated_fill_ids[: len(slots)], slots)
         self.cost_model.spilled(time.monotonic() - began)
 
+    def is_behind_a_drop(self, rid: str) -> None:
+        """What a request computes from now on sees KV of which something was dropped."""
+        self.spiller.is_behind_a_drop(rid)
+
     def ended(self, rid: str, token_ids: Sequence[int], nodes: Sequence[NodeRecord]) -> int:
         """The turn's nodes are what they will be. Returns how many of its tokens were handed over,
         the newest ones of its context."""

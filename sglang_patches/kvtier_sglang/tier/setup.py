@@ -91,8 +91,11 @@ class NamedModel:
 def _policy(settings: Settings, profile: HeadProfile, rule: LocalityRule) -> str:
     """A digest of everything that decides what a later turn sees of an earlier one."""
     scorer, share = scorer_of(settings), asked_share(settings)
+    # Of none a digest is what it was before there were codes.
+    coded = {} if settings.kept_dtype is None else {"kept_dtype": settings.kept_dtype}
     return _digest(
         {
+            **coded,
             "ca_heads": profile.ca_heads,
             "rule": asdict(rule),
             "competes": settings.competes,

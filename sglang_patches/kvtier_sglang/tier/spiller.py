@@ -155,6 +155,11 @@ class Spiller:
     def known(self, rid: str) -> bool:
         return rid in self._turns
 
+    def is_behind_a_drop(self, rid: str) -> None:
+        """What a request computes from now on sees KV of which something was dropped."""
+        if rid in self._turns:
+            self._turns[rid].exact = False
+
     def published(self, rid: str, token_ids: Sequence[int], slots: torch.Tensor) -> None:
         """The first tokens of a request, as far as they are computed, with their slots (any
         integers)."""

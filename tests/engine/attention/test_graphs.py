@@ -95,22 +95,25 @@ def recorded_once(step: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-@pytest.fixture
-def packing():
+@pytest.fixture(params=[None, 4], ids=["entries", "codes"])
+def packing(request):
     """A runner whose heads may keep different numbers of entries: three spans, of four bundles
-    each, which four requests have none, one or two of."""
+    each, which four requests have none, one or two of. All but the first are coded, where any
+    is."""
     torch.manual_seed(3)
-    pool = make_pool(state_width=0, packs=True)
+    pool = make_pool(state_width=0, packs=True, bits=request.param)
     for layer in pool.kv:
         layer.k.normal_()
         layer.v.normal_()
     spans = []
     for first in (64, 128, 192):
         counts = torch.randint(0, 80, (LAYERS * KV_HEADS,))
-        spans.append(
-            pool.packed.span(torch.arange(first, first + 64, device=DEVICE), counts.tolist())
-        )
+        slots = torch.arange(first, first + 64, device=DEVICE)
+        coded = pool.packed.coded if spans else None
+        spans.append(pool.packed.span(slots, counts.tolist(), coded=coded))
         pool.packed.add(spans[-1])
+        if coded is not None:
+            pool.packed.code(spans[-1], lambda numbers: torch.randn(2, len(numbers), DIM))
     table = torch.zeros(REQUESTS + 1, CONTEXT, dtype=torch.int32, device=DEVICE)
     runner = SimpleNamespace(
         token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=table), device=DEVICE
@@ -169,7 +172,9 @@ def test_what_was_recorded_serves_other_requests_as_they_grow(packing):
             for static, new in zip(inputs, some_inputs(number), strict=True):
                 static.copy_(new)
             replay()
-            (deal,) = recorded.forward_metadata.lists.deals.values()
+            plans = recorded.forward_metadata.lists
+            assert (plans.codes is None) == (runner.token_to_kv_pool.packed.coded is None)
+            (deal,) = plans.entries.deals.values()
             addresses.add((deal.bounds.data_ptr(), deal.stretch.data_ptr()))
             reference.init_forward_metadata(eager(batch))
             expected = layers(reference, inputs)

@@ -58,9 +58,9 @@ def entries(pool: HeadPagedKVPool, slots: torch.Tensor) -> list[torch.Tensor]:
     return [layer.k[slots, head].clone() for layer in pool.kv for head in range(HEADS)]
 
 
-def expected_of(keys: list[torch.Tensor], keep: int) -> list[torch.Tensor]:
-    """What every column keeps."""
-    kept = adaptive_selection(torch.stack([k[:, -1] for k in keys]), keep)
+def expected_of(keys: list[torch.Tensor], keep: int, page: int = PAGE) -> list[torch.Tensor]:
+    """What every column keeps, in pages of so many."""
+    kept = adaptive_selection(torch.stack([k[:, -1] for k in keys]), keep, page)
     return [k[mine] for k, mine in zip(keys, kept, strict=True)]
 
 
@@ -164,18 +164,17 @@ def test_attention_is_that_over_the_entries_that_stay(seed, spans, tokens):
     dense = [lists.begin(number, row, row[:0]) for number, row in enumerate(rows)]
     assert all(torch.equal(*pair) for pair in zip(dense, ordinary, strict=True))
     plan = lists.prefixes(torch.arange(2), [7, 3])
-    kv = pool.cells
     q = torch.randn(2 * tokens, HEADS, GROUP, DIM, generator=generator)
     k, v = (torch.randn(2 * tokens, HEADS, DIM, generator=generator) for _ in range(2))
     q_indptr = (0, tokens, 2 * tokens)
     for layer in range(LAYERS):
-        before = kernels.lists.extend(q, q_indptr, kv, plan, layer, 0.5)
+        before = lists.extend(q, q_indptr, plan, layer, 0.5)
         own = kernels.extend(
             q, k, v, q_indptr, RaggedKV(k[:0], v[:0]), kernels.plan(ordinary[0][:0], (0, 0, 0)), 0.5
         )
         extended = kernels.merge_states(before, own).o
         first = torch.stack([q[0], q[tokens]])
-        decoded = kernels.lists.decode(first, kv, plan, layer, 0.5)
+        decoded = lists.decode(first, plan, layer, 0.5)
         for request, begin in enumerate((0, tokens)):
             for head in range(HEADS):
                 column = layer * HEADS + head

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from tree_harness import MiniScheduler, matched, run_turn
 from tree_requests import context
 
@@ -58,13 +59,39 @@ def test_what_is_left_can_be_left_again():
     s.check()
 
 
-def test_a_span_that_a_request_reads_is_not_cut():
-    s = competing()
+@pytest.mark.parametrize("bits", [None, 8])
+def test_while_a_request_reads_a_span_its_beginning_is_copied(bits):
+    s = competing(bits=bits)
     tokens = context(200)
     run_turn(s, tokens, [1])
     reader = s.admit([*tokens, 1, 5, 6])
     assert reader.prefix_len == 201
+    assert left(s, [*tokens[:150], 7, 8]) == 150 - WINDOW
+    assert left(s, [*tokens[:150], 7, 9]) >= 150
+    assert s.tree.counters["copied_beginnings"] == 1
+    assert not s.tree.counters["cut_spans"]
+    read, copied = (
+        s.pool.packed.of(node.value[node.dropped.begin :])
+        for node in sorted(s.tree.root_node.children.values(), key=lambda node: -node.lock_ref)
+    )
+    of_both = read.tokens < 150 - WINDOW - 4
+    assert torch.equal(read.tokens[of_both], copied.tokens)
+    for mine, theirs in zip(*map(s.pool.packed.decoded, (read, copied)), strict=True):
+        assert torch.equal(mine[of_both], theirs)
+    s.extend(reader, 100)
+    s.release(reader, checkpoint=True)
+    assert matched(s, [*tokens, 1, 5, 6, 7]) == 203
+    s.check()
+
+
+def test_without_room_for_a_copy_a_span_that_is_read_is_left_where_it_begins(monkeypatch):
+    s = competing()
+    tokens = context(200)
+    run_turn(s, tokens, [1])
+    reader = s.admit([*tokens, 1, 5, 6])
+    monkeypatch.setattr(s.allocator, "alloc_bundles", lambda need: None)
     assert left(s, [*tokens[:150], 7, 8]) == 4
+    monkeypatch.undo()
     s.extend(reader, 100)
     s.release(reader, checkpoint=True)
     s.check()

@@ -109,23 +109,24 @@ def test_the_same_prompt_computed_again_from_scratch_is_kept_once():
 
 
 @pytest.mark.parametrize(
-    ("share", "adaptive", "longer"),
+    ("share", "adaptive", "longer", "bits"),
     [
-        (None, False, 1),
-        (FixedShare(0.4), False, 1),
-        (FixedShare(0.4), True, 1),
-        (FixedShare(0.4), True, 4),
+        (None, False, 1, None),
+        (FixedShare(0.4), False, 1, None),
+        (FixedShare(0.4), True, 1, None),
+        (FixedShare(0.4), True, 4, None),
+        (FixedShare(0.4), True, 4, 8),
     ],
-    ids=["whole", "share", "adaptive", "cuts"],
+    ids=["whole", "share", "adaptive", "cuts", "codes"],
 )
 @pytest.mark.parametrize("seed", range(6 if THOROUGH else 3))
-def test_nothing_leaks_in_500_random_operations(monkeypatch, seed, share, adaptive, longer):
+def test_nothing_leaks_in_500_random_operations(monkeypatch, seed, share, adaptive, longer, bits):
     """Arrivals, chunks, decodes, ends, aborts, forks inside nodes, evictions, flushes, and a
     pool too small for all of it; every invariant after every operation."""
     for name, tokens in (("CUT_WINDOW", 4), ("WIDE_CUT_WINDOW", 8), ("LEAST_CUT", 6)):
         monkeypatch.setattr(matching, name, tokens)
     rng = random.Random(seed)
-    s = MiniScheduler(size=300 * longer, share=share, adaptive=adaptive)
+    s = MiniScheduler(size=300 * longer, share=share, adaptive=adaptive, bits=bits)
     history: list[list[int]] = [random_tokens(rng, 30 * longer)]
     for _ in range(500):
         operation = rng.random()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compressing import POLICIES, RULE, RULE_ENV
+from compressing import POLICIES, RULE, RULE_ENV, competing
 from engine_process import DEMO_MODEL, retractions, run_engine, with_aborts
 from tierd.live_tier import live_tier
 from tiered_engine import ENGINE, run_never_missing
@@ -39,12 +39,7 @@ def worth() -> TokenWorth:
 @pytest.fixture
 def adaptive(tmp_path, worth) -> dict[str, str]:
     """The settings, without a share."""
-    worth.save(tmp_path / "worth.npz")
-    return {
-        "KVTIER_SCORER": "reconstruction",
-        "KVTIER_SCORER_FILE": str(tmp_path / "worth.npz"),
-        "KVTIER_HEAD_BUDGETS": "adaptive",
-    }
+    return competing(tmp_path, worth)
 
 
 def prompts(sessions: int, longest: int) -> list[list[list[int]]]:
@@ -75,18 +70,28 @@ def said(out: dict) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("share", "kv", "ranks", "environment"),
+    ("share", "kv", "ranks", "environment", "bits"),
     [
-        (0.35, "auto", 1, {}),
-        (0.1, "auto", 1, {}),
-        (0.2, "fp8_e4m3", 1, {}),
-        (0.25, "auto", 2, {}),
-        (0.35, "auto", 1, {"SGLANG_TEST_RETRACT": "1"}),
+        (0.35, "auto", 1, {}, None),
+        (0.1, "auto", 1, {}, None),
+        (0.2, "fp8_e4m3", 1, {}, None),
+        (0.25, "auto", 2, {}, None),
+        (0.35, "auto", 1, {"SGLANG_TEST_RETRACT": "1"}, None),
+        (0.35, "auto", 1, {"SGLANG_TEST_RETRACT": "1"}, 4),
+        (0.25, "auto", 2, {}, 3),
     ],
-    ids=["0.35-auto-1", "0.1-auto-1", "0.2-fp8_e4m3-1", "0.25-auto-2", "retracted"],
+    ids=[
+        "0.35-auto-1",
+        "0.1-auto-1",
+        "0.2-fp8_e4m3-1",
+        "0.25-auto-2",
+        "retracted",
+        "int4-retracted",
+        "int3-2",
+    ],
 )
 def test_the_tokens_are_those_of_the_transformers_reference(
-    tmp_path, adaptive, worth, share, kv, ranks, environment
+    tmp_path, adaptive, worth, share, kv, ranks, environment, bits
 ):
     """Six sessions at a time beside requests that are aborted, and in the end all once more from
     their second turn. Of two ranks, each has its own heads compete."""
@@ -98,7 +103,8 @@ def test_the_tokens_are_those_of_the_transformers_reference(
     for turns, other in zip(sessions, forks, strict=True):
         scorer, kv_dtype = Reconstruction.of(worth), FP8 if kv == "fp8_e4m3" else None
         session, fork = (
-            AdaptiveSession(model, RULE, 512, scorer, kv_dtype=kv_dtype, ranks=ranks) for _ in "ab"
+            AdaptiveSession(model, RULE, 512, scorer, kv_dtype=kv_dtype, ranks=ranks, bits=bits)
+            for _ in "ab"
         )
         for one in (session, fork):
             one.keep_count = lambda prompt, span: rule.choose(Turn(prompt, span)).kept_tokens
@@ -116,6 +122,8 @@ def test_the_tokens_are_those_of_the_transformers_reference(
         **POLICIES["kvtier"],
     }
     env = {**RULE_ENV, **adaptive, "KVTIER_RETENTION": str(share), **ranks_on_a_cpu(ranks)}
+    if bits is not None:
+        env["KVTIER_KEPT_DTYPE"] = f"int{bits}"
     rounds = side_by_side(sessions, 9)
     rounds.append(
         [
@@ -242,21 +250,24 @@ def test_triton_kernels_say_the_same(tmp_path, adaptive):
 
 
 @pytest.mark.parametrize(
-    ("kv", "ranks", "merge"),
+    ("kv", "ranks", "merge", "kept"),
     [
-        ("auto", 1, "off"),
-        ("fp8_e4m3", 1, "off"),
-        ("auto", 2, "off"),
-        ("auto", 1, "keepkv"),
+        ("auto", 1, "off", None),
+        ("fp8_e4m3", 1, "off", None),
+        ("auto", 2, "off", None),
+        ("auto", 1, "keepkv", None),
+        ("auto", 2, "off", "int4"),
+        ("auto", 1, "keepkv", "int8"),
     ],
 )
 def test_a_restarted_server_restores_and_refreshes_what_heads_competed_for(
-    tmp_path, adaptive, kv, ranks, merge
+    tmp_path, adaptive, kv, ranks, merge, kept
 ):
     """The answers of a turn that is refreshed are those of a server that never went away."""
     engine = {**ENGINE, "kv_cache_dtype": kv, "tp_size": ranks}
     env = {**TIERED_RULE, **adaptive, "KVTIER_RETENTION": "0.3", "KVTIER_REFRESH": "turn"}
     env |= ranks_on_a_cpu(ranks) | {"KVTIER_MERGE": merge}
+    env |= {} if kept is None else {"KVTIER_KEPT_DTYPE": kept}
     del env["KVTIER_HEAD_PROFILE"]
     # One at a time, and every turn of a session after the one before.
     sessions = prompts(2, 1200)
@@ -272,6 +283,7 @@ def test_a_restarted_server_restores_and_refreshes_what_heads_competed_for(
         named = {**env, "KVTIER_TIER_NAMESPACE": "stayed"}
         stayed = run_never_missing(tmp_path, rounds, named, engine)
         assert stayed["state"]["tier"]["refreshed_turns"] == len(rounds) - len(sessions)
+        assert "refresh_no_room" not in stayed["state"]["tier"]
         assert "unrefreshed_layers" not in stayed["state"]["tier"]
         before = run_never_missing(tmp_path, rounds[: len(sessions[0]) - 1], env, engine)
         assert said(before) == said(stayed)[: len(before["rounds"])]
@@ -283,8 +295,8 @@ def test_a_restarted_server_restores_and_refreshes_what_heads_competed_for(
         }
         back = run_engine(tmp_path, engine, [[again]], env)
     found = back["state"]["tier"]
-    assert found["restored_requests"] == 1
-    assert found["refreshed_turns"] == 1
+    assert found["restored_requests"] == 1, str(dict(found))
+    assert found.get("refreshed_turns") == 1, str(dict(found))
     assert said(back)[0] == said(stayed)[len(sessions[0]) - 1]
 
 

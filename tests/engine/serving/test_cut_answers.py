@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compressing import POLICIES, RULE, RULE_ENV
+from compressing import POLICIES, RULE, RULE_ENV, competing
 from engine_process import DEMO_MODEL, run_engine
+from tierd.live_tier import live_tier
 
 from benchmarks.common.recall_engine import ranks_on_a_cpu
 from kvtier.heads.reference.compaction import AdaptiveSession
@@ -34,7 +35,6 @@ def test_a_branch_says_what_transformers_says_over_the_same_entries(tmp_path, sh
     rule = replace(RULE, recent_tokens=window)
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     worth = fit_tokens(str(DEMO_MODEL), contexts=3, lengths=[512]).worth
-    worth.save(tmp_path / "worth.npz")
     rng = random.Random(8)
     first, *tails, more = (
         [rng.randrange(6, 384) for _ in range(n)] for n in (1600, 300, 200, 90, 40)
@@ -63,9 +63,7 @@ def test_a_branch_says_what_transformers_says_over_the_same_entries(tmp_path, sh
     env = {
         **RULE_ENV,
         "KVTIER_LOCALITY_RECENT_TOKENS": str(window),
-        "KVTIER_SCORER": "reconstruction",
-        "KVTIER_SCORER_FILE": str(tmp_path / "worth.npz"),
-        "KVTIER_HEAD_BUDGETS": "adaptive",
+        **competing(tmp_path, worth),
         "KVTIER_RETENTION": str(share),
         **ranks_on_a_cpu(ranks),
     }
@@ -77,3 +75,29 @@ def test_a_branch_says_what_transformers_says_over_the_same_entries(tmp_path, sh
     ]  # fmt: skip
     assert out["state"]["cut_spans"] == 2
     assert [request["output_ids"] for request in found] == expected
+
+
+def test_below_a_fifth_a_tier_brings_the_window_back(tmp_path):
+    """Whole spans of it; the rest, and what is new, is computed."""
+    worth = fit_tokens(str(DEMO_MODEL), contexts=3, lengths=[512]).worth
+    rng = random.Random(8)
+    first, tail = ([rng.randrange(6, 384) for _ in range(n)] for n in (1600, 300))
+    rounds = [[{"input_ids": ids, "max_new_tokens": NEW}] for ids in (first, first[:900] + tail)]
+    engine = {
+        "model_path": str(DEMO_MODEL),
+        "max_total_tokens": 12_000,
+        "chunked_prefill_size": 512,
+        **POLICIES["kvtier"],
+    }
+    env = {
+        **RULE_ENV,
+        **competing(tmp_path, worth),
+        "KVTIER_RETENTION": "0.1",
+        "KVTIER_TIER_SPAN_TOKENS": "64",
+    }
+    with live_tier(tmp_path, "--memory", "512m") as tier:
+        out = run_engine(tmp_path, engine, rounds, env | {"KVTIER_TIER": tier.address})
+    assert out["state"]["integrity"] == []
+    found = out["rounds"][1][0]["cached_tokens_details"]
+    assert found["device"] == 900 - WIDE_CUT_WINDOW
+    assert found["storage"] == 900 // 64 * 64 - found["device"]

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from compressing import POLICIES, RULE_ENV, uneven_profile
+from compressing import POLICIES, RULE_ENV, competing, uneven_profile
 from engine_process import DEMO_MODEL, run_script
 from thorough import THOROUGH
+from tierd.live_tier import live_tier
+
+from kvtier.heads.tokens import fit_tokens
 
 pytestmark = pytest.mark.engine
 
@@ -23,22 +26,59 @@ def test_every_slot_is_accounted_for_after_hundreds_of_random_operations(
     tmp_path, operations, seed, settings
 ):
     uneven_profile().save(tmp_path / "profile.json")
+    profile = {"KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json")}
+    live(tmp_path, operations, seed, {**profile, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "chunk", "done"),
+    [
+        ({}, 256, ("cut_spans", "copied_beginnings")),
+        (
+            {"KVTIER_COMPRESS_PREFILL": "always", "KVTIER_KEPT_DTYPE": "int4"},
+            64,
+            ("streamed_chunks",),
+        ),
+    ],
+    ids=["cut", "coded and streamed"],
+)
+def test_every_slot_is_accounted_for_where_heads_compete_over_a_tier(
+    tmp_path, settings, chunk, done
+):
+    """Spans are cut, or prompts are compressed as they come, and what was evicted comes back."""
+    worth = fit_tokens(str(DEMO_MODEL), contexts=2, lengths=[512]).worth
+    env = {
+        **competing(tmp_path, worth),
+        "KVTIER_RETENTION": "0.25",
+        "KVTIER_TIER_SPAN_TOKENS": "32",
+        **settings,
+    }
+    operations = 2000 if THOROUGH else 300
+    with live_tier(tmp_path, "--memory", "256m") as tier:
+        env["KVTIER_TIER"] = tier.address
+        state = live(
+            *(tmp_path, operations, 9, env),
+            **{"longest": 2800, "max_total_tokens": 8000, "chunked_prefill_size": chunk},
+        )
+    assert sum(state.get(name, 0) for name in done) > 0
+    assert state["tier"]["restored_requests"] > 0
+
+
+def live(tmp_path, operations, seed, settings, longest=700, **engine) -> dict:
+    """The state after a random life under SGLang's strict checks of its memory."""
     plan = {
         "engine": {
             "model_path": str(DEMO_MODEL),
             "max_total_tokens": 3000,
             "chunked_prefill_size": 256,
             **POLICIES["kvtier"],
+            **engine,
         },
         "operations": operations,
+        "longest": longest,
         "seed": seed,
     }
-    env = {
-        **RULE_ENV,
-        "KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json"),
-        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-        **settings,
-    }
+    env = {**RULE_ENV, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", **settings}
     out = run_script(FUZZER, tmp_path, plan, env)
     assert sum(out["counts"].values()) >= 0.96 * operations, "the operations were issued"
     assert out["counts"]["aborts"] > 0.06 * operations
@@ -46,3 +86,4 @@ def test_every_slot_is_accounted_for_after_hundreds_of_random_operations(
     assert out["state"]["integrity"] == []
     assert out["state"]["compacted_tokens"] > 0
     assert out["after_flush"]["slots_used"] == 0
+    return out["state"]

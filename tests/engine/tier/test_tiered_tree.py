@@ -180,30 +180,36 @@ class FlakyClient(TierClient):
 
 @pytest.mark.parametrize("seed", range(8 if THOROUGH else 4))
 @pytest.mark.parametrize("client", [TierClient, FlakyClient])
-def test_random_turns_forks_and_aborts_on_two_servers_and_one_tier(connect, client, seed):
+@pytest.mark.parametrize("bits", [None, 8])
+def test_random_turns_forks_and_aborts_on_two_servers_and_one_tier(connect, client, seed, bits):
+    """Of heads that compete, coded, or by a head profile."""
     rng = random.Random(seed)
-    share = SHARES[seed % 2]
+    share = SHARES[seed % 2] if bits is None else FixedShare(0.4)
     refresh = None if share is None else REFRESH
+    # Short ranges would take more room as entries.
+    longer = 1 if bits is None else 3
     servers = [
         # Of 25 bundles: of fewer hardly any is whole, and then nothing is refreshed.
         MiniScheduler(
-            400,
+            400 * longer,
             share=share,
             link=connect(client),
             refresh=refresh,
-            near_data=seed > 5,
+            near_data=seed > 5 and bits is None,
+            adaptive=bits is not None,
+            bits=bits,
             again=TriggerRule(every_tokens=2) if seed % 4 == 3 else None,
         )
         for _ in range(2)
     ]
-    histories = [random_tokens(rng, 40)]
+    histories = [random_tokens(rng, 40 * longer)]
     restored = 0
     for _ in range(60):
         s = rng.choice(servers)
         history = rng.choice(histories)
         if rng.random() < 0.4:
             history = history[: rng.randrange(1, len(history) + 1)]
-        prompt = [*history, *random_tokens(rng, rng.randrange(1, 30))][:150]
+        prompt = [*history, *random_tokens(rng, rng.randrange(1, 30 * longer))][: 150 * longer]
         request = s.admit(prompt)
         if request is None:
             continue
@@ -211,7 +217,7 @@ def test_random_turns_forks_and_aborts_on_two_servers_and_one_tier(connect, clie
         s.check()
         going = True
         while going and request.filled < len(prompt):
-            going = s.extend(request, rng.randrange(5, 40))
+            going = s.extend(request, rng.randrange(5, 40 * longer))
             if going:
                 s.checkpoint(request)
                 s.check()

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 import triton
 
 from kvtier_kernels.base import AttentionState
+from kvtier_kernels.codes import CODED_ENTRY_BITS, coded_shape, rotated
 from kvtier_kernels.lists import CellKV, ListKernels, ListTables, check_tables
+from kvtier_kernels.triton_backend.attention.codes import attend_codes
 from kvtier_kernels.triton_backend.attention.lists import attend_stretch, merge_lists
-from kvtier_kernels.triton_backend.attention.tiles import list_tile, merge_tile
+from kvtier_kernels.triton_backend.attention.tiles import code_tile, list_tile, merge_tile
 from kvtier_kernels.triton_backend.launching import (
     Launch,
     dim_contiguous,
@@ -34,6 +37,8 @@ LOOKUP_LISTS = 512
 
 class TritonLists(ListKernels):
     """See the module docstring. A plan is made when a layer first uses it, and again by `into`."""
+
+    reads_codes = True
 
     def __init__(self, launch: Launch = launch) -> None:
         self._launch = launch
@@ -85,7 +90,7 @@ class TritonLists(ListKernels):
         layer: int,
         scale: float,
     ) -> AttentionState:
-        q = dim_contiguous(q)
+        q = dim_contiguous(q if kv.bits is None else rotated(q))
         tokens, heads, group, dim = q.shape
         o, lse = state_buffers((tokens, heads, group, dim), q.device, q.dtype)
         if tokens == 0:
@@ -93,7 +98,10 @@ class TritonLists(ListKernels):
         most = group if q_indptr is None else max(e - b for b, e in pairwise(q_indptr)) * group
         ieee = is_ieee(q)
         mode = 0 if kv.log_votes is None else kv.log_votes.ndim
-        tile = list_tile(dim, ieee, most, laden=mode == 2 or kv.k.itemsize == 1)
+        if kv.bits is None:
+            tile = list_tile(dim, ieee, most, laden=mode == 2 or kv.k.itemsize == 1)
+        else:
+            tile = code_tile(dim, ieee, most)
         deal = self._deal(plan, q_indptr, group, tile.rows, tile.programs)
         lanes = min(tile.rows, most)
         merged = merge_tile(lanes)
@@ -101,45 +109,64 @@ class TritonLists(ListKernels):
         votes = kv.log_votes
         _, first, end = deal.blocks
         block_d = max(16, triton.next_power_of_2(dim))
-        self._launch(
-            attend_stretch,
-            (deal.programs,),
-            q,
-            kv.k,
-            kv.v,
-            kv.k if votes is None else votes,
-            plan.tables.words,
-            plan.tables.pages,
-            plan.tables.slots,
-            plan.rows,
-            plan.dense,
-            *deal.blocks,
-            deal.bounds,
-            deal.stretch,
-            part_o,
-            part_lse,
-            scale,
-            layer,
-            deal.lists,
-            heads,
-            lanes,
-            plan.tables.pages.shape[1],
-            kv.column_cells,
-            plan.tables.slots.stride(0),
-            votes.shape[1] if votes is not None and votes.ndim == 2 else 1,
-            *q.stride()[:3],
-            GROUP=group,
-            DIM=dim,
-            BLOCK_M=tile.rows,
-            BLOCK_D=block_d,
-            BLOCK_N=tile.entries,
-            BLOCK_L=LOOKUP_LISTS,
-            VOTES=mode,
-            IEEE=ieee,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            maxnreg=tile.registers,
-        )
+        of_lists: tuple[Any, ...] = (
+            *deal.blocks, deal.bounds, deal.stretch, part_o, part_lse, scale, layer, deal.lists,
+            heads, lanes, plan.tables.pages.shape[1],
+        )  # fmt: skip
+        options = {
+            "GROUP": group,
+            "DIM": dim,
+            "BLOCK_M": tile.rows,
+            "BLOCK_D": block_d,
+            "BLOCK_N": tile.entries,
+            "BLOCK_L": LOOKUP_LISTS,
+            "IEEE": ieee,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+            "maxnreg": tile.registers,
+        }
+        if kv.bits is None:
+            self._launch(
+                attend_stretch,
+                (deal.programs,),
+                q,
+                kv.k,
+                kv.v,
+                kv.k if votes is None else votes,
+                plan.tables.words,
+                plan.tables.pages,
+                plan.tables.slots,
+                plan.rows,
+                plan.dense,
+                *of_lists,
+                kv.column_cells,
+                plan.tables.slots.stride(0),
+                votes.shape[1] if votes is not None and votes.ndim == 2 else 1,
+                *q.stride()[:3],
+                VOTES=mode,
+                **options,
+            )
+        else:
+            k, v = kv.pages
+            shape = coded_shape(kv.bits, dim)
+            self._launch(
+                attend_codes,
+                (deal.programs,),
+                q,
+                k,
+                v,
+                plan.tables.words,
+                plan.tables.pages,
+                plan.rows,
+                *of_lists,
+                k.shape[1],
+                *q.stride()[:3],
+                BITS=shape.bits,
+                ENTRIES=shape.entries,
+                ENTRY_BITS=CODED_ENTRY_BITS,
+                GROUPS=shape.groups,
+                **options,
+            )
         self._launch(
             merge_lists,
             (deal.lists, triton.cdiv(lanes, merged.rows)),
@@ -161,7 +188,7 @@ class TritonLists(ListKernels):
             BLOCK_P=merged.parts,
             BLOCK_R=merged.rows,
         )
-        return AttentionState(o, lse)
+        return AttentionState(o if kv.bits is None else rotated(o), lse)
 
     def _deal(
         self,

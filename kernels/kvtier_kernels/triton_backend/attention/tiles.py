@@ -22,6 +22,8 @@ LEAST_SPLIT = 1024
 # and five programs still fit a multiprocessor. Without tensor cores a tile lies in registers.
 KEPT_ENTRIES = 32
 KEPT_ENTRIES_IEEE = 16
+# A whole coded page.
+CODED_TILE = 64
 # Of a multiprocessor.
 REGISTERS = 65536
 # In the interpreter every operation costs the same, however much it does.
@@ -102,6 +104,20 @@ def list_tile(dim: int, ieee: bool, rows: int, *, laden: bool) -> ListTile:
     return ListTile(min(wanted, 64), entries, 4, stages, stages - 1)
 
 
+def code_tile(dim: int, ieee: bool, rows: int) -> ListTile:
+    """Of attention over coded pages, of at most 63 entries each. Not measured: what keeps to the
+    registers (`ahead`).
+
+    rows: the most of a request, tokens times group.
+    """
+    wanted = max(16, triton.next_power_of_2(rows))
+    if is_interpreted():
+        return ListTile(min(wanted, INTERPRETED_TILE), CODED_TILE, 4, 3, 3)
+    if ieee:
+        return ListTile(16, 16, 4, 2, 2)
+    return ListTile(min(wanted, 16 if dim > 128 else 64), CODED_TILE, 8, 2, 1)
+
+
 class MergeTile(NamedTuple):
     """parts: of a row at a time."""
 
@@ -121,6 +137,7 @@ __all__ = [
     "ListTile",
     "MergeTile",
     "Tile",
+    "code_tile",
     "extend_tile",
     "kept_entries",
     "list_tile",

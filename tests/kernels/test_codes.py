@@ -1,0 +1,155 @@
+"""Coded pages: what codes lose, and attention over them against float64 over their numbers."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_equivalence import TOLERANCE, backends, device  # noqa: F401
+
+from kvtier.retention.shares.base import CODED_PAGES
+from kvtier_kernels import CellKV, ListTables, get_kernels
+from kvtier_kernels.codes import (
+    CODED_ENTRY_BITS,
+    PLANES,
+    coded_shape,
+    decode,
+    encode,
+    recoded,
+    rotated,
+)
+from kvtier_kernels.lists import PAGE_CELLS
+
+LAYERS, HEADS = 2, 3
+# Of every request's lists by layer and head: none, one entry, ends in the middle of a page.
+ENTRIES = [[[0, 0, 0], [0, 0, 0]], [[1, 57, 0], [5, 0, 56]], [[300, 20, 3], [0, 90, 160]]]
+dims = st.sampled_from([8, 16, 32, 64, 80, 96, 128, 256])
+
+
+@given(bits=st.sampled_from(sorted(PLANES)), dim=dims)
+def test_a_page_of_codes_is_no_larger_than_one_of_entries(bits, dim):
+    shape = coded_shape(bits, dim)
+    assert PAGE_CELLS < shape.entries < 1 << CODED_ENTRY_BITS
+    assert shape.side_bytes <= PAGE_CELLS * dim * 2
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_planners_count_with_the_same_pages(dim):
+    assert {f"int{bits}": coded_shape(bits, dim).entries for bits in PLANES} == CODED_PAGES
+
+
+@given(bits=st.sampled_from(sorted(PLANES)), dim=dims, seed=st.integers(0, 99), data=st.data())
+def test_a_number_is_off_by_half_a_step_at_most(bits, dim, seed, data):
+    """In rotated space, where the numbers that share a scale span that many steps."""
+    shape = coded_shape(bits, dim)
+    g = torch.Generator().manual_seed(seed)
+    size = 10 ** data.draw(st.integers(-3, 3))
+    k, v = (size * torch.randn(2, shape.entries, dim, generator=g) for _ in "kv")
+    counts = torch.tensor([shape.entries, data.draw(st.integers(1, shape.entries))])
+    # What is behind a page's count is not read.
+    k[1, counts[1] :], v[1, counts[1] :] = torch.nan, 1e6
+    found = decode(*encode(k, v, counts, bits), shape, rotate=False)
+    levels = (1 << bits) - 1
+    for page, count in enumerate(counts.tolist()):
+        keys, values = rotated(k[page, :count]), rotated(v[page, :count])
+        apart = (found[0][page, :count] - keys).abs()
+        step = (keys.amax(0) - keys.amin(0)) / levels
+        assert (apart <= 0.51 * step + 2e-3 * keys.abs().amax() + 1e-6).all()
+        apart = (found[1][page, :count] - values).abs().view(count, shape.groups, -1)
+        grouped = values.view(count, shape.groups, -1)
+        step = (grouped.amax(-1, keepdim=True) - grouped.amin(-1, keepdim=True)) / levels
+        assert (apart <= 0.51 * step + 2e-3 * grouped.abs().amax() + 1e-6).all()
+
+
+@given(dim=dims)
+def test_rotating_keeps_products_and_twice_is_nothing(dim):
+    q, k = torch.randn(2, 5, dim)
+    torch.testing.assert_close(rotated(q) @ rotated(k).T, q @ k.T, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(rotated(rotated(q)), q, atol=1e-5, rtol=1e-5)
+
+
+def test_equal_numbers_and_no_entries_are_coded():
+    k = torch.full((1, 3, 64), 2.0)
+    keys, values = recoded(k, -k, 4)
+    torch.testing.assert_close(keys, k, atol=2e-3, rtol=2e-3)
+    # All of a value is one number then, and 63 others share its scale.
+    torch.testing.assert_close(values, -k, atol=0.2, rtol=0)
+    assert recoded(k[:, :0], k[:, :0], 4)[0].shape == (1, 0, 64)
+
+
+def test_more_bits_lose_less():
+    k, v = torch.randn(2, 1, 500, 64)
+    lost = [(recoded(k, v, bits)[0] - k).norm() / k.norm() for bits in (3, 4, 8)]
+    assert lost[0] < 0.2
+    assert lost[0] > 1.5 * lost[1] > 15 * lost[2]
+
+
+@pytest.mark.parametrize(("bits", "dim", "named"), [(5, 64, "bits"), (4, 12, "dim"), (4, 0, "dim")])
+def test_what_has_no_layout_is_refused_by_name(bits, dim, named):
+    with pytest.raises(ValueError, match=named):
+        coded_shape(bits, dim)
+
+
+def make_problem(bits, dim, dtype):
+    """Tables of random coded pages, and per request, layer and head what they stand for."""
+    shape, columns = coded_shape(bits, dim), LAYERS * HEADS
+    pages = 64
+    k, v = (torch.randn(pages * PAGE_CELLS, dim).to(dtype) for _ in "kv")
+    kv = CellKV(k, v, pages * PAGE_CELLS // columns, bits=bits)
+    free = torch.randperm(pages).tolist()
+    order = torch.randperm(len(ENTRIES) + 1)[: len(ENTRIES)]
+    begins = torch.zeros(len(ENTRIES) + 1, columns, dtype=torch.int64)
+    count, words, found = torch.zeros_like(begins, dtype=torch.int32), [], {}
+    for (i, row), layer, head in itertools.product(
+        enumerate(order.tolist()), range(LAYERS), range(HEADS)
+    ):
+        begins[row, layer * HEADS + head] = len(words)
+        left = ENTRIES[i][layer][head]
+        parts = [torch.zeros(2, 0, dim)]
+        while left:
+            # As where a span was cut: some pages are not full.
+            fill = min(left, shape.entries if left % 3 else 7)
+            page, own = free.pop(), torch.randn(2, 1, shape.entries, dim)
+            coded = encode(*own, torch.tensor([fill]), bits)
+            for side, written in zip(kv.pages, coded, strict=True):
+                side[page, : shape.side_bytes] = written[0]
+            parts.append(torch.stack(decode(*coded, shape))[:, 0, :fill])
+            words.append(page << CODED_ENTRY_BITS | fill)
+            left -= fill
+        count[row, layer * HEADS + head] = len(words) - begins[row, layer * HEADS + head]
+        found[i, layer, head] = torch.cat(parts, 1)
+    arena = torch.tensor(words, dtype=torch.int32)
+    slots = torch.zeros(len(begins), 1, dtype=torch.int32)
+    tables = ListTables(begins * 4 + arena.data_ptr(), count, slots)
+    return kv, tables, order, found, arena
+
+
+@backends
+@pytest.mark.parametrize("bits", sorted(PLANES))
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float32), (128, torch.bfloat16)])
+def test_codes_are_attended_to_as_what_they_stand_for(name, bits, dim, dtype):
+    if not get_kernels(name).lists.reads_codes:
+        pytest.skip("reads no codes")
+    torch.manual_seed(bits)
+    kernels, scale, group = get_kernels(name).lists, dim**-0.5, 4
+    kv, tables, rows, found, arena = make_problem(bits, dim, dtype)
+    dense = torch.zeros(len(rows), dtype=torch.int32)
+    plan = kernels.plan(tables, rows, dense, LAYERS, HEADS)
+    indptr = [0, 1, 1, 21]
+    q = torch.randn(indptr[-1], HEADS, group, dim).to(dtype)
+    for layer in range(LAYERS):
+        decoded = kernels.decode(q[: len(rows)], kv, plan, layer, scale)
+        extended = kernels.extend(q, indptr, kv, plan, layer, scale)
+        for state, bounds in ((decoded, range(len(rows) + 1)), (extended, indptr)):
+            for request, (begin, end) in enumerate(itertools.pairwise(bounds)):
+                for head in range(HEADS):
+                    k, v = found[request, layer, head].double()
+                    logits = q[begin:end, head].double() @ k.T * scale
+                    lse = logits.logsumexp(-1)
+                    o = (logits - lse[..., None]).exp() @ v if len(k) else 0.0 * q[begin:end, head]
+                    limit = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+                    mine = state.o[begin:end, head], state.lse[begin:end, head]
+                    torch.testing.assert_close(mine[0], o.to(dtype), **limit)
+                    torch.testing.assert_close(mine[1], lse.float(), **limit)
+    assert arena.numel()
