@@ -41,7 +41,14 @@ SERVER = Path(__file__).with_name("fork_server.py")
 MOST = 4
 RETIRE = b"retire\n"
 # They decide nothing about what is imported; but for one of ours, which chooses SGLang's platform.
-HARMLESS = ("KVTIER_", "PYTEST_")
+# SGLang asks for these of its own where it needs them, not when it is imported.
+HARMLESS = (
+    "KVTIER_",
+    "PYTEST_",
+    "SGLANG_CPU_OMP_THREADS_BIND",
+    "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
+)
 PLATFORM = "KVTIER_FORCE_CPU"
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 

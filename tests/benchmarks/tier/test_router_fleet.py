@@ -13,7 +13,7 @@ from benchmarks.tier.fleet import Turn
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 # So many sessions that a server without any is unlikely; and no server computes what its tier has.
-FLAGS = ["--len", "2k", "--sessions", "10", "--patience-s", "600"]
+FLAGS = ["--len", "1k", "--sessions", "10", "--patience-s", "600"]
 
 
 def verdicts(out: Path) -> dict[str, bool]:

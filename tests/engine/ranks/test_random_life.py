@@ -26,7 +26,7 @@ pytestmark = pytest.mark.engine
 
 FUZZER = Path(__file__).parents[1] / "fuzz_runner.py"
 # How often the tier is killed, and how often it is paused.
-TIMES = 60 if THOROUGH else 3
+TIMES = 60 if THOROUGH else 2
 
 
 @contextmanager

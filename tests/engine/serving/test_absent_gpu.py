@@ -24,7 +24,7 @@ from benchmarks.gpu.pack import add_stub
 
 HERE = Path(__file__).parent / "absent_gpu"
 # Triton's interpreter takes seconds for each.
-SESSIONS = 3 if THOROUGH else 2
+SESSIONS = 3 if THOROUGH else 1
 FORKING = str(Path(__file__).parents[2] / "forking")
 # As in a pack's environment.sh.
 WITHOUT_ITS_KERNELS = {

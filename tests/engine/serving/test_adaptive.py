@@ -11,6 +11,7 @@ import pytest
 import torch
 from compressing import POLICIES, RULE, RULE_ENV, competing
 from engine_process import DEMO_MODEL, retractions, run_engine, with_aborts
+from thorough import THOROUGH
 from tierd.live_tier import live_tier
 from tiered_engine import ENGINE, run_never_missing
 from tiered_engine import RULE as TIERED_RULE
@@ -145,7 +146,7 @@ def test_a_quality_target_keeps_what_the_curve_says_of_each_context(tmp_path, ad
         scorer="reconstruction", scorer_file=file, head_budgets="adaptive", quality=0.95
     )
     profile = full_profile(model_shape(read_config(str(DEMO_MODEL))))
-    curve = calibrate_curve(str(DEMO_MODEL), profile, settings, lengths=[768], contexts=4).document
+    curve = calibrate_curve(str(DEMO_MODEL), profile, settings, lengths=[768], contexts=2).document
     (tmp_path / "curve.json").write_text(curve.to_json())
     contexts = [turns[0] for turns in prompts(3, 2500)]
     engine = {"model_path": str(DEMO_MODEL), "max_total_tokens": 30_000, **POLICIES["kvtier"]}
@@ -254,10 +255,9 @@ def test_triton_kernels_say_the_same(tmp_path, adaptive):
     [
         ("auto", 1, "off", None),
         ("fp8_e4m3", 1, "off", None),
-        ("auto", 2, "off", None),
-        ("auto", 1, "keepkv", None),
         ("auto", 2, "off", "int4"),
         ("auto", 1, "keepkv", "int8"),
+        *([("auto", 2, "off", None), ("auto", 1, "keepkv", None)] if THOROUGH else []),
     ],
 )
 def test_a_restarted_server_restores_and_refreshes_what_heads_competed_for(

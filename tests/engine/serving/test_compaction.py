@@ -11,6 +11,7 @@ import pytest
 import torch
 from compressing import POLICIES, RULE, RULE_ENV, uneven_profile
 from engine_process import DEMO_MODEL, run_engine
+from thorough import THOROUGH
 
 from kvtier.calibration.documents import load_curve
 from kvtier.calibration.measuring.samples import dense_sample
@@ -80,9 +81,9 @@ def compacting_rounds(
     [
         ("stored", "compactor", "auto"),
         ("uneven", "compactor", "auto"),
-        ("uneven", "distinct-keys", "auto"),
         ("all", "keydiff", "auto"),
         ("uneven", "compactor", "fp8_e4m3"),
+        *([("uneven", "distinct-keys", "auto")] if THOROUGH else []),
     ],
 )
 def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, which, scorer, kv):

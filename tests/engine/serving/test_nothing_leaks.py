@@ -53,7 +53,7 @@ def test_every_slot_is_accounted_for_where_heads_compete_over_a_tier(
         "KVTIER_TIER_SPAN_TOKENS": "32",
         **settings,
     }
-    operations = 2000 if THOROUGH else 300
+    operations = 2000 if THOROUGH else 200
     with live_tier(tmp_path, "--memory", "256m") as tier:
         env["KVTIER_TIER"] = tier.address
         state = live(

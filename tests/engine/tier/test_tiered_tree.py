@@ -178,7 +178,7 @@ class FlakyClient(TierClient):
         return found._replace(present=[p or self.rng.random() < 0.05 for p in found.present])
 
 
-@pytest.mark.parametrize("seed", range(8 if THOROUGH else 4))
+@pytest.mark.parametrize("seed", range(8 if THOROUGH else 2))
 @pytest.mark.parametrize("client", [TierClient, FlakyClient])
 @pytest.mark.parametrize("bits", [None, 8])
 def test_random_turns_forks_and_aborts_on_two_servers_and_one_tier(connect, client, seed, bits):
