@@ -38,9 +38,7 @@ def test_dense_contexts_keep_clearly_more_than_filler():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("length", "contexts"), [(4096, 8), (8192, 4)] if THOROUGH else [(4096, 4), (8192, 2)]
-)
+@pytest.mark.parametrize(("length", "contexts"), [(4096, 8 if THOROUGH else 4), (8192, 4)])
 def test_the_curve_predicts_contexts_of_another_seed_and_another_length(length, contexts):
     pytest.importorskip("transformers")
     from kvtier.calibration.measuring.kept_shares import EqualBudgets, measure_curve

@@ -14,7 +14,6 @@ import torch
 from compressing import POLICIES, RULE
 from engine_process import DEMO_MODEL, retractions, run_engine, run_script
 from memory_samples import tokens
-from thorough import THOROUGH
 
 from benchmarks.common.recall_engine import ranks_on_a_cpu
 from kvtier.heads.reference.attention import AttentionState
@@ -252,7 +251,7 @@ def test_nothing_leaks_in_a_life_of_forks_aborts_evictions_and_new_beginnings(
     for one, above in zip(stored, (0.2, 1.0), strict=True):
         card = one.memory.card.model_copy(update={"requeue_above": above})
         save(tmp_path / "memories" / one.folder.name, card, one.prefix, one.memory.layers)
-    operations = 160 if THOROUGH else 100
+    operations = 160
     plan = {
         "engine": {**ENGINE, "max_total_tokens": 3000, "chunked_prefill_size": 256},
         "operations": operations,
