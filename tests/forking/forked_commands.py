@@ -41,7 +41,7 @@ SERVER = Path(__file__).with_name("fork_server.py")
 MOST = 4
 RETIRE = b"retire\n"
 # They decide nothing about what is imported; but for one of ours, which chooses SGLang's platform.
-# SGLang asks for these of its own where it needs them, not when it is imported.
+# SGLang reads the three variables of its own when it needs them, not when it is imported.
 HARMLESS = (
     "KVTIER_",
     "PYTEST_",

@@ -24,7 +24,7 @@ from benchmarks.gpu.pack import add_stub
 
 HERE = Path(__file__).parent / "absent_gpu"
 # Triton's interpreter takes seconds for each.
-SESSIONS = 3 if THOROUGH else 1
+SESSIONS = 3 if THOROUGH else 2
 FORKING = str(Path(__file__).parents[2] / "forking")
 # As in a pack's environment.sh.
 WITHOUT_ITS_KERNELS = {
@@ -75,7 +75,7 @@ def test_a_server_on_cuda_says_what_one_on_a_cpu_says(tmp_path: Path) -> None:
         on_cpu = serve("cpu", tier.address, ON_CPU, "cpu")
     # Where turns' slots begin decides how much of a span is whole bundles; passes that overlap
     # take a slot earlier.
-    assert min(one.pop("compacted_tokens") for one in (on_cuda, on_cpu)) > 30 * SESSIONS
+    assert min(one.pop("compacted_tokens") for one in (on_cuda, on_cpu)) > 100
     assert on_cuda == on_cpu
     assert on_cuda["integrity"] == []
     assert all(on_cuda["cached"])
