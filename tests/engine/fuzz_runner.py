@@ -1,11 +1,13 @@
 """Random life of a server: `python fuzz_runner.py plan.json out.json`.
 
 plan: {"engine": {...}, "operations": int, "seed": int, "until"?: path, "fault"?: str,
-"longest"?: tokens of a prompt, "prefixes"?: [[...], ...]}, what half of the arrivals begin with.
+"longest"?: tokens of a prompt, "prefixes"?: [[...], ...], what half of the arrivals begin with,
+"done"?: [[counter, ...], ...]}.
 Operations are arrivals (half of them forks somewhere inside an earlier conversation), aborts, waits
 and flushes, with far more work in flight than the pools hold; it ends after that many, or once
 there is that file and a tier has restored a request; FILE.begun says that it has begun. SGLang's
 own memory checks are on, busy and idle: a violation kills the scheduler and with it this process.
+done: arrivals then follow one by one until each list has a counter above zero.
 fault: of the last rank, see ranks/faulty_ranks.py.
 """
 
@@ -97,22 +99,28 @@ class Fuzzer:
             self.counts["aborts"] += 1
             self.engine.tokenizer_manager.abort_request(rid=self.rng.choice(list(self.running)))
 
-    async def _restored(self) -> bool:
-        """Whether any request has been restored from a tier."""
+    async def _done(self, lists: list[list[str]]) -> bool:
+        """Whether each list has a counter, of the server or its tier, above zero."""
         state = (await self.engine.tokenizer_manager.get_internal_state())[0]["kvtier"]
-        return bool(state["tier"].get("restored_requests"))
+        counted = {**state, **(state.get("tier") or {})}
+        return all(any(counted.get(name) for name in names) for names in lists)
 
-    async def run(self, operations: int, until: Path | None) -> None:
+    async def run(self, operations: int, until: Path | None, done: list[list[str]]) -> None:
         if until is not None:
             until.with_suffix(".begun").touch()
         for _ in range(operations):
             if until is not None:
                 await wait_for_async(lambda: len(self.running) <= MOST_RUNNING)
-                if until.exists() and await self._restored():
+                if until.exists() and await self._done([["restored_requests"]]):
                     break
             await self.operate()
             await be_slow_async(0.01)
         await asyncio.gather(*list(self.running.values()))
+        for _ in range(operations):
+            if await self._done(done):
+                break
+            self._arrive()
+            await asyncio.gather(*list(self.running.values()))
 
 
 def main(plan_path: str, out_path: str) -> None:
@@ -127,9 +135,9 @@ def main(plan_path: str, out_path: str) -> None:
     engine = sglang.Engine(**{**ENGINE_DEFAULTS, **plan["engine"]})
     fuzzer = Fuzzer(engine, plan)
     try:
-        engine.loop.run_until_complete(
-            fuzzer.run(plan["operations"], Path(plan["until"]) if "until" in plan else None)
-        )
+        until = Path(plan["until"]) if "until" in plan else None
+        life = fuzzer.run(plan["operations"], until, plan.get("done", []))
+        engine.loop.run_until_complete(life)
         # Between two requests a scheduler with nothing else to do checks itself.
         engine.get_server_info()
         busy = engine.get_server_info()["internal_states"][0]["kvtier"]

@@ -41,12 +41,11 @@ SERVER = Path(__file__).with_name("fork_server.py")
 MOST = 4
 RETIRE = b"retire\n"
 # They decide nothing about what is imported; but for one of ours, which chooses SGLang's platform.
-# SGLang reads the three variables of its own when it needs them, not when it is imported.
+# SGLang reads the two variables of its own when it needs them, not when it is imported.
 HARMLESS = (
     "KVTIER_",
     "PYTEST_",
     "SGLANG_CPU_OMP_THREADS_BIND",
-    "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
 )
 PLATFORM = "KVTIER_FORCE_CPU"

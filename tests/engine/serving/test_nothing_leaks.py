@@ -57,14 +57,14 @@ def test_every_slot_is_accounted_for_where_heads_compete_over_a_tier(
     with live_tier(tmp_path, "--memory", "256m") as tier:
         env["KVTIER_TIER"] = tier.address
         state = live(
-            *(tmp_path, operations, 9, env),
-            **{"longest": 2800, "max_total_tokens": 8000, "chunked_prefill_size": chunk},
+            *(tmp_path, operations, 9, env, 2800, [done, ["restored_requests"]]),
+            **{"max_total_tokens": 8000, "chunked_prefill_size": chunk},
         )
     assert sum(state.get(name, 0) for name in done) > 0
     assert state["tier"]["restored_requests"] > 0
 
 
-def live(tmp_path, operations, seed, settings, longest=700, **engine) -> dict:
+def live(tmp_path, operations, seed, settings, longest=700, done=(), **engine) -> dict:
     """The state after a random life under SGLang's strict checks of its memory."""
     plan = {
         "engine": {
@@ -77,6 +77,7 @@ def live(tmp_path, operations, seed, settings, longest=700, **engine) -> dict:
         "operations": operations,
         "longest": longest,
         "seed": seed,
+        "done": done,
     }
     env = {**RULE_ENV, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", **settings}
     out = run_script(FUZZER, tmp_path, plan, env)
