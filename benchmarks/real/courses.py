@@ -2,12 +2,15 @@
 
     one turn     [ context              ]         what the other settings compress
     N turns      [ 1st ][ 2nd ][ 3rd ] …          each computed over what heads keep of those before
+                                                  or, with a refresh, over what its own queries
+                                                  choose again from their exact KV
     a branch     [ context | another's text ]     compressed, then left at the context's end:
                  [ context, less │ window ]       cut there, and the window computed again, or exact
     streaming    [ 1st ][ 2nd ][ 3rd ] …          chunks of one prompt, each computed over the whole
                                                   one before it and what heads keep of the others
 
-All of it is what `kvtier serve` does, without a tier but where a window comes from there.
+All of it is what `kvtier serve` does, without a tier but for refreshes and where a window comes
+from there.
 """
 
 from __future__ import annotations
@@ -15,15 +18,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from benchmarks.real.keeping import ADAPTIVE_RECENT, ADAPTIVE_SINK
 from kvtier.heads.model.config import shape_of
-from kvtier.heads.probes.held import Held, stacked
+from kvtier.heads.probes.held import WINDOW_QUERIES, Held, Refresh, stacked
+from kvtier.heads.reference.attention import Block
 from kvtier.heads.reference.compaction import AdaptiveSession
-from kvtier.retention.locality import CUT_WINDOW, SMALL_SHARE, WIDE_CUT_WINDOW, LocalityRule
+from kvtier.retention.keepkv import KeepKV, QueryWindow
+from kvtier.retention.locality import (
+    CUT_WINDOW,
+    SMALL_SHARE,
+    WIDE_CUT_WINDOW,
+    DroppedSpan,
+    LocalityRule,
+)
+from kvtier.retention.refreshing import choose_again
 from kvtier.retention.scorers.reconstruction import Reconstruction
 from kvtier.retention.shares import FixedShare, Turn
 from kvtier.retention.token_worth import TokenWorth
@@ -33,10 +46,12 @@ from kvtier.retention.token_worth import TokenWorth
 class Course:
     """turns: in which the context came, of equal length. is_branch: it was left at its end by a
     request, behind which other text followed. has_tier: then the window comes from there. chunks:
-    as many in which it was prefilled, each compressed when the next was computed."""
+    as many in which it was prefilled, each compressed when the next was computed. refreshes:
+    whether every turn, and every question, has entries chosen again."""
 
     name: str
     turns: int = 1
+    refreshes: bool = False
     is_branch: bool = False
     has_tier: bool = False
     chunks: int = 1
@@ -48,40 +63,127 @@ class Course:
         others_ids: Sequence[int],
         share: float,
         worth: TokenWorth,
-    ) -> list[Held]:
-        """What is held of the context per layer, of `share` of each turn's entries. others_ids:
-        half as many tokens of another context."""
-        session = _session(model, share, worth)
+    ) -> tuple[list[Held], Refresh | None]:
+        """What is held of the context per layer, of `share` of each turn's entries, and what
+        chooses it again for a question. others_ids: half as many tokens of another context."""
+        kind = RefreshedSession if self.refreshes else AdaptiveSession
+        session = _session(model, share, worth, kind)
+        if self.refreshes:
+            session.chunk_tokens = len(context_ids)
         if self.chunks > 1:
             session.chunk_tokens, session.streams = -(-len(context_ids) // self.chunks), True
         if not self.is_branch:
             for ids in _parts(context_ids, self.turns):
                 session.turn(ids, 0)
-            return _held(session)
+            again = session.held_for if isinstance(session, RefreshedSession) else None
+            return _held(session), again
         session.turn([*context_ids, *others_ids], 0)
         at = len(context_ids) - (WIDE_CUT_WINDOW if share < SMALL_SHARE else CUT_WINDOW)
         branch = session.cut(at)
         if self.has_tier:
             exact = _session(model, 1.0, worth)
             exact.turn(context_ids, 0)
-            return _with_window(_held(branch), _held(exact), at)
+            return _with_window(_held(branch), _held(exact), at), None
         # A request has all of its own until its turn ends.
         branch.keep_count = lambda prompt, droppable: droppable
         branch.turn(context_ids[at:], 0)
-        return _held(branch)
+        return _held(branch), None
+
+
+class _Past(NamedTuple):
+    """A turn that has ended. kv: exact, per layer `[kv_heads, tokens, dim]`; span: what it could
+    drop, of which worth, per layer `[kv_heads, span]`, says the most valuable."""
+
+    kv: list[tuple[Tensor, Tensor]]
+    span: DroppedSpan
+    worth: list[Tensor]
+
+
+class RefreshedSession(AdaptiveSession):
+    """A session each of whose turns reads entries that its newest queries chose again, a head as
+    many as it keeps. Between turns a head holds those that it kept. A turn is one chunk."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._past: list[_Past] = []
+        self._worth: list[Tensor] = []
+
+    def held_for(self, layer: int, window: QueryWindow) -> Held:
+        """What is held while the turn with these newest queries runs."""
+        group = window.q.shape[2]
+        heads = [_joined(blocks) for blocks in self._again(layer, window)]
+        return stacked([Held(k, v, k.new_zeros(group, k.shape[1])) for k, v in heads])
+
+    def scores(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As the base's; remembered until the turn ends."""
+        self._worth.append(super().scores(*args, **kwargs))
+        return self._worth[-1]
+
+    def _again(self, layer: int, window: QueryWindow) -> list[list[Block]]:
+        """Per head a block for every turn."""
+        return [
+            [
+                self._chosen(past, layer, head, kept, window)
+                for past, kept in zip(self._past, cache.settled, strict=True)
+            ]
+            for head, cache in enumerate(self._by_head[layer])
+        ]
+
+    def _chosen(
+        self, past: _Past, layer: int, head: int, kept: Block, window: QueryWindow
+    ) -> Block:
+        if not past.worth:
+            return kept
+        k, v = (x[head : head + 1] for x in past.kv[layer])
+        begin, end = past.span
+        count = kept.k.shape[1] - (k.shape[1] - past.span.num_tokens)
+        mine = QueryWindow(window.q[:, head : head + 1], window.scale)
+        worth = past.worth[layer][head]
+        middle = choose_again(KeepKV(), k[:, begin:end], v[:, begin:end], worth, count, mine)
+        stays = torch.ones(k.shape[1], dtype=torch.bool)
+        stays[begin:end] = False
+        stays[begin + middle] = True
+        return Block(k[:, stays], v[:, stays])
+
+    def _attend_layer(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        newest = q[0, :, -WINDOW_QUERIES:].transpose(0, 1)
+        shape = (len(newest), k.shape[1], -1, newest.shape[-1])
+        window = QueryWindow(newest.reshape(shape), scale)
+        kept = [cache.settled for cache in self._by_head[layer]]
+        for cache, blocks in zip(self._by_head[layer], self._again(layer, window), strict=True):
+            cache.settled = blocks
+        out = super()._attend_layer(layer, q, k, v, scale)
+        for cache, blocks in zip(self._by_head[layer], kept, strict=True):
+            cache.settled = blocks
+        return out
+
+    def _settle_until(self, stop: int, span: DroppedSpan, prompt_tokens: int) -> None:
+        fresh = [[_joined(cache.fresh) for cache in layer] for layer in self._by_head]
+        kv = [
+            (torch.cat([k for k, _ in layer]), torch.cat([v for _, v in layer])) for layer in fresh
+        ]
+        self._worth = []
+        super()._settle_until(stop, span, prompt_tokens)
+        self._past.append(_Past(kv, span, self._worth))
 
 
 COURSES = (
-    *(Course(f"adaptive budgets, {turns} turns", turns) for turns in (5, 10, 20)),
+    *(
+        Course(f"adaptive budgets, {turns} turns{suffix}", turns, bool(suffix))
+        for suffix in ("", " + refresh")
+        for turns in (5, 10, 20)
+    ),
     Course("adaptive budgets, a branch", is_branch=True),
     Course("adaptive budgets, a branch + tier", is_branch=True, has_tier=True),
     *(Course(f"adaptive budgets, streaming, {n} chunks", chunks=n) for n in (4, 8, 16)),
 )
 
 
-def _session(model: Any, share: float, worth: TokenWorth) -> AdaptiveSession:
+def _session(
+    model: Any, share: float, worth: TokenWorth, kind: type[AdaptiveSession] = AdaptiveSession
+) -> AdaptiveSession:
     rule = LocalityRule(ADAPTIVE_SINK, ADAPTIVE_RECENT, ADAPTIVE_RECENT)
-    session = AdaptiveSession(model, rule, scorer=Reconstruction.of(worth))
+    session = kind(model, rule, scorer=Reconstruction.of(worth))
     session.keep_count = _fixed(share)
     return session
 
@@ -94,6 +196,10 @@ def _fixed(share: float) -> Callable[[int, int], int]:
 def _parts(ids: Sequence[int], count: int) -> list[Sequence[int]]:
     bounds = [round(len(ids) * part / count) for part in range(count + 1)]
     return [ids[a:b] for a, b in pairwise(bounds)]
+
+
+def _joined(blocks: Sequence[Block]) -> tuple[Tensor, Tensor]:
+    return torch.cat([one.k for one in blocks], dim=1), torch.cat([one.v for one in blocks], dim=1)
 
 
 def _held(session: AdaptiveSession) -> list[Held]:

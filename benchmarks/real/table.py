@@ -25,6 +25,7 @@ from torch import Tensor
 
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
 from benchmarks.common.table import show
+from benchmarks.real import transcripts
 from benchmarks.real.choices import Setup, chosen_heads
 from benchmarks.real.courses import COURSES
 from benchmarks.real.fitting import Calibrated, calibrated
@@ -56,6 +57,7 @@ from kvtier.heads.profile import Head
 from kvtier.heads.progress import Progress, rich_progress
 from kvtier.heads.samples.questions import CalibrationSample
 from kvtier.heads.samples.synthetic import HELD_OUT, make_samples
+from kvtier.synthetic.tokenizer import Tokenizer
 
 FULL, NONE = "all tokens", "no context"
 # Of a context, when all that was asked for is measured.
@@ -74,6 +76,10 @@ def declare(arguments: Arguments) -> None:
     arguments.shares("--shares", (0.75, 0.5, 0.35, 0.25, 0.15, 0.1), "shares of the bytes")
     arguments.sizes("--lens", ("2k", "4k", "7500"), "context tokens")
     arguments.add("--tasks", nargs="+", metavar="TASK", help="to measure on (default: all)")
+    arguments.add(
+        transcripts.ARGUMENT, type=Path, metavar="FILE",
+        help="to measure on instead: agents' sessions in OpenAI's format, JSON or JSON in gzip",
+    )  # fmt: skip
     arguments.whole("--contexts", 2, "contexts per task and length; an interval needs 2")
     arguments.size("--choose-len", "1536", "context tokens to choose heads on")
     arguments.whole("--choose-contexts", 4, "contexts to choose heads on")
@@ -117,6 +123,10 @@ def run(options: Options) -> Iterator[Measured]:
     if options.plots is not None and not options.plots.is_dir():
         raise UsageError("--plots", "an existing directory", str(options.plots))
     tasks = asked_for("--tasks", setup.tasks.measuring, options.tasks)
+    if options.transcripts is not None:
+        if options.tasks:
+            raise UsageError("--tasks", f"nothing beside {transcripts.ARGUMENT}", options.tasks)
+        tasks = [transcripts.TASK]
     fit_tasks = asked_for("--fit-tasks", setup.tasks.measuring, options.fit_tasks)
     settings = asked_for("--settings", (*OURS, *NOT_DRAWN), options.settings)
     described = {
@@ -127,6 +137,7 @@ def run(options: Options) -> Iterator[Measured]:
         "fit_contexts": options.fit_contexts,
         "fit_lens": options.fit_lens,
         "curve_lens": options.curve_lens,
+        **({transcripts.TASK: options.transcripts.name} if options.transcripts else {}),
     }
     records = Records(options.state, described)
     figures: list[dict[str, Any]] = []
@@ -172,7 +183,11 @@ def measure(
     """Whatever is not yet in `records`, context by context."""
     setup = bench.setup
     count = options.contexts * len(tasks)
-    samples = make_samples(setup.tasks.make, tasks, count, [length], options.seed, HELD_OUT)
+    if options.transcripts is None:
+        samples = make_samples(setup.tasks.make, tasks, count, [length], options.seed, HELD_OUT)
+    else:
+        tokenizer = Tokenizer(str(options.model_path))
+        samples = transcripts.samples(options.transcripts, tokenizer, length, count)
     names = {index: f"{length}-{index:03d}" for index in range(count)}
     asked = ", ".join(f"{share:g}" for share in bench.shares)
     pressed = " ".join(["presses", *(options.presses or ())])
@@ -219,9 +234,8 @@ def measure_context(
     for course, share in product(COURSES, bench.shares):
         if course.name in bench.settings and (*place, course.name, share) not in records:
             ids, worth = sample.context_ids, bench.calibrated.worth
-            measure(
-                Way(course.name, share, course.held(bench.model, ids, others_ids, share, worth))
-            )
+            held = course.held(bench.model, ids, others_ids, share, worth)
+            measure(Way(course.name, share, *held))
 
 
 def ways(bench: Bench, context: Context, presses: Presses, name: str) -> Iterator[Way]:

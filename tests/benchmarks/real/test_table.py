@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from text_models import write_llama
+from torch import Tensor
 
 from benchmarks.real import table
 from benchmarks.real.courses import COURSES, Course
-from benchmarks.real.keeping import Context, Keeper, NoRoomError, settings_at
+from benchmarks.real.keeping import (
+    ADAPTIVE_RECENT,
+    ADAPTIVE_SINK,
+    Context,
+    Keeper,
+    NoRoomError,
+    settings_at,
+)
 from benchmarks.real.tables import fewest_bytes
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.probes.context import HeadProbe
 from kvtier.heads.probes.held import Asker, entries, selected
+from kvtier.heads.reference.rotation import rotation_of
 from kvtier.heads.samples.synthetic import make_samples, tasks_for
 from kvtier.retention.locality import CUT_WINDOW
+from kvtier.retention.shares import FixedShare, Turn
 from kvtier.retention.token_worth import TokenWorth, feature_width
 
 TOKENS = 900
@@ -81,11 +92,59 @@ def test_a_course_in_which_nothing_is_dropped_answers_as_the_model_does(
 ) -> None:
     ctx, asker = context
     sample = make_samples(tasks_for(str(folder)).make, ["key-value"], 1, [TOKENS], 0)[0]
-    held = course.held(ctx.model, sample.context_ids, [5, 6, 7] * 50, 1.0, drawn_by_lot(ctx))
+    ids, worth = sample.context_ids, drawn_by_lot(ctx)
+    held, again = course.held(ctx.model, ids, [5, 6, 7] * 50, 1.0, worth)
     assert {layer.k.shape[1] for layer in held} == {TOKENS}
     every = torch.ones(2, 2, TOKENS, dtype=torch.bool)
     exact = asker.quality(selected(ctx.kv, every, ctx.shape.group_size))
-    assert asker.quality(held).loss == pytest.approx(exact.loss, rel=1e-4)
+    assert asker.quality(held, again).loss == pytest.approx(exact.loss, rel=1e-4)
+
+
+def worth_of_middle(context: Context, fitted: TokenWorth, sink: int, recent: int) -> Tensor:
+    """As a session has it, which predicts from the tokens alone that it may drop."""
+    layers, end = [], context.num_tokens - recent
+    for layer, (k, v) in enumerate(context.kv):
+        rotation = rotation_of(context.model, layer, torch.arange(sink, end))
+        middle = fitted.predict(layer, k[:, sink:end], v[:, sink:end], rotation, sink)
+        layers.append(torch.nn.functional.pad(middle, (sink, recent)))
+    return torch.stack(layers)
+
+
+def test_one_turn_that_is_refreshed_answers_as_the_setting_of_that_name(
+    context: tuple[Context, Asker], folder: Path
+) -> None:
+    ctx, asker = context
+    sample = make_samples(tasks_for(str(folder)).make, ["key-value"], 1, [TOKENS], 0)[0]
+    share, worth = 0.24, drawn_by_lot(ctx)
+    # A turn keeps a share of what it may drop, a setting of the whole context.
+    edges = ADAPTIVE_SINK + ADAPTIVE_RECENT
+    middle = FixedShare(share).choose(Turn(TOKENS, TOKENS - edges)).kept_tokens
+    kept = (edges + middle + 0.5) / TOKENS
+    (setting,) = (one for one in settings_at(kept) if one.name == "adaptive budgets + refresh")
+    middle_alone = copy.copy(ctx)
+    middle_alone.worth = lambda fitted: worth_of_middle(ctx, fitted, ADAPTIVE_SINK, ADAPTIVE_RECENT)
+    keeper = Keeper(middle_alone, [], setting, worth)
+    theirs = asker.quality(keeper.layers(), keeper.refresh)
+    held, again = Course("", refreshes=True).held(ctx.model, sample.context_ids, [], share, worth)
+    assert entries(held, ctx.shape.group_size) == entries(keeper.layers(), ctx.shape.group_size)
+    assert asker.quality(held, again).loss == pytest.approx(theirs.loss, rel=1e-5)
+    assert asker.quality(held).loss != pytest.approx(theirs.loss, rel=1e-5)
+
+
+def test_a_later_turn_is_computed_over_what_its_own_queries_choose(
+    context: tuple[Context, Asker], folder: Path
+) -> None:
+    """Its KV differs from that which is computed over what heads keep between turns."""
+    ctx, _ = context
+    sample = make_samples(tasks_for(str(folder)).make, ["key-value"], 1, [TOKENS], 0)[0]
+    ids, worth = sample.context_ids, drawn_by_lot(ctx)
+    refreshed, plain = (
+        Course("", turns=2, refreshes=refreshes).held(ctx.model, ids, [], 0.24, worth)[0]
+        for refreshes in (True, False)
+    )
+    # The last tokens, which all heads keep: of the first layer they depend on nothing before.
+    assert torch.equal(refreshed[0].k[:, -4:], plain[0].k[:, -4:])
+    assert not torch.allclose(refreshed[1].k[:, -4:], plain[1].k[:, -4:])
 
 
 @pytest.mark.parametrize("course", COURSES, ids=lambda one: one.name)
@@ -95,7 +154,8 @@ def test_a_course_holds_its_share(
     """But for windows, and whole pages of every turn."""
     ctx, _ = context
     sample = make_samples(tasks_for(str(folder)).make, ["key-value"], 1, [TOKENS], 0)[0]
-    held = course.held(ctx.model, sample.context_ids, [5, 6, 7] * 150, 0.25, drawn_by_lot(ctx))
+    ids, worth = sample.context_ids, drawn_by_lot(ctx)
+    held, _ = course.held(ctx.model, ids, [5, 6, 7] * 150, 0.25, worth)
     used = entries(held, ctx.shape.group_size) / 4
     more = CUT_WINDOW if course.is_branch else 20 * course.turns
     assert 0.2 * (TOKENS - CUT_WINDOW) <= used <= 0.3 * TOKENS + more

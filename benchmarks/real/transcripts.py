@@ -1,0 +1,118 @@
+"""Recorded sessions of agents as contexts: asked is what the agent said next.
+
+    │ system │ user │ assistant │ tool │ assi stant │ tool │ assistant │ …
+    └────────────── context ────────────┘└── prompt ──────┘└─ answer ─┘
+
+A file is JSON, or JSON in gzip: a list of transcripts, each a list of messages in OpenAI's format,
+or an object that has one as `messages` or, like those of tau-bench, as `traj`. Messages are written
+by the model's chat template. A context is cut after so many tokens, wherever that is.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from kvtier.errors import UsageError
+from kvtier.heads.samples.questions import CalibrationSample, Question
+from kvtier.synthetic.tokenizer import Tokenizer
+
+ARGUMENT, TASK = "--transcripts", "transcripts"
+# Of one context, the answers that come next, as far as they begin near its end.
+MOST_QUESTIONS, LONGEST_PROMPT, LONGEST_ANSWER = 4, 1024, 256
+
+
+class Call(BaseModel):
+    """A tool that is called. arguments: JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    function: Call
+
+
+class Message(BaseModel):
+    role: str
+    content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    def text(self) -> str:
+        """The content, and a line for each tool that is called."""
+        calls = [
+            f'<tool_call>{{"name": "{call.function.name}", "arguments": {call.function.arguments}}}'
+            "</tool_call>"
+            for call in self.tool_calls or ()
+        ]
+        return "\n".join([*([self.content] if self.content else []), *calls])
+
+
+def samples(file: Path, tokenizer: Tokenizer, length: int, count: int) -> list[CalibrationSample]:
+    """The first `count` transcripts that go on behind `length` tokens, cut there.
+
+    Raises UsageError for a file without them, and a model without a chat template.
+    """
+    if not tokenizer.has_chat_template:
+        raise UsageError("--model-path", "a model with a chat template", tokenizer.model_path)
+    found: list[CalibrationSample] = []
+    for messages in _read(file):
+        if len(found) == count:
+            break
+        found += _cut(messages, tokenizer, length)
+    if len(found) < count:
+        expected = f"{count} transcripts that go on behind {length} tokens"
+        raise UsageError(ARGUMENT, expected, f"{file}: {len(found)}")
+    return found
+
+
+def _cut(messages: list[Message], tokenizer: Tokenizer, length: int) -> Iterator[CalibrationSample]:
+    """The transcript as a sample, or none where nothing is asked of it."""
+    chat = [{"role": one.role, "content": one.text()} for one in messages]
+    context: list[int] = []
+    questions: list[Question] = []
+    for index, message in enumerate(chat):
+        if message["role"] != "assistant" or not message["content"]:
+            continue
+        before = tokenizer.encode(tokenizer.render_chat(chat[:index]))
+        if len(before) <= length:
+            continue
+        context = context or before[:length]
+        prompt, answer = before[length:], tokenizer.encode(message["content"])
+        if len(prompt) > LONGEST_PROMPT or len(questions) == MOST_QUESTIONS:
+            break
+        questions.append(Question(tuple(prompt), tuple(answer[:LONGEST_ANSWER])))
+    if questions:
+        yield CalibrationSample(tuple(context), tuple(questions), TASK)
+
+
+def _read(file: Path) -> list[list[Message]]:
+    try:
+        raw = file.read_bytes()
+        text = gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw
+        document = json.loads(text)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise UsageError(ARGUMENT, "a file of JSON", f"{file}: {error}") from error
+    if not isinstance(document, list):
+        raise UsageError(ARGUMENT, "a list of transcripts", str(file))
+    return [_messages(one, f"{file}, transcript {place}") for place, one in enumerate(document, 1)]
+
+
+def _messages(given: Any, where: str) -> list[Message]:
+    if isinstance(given, dict):
+        given = given.get("messages", given.get("traj"))
+    try:
+        return TypeAdapter(list[Message]).validate_python(given)
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        place = ".".join(map(str, found["loc"]))
+        raise UsageError(ARGUMENT, "messages in OpenAI's format", f"{where}: {place}") from error
+
+
+__all__ = ["ARGUMENT", "TASK", "samples"]
