@@ -26,7 +26,7 @@ from kvtier.retention.scorers import SCORERS, select
 from kvtier.retention.scorers.compactor import Compactor
 from kvtier.retention.shares import PAGE
 from kvtier.retention.token_worth import TokenWorth
-from kvtier_kernels.codes import coded_shape, recoded
+from kvtier_kernels.codes import coded_shape, feedback, recoded
 
 # CA heads of a setting with a scorer, as a multiple of the bytes' share.
 CA_HEADS_PER_BYTE = 1.4
@@ -241,7 +241,7 @@ class Keeper:
         else:
             kept_k, kept_v = middle_k[:, :0], middle_v[:, :0]
         if setting.bits is not None:
-            kept_k, kept_v = recoded(kept_k, kept_v, setting.bits)
+            kept_k, kept_v = recoded(kept_k, kept_v, setting.bits, self._feedback(layer, head))
         votes = k.new_zeros(group, count)
         if setting.compensation and not count:
             # One entry for all others: their mean, with as many votes.
@@ -253,6 +253,11 @@ class Keeper:
             kept_k, kept_v = torch.cat([kept_k, rest[0]], 1), torch.cat([kept_v, rest[1]], 1)
             votes = torch.cat([votes, votes.new_full((group, 1), math.log(others))], 1)
         return self._between(k, v, kept_k, kept_v, votes)
+
+    def _feedback(self, layer: int, head: int) -> Tensor | None:
+        """How this head's keys are coded, `[1, dim, dim]`."""
+        queries = self.fitted.queries
+        return None if queries is None else feedback(queries[layer, head : head + 1])
 
     def _scores(self, layer: int, head: int) -> Tensor:
         """`[1, tokens of the middle]`, higher = keep."""

@@ -11,8 +11,12 @@ stands out; queries are rotated as keys are, which leaves products as they were,
 weigh is rotated back. A page is as large as one of `PAGE_CELLS` entries of two bytes a number; of a
 pool with larger ones the rest of it is not used.
 
+What matters of a key's error is what queries see of it. Where their second moment is known, the
+error of each number is passed on to the numbers after it, so that queries see least of the sum
+(`feedback`).
+
 Sources: KIVI (arXiv 2402.02750) for channels of keys and tokens of values, QuaRot (arXiv
-2404.00456) for the rotation.
+2404.00456) for the rotation, GPTQ (arXiv 2210.17323) for the feedback, there of weights.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ CODED_ENTRY_BITS = 6
 PLANES = {8: (8,), 4: (4,), 3: (2, 1)}
 GROUP = {8: 64, 4: 64, 3: 32}
 _STORED_BYTES = 2
+# Of the mean of the queries' energy: what any channel has at least.
+DAMPING = 0.1
 _SCALE_BYTES = 2 * torch.float16.itemsize
 
 
@@ -92,20 +98,40 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
     return (x.float() @ rotation(x.shape[-1], x.device)).to(x.dtype)
 
 
+def feedback(queries: torch.Tensor) -> torch.Tensor:
+    """How much of the error of a key's number (row) the later numbers (columns) make up for:
+    float32 `[..., dim, dim]`, of rotated keys, ones on the diagonal and zeros below.
+
+    queries: `[..., dim, dim]`, the mean of q qᵀ over a KV head's queries, not rotated
+    """
+    turn = rotation(queries.shape[-1], queries.device).double()
+    seen = turn @ queries.double() @ turn
+    mean = seen.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(1e-12)[..., None, None]
+    seen = seen + DAMPING * mean * torch.eye(len(turn), dtype=seen.dtype, device=seen.device)
+    upper: torch.Tensor = torch.linalg.cholesky(torch.linalg.inv(seen), upper=True)
+    return (upper / upper.diagonal(dim1=-2, dim2=-1)[..., None]).float()
+
+
 def encode(
-    k: torch.Tensor, v: torch.Tensor, counts: torch.Tensor, bits: int
+    k: torch.Tensor,
+    v: torch.Tensor,
+    counts: torch.Tensor,
+    bits: int,
+    fed_back: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of entries as coded pages: uint8 `[pages, side_bytes]` each.
 
-    k, v:   `[pages, entries, dim]`, not rotated; what is behind a page's count does not matter
-    counts: `[pages]`, entries of each page, at least 1
+    k, v:     `[pages, entries, dim]`, not rotated; what is behind a page's count does not matter
+    counts:   `[pages]`, entries of each page, at least 1
+    fed_back: `feedback` of some heads, `[heads, dim, dim]`, and whose each page is, int64
+              `[pages]`; None: each number is rounded by itself
     """
     shape = coded_shape(bits, k.shape[-1])
     there = (torch.arange(shape.entries, device=k.device) < counts[:, None])[:, :, None]
     keys, values = rotated(k.float()), rotated(v.float()).view(*v.shape[:2], shape.groups, -1)
     least = torch.where(there, keys, torch.inf).amin(1, keepdim=True)
     most = torch.where(there, keys, -torch.inf).amax(1, keepdim=True)
-    of_keys = _coded(keys, least, most, there, shape)
+    of_keys = _coded(keys, least, most, there, shape, fed_back)
     of_values = _coded(
         values, values.amin(-1, keepdim=True), values.amax(-1, keepdim=True), there[..., None],
         shape,
@@ -119,18 +145,44 @@ def _coded(
     most: torch.Tensor,
     there: torch.Tensor,
     shape: CodedShape,
+    fed_back: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """One side's pages. x: [pages, entries, ...]. least, most: of the numbers that share a scale.
-    there: which entries there are."""
+    there: which entries there are. fed_back: see `encode`; of keys."""
     levels = (1 << shape.bits) - 1
     offset = least.half().float()
     # Rounded up, so that the largest number has a code.
     scale = ((most - offset) / levels * (1 + 2**-10)).clamp_min(0).half().float()
-    codes = ((x - offset) / scale.clamp_min(2**-24)).round().clamp(0, levels)
+    step = scale.clamp_min(2**-24)
+    if fed_back is None:
+        codes = ((x - offset) / step).round().clamp(0, levels)
+    else:
+        codes = _rounded_in_turn(x, offset, step, levels, *fed_back)
     codes = torch.where(there, codes, 0).to(torch.uint8).flatten(2)
     scales = torch.stack([scale, offset], 1).half().flatten(1).view(torch.uint8)
     page = torch.cat([_packed(codes, shape).flatten(1), scales], 1)
     return torch.nn.functional.pad(page, (0, shape.side_bytes - page.shape[1]))
+
+
+def _rounded_in_turn(
+    x: torch.Tensor,
+    offset: torch.Tensor,
+    step: torch.Tensor,
+    levels: int,
+    passed_on: torch.Tensor,
+    head: torch.Tensor,
+) -> torch.Tensor:
+    """Codes of keys [pages, entries, dim], a channel at a time: what one loses, later ones make up
+    for. offset, step: [pages, 1, dim]. passed_on, head: see `encode`."""
+    left, codes = x.transpose(1, 2).contiguous(), torch.empty_like(x.transpose(1, 2))
+    offset, step = offset.transpose(1, 2), step.transpose(1, 2)
+    for channel in range(x.shape[-1]):
+        number = left[:, channel]
+        code = ((number - offset[:, channel]) / step[:, channel]).round().clamp(0, levels)
+        lost = number - (offset[:, channel] + step[:, channel] * code)
+        codes[:, channel] = code
+        left[:, channel + 1 :] -= passed_on[head, channel, channel + 1 :, None] * lost[:, None]
+    return codes.transpose(1, 2)
 
 
 def _packed(codes: torch.Tensor, shape: CodedShape) -> torch.Tensor:
@@ -190,9 +242,11 @@ def decoded_entries(
     return k[there], v[there]
 
 
-def recoded(k: torch.Tensor, v: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def recoded(
+    k: torch.Tensor, v: torch.Tensor, bits: int, fed_back: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values `[heads, tokens, dim]` as their codes have them, each head's tokens in pages
-    in this order."""
+    in this order. fed_back: `feedback` of these heads; None: each number is rounded by itself."""
     heads, tokens, dim = k.shape
     if not tokens:
         return k, v
@@ -202,7 +256,9 @@ def recoded(k: torch.Tensor, v: torch.Tensor, bits: int) -> tuple[torch.Tensor, 
     counts = torch.full((pages,), shape.entries, device=k.device)
     counts[-1] = tokens - (pages - 1) * shape.entries
     keys, values = (x.reshape(heads * pages, shape.entries, dim) for x in filled)
-    coded = encode(keys, values, counts.repeat(heads), bits)
+    head = torch.arange(heads, device=k.device).repeat_interleave(pages)
+    passed_on = None if fed_back is None else (fed_back, head)
+    coded = encode(keys, values, counts.repeat(heads), bits, passed_on)
     every = decode(*coded, shape)
     found = [x.reshape(heads, -1, dim)[:, :tokens].to(k.dtype) for x in every]
     return found[0], found[1]
@@ -227,6 +283,7 @@ __all__ = [
     "decode",
     "decoded_entries",
     "encode",
+    "feedback",
     "recoded",
     "rotated",
 ]

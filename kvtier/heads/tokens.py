@@ -68,11 +68,28 @@ class TokenFit:
 
 class Repeated(NamedTuple):
     """A context's exact KV per layer, `[kv_heads, tokens, dim]` each, and the attention its tokens
-    drew when it was repeated, `[layers, kv_heads, tokens]`; `asked`: or by its questions."""
+    drew when it was repeated, `[layers, kv_heads, tokens]`; `asked`: or by its questions. queries:
+    the mean of q qᵀ over its queries, `[layers, kv_heads, dim, dim]`."""
 
     kv: list[tuple[Tensor, Tensor]]
     drawn: Tensor
     asked: Tensor
+    queries: Tensor
+
+
+class WatchedSession(ReferenceSession):
+    """A session that adds up q qᵀ of its queries, float64 `[layers, kv_heads, dim, dim]`."""
+
+    def __init__(self, model: Any) -> None:
+        shape = shape_of(model)
+        super().__init__(model, full_profile(shape))
+        size = (shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.head_dim)
+        self.seen = torch.zeros(size, dtype=torch.float64, device=model.device)
+
+    def _attend_layer(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        grouped = q[0].reshape(k.shape[1], -1, q.shape[-1]).float()
+        self.seen[layer] += grouped.transpose(1, 2) @ grouped
+        return super()._attend_layer(layer, q, k, v, scale)
 
 
 def fit_tokens(
@@ -108,11 +125,13 @@ def fit_tokens(
     began = time.monotonic()
     model = load_model(model_path)
     fit = Fit(shape_of(model).num_layers)
-    tokens = 0
+    tokens, queries = 0, torch.zeros(())
     for repeated in repetitions(model, model_path, fitted, progress):
         add(fit, model, repeated)
         tokens += repeated.drawn.shape[-1]
-    worth = replace(fit.solve(), revision=weights_revision(model_path) or "")
+        queries = queries + repeated.queries
+    revision = weights_revision(model_path) or ""
+    worth = replace(fit.solve(), revision=revision, queries=_scaled(queries))
     seconds = time.monotonic() - began
     found = [
         {share: _agreement(worth, model, one, share) for share in JUDGED_SHARES}
@@ -120,6 +139,13 @@ def fit_tokens(
     ]
     agreement = {share: sum(one[share] for one in found) / len(found) for share in JUDGED_SHARES}
     return TokenFit(worth, len(fitted), tokens, seconds, agreement)
+
+
+def _scaled(queries: Tensor) -> Tensor:
+    """A sum of `queries`, each head's scaled so that its mean energy is 1, in the precision that a
+    file has."""
+    energy = queries.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(1e-12)
+    return (queries / energy[..., None, None]).half().float().cpu()
 
 
 def _usual(length: int, lengths: Sequence[int]) -> int:
@@ -135,11 +161,12 @@ def repetitions(
     shape = shape_of(model)
     for index, sample in enumerate(samples):
         progress(f"repeating, {sample.task}", index, len(samples))
-        session = ReferenceSession(model, full_profile(shape))
+        session = WatchedSession(model)
         session.turn(sample.context_ids, 0)
         kv = [session.exact_kv(layer) for layer in range(shape.num_layers)]
         asked = attention_asked(model, kv, sample.questions)
-        yield Repeated(kv, attention_drawn(model, kv, sample.context_ids, request), asked)
+        drawn = attention_drawn(model, kv, sample.context_ids, request)
+        yield Repeated(kv, drawn, asked, session.seen / len(sample.context_ids))
     progress("repeating", len(samples), len(samples))
 
 

@@ -20,6 +20,7 @@ import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -98,16 +99,21 @@ def feature_width(kv_heads: int, head_dim: int) -> int:
 @dataclass(frozen=True, eq=False)
 class TokenWorth:
     """weights: float32 `[layers, kv_heads, width]`; revision: digest of the model's weights that
-    they were fitted to, "" where it is not known."""
+    they were fitted to, "" where it is not known. queries: float32 `[layers, kv_heads, dim, dim]`,
+    the mean of q qᵀ over the queries of each KV head of the contexts, on any scale, by which keys
+    are coded (kvtier_kernels.codes); None where it was not measured."""
 
     weights: Tensor
     revision: str = ""
+    queries: Tensor | None = None
 
     @cached_property
     def digest(self) -> str:
-        """Of the weights; 16 hexadecimal digits."""
-        held = self.weights.cpu().contiguous().numpy().tobytes()
-        return hashlib.sha256(held).hexdigest()[:16]
+        """Of weights and queries; 16 hexadecimal digits."""
+        found = hashlib.sha256(self.weights.cpu().contiguous().numpy().tobytes())
+        if self.queries is not None:
+            found.update(self.queries.cpu().contiguous().numpy().tobytes())
+        return found.hexdigest()[:16]
 
     def to(self, device: torch.device) -> TokenWorth:
         return replace(self, weights=self.weights.to(device))
@@ -118,6 +124,9 @@ class TokenWorth:
         if tuple(self.weights.shape) != (layers, kv_heads, width):
             expected = f"weights for {layers} layers of {kv_heads} KV heads of {head_dim}"
             raise UsageError("scorer.file", expected, tuple(self.weights.shape))
+        seen = (layers, kv_heads, head_dim, head_dim)
+        if self.queries is not None and tuple(self.queries.shape) != seen:
+            raise UsageError("scorer.file", f"queries {seen}", tuple(self.queries.shape))
         if self.revision and revision and self.revision != revision:
             expected = f"what was fitted to this model's weights ({revision})"
             raise UsageError("scorer.file", expected, self.revision)
@@ -194,9 +203,11 @@ class TokenWorth:
     def save(self, file: Path) -> None:
         """Write a file that `load` reads, in numpy's format: a second safetensors file beside a
         model would be taken for weights of its. Raises OSError."""
-        weights = self.weights.cpu().numpy()
+        arrays: dict[str, Any] = {"weights": self.weights.cpu().numpy()}
+        if self.queries is not None:
+            arrays["queries"] = self.queries.cpu().numpy().astype(np.float16)
         with file.open("wb") as stream:
-            np.savez(stream, schema=SCHEMA, revision=self.revision, weights=weights)
+            np.savez(stream, schema=SCHEMA, revision=self.revision, **arrays)
 
     @classmethod
     def load(cls, file: Path) -> TokenWorth:
@@ -207,13 +218,18 @@ class TokenWorth:
             with file.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
                 schema, revision = str(stored["schema"]), str(stored["revision"])
                 weights = torch.from_numpy(stored["weights"])
+                queries = None
+                if "queries" in stored.files:
+                    queries = torch.from_numpy(stored["queries"]).float()
         except UNREADABLE as error:
             raise UsageError("scorer.file", expected, f"{file}: {error}") from error
         if schema != SCHEMA:
             raise UsageError("scorer.file", expected, f"{file}: schema {schema}")
         if weights.ndim != 3 or weights.dtype != torch.float32 or not weights.isfinite().all():
             raise UsageError("scorer.file", expected, f"{file}: {tuple(weights.shape)}")
-        return cls(weights, revision)
+        if queries is not None and not (queries.ndim == 4 and queries.isfinite().all()):
+            raise UsageError("scorer.file", expected, f"{file}: queries {tuple(queries.shape)}")
+        return cls(weights, revision, queries)
 
 
 class Fit:

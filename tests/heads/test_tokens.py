@@ -100,7 +100,7 @@ def test_agreement_is_the_share_of_the_best_that_is_found(monkeypatch: pytest.Mo
 
     def agreement(predicted: torch.Tensor) -> float:
         worth: Any = SimpleNamespace(predict=lambda *_: predicted)
-        return tokens._agreement(worth, None, Repeated(kv, drawn, drawn), 0.2)
+        return tokens._agreement(worth, None, Repeated(kv, drawn, drawn, torch.zeros(())), 0.2)
 
     assert agreement(drawn[0].log()) == 1.0
     assert agreement(-drawn[0]) == 0.0

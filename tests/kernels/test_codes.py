@@ -16,6 +16,7 @@ from kvtier_kernels.codes import (
     coded_shape,
     decode,
     encode,
+    feedback,
     recoded,
     rotated,
 )
@@ -76,6 +77,59 @@ def test_equal_numbers_and_no_entries_are_coded():
     # All of a value is one number then, and 63 others share its scale.
     torch.testing.assert_close(values, -k, atol=0.2, rtol=0)
     assert recoded(k[:, :0], k[:, :0], 4)[0].shape == (1, 0, 64)
+
+
+def seen_by(queries: torch.Tensor) -> torch.Tensor:
+    """The mean of q qᵀ."""
+    return queries.T @ queries / len(queries)
+
+
+@pytest.mark.parametrize("bits", sorted(PLANES))
+@pytest.mark.parametrize("dim", [64, 80])
+def test_queries_see_less_of_errors_that_are_fed_back(bits, dim):
+    """Queries that look in few directions, as those of a head do."""
+    directions = torch.randn(dim, dim) * 0.8 ** torch.arange(dim)[:, None]
+    q, others = torch.randn(2, 400, dim) @ directions
+    k, v = torch.randn(2, 1, 500, dim)
+    plain, _ = recoded(k, v, bits)
+    fed, values = recoded(k, v, bits, feedback(seen_by(q))[None])
+    lost, less = (((found - k)[0] @ others.T).square().mean() for found in (plain, fed))
+    assert less < 0.6 * lost
+    assert torch.equal(values, recoded(k, v, bits)[1]), "what is weighed stays as it is"
+
+
+def test_each_page_is_coded_by_its_own_heads_queries():
+    q = torch.randn(3, 200, 64) * torch.rand(3, 1, 64).pow(4)
+    by_head = torch.stack([feedback(seen_by(one)) for one in q])
+    torch.testing.assert_close(by_head, feedback(torch.stack([seen_by(one) for one in q])))
+    k, v = torch.randn(2, 3, 100, 64)
+    together = recoded(k, v, 3, by_head)[0]
+    for head in range(3):
+        alone = recoded(k[head : head + 1], v[head : head + 1], 3, by_head[head : head + 1])[0]
+        assert torch.equal(together[head], alone[0])
+    assert not torch.equal(together, recoded(k, v, 3, by_head.flip(0))[0])
+
+
+def test_queries_that_look_everywhere_or_nowhere_round_each_number_by_itself():
+    k, v = torch.randn(2, 1, 100, 64)
+    for queries in (3.0 * torch.eye(64), torch.zeros(64, 64)):
+        torch.testing.assert_close(feedback(queries), torch.eye(64))
+        fed = recoded(k, v, 4, feedback(queries)[None])[0]
+        torch.testing.assert_close(fed, recoded(k, v, 4)[0])
+
+
+@given(bits=st.sampled_from(sorted(PLANES)), seed=st.integers(0, 99))
+def test_what_is_behind_a_pages_count_changes_no_code(bits, seed):
+    shape = coded_shape(bits, 64)
+    g = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(1, shape.entries, 64, generator=g) for _ in "kv")
+    fed_back = (feedback(seen_by(torch.randn(9, 64, generator=g)))[None], torch.tensor([0]))
+    count = 1 + seed % shape.entries
+    found = encode(k, v, torch.tensor([count]), bits, fed_back)
+    k[:, count:], v[:, count:] = torch.nan, torch.inf
+    again = encode(k, v, torch.tensor([count]), bits, fed_back)
+    for mine, other in zip(decode(*again, shape), decode(*found, shape), strict=True):
+        assert torch.equal(mine[:, :count], other[:, :count])
 
 
 def test_more_bits_lose_less():

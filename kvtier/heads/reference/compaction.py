@@ -174,6 +174,7 @@ class AdaptiveSession(ScoredSession):
         super().__init__(model, full_profile(shape), rule, chunk_tokens, scorer, kv_dtype=kv_dtype)
         layers, heads = range(shape.num_layers), range(shape.num_kv_heads)
         self._by_head = [[ClassCache((head,), kv_dtype) for head in heads] for _ in layers]
+        self._feedback = None if bits is None else self.scorer.feedback()
         # Of every head, its entries' positions, block by block.
         self._positions: list[list[list[Tensor]]] = [[[] for _ in heads] for _ in layers]
 
@@ -250,7 +251,8 @@ class AdaptiveSession(ScoredSession):
                     stays[span.begin : span.end] = kept[index, head]
                 k, v = fresh[index][head]
                 if kept is not None and self.bits is not None:
-                    k, v = self._recoded(k, v, span, kept[index, head])
+                    fed_back = None if self._feedback is None else self._feedback[index, head]
+                    k, v = self._recoded(k, v, span, kept[index, head], fed_back)
                 cache.settled.append(Block(k[:, stays], v[:, stays]))
                 self._positions[index][head].append(start + torch.nonzero(stays).squeeze(-1))
                 k, v = (side[:, tokens:] for side in every[index][head])
@@ -260,13 +262,14 @@ class AdaptiveSession(ScoredSession):
         self.turn_start = stop
 
     def _recoded(
-        self, k: Tensor, v: Tensor, span: DroppedSpan, kept: Tensor
+        self, k: Tensor, v: Tensor, span: DroppedSpan, kept: Tensor, fed_back: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The turn's KV of one head, with what is `kept` of the span as its codes have it."""
         assert self.bits is not None, "entries that stay as they are"
         k, v = k.clone(), v.clone()
         at = span.begin + torch.nonzero(kept).squeeze(-1)
-        k[:, at], v[:, at] = recoded(k[:, at], v[:, at], self.bits)
+        head = None if fed_back is None else fed_back[None]
+        k[:, at], v[:, at] = recoded(k[:, at], v[:, at], self.bits, head)
         return k, v
 
 

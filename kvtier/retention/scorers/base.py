@@ -115,6 +115,11 @@ class TokenScorer(ABC):
         waits for all of them; ranks score the same spans in the same order."""
         return self
 
+    def feedback(self) -> torch.Tensor | None:
+        """How keys are coded: `kvtier_kernels.codes.feedback`, float32 `[layers, kv_heads, dim,
+        dim]`, of the heads that it sees; None where nothing is known of queries."""
+        return None
+
     @abstractmethod
     def score(self, span: Span) -> torch.Tensor:
         """Float32 `[heads, tokens]`, higher = keep. Unless the scorer is `comparable`, only the

@@ -19,6 +19,7 @@ import torch
 from kvtier.errors import UsageError
 from kvtier.retention.scorers.base import Span, TokenScorer
 from kvtier.retention.token_worth import TokenWorth
+from kvtier_kernels.codes import feedback
 
 if TYPE_CHECKING:
     from typing import Self
@@ -73,6 +74,12 @@ class Reconstruction(TokenScorer):
         self, heads: range, total: Callable[[torch.Tensor], torch.Tensor]
     ) -> Reconstruction:
         return replace(self, heads=heads, total=total)
+
+    def feedback(self) -> torch.Tensor | None:
+        if self.worth.queries is None:
+            return None
+        heads = self.heads or range(self.worth.queries.shape[1])
+        return feedback(self.worth.queries[:, heads.start : heads.stop])
 
     def score(self, span: Span) -> torch.Tensor:
         assert span.values is not None, "a comparable scorer is given values"

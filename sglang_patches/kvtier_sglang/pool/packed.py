@@ -229,12 +229,15 @@ class PackedSpans:
     votes:        1, or as many as query heads of a group, which then have votes of their own; 0
                   where all entries stand for one token
     coded:        how spans are coded that keep entries of single tokens; None where they are not
+    feedback:     float32 `[columns, dim, dim]`, of each column's keys (kvtier_kernels.codes); None
+                  where nothing is known of queries. Set once, before anything is coded
     """
 
     def __init__(self, slots: int, cells: Cells, votes: int = 0, bits: int | None = None) -> None:
         self.cells, self.votes = cells, votes
         dim = cells.k.shape[1]
         self.coded = None if bits is None else coded_shape(bits, dim)
+        self.feedback: torch.Tensor | None = None
         self._sides = CellKV(cells.k, cells.v, cells.column_cells).pages
         device = cells.k.device
         self.dense_of = torch.arange(slots, dtype=torch.int64, device=device)
@@ -281,7 +284,8 @@ class PackedSpans:
             within = torch.where(place < count[some, None], place, 0)
             sides = entries((first[some, None] + within).flatten())
             k, v = (side.view(len(some), held, -1) for side in sides)
-            coded.append(encode(k, v, count[some], span.coded.bits))
+            fed_back = None if self.feedback is None else (self.feedback, span.column[some])
+            coded.append(encode(k, v, count[some], span.coded.bits, fed_back))
         for side, parts in zip(self._sides, zip(*coded, strict=True), strict=True):
             written = torch.cat(parts)
             side[:, : written.shape[1]].index_copy_(0, span.pages, written)
