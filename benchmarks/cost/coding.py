@@ -5,7 +5,8 @@
 The quarter that one layer of Llama-3.1-8B's shape keeps of a context, bfloat16, in pages of a pool:
 
     move      each entry to its page, as where nothing is coded
-    encode    each entry into a coded page, as at a turn's end
+    round     each entry into a coded page, each number by itself
+    encode    the same, keys' errors made up for where queries look, as at a turn's end
     decode    coded pages back to numbers, as for a cut
 
 They take turns. GB/s are of the entries in 16 bits, and launches are PyTorch's operations, each a
@@ -28,6 +29,7 @@ from benchmarks.common.table import new_table, show
 from benchmarks.common.timing import seconds
 from kvtier.retention.shares.base import CODED_PAGES, PAGE
 from kvtier.sizes import format_size
+from kvtier_kernels.codes import feedback
 from kvtier_sglang.pool.packed import Cells, PackedSpan, PackedSpans
 
 SHARE = 0.25
@@ -54,9 +56,9 @@ def run(options: Options) -> Measured:
     """Code and decode what a layer keeps, at all numbers of bits."""
     figures = {name: measure(int(name[3:]), options) for name in CODED_PAGES}
     title = f"{format_size(options.len)} tokens, {torch.get_num_threads()} threads"
-    table = new_table(title, ("codes", "move", "encode", "decode", "launches"))
+    table = new_table(title, ("codes", "move", "round", "encode", "decode", "launches"))
     for name, found in figures.items():
-        speeds = (f"{found['gb_per_s'][part]:.2f} GB/s" for part in ("move", "encode", "decode"))
+        speeds = (f"{speed:.2f} GB/s" for speed in found["gb_per_s"].values())
         launches = found["launches"]
         table.add_row(name, *speeds, f"{launches['encode']} and {launches['decode']}")
     show(table)
@@ -109,9 +111,17 @@ def make_calls(bits: int, tokens: int, seed: int) -> tuple[dict[str, Callable[[]
     coded_slots = PAGE * -(-kept // spans.coded.entries)
     plain = place(spans, tokens, kept, counts, coded=False)
     coded = place(spans, tokens, coded_slots, counts, coded=True)
+    queries = torch.randn(KV_HEADS, 2 * DIM, DIM, generator=generator)
+    fed_back = feedback(queries.transpose(1, 2) @ queries)
+
+    def encode(by: torch.Tensor | None) -> None:
+        spans.feedback = by
+        spans.code(coded, lambda numbers: spans.cells.at(source[numbers]))
+
     calls = {
         "move": lambda: spans.cells.move(source, plain.cells),
-        "encode": lambda: spans.code(coded, lambda numbers: spans.cells.at(source[numbers])),
+        "round": lambda: encode(None),
+        "encode": lambda: encode(fed_back),
         "decode": lambda: spans.decoded(coded),
     }
     entry_bytes = 2 * DIM * 2 * KV_HEADS

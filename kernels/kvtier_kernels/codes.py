@@ -37,6 +37,8 @@ GROUP = {8: 64, 4: 64, 3: 32}
 _STORED_BYTES = 2
 # Of the mean of the queries' energy: what any channel has at least.
 DAMPING = 0.1
+# Channels of a key whose errors are passed on to the others at once.
+ROUNDED_AT_ONCE = 16
 _SCALE_BYTES = 2 * torch.float16.itemsize
 
 
@@ -173,15 +175,22 @@ def _rounded_in_turn(
     head: torch.Tensor,
 ) -> torch.Tensor:
     """Codes of keys [pages, entries, dim], a channel at a time: what one loses, later ones make up
-    for. offset, step: [pages, 1, dim]. passed_on, head: see `encode`."""
-    left, codes = x.transpose(1, 2).contiguous(), torch.empty_like(x.transpose(1, 2))
+    for, those of its block at once, the others when the block ends. offset, step: [pages, 1, dim].
+    passed_on, head: see `encode`."""
+    dim = x.shape[-1]
+    left, codes = x.transpose(1, 2).contiguous(), x.new_empty(len(x), dim, x.shape[1])
     offset, step = offset.transpose(1, 2), step.transpose(1, 2)
-    for channel in range(x.shape[-1]):
-        number = left[:, channel]
-        code = ((number - offset[:, channel]) / step[:, channel]).round().clamp(0, levels)
-        lost = number - (offset[:, channel] + step[:, channel] * code)
-        codes[:, channel] = code
-        left[:, channel + 1 :] -= passed_on[head, channel, channel + 1 :, None] * lost[:, None]
+    for begin in range(0, dim, ROUNDED_AT_ONCE):
+        stop = min(begin + ROUNDED_AT_ONCE, dim)
+        rows = passed_on[head, begin:stop, begin:]
+        for channel in range(begin, stop):
+            number, code, least = left[:, channel], codes[:, channel], offset[:, channel]
+            torch.sub(number, least, out=code).div_(step[:, channel]).round_().clamp_(0, levels)
+            number.sub_(least).addcmul_(code, step[:, channel], value=-1)
+            row = rows[:, channel - begin, channel + 1 - begin : stop - begin, None]
+            left[:, channel + 1 : stop].baddbmm_(row, number[:, None], alpha=-1)
+        lost = left[:, begin:stop]
+        left[:, stop:].baddbmm_(rows[:, :, stop - begin :].transpose(1, 2), lost, alpha=-1)
     return codes.transpose(1, 2)
 
 

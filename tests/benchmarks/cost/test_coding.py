@@ -15,7 +15,7 @@ from kvtier_kernels.codes import recoded
 def test_what_is_encoded_is_what_is_decoded(bits):
     calls, kept, coded = coding.make_calls(bits, 4096, 0)
     calls["move"]()
-    calls["encode"]()
+    calls["round"]()
     keys, values = calls["decode"]()
     assert keys.shape == values.shape == (8 * 1024, 128)
     assert kept / coded == pytest.approx({8: 1.77, 4: 3.5, 3: 3.9}[bits], rel=0.05)
@@ -25,6 +25,10 @@ def test_what_is_encoded_is_what_is_decoded(bits):
     expected = recoded(k[None, first].float(), v[None, first].float(), bits)
     for found, one in zip((keys, values), expected, strict=True):
         assert torch.equal(found[:1024], one[0])
+    calls["encode"]()
+    keys_again, values_again = calls["decode"]()
+    assert torch.equal(values_again, values)
+    assert not torch.equal(keys_again, keys)
 
 
 def test_it_writes_what_it_measured(tmp_path):
@@ -33,5 +37,5 @@ def test_it_writes_what_it_measured(tmp_path):
     found = json.loads(out.read_text())["codes"]
     assert set(found) == {"int8", "int4", "int3"}
     for one in found.values():
-        assert one["launches"]["encode"] > one["launches"]["move"] > 0
+        assert one["launches"]["encode"] > one["launches"]["round"] > one["launches"]["move"] > 0
         assert all(speed > 0 for speed in one["gb_per_s"].values())
