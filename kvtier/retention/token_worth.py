@@ -112,7 +112,7 @@ class TokenWorth:
         """Of weights and queries; 16 hexadecimal digits."""
         found = hashlib.sha256(self.weights.cpu().contiguous().numpy().tobytes())
         if self.queries is not None:
-            found.update(self.queries.cpu().contiguous().numpy().tobytes())
+            found.update(self.queries.half().cpu().contiguous().numpy().tobytes())
         return found.hexdigest()[:16]
 
     def to(self, device: torch.device) -> TokenWorth:
@@ -205,7 +205,7 @@ class TokenWorth:
         model would be taken for weights of its. Raises OSError."""
         arrays: dict[str, Any] = {"weights": self.weights.cpu().numpy()}
         if self.queries is not None:
-            arrays["queries"] = self.queries.cpu().numpy().astype(np.float16)
+            arrays["queries"] = self.queries.half().cpu().numpy()
         with file.open("wb") as stream:
             np.savez(stream, schema=SCHEMA, revision=self.revision, **arrays)
 

@@ -47,10 +47,39 @@ def test_the_command_writes_what_the_scorer_reads(
     revision = weights_revision(str(DEMO))
     assert worth.revision == revision
     worth.check_fits(shape.num_layers, shape.num_kv_heads, shape.head_dim, revision)
+    assert worth.queries is not None
 
     assert run_cli(*arguments, "--out", again, "--quiet") == 0
     assert capsys.readouterr() == ("", "")
     assert TokenWorth.load(again).digest == worth.digest
+
+
+def test_the_second_moment_of_queries_is_that_of_the_models_own() -> None:
+    """Each head's scaled; of the first layer, whose queries nothing that was kept decides."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    ids = list(range(6, 106))
+    session = tokens.WatchedSession(model)
+    session.turn(ids, 0)
+    attention, found = model.model.layers[0].self_attn, []
+    attention.q_proj.register_forward_hook(lambda _, __, out: found.append(out))
+    with torch.inference_mode():
+        model(torch.tensor([ids]))
+    shape = model_shape(read_config(str(DEMO)))
+    q = found[0][0].view(len(ids), shape.num_attention_heads, -1).double()
+    group = shape.num_attention_heads // shape.num_kv_heads
+    energy = session.seen[0].diagonal(dim1=-2, dim2=-1)
+    half = shape.head_dim // 2
+    for head in range(shape.num_kv_heads):
+        mine = q[:, head * group : (head + 1) * group].square().sum((0, 1))
+        # A rotation moves energy within a pair of numbers only.
+        pairs = energy[head][:half] + energy[head][half:]
+        torch.testing.assert_close(pairs, mine[:half] + mine[half:], rtol=1e-4, atol=1e-6)
+    scaled = tokens._scaled(session.seen)
+    mean = scaled.diagonal(dim1=-2, dim2=-1).mean(-1)
+    torch.testing.assert_close(mean, torch.ones_like(mean), rtol=1e-3, atol=1e-3)
+    assert torch.equal(scaled, scaled.half().float())
 
 
 def test_it_finds_more_of_the_best_entries_than_chance() -> None:

@@ -198,6 +198,37 @@ def test_weights_come_back_from_their_file(tmp_path: Path) -> None:
     assert again.digest == worth.digest != TokenWorth(worth.weights + 1).digest
 
 
+def test_queries_come_back_and_have_the_models_shape(tmp_path: Path) -> None:
+    weights, queries = normal(0, LAYERS, HEADS, WIDTH), normal(1, LAYERS, HEADS, DIM, DIM)
+    worth = TokenWorth(weights, queries=queries)
+    worth.save(tmp_path / "worth.npz")
+    again = TokenWorth.load(tmp_path / "worth.npz")
+    assert again.queries is not None
+    torch.testing.assert_close(again.queries, queries, rtol=1e-3, atol=1e-3)
+    assert again.digest == worth.digest
+    others = {TokenWorth(weights).digest, TokenWorth(weights, queries=queries + 1).digest}
+    assert worth.digest not in others
+    worth.check_fits(LAYERS, HEADS, DIM, None)
+    wrong = TokenWorth(weights, queries=queries[:, :, 1:])
+    with pytest.raises(UsageError, match=r"scorer\.file: expected queries"):
+        wrong.check_fits(LAYERS, HEADS, DIM, None)
+    for bad in (queries[0], queries / 0):
+        TokenWorth(weights, queries=bad).save(tmp_path / "bad.npz")
+        with pytest.raises(UsageError, match=r"scorer\.file: expected weights that"):
+            TokenWorth.load(tmp_path / "bad.npz")
+
+
+def test_ranks_code_their_heads_keys_as_one_rank_does() -> None:
+    queries = normal(1, LAYERS, HEADS, DIM, 40)
+    seen = queries @ queries.transpose(2, 3)
+    whole = Reconstruction.of(TokenWorth(normal(0, LAYERS, HEADS, WIDTH), queries=seen))
+    ranks = [whole.among_ranks(range(head, head + 1), lambda x: x) for head in range(HEADS)]
+    found = [one.feedback() for one in (whole, *ranks)]
+    assert all(one is not None for one in found)
+    torch.testing.assert_close(torch.cat(found[1:], 1), found[0])
+    assert Reconstruction.of(TokenWorth(normal(0, LAYERS, HEADS, WIDTH))).feedback() is None
+
+
 def test_weights_of_another_models_file_are_refused_before_serving() -> None:
     worth = TokenWorth(normal(0, LAYERS, HEADS, WIDTH), "ours")
     worth.check_fits(LAYERS, HEADS, DIM, "ours")
