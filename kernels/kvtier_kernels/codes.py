@@ -34,11 +34,11 @@ CODED_ENTRY_BITS = 6
 # of a value share a scale.
 PLANES = {8: (8,), 4: (4,), 3: (2, 1)}
 GROUP = {8: 64, 4: 64, 3: 32}
-_STORED_BYTES = 2
 # Of the mean of the queries' energy: what any channel has at least.
 DAMPING = 0.1
 # Channels of a key whose errors are passed on to the others at once.
 ROUNDED_AT_ONCE = 16
+_STORED_BYTES = 2
 _SCALE_BYTES = 2 * torch.float16.itemsize
 
 
