@@ -6,7 +6,7 @@ The quarter that one layer of Llama-3.1-8B's shape keeps of a context, bfloat16,
 
     move      each entry to its page, as where nothing is coded
     round     each entry into a coded page, each number by itself
-    encode    the same, keys' errors made up for where queries look, as at a turn's end
+    encode    the same with the errors of keys fed back, as at a turn's end
     decode    coded pages back to numbers, as for a cut
 
 They take turns. GB/s are of the entries in 16 bits, and launches are PyTorch's operations, each a

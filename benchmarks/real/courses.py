@@ -25,9 +25,9 @@ from torch import Tensor
 
 from benchmarks.real.keeping import ADAPTIVE_RECENT, ADAPTIVE_SINK
 from kvtier.heads.model.config import shape_of
-from kvtier.heads.probes.held import WINDOW_QUERIES, Held, Refresh, stacked
+from kvtier.heads.probes.held import Held, Refresh, newest_queries, stacked
 from kvtier.heads.reference.attention import Block
-from kvtier.heads.reference.compaction import AdaptiveSession
+from kvtier.heads.reference.compaction import AdaptiveSession, joined
 from kvtier.retention.keepkv import KeepKV, QueryWindow
 from kvtier.retention.locality import (
     CUT_WINDOW,
@@ -91,8 +91,8 @@ class Course:
 
 
 class _Past(NamedTuple):
-    """A turn that has ended. kv: exact, per layer `[kv_heads, tokens, dim]`; span: what it could
-    drop, of which worth, per layer `[kv_heads, span]`, says the most valuable."""
+    """A turn that has ended. kv: exact, per layer `[kv_heads, tokens, dim]`; span: the tokens that
+    it could drop; worth: per layer `[kv_heads, span]`, their scores, none where all stay."""
 
     kv: list[tuple[Tensor, Tensor]]
     span: DroppedSpan
@@ -111,7 +111,7 @@ class RefreshedSession(AdaptiveSession):
     def held_for(self, layer: int, window: QueryWindow) -> Held:
         """What is held while the turn with these newest queries runs."""
         group = window.q.shape[2]
-        heads = [_joined(blocks) for blocks in self._again(layer, window)]
+        heads = [joined(blocks) for blocks in self._again(layer, window)]
         return stacked([Held(k, v, k.new_zeros(group, k.shape[1])) for k, v in heads])
 
     def scores(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -146,9 +146,7 @@ class RefreshedSession(AdaptiveSession):
         return Block(k[:, stays], v[:, stays])
 
     def _attend_layer(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        newest = q[0, :, -WINDOW_QUERIES:].transpose(0, 1)
-        shape = (len(newest), k.shape[1], -1, newest.shape[-1])
-        window = QueryWindow(newest.reshape(shape), scale)
+        window = newest_queries(q, k.shape[1], scale)
         kept = [cache.settled for cache in self._by_head[layer]]
         for cache, blocks in zip(self._by_head[layer], self._again(layer, window), strict=True):
             cache.settled = blocks
@@ -158,7 +156,7 @@ class RefreshedSession(AdaptiveSession):
         return out
 
     def _settle_until(self, stop: int, span: DroppedSpan, prompt_tokens: int) -> None:
-        fresh = [[_joined(cache.fresh) for cache in layer] for layer in self._by_head]
+        fresh = [[joined(cache.fresh) for cache in layer] for layer in self._by_head]
         kv = [
             (torch.cat([k for k, _ in layer]), torch.cat([v for _, v in layer])) for layer in fresh
         ]
@@ -196,10 +194,6 @@ def _fixed(share: float) -> Callable[[int, int], int]:
 def _parts(ids: Sequence[int], count: int) -> list[Sequence[int]]:
     bounds = [round(len(ids) * part / count) for part in range(count + 1)]
     return [ids[a:b] for a, b in pairwise(bounds)]
-
-
-def _joined(blocks: Sequence[Block]) -> tuple[Tensor, Tensor]:
-    return torch.cat([one.k for one in blocks], dim=1), torch.cat([one.v for one in blocks], dim=1)
 
 
 def _held(session: AdaptiveSession) -> list[Held]:

@@ -24,9 +24,10 @@ from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import RefreshRule, choose_again
 from kvtier.retention.scorers import SCORERS, select
 from kvtier.retention.scorers.compactor import Compactor
+from kvtier.retention.scorers.reconstruction import Reconstruction
 from kvtier.retention.shares import PAGE
 from kvtier.retention.token_worth import TokenWorth
-from kvtier_kernels.codes import coded_shape, feedback, recoded
+from kvtier_kernels.codes import coded_shape, recoded
 
 # CA heads of a setting with a scorer, as a multiple of the bytes' share.
 CA_HEADS_PER_BYTE = 1.4
@@ -149,6 +150,7 @@ class Keeper:
         self.context, self.setting, self.fitted = context, setting, fitted
         self.begin, self.end = setting.sink, context.num_tokens - setting.recent
         self._rule = RefreshRule(KeepKV(), setting.merge)
+        self._feedback = None if setting.bits is None else Reconstruction.of(fitted).feedback()
         if setting.adaptive:
             each = int(setting.kept * context.num_tokens) - setting.sink - setting.recent
             worth = context.worth(fitted)[..., self.begin : self.end]
@@ -241,7 +243,7 @@ class Keeper:
         else:
             kept_k, kept_v = middle_k[:, :0], middle_v[:, :0]
         if setting.bits is not None:
-            kept_k, kept_v = recoded(kept_k, kept_v, setting.bits, self._feedback(layer, head))
+            kept_k, kept_v = recoded(kept_k, kept_v, setting.bits, self._fed_back(layer, head))
         votes = k.new_zeros(group, count)
         if setting.compensation and not count:
             # One entry for all others: their mean, with as many votes.
@@ -254,10 +256,9 @@ class Keeper:
             votes = torch.cat([votes, votes.new_full((group, 1), math.log(others))], 1)
         return self._between(k, v, kept_k, kept_v, votes)
 
-    def _feedback(self, layer: int, head: int) -> Tensor | None:
-        """How this head's keys are coded, `[1, dim, dim]`."""
-        queries = self.fitted.queries
-        return None if queries is None else feedback(queries[layer, head : head + 1])
+    def _fed_back(self, layer: int, head: int) -> Tensor | None:
+        """How errors of this head's keys are fed back, `[1, dim, dim]`."""
+        return None if self._feedback is None else self._feedback[layer, head : head + 1]
 
     def _scores(self, layer: int, head: int) -> Tensor:
         """`[1, tokens of the middle]`, higher = keep."""

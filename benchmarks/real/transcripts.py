@@ -1,6 +1,6 @@
-"""Recorded sessions of agents as contexts: asked is what the agent said next.
+"""Recorded sessions of agents as contexts; the question is what the agent said next.
 
-    │ system │ user │ assistant │ tool │ assi stant │ tool │ assistant │ …
+    │ system │ user │ assistant │ tool │ assi│stant │ tool │ assistant │ …
     └────────────── context ────────────┘└── prompt ──────┘└─ answer ─┘
 
 A file is JSON, or JSON in gzip: a list of transcripts, each a list of messages in OpenAI's format,
@@ -13,7 +13,6 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +64,17 @@ def samples(file: Path, tokenizer: Tokenizer, length: int, count: int) -> list[C
     for messages in _read(file):
         if len(found) == count:
             break
-        found += _cut(messages, tokenizer, length)
+        sample = _cut(messages, tokenizer, length)
+        if sample is not None:
+            found.append(sample)
     if len(found) < count:
         expected = f"{count} transcripts that go on behind {length} tokens"
         raise UsageError(ARGUMENT, expected, f"{file}: {len(found)}")
     return found
 
 
-def _cut(messages: list[Message], tokenizer: Tokenizer, length: int) -> Iterator[CalibrationSample]:
-    """The transcript as a sample, or none where nothing is asked of it."""
+def _cut(messages: list[Message], tokenizer: Tokenizer, length: int) -> CalibrationSample | None:
+    """The transcript as a sample; None where nothing is asked of it."""
     chat = [{"role": one.role, "content": one.text()} for one in messages]
     context: list[int] = []
     questions: list[Question] = []
@@ -88,8 +89,7 @@ def _cut(messages: list[Message], tokenizer: Tokenizer, length: int) -> Iterator
         if len(prompt) > LONGEST_PROMPT or len(questions) == MOST_QUESTIONS:
             break
         questions.append(Question(tuple(prompt), tuple(answer[:LONGEST_ANSWER])))
-    if questions:
-        yield CalibrationSample(tuple(context), tuple(questions), TASK)
+    return CalibrationSample(tuple(context), tuple(questions), TASK) if questions else None
 
 
 def _read(file: Path) -> list[list[Message]]:
@@ -97,7 +97,7 @@ def _read(file: Path) -> list[list[Message]]:
         raw = file.read_bytes()
         text = gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw
         document = json.loads(text)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise UsageError(ARGUMENT, "a file of JSON", f"{file}: {error}") from error
     if not isinstance(document, list):
         raise UsageError(ARGUMENT, "a list of transcripts", str(file))

@@ -270,9 +270,6 @@ class Runtime:
         settings, ranks, profile = self.settings, self.ranks, self.profile
         scorer = ranks.scorer(scorer_of(settings), profile.shape)
         if settings.competes:
-            assert pool.packed is not None, "a pool that does not pack"
-            if pool.packed.coded is not None and (passed_on := scorer.feedback()) is not None:
-                pool.packed.feedback = passed_on.flatten(0, 1).to(pool.device)
             return AdaptiveSelection(pool, scorer, rotated)
         return ProfileSelection(
             pool,

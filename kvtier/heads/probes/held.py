@@ -44,6 +44,12 @@ Refresh = Callable[[int, QueryWindow], Held]
 WINDOW_QUERIES = 32
 
 
+def newest_queries(q: Tensor, kv_heads: int, scale: float) -> QueryWindow:
+    """The last WINDOW_QUERIES of q `[1, heads, tokens, dim]`, at most, by KV head."""
+    newest = q[0, :, -WINDOW_QUERIES:].transpose(0, 1)
+    return QueryWindow(newest.reshape(len(newest), kv_heads, -1, q.shape[-1]), scale)
+
+
 def stacked(parts: Sequence[Held]) -> Held:
     """The entries of several KV heads, one after another, padded to the longest."""
     width = max(part.k.shape[1] for part in parts)
@@ -99,10 +105,7 @@ class Asker:
             parts = []
             for span, prompt in zip(self.row.spans, self.row.prompts, strict=True):
                 mine = q[:, :, span]
-                newest = mine[0, :, max(0, prompt - WINDOW_QUERIES) : prompt].transpose(0, 1)
-                shape = (len(newest), k.shape[1], -1, newest.shape[-1])
-                window = QueryWindow(newest.reshape(shape), scale)
-                held = refresh(layer, window)
+                held = refresh(layer, newest_queries(mine[:, :, :prompt], k.shape[1], scale))
                 own = (k[:, :, span], v[:, :, span])
                 parts.append(_attend(mine, *own, held, self.row.sees[span, span], scale))
             return torch.cat(parts, dim=2)
@@ -134,4 +137,4 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, held: Held, sees: Tensor, scale: fl
     )
 
 
-__all__ = ["Asker", "Held", "Refresh", "entries", "selected", "stacked"]
+__all__ = ["Asker", "Held", "Refresh", "entries", "newest_queries", "selected", "stacked"]

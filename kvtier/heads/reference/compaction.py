@@ -199,7 +199,7 @@ class AdaptiveSession(ScoredSession):
 
     def kv_of_heads(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each head's entries, `[1, entries, dim]` each, between turns."""
-        return [_joined(cache.settled) for cache in self._by_head[layer]]
+        return [joined(cache.settled) for cache in self._by_head[layer]]
 
     def _caches(self, layer: int) -> Sequence[ClassCache]:
         return self._by_head[layer]
@@ -225,7 +225,7 @@ class AdaptiveSession(ScoredSession):
         start = self.turn_start
         keep = self.keep_count(prompt_tokens, span.num_tokens) if span.num_tokens else 0
         tokens = stop - start
-        every = [[_joined(cache.fresh) for cache in layer] for layer in self._by_head]
+        every = [[joined(cache.fresh) for cache in layer] for layer in self._by_head]
         fresh = [[(k[:, :tokens], v[:, :tokens]) for k, v in layer] for layer in every]
         kept: Tensor | None = None
         taken = keep
@@ -251,8 +251,7 @@ class AdaptiveSession(ScoredSession):
                     stays[span.begin : span.end] = kept[index, head]
                 k, v = fresh[index][head]
                 if kept is not None and self.bits is not None:
-                    fed_back = None if self._feedback is None else self._feedback[index, head]
-                    k, v = self._recoded(k, v, span, kept[index, head], fed_back)
+                    k, v = self._recoded(k, v, span, kept[index, head], index, head)
                 cache.settled.append(Block(k[:, stays], v[:, stays]))
                 self._positions[index][head].append(start + torch.nonzero(stays).squeeze(-1))
                 k, v = (side[:, tokens:] for side in every[index][head])
@@ -262,18 +261,18 @@ class AdaptiveSession(ScoredSession):
         self.turn_start = stop
 
     def _recoded(
-        self, k: Tensor, v: Tensor, span: DroppedSpan, kept: Tensor, fed_back: Tensor | None
+        self, k: Tensor, v: Tensor, span: DroppedSpan, kept: Tensor, layer: int, head: int
     ) -> tuple[Tensor, Tensor]:
         """The turn's KV of one head, with what is `kept` of the span as its codes have it."""
         assert self.bits is not None, "entries that stay as they are"
         k, v = k.clone(), v.clone()
         at = span.begin + torch.nonzero(kept).squeeze(-1)
-        head = None if fed_back is None else fed_back[None]
-        k[:, at], v[:, at] = recoded(k[:, at], v[:, at], self.bits, head)
+        fed_back = None if self._feedback is None else self._feedback[layer, head : head + 1]
+        k[:, at], v[:, at] = recoded(k[:, at], v[:, at], self.bits, fed_back)
         return k, v
 
 
-def _joined(blocks: Sequence[Block]) -> tuple[Tensor, Tensor]:
+def joined(blocks: Sequence[Block]) -> tuple[Tensor, Tensor]:
     """Keys and values of blocks without votes."""
     return torch.cat([b.k for b in blocks], dim=1), torch.cat([b.v for b in blocks], dim=1)
 

@@ -77,6 +77,10 @@ class PackedSelection(ABC):
         self.pool = pool
         self.scorer = scorer
         self.rotations = rotations
+        if pool.packed is not None and self._coded is not None:
+            feedback = scorer.feedback()
+            if feedback is not None:
+                pool.packed.feedback = feedback.flatten(0, 1).to(pool.device)
 
     def observe(
         self,
