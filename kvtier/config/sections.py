@@ -271,7 +271,8 @@ class TierSettings(Section):
         le=3600,
         description="Longest that a request waits for KV from the tier, which is then asked "
         "whatever was measured. None: as long as computing the KV would take, 30 s at the most; "
-        "and where loading was slower of late, it is not asked.",
+        "and where loading was slower of late, it is not asked. A pass waits so long, or 2 s, for "
+        "entries that the tier chooses.",
     )
     span_tokens: int = Field(
         256,

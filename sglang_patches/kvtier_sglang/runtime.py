@@ -348,7 +348,9 @@ class Runtime:
         if isinstance(self.selection, AdaptiveSelection):
             return AdaptiveRefresher(rule, contexts, self.selection.score)
         assert isinstance(self.selection, ProfileSelection), "a refresh without a selection"
-        return ProfileRefresher(rule, contexts, self.selection.anchored_heads)
+        return ProfileRefresher(
+            rule, contexts, self.selection.anchored_heads, self.settings.tier.patience_s
+        )
 
     def _compressor(self, ctx: TreeCacheBuildContext, allocator: BundleAllocator) -> Compressor:
         settings, rule, pool = self.settings, locality_rule(self.settings), allocator.pool

@@ -85,9 +85,18 @@ class Active:
 
 
 class Refresher(ABC):
-    """See the module docstring. heads: per layer, those whose entries are chosen again."""
+    """See the module docstring. heads: per layer, those whose entries are chosen again.
 
-    def __init__(self, rule: RefreshRule, contexts: Contexts, heads: Sequence[HeadMap]) -> None:
+    patience_s: the longest that a pass waits for the tier; None: LONGEST_PASS_S.
+    """
+
+    def __init__(
+        self,
+        rule: RefreshRule,
+        contexts: Contexts,
+        heads: Sequence[HeadMap],
+        patience_s: float | None = None,
+    ) -> None:
         self.contexts = contexts
         self.allocator = allocator = contexts.allocator
         self.pool = allocator.pool
@@ -97,7 +106,8 @@ class Refresher(ABC):
         self.refresh_s = 0.0
         self._waiting: dict[str, Refreshing] = {}
         self._active: list[Active] = []
-        self._deadline = Deadline(LONGEST_PASS_S)
+        self._patience_s = LONGEST_PASS_S if patience_s is None else patience_s
+        self._deadline = Deadline(self._patience_s)
 
     @property
     def packed(self) -> PackedSpans:
@@ -141,7 +151,7 @@ class Refresher(ABC):
         rows: the table of request rows; requests: their indices; stops: tokens after the pass.
         """
         self._active, given_up = [], []
-        self._deadline = Deadline(LONGEST_PASS_S)
+        self._deadline = Deadline(self._patience_s)
         for index, (rid, request, stop) in enumerate(zip(rids, requests, stops, strict=True)):
             refreshing = self._waiting.get(rid)
             if refreshing is None or refreshing.slots or stop < refreshing.prompt_tokens:
