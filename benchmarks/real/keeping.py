@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtier.config.sections import LocalitySettings
 from kvtier.heads.probes.held import Held, Refresh, stacked
 from kvtier.heads.profile import Head, ModelShape, full_profile
 from kvtier.heads.reference.compaction import ScoredSession
@@ -32,7 +33,8 @@ from kvtier_kernels.codes import coded_shape, recoded
 # CA heads of a setting with a scorer, as a multiple of the bytes' share.
 CA_HEADS_PER_BYTE = 1.4
 # What every head keeps where heads compete.
-ADAPTIVE_SINK, ADAPTIVE_RECENT = 4, 16
+ADAPTIVE_SINK = LocalitySettings.COMPETING["sink_tokens"]
+ADAPTIVE_RECENT = LocalitySettings.COMPETING["recent_tokens"]
 # DuoAttention's cache (arXiv 2410.10819) with our choice of heads.
 DUO = "DuoAttention-like"
 RANKED = "adaptive budgets, one head a rank"

@@ -30,7 +30,7 @@ class LocalitySettings(Section):
 
     # Where heads compete, and else: locality heads keep nothing but these.
     COMPETING: ClassVar[dict[str, int]] = {
-        "sink_tokens": 4, "recent_tokens": 16, "branch_recent_tokens": 16,
+        "sink_tokens": 4, "recent_tokens": 1, "branch_recent_tokens": 0,
     }  # fmt: skip
     LOCALITY: ClassVar[dict[str, int]] = {
         "sink_tokens": 128, "recent_tokens": 256, "branch_recent_tokens": 128,
@@ -45,14 +45,14 @@ class LocalitySettings(Section):
     recent_tokens: int | None = Field(
         None,
         ge=1,
-        description="Last tokens of each turn's prompt that all heads keep. None: 16 where heads "
+        description="Last tokens of each turn's prompt that all heads keep. None: 1 where heads "
         "compete, else 256.",
     )
     branch_recent_tokens: int | None = Field(
         None,
         ge=0,
         description="A request may leave a compressed node inside its recent window as long as "
-        "this many recent tokens stay before the branch. None: 16 where heads compete, else 128.",
+        "this many recent tokens stay before the branch. None: 0 where heads compete, else 128.",
     )
     compensation: bool = Field(
         True, description="Represent a node's dropped tokens by one voted entry (RazorAttention)."
