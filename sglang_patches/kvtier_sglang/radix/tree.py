@@ -204,6 +204,13 @@ class VariantRadixTree(RadixCache):
         span = packed.of(node.value[node.dropped.begin :])
         return span is not None and span.tokens is not None
 
+    def _make_free(self, slots: int) -> bool:
+        """Evict what is needed for so many free slots. False where all that may go is too little:
+        nothing goes then. A request that waits asks in every round."""
+        if slots > self.allocator.available_size() + self.evictable_size_:
+            return False
+        return self.allocator.evict_to_free_tokens(self, slots) is not False
+
     def _cut_span(self, node: KvNode, at: int) -> bool:
         """Cut what is kept of a node's dropped span at this offset; False where there is no room.
         Then the node can be split there."""
@@ -217,8 +224,7 @@ class VariantRadixTree(RadixCache):
         if not 0 < above <= min(at - begin, span.slots.numel()) or not 0 < below <= end - at:
             return False
         lock = self.lock(node)
-        self.allocator.evict_to_free_tokens(self, below)
-        slots = self.allocator.alloc_bundles(below)
+        slots = self.allocator.alloc_bundles(below) if self._make_free(below) else None
         self.unlock(lock)
         if slots is None:
             return False
@@ -243,8 +249,8 @@ class VariantRadixTree(RadixCache):
         above = max(here for here, _ in self.ranks.every(cut.slots))
         if not 0 < above <= at - begin:
             return None
-        self.allocator.evict_to_free_tokens(self, begin + above)
-        slots = self.allocator.alloc_bundles(above)
+        room = self._make_free(begin + above)
+        slots = self.allocator.alloc_bundles(above) if room else None
         exact = None if slots is None else self.allocator.alloc(begin)
         if slots is None or exact is None:
             if slots is not None:

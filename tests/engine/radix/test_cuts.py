@@ -97,6 +97,22 @@ def test_without_room_for_a_copy_a_span_that_is_read_is_left_where_it_begins(mon
     s.check()
 
 
+def test_what_is_too_little_for_a_copy_is_not_evicted():
+    s = MiniScheduler(size=400, share=FixedShare(0.5), adaptive=True)
+    tokens, other = context(200), context(30, seed=1)
+    run_turn(s, tokens, [1])
+    run_turn(s, other, [1])
+    reader = s.admit([*tokens, *context(s.allocator.available_size() - 40, seed=2)])
+    assert s.extend(reader, 400)
+    assert s.allocator.available_size() < 48
+    for _ in range(2):
+        assert matched(s, [*tokens[:150], 7, 8]) == 4
+    assert matched(s, [*other, 1]) == 31
+    s.release(reader, checkpoint=True)
+    assert matched(s, [*tokens[:150], 7, 8]) == 150 - WINDOW
+    s.check()
+
+
 def test_a_short_beginning_is_computed_again():
     s = competing()
     tokens = context(200)
