@@ -91,7 +91,7 @@ def test_whatever_servers_do_their_own_records_pass(connect, monkeypatch, share,
             s.release(request, checkpoint=False, aborted=True)
         # What a server still has of a turn is a matter of time; this one is left in its middle.
         tokens = random_tokens(rng, 200)
-        for prompt in (tokens, [*tokens[:100], *random_tokens(rng, 20)]):
+        for prompt in (tokens, tokens[:120], [*tokens[:100], *random_tokens(rng, 20)]):
             run_turn(s, prompt, random_tokens(rng, 3))
     dropped = [node for record in records for node in record.nodes if node.dropped != (0, 0)]
     assert len(dropped) > 20
