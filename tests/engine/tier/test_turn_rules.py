@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from thorough import THOROUGH
 from tree_harness import MiniScheduler, run_turn
 from tree_requests import random_tokens
@@ -90,8 +91,9 @@ def test_whatever_servers_do_their_own_records_pass(connect, monkeypatch, share,
         for request in list(s.running):
             s.release(request, checkpoint=False, aborted=True)
         # What a server still has of a turn is a matter of time; this one is left in its middle.
+        s.tree.evict(EvictParams(num_tokens=1600))
         tokens = random_tokens(rng, 200)
-        for prompt in (tokens, tokens[:120], [*tokens[:100], *random_tokens(rng, 20)]):
+        for prompt in (tokens, [*tokens[:100], *random_tokens(rng, 20)]):
             run_turn(s, prompt, random_tokens(rng, 3))
     dropped = [node for record in records for node in record.nodes if node.dropped != (0, 0)]
     assert len(dropped) > 20
