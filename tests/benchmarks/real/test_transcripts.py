@@ -77,12 +77,13 @@ def test_transcripts_that_end_before_are_passed_over(tokenizer: Tokenizer, tmp_p
     [
         (b"no JSON", "a file of JSON"),
         (b"\x1f\x8bno gzip", "a file of JSON"),
-        (gzip.compress(b"[]")[:-9], "a file of JSON"),
-        (gzip.compress(b"[]")[:10] + b"\xff" * 9, "a file of JSON"),
+        (gzip.compress(b"[]", mtime=0)[:-9], "a file of JSON"),
+        (gzip.compress(b"[]", mtime=0)[:10] + b"\xff" * 9, "a file of JSON"),
         (b"{}", "a list of transcripts"),
         (b'[{"other": []}]', "transcript 1"),
         (b'[[], [{"content": "no role"}]]', "transcript 2: 0.role"),
     ],
+    ids=["text", "no gzip", "gzip cut", "gzip broken", "no list", "no turns", "no content"],
 )
 def test_what_holds_no_transcripts_is_refused(
     tokenizer: Tokenizer, tmp_path: Path, text: bytes, expected: str
