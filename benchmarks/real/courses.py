@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.real.keeping import ADAPTIVE_RECENT, ADAPTIVE_SINK
+from benchmarks.real.keeping import ADAPTIVE_RULE
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.probes.held import Held, Refresh, newest_queries, stacked
 from kvtier.heads.reference.attention import Block
@@ -34,7 +34,6 @@ from kvtier.retention.locality import (
     SMALL_SHARE,
     WIDE_CUT_WINDOW,
     DroppedSpan,
-    LocalityRule,
 )
 from kvtier.retention.refreshing import choose_again
 from kvtier.retention.scorers.reconstruction import Reconstruction
@@ -180,8 +179,7 @@ COURSES = (
 def _session(
     model: Any, share: float, worth: TokenWorth, kind: type[AdaptiveSession] = AdaptiveSession
 ) -> AdaptiveSession:
-    rule = LocalityRule(ADAPTIVE_SINK, ADAPTIVE_RECENT, ADAPTIVE_RECENT)
-    session = kind(model, rule, scorer=Reconstruction.of(worth))
+    session = kind(model, ADAPTIVE_RULE, scorer=Reconstruction.of(worth))
     session.keep_count = _fixed(share)
     return session
 

@@ -13,6 +13,7 @@ from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.profile import full_profile
 from kvtier.heads.progress import Progress
 from kvtier.heads.tokens import fit_tokens
+from kvtier.retention.locality import LocalityRule
 from kvtier.retention.token_worth import TokenWorth
 
 
@@ -25,7 +26,7 @@ class Calibrated(NamedTuple):
 
 def calibrated(
     folder: Path, model_path: str, *, tasks: Sequence[str], contexts: int,
-    fit_lengths: Sequence[int], curve_lengths: Sequence[int], sink: int, recent: int, seed: int,
+    fit_lengths: Sequence[int], curve_lengths: Sequence[int], rule: LocalityRule, seed: int,
     progress: Progress,
 ) -> Calibrated:  # fmt: skip
     """Read what is in `folder`, or calibrate on these tasks. contexts: per length, of the curve."""
@@ -35,8 +36,8 @@ def calibrated(
         fit.worth.save(worth)
     if not curve.exists():
         settings = load_settings(
-            scorer="reconstruction", scorer_file=worth, locality_sink_tokens=sink,
-            locality_recent_tokens=recent, locality_branch_recent_tokens=recent,
+            scorer="reconstruction", scorer_file=worth, locality_sink_tokens=rule.sink_tokens,
+            locality_recent_tokens=rule.recent_tokens,
         )  # fmt: skip
         profile = full_profile(model_shape(read_config(model_path)))
         found = calibrate_curve(

@@ -33,8 +33,7 @@ from kvtier_kernels.codes import coded_shape, recoded
 # CA heads of a setting with a scorer, as a multiple of the bytes' share.
 CA_HEADS_PER_BYTE = 1.4
 # What every head keeps where heads compete.
-ADAPTIVE_SINK = LocalitySettings.COMPETING["sink_tokens"]
-ADAPTIVE_RECENT = LocalitySettings.COMPETING["recent_tokens"]
+ADAPTIVE_RULE = LocalityRule(**LocalitySettings.COMPETING, compensation=False)
 # DuoAttention's cache (arXiv 2410.10819) with our choice of heads.
 DUO = "DuoAttention-like"
 RANKED = "adaptive budgets, one head a rank"
@@ -54,7 +53,8 @@ class Setting:
     kept:     share of the context's bytes
     heads:    share of the KV heads that are CA, the others being locality heads; the CA heads'
               tokens follow from `kept`
-    sink, recent: tokens that every head keeps
+    sink, recent: tokens that every head keeps; where heads compete, as many recent ones as serving
+              keeps of such a context
     scorer:   says which tokens CA heads keep; None where they keep all, and `heads` follows
     refresh:  chosen again with the question's own queries
     compensation: whether locality heads keep one entry for what they drop
@@ -86,7 +86,7 @@ def adaptive_setting(
 ) -> Setting:  # fmt: skip
     """Heads compete for entries."""
     return Setting(
-        name, kept, sink=ADAPTIVE_SINK, recent=ADAPTIVE_RECENT, compensation=False, adaptive=True,
+        name, kept, sink=ADAPTIVE_RULE.sink_tokens, compensation=False, adaptive=True,
         refresh=refresh, head_per_rank=head_per_rank, bits=bits,
     )  # fmt: skip
 
@@ -150,11 +150,12 @@ class Keeper:
         self, context: Context, order: Sequence[Head], setting: Setting, fitted: TokenWorth
     ) -> None:
         self.context, self.setting, self.fitted = context, setting, fitted
-        self.begin, self.end = setting.sink, context.num_tokens - setting.recent
+        recent = ADAPTIVE_RULE.recent(context.num_tokens) if setting.adaptive else setting.recent
+        self.begin, self.end = setting.sink, context.num_tokens - recent
         self._rule = RefreshRule(KeepKV(), setting.merge)
         self._feedback = None if setting.bits is None else Reconstruction.of(fitted).feedback()
         if setting.adaptive:
-            each = int(setting.kept * context.num_tokens) - setting.sink - setting.recent
+            each = int(setting.kept * context.num_tokens) - setting.sink - recent
             worth = context.worth(fitted)[..., self.begin : self.end]
             rivals = 1 if setting.head_per_rank else context.shape.num_kv_heads
             self.counts = torch.cat([

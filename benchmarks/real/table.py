@@ -30,8 +30,7 @@ from benchmarks.real.choices import Setup, chosen_heads
 from benchmarks.real.courses import COURSES
 from benchmarks.real.fitting import Calibrated, calibrated
 from benchmarks.real.keeping import (
-    ADAPTIVE_RECENT,
-    ADAPTIVE_SINK,
+    ADAPTIVE_RULE,
     CODED,
     DUO,
     RANKED,
@@ -147,8 +146,8 @@ def run(options: Options) -> Iterator[Measured]:
         order = chosen_heads(setup, [DEFAULT_METHOD], records, probe, progress)[0].order
         known = calibrated(
             options.state, str(options.model_path), tasks=fit_tasks, contexts=options.fit_contexts,
-            fit_lengths=options.fit_lens, curve_lengths=options.curve_lens, sink=ADAPTIVE_SINK,
-            recent=ADAPTIVE_RECENT, seed=options.seed, progress=progress,
+            fit_lengths=options.fit_lens, curve_lengths=options.curve_lens,
+            rule=ADAPTIVE_RULE, seed=options.seed, progress=progress,
         )  # fmt: skip
         bench = Bench(model, setup, order, known, options.shares, settings)
         for length in options.lens:
@@ -263,7 +262,8 @@ def ways(bench: Bench, context: Context, presses: Presses, name: str) -> Iterato
 def by_quality(bench: Bench, context: Context) -> Setting:
     """What the curve says of a context: the ends stay in any case."""
     share = bench.calibrated.curve.retention(QUALITY, context.nll)
-    edges = (ADAPTIVE_SINK + ADAPTIVE_RECENT) / context.num_tokens
+    tokens = context.num_tokens
+    edges = (ADAPTIVE_RULE.sink_tokens + ADAPTIVE_RULE.recent(tokens)) / tokens
     return adaptive_setting(BY_QUALITY, edges + share * (1 - edges))
 
 

@@ -187,7 +187,7 @@ def why_exact(
     if said.retracted:
         # What it matched when it began again is not told.
         return None
-    if short and said.cached and len(prompt) <= rule.sink_tokens + rule.recent_tokens + 1:
+    if short and said.cached and len(prompt) < rule.least_tokens:
         return "short"
     # A dropped span begins behind the sink, has two tokens or more, and is passed only by a
     # request that shares `branch_recent_tokens` behind it.

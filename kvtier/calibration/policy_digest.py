@@ -27,6 +27,7 @@ def policy_digest(profile: HeadProfile, rule: LocalityRule, scorer: TokenScorer)
         "ca_heads": profile.ca_heads,
         "sink_tokens": rule.sink_tokens,
         "recent_tokens": rule.recent_tokens,
+        **({} if rule.recent_of == 1 else {"recent_of": rule.recent_of}),
         "compensation": rule.compensation,
         scorer.name: scorer.parameters(),
     }

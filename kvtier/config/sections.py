@@ -30,10 +30,10 @@ class LocalitySettings(Section):
 
     # Where heads compete, and else: locality heads keep nothing but these.
     COMPETING: ClassVar[dict[str, int]] = {
-        "sink_tokens": 4, "recent_tokens": 1, "branch_recent_tokens": 0,
+        "sink_tokens": 4, "recent_tokens": 16, "branch_recent_tokens": 0, "recent_of": 128,
     }  # fmt: skip
     LOCALITY: ClassVar[dict[str, int]] = {
-        "sink_tokens": 128, "recent_tokens": 256, "branch_recent_tokens": 128,
+        "sink_tokens": 128, "recent_tokens": 256, "branch_recent_tokens": 128, "recent_of": 1,
     }  # fmt: skip
 
     sink_tokens: int | None = Field(
@@ -45,8 +45,8 @@ class LocalitySettings(Section):
     recent_tokens: int | None = Field(
         None,
         ge=1,
-        description="Last tokens of each turn's prompt that all heads keep. None: 1 where heads "
-        "compete, else 256.",
+        description="Last tokens of each turn's prompt that all heads keep. None: one in 128 of "
+        "the prompt where heads compete, 1 at least and 16 at most; else 256.",
     )
     branch_recent_tokens: int | None = Field(
         None,
@@ -59,10 +59,12 @@ class LocalitySettings(Section):
     )
 
     def windows(self, *, competes: bool) -> dict[str, int]:
-        """All three numbers of tokens. competes: whether heads compete."""
-        default = self.COMPETING if competes else self.LOCALITY
-        given = {name: getattr(self, name) for name in default}
-        return default | {name: tokens for name, tokens in given.items() if tokens is not None}
+        """The windows of a LocalityRule. competes: whether heads compete."""
+        windows = dict(self.COMPETING if competes else self.LOCALITY)
+        if self.recent_tokens is not None:
+            windows["recent_of"] = 1
+        given = {name: getattr(self, name, None) for name in windows}
+        return windows | {name: tokens for name, tokens in given.items() if tokens is not None}
 
     def kept_tokens(self, *, competes: bool) -> int:
         """How many tokens of a long prompt all heads keep."""

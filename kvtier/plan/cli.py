@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from kvtier.errors import UnknownPolicyError, UsageError
 from kvtier.sizes import parse_count, parse_number, parse_size
 
 if TYPE_CHECKING:
+    from kvtier.plan.fleet import Windows
     from kvtier.plan.study import PlanDocument, Question
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -80,8 +81,8 @@ def _add_replica(group: argparse._ArgumentGroup) -> None:
     add("--compress-prefill", choices=STREAMING, default="auto", help="prompts that are compressed "
         "while they are prefilled (%(default)s: those that do not fit otherwise)")  # fmt: skip
     add("--sink", default="4", help="first tokens that all heads keep (%(default)s)")
-    add("--recent", default="16", help="last tokens of a turn that they keep (%(default)s)")
-    add("--branch-recent", default="16", help="of them, before a branch (%(default)s)")
+    add("--recent", help="last tokens of a turn that they keep (one in 128, at most 16)")
+    add("--branch-recent", default="0", help="of them, before a branch (%(default)s)")
     add("--tier-bytes", default="1000g", metavar="SIZE", help="that each replica's machine gives "
         "to the tier (%(default)s)")  # fmt: skip
     add("--chunk", default="8k", metavar="SIZE", help="tokens of a prefill pass (%(default)s)")
@@ -180,7 +181,6 @@ def answer(question: Question, quiet: bool = True) -> PlanDocument:
 def read_question(options: argparse.Namespace) -> Question:
     """What the flags ask. Raises UsageError naming the flag."""
     from kvtier.plan.answers import Slo
-    from kvtier.plan.fleet import Windows
     from kvtier.plan.hardware import Assumptions
     from kvtier.plan.study import Question
     from kvtier.traffic.described import Description
@@ -215,11 +215,7 @@ def read_question(options: argparse.Namespace) -> Question:
         retention=parse_number(options.retention, "--retention", most=1),
         kept_dtype=options.kept_dtype,
         compress_prefill=options.compress_prefill,
-        windows=Windows(
-            parse_count(options.sink, "--sink", least=0),
-            parse_count(options.recent, "--recent"),
-            parse_count(options.branch_recent, "--branch-recent"),
-        ),
+        windows=_windows(options),
         tier_bytes=parse_size(options.tier_bytes, "--tier-bytes"),
         replicas=_maybe_count(options.replicas, "--replicas"),
         max_replicas=parse_count(options.max_replicas, "--max-replicas"),
@@ -233,6 +229,18 @@ def read_question(options: argparse.Namespace) -> Question:
         warm_s=parse_number(options.warm, "--warm", zero=True),
         seed=parse_count(options.seed, "--seed", least=0),
     )
+
+
+def _windows(options: argparse.Namespace) -> Windows:
+    from kvtier.plan.fleet import Windows
+
+    windows = Windows(
+        parse_count(options.sink, "--sink", least=0),
+        branch_recent=parse_count(options.branch_recent, "--branch-recent", least=0),
+    )
+    if options.recent is None:
+        return windows
+    return replace(windows, recent=parse_count(options.recent, "--recent"), recent_of=1)
 
 
 def _described(options: argparse.Namespace) -> dict[str, Any]:

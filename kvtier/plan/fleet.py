@@ -52,7 +52,8 @@ class Windows:
 
     sink: int = 4
     recent: int = 16
-    branch_recent: int = 16
+    branch_recent: int = 0
+    recent_of: int = 128
 
 
 @dataclass(frozen=True)

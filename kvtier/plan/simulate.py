@@ -122,6 +122,7 @@ def _numbers(plan: FleetPlan) -> Fleet:
         sink=cache.windows.sink,
         recent=cache.windows.recent,
         branch_recent=cache.windows.branch_recent,
+        recent_of=cache.windows.recent_of,
         retention=float(cache.retention),
         page=cache.page,
         ca_share=float(cache.ca_share),

@@ -8,14 +8,15 @@ generated. Locality heads keep three things and drop the rest:
       0       S                         (R = recent_tokens)
 
 The sink is counted from the beginning of the context (position 0), so only the first node has
-one. Generated tokens are kept because a later turn may ask for them (ContextKeeper's growing
-window). The dropped tokens become one compensation entry with as many votes as there were
-tokens (RazorAttention).
+one. R may be less of a short prompt, of which it would else be much. Generated tokens are kept
+because a later turn may ask for them (ContextKeeper's growing window). The dropped tokens become
+one compensation entry with as many votes as there were tokens (RazorAttention).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 # How many tokens are computed again where a request leaves a dropped span of competing heads, so
@@ -39,12 +40,23 @@ class DroppedSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalityRule:
-    """Sink, recent and branching windows, in tokens."""
+    """Sink, recent and branching windows, in tokens. recent_of: tokens of a turn's prompt for each
+    of its recent ones, of which there is one at least; 1: there are `recent_tokens` of any."""
 
     sink_tokens: int
     recent_tokens: int
     branch_recent_tokens: int
+    recent_of: int = 1
     compensation: bool = True
+
+    def recent(self, prompt_tokens: int) -> int:
+        """How many recent tokens a turn keeps whose prompt has so many."""
+        return min(self.recent_tokens, max(1, prompt_tokens // self.recent_of))
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of the shortest context of which something is dropped."""
+        return next(n for n in count(self.sink_tokens + 2) if self.dropped(0, n, n).num_tokens)
 
     def dropped(self, start: int, stop: int, prompt_stop: int) -> DroppedSpan:
         """What a node [start, stop) with prompt up to `prompt_stop` drops, as node offsets.
@@ -53,7 +65,7 @@ class LocalityRule:
         """
         prompt_stop = min(max(prompt_stop, start), stop)
         begin = max(self.sink_tokens, start) - start
-        end = max(prompt_stop - self.recent_tokens, start) - start
+        end = max(prompt_stop - self.recent(prompt_stop - start), start) - start
         if end - begin <= 1:
             return DroppedSpan(0, 0)
         return DroppedSpan(begin, end)

@@ -11,6 +11,7 @@ rules = st.builds(
     sink_tokens=st.integers(0, 60),
     recent_tokens=st.integers(1, 80),
     branch_recent_tokens=st.integers(0, 80),
+    recent_of=st.integers(1, 20),
 )
 
 
@@ -22,7 +23,7 @@ def test_sink_recent_and_generated_tokens_are_never_dropped(rule, start, prompt,
     must_stay = {
         p
         for p in range(start, stop)
-        if p < rule.sink_tokens or p >= start + prompt - rule.recent_tokens
+        if p < rule.sink_tokens or p >= start + prompt - rule.recent(prompt)
     }
     assert must_stay <= kept
 
@@ -34,7 +35,7 @@ def test_everything_else_is_dropped_unless_it_is_a_single_token(rule, start, pro
     droppable = [
         p
         for p in range(start, start + prompt)
-        if p >= rule.sink_tokens and p < start + prompt - rule.recent_tokens
+        if p >= rule.sink_tokens and p < start + prompt - rule.recent(prompt)
     ]
     assert span.num_tokens == (len(droppable) if len(droppable) > 1 else 0)
 
@@ -54,6 +55,20 @@ def test_a_cut_behind_the_span_keeps_enough_recent_tokens():
     assert not rule.can_split(span, 95)
     assert rule.can_split(span, 96)
     assert rule.can_split(span, 4)
+
+
+def test_a_short_prompt_keeps_fewer_recent_tokens():
+    rule = LocalityRule(sink_tokens=4, recent_tokens=16, branch_recent_tokens=0, recent_of=128)
+    recent = {tokens: rule.recent(tokens) for tokens in (1, 100, 255, 256, 2047, 2048, 100_000)}
+    assert recent == {1: 1, 100: 1, 255: 1, 256: 2, 2047: 15, 2048: 16, 100_000: 16}
+
+
+@given(rules)
+def test_a_context_of_the_least_tokens_is_the_shortest_that_drops_any(rule):
+    least = rule.least_tokens
+    shorter = (rule.dropped(0, tokens, tokens).num_tokens for tokens in range(least))
+    assert not any(shorter)
+    assert rule.dropped(0, least, least).num_tokens
 
 
 def test_a_prompt_beyond_the_node_counts_as_prompt_throughout():

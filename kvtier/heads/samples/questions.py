@@ -49,6 +49,5 @@ def middle_of(context_tokens: int, rule: LocalityRule) -> DroppedSpan:
     """What a locality head drops of a context. Raises SizeError when there is nothing to drop."""
     span = rule.dropped(0, context_tokens, context_tokens)
     if span.num_tokens == 0:
-        least = rule.sink_tokens + rule.recent_tokens + 2
-        raise SizeError("--len", f"contexts of at least {least} tokens", context_tokens)
+        raise SizeError("--len", f"contexts of at least {rule.least_tokens} tokens", context_tokens)
     return span

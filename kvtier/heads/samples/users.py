@@ -94,8 +94,7 @@ class _Line(NamedTuple):
         if list(context[: len(first)]) != list(first):
             context = [*first, *context]
         if rule.dropped(0, len(context), len(context)).num_tokens == 0:
-            least = rule.sink_tokens + rule.recent_tokens + 2
-            raise self.error("context", f"at least {least} tokens", len(context))
+            raise self.error("context", f"at least {rule.least_tokens} tokens", len(context))
         questions = []
         for index, pair in enumerate(given.questions):
             question = self._ids(f"questions[{index}].question", pair.question, encode)

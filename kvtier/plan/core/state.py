@@ -54,6 +54,7 @@ class Fleet(NamedTuple):
     sink: int
     recent: int
     branch_recent: int
+    recent_of: int
     retention: float
     page: int
     ca_share: float

@@ -102,7 +102,8 @@ def compress(world: World, fleet: Fleet, unit: int) -> int:
     units.compressed[unit] = True
     start, stop = units.start[unit], units.stop[unit]
     prompt = min(max(units.prompt[unit], start), stop)
-    begin, end = max(fleet.sink, start), max(prompt - fleet.recent, start)
+    recent = min(fleet.recent, max(1, (prompt - start) // fleet.recent_of))
+    begin, end = max(fleet.sink, start), max(prompt - recent, start)
     dropped = end - begin
     if dropped <= 1:
         return 0

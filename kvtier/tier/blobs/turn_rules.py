@@ -19,6 +19,7 @@ A node is compressed once, by the rule for what it is then, and may be cut after
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 from kvtier.errors import TierProtocolError
 from kvtier.retention.locality import DroppedSpan, LocalityRule
@@ -76,19 +77,25 @@ class TurnRules:
         """Whether the node's dropped span is the rule's, for the node as it is or before a cut; or
         nothing, where that would have saved nothing."""
         rule, start, node = self.locality, place.start, place.node
-        if span in (DroppedSpan(0, 0), rule.dropped(start, node.stop, node.prompt_stop)):
+        if span == DroppedSpan(0, 0):
             return True
         if span.begin != max(rule.sink_tokens - start, 0) or span.num_tokens < 2:
             return False
         if span.end == node.stop - start:
             return True
+        stops = self._prompt_stops(place, span)
+        if min(node.prompt_stop, node.stop) in stops:
+            return True
         behind = node.stop - start - span.end >= rule.branch_recent_tokens
         # Only of a prompt that was longer than the part the rule cannot tell any more.
-        return behind and node.stop <= self._prompt_stop(place, span) <= node.prompt_stop
+        return behind and any(node.stop <= stop <= node.prompt_stop for stop in stops)
 
-    def _prompt_stop(self, place: Place, span: DroppedSpan) -> int:
-        """Where the node's prompt ended when its span was dropped."""
-        return place.start + span.end + self.locality.recent_tokens
+    def _prompt_stops(self, place: Place, span: DroppedSpan) -> list[int]:
+        """Where the node's prompt may have ended when its span was dropped. It was as long as it
+        is, or longer, if the node was cut since."""
+        rule, end = self.locality, span.end
+        recent = range(rule.recent_tokens + 1)
+        return [place.start + end + some for some in recent if rule.recent(end + some) <= some]
 
     def _keeps(self, place: Place, span: DroppedSpan, begun: list[_Begun]) -> bool:
         """Whether CA heads may have kept so many of a dropped span."""
@@ -97,9 +104,8 @@ class TurnRules:
             return False
         # A node that begins inside the sink may have been cut from one that began before it.
         possible = begun if place.start <= self.locality.sink_tokens else begun[-1:]
-        for begin in possible:
-            prompt_tokens = self._prompt_stop(place, span) - begin.start
-            turn = Turn(prompt_tokens, span.num_tokens, begin.held)
+        for begin, stop in product(possible, self._prompt_stops(place, span)):
+            turn = Turn(stop - begin.start, span.num_tokens, begin.held)
             # What is before it may have been compressed later.
             least, most = self.share.bounds(turn, most_held=begin.start)
             if least <= kept <= whole_pages(most, span.num_tokens, self.page):

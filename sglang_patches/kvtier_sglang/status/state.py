@@ -61,6 +61,7 @@ def _policy(cache: KvtierRadixCache) -> dict[str, Any]:
         "heads_compete": isinstance(selection, AdaptiveSelection),
         "sink_tokens": rule.sink_tokens,
         "recent_tokens": rule.recent_tokens,
+        "recent_of": rule.recent_of,
         "compensation": rule.compensation,
         "share_rule": compressor.share.name,
         "share": _numbers(compressor.share),
