@@ -195,4 +195,21 @@ def unrotate(
     return torch.cat((back, rest), dim=-1)
 
 
-__all__ = ["Rotation", "key_difference", "leverage_scores", "select", "unrotate", "window_mass"]
+def turn(keys: torch.Tensor, by: Rotation, *, back: bool = False) -> torch.Tensor:
+    """Rotated keys `[heads, tokens, dim]` at other positions, in their dtype. by: of as many
+    positions as they move on, or back; a factor that it carries is theirs already."""
+    norm = (by.cos.float().square() + by.sin.float().square()).sqrt()
+    cos, sin = by.cos.float() / norm, by.sin.float() / norm
+    turned = unrotate(keys, cos, sin if back else -sin, interleaved=by.interleaved)
+    return turned.to(keys.dtype)
+
+
+__all__ = [
+    "Rotation",
+    "key_difference",
+    "leverage_scores",
+    "select",
+    "turn",
+    "unrotate",
+    "window_mass",
+]

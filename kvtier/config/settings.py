@@ -80,6 +80,15 @@ class Settings(BaseModel):
         "what is computed over a compressed beginning is less exact. never: a prompt that does not "
         "fit is refused.",
     )
+    reuse_behind_edits: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Whether what stood behind an edited text is taken from where it stood, its "
+        "keys turned to their new positions, instead of computed again. auto: where contexts are "
+        "compressed anyway.",
+    )
+    reuse_least_tokens: int = Field(
+        256, ge=64, description="Fewer equal tokens behind an edit are computed again."
+    )
     nll_stride: int = Field(
         4,
         ge=1,

@@ -57,4 +57,18 @@ def note_recomputed(req: Any, tokens: int, begin: int) -> None:
         req.kvtier_recomputed = tokens, begin
 
 
-__all__ = ["asks_exactly", "note_recomputed", "own_from", "recomputed_tokens", "wants_exact"]
+def moved_tokens(req: Any) -> int:
+    """Tokens of a request's context whose KV was computed behind other tokens."""
+    node = req.last_node
+    path = () if node is None else node.path()
+    return sum(len(one.key) for one in path if one.moved)
+
+
+__all__ = [
+    "asks_exactly",
+    "moved_tokens",
+    "note_recomputed",
+    "own_from",
+    "recomputed_tokens",
+    "wants_exact",
+]

@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.managers.schedule_policy import AddReqResult
+
 from kvtier_sglang import compat
-from kvtier_sglang.exact_requests import recomputed_tokens, wants_exact
+from kvtier_sglang.exact_requests import moved_tokens, recomputed_tokens, wants_exact
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.radix.cache import KvtierRadixCache
 
@@ -71,6 +73,45 @@ def admit_streaming(
     return fits(fewer) if fewer < total_tokens else found
 
 
+def stop_before_run(
+    original: Callable[..., Any],
+    adder: Any,
+    req: Any,
+    *,
+    host_hit_length: int,
+    has_chunked_req: bool = False,
+    **rest: Any,
+) -> Any:
+    """AROUND PrefillAdder._select_prefill_admission: a prefill stops where tokens begin that stood
+    behind an edit. What is cut is in chunks, of which SGLang has one request at a time."""
+    limit = adder.rem_chunk_tokens
+    tokens = _tokens_ahead(adder, req, req.prefix_len + host_hit_length)
+    if tokens is not None and limit is not None:
+        adder.rem_chunk_tokens = min(limit, tokens)
+    try:
+        found = original(
+            adder, req, host_hit_length=host_hit_length, has_chunked_req=has_chunked_req, **rest
+        )
+    finally:
+        adder.rem_chunk_tokens = limit
+    # The one before may have stopped with tokens of the pass left.
+    is_second = has_chunked_req or adder.new_chunked_req is not None
+    return AddReqResult.OTHER if is_second and getattr(found, "is_chunked", False) else found
+
+
+def stop_chunk_before_run(adder: Any, req: Any) -> None:
+    """BEFORE PrefillAdder.add_chunked_req: the same of a prefill that goes on."""
+    tokens = _tokens_ahead(adder, req, req.prefix_len)
+    if tokens is not None:
+        before = adder.chunked_req_limit
+        adder.chunked_req_limit = tokens if before is None else min(before, tokens)
+
+
+def _tokens_ahead(adder: Any, req: Any, position: int) -> int | None:
+    edits = getattr(adder.tree_cache, "edits", None)
+    return None if edits is None else edits.tokens_ahead(req.rid, position)
+
+
 def raise_limits(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """BEFORE Scheduler.get_init_info: prompts may be longer than the pool."""
     cache = scheduler.tree_cache
@@ -124,8 +165,8 @@ def report_recomputed(
     result: dict[str, int | str] | None, streamer: Any, req: Any
 ) -> dict[str, int | str] | None:
     """AFTER get_cached_tokens_details: the response's `cached_tokens_details` says how many cached
-    tokens were computed again for an exact answer, where there were any."""
-    tokens = recomputed_tokens(req)
-    if not tokens:
-        return result
-    return {"device": 0, "host": 0, **(result or {}), "kvtier_recomputed": tokens}
+    tokens were computed again for an exact answer, and how many were computed behind other text,
+    where there were any."""
+    told = {"kvtier_recomputed": recomputed_tokens(req), "kvtier_moved": moved_tokens(req)}
+    told = {name: tokens for name, tokens in told.items() if tokens}
+    return {"device": 0, "host": 0, **(result or {}), **told} if told else result

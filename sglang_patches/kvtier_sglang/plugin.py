@@ -72,6 +72,14 @@ def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]
             hooks.admit_streaming,
             around,
         ),
+        "sglang.srt.managers.schedule_policy.PrefillAdder._select_prefill_admission": (
+            hooks.stop_before_run,
+            around,
+        ),
+        "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req": (
+            hooks.stop_chunk_before_run,
+            before,
+        ),
         "sglang.srt.managers.scheduler.Scheduler.get_init_info": (hooks.raise_limits, before),
         "sglang.srt.managers.scheduler.Scheduler.init_req_max_new_tokens": (
             hooks.fit_exact,

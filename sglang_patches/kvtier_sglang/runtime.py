@@ -50,7 +50,10 @@ from kvtier_sglang.pool.allocator import BundleAllocator
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool, kvtier_pool
 from kvtier_sglang.pool.scales import KvScales
 from kvtier_sglang.pool.sizing import size_pool
+from kvtier_sglang.pool.turning import KeyTurner
 from kvtier_sglang.radix.cache import KvtierRadixCache
+from kvtier_sglang.radix.edits import Edits
+from kvtier_sglang.radix.tree import VariantRadixTree
 from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.refresh.refresher import (
     AdaptiveRefresher,
@@ -79,6 +82,7 @@ class Runtime:
         self.cache: KvtierRadixCache | None = None
         self.memory_source: MemorySource | None = None
         self.memories: Memories | None = None
+        self.turner: KeyTurner | None = None
 
     @cached_property
     def settings(self) -> Settings:
@@ -121,6 +125,13 @@ class Runtime:
         """Whether anything of a turn that has ended is dropped, by kvtier's cache."""
         _, radix = backends_are_ours()
         return radix and (self.settings.compacts or self.profile.ca_share < 1)
+
+    @property
+    def _reuses(self) -> bool:
+        """Whether what stood behind an edit is taken from there."""
+        _, radix = backends_are_ours()
+        asked = self.settings.reuse_behind_edits
+        return radix and (asked == "on" or (asked == "auto" and self._compresses))
 
     @property
     def _votes(self) -> int:
@@ -236,8 +247,10 @@ class Runtime:
         pool.scales = KvScales.of_model(runner.model, pool.layers, pool.dtype)
         keys, at = confirm(runner, pool)
         rotated: list[KeyRotation | None] = []
-        if pool.state is not None or self.memory_source is not None:
+        if pool.state is not None or self.memory_source is not None or self._reuses:
             rotated = rotations(runner.model, keys, at)
+        if self._reuses:
+            self.turner = KeyTurner(pool, rotated)
         if pool.state is not None:
             # Again, for a model that was no local directory at start-up, or a file that changed.
             check_documents(settings, self.profile.shape, runner.server_args)
@@ -340,8 +353,13 @@ class Runtime:
             memories=None if self.memories is None else self.memories.bank,
             compress_prefill=settings.compress_prefill,
             chunk_tokens=_chunk_tokens(ctx.server_args),
+            make_edits=None if self.turner is None else self._edits,
         )
         return self.cache
+
+    def _edits(self, tree: VariantRadixTree) -> Edits:
+        assert self.turner is not None, "an attention backend that turns no keys"
+        return Edits(tree, self.turner, self.settings.reuse_least_tokens)
 
     def _refresher(self, rule: RefreshRule, contexts: Contexts) -> Refresher:
         """What chooses the entries of a turn again, as `selection` keeps them."""

@@ -29,6 +29,8 @@ _LOOSE = {
     "head_profile": _paths,
     "curve": _paths,
     "compress_prefill": st.sampled_from(["auto", "always", "never"]),
+    "reuse_behind_edits": st.sampled_from(["auto", "on", "off"]),
+    "reuse_least_tokens": st.integers(64, 1000),
     "nll_stride": _counts,
     "memory": st.just("store") | _paths,
     "kernels": st.sampled_from(["auto", "reference", "triton", "flashinfer"]),

@@ -18,6 +18,8 @@ from kvtier.errors import ConfigurationError
         ({"kept_dtype": "int4", "head_budgets": "equal"}, "--kept-dtype"),
         ({"kept_dtype": "int4", "head_profile": "p.json"}, "--kept-dtype"),
         ({"compress_prefill": "often"}, "--compress-prefill"),
+        ({"reuse_behind_edits": "often"}, "--reuse-behind-edits"),
+        ({"reuse_least_tokens": 63}, "--reuse-least-tokens"),
         ({"no_such_setting": 1}, "--no-such-setting"),
         ({"memory": ""}, "--memory"),
         ({"scorer_pool_width": 2}, "--scorer-pool-width"),

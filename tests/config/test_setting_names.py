@@ -37,6 +37,8 @@ EXAMPLES = {
     "head_budgets": ("adaptive", {"retention": 0.5}),
     "kept_dtype": ("int4", {}),
     "compress_prefill": ("always", {}),
+    "reuse_behind_edits": ("off", {}),
+    "reuse_least_tokens": (300, {}),
     "nll_stride": (2, {}),
     "memory": ("memories", {}),
     "kernels": ("reference", {}),

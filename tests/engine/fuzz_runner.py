@@ -1,7 +1,8 @@
 """Random life of a server: `python fuzz_runner.py plan.json out.json`.
 
 plan: {"engine": {...}, "operations": int, "seed": int, "until"?: path, "fault"?: str,
-"longest"?: tokens of a prompt, "prefixes"?: [[...], ...], what half of the arrivals begin with,
+"longest"?: tokens of a prompt, "edits"?: whether half of those that are no forks have a text of
+theirs changed, "prefixes"?: [[...], ...], what half of the arrivals begin with,
 "done"?: [[counter, ...], ...]}.
 Operations are arrivals (half of them forks somewhere inside an earlier conversation), aborts, waits
 and flushes, with far more work in flight than the pools hold; it ends after that many, or once
@@ -37,6 +38,7 @@ class Fuzzer:
         self.engine = engine
         self.prefixes: list[list[int]] = plan.get("prefixes", [])
         self.longest: int = plan.get("longest", LONGEST_PROMPT)
+        self.edits: bool = plan.get("edits", False)
         self.rng = random.Random(plan["seed"])
         self.running: dict[str, asyncio.Task[Any]] = {}
         self.history: list[list[int]] = [self._tokens(self.longest - 300)]
@@ -65,6 +67,10 @@ class Fuzzer:
         if self.rng.random() < 0.5:
             base = base[: self.rng.randrange(len(base) + 1)]
             self.counts["forks"] += 1
+        elif self.edits and self.rng.random() < 0.5:
+            begin = self.rng.randrange(len(base) // 3)
+            gone, new = self.rng.randrange(60), self._tokens(self.rng.randrange(60))
+            base = base[:begin] + new + base[begin + gone :]
         elif self.prefixes and self.rng.random() < 0.5:
             base = self.rng.choice(self.prefixes)
         more = self._tokens(self.rng.randrange(1, self.longest * 2 // 7))

@@ -44,7 +44,9 @@ from kvtier_sglang.compression.selection import (
 )
 from kvtier_sglang.pool.allocator import BundleAllocator
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
+from kvtier_sglang.pool.turning import KeyTurner
 from kvtier_sglang.radix.cache import KvtierRadixCache
+from kvtier_sglang.radix.edits import Edits
 from kvtier_sglang.refresh.refresher import AdaptiveRefresher, ProfileRefresher
 from kvtier_sglang.refresh.trigger import TriggerRule
 from kvtier_sglang.refresh.turn_refresh import make_turn_refresh
@@ -88,8 +90,10 @@ class MiniScheduler:
         patience_s: float | None = None,
         adaptive: bool = False,
         bits: int | None = None,
+        reuse: int | None = None,
     ):
-        """adaptive: every head is CA, and heads compete for what is kept. bits: of its codes."""
+        """adaptive: every head is CA, and heads compete for what is kept. bits: of its codes.
+        reuse: least tokens of a run that is taken from behind an edit; None: none is."""
         merges = refresh is not None and refresh.merges
         self.pool = HeadPagedKVPool(
             size,
@@ -160,6 +164,9 @@ class MiniScheduler:
                 trigger=again,
                 make_refresher=make_refresher,
             ),
+            make_edits=None
+            if reuse is None
+            else lambda tree: Edits(tree, KeyTurner(self.pool, rotary), reuse),
         )
         # Columns that keep one entry for all, see `check_packed`.
         self.means = [] if adaptive else selection._means
@@ -219,6 +226,9 @@ class MiniScheduler:
     def extend(self, request: Request, tokens: int, *, decoding: bool = False) -> bool:
         """Compute `tokens` more of the request; False when memory is short even after eviction."""
         tokens = min(tokens, len(request.full_untruncated_fill_ids) - request.filled)
+        if self.tree.edits is not None:
+            ahead = self.tree.edits.tokens_ahead(request.rid, request.filled)
+            tokens = tokens if ahead is None else min(tokens, ahead)
         if tokens == 0:
             return True
         self.allocator.evict_to_free_tokens(self.tree, tokens)
@@ -267,7 +277,9 @@ class MiniScheduler:
         return torch.randn(shape, generator=generator)
 
     def checkpoint(self, request: Request) -> None:
+        request.extend_end = request.filled
         self.tree.checkpoint(request, up_to=request.filled)
+        request.filled = request.extend_end
 
     def decode(self, request: Request, token: int) -> bool:
         request.full_untruncated_fill_ids = request.full_untruncated_fill_ids + array("q", [token])

@@ -43,6 +43,7 @@ class Request:
     done: bool = False
     prefix_len: int = 0
     filled: int = 0
+    extend_end: int = 0
     restored: int = 0
 
     def __post_init__(self) -> None:

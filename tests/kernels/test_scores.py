@@ -17,6 +17,7 @@ from kvtier_kernels.scores import (
     _whitening,
     key_difference,
     leverage_scores,
+    turn,
     unrotate,
     window_mass,
 )
@@ -251,6 +252,32 @@ def test_unrotate_undoes_a_rotation(interleaved: bool, factor: float) -> None:
     back = unrotate(turned, cos, sin, interleaved=interleaved)
     torch.testing.assert_close(back, keys, rtol=1e-5, atol=1e-5)
     assert not math.isclose(float((turned - keys).abs().max()), 0)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("shift", [-30, -1, 1, 400])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_turned_keys_are_those_of_other_positions(
+    interleaved: bool, shift: int, dtype: torch.dtype
+) -> None:
+    """Whatever factor they carry."""
+    keys, factor = normal(6, 2, 50, 24), 1.3
+
+    def at(*positions: int) -> Rotation:
+        angles = torch.tensor(positions)[:, None] * torch.logspace(0, -3, 8)
+        return Rotation(angles.cos() * factor, angles.sin() * factor, interleaved)
+
+    def rotated(by: Rotation) -> torch.Tensor:
+        # Undone by the opposite angle, but for the factor.
+        back = unrotate(keys, by.cos, -by.sin, interleaved=interleaved)
+        back[..., :16] *= factor**2
+        return back.to(dtype)
+
+    first, moved = (range(begin, begin + 50) for begin in (40, 40 + shift))
+    turned = turn(rotated(at(*first)), at(abs(shift)), back=shift < 0)
+    assert turned.dtype == dtype
+    off = 1e-4 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(turned, rotated(at(*moved)), rtol=off, atol=off)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 500])

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.profile import HeadProfile, full_profile
 from kvtier.heads.reference.attention import Block
-from kvtier.heads.reference.rotation import rotation_of
+from kvtier.heads.reference.rotation import rotation_of, turned_keys
 from kvtier.heads.reference.session import (
     CHUNK_TOKENS,
     DEFAULT_RULE,
@@ -177,13 +177,18 @@ class AdaptiveSession(ScoredSession):
         self._feedback = None if bits is None else self.scorer.feedback()
         # Of every head, its entries' positions, block by block.
         self._positions: list[list[list[Tensor]]] = [[[] for _ in heads] for _ in layers]
+        # Of every block, the positions whose entries are coded.
+        self._coded: list[range] = []
 
     def cut(self, at: int) -> AdaptiveSession:
         """An independent session that has what this one keeps of its first `at` tokens: what a
         request reads that leaves this one's context at that position, or a window behind it."""
+        if self.bits is not None:
+            self._code_anew(at)
         other = copy.copy(self)
         other.num_tokens, other._pending = at, []
         other._by_head, other._positions = [], []
+        other._coded = [range(one.start, min(one.stop, at)) for one in self._coded]
         for layer, every in zip(self._by_head, self._positions, strict=True):
             caches, positions = [], []
             for cache, blocks in zip(layer, every, strict=True):
@@ -196,6 +201,48 @@ class AdaptiveSession(ScoredSession):
             other._positions.append(positions)
         other.forget()
         return other
+
+    def _code_anew(self, at: int) -> None:
+        """Make two blocks of that whose coded entries are on both sides of a cut: those behind it
+        begin in the middle of pages, and are coded anew."""
+        index = next((i for i, one in enumerate(self._coded) if one.start < at < one.stop), None)
+        if index is None:
+            return
+        coded = self._coded[index]
+        self._coded[index : index + 1] = [range(coded.start, at), range(at, coded.stop)]
+        for layer, every in enumerate(self._positions):
+            for head, blocks in enumerate(every):
+                settled = self._by_head[layer][head].settled
+                block, where = settled[index], blocks[index]
+                first = where < at
+                rest = self._recoded(
+                    block.k[:, ~first], block.v[:, ~first], where[~first], self._coded[index + 1],
+                    layer, head,
+                )  # fmt: skip
+                parts = [Block(block.k[:, first], block.v[:, first]), Block(*rest)]
+                settled[index : index + 1] = parts
+                blocks[index : index + 1] = [where[first], where[~first]]
+
+    def take(self, other: AdaptiveSession, begin: int, stop: int) -> None:
+        """Go on with what another session keeps of its tokens from `begin` to `stop`, their keys
+        turned to where they stand in this one. Between turns only."""
+        shift = self.num_tokens - begin
+        for layer, every in enumerate(other._positions):
+            for head, blocks in enumerate(every):
+                cache, theirs = self._by_head[layer][head], other._by_head[layer][head]
+                for block, at, coded in zip(theirs.settled, blocks, other._coded, strict=True):
+                    mine = (begin <= at) & (at < stop)
+                    k = turned_keys(self.model, layer, block.k[:, mine], shift)
+                    v, at = block.v[:, mine], at[mine]
+                    if self.bits is not None and (shift or begin > coded.start):
+                        k, v = self._recoded(k, v, at, coded, layer, head)
+                    cache.settled.append(Block(k, v))
+                    self._positions[layer][head].append(at + shift)
+        for coded in other._coded:
+            first, last = (min(max(at, begin), stop) for at in (coded.start, coded.stop))
+            self._coded.append(range(first + shift, last + shift))
+        self.num_tokens += stop - begin
+        self.forget()
 
     def kv_of_heads(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each head's entries, `[1, entries, dim]` each, between turns."""
@@ -244,31 +291,37 @@ class AdaptiveSession(ScoredSession):
                 mine = worth[:, held.start : held.stop]
                 chosen = adaptive_selection(mine.flatten(0, 1), keep, self._page)
                 kept[:, held.start : held.stop] = chosen.view(mine.shape)
+        coded = range(start, start)
+        if kept is not None and self.bits is not None:
+            coded = range(start + span.begin, start + span.end)
         for index, layer in enumerate(self._by_head):
             for head, cache in enumerate(layer):
                 stays = torch.ones(tokens, dtype=torch.bool)
                 if kept is not None:
                     stays[span.begin : span.end] = kept[index, head]
-                k, v = fresh[index][head]
-                if kept is not None and self.bits is not None:
-                    k, v = self._recoded(k, v, span, kept[index, head], index, head)
-                cache.settled.append(Block(k[:, stays], v[:, stays]))
-                self._positions[index][head].append(start + torch.nonzero(stays).squeeze(-1))
+                k, v = (side[:, stays] for side in fresh[index][head])
+                at = start + torch.nonzero(stays).squeeze(-1)
+                if coded:
+                    k, v = self._recoded(k, v, at, coded, index, head)
+                cache.settled.append(Block(k, v))
+                self._positions[index][head].append(at)
                 k, v = (side[:, tokens:] for side in every[index][head])
                 cache.fresh = [Block(k, v)] if k.shape[1] else []
         # A scorer whose scores compare remembers nothing of the prefill that would be kept here.
+        self._coded.append(coded)
         self.forget()
         self.turn_start = stop
 
     def _recoded(
-        self, k: Tensor, v: Tensor, span: DroppedSpan, kept: Tensor, layer: int, head: int
+        self, k: Tensor, v: Tensor, at: Tensor, coded: range, layer: int, head: int
     ) -> tuple[Tensor, Tensor]:
-        """The turn's KV of one head, with what is `kept` of the span as its codes have it."""
+        """One head's entries, which stand `at` these positions, with those of the positions that
+        are `coded` as their codes have them."""
         assert self.bits is not None, "entries that stay as they are"
         k, v = k.clone(), v.clone()
-        at = span.begin + torch.nonzero(kept).squeeze(-1)
+        those = (coded.start <= at) & (at < coded.stop)
         fed_back = None if self._feedback is None else self._feedback[layer, head : head + 1]
-        k[:, at], v[:, at] = recoded(k[:, at], v[:, at], self.bits, fed_back)
+        k[:, those], v[:, those] = recoded(k[:, those], v[:, those], self.bits, fed_back)
         return k, v
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvtier.errors import UnsupportedModelError
 from kvtier.heads.reference.attention import attending
-from kvtier_kernels.scores import Rotation, unrotate
+from kvtier_kernels.scores import Rotation, turn, unrotate
 
 # Positions that the repeated token stands at: enough for fast and slow pairs to turn.
 PROVING_TOKENS, STRIDE = 48, 7
@@ -149,6 +149,13 @@ def rotation_of(model: Any, layer: int, positions: Tensor) -> Rotation | None:
     """
     rotation = rotations_of(model)[layer]
     return None if rotation is None else rotation.at(positions)
+
+
+def turned_keys(model: Any, layer: int, keys: Tensor, shift: int) -> Tensor:
+    """A layer's rotated keys `[heads, tokens, dim]` as they would be so many positions further on,
+    rounded as they are."""
+    rotation = rotation_of(model, layer, torch.tensor([abs(shift)], device=keys.device))
+    return keys if rotation is None or not shift else turn(keys, rotation, back=shift < 0)
 
 
 @torch.inference_mode()

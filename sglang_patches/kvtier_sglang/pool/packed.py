@@ -40,7 +40,7 @@ from kvtier_kernels.codes import (
     decoded_entries,
     encode,
 )
-from kvtier_kernels.fp8 import raw, take
+from kvtier_kernels.fp8 import put, raw, take
 from kvtier_kernels.lists import ENTRY_BITS, PAGE_CELLS
 
 # What budgets are counted in is what kernels read.
@@ -173,6 +173,11 @@ class PackedSpan:
         cells = (pages[:, None] >> ENTRY_BITS) * PAGE + step
         return cells.flatten()[: self.counts[column]]
 
+    def of_tokens(self, begin: int, stop: int) -> torch.Tensor:
+        """bool `[entries]`: whether each is of one of these tokens."""
+        assert self.tokens is not None, "entries that stand for several tokens"
+        return (begin <= self.tokens) & (self.tokens < stop)
+
     @property
     def cells(self) -> torch.Tensor:
         """int64 `[entries]`: the cell of every entry, column by column."""
@@ -190,34 +195,36 @@ def slots_as_entries(kept: int) -> int:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Where a span is cut: behind its first `token` tokens. above, below: entries of every column
-    that are kept of these and of the others. page: entries of a page."""
+class Part:
+    """What is kept of some of a span's tokens, those from `begin` to `stop`. counts: entries of
+    every column. page: entries of a page."""
 
-    token: int
-    above: tuple[int, ...]
-    below: tuple[int, ...]
+    begin: int
+    stop: int
+    counts: tuple[int, ...]
     page: int
 
     @classmethod
-    def of(cls, span: PackedSpan, token: int) -> Cut:
+    def of(cls, span: PackedSpan, begin: int, stop: int) -> Part:
         """It asks the device."""
-        assert span.tokens is not None, "entries that stand for several tokens"
         kept = torch.tensor(span.counts)
         column = torch.arange(kept.numel()).repeat_interleave(kept)
-        above = torch.zeros_like(kept).index_add_(0, column, (span.tokens < token).long().cpu())
+        inside = span.of_tokens(begin, stop).long().cpu()
+        counts = torch.zeros_like(kept).index_add_(0, column, inside)
         page = PAGE if span.coded is None else span.coded.entries
-        return cls(token, tuple(above.tolist()), tuple((kept - above).tolist()), page)
+        return cls(begin, stop, tuple(counts.tolist()), page)
 
     @property
-    def slots(self) -> tuple[int, int]:
-        """Slots of the whole bundles that hold what is kept of each part."""
-        pages = (sum(-(-count // self.page) for count in part) for part in (self.above, self.below))
-        above, below = (PAGE * -(-some // len(self.above)) for some in pages)
-        return above, below
+    def slots(self) -> int:
+        """Of the whole bundles that hold it."""
+        pages = sum(-(-count // self.page) for count in self.counts)
+        return PAGE * -(-pages // len(self.counts))
 
 
 Entries = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+Turned = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
+"""(keys `[entries, dim]`, how many of each column) -> the keys as they would be elsewhere"""
 
 
 class PackedSpans:
@@ -308,34 +315,45 @@ class PackedSpans:
         return self._by_first.get(int(slots[0])) if self._by_first and slots.numel() else None
 
     def cut(
-        self, span: PackedSpan, cut: Cut, above: torch.Tensor, below: torch.Tensor
+        self, span: PackedSpan, first: Part, rest: Part, above: torch.Tensor, below: torch.Tensor
     ) -> torch.Tensor:
         """Make two spans of one that nobody is reading: of what is kept of its first tokens, in the
-        slots `above`, its own first ones, and of what is kept of the others, in `below`. Returns
-        the slots that are left over."""
-        assert span.tokens is not None, "entries that stand for several tokens"
-        first = span.tokens < cut.token
-        later = self.span(below, cut.below, span.tokens[~first] - cut.token, span.coded)
-        begun = self.span(above, cut.above, span.tokens[first], span.coded)
+        slots `above`, its own first ones, and of what is kept of the rest, in `below`. Returns the
+        slots that are left over."""
+        mine = span.of_tokens(first.begin, first.stop)
+        begun, later = self._part(span, first, above), self._part(span, rest, below)
         if span.coded is None:
-            self._move_parts(span.cells, first, begun, later)
+            self._move_parts(span.cells, mine, begun, later)
         else:
-            self._code_parts(span, first, begun, later)
+            self._code_parts(span, mine, begun, later)
         self.add(begun)
         self.add(later)
         return span.slots[above.numel() :]
 
-    def copy_beginning(self, span: PackedSpan, cut: Cut, slots: torch.Tensor) -> None:
-        """Make a span of copies, in these slots, of what a span keeps of its first tokens. Others
-        may be reading it, and go on."""
-        assert span.tokens is not None, "entries that stand for several tokens"
-        first = span.tokens < cut.token
-        begun = self.span(slots, cut.above, span.tokens[first], span.coded)
+    def copy(
+        self, span: PackedSpan, part: Part, slots: torch.Tensor, turned: Turned | None = None
+    ) -> None:
+        """Make a span of copies, in these slots, of what a span keeps of some of its tokens. Others
+        may be reading it, and go on. turned: what the copies' keys become; None: what they are."""
+        copied, those = self._part(span, part, slots), span.of_tokens(part.begin, part.stop)
         if span.coded is None:
-            self.cells.move(span.cells[first], begun.cells)
+            source, target = span.cells[those], copied.cells
+            self.cells.move(source, target)
+            if turned is not None:
+                put(self.cells.k, target, turned(take(self.cells.k, 0, target), part.counts))
+        elif part.begin == 0 and turned is None:
+            self._copy_codes(span, copied)
         else:
-            self._copy_codes(span, begun)
-        self.add(begun)
+            k, v = (side[those] for side in self.decoded(span))
+            k = k if turned is None else turned(k, part.counts)
+            self.code(copied, lambda numbers: (k[numbers], v[numbers]))
+        self.add(copied)
+
+    def _part(self, span: PackedSpan, part: Part, slots: torch.Tensor) -> PackedSpan:
+        """The span that a part of another becomes, in these slots."""
+        assert span.tokens is not None, "entries that stand for several tokens"
+        tokens = span.tokens[span.of_tokens(part.begin, part.stop)] - part.begin
+        return self.span(slots, part.counts, tokens, span.coded)
 
     def _move_parts(
         self, cells: torch.Tensor, first: torch.Tensor, begun: PackedSpan, later: PackedSpan
@@ -424,4 +442,12 @@ class PackedSpans:
             yield "slots are packed that are in no span, or the other way round"
 
 
-__all__ = ["Cells", "Cut", "PackedSpan", "PackedSpans", "bundles_first", "slots_as_entries"]
+__all__ = [
+    "Cells",
+    "PackedSpan",
+    "PackedSpans",
+    "Part",
+    "Turned",
+    "bundles_first",
+    "slots_as_entries",
+]

@@ -24,6 +24,7 @@ The parts are called from here and call nothing here but `refresh.Contexts`. Sch
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from kvtier_sglang.exact_requests import note_recomputed, own_from, wants_exact
 from kvtier_sglang.memory.bank import MemoryBank
 from kvtier_sglang.radix import prefix_nodes
 from kvtier_sglang.radix.contexts import compacted_context, offer_restored, pruned_ranges
+from kvtier_sglang.radix.edits import Edits
 from kvtier_sglang.radix.matching import cached_length
 from kvtier_sglang.radix.node import KvNode
 from kvtier_sglang.radix.restorer import Restorer, continues
@@ -63,6 +65,7 @@ class KvtierRadixCache(VariantRadixTree):
     ranks:        which decide together; None: this one alone.
     memories:     prefix memories that requests may begin with; None: none.
     compress_prefill, chunk_tokens: see Streaming.
+    make_edits:   how what stood behind an edit is reused; None: it is computed again.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class KvtierRadixCache(VariantRadixTree):
         memories: MemoryBank | None = None,
         compress_prefill: PrefillCompression = "never",
         chunk_tokens: int | None = None,
+        make_edits: Callable[[VariantRadixTree], Edits] | None = None,
     ) -> None:
         self.memories = memories
         self.compressor, self.tier = compressor, tier
@@ -88,6 +92,7 @@ class KvtierRadixCache(VariantRadixTree):
         super().__init__(params, compressor.rule, ranks or Ranks())
         self.streaming = Streaming(self, compressor, compress_prefill, chunk_tokens)
         self.allocator.prompt_slots = self.streaming.slots
+        self.edits = None if make_edits is None else make_edits(self)
         if tier is not None:
             self.restorer = Restorer(self, compressor, tier.codec, self.ranks)
             if make_refresh is not None:
@@ -195,6 +200,8 @@ class KvtierRadixCache(VariantRadixTree):
         """The request is gone: nothing is fetched or held for it any more."""
         self._matched.pop(rid, None)
         self._asks_exactly.discard(rid)
+        if self.edits is not None:
+            self.edits.forget(rid)
         for part in (self.tier, self.memories):
             if part is not None:
                 part.forget(rid)
@@ -231,6 +238,9 @@ class KvtierRadixCache(VariantRadixTree):
             return self._empty_match_result
         start = prefix_nodes.begin(self, self.memories, key, req)
         node, length = start.walk(self, key, exact_only=exact_only)
+        if self.edits is not None and req is not None and not exact_only:
+            node = self.edits.begin(req, key, node, length)
+            length = node.stop
         if exact_only:
             note_recomputed(req, cached_length(self.root_node, key) - length, length)
         return MatchResult(
@@ -325,6 +335,7 @@ class KvtierRadixCache(VariantRadixTree):
         req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, up_to)
         self.unlock(req.lock)
         req.lock, req.last_node = self.lock(node), node
+        self._go_on(req, node)
         changed = self.streaming.chunk_ended(req, node)
         if changed is not None:
             path, before = self.path_device_indices(node), slice(changed, node.start)
@@ -332,6 +343,26 @@ class KvtierRadixCache(VariantRadixTree):
             self.allocator.pool.moved.add(req.kv.req_pool_idx)
             if self.tier is not None:
                 self.tier.is_behind_a_drop(req.rid)
+
+    def _go_on(self, req: Any, node: KvNode) -> None:
+        """A request that is being prefilled goes on behind what stood behind an edit."""
+        if self.edits is None or req.finished() or wants_exact(req):
+            return
+        last = self.edits.go_on(req, _whole_key(req), node)
+        if last is node:
+            return
+        begin, stop = node.stop, last.stop
+        path = self.path_device_indices(last)
+        self.req_to_token_pool.write((req.kv.req_pool_idx, slice(begin, stop)), path[begin:stop])
+        self.allocator.pool.moved.add(req.kv.req_pool_idx)
+        req.kv.cache_protected_len = req.kv.cache_inserted_len = stop
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = stop
+        # SGLang's scheduler goes on from there.
+        req.extend_end = stop
+        self.unlock(req.lock)
+        req.lock, req.last_node = self.lock(last), last
+        if self.tier is not None:
+            self.tier.is_behind_a_drop(req.rid)
 
     @rank_consensus(same_params=["req.rid", "checkpointed"])
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
@@ -372,6 +403,11 @@ class KvtierRadixCache(VariantRadixTree):
             refresh = {} if self.refresh is None else self.refresh.report()
             report["tier"] = {**self.tier.report(), **self.restorer.counters, **refresh}
         return report
+
+
+def _whole_key(req: Any) -> RadixKey:
+    """Of all tokens that a request has so far."""
+    return RadixKey(req.full_untruncated_fill_ids, req.extra_key, cache_salt=req.cache_salt)
 
 
 __all__ = ["KvtierRadixCache"]

@@ -39,6 +39,8 @@ class Matching:
             if exact_only and not node.is_behind_a_drop and not child.exact:
                 # A restored copy, computed behind what another request had dropped.
                 usable = 0
+            if exact_only and child.moved:
+                usable = 0
             better = (
                 usable == reach and best is not None and _rank(child, usable) > _rank(best, reach)
             )
@@ -53,15 +55,20 @@ class Matching:
         # Inside the span, or behind it but too close: up to a window before that, or to the span's
         # end, if it can be cut there; else up to where it begins.
         begin, end = node.dropped
-        is_small = node.kept < SMALL_SHARE * (end - begin)
-        at = min(matched - (WIDE_CUT_WINDOW if is_small else CUT_WINDOW), end)
+        at = min(matched - cut_window(node), end)
         if begin + LEAST_CUT <= at and self.has_tokens(node):
             return at
         return min(matched, begin)
 
 
-def _rank(node: KvNode, usable: int) -> tuple[bool, bool]:
-    return node.exact, usable == len(node.key)
+def cut_window(node: KvNode) -> int:
+    """How many tokens before a cut in a node's dropped span are computed again."""
+    is_small = node.kept < SMALL_SHARE * node.dropped.num_tokens
+    return WIDE_CUT_WINDOW if is_small else CUT_WINDOW
+
+
+def _rank(node: KvNode, usable: int) -> tuple[bool, bool, bool]:
+    return node.exact, not node.moved, usable == len(node.key)
 
 
 def branch_points(node: KvNode, key: RadixKey, offset: int) -> set[int]:
@@ -87,4 +94,4 @@ def cached_length(root: KvNode, key: RadixKey) -> int:
     return longest
 
 
-__all__ = ["Matching", "branch_points", "cached_length"]
+__all__ = ["Matching", "branch_points", "cached_length", "cut_window"]

@@ -29,6 +29,7 @@ class KvNode(TreeNode):
     num_slots:      slots the node holds: its tokens, less what compression freed. The value of
                     a token without one is 0, SGLang's padding slot.
     exact:          its KV was computed with nothing before it dropped.
+    moved:          its KV was computed behind other tokens, and its keys turned to where it stands.
     choice:         how much of the dropped span anchored heads keep, and why; None where nothing
                     is dropped, or they keep all.
     kept_entries:   entries of the dropped span that an anchored head keeps, or a head on average;
@@ -58,6 +59,7 @@ class KvNode(TreeNode):
         self.branch_point = False
         self.num_slots = 0
         self.exact = True
+        self.moved = False
         self.choice: Choice | None = None
         self.kept_entries: int | None = None
         self.sent_tokens = self.restored_tokens = 0
@@ -90,6 +92,10 @@ class KvNode(TreeNode):
                 node = next(iter(node.children.values()), None)
             found.append(tokens)
         return found
+
+    def like(self, other: KvNode) -> bool:
+        """Whether both were computed as exactly."""
+        return (self.exact, self.moved) == (other.exact, other.moved)
 
     @property
     def kept(self) -> int:
@@ -145,7 +151,8 @@ class KvNode(TreeNode):
         """A new node of this one's first `at` tokens in these slots, without what it drops."""
         upper = KvNode(priority=self.priority)
         upper.start, upper.prompt_stop = self.start, self.prompt_stop
-        upper.compressed, upper.exact = self.compressed, self.exact
+        upper.compressed = self.compressed
+        upper.exact, upper.moved = self.exact, self.moved
         upper.key, upper.value = self.key[:at], value
         upper.num_slots = int(torch.count_nonzero(value))
         upper.sent_tokens = min(self.sent_tokens, at)

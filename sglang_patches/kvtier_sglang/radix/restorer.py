@@ -98,6 +98,7 @@ class Restorer:
                 if place.node.compressed:
                     freed = self.compressor.as_recorded(node, place.node)
                     self.tree.shrink(node, freed)
+                    self.tree.remember(node)
                 locks.append(self.tree.lock(node))
             # The run behind them: what is exact of it, and what is not.
             for stop in (landed.exact_stop, landed.stop):

@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +38,10 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from kvtier.retention.locality import DroppedSpan, LocalityRule
 from kvtier.retention.shares import PAGE
 from kvtier_sglang.pool.allocator import BundleAllocator
-from kvtier_sglang.pool.packed import Cut
+from kvtier_sglang.pool.packed import PackedSpan, PackedSpans, Part
+from kvtier_sglang.pool.turning import KeyTurner
 from kvtier_sglang.radix import accounts
+from kvtier_sglang.radix.index import TokenIndex
 from kvtier_sglang.radix.matching import Matching, branch_points
 from kvtier_sglang.radix.node import KvNode, descendants, same_tokens
 from kvtier_sglang.ranks import Ranks
@@ -57,6 +60,8 @@ class VariantRadixTree(RadixCache):
         self.ranks = ranks
         self.matching = Matching(rule, self._has_tokens)
         self.counters: Counter[str] = Counter(variants=0)
+        # Where tokens of compressed nodes stand; None where nobody asks.
+        self.index: TokenIndex | None = None
         super().__init__(params)
         # Slots that running requests have beside those of their nodes.
         self.private_slots = 0
@@ -75,9 +80,17 @@ class VariantRadixTree(RadixCache):
         root.lock_ref, root.hash_value = 1, []
         root.compressed = True
         self.root_node = root
+        if self.index is not None:
+            self.index.clear()
         self._empty_match_result = self._empty_match_result._replace(
             last_device_node=root, last_host_node=root, best_match_node=root
         )
+
+    @property
+    def kept_page(self) -> int:
+        """Entries of a page of what is kept."""
+        packed = self.allocator.pool.packed
+        return PAGE if packed is None else packed.page
 
     def hold_private(self, slots: int) -> None:
         """A running request got (or, below zero, gave back) slots beside those of its nodes."""
@@ -204,6 +217,14 @@ class VariantRadixTree(RadixCache):
         span = packed.of(node.value[node.dropped.begin :])
         return span is not None and span.tokens is not None
 
+    def _packed(self, node: KvNode) -> tuple[PackedSpans, PackedSpan]:
+        """What is kept of a node's dropped span."""
+        packed = self.allocator.pool.packed
+        assert packed is not None, "a dropped span in a pool that does not pack"
+        span = packed.of(node.value[node.dropped.begin :])
+        assert span is not None, "a dropped span that is not packed"
+        return packed, span
+
     def _make_free(self, slots: int) -> bool:
         """Evict what is needed for so many free slots. False where all that may go is too little:
         nothing goes then. A request that waits asks in every round."""
@@ -214,13 +235,12 @@ class VariantRadixTree(RadixCache):
     def _cut_span(self, node: KvNode, at: int) -> bool:
         """Cut what is kept of a node's dropped span at this offset; False where there is no room.
         Then the node can be split there."""
-        packed, (begin, end) = self.allocator.pool.packed, node.dropped
-        assert packed is not None, "a dropped span in a pool that does not pack"
-        span = packed.of(node.value[begin:])
-        assert span is not None, "a dropped span that is not packed"
-        cut = Cut.of(span, at - begin)
+        begin, end = node.dropped
+        packed, span = self._packed(node)
+        first, rest = (Part.of(span, 0, at - begin), Part.of(span, at - begin, end - begin))
         # The ranks' heads keep different numbers, and all ranks the same slots.
-        above, below = (max(x) for x in zip(*self.ranks.every(cut.slots), strict=True))
+        every = self.ranks.every((first.slots, rest.slots))
+        above, below = (max(slots) for slots in zip(*every, strict=True))
         if not 0 < above <= min(at - begin, span.slots.numel()) or not 0 < below <= end - at:
             return False
         lock = self.lock(node)
@@ -228,7 +248,7 @@ class VariantRadixTree(RadixCache):
         self.unlock(lock)
         if slots is None:
             return False
-        left = packed.cut(span, cut, span.slots[:above].clone(), slots)
+        left = packed.cut(span, first, rest, span.slots[:above].clone(), slots)
         for part, place in ((span.slots[:above], slice(begin, at)), (slots, slice(at, end))):
             node.value[place] = 0
             node.value[place][: part.numel()] = part
@@ -241,45 +261,80 @@ class VariantRadixTree(RadixCache):
         """Copy what is kept of a node up to this offset, inside its dropped span: while requests
         read the node it stays as it is. Returns the copy, a variant beside it; None where there is
         no room."""
-        packed, (begin, _) = self.allocator.pool.packed, node.dropped
-        assert packed is not None, "a dropped span in a pool that does not pack"
-        span = packed.of(node.value[begin:])
-        assert span is not None, "a dropped span that is not packed"
-        cut = Cut.of(span, at - begin)
-        above = max(here for here, _ in self.ranks.every(cut.slots))
-        if not 0 < above <= at - begin:
+        value = self.copied(node, 0, at)
+        if value is None:
             return None
-        room = self._make_free(begin + above)
-        slots = self.allocator.alloc_bundles(above) if room else None
-        exact = None if slots is None else self.allocator.alloc(begin)
-        if slots is None or exact is None:
-            if slots is not None:
-                self.allocator.free(slots)
-            return None
-        self.allocator.pool.move_kv_cache(exact, node.value[:begin])
-        packed.copy_beginning(span, cut, slots)
-        value = torch.zeros_like(node.value[:at])
-        value[:begin], value[begin : begin + above] = exact, slots
         copy = node.beginning(at, value)
-        copy.dropped, copy.choice = DroppedSpan(begin, at), node.choice
-        copy.keep_what_is_held(packed.page)
+        copy.dropped, copy.choice = DroppedSpan(node.dropped.begin, at), node.choice
+        copy.keep_what_is_held(self.kept_page)
         node.parent.attach(copy)
+        self.remember(copy)
         self.evictable_size_ += copy.num_slots
         self._update_leaf_status(copy)
         self.counters["copied_beginnings"] += 1
         return copy
 
+    def copied(
+        self, node: KvNode, begin: int, stop: int, turner: KeyTurner | None = None, shift: int = 0
+    ) -> torch.Tensor | None:
+        """Copy what is kept of a node's tokens between these offsets, whoever reads it, its keys
+        turned to where they stand that are so many positions further on. Returns the copies' slots,
+        one for each token as in `value`; None where there is no room."""
+        first, last = (min(max(at, begin), stop) for at in node.dropped)
+        part = packed = span = None
+        bundles = 0
+        if last > first:
+            packed, span = self._packed(node)
+            part = Part.of(span, first - node.dropped.begin, last - node.dropped.begin)
+            bundles = max(self.ranks.every(part.slots))
+            if not 0 < bundles <= last - first:
+                return None
+        dense = torch.cat((node.value[begin:first], node.value[last:stop]))
+        lock = self.lock(node)
+        slots = exact = None
+        if self._make_free(bundles + dense.numel()):
+            slots = self.allocator.alloc_bundles(bundles) if bundles else dense[:0]
+            exact = None if slots is None else self.allocator.alloc(dense.numel())
+        self.unlock(lock)
+        if slots is None or exact is None:
+            if slots is not None:
+                self.allocator.free(slots)
+            return None
+        self.allocator.pool.move_kv_cache(exact, dense)
+        turned = None
+        if turner is not None and shift:
+            turner.slots(exact, shift)
+            turned = partial(turner.entries, shift=shift)
+        if packed is not None and span is not None and part is not None:
+            packed.copy(span, part, slots, turned)
+        value = torch.zeros_like(node.value[begin:stop])
+        value[: first - begin], value[last - begin :] = exact.split([first - begin, stop - last])
+        value[first - begin : first - begin + bundles] = slots
+        return value
+
     def _split_node(self, key: RadixKey, child: KvNode, split_len: int) -> KvNode:
         """Cut `child` at an offset, inside its dropped span where `_cut_span` was there before; the
         upper part is a new node."""
         parent = child.parent
+        self.forget(child)
         child.detach()
-        packed = self.allocator.pool.packed
-        upper = child.cut(split_len, PAGE if packed is None else packed.page)
+        upper = child.cut(split_len, self.kept_page)
         parent.attach(upper)
         upper.attach(child)
         self._update_leaf_status(upper)
+        for node in (upper, child):
+            self.remember(node)
         return upper
+
+    def remember(self, node: KvNode) -> None:
+        """What is kept of a node may be found by its tokens, if it is compressed."""
+        if self.index is not None and node.compressed and node.num_slots:
+            self.index.add(node)
+
+    def forget(self, node: KvNode) -> None:
+        """It may be found no more."""
+        if self.index is not None:
+            self.index.remove(node)
 
     def merge_upwards(self, node: KvNode) -> KvNode:
         """Merge `node` with the chain of ancestors that chunked prefill cut it from.
@@ -310,7 +365,7 @@ class VariantRadixTree(RadixCache):
         """
         siblings = node.parent.siblings[node.key.child_key()]
         copies = (n for n in siblings if n is not node and same_tokens(n, node))
-        older = next((n for n in copies if n.compressed and n.exact == node.exact), None)
+        older = next((n for n in copies if n.compressed and n.like(node)), None)
         if older is None:
             return
         older.hit_count += node.hit_count
@@ -372,6 +427,7 @@ class VariantRadixTree(RadixCache):
             self.protected_size_ -= slots
 
     def _delete_leaf(self, node: KvNode) -> None:
+        self.forget(node)
         node.detach()
         self.evictable_size_ -= node.num_slots
         self.evictable_leaves.discard(node)
@@ -386,6 +442,7 @@ class VariantRadixTree(RadixCache):
         slots are the caller's, and so are the accounts (`recount`)."""
         removed = [node for node in self.nodes() if node.id >= first_id]
         for node in removed:
+            self.forget(node)
             node.detach()
             self.evictable_leaves.discard(node)
         for parent in {node.parent for node in removed if node.parent.id < first_id}:

@@ -17,6 +17,7 @@ def compress_node(
     node = tree.merge_upwards(node)
     held = (one.entries for one in node.parent.path())
     tree.shrink(node, end(node, held))
+    tree.remember(node)
     return node
 
 

@@ -17,7 +17,7 @@ from kvtier_kernels.codes import coded_shape, recoded
 from kvtier_sglang.attention.lists import RequestLists
 from kvtier_sglang.compression.selection import AdaptiveSelection
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
-from kvtier_sglang.pool.packed import Cut, PackedSpan
+from kvtier_sglang.pool.packed import PackedSpan, Part
 
 LAYERS, HEADS, GROUP, DIM, BITS = 2, 3, 2, 16, 4
 SHAPE = ModelShape(
@@ -89,13 +89,13 @@ def test_a_cut_leaves_the_first_codes_as_they_were(seed, at, again):
     next_free = PAGE + 400 + PAGE - (PAGE + 400) % PAGE
     for token in (at, again):
         before = by_column(pool, span)
-        cut = Cut.of(span, token)
-        above, below = cut.slots
+        parts = Part.of(span, 0, token), Part.of(span, token, 400)
+        above, below = (part.slots for part in parts)
         if not above or above > span.slots.numel() or not below:
             return
         slots = torch.arange(next_free, next_free + below)
         first = span.tokens.split(span.counts)
-        left = pool.packed.cut(span, cut, span.slots[:above].clone(), slots)
+        left = pool.packed.cut(span, *parts, span.slots[:above].clone(), slots)
         assert above + left.numel() == span.slots.numel()
         pool.packed.forget(left)
         span, later = (pool.packed.of(x) for x in (span.slots[:above], slots))

@@ -34,13 +34,14 @@ def test_every_slot_is_accounted_for_after_hundreds_of_random_operations(
     ("settings", "chunk", "done"),
     [
         ({}, 256, ("cut_spans", "copied_beginnings")),
+        ({"KVTIER_REUSE_LEAST_TOKENS": "64"}, 256, ("moved_tokens",)),
         (
             {"KVTIER_COMPRESS_PREFILL": "always", "KVTIER_KEPT_DTYPE": "int4"},
             64,
             ("streamed_chunks",),
         ),
     ],
-    ids=["cut", "coded and streamed"],
+    ids=["cut", "edited", "coded and streamed"],
 )
 def test_every_slot_is_accounted_for_where_heads_compete_over_a_tier(
     tmp_path, settings, chunk, done
@@ -58,13 +59,16 @@ def test_every_slot_is_accounted_for_where_heads_compete_over_a_tier(
         env["KVTIER_TIER"] = tier.address
         state = live(
             *(tmp_path, operations, 9, env, 2800, [done, ["restored_requests"]]),
+            edits=True,
             **{"max_total_tokens": 8000, "chunked_prefill_size": chunk},
         )
     assert sum(state.get(name, 0) for name in done) > 0
     assert state["tier"]["restored_requests"] > 0
 
 
-def live(tmp_path, operations, seed, settings, longest=700, done=(), **engine) -> dict:
+def live(
+    tmp_path, operations, seed, settings, longest=700, done=(), *, edits=False, **engine
+) -> dict:
     """The state after a random life under SGLang's strict checks of its memory."""
     plan = {
         "engine": {
@@ -77,6 +81,7 @@ def live(tmp_path, operations, seed, settings, longest=700, done=(), **engine) -
         "operations": operations,
         "longest": longest,
         "seed": seed,
+        "edits": edits,
         "done": done,
     }
     env = {**RULE_ENV, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", **settings}

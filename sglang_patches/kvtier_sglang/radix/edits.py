@@ -1,0 +1,162 @@
+"""What stood behind a text that was edited goes on behind the new one.
+
+    the tree has   [ system | clock 9:41 | turn 1 | turn 2 | turn 3 ]
+    request        [ system | clock 9:57 | turn 1 | note   | turn 3 | turn 4 ]
+
+    matched        [ system ]
+    computed                [ clock 9:57 ]
+    copied                               [ turn 1 ]                              keys turned
+    computed                                      [ note ]
+    copied                                               [ turn 3 ]
+    computed                                                      [ turn 4 ]
+
+The request's prefill stops where a run of tokens begins that the tree holds elsewhere (index.py).
+Entries that are kept of the run are copied behind what was computed, with their keys rotated by as
+much as the run has moved, and the prefill goes on behind them. Such nodes are `moved`: they have
+seen the text that is gone, so no request that wants exact KV enters them.
+
+Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from kvtier.retention.locality import DroppedSpan
+from kvtier_sglang.pool.turning import KeyTurner
+from kvtier_sglang.radix.index import Run, TokenIndex
+from kvtier_sglang.radix.matching import cached_length, cut_window
+from kvtier_sglang.radix.node import KvNode
+from kvtier_sglang.radix.tree import VariantRadixTree
+
+# Fewer tokens of a dropped span are not copied, but computed.
+LEAST_PART = 64
+
+
+class Piece(NamedTuple):
+    """Tokens of a node between two offsets, of which something may be copied."""
+
+    node: KvNode
+    begin: int
+    stop: int
+
+    @property
+    def may_be_copied(self) -> bool:
+        first, last = (min(max(at, self.begin), self.stop) for at in self.node.dropped)
+        is_short = 0 < last - first < min(LEAST_PART, self.node.dropped.num_tokens)
+        return self.node.compressed and self.node.num_slots > 0 and not is_short
+
+
+class Edits:
+    """See the module docstring. least: tokens of a run that is worth it."""
+
+    def __init__(self, tree: VariantRadixTree, turner: KeyTurner, least: int) -> None:
+        self._tree, self._turner, self._least = tree, turner, least
+        self._rule = tree.matching.rule
+        tree.index = self._index = TokenIndex()
+        # Of requests that wait or are prefilled: where runs begin that are ahead of them.
+        self._ahead: dict[str, list[int]] = {}
+
+    def begin(self, req: Any, key: RadixKey, node: KvNode, length: int) -> KvNode:
+        """A request matched `key` up to a node. Look for what it may go on with; the node that it
+        begins behind."""
+        begin = max(length, cached_length(self._tree.root_node, key))
+        self._ahead[req.rid] = [run.begin for run in self._runs(key, begin)]
+        return self._go_on(req.rid, key, node)
+
+    def forget(self, rid: str) -> None:
+        self._ahead.pop(rid, None)
+
+    def tokens_ahead(self, rid: str, position: int) -> int | None:
+        """How many tokens a request has to compute from this position on before the next run; None
+        where there is none ahead."""
+        ahead = self._ahead.get(rid, ())
+        return next((begin - position for begin in ahead if begin > position), None)
+
+    def go_on(self, req: Any, key: RadixKey, node: KvNode) -> KvNode:
+        """A request was computed up to a node. Copy the run that begins there, if there still is
+        one; the node that the request goes on behind."""
+        return self._go_on(req.rid, key[: len(key) - 1], node)
+
+    def _go_on(self, rid: str, key: RadixKey, node: KvNode) -> KvNode:
+        while node.stop in self._ahead.get(rid, ()):
+            run = next(iter(self._runs(key, node.stop)), None)
+            if run is None or run.begin != node.stop:
+                break
+            last = self._copy(node, key, run)
+            if last is node:
+                break
+            node = last
+        return node
+
+    def _runs(self, key: RadixKey, begin: int) -> Iterator[Run]:
+        for run in self._index.runs(key, begin, self._least):
+            pieces = _pieces(run)
+            while pieces and not pieces[0].may_be_copied:
+                pieces.pop(0)
+            if not pieces:
+                continue
+            first = pieces[0]
+            run = run._replace(begin=first.node.start + first.begin + run.shift)
+            last = pieces[-1]
+            if last.stop < len(last.node.key) and not self._rule.can_split(
+                last.node.dropped, last.stop
+            ):
+                # What follows wants the newest tokens before it, as behind any other cut.
+                run = run._replace(stop=run.stop - cut_window(last.node))
+            copied = list(takewhile(lambda piece: piece.may_be_copied, _pieces(run)))
+            if copied:
+                run = run._replace(stop=copied[-1].node.start + copied[-1].stop + run.shift)
+                if run.stop - run.begin >= self._least:
+                    yield run
+
+    def _copy(self, node: KvNode, key: RadixKey, run: Run) -> KvNode:
+        """Hang copies of a run's tokens behind a node; the last of them."""
+        tree = self._tree
+        locks = [tree.lock(run.node)]
+        for piece in _pieces(run):
+            part = key[node.stop : piece.node.start + piece.stop + run.shift]
+            known = (one for one in node.children.values() if one.moved)
+            copy = next((one for one in known if one.key.token_ids == part.token_ids), None)
+            if copy is None:
+                value = tree.copied(piece.node, piece.begin, piece.stop, self._turner, run.shift)
+                if value is None:
+                    break
+                copy = self._hang(node, part, value, piece, run.shift)
+            node = copy
+            locks.append(tree.lock(node))
+        for lock in reversed(locks):
+            tree.unlock(lock)
+        return node
+
+    def _hang(self, parent: KvNode, key: RadixKey, value: Any, piece: Piece, shift: int) -> KvNode:
+        tree, source = self._tree, piece.node
+        node = tree.hang(parent, key, value, source.priority, source.prompt_stop + shift)
+        node.compressed, node.exact, node.moved = True, False, True
+        first, last = (min(max(at, piece.begin), piece.stop) for at in source.dropped)
+        tree.shrink(node, len(key) - int((value > 0).sum()))
+        if last > first:
+            node.dropped = DroppedSpan(first - piece.begin, last - piece.begin)
+            node.choice = source.choice
+            node.keep_what_is_held(tree.kept_page)
+        tree.remember(node)
+        tree.counters["moved_tokens"] += len(key)
+        return node
+
+
+def _pieces(run: Run) -> list[Piece]:
+    """What the nodes of a run's path have of it, first to last."""
+    begin, stop = run.begin - run.shift, run.stop - run.shift
+    found = []
+    for node in run.node.path():
+        part = Piece(node, max(begin - node.start, 0), min(stop, node.stop) - node.start)
+        if part.stop > part.begin:
+            found.append(part)
+    return found[::-1]
+
+
+__all__ = ["Edits"]

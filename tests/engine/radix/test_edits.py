@@ -1,0 +1,228 @@
+"""What the tree holds of a text that was edited: found, copied, and told apart."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import packed_checks
+import pytest
+import tree_harness
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from thorough import THOROUGH
+from tree_harness import MiniScheduler, matched, run_turn
+from tree_requests import context, random_tokens
+
+from kvtier.retention.shares import FixedShare
+from kvtier_sglang.radix import edits, index, matching
+from kvtier_sglang.radix.index import TokenIndex
+from kvtier_sglang.radix.node import KvNode
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Windows for contexts of some hundred tokens, and KV that is of a token whatever is before
+    it."""
+    for name, tokens in (("CUT_WINDOW", 4), ("WIDE_CUT_WINDOW", 8), ("LEAST_CUT", 6)):
+        monkeypatch.setattr(matching, name, tokens)
+    for name, tokens in (("WINDOW", 6), ("SAMPLED", 2)):
+        monkeypatch.setattr(index, name, tokens)
+    monkeypatch.setattr(edits, "LEAST_PART", 16)
+    for module in (packed_checks, tree_harness):
+        monkeypatch.setattr(module, "digest", lambda tokens: float(tokens[-1]))
+
+
+def scheduler(reuse: int | None = 24, **settings) -> MiniScheduler:
+    share = FixedShare(0.4)
+    return MiniScheduler(**{"size": 2000, "share": share, "adaptive": True} | settings, reuse=reuse)
+
+
+def test_what_stood_behind_an_edit_is_not_computed_again(small):
+    s = scheduler()
+    old = context(300)
+    run_turn(s, old, [1, 2])
+    edited = [*old[:100], 77, 78, 79, *old[120:], *context(20, seed=5)]
+    request = s.admit(edited)
+    assert request.prefix_len == 96, "a window before the edit is computed again"
+    s.extend(request, 1000)
+    assert request.filled == 103, "the run begins here"
+    s.checkpoint(request)
+    assert request.filled == 103 + 180
+    s.check()
+    assert s.extend(request, 1000)
+    s.release(request, checkpoint=True)
+    s.check()
+    assert s.tree.counters["moved_tokens"] == 180
+
+
+def test_what_stood_behind_a_text_that_was_taken_out_is_matched_at_once(small):
+    s = scheduler()
+    first, second = context(120), context(150, seed=1)
+    run_turn(s, first, [1, 2])
+    run_turn(s, [*first, 1, 2, *second], [3, 4])
+    third = context(100, seed=2)
+    run_turn(s, [*first, 1, 2, *second, 3, 4, *third], [5])
+    shorter = [*first, 1, 2, *third, 5, *context(9, seed=3)]
+    request = s.admit(shorter)
+    assert request.prefix_len == 122 + 101
+    s.release(request, checkpoint=False)
+    # The next one matches the copies.
+    before = s.tree.counters["moved_tokens"]
+    request = s.admit(shorter)
+    assert (request.prefix_len, s.tree.counters["moved_tokens"]) == (223, before)
+    s.check()
+
+
+def test_a_request_that_wants_exact_kv_takes_nothing_that_moved(small):
+    s = scheduler()
+    old = context(300)
+    run_turn(s, old, [1])
+    edited = [77, *old[20:], *context(20, seed=5)]
+    run_turn(s, edited, [2])
+    assert s.tree.counters["moved_tokens"] > 0
+    asked = s.admit(edited, return_logprob=True, logprob_start_len=len(edited) - 1)
+    assert asked.prefix_len == 1
+    s.release(asked, checkpoint=False, aborted=True)
+    s.check()
+
+
+@pytest.mark.parametrize("other", [{"extra_key": "b"}, {"cache_salt": "b"}])
+def test_nothing_is_found_in_another_namespace(small, other):
+    s = scheduler()
+    old = context(300)
+    run_turn(s, old, [1])
+    run_turn(s, [77, *old[20:], 5], [2], **other)
+    assert s.tree.counters["moved_tokens"] == 0
+
+
+def test_without_reuse_everything_behind_an_edit_is_computed(small):
+    s = scheduler(reuse=None)
+    old = context(300)
+    run_turn(s, old, [1])
+    request = s.admit([77, *old[20:], 5])
+    assert request.prefix_len == 0
+    s.extend(request, 1000)
+    assert request.filled == 282
+
+
+@given(
+    paths=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=80), min_size=1, max_size=4),
+    edit=st.tuples(st.integers(0, 80), st.integers(0, 80), st.lists(st.integers(0, 2), max_size=9)),
+    where=st.integers(0, 3),
+    least=st.integers(6, 30),
+)
+def test_runs_are_found_wherever_they_stand(paths, edit, where, least):
+    """As many tokens as a search of all places finds, where every window is remembered."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index, "WINDOW", 6)
+        patch.setattr(index, "SAMPLED", 1)
+        patch.setattr(index, "MOST_COMPARED", 1000)
+        root, known = KvNode(), TokenIndex()
+        for ids in paths:
+            parent = root
+            for part in (ids[: len(ids) // 2], ids[len(ids) // 2 :]):
+                if part:
+                    parent = hang(parent, part, known)
+        base, (begin, stop, new) = paths[where % len(paths)], edit
+        request = [*base[:begin], *new, *base[begin + stop :]]
+        at = 0
+        for run in known.runs(key(request), 0, least):
+            assert at <= run.begin < run.stop <= len(request)
+            assert run.stop - run.begin >= least
+            nodes = reversed(list(run.node.path()))
+            path = [token for node in nodes for token in node.key.token_ids]
+            there = slice(run.begin - run.shift, run.stop - run.shift)
+            assert path[there] == request[run.begin : run.stop]
+            assert longest(paths, request[at : run.begin]) < least or run.begin == at
+            at = run.stop
+        assert longest(paths, request[at:]) < least
+
+
+def longest(paths: list[list[int]], ids: list[int]) -> int:
+    """Tokens of the longest part of `ids` that a path has."""
+    found = 0
+    for begin in range(len(ids)):
+        while any(
+            ids[begin : begin + found + 1] == path[at : at + found + 1]
+            for path in paths
+            for at in range(len(path) - found)
+        ) and begin + found < len(ids):
+            found += 1
+    return found
+
+
+def key(ids: list[int]) -> RadixKey:
+    return RadixKey(array("q", ids))
+
+
+def hang(parent: KvNode, ids: list[int], known: TokenIndex) -> KvNode:
+    node = KvNode()
+    node.key, node.start = key(ids), parent.stop if parent.parent is not None else 0
+    parent.attach(node)
+    known.add(node)
+    return node
+
+
+@pytest.mark.parametrize("bits", [None, 8], ids=["entries", "codes"])
+@pytest.mark.parametrize("seed", range(8 if THOROUGH else 2))
+def test_nothing_leaks_in_500_random_operations_with_edits(small, seed, bits):
+    """Arrivals of edited contexts, chunks, decodes, ends, aborts, evictions, in a pool too small;
+    every invariant after every operation, among them that each entry is of its token."""
+    rng = random.Random(seed)
+    s = scheduler(size=900, bits=bits)
+    history = [random_tokens(rng, 120)]
+    for _ in range(500):
+        operation = rng.random()
+        if operation < 0.3 or not s.running:
+            prompt = edited_at_random(rng, rng.choice(history[-8:]))
+            s.admit(prompt[:400])
+        elif operation < 0.6:
+            request = rng.choice(s.running)
+            if s.extend(request, rng.randrange(1, 200)):
+                s.checkpoint(request)
+        elif operation < 0.75:
+            request = rng.choice(s.running)
+            if request.filled == len(request.full_untruncated_fill_ids):
+                s.decode(request, rng.randrange(3))
+        elif operation < 0.95:
+            request = rng.choice(s.running)
+            complete = request.filled == len(request.full_untruncated_fill_ids)
+            s.release(request, checkpoint=complete, aborted=rng.random() < 0.5)
+            if complete:
+                history.append(list(request.full_untruncated_fill_ids))
+        else:
+            s.tree.evict(EvictParams(num_tokens=rng.randrange(1, 200)))
+        s.check()
+    assert s.tree.counters["moved_tokens"] > 0
+    while s.running:
+        s.release(s.running[0], checkpoint=False)
+    s.tree.evict(EvictParams(num_tokens=10_000))
+    s.check()
+    assert s.allocator.available_size() == s.allocator.size
+    assert s.tree.index._places == s.tree.index._hashes == {}
+
+
+def edited_at_random(rng: random.Random, base: list[int]) -> list[int]:
+    """Up to three texts changed, put in, or taken out, and a new end."""
+    for _ in range(rng.randrange(4)):
+        begin = rng.randrange(len(base) + 1)
+        new, gone = random_tokens(rng, rng.randrange(8)), rng.randrange(30)
+        base = [*base[:begin], *new, *base[begin + gone :]]
+    return [*base, *random_tokens(rng, rng.randrange(1, 60))]
+
+
+def test_a_run_is_copied_once_for_two_requests(small):
+    s = scheduler()
+    old = context(300)
+    run_turn(s, old, [1])
+    edited = [*old[:100], 77, *old[120:], 5]
+    one, two = s.admit(edited), s.admit(edited)
+    for request in (one, two):
+        s.extend(request, 1000)
+        s.checkpoint(request)
+    assert s.tree.counters["moved_tokens"] == 180
+    s.check()
+    assert matched(s, edited) == 281

@@ -1,0 +1,129 @@
+"""Requests whose text was edited, in the real engine: what stood behind the edit is copied with its
+keys turned, and they say what a transformers model says over the same entries.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from compressing import POLICIES, RULE, RULE_ENV, competing
+from engine_process import DEMO_MODEL, run_engine
+
+from benchmarks.common.recall_engine import ranks_on_a_cpu
+from kvtier.heads.reference.compaction import AdaptiveSession
+from kvtier.heads.tokens import fit_tokens
+from kvtier.retention.locality import CUT_WINDOW
+from kvtier.retention.scorers.reconstruction import Reconstruction
+from kvtier.retention.shares import FixedShare, Turn
+
+pytestmark = pytest.mark.engine
+
+NEW, SHARE = 9, 0.3
+
+
+def exactly(session: AdaptiveSession, ids: list[int]) -> None:
+    """Tokens of a turn that has not ended."""
+    keep_count = session.keep_count
+    session.keep_count = lambda prompt, span: span
+    session.turn(ids, 0)
+    session.keep_count = keep_count
+
+
+class Edited:
+    """What a first request's context became: pieces of it, by where they stood, and new tokens."""
+
+    def __init__(self, session: AdaptiveSession, ids: list[int], window: int) -> None:
+        self.session, self.ids, self.window = session, ids, window
+
+    def answer(self, first: int, pieces: list[list[int] | range], tail: list[int]) -> list[int]:
+        """Up to `first` it is as it was; then come new tokens and ranges of the old ones."""
+        begin = max(first - self.window, 0)
+        one = self.session.cut(begin)
+        computed = self.ids[begin:first]
+        for piece in [*pieces, tail]:
+            if isinstance(piece, range):
+                if computed:
+                    exactly(one, computed)
+                is_last = piece.stop == len(self.ids)
+                stop = piece.stop if is_last else piece.stop - self.window
+                one.take(self.session, piece.start, stop)
+                computed = self.ids[stop : piece.stop]
+            else:
+                computed = computed + piece
+        return one.turn(computed, NEW).token_ids
+
+    def prompt(self, first: int, pieces: list[list[int] | range], tail: list[int]) -> list[int]:
+        found = self.ids[:first]
+        for piece in [*pieces, tail]:
+            found += self.ids[piece.start : piece.stop] if isinstance(piece, range) else piece
+        return found
+
+
+@pytest.mark.parametrize(
+    ("share", "dtype", "ranks"),
+    [(0.3, None, 1), (0.3, None, 2), (0.3, "int4", 1), (None, None, 1)],
+    ids=["30%", "30%-tp2", "int4", "all"],
+)
+def test_edited_contexts_say_what_transformers_says_over_turned_entries(
+    tmp_path, share, dtype, ranks
+):
+    """One text changed; three; an exchange taken out; and two such requests at once."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    worth = fit_tokens(str(DEMO_MODEL), contexts=3, lengths=[512]).worth
+    rng = random.Random(8)
+    ids, *new = ([rng.randrange(6, 384) for _ in range(n)] for n in (2400, 50, 7, 90, 40, 35, 30))
+    bits = None if dtype is None else int(dtype.removeprefix("int"))
+    session = AdaptiveSession(model, RULE, 512, Reconstruction.of(worth), ranks=ranks, bits=bits)
+    session.keep_count = lambda prompt, span: (
+        FixedShare(share or 1.0).choose(Turn(prompt, span)).kept_tokens
+    )
+    expected = [session.turn(ids, NEW).token_ids]
+    edited = Edited(session, ids, CUT_WINDOW if share else 0)
+    asked = [
+        (500, [new[0], range(700, 2400)], new[3]),
+        (
+            400,
+            [new[0], range(600, 1000), new[1], range(1100, 1500), new[2], range(1600, 2400)],
+            new[4],
+        ),
+        (900, [range(1500, 2400)], new[5]),
+    ]
+    prompts = [ids, *(edited.prompt(*one) for one in asked)]
+    expected += [edited.answer(*one) for one in asked]
+    requests = [{"input_ids": prompt, "max_new_tokens": NEW} for prompt in prompts]
+    other = {"input_ids": [rng.randrange(6, 384) for _ in range(3000)], "max_new_tokens": NEW}
+    rounds = [requests[:1], requests[1:2], [other, *requests[2:]]]
+    if dtype is not None:
+        # What is cut is coded anew, so it matters who cuts first.
+        rounds = [
+            *([request] for request in requests[:2]),
+            [other],
+            *([request] for request in requests[2:]),
+        ]
+    engine = {
+        "model_path": str(DEMO_MODEL),
+        "max_total_tokens": 24_000,
+        "chunked_prefill_size": 512,
+        "tp_size": ranks,
+        **POLICIES["kvtier"],
+    }
+    env = {**RULE_ENV, **ranks_on_a_cpu(ranks), "KVTIER_REUSE_BEHIND_EDITS": "on"}
+    if share is not None:
+        env |= {**competing(tmp_path, worth), "KVTIER_RETENTION": str(share)}
+    if dtype is not None:
+        env["KVTIER_KEPT_DTYPE"] = dtype
+    out = run_engine(tmp_path, engine, rounds, env)
+    assert out["state"]["integrity"] == []
+    found = [request for one in out["rounds"] for request in one]
+    del found[2]
+    told = [request["cached_tokens_details"] for request in found[1:]]
+    window = edited.window
+    assert [one["kvtier_moved"] for one in told] == [1700, 1600 - 2 * window, 900]
+    assert [request["cached_tokens"] for request in found] == [
+        0, 2200 - window, 2000 - 3 * window, 1800 - window
+    ]  # fmt: skip
+    assert [request["output_ids"] for request in found] == expected
