@@ -176,6 +176,12 @@ FIGURES = (
         _one(lambda cache: cache.counters["variants"]),
     ),
     Figure(
+        "kvtier_moved_tokens",
+        Kind.COUNTER,
+        "Tokens behind an edit whose KV was copied from where they stood before.",
+        _one(lambda cache: cache.counters["moved_tokens"]),
+    ),
+    Figure(
         "kvtier_engine_tier_healthy",
         Kind.LEAST,
         "1 while the tier is asked, 0 while it is given up on.",

@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import pytest
 
+from benchmarks.common.traffic import ANSWER_TOKENS, Cost, plain
 from benchmarks.cost import branches
-from benchmarks.cost.branches import ANSWER_TOKENS, Cost, all_traffic
+from benchmarks.cost.branches import all_traffic
 
 
 def common(one: list[int], other: list[int]) -> int:
@@ -17,13 +18,13 @@ def common(one: list[int], other: list[int]) -> int:
 def test_every_turn_leaves_the_one_before_where_its_tool_result_began():
     users, elided, sessions = all_traffic(seed=0, scale=1.0)
     answers = [[number] * ANSWER_TOKENS for number in range(8)]
-    prompts = [branches._plain(prompt, answers) for prompt in elided.prompts]
+    prompts = [plain(prompt, answers) for prompt in elided.prompts]
     for before, after in pairwise(prompts):
         # Random tokens may agree for a while.
         assert 0 <= common(before, after) - (len(before) - 600) <= 2
         assert len(after) == len(before) + 10 + ANSWER_TOKENS + 150
     for traffic, shared, own in ((users, 4000, 700), (sessions, 15_000, 200)):
-        first, *others = (branches._plain(prompt) for prompt in traffic.prompts)
+        first, *others = (plain(prompt) for prompt in traffic.prompts)
         assert {len(one) for one in others} == {shared + own}
         assert all(0 <= common(first, one) - shared <= 2 for one in others)
 

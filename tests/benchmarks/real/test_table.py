@@ -14,8 +14,7 @@ from torch import Tensor
 from benchmarks.real import table
 from benchmarks.real.courses import COURSES, Course
 from benchmarks.real.keeping import (
-    ADAPTIVE_RECENT,
-    ADAPTIVE_SINK,
+    ADAPTIVE_RULE,
     Context,
     Keeper,
     NoRoomError,
@@ -117,12 +116,13 @@ def test_one_turn_that_is_refreshed_answers_as_the_setting_of_that_name(
     sample = make_samples(tasks_for(str(folder)).make, ["key-value"], 1, [TOKENS], 0)[0]
     share, worth = 0.24, drawn_by_lot(ctx)
     # A turn keeps a share of what it may drop, a setting of the whole context.
-    edges = ADAPTIVE_SINK + ADAPTIVE_RECENT
+    sink, recent = ADAPTIVE_RULE.sink_tokens, ADAPTIVE_RULE.recent(ctx.num_tokens)
+    edges = sink + recent
     middle = FixedShare(share).choose(Turn(TOKENS, TOKENS - edges)).kept_tokens
     kept = (edges + middle + 0.5) / TOKENS
     (setting,) = (one for one in settings_at(kept) if one.name == "adaptive budgets + refresh")
     middle_alone = copy.copy(ctx)
-    middle_alone.worth = lambda fitted: worth_of_middle(ctx, fitted, ADAPTIVE_SINK, ADAPTIVE_RECENT)
+    middle_alone.worth = lambda fitted: worth_of_middle(ctx, fitted, sink, recent)
     keeper = Keeper(middle_alone, [], setting, worth)
     theirs = asker.quality(keeper.layers(), keeper.refresh)
     held, again = Course("", refreshes=True).held(ctx.model, sample.context_ids, [], share, worth)

@@ -1,0 +1,172 @@
+"""What agents' habits cost, all of which change something in the middle of a context: tokens that
+are computed, and the time to the first one.
+
+    python -m benchmarks.cost.edits --scorer-file out/kvtier-demo/token_worth.npz
+
+    clock      a new time near the front of every turn's prompt
+    name       another model's name there, every other turn
+    elided     a tool's result is whole in its own turn, and a note in all later ones
+    thinking   what was thought is in its own turn's prompt, and in no later one's
+    oldest     the oldest exchange is dropped whenever a new one comes
+    summary    a summary takes the place of the first half of all exchanges, once
+
+Sixteen turns each, behind 12,000 tokens of tools and system prompt. The same requests in SGLang's
+own cache, in kvtier's without reusing what stands behind an edit, and with it; heads compete for a
+quarter of the entries. *New* is what no earlier prompt of the session had.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+
+from benchmarks.common.bars import Bar
+from benchmarks.common.benchmark import RESULTS, Benchmark, Measured, Options
+from benchmarks.common.table import new_table, show
+from benchmarks.common.traffic import Cost, Prompt, Traffic, declare, plain, serve
+
+# By name: the bench's policy, and settings beside its own.
+ARMS = {
+    "full": ("full", {}),
+    "off": ("kvtier", {"KVTIER_REUSE_BEHIND_EDITS": "off"}),
+    "reused": ("kvtier", {}),
+}
+IDS = (6, 384)
+TURNS, SYSTEM_TOKENS = 16, 12_000
+# Times the new tokens that may be computed.
+MOST_COMPUTED = 1.2
+
+Some = Callable[[int], tuple[int, ...]]
+
+
+def all_traffic(seed: int, scale: float) -> tuple[Traffic, ...]:
+    """The six of the module docstring."""
+    chance = random.Random(seed)
+
+    def some(tokens: int) -> tuple[int, ...]:
+        return tuple(chance.randrange(*IDS) for _ in range(max(1, round(scale * tokens))))
+
+    habits = (clock, name, elided, thinking, oldest, summary)
+    return tuple(Traffic(name=habit.__name__, prompts=habit(some)) for habit in habits)
+
+
+def clock(some: Some) -> tuple[Prompt, ...]:
+    begin, system = some(40), some(SYSTEM_TOKENS)
+    times = [some(9) for _ in range(TURNS)]
+    return tuple((begin, times[turn], system, *past) for turn, past in enumerate(exchanges(some)))
+
+
+def name(some: Some) -> tuple[Prompt, ...]:
+    begin, system = some(40), some(SYSTEM_TOKENS)
+    names = some(4), some(6)
+    return tuple(
+        (begin, names[turn // 2 % 2], system, *past) for turn, past in enumerate(exchanges(some))
+    )
+
+
+def elided(some: Some) -> tuple[Prompt, ...]:
+    return results(some, some(10))
+
+
+def thinking(some: Some) -> tuple[Prompt, ...]:
+    return results(some, ())
+
+
+def results(some: Some, note: tuple[int, ...]) -> tuple[Prompt, ...]:
+    """Turns of a question and a text that only their own prompt has, a note in its place later."""
+    prompts: list[Prompt] = []
+    past: Prompt = (some(SYSTEM_TOKENS),)
+    for turn in range(TURNS):
+        question = some(150)
+        prompts.append((*past, question, some(300)))
+        past = (*past, question, note, turn)
+    return tuple(prompts)
+
+
+def oldest(some: Some) -> tuple[Prompt, ...]:
+    """From the fifth turn on, the last four exchanges are there."""
+    system = some(SYSTEM_TOKENS // 4)
+    return tuple(
+        (system, *past[max(0, 2 * (turn - 4)) :])
+        for turn, past in enumerate(exchanges(some, 12 * 250))
+    )
+
+
+def summary(some: Some) -> tuple[Prompt, ...]:
+    """From the ninth turn on, the first four exchanges are a summary."""
+    system, short = some(SYSTEM_TOKENS // 4), some(300)
+    return tuple(
+        (system, short, *past[8:]) if turn >= TURNS // 2 else (system, *past)
+        for turn, past in enumerate(exchanges(some, 4 * 250))
+    )
+
+
+def exchanges(some: Some, tokens: int = 250) -> list[Prompt]:
+    """By turn: all questions so far, and the answers before the last of them."""
+    questions = [some(tokens) for _ in range(TURNS)]
+    found: list[Prompt] = []
+    past: Prompt = ()
+    for turn, question in enumerate(questions):
+        found.append((*past, question))
+        past = (*past, question, turn)
+    return found
+
+
+def new_tokens(traffic: Traffic) -> int:
+    """Tokens of parts that no earlier prompt had, and the last token of every answer, which has no
+    KV when its turn ends."""
+    seen: set[int | tuple[int, ...]] = set()
+    count = 0
+    for prompt in traffic.prompts:
+        parts = [part for part in prompt if part not in seen]
+        count += sum(1 if isinstance(part, int) else len(part) for part in parts)
+        seen.update(parts)
+    return count
+
+
+def run(options: Options) -> Measured:
+    traffic = all_traffic(options.seed, options.scale)
+    found = {
+        arm: serve(policy, options, traffic, settings) for arm, (policy, settings) in ARMS.items()
+    }
+    new = [new_tokens(one) for one in traffic]
+    columns = ("", "new", *(f"computed, {arm}" for arm in ARMS), *(f"TTFT, {arm}" for arm in ARMS))
+    table = new_table("what edits cost", columns)
+    for at, one in enumerate(traffic):
+        costs = [found[arm][at] for arm in ARMS]
+        computed = (f"{cost.computed:,}" for cost in costs)
+        waited = (f"{cost.ttft_ms:.0f} ms" for cost in costs)
+        table.add_row(one.name, f"{new[at]:,}", *computed, *waited)
+    show(table)
+    figures = {
+        "model": options.model_path.name,
+        "scale": options.scale,
+        "new": new,
+        "longest": [max(len(plain(prompt)) for prompt in one.prompts) for one in traffic],
+        **{arm: [cost.model_dump() for cost in costs] for arm, costs in found.items()},
+    }
+    return Measured(figures, judged(found["reused"], new))
+
+
+def judged(costs: Sequence[Cost], new: Sequence[int]) -> list[Bar]:
+    ratios = [(cost.name, cost.computed / tokens) for cost, tokens in zip(costs, new, strict=True)]
+    return [
+        Bar(f"{name}: computed, times what is new, at most {MOST_COMPUTED}", f"{ratio:.2f}",
+            ratio <= MOST_COMPUTED)
+        for name, ratio in ratios
+    ]  # fmt: skip
+
+
+BENCHMARK = Benchmark(
+    "cost.edits",
+    __doc__,
+    declare,
+    run,
+    out=RESULTS / "edits.json",
+    seeded="of all tokens",
+)
+main = BENCHMARK.main
+
+if __name__ == "__main__":
+    sys.exit(main())
