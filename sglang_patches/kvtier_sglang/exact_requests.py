@@ -1,4 +1,4 @@
-"""Requests that are answered as if nothing had ever been dropped.
+"""Requests that are answered as if nothing had ever been dropped, and what else they may ask for.
 
 They want log-probabilities of their prompt, which measure the model, or say so in `custom_params`:
 
@@ -7,26 +7,44 @@ They want log-probabilities of their prompt, which measure the model, or say so 
 Such a request matches exact KV only and computes the rest of its prompt again. What it computed
 again is taken out of the tree when it ends: the session's compressed KV stays what it was, and what
 later requests read is what they would have read without it.
+
+    {"kvtier": {"forget": true}}
+
+takes nothing of what stood behind an edit, and drops the contexts that have it: they have seen what
+stood there before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvtier.errors import UsageError
 
 # In a request's `custom_params`.
-PARAMS, EXACT = "kvtier", "exact"
+PARAMS, EXACT, FORGET = "kvtier", "exact", "forget"
 
 
 def asks_exactly(custom_params: Any) -> bool:
     """Whether a request's `custom_params` ask for an exact answer. Raises UsageError for a value
     that kvtier does not know."""
+    return _asked(custom_params).get(EXACT, False)
+
+
+def asks_to_forget(req: Any) -> bool:
+    """Whether contexts are dropped that have what stands behind a request's edits. Raises
+    UsageError, as `asks_exactly`."""
+    return _asked(req.sampling_params.custom_params).get(FORGET, False)
+
+
+def _asked(custom_params: Any) -> Mapping[str, bool]:
     asked = (custom_params or {}).get(PARAMS, {})
-    known = isinstance(asked, dict) and set(asked) <= {EXACT}
-    if not known or not isinstance(asked.get(EXACT, False), bool):
-        raise UsageError(f"custom_params.{PARAMS}", '{"exact": true} or {"exact": false}', asked)
-    return bool(asked.get(EXACT, False))
+    known = isinstance(asked, dict) and set(asked) <= {EXACT, FORGET}
+    if not known or not all(isinstance(value, bool) for value in asked.values()):
+        expected = '{"exact": true} or {"forget": true}'
+        raise UsageError(f"custom_params.{PARAMS}", expected, asked)
+    found: Mapping[str, bool] = asked
+    return found
 
 
 def wants_exact(req: Any) -> bool:
@@ -66,6 +84,7 @@ def moved_tokens(req: Any) -> int:
 
 __all__ = [
     "asks_exactly",
+    "asks_to_forget",
     "moved_tokens",
     "note_recomputed",
     "own_from",

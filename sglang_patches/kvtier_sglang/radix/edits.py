@@ -27,10 +27,11 @@ from typing import Any, NamedTuple
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvtier.retention.locality import DroppedSpan
+from kvtier_sglang.exact_requests import asks_to_forget
 from kvtier_sglang.pool.turning import KeyTurner
 from kvtier_sglang.radix.index import Run, TokenIndex
 from kvtier_sglang.radix.matching import cached_length, cut_window
-from kvtier_sglang.radix.node import KvNode
+from kvtier_sglang.radix.node import KvNode, descendants
 from kvtier_sglang.radix.tree import VariantRadixTree
 
 # Fewer tokens of a dropped span are not copied, but computed.
@@ -65,7 +66,12 @@ class Edits:
         """A request matched `key` up to a node. Look for what it may go on with; the node that it
         begins behind."""
         begin = max(length, cached_length(self._tree.root_node, key))
-        self._ahead[req.rid] = [run.begin for run in self._runs(key, begin)]
+        runs = list(self._runs(key, begin))
+        if asks_to_forget(req):
+            for run in runs:
+                self._drop(run.node, node)
+            runs = []
+        self._ahead[req.rid] = [run.begin for run in runs]
         return self._go_on(req.rid, key, node)
 
     def forget(self, rid: str) -> None:
@@ -132,6 +138,20 @@ class Edits:
         for lock in reversed(locks):
             tree.unlock(lock)
         return node
+
+    def _drop(self, node: KvNode, matched: KvNode) -> None:
+        """Take the path to a node out of the tree from where it leaves the one that was matched,
+        with all that stands on it, but for what requests use."""
+        stays = {one.id for one in matched.path()}
+        left = [one for one in node.path() if one.id not in stays]
+        top = left[-1] if left else matched
+        if top is matched or (top.key.child_key(), top.id) not in top.parent.children:
+            # An earlier run's path had it.
+            return
+        for one in [*list(descendants(top))[::-1], top]:
+            if not one.lock_ref and not one.children:
+                self._tree.remove_leaf(one)
+                self._tree.counters["forgotten_tokens"] += len(one.key)
 
     def _hang(self, parent: KvNode, key: RadixKey, value: Any, piece: Piece, shift: int) -> KvNode:
         tree, source = self._tree, piece.node

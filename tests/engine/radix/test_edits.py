@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.sampling.sampling_params import SamplingParams
 from thorough import THOROUGH
 from tree_harness import MiniScheduler, matched, run_turn
 from tree_requests import context, random_tokens
@@ -87,6 +88,24 @@ def test_a_request_that_wants_exact_kv_takes_nothing_that_moved(small):
     assert asked.prefix_len == 1
     s.release(asked, checkpoint=False, aborted=True)
     s.check()
+
+
+def test_a_request_may_have_forgotten_what_it_edited(small):
+    """And all that stands on it, but for what another request reads."""
+    s = scheduler()
+    old, shared = context(300), context(100, seed=4)
+    run_turn(s, [*shared, *old], [1])
+    run_turn(s, [*shared, *old, 1, *context(50, seed=5)], [2])
+    run_turn(s, [*shared, *context(90, seed=6)], [3])
+    edited = [*shared, 77, *old[20:], 9]
+    forgetting = {"sampling_params": SamplingParams(custom_params={"kvtier": {"forget": True}})}
+    request = run_turn(s, edited, [4], **forgetting)
+    assert s.tree.counters["moved_tokens"] == 0
+    assert s.tree.counters["forgotten_tokens"] > 300
+    assert matched(s, [*shared, *old]) < 120
+    assert matched(s, [*shared, *context(90, seed=6), 3]) == 191
+    assert matched(s, edited) == len(edited)
+    assert request.filled == len(edited) + 1
 
 
 @pytest.mark.parametrize("other", [{"extra_key": "b"}, {"cache_salt": "b"}])
