@@ -21,6 +21,7 @@ Scheduler thread only.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -36,6 +37,8 @@ from kvtier_sglang.radix.tree import VariantRadixTree
 
 # Fewer tokens of a dropped span are not copied, but computed.
 LEAST_PART = 64
+# What was turned so often is computed again, as every turn rounds; of codes, every one codes anew.
+MOST_TURNS, MOST_CODINGS = 40, 2
 
 
 class Piece(NamedTuple):
@@ -46,10 +49,21 @@ class Piece(NamedTuple):
     stop: int
 
     @property
-    def may_be_copied(self) -> bool:
-        first, last = (min(max(at, self.begin), self.stop) for at in self.node.dropped)
-        is_short = 0 < last - first < min(LEAST_PART, self.node.dropped.num_tokens)
-        return self.node.compressed and self.node.num_slots > 0 and not is_short
+    def dropped(self) -> DroppedSpan:
+        """What it has of the node's dropped span."""
+        return DroppedSpan(*(min(max(at, self.begin), self.stop) for at in self.node.dropped))
+
+    def turns(self, shift: int, *, coded: bool) -> int:
+        """How often a copy was turned that stands so much further on."""
+        anew = coded and self.begin > self.node.dropped.begin and self.dropped.num_tokens > 0
+        return self.node.turns + int(shift != 0 or anew)
+
+    def may_be_copied(self, shift: int, *, coded: bool) -> bool:
+        node, tokens = self.node, self.dropped.num_tokens
+        is_short = 0 < tokens < min(LEAST_PART, node.dropped.num_tokens)
+        most = MOST_CODINGS if coded and tokens else MOST_TURNS
+        is_worn = self.turns(shift, coded=coded) > most
+        return node.compressed and node.num_slots > 0 and not (is_short or is_worn)
 
 
 class Edits:
@@ -58,6 +72,8 @@ class Edits:
     def __init__(self, tree: VariantRadixTree, turner: KeyTurner, least: int) -> None:
         self._tree, self._turner, self._least = tree, turner, least
         self._rule = tree.matching.rule
+        packed = tree.allocator.pool.packed
+        self._coded = packed is not None and packed.coded is not None
         tree.index = self._index = TokenIndex()
         # Of requests that wait or are prefilled: where runs begin that are ahead of them.
         self._ahead: dict[str, list[int]] = {}
@@ -102,7 +118,7 @@ class Edits:
     def _runs(self, key: RadixKey, begin: int) -> Iterator[Run]:
         for run in self._index.runs(key, begin, self._least):
             pieces = _pieces(run)
-            while pieces and not pieces[0].may_be_copied:
+            while pieces and not self._may_be_copied(pieces[0], run):
                 pieces.pop(0)
             if not pieces:
                 continue
@@ -114,11 +130,14 @@ class Edits:
             ):
                 # What follows wants the newest tokens before it, as behind any other cut.
                 run = run._replace(stop=run.stop - cut_window(last.node))
-            copied = list(takewhile(lambda piece: piece.may_be_copied, _pieces(run)))
+            copied = list(takewhile(partial(self._may_be_copied, run=run), _pieces(run)))
             if copied:
                 run = run._replace(stop=copied[-1].node.start + copied[-1].stop + run.shift)
                 if run.stop - run.begin >= self._least:
                     yield run
+
+    def _may_be_copied(self, piece: Piece, run: Run) -> bool:
+        return piece.may_be_copied(run.shift, coded=self._coded)
 
     def _copy(self, node: KvNode, key: RadixKey, run: Run) -> KvNode:
         """Hang copies of a run's tokens behind a node; the last of them."""
@@ -157,7 +176,8 @@ class Edits:
         tree, source = self._tree, piece.node
         node = tree.hang(parent, key, value, source.priority, source.prompt_stop + shift)
         node.compressed, node.exact, node.moved = True, False, True
-        first, last = (min(max(at, piece.begin), piece.stop) for at in source.dropped)
+        node.turns = piece.turns(shift, coded=self._coded)
+        first, last = piece.dropped
         tree.shrink(node, len(key) - int((value > 0).sum()))
         if last > first:
             node.dropped = DroppedSpan(first - piece.begin, last - piece.begin)

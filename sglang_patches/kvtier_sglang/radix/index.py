@@ -113,7 +113,7 @@ class TokenIndex:
                 _extended(tokens, begin, here, node, at, paths)
                 for node, at in places[value][-MOST_COMPARED:]
             ]
-            longest = max(candidates, key=lambda run: run.stop - run.begin)
+            longest = max(candidates, key=lambda run: (run.stop - run.begin, -run.node.turns))
             if longest.stop - longest.begin >= least:
                 found.append(longest)
                 begin = longest.stop

@@ -30,6 +30,7 @@ class KvNode(TreeNode):
                     a token without one is 0, SGLang's padding slot.
     exact:          its KV was computed with nothing before it dropped.
     moved:          its KV was computed behind other tokens, and its keys turned to where it stands.
+    turns:          how often what it holds was turned, or coded again, since it was computed.
     choice:         how much of the dropped span anchored heads keep, and why; None where nothing
                     is dropped, or they keep all.
     kept_entries:   entries of the dropped span that an anchored head keeps, or a head on average;
@@ -60,6 +61,7 @@ class KvNode(TreeNode):
         self.num_slots = 0
         self.exact = True
         self.moved = False
+        self.turns = 0
         self.choice: Choice | None = None
         self.kept_entries: int | None = None
         self.sent_tokens = self.restored_tokens = 0
@@ -152,7 +154,7 @@ class KvNode(TreeNode):
         upper = KvNode(priority=self.priority)
         upper.start, upper.prompt_stop = self.start, self.prompt_stop
         upper.compressed = self.compressed
-        upper.exact, upper.moved = self.exact, self.moved
+        upper.exact, upper.moved, upper.turns = self.exact, self.moved, self.turns
         upper.key, upper.value = self.key[:at], value
         upper.num_slots = int(torch.count_nonzero(value))
         upper.sent_tokens = min(self.sent_tokens, at)

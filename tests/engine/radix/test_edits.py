@@ -90,6 +90,31 @@ def test_a_request_that_wants_exact_kv_takes_nothing_that_moved(small):
     s.check()
 
 
+@pytest.mark.parametrize(("bits", "most"), [(None, edits.MOST_TURNS), (8, edits.MOST_CODINGS)])
+def test_what_was_turned_too_often_is_computed_again(small, monkeypatch, bits, most):
+    """A clock that is a token longer every time; one as long turns nothing."""
+    if bits is None:
+        monkeypatch.setattr(edits, "MOST_TURNS", most := 5)
+    s = scheduler(bits=bits)
+    old, moved = context(300), []
+    for turn in range(2 * most + 2):
+        before = s.tree.counters["moved_tokens"]
+        run_turn(s, [*range(100, 100 + turn), *old, turn], [1])
+        moved.append(s.tree.counters["moved_tokens"] - before > 0)
+        # Nothing else has it.
+        while len(s.tree.evictable_leaves) > 1:
+            s.tree.evict(EvictParams(num_tokens=1))
+    again = most + 1
+    assert moved == [turn % again != 0 for turn in range(len(moved))]
+    before = s.tree.counters["moved_tokens"]
+    for turn in range(2 * most):
+        run_turn(s, [200 + turn, *range(100, 98 + len(moved)), *old, turn], [1])
+        assert s.tree.counters["moved_tokens"] > before
+        before = s.tree.counters["moved_tokens"]
+        while len(s.tree.evictable_leaves) > 1:
+            s.tree.evict(EvictParams(num_tokens=1))
+
+
 def test_a_request_may_have_forgotten_what_it_edited(small):
     """And all that stands on it, but for what another request reads."""
     s = scheduler()
