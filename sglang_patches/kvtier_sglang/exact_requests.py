@@ -75,17 +75,9 @@ def note_recomputed(req: Any, tokens: int, begin: int) -> None:
         req.kvtier_recomputed = tokens, begin
 
 
-def moved_tokens(req: Any) -> int:
-    """Tokens of a request's context whose KV was computed behind other tokens."""
-    node = req.last_node
-    path = () if node is None else node.path()
-    return sum(len(one.key) for one in path if one.moved)
-
-
 __all__ = [
     "asks_exactly",
     "asks_to_forget",
-    "moved_tokens",
     "note_recomputed",
     "own_from",
     "recomputed_tokens",

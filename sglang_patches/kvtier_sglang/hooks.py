@@ -10,9 +10,10 @@ from typing import Any
 from sglang.srt.managers.schedule_policy import AddReqResult
 
 from kvtier_sglang import compat
-from kvtier_sglang.exact_requests import moved_tokens, recomputed_tokens, wants_exact
+from kvtier_sglang.exact_requests import recomputed_tokens, wants_exact
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.radix.cache import KvtierRadixCache
+from kvtier_sglang.radix.node import moved_tokens
 
 
 def check_flags(server_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -167,6 +168,9 @@ def report_recomputed(
     """AFTER get_cached_tokens_details: the response's `cached_tokens_details` says how many cached
     tokens were computed again for an exact answer, and how many were computed behind other text,
     where there were any."""
-    told = {"kvtier_recomputed": recomputed_tokens(req), "kvtier_moved": moved_tokens(req)}
+    told = {
+        "kvtier_recomputed": recomputed_tokens(req),
+        "kvtier_moved": moved_tokens(req.last_node),
+    }
     told = {name: tokens for name, tokens in told.items() if tokens}
     return {"device": 0, "host": 0, **(result or {}), **told} if told else result

@@ -221,6 +221,12 @@ def same_tokens(a: KvNode, b: KvNode) -> bool:
     return len(a.key) == len(b.key) and a.key.match(b.key) == len(a.key)
 
 
+def moved_tokens(node: Any) -> int:
+    """Tokens up to a node that were computed behind other ones. node: of any cache's."""
+    path = node.path() if isinstance(node, KvNode) else ()
+    return sum(len(one.key) for one in path if one.moved)
+
+
 def joined(a: RadixKey, b: RadixKey) -> RadixKey:
     return RadixKey(a.raw_token_ids() + b.raw_token_ids(), a.extra_key, cache_salt=a.cache_salt)
 
@@ -230,5 +236,6 @@ __all__ = [
     "KvNode",
     "descendants",
     "joined",
+    "moved_tokens",
     "same_tokens",
 ]
