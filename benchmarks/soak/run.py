@@ -44,7 +44,7 @@ DEVICE_TOKENS = 8000
 REQUESTS_AT_A_TIME = 4
 # Small, so that they are full after a few minutes.
 TIER_MEMORY, TIER_DISK = "48m", "128m"
-WATCH_S, SAMPLE_S = 1.0, 4.0
+WATCH_S, SAMPLE_S = 1.0, 2.0
 # The tier is killed, and an engine restarted, in this share of the soak; then they live on, and
 # their memory is looked at.
 KILLING = 2 / 3
