@@ -77,21 +77,27 @@ class Edits:
         tree.index = self._index = TokenIndex()
         # Of requests that wait or are prefilled: where runs begin that are ahead of them.
         self._ahead: dict[str, list[int]] = {}
+        # When that was looked up: the index's version, and from which position on.
+        self._looked: dict[str, tuple[int, int]] = {}
 
     def begin(self, req: Any, key: RadixKey, node: KvNode, length: int) -> KvNode:
         """A request matched `key` up to a node. Look for what it may go on with; the node that it
         begins behind."""
         begin = max(length, cached_length(self._tree.root_node, key))
-        runs = list(self._runs(key, begin))
-        if asks_to_forget(req):
-            for run in runs:
-                self._drop(run.node, node)
-            runs = []
-        self._ahead[req.rid] = [run.begin for run in runs]
+        if self._looked.get(req.rid) != (self._index.version, begin):
+            runs = list(self._runs(key, begin))
+            if asks_to_forget(req):
+                for run in runs:
+                    self._drop(run.node, node)
+                runs = []
+            self._ahead[req.rid] = [run.begin for run in runs]
+            self._looked[req.rid] = self._index.version, begin
         return self._go_on(req.rid, key, node)
 
     def forget(self, rid: str) -> None:
+        """The request is gone."""
         self._ahead.pop(rid, None)
+        self._looked.pop(rid, None)
 
     def tokens_ahead(self, rid: str, position: int) -> int | None:
         """How many tokens a request has to compute from this position on before the next run; None
