@@ -30,6 +30,9 @@ WINDOW = 64
 SAMPLED = 32
 # Of those that begin alike, so many are compared, the newest ones.
 MOST_COMPARED = 4
+# Of the hashes that are remembered, by so many of their bits, whether there may be one: most of a
+# request's are not looked at further.
+FILTER_BITS = 20
 _BASE, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 _SHIFT = np.uint64(32)
 
@@ -56,13 +59,15 @@ class TokenIndex:
     def __init__(self) -> None:
         # By namespace and hash: a node in which a window ends, and the position where it begins.
         self._places: dict[Namespace, dict[int, list[tuple[KvNode, int]]]] = defaultdict(dict)
-        self._hashes: dict[int, tuple[Namespace, list[int]]] = {}
+        self._hashes: dict[int, tuple[Namespace, NDArray[np.uint64]]] = {}
+        self._filter = np.zeros(1 << FILTER_BITS, dtype=np.uint32)
         # How often anything changed.
         self.version = 0
 
     def clear(self) -> None:
         self._places.clear()
         self._hashes.clear()
+        self._filter[:] = 0
         self.version += 1
 
     def add(self, node: KvNode) -> None:
@@ -77,16 +82,18 @@ class TokenIndex:
         places = self._places[space]
         for start, value in zip(starts.tolist(), hashes.tolist(), strict=True):
             places.setdefault(value, []).append((node, first + start))
-        self._hashes[node.id] = space, hashes.tolist()
+        self._hashes[node.id] = space, hashes
+        np.add.at(self._filter, _filtered(hashes), 1)
 
     def remove(self, node: KvNode) -> None:
         """A node hangs there no more, or is about to change."""
         self.version += 1
-        space, hashes = self._hashes.pop(node.id, (None, []))
-        if space is None:
+        if node.id not in self._hashes:
             return
+        space, hashes = self._hashes.pop(node.id)
+        np.subtract.at(self._filter, _filtered(hashes), 1)
         places = self._places[space]
-        for value in hashes:
+        for value in hashes.tolist():
             left = [place for place in places.get(value, ()) if place[0] is not node]
             if left:
                 places[value] = left
@@ -102,12 +109,12 @@ class TokenIndex:
         if places is None or tokens.size - begin < max(least, WINDOW):
             return []
         starts, hashes = sampled(tokens[begin:])
-        windows = list(zip((starts + begin).tolist(), hashes.tolist(), strict=True))
-        known = places.keys() & {value for _, value in windows}
+        likely = np.flatnonzero(self._filter[_filtered(hashes)])
+        starts, hashes = starts[likely] + begin, hashes[likely]
         found: list[Run] = []
         paths: dict[int, Tokens] = {}
-        for here, value in windows if known else ():
-            if value not in known or here < begin:
+        for here, value in zip(starts.tolist(), hashes.tolist(), strict=True):
+            if value not in places or here < begin:
                 continue
             candidates = [
                 _extended(tokens, begin, here, node, at, paths)
@@ -153,15 +160,14 @@ def tokens_of(key: RadixKey) -> Tokens:
 def sampled(tokens: Tokens) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
     """Where the windows begin that are remembered, of at least WINDOW tokens, and their hashes."""
     powers, inverse = _powers(1 << (int(tokens.size).bit_length()))
-    mixed = (tokens.astype(np.uint64) + np.uint64(1)) * _MIX
+    mixed = tokens.view(np.uint64) + np.uint64(1)
+    mixed *= _MIX
     mixed ^= mixed >> _SHIFT
     mixed *= powers[: mixed.size]
-    sums = np.cumsum(mixed)
+    sums = np.cumsum(mixed, out=mixed)
     windows = sums[WINDOW - 1 :].copy()
     windows[1:] -= sums[:-WINDOW]
     windows *= inverse[: windows.size]
-    windows ^= windows >> _SHIFT
-    windows *= _MIX
     picked = np.flatnonzero(windows <= np.uint64(((1 << 64) - 1) // SAMPLED))
     return picked, windows[picked]
 
@@ -175,6 +181,12 @@ def _powers(count: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         powers[0] = 1
         found.append(np.multiply.accumulate(powers))
     return found[0], found[1]
+
+
+def _filtered(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Where the filter has them: by bits that do not say which ones are picked."""
+    mixed = (hashes ^ (hashes >> _SHIFT)) & np.uint64((1 << FILTER_BITS) - 1)
+    return mixed.view(np.int64)
 
 
 def _tokens_before(node: KvNode, most: int) -> Tokens:

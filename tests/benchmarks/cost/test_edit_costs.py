@@ -50,4 +50,9 @@ def test_what_is_new_is_counted_once():
 
 def test_bars():
     costs = [Cost(name="x", computed=computed, kv_bytes=0) for computed in (120, 121)]
-    assert [bar.met for bar in edits.judged(costs, [100, 100])] == [True, False]
+    assert [bar.met for bar in edits.judged(costs, [100, 100], 1.0)] == [True, True, False]
+    assert [bar.met for bar in edits.judged(costs[:1], [100], 1.1)] == [False, True]
+
+
+def test_looking_in_vain_takes_time():
+    assert edits.looking_ms(seed=0) > 0
