@@ -12,8 +12,8 @@ are computed, and the time to the first one.
 
 Sixteen turns each, behind 12,000 tokens of tools and system prompt. The same requests in SGLang's
 own cache, in kvtier's without reusing what stands behind an edit, and with it; heads compete for a
-quarter of the entries. *New* is what no earlier prompt of the session had. And what it costs to look
-for such text where there is none: 128k tokens, beside eight contexts of as many.
+quarter of the entries. *New* is what no earlier prompt of the session had. And what it costs to
+look for such text where there is none: 128k tokens, beside eight contexts of as many.
 """
 
 from __future__ import annotations
@@ -194,9 +194,11 @@ def judged(costs: Sequence[Cost], new: Sequence[int], looking: float) -> list[Ba
     most = f"looking in vain at 128k tokens, at most {MOST_LOOKING_MS:g} ms"
     return [
         Bar(most, f"{looking:.2f} ms", looking <= MOST_LOOKING_MS),
-        Bar(f"{name}: computed, times what is new, at most {MOST_COMPUTED}", f"{ratio:.2f}",
-            ratio <= MOST_COMPUTED)
-        for name, ratio in ratios
+        *(
+            Bar(f"{name}: computed, times what is new, at most {MOST_COMPUTED}", f"{ratio:.2f}",
+                ratio <= MOST_COMPUTED)
+            for name, ratio in ratios
+        ),
     ]  # fmt: skip
 
 
