@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+
 from benchmarks.common.traffic import ANSWER_TOKENS, Cost, Traffic, plain
 from benchmarks.cost import edits
 from benchmarks.cost.edits import TURNS, all_traffic, new_tokens
@@ -54,5 +56,7 @@ def test_bars():
     assert [bar.met for bar in edits.judged(costs[:1], [100], 1.1)] == [False, True]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_looking_in_vain_takes_time():
+    """It imports SGLang, which imports what is deprecated."""
     assert edits.looking_ms(seed=0) > 0
