@@ -143,7 +143,9 @@ class Edits:
                     yield run
 
     def _may_be_copied(self, piece: Piece, run: Run) -> bool:
-        return piece.may_be_copied(run.shift, coded=self._coded)
+        # What is kept for several tokens at once cannot be told apart.
+        is_known = not piece.dropped.num_tokens or self._tree.matching.has_tokens(piece.node)
+        return is_known and piece.may_be_copied(run.shift, coded=self._coded)
 
     def _copy(self, node: KvNode, key: RadixKey, run: Run) -> KvNode:
         """Hang copies of a run's tokens behind a node; the last of them."""

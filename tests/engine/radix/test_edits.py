@@ -77,6 +77,15 @@ def test_what_stood_behind_a_text_that_was_taken_out_is_matched_at_once(small):
     s.check()
 
 
+def test_what_a_profile_keeps_is_computed_again(small):
+    """One entry of a locality head stands for all tokens of a turn."""
+    s = scheduler(adaptive=False)
+    old = context(300)
+    run_turn(s, old, [1])
+    run_turn(s, [77, *old[20:], 5], [2])
+    assert s.tree.counters["moved_tokens"] == 0
+
+
 def test_a_request_that_wants_exact_kv_takes_nothing_that_moved(small):
     s = scheduler()
     old = context(300)

@@ -27,7 +27,8 @@ def test_every_slot_is_accounted_for_after_hundreds_of_random_operations(
 ):
     uneven_profile().save(tmp_path / "profile.json")
     profile = {"KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json")}
-    live(tmp_path, operations, seed, {**profile, **settings})
+    reuse = {"KVTIER_REUSE_LEAST_TOKENS": "64"}
+    live(tmp_path, operations, seed, {**profile, **reuse, **settings}, edits=True)
 
 
 @pytest.mark.parametrize(
