@@ -78,6 +78,9 @@ class TokenIndex:
         if tokens.size < WINDOW:
             return
         starts, hashes = sampled(tokens)
+        # Of windows that are alike the first: a text may be one token over and over.
+        hashes, first_of = np.unique(hashes, return_index=True)
+        starts = starts[first_of]
         space, first = _namespace(node.key), node.start - before.size
         places = self._places[space]
         for start, value in zip(starts.tolist(), hashes.tolist(), strict=True):
@@ -112,9 +115,11 @@ class TokenIndex:
         likely = np.flatnonzero(self._filter[_filtered(hashes)])
         starts, hashes = starts[likely] + begin, hashes[likely]
         found: list[Run] = []
+        # Windows that were looked at in vain: there may be many that are alike.
+        vain: set[int] = set()
         paths: dict[int, Tokens] = {}
         for here, value in zip(starts.tolist(), hashes.tolist(), strict=True):
-            if value not in places or here < begin:
+            if here < begin or value in vain or value not in places:
                 continue
             candidates = [
                 _extended(tokens, begin, here, node, at, paths)
@@ -124,6 +129,8 @@ class TokenIndex:
             if longest.stop - longest.begin >= least:
                 found.append(longest)
                 begin = longest.stop
+            else:
+                vain.add(value)
         return found
 
 
@@ -209,9 +216,13 @@ def _above(node: KvNode) -> Iterator[KvNode]:
 
 def _alike(a: Tokens, b: Tokens) -> int:
     """How many of the first tokens are the same."""
-    size = min(a.size, b.size)
-    differ = a[:size] != b[:size]
-    return int(differ.argmax()) if differ.any() else size
+    size, begin, stop = min(a.size, b.size), 0, 512
+    while begin < size:
+        differ = a[begin : min(stop, size)] != b[begin : min(stop, size)]
+        if differ.any():
+            return begin + int(differ.argmax())
+        begin, stop = stop, 2 * stop
+    return size
 
 
 def _namespace(key: RadixKey) -> Namespace:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import packed_checks
 import pytest
@@ -161,37 +163,86 @@ def test_without_reuse_everything_behind_an_edit_is_computed(small):
     assert request.filled == 282
 
 
+EDIT = st.tuples(
+    st.integers(0, 80), st.integers(0, 80), st.lists(st.integers(0, 2), max_size=9)
+)  # fmt: skip
+
+
 @given(
     paths=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=80), min_size=1, max_size=4),
-    edit=st.tuples(st.integers(0, 80), st.integers(0, 80), st.lists(st.integers(0, 2), max_size=9)),
+    edit=EDIT,
     where=st.integers(0, 3),
     least=st.integers(6, 30),
 )
-def test_runs_are_found_wherever_they_stand(paths, edit, where, least):
-    """As many tokens as a search of all places finds, where every window is remembered."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index, "WINDOW", 6)
-        patch.setattr(index, "SAMPLED", 1)
-        patch.setattr(index, "MOST_COMPARED", 1000)
-        root, known = KvNode(), TokenIndex()
-        for ids in paths:
-            parent = root
-            for part in (ids[: len(ids) // 2], ids[len(ids) // 2 :]):
-                if part:
-                    parent = hang(parent, part, known)
-        base, (begin, stop, new) = paths[where % len(paths)], edit
-        request = [*base[:begin], *new, *base[begin + stop :]]
+def test_runs_are_where_they_are_said_to_be(paths, edit, where, least):
+    """Whatever repeats itself in paths and requests."""
+    with every_window():
+        found_runs(paths, edited_by(paths[where % len(paths)], edit), least)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 80), min_size=1, max_size=4),
+    edit=EDIT,
+    where=st.integers(0, 3),
+    least=st.integers(6, 30),
+)
+def test_runs_are_found_wherever_they_stand(lengths, edit, where, least):
+    """As many tokens as a search of all places finds, where every window is remembered and none is
+    twice in a path."""
+    paths = [context(tokens, seed=seed) for seed, tokens in enumerate(lengths)]
+    request = edited_by(paths[where % len(paths)], edit)
+    with every_window():
         at = 0
-        for run in known.runs(key(request), 0, least):
-            assert at <= run.begin < run.stop <= len(request)
-            assert run.stop - run.begin >= least
-            nodes = reversed(list(run.node.path()))
-            path = [token for node in nodes for token in node.key.token_ids]
-            there = slice(run.begin - run.shift, run.stop - run.shift)
-            assert path[there] == request[run.begin : run.stop]
+        for run in found_runs(paths, request, least):
             assert longest(paths, request[at : run.begin]) < least or run.begin == at
             at = run.stop
         assert longest(paths, request[at:]) < least
+
+
+def test_a_text_of_one_token_is_remembered_once_and_looked_at_once():
+    root, known = KvNode(), TokenIndex()
+    for token in range(3):
+        hang(root, [token] * 20_000, known)
+    places = [
+        place for held in known._places.values() for nodes in held.values() for place in nodes
+    ]
+    assert len(places) <= 3
+    request = [token for _ in range(200) for token in (*[0] * 70, 7, *[1] * 70, 8, *[2] * 70, 9)]
+    assert known.runs(key(request), 0, 256) == []
+
+
+@contextmanager
+def every_window() -> Iterator[None]:
+    """Windows of six tokens, all of which are remembered, wherever they stand."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("WINDOW", 6), ("SAMPLED", 1), ("MOST_COMPARED", 1000)):
+            patch.setattr(index, name, value)
+        yield
+
+
+def edited_by(base: list[int], edit: tuple[int, int, list[int]]) -> list[int]:
+    begin, gone, new = edit
+    return [*base[:begin], *new, *base[begin + gone :]]
+
+
+def found_runs(paths: list[list[int]], request: list[int], least: int) -> list[index.Run]:
+    """The runs of a request, each of which is what the path of its node has there."""
+    root, known = KvNode(), TokenIndex()
+    for ids in paths:
+        parent = root
+        for part in (ids[: len(ids) // 2], ids[len(ids) // 2 :]):
+            if part:
+                parent = hang(parent, part, known)
+    at, runs = 0, known.runs(key(request), 0, least)
+    for run in runs:
+        assert at <= run.begin < run.stop <= len(request)
+        assert run.stop - run.begin >= least
+        nodes = reversed(list(run.node.path()))
+        path = [token for node in nodes for token in node.key.token_ids]
+        there = slice(run.begin - run.shift, run.stop - run.shift)
+        assert path[there] == request[run.begin : run.stop]
+        at = run.stop
+    return runs
 
 
 def longest(paths: list[list[int]], ids: list[int]) -> int:
