@@ -117,7 +117,7 @@ def _policy(policy: Json) -> str:
     scorer = f", chosen by {escape(policy['scorer'])}" if policy["scorer"] else ""
     window = (
         f"the first {policy['sink_tokens']:,} and the last {policy['recent_tokens']:,} tokens of a "
-        "prompt, what was generated"
+        f"{'long ' if policy['recent_of'] > 1 else ''}prompt, what was generated"
     )
     if policy["heads_compete"]:
         return (
