@@ -83,8 +83,8 @@ class Settings(BaseModel):
     reuse_behind_edits: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Whether what stood behind an edited text is taken from where it stood, its "
-        "keys turned to their new positions, instead of computed again. auto: where contexts are "
-        "compressed anyway.",
+        "keys turned to their new positions, instead of computed again. auto: where heads "
+        "compete.",
     )
     reuse_least_tokens: int = Field(
         256, ge=64, description="Fewer equal tokens behind an edit are computed again."

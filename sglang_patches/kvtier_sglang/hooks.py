@@ -13,7 +13,6 @@ from kvtier_sglang import compat
 from kvtier_sglang.exact_requests import recomputed_tokens, wants_exact
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.radix.cache import KvtierRadixCache
-from kvtier_sglang.radix.node import moved_tokens
 
 
 def check_flags(server_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -170,7 +169,7 @@ def report_recomputed(
     where there were any."""
     told = {
         "kvtier_recomputed": recomputed_tokens(req),
-        "kvtier_moved": moved_tokens(req.last_node),
+        "kvtier_moved": getattr(req, "kvtier_moved", 0),
     }
     told = {name: tokens for name, tokens in told.items() if tokens}
     return {"device": 0, "host": 0, **(result or {}), **told} if told else result

@@ -130,8 +130,8 @@ class Runtime:
     def _reuses(self) -> bool:
         """Whether what stood behind an edit is taken from there."""
         _, radix = backends_are_ours()
-        asked = self.settings.reuse_behind_edits
-        return radix and (asked == "on" or (asked == "auto" and self._compresses))
+        asked, competes = self.settings.reuse_behind_edits, self.settings.competes
+        return radix and (asked == "on" or (asked == "auto" and competes and self._compresses))
 
     @property
     def _votes(self) -> int:

@@ -47,7 +47,7 @@ from kvtier_sglang.radix import prefix_nodes
 from kvtier_sglang.radix.contexts import compacted_context, offer_restored, pruned_ranges
 from kvtier_sglang.radix.edits import Edits
 from kvtier_sglang.radix.matching import cached_length
-from kvtier_sglang.radix.node import KvNode
+from kvtier_sglang.radix.node import KvNode, moved_tokens
 from kvtier_sglang.radix.restorer import Restorer, continues
 from kvtier_sglang.radix.streaming import Streaming
 from kvtier_sglang.radix.tree import VariantRadixTree
@@ -241,6 +241,7 @@ class KvtierRadixCache(VariantRadixTree):
         if self.edits is not None and req is not None and not exact_only:
             node = self.edits.begin(req, key, node, length)
             length = node.stop
+            req.kvtier_moved = moved_tokens(node)
         if exact_only:
             note_recomputed(req, cached_length(self.root_node, key) - length, length)
         return MatchResult(
@@ -361,6 +362,7 @@ class KvtierRadixCache(VariantRadixTree):
         req.extend_end = stop
         self.unlock(req.lock)
         req.lock, req.last_node = self.lock(last), last
+        req.kvtier_moved = moved_tokens(last)
         if self.tier is not None:
             self.tier.is_behind_a_drop(req.rid)
 

@@ -108,6 +108,8 @@ class Edits:
     def go_on(self, req: Any, key: RadixKey, node: KvNode) -> KvNode:
         """A request was computed up to a node. Copy the run that begins there, if there still is
         one; the node that the request goes on behind."""
+        if node.stop not in self._ahead.get(req.rid, ()):
+            return node
         return self._go_on(req.rid, key[: len(key) - 1], node)
 
     def _go_on(self, rid: str, key: RadixKey, node: KvNode) -> KvNode:

@@ -221,10 +221,9 @@ def same_tokens(a: KvNode, b: KvNode) -> bool:
     return len(a.key) == len(b.key) and a.key.match(b.key) == len(a.key)
 
 
-def moved_tokens(node: Any) -> int:
-    """Tokens up to a node that were computed behind other ones. node: of any cache's."""
-    path = node.path() if isinstance(node, KvNode) else ()
-    return sum(len(one.key) for one in path if one.moved)
+def moved_tokens(node: KvNode) -> int:
+    """Tokens up to a node that were computed behind other ones."""
+    return sum(len(one.key) for one in node.path() if one.moved)
 
 
 def joined(a: RadixKey, b: RadixKey) -> RadixKey:

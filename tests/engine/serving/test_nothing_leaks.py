@@ -27,7 +27,7 @@ def test_every_slot_is_accounted_for_after_hundreds_of_random_operations(
 ):
     uneven_profile().save(tmp_path / "profile.json")
     profile = {"KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json")}
-    reuse = {"KVTIER_REUSE_LEAST_TOKENS": "64"}
+    reuse = {"KVTIER_REUSE_BEHIND_EDITS": "on", "KVTIER_REUSE_LEAST_TOKENS": "64"}
     live(tmp_path, operations, seed, {**profile, **reuse, **settings}, edits=True)
 
 
