@@ -1,4 +1,5 @@
-"""Contexts of competing heads that did not come in one turn, or that a branch left.
+"""Contexts of competing heads that did not come in one turn, that a branch left, or whose text was
+another when they were compressed.
 
     one turn     [ context              ]         what the other settings compress
     N turns      [ 1st ][ 2nd ][ 3rd ] …          each computed over what heads keep of those before
@@ -8,6 +9,9 @@
                  [ context, less │ window ]       cut there, and the window computed again, or exact
     streaming    [ 1st ][ 2nd ][ 3rd ] …          chunks of one prompt, each computed over the whole
                                                   one before it and what heads keep of the others
+    an edit      [ a │ old │ b           ]        compressed, then cut where the new text begins:
+                 [ a, less │ window, new │ b ]    these computed, and what is kept of b goes on
+                                                  behind them, its keys turned
 
 All of it is what `kvtier serve` does, without a tier but for refreshes and where a window comes
 from there.
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +41,12 @@ from kvtier.retention.locality import (
 )
 from kvtier.retention.refreshing import choose_again
 from kvtier.retention.scorers.reconstruction import Reconstruction
-from kvtier.retention.shares import FixedShare, Turn
+from kvtier.retention.shares import PAGE, FixedShare, Turn
 from kvtier.retention.token_worth import TokenWorth
+from kvtier_kernels.codes import coded_shape
+
+# Where transcripts have something taken out, and how many tokens each.
+TAKEN_OUT, OUT_PLACES, OUT_TOKENS = "4 texts taken out", (0.2, 0.4, 0.6, 0.8), 150
 
 
 @dataclass(frozen=True)
@@ -62,9 +70,9 @@ class Course:
         others_ids: Sequence[int],
         share: float,
         worth: TokenWorth,
-    ) -> tuple[list[Held], Refresh | None]:
-        """What is held of the context per layer, of `share` of each turn's entries, and what
-        chooses it again for a question. others_ids: half as many tokens of another context."""
+    ) -> Kept:
+        """What is held of the context, of `share` of each turn's entries. others_ids: half as many
+        tokens of another context."""
         kind = RefreshedSession if self.refreshes else AdaptiveSession
         session = _session(model, share, worth, kind)
         if self.refreshes:
@@ -75,18 +83,75 @@ class Course:
             for ids in _parts(context_ids, self.turns):
                 session.turn(ids, 0)
             again = session.held_for if isinstance(session, RefreshedSession) else None
-            return _held(session), again
+            return Kept(_held(session), again)
         session.turn([*context_ids, *others_ids], 0)
-        at = len(context_ids) - (WIDE_CUT_WINDOW if share < SMALL_SHARE else CUT_WINDOW)
+        at = len(context_ids) - _window(share)
         branch = session.cut(at)
         if self.has_tier:
             exact = _session(model, 1.0, worth)
             exact.turn(context_ids, 0)
-            return _with_window(_held(branch), _held(exact), at), None
-        # A request has all of its own until its turn ends.
-        branch.keep_count = lambda prompt, droppable: droppable
-        branch.turn(context_ids[at:], 0)
-        return _held(branch), None
+            return Kept(_with_window(_held(branch), _held(exact), at))
+        _compute(branch, context_ids[at:])
+        return Kept(_held(branch))
+
+
+@dataclass(frozen=True)
+class Edited:
+    """The context's text was another one when it was compressed.
+
+    places:     where, as shares of its tokens
+    new_tokens: that are new at each place; none where something was taken out
+    old_tokens: that stood there instead
+    again:      that are computed again behind each
+    bits:       of the codes that kept entries are
+    """
+
+    name: str
+    places: tuple[float, ...]
+    new_tokens: int = 64
+    old_tokens: int = 256
+    again: int = 0
+    bits: int | None = None
+
+    def held(
+        self,
+        model: Any,
+        context_ids: Sequence[int],
+        others_ids: Sequence[int],
+        share: float,
+        worth: TokenWorth,
+    ) -> Kept:
+        """What is held of the context, of `share` of the old text's entries. others_ids: of which
+        the old text has equal parts at the places, and at most as many as it may have there."""
+        starts = [round(place * len(context_ids)) for place in self.places]
+        window = _window(share)
+        old_tokens = min(self.old_tokens, len(others_ids) // len(starts))
+        text = list(context_ids[: starts[0]])
+        runs = []
+        for index, (start, stop) in enumerate(pairwise([*starts, len(context_ids)])):
+            first = start + self.new_tokens + self.again
+            is_last = stop == len(context_ids)
+            text += others_ids[index * old_tokens : (index + 1) * old_tokens]
+            begin = len(text) + self.again
+            text += context_ids[start + self.new_tokens : stop]
+            runs.append((first, begin, len(text) - (0 if is_last else window)))
+        old = _session(model, share, worth, bits=self.bits)
+        old.turn(text, 0)
+        session = old.cut(max(starts[0] - window, 0))
+        for first, begin, stop in runs:
+            if session.num_tokens < first:
+                _compute(session, context_ids[session.num_tokens : first])
+            session.take(old, begin, stop)
+        return Kept(_held(session), used=_used(session))
+
+
+class Kept(NamedTuple):
+    """What is held of a context per layer, what chooses it again for a question, and as how many
+    entries it counts; None where that is as many as there are."""
+
+    layers: list[Held]
+    refresh: Refresh | None = None
+    used: float | None = None
 
 
 class _Past(NamedTuple):
@@ -164,7 +229,7 @@ class RefreshedSession(AdaptiveSession):
         self._past.append(_Past(kv, span, self._worth))
 
 
-COURSES = (
+COURSES: tuple[Course | Edited, ...] = (
     *(
         Course(f"adaptive budgets, {turns} turns{suffix}", turns, bool(suffix))
         for suffix in ("", " + refresh")
@@ -173,13 +238,24 @@ COURSES = (
     Course("adaptive budgets, a branch", is_branch=True),
     Course("adaptive budgets, a branch + tier", is_branch=True, has_tier=True),
     *(Course(f"adaptive budgets, streaming, {n} chunks", chunks=n) for n in (4, 8, 16)),
+    *(
+        Edited(f"adaptive budgets, {name}{suffix}", places, new, old, bits=bits)
+        for suffix, bits in (("", None), (", 4 bits", 4))
+        for name, places, new, old in (
+            ("edited front", (0.0,), 64, 256),
+            ("edited middle", (0.5,), 64, 256),
+            ("edited in 4 places", (0.0, 0.25, 0.5, 0.75), 64, 256),
+            (TAKEN_OUT, OUT_PLACES, 0, OUT_TOKENS),
+        )
+    ),
 )
 
 
 def _session(
-    model: Any, share: float, worth: TokenWorth, kind: type[AdaptiveSession] = AdaptiveSession
-) -> AdaptiveSession:
-    session = kind(model, ADAPTIVE_RULE, scorer=Reconstruction.of(worth))
+    model: Any, share: float, worth: TokenWorth, kind: type[AdaptiveSession] = AdaptiveSession,
+    bits: int | None = None,
+) -> AdaptiveSession:  # fmt: skip
+    session = kind(model, ADAPTIVE_RULE, scorer=Reconstruction.of(worth), bits=bits)
     session.keep_count = _fixed(share)
     return session
 
@@ -187,6 +263,30 @@ def _session(
 def _fixed(share: float) -> Callable[[int, int], int]:
     rule = FixedShare(share)
     return lambda prompt, droppable: rule.choose(Turn(prompt, droppable)).kept_tokens
+
+
+def _window(share: float) -> int:
+    """How many tokens before a cut are computed again."""
+    return WIDE_CUT_WINDOW if share < SMALL_SHARE else CUT_WINDOW
+
+
+def _compute(session: AdaptiveSession, ids: Sequence[int]) -> None:
+    """Tokens of a request, which has all of its own until its turn ends."""
+    session.keep_count, keep_count = lambda prompt, droppable: droppable, session.keep_count
+    session.turn(ids, 0)
+    session.keep_count = keep_count
+
+
+def _used(session: AdaptiveSession) -> float | None:
+    if session.bits is None:
+        return None
+    page = coded_shape(session.bits, shape_of(session.model).head_dim).entries
+    used = 0
+    for blocks in chain.from_iterable(session.positions):
+        for at, coded in zip(blocks, session.coded, strict=True):
+            codes = int(((coded.start <= at) & (at < coded.stop)).sum())
+            used += len(at) - codes + PAGE * -(-codes // page)
+    return used
 
 
 def _parts(ids: Sequence[int], count: int) -> list[Sequence[int]]:
@@ -215,4 +315,4 @@ def _with_window(kept: Sequence[Held], exact: Sequence[Held], begin: int) -> lis
     ]
 
 
-__all__ = ["COURSES", "Course"]
+__all__ = ["COURSES", "OUT_PLACES", "OUT_TOKENS", "Course", "Edited"]

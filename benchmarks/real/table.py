@@ -25,9 +25,9 @@ from torch import Tensor
 
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
 from benchmarks.common.table import show
-from benchmarks.real import transcripts
+from benchmarks.real import changed_facts, transcripts
 from benchmarks.real.choices import Setup, chosen_heads
-from benchmarks.real.courses import COURSES
+from benchmarks.real.courses import COURSES, OUT_PLACES, OUT_TOKENS
 from benchmarks.real.fitting import Calibrated, calibrated
 from benchmarks.real.keeping import (
     ADAPTIVE_RULE,
@@ -45,7 +45,13 @@ from benchmarks.real.picture import draw_worth
 from benchmarks.real.presses import Presses, pressing
 from benchmarks.real.records import Records
 from benchmarks.real.statistics import Losses, kept_worth
-from benchmarks.real.tables import cheapest_table, quality_table, task_table, worth_table
+from benchmarks.real.tables import (
+    cheapest_table,
+    quality_table,
+    recall_table,
+    task_table,
+    worth_table,
+)
 from kvtier.calibration.measuring.kept_shares import ANSWER_FLOOR_NATS
 from kvtier.errors import UsageError
 from kvtier.heads.methods import DEFAULT_METHOD
@@ -79,6 +85,12 @@ def declare(arguments: Arguments) -> None:
         transcripts.ARGUMENT, type=Path, metavar="FILE",
         help="to measure on instead: agents' sessions in OpenAI's format, JSON or JSON in gzip",
     )  # fmt: skip
+    places = len(OUT_PLACES)
+    arguments.add(
+        "--elided",
+        action="store_true",
+        help=f"take {OUT_TOKENS} tokens out of transcripts at {places} places each",
+    )
     arguments.whole("--contexts", 2, "contexts per task and length; an interval needs 2")
     arguments.size("--choose-len", "1536", "context tokens to choose heads on")
     arguments.whole("--choose-contexts", 4, "contexts to choose heads on")
@@ -121,11 +133,16 @@ def run(options: Options) -> Iterator[Measured]:
     setup = Setup.of(options.model_path, options.choose_len, options.choose_contexts, options.seed)
     if options.plots is not None and not options.plots.is_dir():
         raise UsageError("--plots", "an existing directory", str(options.plots))
-    tasks = asked_for("--tasks", setup.tasks.measuring, options.tasks)
+    known_tasks = (*setup.tasks.measuring, *changed_facts.TASKS)
+    tasks = asked_for("--tasks", known_tasks, options.tasks or setup.tasks.measuring)
+    if len({task in changed_facts.TASKS for task in tasks}) > 1:
+        raise UsageError("--tasks", "changed facts alone", options.tasks)
     if options.transcripts is not None:
         if options.tasks:
             raise UsageError("--tasks", f"nothing beside {transcripts.ARGUMENT}", options.tasks)
         tasks = [transcripts.TASK]
+    elif options.elided:
+        raise UsageError("--elided", f"something only with {transcripts.ARGUMENT}", "no file")
     fit_tasks = asked_for("--fit-tasks", setup.tasks.measuring, options.fit_tasks)
     settings = asked_for("--settings", (*OURS, *NOT_DRAWN), options.settings)
     described = {
@@ -137,6 +154,7 @@ def run(options: Options) -> Iterator[Measured]:
         "fit_lens": options.fit_lens,
         "curve_lens": options.curve_lens,
         **({transcripts.TASK: options.transcripts.name} if options.transcripts else {}),
+        **({"elided": [*OUT_PLACES, OUT_TOKENS]} if options.elided else {}),
     }
     records = Records(options.state, described)
     figures: list[dict[str, Any]] = []
@@ -160,6 +178,8 @@ def run(options: Options) -> Iterator[Measured]:
             yield Measured({"settings": described, "kept": figures})
     for length in options.lens:
         show(worth_table(figures, length, options.shares, BY_QUALITY))
+        if tasks[0] in changed_facts.TASKS:
+            show(recall_table(figures, length, options.shares))
     for length in options.lens:
         for share in options.shares:
             show(task_table(figures, length, share, tasks))
@@ -183,10 +203,17 @@ def measure(
     setup = bench.setup
     count = options.contexts * len(tasks)
     if options.transcripts is None:
-        samples = make_samples(setup.tasks.make, tasks, count, [length], options.seed, HELD_OUT)
+        is_changed = tasks[0] in changed_facts.TASKS
+        make = changed_facts.maker(str(options.model_path)) if is_changed else setup.tasks.make
+        samples = make_samples(make, tasks, count, [length], options.seed, HELD_OUT)
     else:
         tokenizer = Tokenizer(str(options.model_path))
-        samples = transcripts.samples(options.transcripts, tokenizer, length, count)
+        whole = length + OUT_TOKENS * len(OUT_PLACES) * int(options.elided)
+        samples = transcripts.samples(options.transcripts, tokenizer, whole, count)
+    others = [samples[i - 1].context_ids[: length // 2] for i in range(count)]
+    if options.elided:
+        both = (transcripts.elided(sample, OUT_PLACES, OUT_TOKENS) for sample in samples)
+        samples, others = map(list, zip(*both, strict=True))
     names = {index: f"{length}-{index:03d}" for index in range(count)}
     asked = ", ".join(f"{share:g}" for share in bench.shares)
     pressed = " ".join(["presses", *(options.presses or ())])
@@ -203,8 +230,8 @@ def measure(
         for done, index in enumerate(missing):
             sample = samples[index]
             progress(f"{length} tokens, {sample.task}", done, len(missing))
-            others = samples[index - 1].context_ids[: length // 2]
-            measure_context(bench, records, (length, index), sample, others, presses, names[index])
+            place = (length, index)
+            measure_context(bench, records, place, sample, others[index], presses, names[index])
             records.add((length, index, *finished), {})
             if done == 0:
                 minutes = (time.perf_counter() - began) * len(missing) / 60
@@ -288,14 +315,15 @@ def compare(
         mine = losses(records, length, (name, share), tasks, options)
         if mine is None:
             continue
-        used = [
-            records[length, index, name, share]["bytes"]
-            for index in range(options.contexts * len(tasks))
+        measured = [
+            records[length, index, name, share] for index in range(options.contexts * len(tasks))
         ]
+        used = [one["bytes"] for one in measured]
         rows.append({
             "length": length, "share": share, "way": name,
             "bytes": float(np.mean(used)), "most_bytes": max(used), "least_bytes": min(used),
             "quality": float(np.mean((full + ANSWER_FLOOR_NATS) / (mine + ANSWER_FLOOR_NATS))),
+            "recall": float(np.mean([one["recall"] for one in measured])),
             "all": kept_worth(mine, full, none)._asdict(),
             "tasks": {
                 task: kept_worth(mine[[i]], full[[i]], none[[i]])._asdict()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -16,13 +16,26 @@ def worth_table(
 ) -> Table:
     """A line per way, a column per share of the bytes. target: the way whose share follows from a
     quality, and has no column."""
-    rows = [row for row in figures if row["length"] == length and row["way"] != target]
     title = f"Kept of what {length} tokens of context are worth, by share of the KV bytes (95%)"
+    rows = [row for row in figures if row["length"] == length and row["way"] != target]
+    return _by_share(title, rows, shares, lambda row: str(Interval(**row["all"])))
+
+
+def recall_table(figures: Sequence[dict[str, Any]], length: int, shares: Sequence[float]) -> Table:
+    """The share of the questions whose whole answer is a way's greedy one; as `worth_table`."""
+    title = f"Questions behind {length} tokens that are answered rightly, by share of the KV bytes"
+    rows = [row for row in figures if row["length"] == length]
+    return _by_share(title, rows, shares, lambda row: f"{row['recall']:.1%}")
+
+
+def _by_share(
+    title: str, rows: Sequence[dict[str, Any]], shares: Sequence[float],
+    cell: Callable[[dict[str, Any]], str],
+) -> Table:  # fmt: skip
     table = new_table(title, ("way", *(f"{share:.0%}" for share in shares)))
-    found = {(row["way"], row["share"]): Interval(**row["all"]) for row in rows}
+    found = {(row["way"], row["share"]): cell(row) for row in rows}
     for way in dict.fromkeys(row["way"] for row in rows):
-        cells = [found.get((way, share)) for share in shares]
-        table.add_row(way, *("" if cell is None else str(cell) for cell in cells))
+        table.add_row(way, *(found.get((way, share), "") for share in shares))
     return table
 
 
@@ -83,4 +96,11 @@ def fewest_bytes(points: Sequence[tuple[float, float]], quality: float) -> float
     return None if last is None else last[0]
 
 
-__all__ = ["cheapest_table", "fewest_bytes", "quality_table", "task_table", "worth_table"]
+__all__ = [
+    "cheapest_table",
+    "fewest_bytes",
+    "quality_table",
+    "recall_table",
+    "task_table",
+    "worth_table",
+]

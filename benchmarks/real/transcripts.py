@@ -5,7 +5,8 @@
 
 A file is JSON, or JSON in gzip: a list of transcripts, each a list of messages in OpenAI's format,
 or an object that has one as `messages` or, like those of tau-bench, as `traj`. Messages are written
-by the model's chat template. A context is cut after so many tokens, wherever that is.
+by the model's chat template. A context is cut after so many tokens, wherever that is. Agents take
+texts out of their contexts later, results of tools above all; here these are some at fixed places.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +76,21 @@ def samples(file: Path, tokenizer: Tokenizer, length: int, count: int) -> list[C
     return found
 
 
+def elided(
+    sample: CalibrationSample, places: Sequence[float], tokens: int
+) -> tuple[CalibrationSample, list[int]]:
+    """The sample with `tokens` taken out of its context at each place, given as a share of what
+    stays; and what was taken out."""
+    ids = list(sample.context_ids)
+    rest = len(ids) - tokens * len(places)
+    taken: list[int] = []
+    for place in places:
+        at = round(place * rest)
+        taken += ids[at : at + tokens]
+        del ids[at : at + tokens]
+    return replace(sample, context_ids=tuple(ids)), taken
+
+
 def _cut(messages: list[Message], tokenizer: Tokenizer, length: int) -> CalibrationSample | None:
     """The transcript as a sample; None where nothing is asked of it."""
     chat = [{"role": one.role, "content": one.text()} for one in messages]
@@ -115,4 +133,4 @@ def _messages(given: Any, where: str) -> list[Message]:
         raise UsageError(ARGUMENT, "messages in OpenAI's format", f"{where}: {place}") from error
 
 
-__all__ = ["ARGUMENT", "TASK", "samples"]
+__all__ = ["ARGUMENT", "TASK", "elided", "samples"]

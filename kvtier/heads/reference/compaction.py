@@ -176,9 +176,9 @@ class AdaptiveSession(ScoredSession):
         self._by_head = [[ClassCache((head,), kv_dtype) for head in heads] for _ in layers]
         self._feedback = None if bits is None else self.scorer.feedback()
         # Of every head, its entries' positions, block by block.
-        self._positions: list[list[list[Tensor]]] = [[[] for _ in heads] for _ in layers]
+        self.positions: list[list[list[Tensor]]] = [[[] for _ in heads] for _ in layers]
         # Of every block, the positions whose entries are coded.
-        self._coded: list[range] = []
+        self.coded: list[range] = []
 
     def cut(self, at: int) -> AdaptiveSession:
         """An independent session that has what this one keeps of its first `at` tokens: what a
@@ -187,9 +187,9 @@ class AdaptiveSession(ScoredSession):
             self._code_anew(at)
         other = copy.copy(self)
         other.num_tokens, other._pending = at, []
-        other._by_head, other._positions = [], []
-        other._coded = [range(one.start, min(one.stop, at)) for one in self._coded]
-        for layer, every in zip(self._by_head, self._positions, strict=True):
+        other._by_head, other.positions = [], []
+        other.coded = [range(one.start, min(one.stop, at)) for one in self.coded]
+        for layer, every in zip(self._by_head, self.positions, strict=True):
             caches, positions = [], []
             for cache, blocks in zip(layer, every, strict=True):
                 before = [block < at for block in blocks]
@@ -198,25 +198,25 @@ class AdaptiveSession(ScoredSession):
                 caches.append(ClassCache(cache.heads, cache.dtype, kept))
                 positions.append([block[mine] for block, mine in zip(blocks, before, strict=True)])
             other._by_head.append(caches)
-            other._positions.append(positions)
+            other.positions.append(positions)
         other.forget()
         return other
 
     def _code_anew(self, at: int) -> None:
         """Make two blocks of that whose coded entries are on both sides of a cut: those behind it
         begin in the middle of pages, and are coded anew."""
-        index = next((i for i, one in enumerate(self._coded) if one.start < at < one.stop), None)
+        index = next((i for i, one in enumerate(self.coded) if one.start < at < one.stop), None)
         if index is None:
             return
-        coded = self._coded[index]
-        self._coded[index : index + 1] = [range(coded.start, at), range(at, coded.stop)]
-        for layer, every in enumerate(self._positions):
+        coded = self.coded[index]
+        self.coded[index : index + 1] = [range(coded.start, at), range(at, coded.stop)]
+        for layer, every in enumerate(self.positions):
             for head, blocks in enumerate(every):
                 settled = self._by_head[layer][head].settled
                 block, where = settled[index], blocks[index]
                 first = where < at
                 rest = self._recoded(
-                    block.k[:, ~first], block.v[:, ~first], where[~first], self._coded[index + 1],
+                    block.k[:, ~first], block.v[:, ~first], where[~first], self.coded[index + 1],
                     layer, head,
                 )  # fmt: skip
                 parts = [Block(block.k[:, first], block.v[:, first]), Block(*rest)]
@@ -227,20 +227,20 @@ class AdaptiveSession(ScoredSession):
         """Go on with what another session keeps of its tokens from `begin` to `stop`, their keys
         turned to where they stand in this one. Between turns only."""
         shift = self.num_tokens - begin
-        for layer, every in enumerate(other._positions):
+        for layer, every in enumerate(other.positions):
             for head, blocks in enumerate(every):
                 cache, theirs = self._by_head[layer][head], other._by_head[layer][head]
-                for block, at, coded in zip(theirs.settled, blocks, other._coded, strict=True):
+                for block, at, coded in zip(theirs.settled, blocks, other.coded, strict=True):
                     mine = (begin <= at) & (at < stop)
                     k = turned_keys(self.model, layer, block.k[:, mine], shift)
                     v, at = block.v[:, mine], at[mine]
                     if self.bits is not None and (shift or begin > coded.start):
                         k, v = self._recoded(k, v, at, coded, layer, head)
                     cache.settled.append(Block(k, v))
-                    self._positions[layer][head].append(at + shift)
-        for coded in other._coded:
+                    self.positions[layer][head].append(at + shift)
+        for coded in other.coded:
             first, last = (min(max(at, begin), stop) for at in (coded.start, coded.stop))
-            self._coded.append(range(first + shift, last + shift))
+            self.coded.append(range(first + shift, last + shift))
         self.num_tokens += stop - begin
         self.forget()
 
@@ -304,11 +304,11 @@ class AdaptiveSession(ScoredSession):
                 if coded:
                     k, v = self._recoded(k, v, at, coded, index, head)
                 cache.settled.append(Block(k, v))
-                self._positions[index][head].append(at)
+                self.positions[index][head].append(at)
                 k, v = (side[:, tokens:] for side in every[index][head])
                 cache.fresh = [Block(k, v)] if k.shape[1] else []
         # A scorer whose scores compare remembers nothing of the prefill that would be kept here.
-        self._coded.append(coded)
+        self.coded.append(coded)
         self.forget()
         self.turn_start = stop
 

@@ -9,7 +9,7 @@ Held-out samples come from another stream of the same seed, and from the other h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +17,10 @@ import numpy as np
 
 from kvtier.errors import SizeError, UsageError
 from kvtier.heads.samples.questions import CalibrationSample, Question
+from kvtier.heads.samples.story import StoryTeller
 from kvtier.heads.samples.text import (
     CHOOSING_TASKS,
+    TASKS,
     TEXT_TASKS,
     Encode,
     SampleMaker,
@@ -68,11 +70,16 @@ def tasks_for(model_path: str) -> Tasks:
     """The tasks that fit a model's tokenizer. Raises UsageError when it has none."""
     if speaks_recall(model_path):
         return Tasks(recall_sample, RECALL_TASKS, RECALL_TASKS)
+    return Tasks(text_maker_for(model_path), CHOOSING_TASKS, TEXT_TASKS)
+
+
+def text_maker_for(model_path: str, tellers: Mapping[str, StoryTeller] = TASKS) -> SampleMaker:
+    """Samples in real text for a model's tokenizer, `tellers` by task. Raises UsageError when the
+    model has none."""
     tokenizer = Tokenizer(model_path)
     # A chat template writes BOS itself.
     first = () if tokenizer.has_chat_template else tokenizer.first_ids
-    maker = text_maker(tokenizer.encode, first, frame_of(tokenizer))
-    return Tasks(maker, CHOOSING_TASKS, TEXT_TASKS)
+    return text_maker(tokenizer.encode, first, frame_of(tokenizer), tellers)
 
 
 def encoder_for(model_path: str) -> tuple[Encode, list[int]]:

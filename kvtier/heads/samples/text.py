@@ -10,7 +10,7 @@ on the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -46,14 +46,17 @@ MAX_ANSWER_TOKENS = 512
 _INSTRUCTION = "Read this text.\n\n"
 
 
-def text_maker(encode: Encode, first: Sequence[int], frame: Frame) -> SampleMaker:
-    """Samples for a tokenizer; `first` starts every context (often BOS)."""
+def text_maker(
+    encode: Encode, first: Sequence[int], frame: Frame,
+    tellers: Mapping[str, StoryTeller] = TASKS,
+) -> SampleMaker:  # fmt: skip
+    """Samples for a tokenizer; `first` starts every context (often BOS). tellers: by task."""
     opening = (*first, *encode(frame.opening + _INSTRUCTION))
 
     def make(
         rng: np.random.Generator, context_tokens: int, task: str, half: int
     ) -> CalibrationSample:
-        story = TASKS[task](rng, half)
+        story = tellers[task](rng, half)
         room = context_tokens - len(opening)
         context, told = _tell(rng, story.filler, story.facts, room, encode)
         asked = story.ask(told)

@@ -11,8 +11,8 @@ import torch
 from text_models import write_llama
 from torch import Tensor
 
-from benchmarks.real import table
-from benchmarks.real.courses import COURSES, Course
+from benchmarks.real import changed_facts, table
+from benchmarks.real.courses import COURSES, Course, Edited
 from benchmarks.real.keeping import (
     ADAPTIVE_RULE,
     Context,
@@ -30,6 +30,7 @@ from kvtier.heads.samples.synthetic import make_samples, tasks_for
 from kvtier.retention.locality import CUT_WINDOW
 from kvtier.retention.shares import FixedShare, Turn
 from kvtier.retention.token_worth import TokenWorth, feature_width
+from kvtier.synthetic.tokenizer import Tokenizer
 
 TOKENS = 900
 
@@ -85,18 +86,61 @@ def test_all_tokens_held_answer_as_the_model_does(context: tuple[Context, Asker]
     assert held.recall == exact.recall
 
 
-@pytest.mark.parametrize("course", [Course("", turns=3), *COURSES], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "course",
+    [Course("", turns=3), *(one for one in COURSES if isinstance(one, Course))],
+    ids=lambda one: one.name,
+)
 def test_a_course_in_which_nothing_is_dropped_answers_as_the_model_does(
     context: tuple[Context, Asker], folder: Path, course: Course
 ) -> None:
     ctx, asker = context
     sample = make_samples(tasks_for(str(folder)).make, ["key-value"], 1, [TOKENS], 0)[0]
     ids, worth = sample.context_ids, drawn_by_lot(ctx)
-    held, again = course.held(ctx.model, ids, [5, 6, 7] * 50, 1.0, worth)
+    held, again, _ = course.held(ctx.model, ids, [5, 6, 7] * 50, 1.0, worth)
     assert {layer.k.shape[1] for layer in held} == {TOKENS}
     every = torch.ones(2, 2, TOKENS, dtype=torch.bool)
     exact = asker.quality(selected(ctx.kv, every, ctx.shape.group_size))
     assert asker.quality(held, again).loss == pytest.approx(exact.loss, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "course",
+    [one for one in COURSES if isinstance(one, Edited) and one.bits is None],
+    ids=lambda one: one.name,
+)
+def test_behind_an_edit_stands_what_was_computed_before_turned_to_its_new_place(
+    context: tuple[Context, Asker], folder: Path, course: Edited
+) -> None:
+    ctx, _ = context
+    sample = make_samples(tasks_for(str(folder)).make, ["key-value"], 1, [TOKENS], 0)[0]
+    ids, worth = sample.context_ids, drawn_by_lot(ctx)
+    held = course.held(ctx.model, ids, [5, 6, 7] * 150, 1.0, worth).layers
+    # The first layer's KV depends on a token and its position alone.
+    for mine, exact in zip(held[0][:2], ctx.kv[0], strict=True):
+        assert torch.allclose(mine, exact, atol=1e-3)
+    first = round(course.places[0] * TOKENS)
+    last, exact_last = held[-1].v, ctx.kv[-1][1]
+    assert torch.allclose(last[:, :first], exact_last[:, :first], atol=1e-4)
+    behind = first + course.new_tokens
+    assert torch.allclose(last[:, first:behind], exact_last[:, first:behind], atol=1e-4)
+    assert not torch.allclose(last[:, behind:], exact_last[:, behind:], atol=1e-4)
+
+
+def test_changed_facts_are_asked_alone(folder: Path, tmp_path: Path) -> None:
+    make = changed_facts.maker(str(folder))
+    plain, referred = make_samples(make, changed_facts.TASKS, 2, [TOKENS], 0)
+    tokenizer = Tokenizer(str(folder))
+    for sample in (plain, referred):
+        (question,) = sample.questions
+        assert f"is{tokenizer.decode(question.answer_ids)}." in tokenizer.decode(sample.context_ids)
+    said = [
+        changed_facts.REFERENCE in tokenizer.decode(one.context_ids) for one in (plain, referred)
+    ]
+    assert said == [False, True]
+    arguments = ["--model-path", str(folder), "--state", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        table.main([*arguments, "--tasks", "qa", changed_facts.PLAIN])
 
 
 def worth_of_middle(context: Context, fitted: TokenWorth, sink: int, recent: int) -> Tensor:
@@ -125,7 +169,9 @@ def test_one_turn_that_is_refreshed_answers_as_the_setting_of_that_name(
     middle_alone.worth = lambda fitted: worth_of_middle(ctx, fitted, sink, recent)
     keeper = Keeper(middle_alone, [], setting, worth)
     theirs = asker.quality(keeper.layers(), keeper.refresh)
-    held, again = Course("", refreshes=True).held(ctx.model, sample.context_ids, [], share, worth)
+    held, again, _ = Course("", refreshes=True).held(
+        ctx.model, sample.context_ids, [], share, worth
+    )
     assert entries(held, ctx.shape.group_size) == entries(keeper.layers(), ctx.shape.group_size)
     assert asker.quality(held, again).loss == pytest.approx(theirs.loss, rel=1e-5)
     assert asker.quality(held).loss != pytest.approx(theirs.loss, rel=1e-5)
@@ -149,16 +195,24 @@ def test_a_later_turn_is_computed_over_what_its_own_queries_choose(
 
 @pytest.mark.parametrize("course", COURSES, ids=lambda one: one.name)
 def test_a_course_holds_its_share(
-    context: tuple[Context, Asker], folder: Path, course: Course
+    context: tuple[Context, Asker], folder: Path, course: Course | Edited
 ) -> None:
     """But for windows, and whole pages of every turn."""
     ctx, _ = context
     sample = make_samples(tasks_for(str(folder)).make, ["key-value"], 1, [TOKENS], 0)[0]
     ids, worth = sample.context_ids, drawn_by_lot(ctx)
-    held, _ = course.held(ctx.model, ids, [5, 6, 7] * 150, 0.25, worth)
-    used = entries(held, ctx.shape.group_size) / 4
-    more = CUT_WINDOW if course.is_branch else 20 * course.turns
-    assert 0.2 * (TOKENS - CUT_WINDOW) <= used <= 0.3 * TOKENS + more
+    held, _, used = course.held(ctx.model, ids, [5, 6, 7] * 150, 0.25, worth)
+    used = (entries(held, ctx.shape.group_size) if used is None else used) / 4
+    least, more = 0.2, 20
+    if isinstance(course, Edited):
+        more = len(course.places) * (CUT_WINDOW + course.new_tokens)
+        # Four bits, and scales.
+        least *= 1 if course.bits is None else 5 / 16
+    elif course.is_branch:
+        more = CUT_WINDOW
+    else:
+        more *= course.turns
+    assert least * (TOKENS - CUT_WINDOW) <= used <= 0.3 * TOKENS + more
 
 
 def test_a_run_writes_the_table_and_another_measures_nothing_again(

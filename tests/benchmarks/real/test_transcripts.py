@@ -11,7 +11,7 @@ import pytest
 from text_models import CHATML, write_llama, write_tokenizer
 
 from benchmarks.real import table
-from benchmarks.real.transcripts import MOST_QUESTIONS, TASK, samples
+from benchmarks.real.transcripts import MOST_QUESTIONS, TASK, elided, samples
 from kvtier.errors import UsageError
 from kvtier.synthetic.tokenizer import Tokenizer
 
@@ -63,6 +63,17 @@ def test_context_prompt_and_answer_are_the_transcript_as_it_was(
     said = [tokenizer.decode(question.answer_ids) for question in sample.questions]
     assert said[0].startswith(("<tool_call>", "The seat is in row"))
     assert len(set(said)) > 1
+
+
+def test_what_is_taken_out_of_a_context_stood_at_its_places(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (sample,) = samples(written(tmp_path, [session(20)]), tokenizer, 400, 1)
+    shorter, taken = elided(sample, (0.25, 0.5), 50)
+    whole, rest = list(sample.context_ids), list(shorter.context_ids)
+    assert len(rest) == 300
+    assert shorter.questions == sample.questions
+    assert [*rest[:75], *taken[:50], *rest[75:150], *taken[50:], *rest[150:]] == whole
 
 
 def test_transcripts_that_end_before_are_passed_over(tokenizer: Tokenizer, tmp_path: Path) -> None:
