@@ -177,7 +177,10 @@ class MiniScheduler:
         """Match and lock; None when the pool cannot hold the request. asked: other fields of the
         request."""
         request = Request(prompt, **asked)
-        key = RadixKey(request.full_untruncated_fill_ids, limit=len(prompt) - 1)
+        key = RadixKey(
+            request.full_untruncated_fill_ids, request.extra_key, limit=len(prompt) - 1,
+            cache_salt=request.cache_salt,
+        )  # fmt: skip
         match = self.tree.match_prefix(MatchPrefixParams(key=key, req=request))
         if self.tree.tier is not None:
             match = self._ask_tier(request, key, match)
@@ -204,7 +207,10 @@ class MiniScheduler:
         handle, held = CacheRequestHandle(request.rid, 0), match.device_prefix_len
         ids = request.full_untruncated_fill_ids[: len(request.prompt) - 1]
         node = match.last_device_node
-        self.tree.prefetch_from_storage(handle, node, ids[held:], matched_prefix_tokens=ids[:held])
+        self.tree.prefetch_from_storage(
+            handle, node, ids[held:], matched_prefix_tokens=ids[:held],
+            extra_key=request.extra_key, cache_salt=request.cache_salt,
+        )  # fmt: skip
 
         def settled() -> bool:
             self.tree.check_hicache_events()

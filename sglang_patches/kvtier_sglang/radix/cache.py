@@ -46,6 +46,7 @@ from kvtier_sglang.memory.bank import MemoryBank
 from kvtier_sglang.radix import prefix_nodes
 from kvtier_sglang.radix.contexts import compacted_context, offer_restored, pruned_ranges
 from kvtier_sglang.radix.edits import Edits
+from kvtier_sglang.radix.index import TokenIndex
 from kvtier_sglang.radix.matching import cached_length
 from kvtier_sglang.radix.node import KvNode, moved_tokens
 from kvtier_sglang.radix.restorer import Restorer, continues
@@ -55,6 +56,9 @@ from kvtier_sglang.radix.turn_end import compress_path, remove_path
 from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.refresh.turn_refresh import MakeRefresh, TurnRefresh
 from kvtier_sglang.tier.connector import TierConnector
+
+# Of evicted contexts whose tokens are remembered, as a tier may have them.
+MOST_EVICTED_TOKENS = 4_000_000
 
 
 class KvtierRadixCache(VariantRadixTree):
@@ -87,6 +91,8 @@ class KvtierRadixCache(VariantRadixTree):
         self.restorer: Restorer | None = None
         # What a request matched last, and how many tokens it is to fill.
         self._matched: dict[str, tuple[KvNode, int]] = {}
+        # The evicted contexts that requests were edited from, and wait for.
+        self._edited_from: dict[str, RadixKey] = {}
         # Requests that want nothing compressed, see `wants_prompt_logprobs`.
         self._asks_exactly: set[str] = set()
         super().__init__(params, compressor.rule, ranks or Ranks())
@@ -95,6 +101,8 @@ class KvtierRadixCache(VariantRadixTree):
         self.edits = None if make_edits is None else make_edits(self)
         if tier is not None:
             self.restorer = Restorer(self, compressor, tier.codec, self.ranks)
+            if self.edits is not None:
+                self.evicted = TokenIndex(MOST_EVICTED_TOKENS)
             if make_refresh is not None:
                 self.refresh = make_refresh(tier, self)
 
@@ -164,7 +172,18 @@ class KvtierRadixCache(VariantRadixTree):
             context = compacted_context(node, matched, scope, is_coded=self._is_coded)
             if context is not None:
                 self.refresh.ask(rid, context, tier.patience_s(node.stop))
-        tier.prefetch(rid, matched, new_input_tokens, scope, shared=self.ranks.size > 1)
+        new = new_input_tokens
+        if self.edits is not None:
+            key = RadixKey(matched + new if matched else new, extra_key, cache_salt=cache_salt)
+            evicted = self.edits.evicted(key, len(matched))
+            if evicted is not None:
+                self._edited_from[rid] = evicted
+                held = sum(
+                    usable
+                    for _, usable in self._steps(self.root_node, evicted, 0, exact_only=False)
+                )
+                matched, new = evicted.token_ids[:held], evicted.token_ids[held:]
+        tier.prefetch(rid, matched, new, scope, shared=self.ranks.size > 1)
 
     @rank_consensus(same_params=["handle.rid"], same_results=True)
     def check_prefetch_progress(self, handle: CacheRequestHandle) -> bool:
@@ -179,7 +198,7 @@ class KvtierRadixCache(VariantRadixTree):
     def pop_prefetch_loaded_span(self, handle: CacheRequestHandle) -> tuple[int, int | None]:
         """Tokens that came from the tier for a request, and where they begin."""
         landed = None if self.tier is None else self.tier.landed(handle.rid)
-        if landed is None:
+        if landed is None or handle.rid in self._edited_from:
             return 0, None
         return landed.stop - landed.begin, landed.begin
 
@@ -200,6 +219,7 @@ class KvtierRadixCache(VariantRadixTree):
         """The request is gone: nothing is fetched or held for it any more."""
         self._matched.pop(rid, None)
         self._asks_exactly.discard(rid)
+        self._edited_from.pop(rid, None)
         if self.edits is not None:
             self.edits.forget(rid)
         for part in (self.tier, self.memories):
@@ -215,6 +235,8 @@ class KvtierRadixCache(VariantRadixTree):
         """The device's prefix, and what landed behind it as a host hit."""
         key, req = params.key, params.req
         exact_only = wants_exact(req)
+        if req is not None and req.rid in self._edited_from:
+            self._bring_back(req.rid)
         result = self._match_device(key, req, exact_only=exact_only)
         if self.tier is None or req is None:
             return result
@@ -231,6 +253,22 @@ class KvtierRadixCache(VariantRadixTree):
         return result._replace(
             host_hit_length=landed.stop - held, last_host_node=node, best_match_node=node
         )
+
+    def _bring_back(self, rid: str) -> None:
+        """Write the context that a request was edited from into the pool again, if it is there."""
+        assert self.tier is not None, "a context from the tier without a tier"
+        assert self.restorer is not None, "a tier without a restorer"
+        landed = self.tier.landed(rid)
+        if landed is None:
+            return
+        key, pending = self._edited_from.pop(rid), self.tier.take(rid)
+        assert pending is not None, "nothing was asked for"
+        began = time.monotonic()
+        node, held = self.walk(self.root_node, key, 0)
+        if continues(landed, held) and self.restorer.restore(key, node, landed) is not None:
+            self.tier.restored(pending, landed.stop - held, time.monotonic() - began)
+            self.counters["edited_contexts_restored"] += 1
+        pending.drop()
 
     def _match_device(self, key: RadixKey, req: Any, *, exact_only: bool) -> MatchResult:
         """What the tree has of a key."""
@@ -262,7 +300,7 @@ class KvtierRadixCache(VariantRadixTree):
         if pending is None or landed is None or not continues(landed, node.stop):
             return 0, node
         began = time.monotonic()
-        restored = self.restorer.restore(req, node, landed)
+        restored = self.restorer.restore(_whole_key(req), node, landed)
         if restored is None:
             pending.drop()
             return 0, node

@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from kvtier.retention.locality import DroppedSpan
 from kvtier_sglang.exact_requests import asks_to_forget
 from kvtier_sglang.pool.turning import KeyTurner
-from kvtier_sglang.radix.index import Run, TokenIndex
+from kvtier_sglang.radix.index import Run, TokenIndex, path_key
 from kvtier_sglang.radix.matching import cached_length, cut_window
 from kvtier_sglang.radix.node import KvNode, descendants
 from kvtier_sglang.radix.tree import VariantRadixTree
@@ -89,6 +89,9 @@ class Edits:
             if asks_to_forget(req):
                 for run in runs:
                     self._drop(run.node, node)
+                if self._tree.evicted is not None:
+                    for run in self._evicted_runs(key, begin):
+                        self._tree.evicted.remove(run.node)
                 runs = []
             self._ahead[req.rid] = [run.begin for run in runs]
             self._looked[req.rid] = self._index.version, begin
@@ -98,6 +101,22 @@ class Edits:
         """The request is gone."""
         self._ahead.pop(rid, None)
         self._looked.pop(rid, None)
+
+    def evicted(self, key: RadixKey, begin: int) -> RadixKey | None:
+        """The context that key[begin:] has most of behind an edit, of those that were evicted; None
+        where the tree itself has as much."""
+        runs = self._evicted_runs(key, begin)
+        held = sum(run.stop - run.begin for run in self._runs(key, begin))
+        if sum(run.stop - run.begin for run in runs) <= held:
+            return None
+        return path_key(max((run.node for run in runs), key=lambda node: node.stop))
+
+    def _evicted_runs(self, key: RadixKey, begin: int) -> list[Run]:
+        """Runs of evicted contexts, but for those that the request itself begins with."""
+        if self._tree.evicted is None:
+            return []
+        runs = self._tree.evicted.runs(key, begin, self._least)
+        return [run for run in runs if run.shift or path_key(run.node).match(key) < run.stop]
 
     def tokens_ahead(self, rid: str, position: int) -> int | None:
         """How many tokens a request has to compute from this position on before the next run; None
@@ -152,7 +171,7 @@ class Edits:
     def _copy(self, node: KvNode, key: RadixKey, run: Run) -> KvNode:
         """Hang copies of a run's tokens behind a node; the last of them."""
         tree = self._tree
-        locks = [tree.lock(run.node)]
+        locks = [tree.lock(run.node), tree.lock(node)]
         for piece in _pieces(run):
             part = key[node.stop : piece.node.start + piece.stop + run.shift]
             known = (one for one in node.children.values() if one.moved)

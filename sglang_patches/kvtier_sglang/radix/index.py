@@ -14,6 +14,8 @@ Scheduler thread only.
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
@@ -54,24 +56,31 @@ class Run(NamedTuple):
 
 
 class TokenIndex:
-    """Where windows of tokens stand in a tree."""
+    """Where windows of tokens stand in a tree, or stood. most_tokens: of all nodes; the newest ones
+    are remembered."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_tokens: float = math.inf) -> None:
         # By namespace and hash: a node in which a window ends, and the position where it begins.
         self._places: dict[Namespace, dict[int, list[tuple[KvNode, int]]]] = defaultdict(dict)
-        self._hashes: dict[int, tuple[Namespace, NDArray[np.uint64]]] = {}
+        # By its id, in the order in which they came: a node, and its windows' hashes.
+        self._nodes: dict[int, tuple[KvNode, NDArray[np.uint64]]] = {}
+        self._most_tokens, self._tokens = most_tokens, 0
         self._filter = np.zeros(1 << FILTER_BITS, dtype=np.uint32)
         # How often anything changed.
         self.version = 0
 
     def clear(self) -> None:
         self._places.clear()
-        self._hashes.clear()
+        self._nodes.clear()
+        self._tokens = 0
         self._filter[:] = 0
         self.version += 1
 
+    def __contains__(self, node: KvNode) -> bool:
+        return node.id in self._nodes
+
     def add(self, node: KvNode) -> None:
-        """A node hangs in the tree."""
+        """A node hangs in the tree, or did."""
         self.version += 1
         before = _tokens_before(node, WINDOW - 1)
         tokens = np.concatenate([before, tokens_of(node.key)])
@@ -85,15 +94,20 @@ class TokenIndex:
         places = self._places[space]
         for start, value in zip(starts.tolist(), hashes.tolist(), strict=True):
             places.setdefault(value, []).append((node, first + start))
-        self._hashes[node.id] = space, hashes
+        self._nodes[node.id] = node, hashes
         np.add.at(self._filter, _filtered(hashes), 1)
+        self._tokens += len(node.key)
+        while self._tokens > self._most_tokens:
+            self.remove(next(iter(self._nodes.values()))[0])
 
     def remove(self, node: KvNode) -> None:
         """A node hangs there no more, or is about to change."""
         self.version += 1
-        if node.id not in self._hashes:
+        if node not in self:
             return
-        space, hashes = self._hashes.pop(node.id)
+        _, hashes = self._nodes.pop(node.id)
+        self._tokens -= len(node.key)
+        space = _namespace(node.key)
         np.subtract.at(self._filter, _filtered(hashes), 1)
         places = self._places[space]
         for value in hashes.tolist():
@@ -134,13 +148,20 @@ class TokenIndex:
         return found
 
 
+def path_key(node: KvNode) -> RadixKey:
+    """All tokens up to a node's end."""
+    tokens = np.concatenate([_tokens_before(node, node.start), tokens_of(node.key)])
+    return RadixKey(
+        array("q", tokens.tobytes()), node.key.extra_key, cache_salt=node.key.cache_salt
+    )
+
+
 def _extended(
     tokens: Tokens, begin: int, here: int, node: KvNode, at: int, paths: dict[int, Tokens]
 ) -> Run:
     """The run around tokens[here:], not before `begin`, that the path of a node has at `at`."""
     if node.id not in paths:
-        paths[node.id] = _tokens_before(node, node.stop)[: node.start]
-        paths[node.id] = np.concatenate([paths[node.id], tokens_of(node.key)])
+        paths[node.id] = tokens_of(path_key(node))
     path = paths[node.id]
     back = _alike(path[:at][::-1], tokens[begin:here][::-1])
     on = _alike(path[at:], tokens[here:])
@@ -229,4 +250,4 @@ def _namespace(key: RadixKey) -> Namespace:
     return key.extra_key, key.cache_salt
 
 
-__all__ = ["WINDOW", "Run", "TokenIndex", "sampled", "tokens_of"]
+__all__ = ["WINDOW", "Run", "TokenIndex", "path_key", "sampled", "tokens_of"]

@@ -43,9 +43,9 @@ class Restorer:
         # Whether some of the path that is being restored could not be written.
         self._failed = False
 
-    def restore(self, req: Any, anchor: KvNode, landed: Landed) -> KvNode | None:
-        """Write what landed behind `anchor`; the deepest node of the restored path, or None where
-        there is no room: what was written by then is a prefix like any other.
+    def restore(self, key: RadixKey, anchor: KvNode, landed: Landed) -> KvNode | None:
+        """Write what landed of a key behind `anchor`; the deepest node of the restored path, or
+        None where there is no room: what was written by then is a prefix like any other.
 
         None, too, where something went wrong on any rank: what came from elsewhere must not end the
         scheduler, now and after every restart. Then tree and slots are as they were before, but for
@@ -55,7 +55,7 @@ class Restorer:
         taken: list[torch.Tensor] = []
         restored, self._failed = None, False
         try:
-            restored = self._restore(req, anchor, landed, taken)
+            restored = self._restore(key[: landed.stop], anchor, landed, taken)
         except Exception:
             logger.exception("what the tier had could not be restored; it is computed instead")
             self._failed = True
@@ -78,11 +78,9 @@ class Restorer:
         self.tree.recount()
 
     def _restore(
-        self, req: Any, anchor: KvNode, landed: Landed, taken: list[torch.Tensor]
+        self, key: RadixKey, anchor: KvNode, landed: Landed, taken: list[torch.Tensor]
     ) -> KvNode | None:
         """See `restore`. The slots of new nodes are added to `taken`."""
-        ids = req.full_untruncated_fill_ids[: landed.stop]
-        key = RadixKey(ids, req.extra_key, cache_salt=req.cache_salt)
         node = anchor
         locks = []
         try:

@@ -43,7 +43,7 @@ from kvtier_sglang.pool.turning import KeyTurner
 from kvtier_sglang.radix import accounts
 from kvtier_sglang.radix.index import TokenIndex
 from kvtier_sglang.radix.matching import Matching, branch_points
-from kvtier_sglang.radix.node import KvNode, descendants, same_tokens
+from kvtier_sglang.radix.node import KvNode, descendants, moved_tokens, same_tokens
 from kvtier_sglang.ranks import Ranks
 
 
@@ -62,6 +62,8 @@ class VariantRadixTree(RadixCache):
         self.counters: Counter[str] = Counter(variants=0)
         # Where tokens of compressed nodes stand; None where nobody asks.
         self.index: TokenIndex | None = None
+        # Where those of evicted ones stood that a tier may have; None likewise.
+        self.evicted: TokenIndex | None = None
         super().__init__(params)
         # Slots that running requests have beside those of their nodes.
         self.private_slots = 0
@@ -80,8 +82,9 @@ class VariantRadixTree(RadixCache):
         root.lock_ref, root.hash_value = 1, []
         root.compressed = True
         self.root_node = root
-        if self.index is not None:
-            self.index.clear()
+        for known in (self.index, self.evicted):
+            if known is not None:
+                known.clear()
         self._empty_match_result = self._empty_match_result._replace(
             last_device_node=root, last_host_node=root, best_match_node=root
         )
@@ -381,7 +384,8 @@ class VariantRadixTree(RadixCache):
             self.remove_duplicate(child)
 
     def remove_leaf(self, node: KvNode) -> None:
-        """Free a node that nobody uses and that has no children."""
+        """Free a node that nobody uses and that has no children, and forget what it was."""
+        self.forget(node)
         if node.num_slots:
             self.allocator.free(node.value)
         self._delete_leaf(node)
@@ -427,6 +431,10 @@ class VariantRadixTree(RadixCache):
             self.protected_size_ -= slots
 
     def _delete_leaf(self, node: KvNode) -> None:
+        if self.index is not None and self.evicted is not None and node in self.index:
+            if not moved_tokens(node):
+                self.evicted.add(node)
+            node.value = node.value[:0].clone()
         self.forget(node)
         node.detach()
         self.evictable_size_ -= node.num_slots

@@ -18,9 +18,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from thorough import THOROUGH
 from tree_harness import MiniScheduler, matched, run_turn
 from tree_requests import context, random_tokens
+from waiting import SAFETY_S
 
 from kvtier.retention.shares import FixedShare
-from kvtier_sglang.radix import edits, index, matching
+from kvtier_sglang.radix import cache, edits, index, matching
 from kvtier_sglang.radix.index import TokenIndex
 from kvtier_sglang.radix.node import KvNode
 
@@ -270,13 +271,15 @@ def hang(parent: KvNode, ids: list[int], known: TokenIndex) -> KvNode:
     return node
 
 
+@pytest.mark.parametrize("with_tier", [False, True], ids=["alone", "tier"])
 @pytest.mark.parametrize("bits", [None, 8], ids=["entries", "codes"])
 @pytest.mark.parametrize("seed", range(8 if THOROUGH else 2))
-def test_nothing_leaks_in_500_random_operations_with_edits(small, seed, bits):
+def test_nothing_leaks_in_500_random_operations_with_edits(small, connect, seed, bits, with_tier):
     """Arrivals of edited contexts, chunks, decodes, ends, aborts, evictions, in a pool too small;
     every invariant after every operation, among them that each entry is of its token."""
     rng = random.Random(seed)
-    s = scheduler(size=900, bits=bits)
+    behind = {"link": connect(), "span_tokens": 16, "patience_s": SAFETY_S} if with_tier else {}
+    s = scheduler(size=900, bits=bits, **behind)
     history = [random_tokens(rng, 120)]
     for _ in range(500):
         operation = rng.random()
@@ -301,12 +304,85 @@ def test_nothing_leaks_in_500_random_operations_with_edits(small, seed, bits):
             s.tree.evict(EvictParams(num_tokens=rng.randrange(1, 200)))
         s.check()
     assert s.tree.counters["moved_tokens"] > 0
+    if with_tier:
+        assert s.tree.counters["edited_contexts_restored"] > 0
     while s.running:
         s.release(s.running[0], checkpoint=False)
     s.tree.evict(EvictParams(num_tokens=10_000))
     s.check()
     assert s.allocator.available_size() == s.allocator.size
-    assert s.tree.index._places == s.tree.index._hashes == {}
+    assert s.tree.index._places == s.tree.index._nodes == {}
+
+
+def everything_evicted(s: MiniScheduler) -> None:
+    assert s.tree.tier.link.flush(SAFETY_S)
+    s.tree.evict(EvictParams(num_tokens=10_000))
+    assert not list(s.tree.nodes())
+
+
+@pytest.mark.parametrize("bits", [None, 8], ids=["entries", "codes"])
+def test_what_stood_behind_an_edit_comes_back_from_the_tier(small, connect, bits):
+    s = scheduler(bits=bits, link=connect(), span_tokens=16, patience_s=SAFETY_S)
+    old = context(300)
+    run_turn(s, old, [1, 2])
+    everything_evicted(s)
+    edited = [*old[:100], 77, 78, 79, *old[120:], *context(20, seed=5)]
+    request = s.admit(edited)
+    assert request.prefix_len == 96, "as on a device that never lost it"
+    s.extend(request, 1000)
+    s.checkpoint(request)
+    assert request.filled == 103 + 180
+    s.check()
+    assert s.extend(request, 1000)
+    s.release(request, checkpoint=True)
+    s.check()
+    assert s.tree.tier.report()["restored_requests"] == 1
+
+
+def test_a_context_that_comes_back_as_it_was_is_no_edit(small, connect):
+    s = scheduler(link=connect(), span_tokens=16, patience_s=SAFETY_S)
+    old = context(300)
+    run_turn(s, old, [1, 2])
+    everything_evicted(s)
+    request = s.admit([*old, 1, 2, *context(20, seed=5)])
+    assert request.prefix_len == request.restored == 302
+    assert s.tree.counters["moved_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("other", "is_forgotten"),
+    [
+        ({"cache_salt": "b"}, False),
+        ({"sampling_params": SamplingParams(custom_params={"kvtier": {"exact": True}})}, False),
+        ({"sampling_params": SamplingParams(custom_params={"kvtier": {"forget": True}})}, True),
+    ],
+    ids=["namespace", "exact", "forget"],
+)
+def test_who_may_not_have_what_was_evicted_does_not_get_it(small, connect, other, is_forgotten):
+    s = scheduler(link=connect(), span_tokens=16, patience_s=SAFETY_S)
+    old = context(300)
+    run_turn(s, old, [1])
+    everything_evicted(s)
+    remembered = set(s.tree.evicted._nodes)
+    request = s.admit([77, *old[20:], 5], **other)
+    assert s.tree.evicted._nodes.keys() == (set() if is_forgotten else remembered)
+    while request.filled < len(request.prompt):
+        s.extend(request, 1000)
+        s.checkpoint(request)
+    assert s.tree.counters["moved_tokens"] == s.tree.tier.report().get("restored_tokens", 0) == 0
+
+
+def test_of_evicted_contexts_the_newest_are_remembered(small, connect, monkeypatch):
+    monkeypatch.setattr(cache, "MOST_EVICTED_TOKENS", 400)
+    s = scheduler(link=connect(), span_tokens=16, patience_s=SAFETY_S)
+    for seed in (0, 1):
+        run_turn(s, context(300, seed=seed), [1])
+        everything_evicted(s)
+    for seed, found in ((1, True), (0, False)):
+        before = s.tree.counters["moved_tokens"]
+        run_turn(s, [77, *context(300, seed=seed)[20:], 5], [2])
+        assert (s.tree.counters["moved_tokens"] > before) == found
+        everything_evicted(s)
 
 
 def edited_at_random(rng: random.Random, base: list[int]) -> list[int]:
