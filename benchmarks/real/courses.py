@@ -145,6 +145,40 @@ class Edited:
         return Kept(_held(session), used=_used(session))
 
 
+@dataclass(frozen=True)
+class Clock:
+    """The context's first tokens were others many times, and everything else is turned each time,
+    in bfloat16.
+
+    times: how often they became others; new_tokens: that they are at last
+    """
+
+    name: str
+    times: int
+    new_tokens: int = 64
+
+    def held(
+        self,
+        model: Any,
+        context_ids: Sequence[int],
+        others_ids: Sequence[int],
+        share: float,
+        worth: TokenWorth,
+    ) -> Kept:
+        """As of `Edited`."""
+        fronts = [others_ids[time : 2 * time + 16] for time in range(self.times)]
+        front, *later = *fronts, context_ids[: self.new_tokens]
+        session = _session(model, share, worth, dtype=torch.bfloat16)
+        session.turn([*front, *context_ids[self.new_tokens :]], 0)
+        begin = len(front)
+        for front in later:
+            old, session = session, session.cut(0)
+            _compute(session, front)
+            session.take(old, begin, old.num_tokens)
+            begin = len(front)
+        return Kept(_held(session))
+
+
 class Kept(NamedTuple):
     """What is held of a context per layer, what chooses it again for a question, and as how many
     entries it counts; None where that is as many as there are."""
@@ -229,7 +263,7 @@ class RefreshedSession(AdaptiveSession):
         self._past.append(_Past(kv, span, self._worth))
 
 
-COURSES: tuple[Course | Edited, ...] = (
+COURSES: tuple[Course | Edited | Clock, ...] = (
     *(
         Course(f"adaptive budgets, {turns} turns{suffix}", turns, bool(suffix))
         for suffix in ("", " + refresh")
@@ -248,14 +282,19 @@ COURSES: tuple[Course | Edited, ...] = (
             (TAKEN_OUT, OUT_PLACES, 0, OUT_TOKENS),
         )
     ),
+    *(
+        Clock(f"adaptive budgets, bfloat16, edited front {times}", number)
+        for times, number in (("once", 1), ("40 times", 40))
+    ),
 )
 
 
 def _session(
     model: Any, share: float, worth: TokenWorth, kind: type[AdaptiveSession] = AdaptiveSession,
-    bits: int | None = None,
+    bits: int | None = None, dtype: torch.dtype | None = None,
 ) -> AdaptiveSession:  # fmt: skip
-    session = kind(model, ADAPTIVE_RULE, scorer=Reconstruction.of(worth), bits=bits)
+    scorer = Reconstruction.of(worth)
+    session = kind(model, ADAPTIVE_RULE, scorer=scorer, kv_dtype=dtype, bits=bits)
     session.keep_count = _fixed(share)
     return session
 
@@ -315,4 +354,4 @@ def _with_window(kept: Sequence[Held], exact: Sequence[Held], begin: int) -> lis
     ]
 
 
-__all__ = ["COURSES", "OUT_PLACES", "OUT_TOKENS", "Course", "Edited"]
+__all__ = ["COURSES", "OUT_PLACES", "OUT_TOKENS", "Clock", "Course", "Edited"]

@@ -232,7 +232,7 @@ class AdaptiveSession(ScoredSession):
                 cache, theirs = self._by_head[layer][head], other._by_head[layer][head]
                 for block, at, coded in zip(theirs.settled, blocks, other.coded, strict=True):
                     mine = (begin <= at) & (at < stop)
-                    k = turned_keys(self.model, layer, block.k[:, mine], shift)
+                    k = cache.rounded(turned_keys(self.model, layer, block.k[:, mine], shift))
                     v, at = block.v[:, mine], at[mine]
                     if self.bits is not None and (shift or begin > coded.start):
                         k, v = self._recoded(k, v, at, coded, layer, head)

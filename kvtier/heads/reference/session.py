@@ -64,7 +64,7 @@ class ClassCache:
 
     def attend_state(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:
         """As `attend`, with the log-sum-exp; rows as in `attend_own`."""
-        k, v = self._rounded(k), self._rounded(v)
+        k, v = self.rounded(k), self.rounded(v)
         state = attend_own(q, k, v, scale)
         rows = q.flatten(1, 2)
         for block in (*self.settled, *self.fresh):
@@ -81,12 +81,13 @@ class ClassCache:
         if end > begin:
             if compensation:
                 mean = mean_entry(k[:, begin:end], v[:, begin:end])
-                rounded = self._rounded(mean.k), self._rounded(mean.v)
+                rounded = self.rounded(mean.k), self.rounded(mean.v)
                 self.settled.append(Block(*rounded, mean.log_votes))
             k, v = (torch.cat([t[:, :begin], t[:, end:]], dim=1) for t in (k, v))
         _push(self.settled, Block(k, v))
 
-    def _rounded(self, x: Tensor) -> Tensor:
+    def rounded(self, x: Tensor) -> Tensor:
+        """As it is stored."""
         if self.dtype is None or self.dtype == x.dtype:
             return x
         largest = torch.finfo(self.dtype).max

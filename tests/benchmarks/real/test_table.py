@@ -12,7 +12,7 @@ from text_models import write_llama
 from torch import Tensor
 
 from benchmarks.real import changed_facts, table
-from benchmarks.real.courses import COURSES, Course, Edited
+from benchmarks.real.courses import COURSES, Clock, Course, Edited
 from benchmarks.real.keeping import (
     ADAPTIVE_RULE,
     Context,
@@ -127,6 +127,22 @@ def test_behind_an_edit_stands_what_was_computed_before_turned_to_its_new_place(
     assert not torch.allclose(last[:, behind:], exact_last[:, behind:], atol=1e-4)
 
 
+def test_after_many_edits_stands_what_stood_after_one_but_for_rounding(
+    context: tuple[Context, Asker], folder: Path
+) -> None:
+    ctx, _ = context
+    sample = make_samples(tasks_for(str(folder)).make, ["key-value"], 1, [TOKENS], 0)[0]
+    ids, worth = sample.context_ids, drawn_by_lot(ctx)
+    once, often = (
+        Clock("", times).held(ctx.model, ids, [5, 6, 7] * 150, 1.0, worth).layers
+        for times in (1, 9)
+    )
+    for mine, exact in zip(often[0][:2], ctx.kv[0], strict=True):
+        # Of eight turns each rounds once, by half a unit of bfloat16 at the most.
+        assert torch.allclose(mine, exact, rtol=0, atol=float(9 * 2**-9 * exact.abs().max()))
+    assert torch.equal(once[0].v[:, 64:], often[0].v[:, 64:])
+
+
 def test_changed_facts_are_asked_alone(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,7 +213,7 @@ def test_a_later_turn_is_computed_over_what_its_own_queries_choose(
 
 @pytest.mark.parametrize("course", COURSES, ids=lambda one: one.name)
 def test_a_course_holds_its_share(
-    context: tuple[Context, Asker], folder: Path, course: Course | Edited
+    context: tuple[Context, Asker], folder: Path, course: Course | Edited | Clock
 ) -> None:
     """But for windows, and whole pages of every turn."""
     ctx, _ = context
@@ -210,6 +226,8 @@ def test_a_course_holds_its_share(
         more = len(course.places) * (CUT_WINDOW + course.new_tokens)
         # Four bits, and scales.
         least *= 1 if course.bits is None else 5 / 16
+    elif isinstance(course, Clock):
+        more = course.new_tokens
     elif course.is_branch:
         more = CUT_WINDOW
     else:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from compressing import POLICIES, RULE, RULE_ENV, competing
 from engine_process import DEMO_MODEL, run_engine
+from tierd.live_tier import live_tier
 
 from benchmarks.common.recall_engine import ranks_on_a_cpu
 from kvtier.heads.reference.compaction import AdaptiveSession
@@ -17,6 +18,7 @@ from kvtier.heads.tokens import fit_tokens
 from kvtier.retention.locality import CUT_WINDOW
 from kvtier.retention.scorers.reconstruction import Reconstruction
 from kvtier.retention.shares import FixedShare, Turn
+from kvtier.retention.token_worth import TokenWorth
 
 pytestmark = pytest.mark.engine
 
@@ -61,6 +63,24 @@ class Edited:
         return found
 
 
+def tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(6, 384) for _ in range(count)]
+
+
+def begun(share: float | None, dtype: str | None, ranks: int) -> tuple[AdaptiveSession, TokenWorth]:
+    """A session of which nothing was said yet, and what tokens are worth in it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    worth = fit_tokens(str(DEMO_MODEL), contexts=3, lengths=[512]).worth
+    bits = None if dtype is None else int(dtype.removeprefix("int"))
+    session = AdaptiveSession(model, RULE, 512, Reconstruction.of(worth), ranks=ranks, bits=bits)
+    session.keep_count = lambda prompt, span: (
+        FixedShare(share or 1.0).choose(Turn(prompt, span)).kept_tokens
+    )
+    return session, worth
+
+
 @pytest.mark.parametrize(
     ("share", "dtype", "ranks"),
     [(0.3, None, 1), (0.3, None, 2), (0.3, "int4", 1), (None, None, 1)],
@@ -70,17 +90,9 @@ def test_edited_contexts_say_what_transformers_says_over_turned_entries(
     tmp_path, share, dtype, ranks
 ):
     """One text changed; three; an exchange taken out; and two such requests at once."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
-    worth = fit_tokens(str(DEMO_MODEL), contexts=3, lengths=[512]).worth
     rng = random.Random(8)
-    ids, *new = ([rng.randrange(6, 384) for _ in range(n)] for n in (2400, 50, 7, 90, 40, 35, 30))
-    bits = None if dtype is None else int(dtype.removeprefix("int"))
-    session = AdaptiveSession(model, RULE, 512, Reconstruction.of(worth), ranks=ranks, bits=bits)
-    session.keep_count = lambda prompt, span: (
-        FixedShare(share or 1.0).choose(Turn(prompt, span)).kept_tokens
-    )
+    ids, *new = (tokens(rng, count) for count in (2400, 50, 7, 90, 40, 35, 30))
+    session, worth = begun(share, dtype, ranks)
     expected = [session.turn(ids, NEW).token_ids]
     edited = Edited(session, ids, CUT_WINDOW if share else 0)
     asked = [
@@ -95,7 +107,7 @@ def test_edited_contexts_say_what_transformers_says_over_turned_entries(
     prompts = [ids, *(edited.prompt(*one) for one in asked)]
     expected += [edited.answer(*one) for one in asked]
     requests = [{"input_ids": prompt, "max_new_tokens": NEW} for prompt in prompts]
-    other = {"input_ids": [rng.randrange(6, 384) for _ in range(3000)], "max_new_tokens": NEW}
+    other = {"input_ids": tokens(rng, 3000), "max_new_tokens": NEW}
     rounds = [requests[:1], requests[1:2], [other, *requests[2:]]]
     if dtype is not None:
         # What is cut is coded anew, so it matters who cuts first.
@@ -127,3 +139,41 @@ def test_edited_contexts_say_what_transformers_says_over_turned_entries(
         0, 2200 - window, 2000 - 3 * window, 1800 - window
     ]  # fmt: skip
     assert [request["output_ids"] for request in found] == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_evicted_context_is_edited_as_if_it_had_stayed(tmp_path, ranks):
+    """The tier has it, and another context takes its place in between."""
+    rng = random.Random(9)
+    ids, new, tail = (tokens(rng, count) for count in (2400, 50, 40))
+    session, worth = begun(SHARE, None, ranks)
+    expected = [session.turn(ids, NEW).token_ids]
+    edited = Edited(session, ids, CUT_WINDOW)
+    change = (500, [new, range(700, 2400)], tail)
+    prompts = [ids, tokens(rng, 3000), edited.prompt(*change)]
+    expected.append(edited.answer(*change))
+    engine = {
+        "model_path": str(DEMO_MODEL),
+        "max_total_tokens": 3_400,
+        "chunked_prefill_size": 512,
+        "tp_size": ranks,
+        **POLICIES["kvtier"],
+    }
+    with live_tier(tmp_path, "--memory", "512m") as tier:
+        env = {
+            **RULE_ENV,
+            **ranks_on_a_cpu(ranks),
+            **competing(tmp_path, worth),
+            "KVTIER_RETENTION": str(SHARE),
+            "KVTIER_TIER": tier.address,
+            "KVTIER_TIER_SPAN_TOKENS": "64",
+            "KVTIER_TIER_PATIENCE_S": "600",
+        }
+        rounds = [[{"input_ids": prompt, "max_new_tokens": NEW}] for prompt in prompts]
+        out = run_engine(tmp_path, engine, rounds, env)
+    assert out["state"]["integrity"] == []
+    (first,), _, (last,) = out["rounds"]
+    assert [first["output_ids"], last["output_ids"]] == expected
+    assert out["state"]["edited_contexts_restored"] == 1
+    assert last["cached_tokens_details"]["kvtier_moved"] == 1700
+    assert last["cached_tokens"] == 2200 - CUT_WINDOW
