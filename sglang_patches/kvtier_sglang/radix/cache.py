@@ -162,6 +162,7 @@ class KvtierRadixCache(VariantRadixTree):
         if tier is None:
             return
         tier.forget_prefetch(rid)
+        self._edited_from.pop(rid, None)
         scope = tier.scope(rid, extra_key, cache_salt)
         if scope is None or rid in self._asks_exactly:
             return

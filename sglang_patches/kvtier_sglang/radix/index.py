@@ -57,7 +57,7 @@ class Run(NamedTuple):
 
 class TokenIndex:
     """Where windows of tokens stand in a tree, or stood. most_tokens: of all nodes; the newest ones
-    are remembered."""
+    are remembered then, and of nodes that say the same the newest."""
 
     def __init__(self, most_tokens: float = math.inf) -> None:
         # By namespace and hash: a node in which a window ends, and the position where it begins.
@@ -92,6 +92,11 @@ class TokenIndex:
         starts = starts[first_of]
         space, first = _namespace(node.key), node.start - before.size
         places = self._places[space]
+        if self._most_tokens < math.inf and hashes.size:
+            for one, at in list(places.get(int(hashes[0]), ())):
+                if at == first + starts[0] and _say_the_same(one, node):
+                    self.remove(one)
+            places = self._places[space]
         for start, value in zip(starts.tolist(), hashes.tolist(), strict=True):
             places.setdefault(value, []).append((node, first + start))
         self._nodes[node.id] = node, hashes
@@ -146,6 +151,11 @@ class TokenIndex:
             else:
                 vain.add(value)
         return found
+
+
+def _say_the_same(one: KvNode, other: KvNode) -> bool:
+    spans = (one.start, one.stop), (other.start, other.stop)
+    return spans[0] == spans[1] and path_key(one).match(path_key(other)) == other.stop
 
 
 def path_key(node: KvNode) -> RadixKey:

@@ -431,10 +431,9 @@ class VariantRadixTree(RadixCache):
             self.protected_size_ -= slots
 
     def _delete_leaf(self, node: KvNode) -> None:
-        if self.index is not None and self.evicted is not None and node in self.index:
-            if not moved_tokens(node):
-                self.evicted.add(node)
-            node.value = node.value[:0].clone()
+        was_known = self.index is not None and node in self.index
+        if was_known and self.evicted is not None and not moved_tokens(node):
+            self.evicted.add(node)
         self.forget(node)
         node.detach()
         self.evictable_size_ -= node.num_slots

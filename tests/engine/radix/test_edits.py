@@ -372,6 +372,19 @@ def test_who_may_not_have_what_was_evicted_does_not_get_it(small, connect, other
     assert s.tree.counters["moved_tokens"] == s.tree.tier.report().get("restored_tokens", 0) == 0
 
 
+def test_a_context_that_comes_and_goes_is_remembered_once(small, connect):
+    s = scheduler(link=connect(), span_tokens=16, patience_s=SAFETY_S)
+    ids: list[int] = []
+    for turn in range(3):
+        ids += context(100, seed=turn)
+        run_turn(s, ids, [turn])
+        ids += [turn]
+        everything_evicted(s)
+    remembered = [(node.start, node.stop) for node, _ in s.tree.evicted._nodes.values()]
+    assert sorted(remembered) == [(0, 101), (101, 202), (202, 303)]
+    assert s.tree.evicted._tokens == 303
+
+
 def test_of_evicted_contexts_the_newest_are_remembered(small, connect, monkeypatch):
     monkeypatch.setattr(cache, "MOST_EVICTED_TOKENS", 400)
     s = scheduler(link=connect(), span_tokens=16, patience_s=SAFETY_S)
