@@ -188,19 +188,33 @@ class AdaptiveSession(ScoredSession):
         other = copy.copy(self)
         other.num_tokens, other._pending = at, []
         other._by_head, other.positions = [], []
-        other.coded = [range(one.start, min(one.stop, at)) for one in self.coded]
+        used = self._blocks_of(0, at)
+        other.coded = [range(self.coded[i].start, min(self.coded[i].stop, at)) for i in used]
         for layer, every in zip(self._by_head, self.positions, strict=True):
             caches, positions = [], []
             for cache, blocks in zip(layer, every, strict=True):
-                before = [block < at for block in blocks]
-                parts = zip(cache.settled, before, strict=True)
-                kept = [Block(one.k[:, mine], one.v[:, mine]) for one, mine in parts]
+                kept = []
+                for i in used:
+                    mine = blocks[i] < at
+                    kept.append(Block(cache.settled[i].k[:, mine], cache.settled[i].v[:, mine]))
                 caches.append(ClassCache(cache.heads, cache.dtype, kept))
-                positions.append([block[mine] for block, mine in zip(blocks, before, strict=True)])
+                positions.append([blocks[i][blocks[i] < at] for i in used])
             other._by_head.append(caches)
             other.positions.append(positions)
         other.forget()
         return other
+
+    def _blocks_of(self, begin: int, stop: int) -> list[int]:
+        """Blocks in which any head has something of the positions from `begin` to `stop`."""
+        return [
+            index
+            for index in range(len(self.coded))
+            if any(
+                bool(((begin <= blocks[index]) & (blocks[index] < stop)).any())
+                for every in self.positions
+                for blocks in every
+            )
+        ]
 
     def _code_anew(self, at: int) -> None:
         """Make two blocks of that whose coded entries are on both sides of a cut: those behind it
@@ -227,10 +241,13 @@ class AdaptiveSession(ScoredSession):
         """Go on with what another session keeps of its tokens from `begin` to `stop`, their keys
         turned to where they stand in this one. Between turns only."""
         shift = self.num_tokens - begin
+        used = other._blocks_of(begin, stop)
         for layer, every in enumerate(other.positions):
             for head, blocks in enumerate(every):
                 cache, theirs = self._by_head[layer][head], other._by_head[layer][head]
-                for block, at, coded in zip(theirs.settled, blocks, other.coded, strict=True):
+                for block, at, coded in (
+                    (theirs.settled[i], blocks[i], other.coded[i]) for i in used
+                ):
                     mine = (begin <= at) & (at < stop)
                     k = cache.rounded(turned_keys(self.model, layer, block.k[:, mine], shift))
                     v, at = block.v[:, mine], at[mine]
@@ -238,7 +255,7 @@ class AdaptiveSession(ScoredSession):
                         k, v = self._recoded(k, v, at, coded, layer, head)
                     cache.settled.append(Block(k, v))
                     self.positions[layer][head].append(at + shift)
-        for coded in other.coded:
+        for coded in (other.coded[i] for i in used):
             first, last = (min(max(at, begin), stop) for at in (coded.start, coded.stop))
             self.coded.append(range(first + shift, last + shift))
         self.num_tokens += stop - begin
