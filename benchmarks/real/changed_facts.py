@@ -1,7 +1,9 @@
-"""A fact at a context's front, which an edit changes: is the new one answered?
+"""A fact at a context's front, which an edit changes.
 
-The code of the archive is 4821. │ prose │ (a sentence that refers to it) │ prose │ question
-└── the same of another code before ──┘
+    before  │ Remember: the door code is 4821. │ prose │
+    now     │ Remember: the door code is 7350. │ prose │ The door code that was said … │ prose │
+
+The question is what the code is now. The sentence that refers to it stands in every other context.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ PLAIN, REFERRED_TO = "changed fact", "changed fact, referred to"
 TASKS = (PLAIN, REFERRED_TO)
 # Sentences before the one that refers to the fact.
 SENTENCES_BEFORE = 10
-REFERENCE = " The code of the archive, which was said at the beginning, is still the one in use."
+REFERENCE = " The door code that was said at the beginning is still the one in use."
 
 
 def maker(model_path: str) -> SampleMaker:
@@ -35,9 +37,12 @@ def _changed_fact(rng: np.random.Generator, half: int, *, referred_to: bool) -> 
     prose = sentences(document(rng, half))
     reference = (REFERENCE,) if referred_to else ()
     told: Iterator[str] = chain(
-        (f"The code of the archive is {code}.",), islice(prose, SENTENCES_BEFORE), reference, prose
+        (f"Remember: the door code of the archive is {code}. Nobody enters without it.",),
+        islice(prose, SENTENCES_BEFORE), reference, prose,
+    )  # fmt: skip
+    asked = Asked(
+        "What is the door code of the archive?", "The door code of the archive is ", str(code)
     )
-    asked = Asked("What is the code of the archive?", "The code of the archive is", f" {code}")
     return Story(told, (), lambda _: [asked])
 
 
