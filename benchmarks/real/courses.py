@@ -45,6 +45,8 @@ from kvtier.retention.shares import PAGE, FixedShare, Turn
 from kvtier.retention.token_worth import TokenWorth
 from kvtier_kernels.codes import coded_shape
 
+# Tokens behind an edit that are computed again.
+MOST_AGAIN = 64
 # Where transcripts have something taken out, and how many tokens each.
 TAKEN_OUT, OUT_PLACES, OUT_TOKENS = "4 texts taken out", (0.2, 0.4, 0.6, 0.8), 150
 
@@ -100,9 +102,9 @@ class Edited:
     """The context's text was another one when it was compressed.
 
     places:     where, as shares of its tokens
-    new_tokens: that are new at each place; none where something was taken out
+    new_tokens: that are new at each place, behind which as many are computed again where nothing is
+                coded; none where something was taken out
     old_tokens: that stood there instead
-    again:      that are computed again behind each
     bits:       of the codes that kept entries are
     """
 
@@ -110,7 +112,6 @@ class Edited:
     places: tuple[float, ...]
     new_tokens: int = 64
     old_tokens: int = 256
-    again: int = 0
     bits: int | None = None
 
     def held(
@@ -129,10 +130,11 @@ class Edited:
         text = list(context_ids[: starts[0]])
         runs = []
         for index, (start, stop) in enumerate(pairwise([*starts, len(context_ids)])):
-            first = start + self.new_tokens + self.again
+            again = 0 if self.bits else min(self.new_tokens, MOST_AGAIN)
+            first = start + self.new_tokens + again
             is_last = stop == len(context_ids)
             text += others_ids[index * old_tokens : (index + 1) * old_tokens]
-            begin = len(text) + self.again
+            begin = len(text) + again
             text += context_ids[start + self.new_tokens : stop]
             runs.append((first, begin, len(text) - (0 if is_last else window)))
         old = _session(model, share, worth, bits=self.bits)
@@ -169,12 +171,14 @@ class Clock:
         fronts = [others_ids[time : 2 * time + 16] for time in range(self.times)]
         front, *later = *fronts, context_ids[: self.new_tokens]
         session = _session(model, share, worth, dtype=torch.bfloat16)
-        session.turn([*front, *context_ids[self.new_tokens :]], 0)
+        rest = context_ids[self.new_tokens :]
+        session.turn([*front, *rest], 0)
         begin = len(front)
         for front in later:
             old, session = session, session.cut(0)
-            _compute(session, front)
-            session.take(old, begin, old.num_tokens)
+            again = min(len(front), MOST_AGAIN)
+            _compute(session, [*front, *rest[:again]])
+            session.take(old, begin + again, old.num_tokens)
             begin = len(front)
         return Kept(_held(session))
 

@@ -10,7 +10,9 @@
     copied                                               [ turn 3 ]
     computed                                                      [ turn 4 ]
 
-The request's prefill stops where a run of tokens begins that the tree holds elsewhere (index.py).
+The request's prefill stops where a run of tokens begins that the tree holds elsewhere (index.py);
+of its first tokens, which were computed closest to what is gone, as many are computed again as are
+new before them, at most MOST_AGAIN; none where they are coded.
 Entries that are kept of the run are copied behind what was computed, with their keys rotated by as
 much as the run has moved, and the prefill goes on behind them. Such nodes are `moved`: they have
 seen the text that is gone, so no request that wants exact KV enters them.
@@ -35,6 +37,9 @@ from kvtier_sglang.radix.matching import cached_length, cut_window
 from kvtier_sglang.radix.node import KvNode, descendants
 from kvtier_sglang.radix.tree import VariantRadixTree
 
+# As many tokens behind an edit are computed again as are new, but no more than this. None of what
+# is coded: where a node is cut it is coded anew.
+MOST_AGAIN = 64
 # Fewer tokens of a dropped span are not copied, but computed.
 LEAST_PART = 64
 # What was turned so often is computed again, as every turn rounds; of codes, every one codes anew.
@@ -143,7 +148,11 @@ class Edits:
         return node
 
     def _runs(self, key: RadixKey, begin: int) -> Iterator[Run]:
+        seen = begin
         for run in self._index.runs(key, begin, self._least):
+            new, seen = run.begin - seen, run.stop
+            if not self._coded:
+                run = run._replace(begin=run.begin + min(new, MOST_AGAIN))
             pieces = _pieces(run)
             while pieces and not self._may_be_copied(pieces[0], run):
                 pieces.pop(0)

@@ -52,14 +52,14 @@ def test_what_stood_behind_an_edit_is_not_computed_again(small):
     request = s.admit(edited)
     assert request.prefix_len == 96, "a window before the edit is computed again"
     s.extend(request, 1000)
-    assert request.filled == 103, "the run begins here"
+    assert request.filled == 106, "behind the new tokens as many are computed again"
     s.checkpoint(request)
     assert request.filled == 103 + 180
     s.check()
     assert s.extend(request, 1000)
     s.release(request, checkpoint=True)
     s.check()
-    assert s.tree.counters["moved_tokens"] == 180
+    assert s.tree.counters["moved_tokens"] == 177
 
 
 def test_what_stood_behind_a_text_that_was_taken_out_is_matched_at_once(small):
@@ -97,7 +97,7 @@ def test_a_request_that_wants_exact_kv_takes_nothing_that_moved(small):
     run_turn(s, edited, [2])
     assert s.tree.counters["moved_tokens"] > 0
     asked = s.admit(edited, return_logprob=True, logprob_start_len=len(edited) - 1)
-    assert asked.prefix_len == 1
+    assert asked.prefix_len == 2, "the new token, and the one behind it that was computed again"
     s.release(asked, checkpoint=False, aborted=True)
     s.check()
 
@@ -416,6 +416,6 @@ def test_a_run_is_copied_once_for_two_requests(small):
     for request in (one, two):
         s.extend(request, 1000)
         s.checkpoint(request)
-    assert s.tree.counters["moved_tokens"] == 180
+    assert s.tree.counters["moved_tokens"] == 179
     s.check()
     assert matched(s, edited) == 281
