@@ -35,6 +35,7 @@ from kvtier.heads.reference.compaction import AdaptiveSession, joined
 from kvtier.retention.keepkv import KeepKV, QueryWindow
 from kvtier.retention.locality import (
     CUT_WINDOW,
+    MOST_AGAIN,
     SMALL_SHARE,
     WIDE_CUT_WINDOW,
     DroppedSpan,
@@ -45,8 +46,6 @@ from kvtier.retention.shares import PAGE, FixedShare, Turn
 from kvtier.retention.token_worth import TokenWorth
 from kvtier_kernels.codes import coded_shape
 
-# Tokens behind an edit that are computed again.
-MOST_AGAIN = 64
 # Where transcripts have something taken out, and how many tokens each.
 TAKEN_OUT, OUT_PLACES, OUT_TOKENS = "4 texts taken out", (0.2, 0.4, 0.6, 0.8), 150
 

@@ -25,6 +25,8 @@ from typing import NamedTuple
 CUT_WINDOW, WIDE_CUT_WINDOW, SMALL_SHARE = 64, 256, 0.2
 # Fewer tokens of a dropped span are not worth a span of their own.
 LEAST_CUT = 256
+# Of the tokens behind an edit as many are computed again as are new before them, at most so many.
+MOST_AGAIN = 64
 
 
 class DroppedSpan(NamedTuple):

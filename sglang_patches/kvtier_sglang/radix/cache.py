@@ -176,7 +176,7 @@ class KvtierRadixCache(VariantRadixTree):
         new = new_input_tokens
         if self.edits is not None:
             key = RadixKey(matched + new if matched else new, extra_key, cache_salt=cache_salt)
-            evicted = self.edits.evicted(key, len(matched))
+            evicted = self.edits.edited_from(key, len(matched))
             if evicted is not None:
                 self._edited_from[rid] = evicted
                 held = sum(

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from kvtier.retention.locality import DroppedSpan
+from kvtier.retention.locality import MOST_AGAIN, DroppedSpan
 from kvtier_sglang.exact_requests import asks_to_forget
 from kvtier_sglang.pool.turning import KeyTurner
 from kvtier_sglang.radix.index import Run, TokenIndex, path_key
@@ -37,9 +37,6 @@ from kvtier_sglang.radix.matching import cached_length, cut_window
 from kvtier_sglang.radix.node import KvNode, descendants
 from kvtier_sglang.radix.tree import VariantRadixTree
 
-# As many tokens behind an edit are computed again as are new, but no more than this. None of what
-# is coded: where a node is cut it is coded anew.
-MOST_AGAIN = 64
 # Fewer tokens of a dropped span are not copied, but computed.
 LEAST_PART = 64
 # What was turned so often is computed again, as every turn rounds; of codes, every one codes anew.
@@ -107,7 +104,7 @@ class Edits:
         self._ahead.pop(rid, None)
         self._looked.pop(rid, None)
 
-    def evicted(self, key: RadixKey, begin: int) -> RadixKey | None:
+    def edited_from(self, key: RadixKey, begin: int) -> RadixKey | None:
         """The context that key[begin:] has most of behind an edit, of those that were evicted; None
         where the tree itself has as much."""
         runs = self._evicted_runs(key, begin)
@@ -152,6 +149,7 @@ class Edits:
         for run in self._index.runs(key, begin, self._least):
             new, seen = run.begin - seen, run.stop
             if not self._coded:
+                # Where a node is cut inside what is coded, it is coded anew.
                 run = run._replace(begin=run.begin + min(new, MOST_AGAIN))
             pieces = _pieces(run)
             while pieces and not self._may_be_copied(pieces[0], run):

@@ -384,7 +384,8 @@ class VariantRadixTree(RadixCache):
             self.remove_duplicate(child)
 
     def remove_leaf(self, node: KvNode) -> None:
-        """Free a node that nobody uses and that has no children, and forget what it was."""
+        """Free a node that nobody uses and that has no children."""
+        # Not evicted: nobody shall look for it in a tier.
         self.forget(node)
         if node.num_slots:
             self.allocator.free(node.value)

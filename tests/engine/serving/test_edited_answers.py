@@ -15,7 +15,7 @@ from tierd.live_tier import live_tier
 from benchmarks.common.recall_engine import ranks_on_a_cpu
 from kvtier.heads.reference.compaction import AdaptiveSession
 from kvtier.heads.tokens import fit_tokens
-from kvtier.retention.locality import CUT_WINDOW
+from kvtier.retention.locality import CUT_WINDOW, MOST_AGAIN
 from kvtier.retention.scorers.reconstruction import Reconstruction
 from kvtier.retention.shares import FixedShare, Turn
 from kvtier.retention.token_worth import TokenWorth
@@ -57,7 +57,7 @@ class Edited:
                 computed, again = self.ids[stop : piece.stop], 0
             else:
                 computed = computed + piece
-                again = 0 if self.session.bits else min(len(piece), 64)
+                again = 0 if self.session.bits else min(len(piece), MOST_AGAIN)
         return one.turn(computed, NEW).token_ids
 
     def prompt(self, first: int, pieces: list[list[int] | range], tail: list[int]) -> list[int]:
