@@ -92,7 +92,7 @@ class Course:
             exact = _session(model, 1.0, worth)
             exact.turn(context_ids, 0)
             return Kept(_with_window(_held(branch), _held(exact), at))
-        _compute(branch, context_ids[at:])
+        branch.compute(context_ids[at:])
         return Kept(_held(branch))
 
 
@@ -141,7 +141,7 @@ class Edited:
         session = old.cut(max(starts[0] - window, 0))
         for first, begin, stop in runs:
             if session.num_tokens < first:
-                _compute(session, context_ids[session.num_tokens : first])
+                session.compute(context_ids[session.num_tokens : first])
             session.take(old, begin, stop)
         return Kept(_held(session), used=_used(session))
 
@@ -176,7 +176,7 @@ class Clock:
         for front in later:
             old, session = session, session.cut(0)
             again = min(len(front), MOST_AGAIN)
-            _compute(session, [*front, *rest[:again]])
+            session.compute([*front, *rest[:again]])
             session.take(old, begin + again, old.num_tokens)
             begin = len(front)
         return Kept(_held(session))
@@ -310,13 +310,6 @@ def _fixed(share: float) -> Callable[[int, int], int]:
 def _window(share: float) -> int:
     """How many tokens before a cut are computed again."""
     return WIDE_CUT_WINDOW if share < SMALL_SHARE else CUT_WINDOW
-
-
-def _compute(session: AdaptiveSession, ids: Sequence[int]) -> None:
-    """Tokens of a request, which has all of its own until its turn ends."""
-    session.keep_count, keep_count = lambda prompt, droppable: droppable, session.keep_count
-    session.turn(ids, 0)
-    session.keep_count = keep_count
 
 
 def _used(session: AdaptiveSession) -> float | None:

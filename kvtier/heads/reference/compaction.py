@@ -237,6 +237,15 @@ class AdaptiveSession(ScoredSession):
                 settled[index : index + 1] = parts
                 blocks[index : index + 1] = [where[first], where[~first]]
 
+    def compute(self, token_ids: Sequence[int]) -> None:
+        """Go on with tokens of a request whose turn has not ended, all of which stay as they are.
+        Between turns only."""
+        keep_count, bits = self.keep_count, self.bits
+        # Codes would take less room than even everything has.
+        self.keep_count, self.bits = lambda prompt, droppable: droppable, None
+        self.turn(token_ids, 0)
+        self.keep_count, self.bits = keep_count, bits
+
     def take(self, other: AdaptiveSession, begin: int, stop: int) -> None:
         """Go on with what another session keeps of its tokens from `begin` to `stop`, their keys
         turned to where they stand in this one. Between turns only."""

@@ -25,14 +25,6 @@ pytestmark = pytest.mark.engine
 NEW, SHARE = 9, 0.3
 
 
-def exactly(session: AdaptiveSession, ids: list[int]) -> None:
-    """Tokens of a turn that has not ended."""
-    keep_count = session.keep_count
-    session.keep_count = lambda prompt, span: span
-    session.turn(ids, 0)
-    session.keep_count = keep_count
-
-
 class Edited:
     """What a first request's context became: pieces of it, by where they stood, and new tokens."""
 
@@ -50,7 +42,7 @@ class Edited:
                 start = piece.start + again
                 computed = computed + self.ids[piece.start : start]
                 if computed:
-                    exactly(one, computed)
+                    one.compute(computed)
                 is_last = piece.stop == len(self.ids)
                 stop = piece.stop if is_last else piece.stop - self.window
                 one.take(self.session, start, stop)
