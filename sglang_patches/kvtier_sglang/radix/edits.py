@@ -14,7 +14,8 @@ The request's prefill stops where a run of tokens begins that the tree holds els
 of its first tokens, which were computed closest to what is gone, as many are computed again as are
 new before them, at most MOST_AGAIN; none where they are coded.
 Entries that are kept of the run are copied behind what was computed, with their keys rotated by as
-much as the run has moved, and the prefill goes on behind them. Such nodes are `moved`: they have
+much as the run has moved, and the prefill goes on behind them. The old text is the first to make
+room then, so that nobody else's goes for it. Such nodes are `moved`: they have
 seen the text that is gone, so no request that wants exact KV enters them.
 
 Scheduler thread only.
@@ -178,7 +179,7 @@ class Edits:
     def _copy(self, node: KvNode, key: RadixKey, run: Run) -> KvNode:
         """Hang copies of a run's tokens behind a node; the last of them."""
         tree = self._tree
-        locks = [tree.lock(run.node), tree.lock(node)]
+        locks, copy = [tree.lock(run.node), tree.lock(node)], None
         for piece in _pieces(run):
             part = key[node.stop : piece.node.start + piece.stop + run.shift]
             known = (one for one in node.children.values() if one.moved)
@@ -192,6 +193,8 @@ class Edits:
             locks.append(tree.lock(node))
         for lock in reversed(locks):
             tree.unlock(lock)
+        if copy is not None:
+            _let_go_first(run.node)
         return node
 
     def _drop(self, node: KvNode, matched: KvNode) -> None:
@@ -222,6 +225,15 @@ class Edits:
         tree.remember(node)
         tree.counters["moved_tokens"] += len(key)
         return node
+
+
+def _let_go_first(node: KvNode) -> None:
+    """Most likely nobody asks again for a text that was edited. It makes room before any other, but
+    for what others use or stands below them."""
+    for below, one in enumerate(node.path()):
+        if one.lock_ref or len(one.children) > min(below, 1):
+            return
+        one.last_access_time = 0.0
 
 
 def _pieces(run: Run) -> list[Piece]:

@@ -198,13 +198,13 @@ def tokens_of(key: RadixKey) -> Tokens:
 def sampled(tokens: Tokens) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
     """Where the windows begin that are remembered, of at least WINDOW tokens, and their hashes."""
     powers, inverse = _powers(1 << (int(tokens.size).bit_length()))
-    mixed = tokens.view(np.uint64) + np.uint64(1)
-    mixed *= _MIX
+    mixed = tokens.view(np.uint64) * _MIX
     mixed ^= mixed >> _SHIFT
     mixed *= powers[: mixed.size]
     sums = np.cumsum(mixed, out=mixed)
-    windows = sums[WINDOW - 1 :].copy()
-    windows[1:] -= sums[:-WINDOW]
+    windows = np.empty(sums.size - WINDOW + 1, dtype=np.uint64)
+    windows[0] = sums[WINDOW - 1]
+    np.subtract(sums[WINDOW:], sums[:-WINDOW], out=windows[1:])
     windows *= inverse[: windows.size]
     picked = np.flatnonzero(windows <= np.uint64(((1 << 64) - 1) // SAMPLED))
     return picked, windows[picked]

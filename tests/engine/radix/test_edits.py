@@ -127,6 +127,21 @@ def test_what_was_turned_too_often_is_computed_again(small, monkeypatch, bits, m
             s.tree.evict(EvictParams(num_tokens=1))
 
 
+def test_a_text_that_was_edited_makes_room_before_older_ones(small):
+    """But for what others use, or have standing on it."""
+    s = scheduler()
+    shared, other, old = context(100, seed=4), context(90, seed=6), context(300)
+    run_turn(s, other, [1])
+    run_turn(s, [*shared, *other], [2])
+    run_turn(s, [*shared, *old], [3])
+    run_turn(s, [*shared, 77, *old[20:], 9], [4])
+    s.tree.evict(EvictParams(num_tokens=1))
+    texts = [other, [*shared, *other], [*shared, 77, *old[20:], 9]]
+    assert [matched(s, ids) for ids in texts] == [len(ids) for ids in texts]
+    assert matched(s, [*shared, *old]) <= len(shared)
+    s.check()
+
+
 def test_a_request_may_have_forgotten_what_it_edited(small):
     """And all that stands on it, but for what another request reads."""
     s = scheduler()
