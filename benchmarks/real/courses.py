@@ -101,8 +101,8 @@ class Edited:
     """The context's text was another one when it was compressed.
 
     places:     where, as shares of its tokens
-    new_tokens: that are new at each place, behind which as many are computed again where nothing is
-                coded; none where something was taken out
+    new_tokens: that are new at each place, behind which as many are computed again, 64 at most;
+                none where something was taken out
     old_tokens: that stood there instead
     bits:       of the codes that kept entries are
     """
@@ -129,7 +129,7 @@ class Edited:
         text = list(context_ids[: starts[0]])
         runs = []
         for index, (start, stop) in enumerate(pairwise([*starts, len(context_ids)])):
-            again = 0 if self.bits else min(self.new_tokens, MOST_AGAIN)
+            again = min(self.new_tokens, MOST_AGAIN)
             first = start + self.new_tokens + again
             is_last = stop == len(context_ids)
             text += others_ids[index * old_tokens : (index + 1) * old_tokens]

@@ -12,7 +12,7 @@
 
 The request's prefill stops where a run of tokens begins that the tree holds elsewhere (index.py);
 of its first tokens, which were computed closest to what is gone, as many are computed again as are
-new before them, at most MOST_AGAIN; none where they are coded.
+new before them, at most MOST_AGAIN.
 Entries that are kept of the run are copied behind what was computed, with their keys rotated by as
 much as the run has moved, and the prefill goes on behind them. The old text is the first to make
 room then, so that nobody else's goes for it. Such nodes are `moved`: they have
@@ -149,9 +149,7 @@ class Edits:
         seen = begin
         for run in self._index.runs(key, begin, self._least):
             new, seen = run.begin - seen, run.stop
-            if not self._coded:
-                # Where a node is cut inside what is coded, it is coded anew.
-                run = run._replace(begin=run.begin + min(new, MOST_AGAIN))
+            run = run._replace(begin=run.begin + min(new, MOST_AGAIN))
             pieces = _pieces(run)
             while pieces and not self._may_be_copied(pieces[0], run):
                 pieces.pop(0)

@@ -119,9 +119,10 @@ def test_what_was_turned_too_often_is_computed_again(small, monkeypatch, bits, m
     again = most + 1
     assert moved == [turn % again != 0 for turn in range(len(moved))]
     before = s.tree.counters["moved_tokens"]
-    for turn in range(2 * most):
+    for turn in range(2 * most + 1):
         run_turn(s, [200 + turn, *range(100, 98 + len(moved)), *old, turn], [1])
-        assert s.tree.counters["moved_tokens"] > before
+        # The first one's second token is computed again, and of codes all behind it that are worn.
+        assert s.tree.counters["moved_tokens"] > before or (turn == 0 and bits)
         before = s.tree.counters["moved_tokens"]
         while len(s.tree.evictable_leaves) > 1:
             s.tree.evict(EvictParams(num_tokens=1))

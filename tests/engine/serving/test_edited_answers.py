@@ -33,7 +33,7 @@ class Edited:
 
     def answer(self, first: int, pieces: list[list[int] | range], tail: list[int]) -> list[int]:
         """Up to `first` it is as it was; then come new tokens and ranges of the old ones. Behind
-        new ones as many are computed again, 64 at most, and none of what is coded."""
+        new ones as many are computed again, 64 at most."""
         begin = max(first - self.window, 0)
         one = self.session.cut(begin)
         computed, again = self.ids[begin:first], 0
@@ -49,7 +49,7 @@ class Edited:
                 computed, again = self.ids[stop : piece.stop], 0
             else:
                 computed = computed + piece
-                again = 0 if self.session.bits else min(len(piece), MOST_AGAIN)
+                again = min(len(piece), MOST_AGAIN)
         return one.turn(computed, NEW).token_ids
 
     def prompt(self, first: int, pieces: list[list[int] | range], tail: list[int]) -> list[int]:
@@ -131,8 +131,7 @@ def test_edited_contexts_say_what_transformers_says_over_turned_entries(
     told = [request["cached_tokens_details"] for request in found[1:]]
     window = edited.window
     # Behind 50 new tokens as many are computed again, behind 50, 7 and 90 as many, 64 at most.
-    once, thrice = (50, 50 + 7 + 64) if dtype is None else (0, 0)
-    moved = [1700 - once, 1600 - thrice - 2 * window, 900]
+    moved = [1700 - 50, 1600 - (50 + 7 + 64) - 2 * window, 900]
     assert [one["kvtier_moved"] for one in told] == moved
     assert [request["cached_tokens"] for request in found] == [
         0, 500 - window + moved[0], 400 - window + moved[1], 900 - window + moved[2]
