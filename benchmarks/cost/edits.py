@@ -164,6 +164,7 @@ def looking_ms(seed: int) -> float:
 
 
 def run(options: Options) -> Measured:
+    looking = looking_ms(options.seed)
     traffic = all_traffic(options.seed, options.scale)
     found = {
         arm: serve(policy, options, traffic, settings) for arm, (policy, settings) in ARMS.items()
@@ -177,7 +178,6 @@ def run(options: Options) -> Measured:
         waited = (f"{cost.ttft_ms:.0f} ms" for cost in costs)
         table.add_row(one.name, f"{new[at]:,}", *computed, *waited)
     show(table)
-    looking = looking_ms(options.seed)
     figures = {
         "looking_ms": looking,
         "model": options.model_path.name,
