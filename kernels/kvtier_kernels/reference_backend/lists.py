@@ -5,6 +5,7 @@ on a CPU is compiled where there is numba (kvtier_kernels.reference_backend.comp
 from __future__ import annotations
 
 import ctypes
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,17 +60,33 @@ class RequestLists:
         """int64 [entries]: where a column's entries are."""
         return _cells(self._words(column))
 
-    def in_runs(self, column: int) -> RequestSlots:
-        """The same, as runs of whole pages and others."""
-        words = self._words(column)
-        if len(words) < MIN_RUN_PAGES:
-            return RequestSlots((), _cells(words) if len(words) else None)
-        whole = words % (1 << ENTRY_BITS) == PAGE_CELLS
-        pages, loose = plan_request(words[whole] >> ENTRY_BITS, MIN_RUN_PAGES), words[~whole]
-        if pages.scattered is not None:
-            loose = torch.cat((pages.scattered << ENTRY_BITS | PAGE_CELLS, loose))
-        runs = tuple((first * PAGE_CELLS, stop * PAGE_CELLS) for first, stop in pages.runs)
-        return RequestSlots(runs, _cells(loose) if len(loose) else None)
+    @cached_property
+    def in_runs(self) -> tuple[RequestSlots, ...]:
+        """Where the entries of each column are: in runs of whole pages, and others."""
+        words, total = self.words.long(), len(self.words)
+        if not total:
+            return (RequestSlots((), None),) * (len(self.starts) - 1)
+        page, count = words >> ENTRY_BITS, words % (1 << ENTRY_BITS)
+        whole = count == PAGE_CELLS
+        begins = torch.ones_like(whole)
+        begins[1:] = (page[1:] != page[:-1] + 1) | ~whole[1:] | ~whole[:-1]
+        begins[[start for start in self.starts if start < total]] = True
+        bounds = torch.nonzero(begins).flatten()
+        lengths = torch.diff(bounds, append=bounds.new_tensor([total]))
+        is_run = whole[bounds] & (lengths >= MIN_RUN_PAGES)
+        runs: list[list[tuple[int, int]]] = [[] for _ in self.starts[1:]]
+        ends = torch.stack((bounds, page[bounds], page[bounds] + lengths), 1)[is_run]
+        for at, first, stop in ends.tolist():
+            column = bisect_right(self.starts, at) - 1
+            runs[column].append((first * PAGE_CELLS, stop * PAGE_CELLS))
+        loose = ~is_run.repeat_interleave(lengths)
+        entries = torch.nn.functional.pad((count * loose).cumsum(0), (1, 0))
+        sizes = entries[list(self.starts)].diff().tolist()
+        cells = torch.split(_cells(words[loose]), sizes)
+        return tuple(
+            RequestSlots(tuple(mine), others if len(others) else None)
+            for mine, others in zip(runs, cells, strict=True)
+        )
 
     def _words(self, column: int) -> torch.Tensor:
         return self.words[self.starts[column] : self.starts[column + 1]].long()
@@ -140,7 +157,7 @@ class ReferenceLists(ListKernels):
         for request, (begin, end) in zip(plan.requests, pairwise(q_indptr), strict=True):
             if begin == end:
                 continue
-            cells = [request.in_runs(column) for column in columns]
+            cells = request.in_runs[columns.start : columns.stop]
             for own in torch.split(q[begin:end], MOST_ROWS):
                 state = over_entries(own, of_layer, request.dense, scale)
                 if any(cells):
