@@ -14,8 +14,8 @@ The request's prefill stops where a run of tokens begins that the tree holds els
 of its first tokens, which were computed closest to what is gone, as many are computed again as are
 new before them, at most MOST_AGAIN.
 Entries that are kept of the run are copied behind what was computed, with their keys rotated by as
-much as the run has moved, and the prefill goes on behind them. The old text is the first to make
-room then, so that nobody else's goes for it. Such nodes are `moved`: they have
+much as the run has moved, and the prefill goes on behind them. A text that all of is copied is the
+first to make room then, so that nobody else's goes for it. Such nodes are `moved`: they have
 seen the text that is gone, so no request that wants exact KV enters them.
 
 Scheduler thread only.
@@ -191,7 +191,7 @@ class Edits:
             locks.append(tree.lock(node))
         for lock in reversed(locks):
             tree.unlock(lock)
-        if copy is not None:
+        if copy is not None and run.stop - run.shift == run.node.stop:
             _let_go_first(run.node)
         return node
 
@@ -226,8 +226,8 @@ class Edits:
 
 
 def _let_go_first(node: KvNode) -> None:
-    """Most likely nobody asks again for a text that was edited. It makes room before any other, but
-    for what others use or stands below them."""
+    """A request goes on behind all of a text, edited: most likely nobody asks for it as it was. It
+    makes room before any other, but for what is used or has something else behind it."""
     for below, one in enumerate(node.path()):
         if one.lock_ref or len(one.children) > min(below, 1):
             return

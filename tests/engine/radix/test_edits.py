@@ -135,11 +135,25 @@ def test_a_text_that_was_edited_makes_room_before_older_ones(small):
     run_turn(s, other, [1])
     run_turn(s, [*shared, *other], [2])
     run_turn(s, [*shared, *old], [3])
-    run_turn(s, [*shared, 77, *old[20:], 9], [4])
+    edited = [*shared, 77, *old[20:], 3, 9]
+    run_turn(s, edited, [4])
     s.tree.evict(EvictParams(num_tokens=1))
-    texts = [other, [*shared, *other], [*shared, 77, *old[20:], 9]]
+    texts = [other, [*shared, *other], edited]
     assert [matched(s, ids) for ids in texts] == [len(ids) for ids in texts]
     assert matched(s, [*shared, *old]) <= len(shared)
+    s.check()
+
+
+def test_a_text_that_is_quoted_makes_no_room_before_older_ones(small):
+    """Another context has its beginning, behind something else."""
+    s = scheduler()
+    first, older = context(300), context(90, seed=6)
+    run_turn(s, older, [1])
+    run_turn(s, first, [2])
+    run_turn(s, [77, *first[:200], *context(20, seed=5)], [3])
+    assert s.tree.counters["moved_tokens"] > 0
+    s.tree.evict(EvictParams(num_tokens=1))
+    assert (matched(s, older), matched(s, first)) == (0, len(first))
     s.check()
 
 
