@@ -25,7 +25,7 @@ from kvtier_kernels.lists import (
     check_tables,
 )
 from kvtier_kernels.reference_backend.products import concat, dense, over_entries
-from kvtier_kernels.reference_backend.slots import RequestSlots, plan_request
+from kvtier_kernels.reference_backend.slots import RequestSlots, plan_request, positions_of
 from kvtier_kernels.states import AttentionState, empty_state, merge_states
 
 try:
@@ -68,10 +68,12 @@ class RequestLists:
             return (RequestSlots((), None),) * (len(self.starts) - 1)
         page, count = words >> ENTRY_BITS, words % (1 << ENTRY_BITS)
         whole = count == PAGE_CELLS
+        # A stretch of pages begins where a column does, and where a page does not follow the one
+        # before it or either is not whole.
         begins = torch.ones_like(whole)
         begins[1:] = (page[1:] != page[:-1] + 1) | ~whole[1:] | ~whole[:-1]
         begins[[start for start in self.starts if start < total]] = True
-        bounds = torch.nonzero(begins).flatten()
+        bounds = positions_of(begins)
         lengths = torch.diff(bounds, append=bounds.new_tensor([total]))
         is_run = whole[bounds] & (lengths >= MIN_RUN_PAGES)
         runs: list[list[tuple[int, int]]] = [[] for _ in self.starts[1:]]

@@ -37,7 +37,7 @@ def plan_request(slots: torch.Tensor, min_run: int = MIN_RUN_TOKENS) -> RequestS
     """Cut one request's slots, [entries] int64, into runs and scattered entries."""
     if slots.numel() < min_run:
         return RequestSlots((), slots if slots.numel() else None)
-    breaks = _positions_of(slots[1:] != slots[:-1] + 1) + 1
+    breaks = positions_of(slots[1:] != slots[:-1] + 1) + 1
     bounds = torch.nn.functional.pad(breaks, (1, 0))
     lengths = torch.diff(bounds, append=breaks.new_tensor([slots.numel()]))
     is_run = lengths >= min_run
@@ -47,7 +47,7 @@ def plan_request(slots: torch.Tensor, min_run: int = MIN_RUN_TOKENS) -> RequestS
     return RequestSlots(tuple(runs), loose)
 
 
-def _positions_of(mask: torch.Tensor) -> torch.Tensor:
+def positions_of(mask: torch.Tensor) -> torch.Tensor:
     """Where it is true: on a CPU NumPy finds that in less time than PyTorch."""
     if mask.device.type == "cpu":
         return torch.from_numpy(mask.numpy().nonzero()[0])

@@ -12,11 +12,11 @@
 
 The request's prefill stops where a run of tokens begins that the tree holds elsewhere (index.py);
 of its first tokens, which were computed closest to what is gone, as many are computed again as are
-new before them, at most MOST_AGAIN.
-Entries that are kept of the run are copied behind what was computed, with their keys rotated by as
-much as the run has moved, and the prefill goes on behind them. A text that all of is copied is the
-first to make room then, so that nobody else's goes for it. Such nodes are `moved`: they have
-seen the text that is gone, so no request that wants exact KV enters them.
+new before them, at most MOST_AGAIN. Entries that are kept of the run are copied behind what was
+computed, with their keys rotated by as much as the run has moved, and the prefill goes on behind
+them. The copies are `moved`: they have seen the text that is gone, so no request that wants exact
+KV enters them. Where a run reaches the end of the old context, that is evicted before any other, so
+that nobody else's makes room for the copy.
 
 Scheduler thread only.
 """
@@ -226,9 +226,10 @@ class Edits:
 
 
 def _let_go_first(node: KvNode) -> None:
-    """A request goes on behind all of a text, edited: most likely nobody asks for it as it was. It
-    makes room before any other, but for what is used or has something else behind it."""
+    """Have the context that ends with this node evicted before any other: most likely nobody asks
+    for it again. Nodes stay that are locked, or that other contexts go through."""
     for below, one in enumerate(node.path()):
+        # The last one has no child, and of those above each has the one below.
         if one.lock_ref or len(one.children) > min(below, 1):
             return
         one.last_access_time = 0.0
