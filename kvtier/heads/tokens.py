@@ -22,6 +22,7 @@ from torch import Tensor
 from kvtier.errors import SizeError, UsageError
 from kvtier.heads.model.config import (
     context_length,
+    full_layers,
     read_config,
     shape_of,
     weights_revision,
@@ -110,7 +111,7 @@ def fit_tokens(
     """
     if contexts is not None and contexts < 1:
         raise UsageError("--contexts", "at least 1", contexts)
-    check_supported(read_config(model_path))
+    check_supported(read_config(model_path), windows=True)
     lengths = _lengths(model_path, lengths)
     counts = [contexts or _usual(length, lengths) for length in lengths]
     known = tasks_for(model_path)
@@ -194,18 +195,21 @@ def _lengths(model_path: str, asked: Sequence[int] | None) -> Sequence[int]:
 def add(fit: Fit, model: Any, repeated: Repeated) -> None:
     """Fit one more context: the most that anything that was asked of it drew."""
     drawn = torch.maximum(repeated.drawn, repeated.asked)
-    for layer, (k, v) in enumerate(repeated.kv):
+    for layer in full_layers(model):
+        k, v = repeated.kv[layer]
         positions = torch.arange(k.shape[1], device=k.device)
         fit.add(layer, k, v, rotation_of(model, layer, positions), drawn[layer])
 
 
 def _agreement(worth: TokenWorth, model: Any, repeated: Repeated, share: float) -> float:
-    predicted = []
-    for layer, (k, v) in enumerate(repeated.kv):
+    predicted, full = [], full_layers(model)
+    for layer in full:
+        k, v = repeated.kv[layer]
         positions = torch.arange(k.shape[1], device=k.device)
         predicted.append(worth.predict(layer, k, v, rotation_of(model, layer, positions)))
-    count = max(int(share * repeated.drawn.numel()), 1)
-    best = best_of_all(repeated.drawn, count)
+    drawn = repeated.drawn[full]
+    count = max(int(share * drawn.numel()), 1)
+    best = best_of_all(drawn, count)
     return float((best & best_of_all(torch.stack(predicted), count)).sum()) / count
 
 

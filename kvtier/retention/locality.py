@@ -25,6 +25,8 @@ from typing import NamedTuple
 CUT_WINDOW, WIDE_CUT_WINDOW, SMALL_SHARE = 64, 256, 0.2
 # Fewer tokens of a dropped span are not worth a span of their own.
 LEAST_CUT = 256
+# Fewer tokens are not worth being compressed by themselves before a window, or copied for an edit.
+LEAST_PART = 64
 # Of the tokens behind an edit as many are computed again as are new before them, at most so many.
 MOST_AGAIN = 64
 
@@ -43,13 +45,16 @@ class DroppedSpan(NamedTuple):
 @dataclass(frozen=True)
 class LocalityRule:
     """Sink, recent and branching windows, in tokens. recent_of: tokens of a turn's prompt for each
-    of its recent ones, of which there is one at least; 1: there are `recent_tokens` of any."""
+    of its recent ones, of which there is one at least; 1: there are `recent_tokens` of any. window:
+    tokens that some layers of the model attend to, which stay exact before the end of the newest
+    turn's prompt; 0 where all layers attend to everything."""
 
     sink_tokens: int
     recent_tokens: int
     branch_recent_tokens: int
     recent_of: int = 1
     compensation: bool = True
+    window: int = 0
 
     def recent(self, prompt_tokens: int) -> int:
         """How many recent tokens a turn keeps whose prompt has so many."""

@@ -260,14 +260,13 @@ class Fit:
             self._products[layer] = products if more is None else more + products
 
     def solve(self) -> TokenWorth:
-        """The weights. Every layer must have been added to."""
-        return TokenWorth(
-            torch.stack([
-                _ridge(squares, products)
-                for squares, products in zip(self._squares, self._products, strict=True)
-                if squares is not None and products is not None
-            ])
-        )  # fmt: skip
+        """The weights; 0 of layers that nothing was added to. There is one that has been."""
+        solved = [
+            None if squares is None or products is None else _ridge(squares, products)
+            for squares, products in zip(self._squares, self._products, strict=True)
+        ]
+        none = torch.zeros_like(next(one for one in solved if one is not None))
+        return TokenWorth(torch.stack([none if one is None else one for one in solved]))
 
 
 def _ridge(squares: Tensor, products: Tensor) -> Tensor:

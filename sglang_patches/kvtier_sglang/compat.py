@@ -13,6 +13,7 @@ from kvtier.calibration.documents import load_curve
 from kvtier.config import Settings, load_settings
 from kvtier.errors import ConfigurationError, IncompatibleFlagError
 from kvtier.heads.model.config import model_name, model_shape, weights_revision
+from kvtier.heads.model.support import windows_of
 from kvtier.heads.profile import ModelShape, load_profile
 from kvtier.memory.storage import check_may_be_served, directories, load_card
 from kvtier.retention.rules import scorer_of
@@ -131,6 +132,8 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
     config = check_config(server_args)
     if config is None:
         return
+    if windows_of(config):
+        _check_windows(server_args, settings)
     shape = model_shape(config)
     _check_heads_of_ranks(server_args, settings, shape.num_kv_heads)
     check_documents(settings, shape, server_args)
@@ -235,6 +238,29 @@ def _check_codes(server_args: Any, settings: Settings) -> None:
             )
 
 
+def _check_windows(server_args: Any, settings: Settings) -> None:
+    """Raise IncompatibleFlagError for what does not go together with layers that attend to their
+    newest tokens only."""
+    drafts = getattr(server_args, "speculative_algorithm", None)
+    reuse = settings.reuse_behind_edits
+    obstacles = {
+        "--speculative-algorithm": (drafts is not None, "none", drafts),
+        "--memory": (settings.memory is not None, "none", settings.memory),
+        "--head-profile": (settings.head_profile is not None, "none", settings.head_profile),
+        "--refresh": (settings.refresh.is_on, "off", settings.refresh.when),
+        "--reuse-behind-edits": (reuse == "on", "auto or off", reuse),
+        "--head-budgets": (
+            settings.compacts and not settings.competes,
+            "adaptive, where a share is kept,",
+            settings.head_budgets,
+        ),
+    }
+    for flag, (is_asked, expected, value) in obstacles.items():
+        if is_asked:
+            where = "together with a model of which some layers have a window"
+            raise IncompatibleFlagError(flag, f"{expected} {where}", value)
+
+
 def _check_drafts(server_args: Any, settings: Settings) -> None:
     """Raise IncompatibleFlagError for what does not go together with drafted tokens."""
     algorithm = getattr(server_args, "speculative_algorithm", None)
@@ -260,6 +286,16 @@ def settle_page_size(server_args: Any) -> None:
     if uses_kvtier(server_args) and asked is not None and asked > 1:
         logger.info("--page-size %d: kvtier's prefixes end at any token, as with pages of 1", asked)
         server_args.page_size = 1
+
+
+def settle_windows(server_args: Any) -> None:
+    """Keep the tokens of layers with a window where those of all layers are: what left a window
+    goes when its turn ends.
+
+    server_args: before resolution; its `disable_hybrid_swa_memory` may be set.
+    """
+    if uses_kvtier(server_args):
+        server_args.disable_hybrid_swa_memory = True
 
 
 def settle_cuda_graphs(server_args: Any, settings: Settings) -> None:

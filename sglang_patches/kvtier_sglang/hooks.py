@@ -26,6 +26,7 @@ def check_flags(server_args: Any, *args: Any, **kwargs: Any) -> None:
         settings = compat.settings_of(server_args)
         compat.check_server_args(server_args, settings)
         compat.settle_page_size(server_args)
+        compat.settle_windows(server_args)
         compat.settle_cuda_graphs(server_args, settings)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -83,6 +84,8 @@ class Runtime:
         self.memory_source: MemorySource | None = None
         self.memories: Memories | None = None
         self.turner: KeyTurner | None = None
+        # Tokens that some layers attend to; None where all attend to everything.
+        self.window: int | None = None
 
     @cached_property
     def settings(self) -> Settings:
@@ -245,11 +248,18 @@ class Runtime:
         UnsupportedModelError for a loaded model that cannot be served."""
         settings, pool = self.settings, kvtier_pool(runner)
         pool.scales = KvScales.of_model(runner.model, pool.layers, pool.dtype)
-        keys, at = confirm(runner, pool)
+        confirmed = confirm(runner, pool)
+        windows = confirmed.windows
+        self.window = next((one for one in windows if one is not None), None)
+        if self.window is not None and pool.packed is not None and not settings.competes:
+            expected = "no head profile for a model of which some layers have a window"
+            raise StartupError(f"--head-profile: {expected}")
+        pool.full_layers = tuple(index for index, one in enumerate(windows) if one is None)
         rotated: list[KeyRotation | None] = []
-        if pool.state is not None or self.memory_source is not None or self._reuses:
-            rotated = rotations(runner.model, keys, at)
-        if self._reuses:
+        reuses = self._reuses and self.window is None
+        if pool.state is not None or self.memory_source is not None or reuses:
+            rotated = rotations(runner.model, confirmed)
+        if reuses:
             self.turner = KeyTurner(pool, rotated)
         if pool.state is not None:
             # Again, for a model that was no local directory at start-up, or a file that changed.
@@ -257,7 +267,11 @@ class Runtime:
         if pool.packed is not None:
             self.selection = self._selection(pool, rotated)
         self.backend = KvtierAttnBackend(
-            runner, settings, selection=self.selection, refresh=self._turn_refresh
+            runner,
+            settings,
+            selection=self.selection,
+            refresh=self._turn_refresh,
+            windows=windows,
         )
         if self.memory_source is not None:
             source, shape = self.memory_source, self.profile.shape
@@ -371,7 +385,8 @@ class Runtime:
         )
 
     def _compressor(self, ctx: TreeCacheBuildContext, allocator: BundleAllocator) -> Compressor:
-        settings, rule, pool = self.settings, locality_rule(self.settings), allocator.pool
+        settings, pool = self.settings, allocator.pool
+        rule = replace(locality_rule(settings), window=self.window or 0)
         share = asked_share(settings)
         if share is None:
             return Compressor(allocator, rule, selection=self.selection)
@@ -389,7 +404,8 @@ class Runtime:
             source = FixedCurve(None)
             if self.ranks.is_first:
                 source = curve_source(settings, path, self.profile, rule, scorer, dtype, told)
-        slot = self.profile.ca_share * self.ranks.size * pool.slot_bytes
+        full = len(pool.full_layers) / pool.layer_num
+        slot = full * self.profile.ca_share * self.ranks.size * pool.slot_bytes
         page = PAGE if pool.packed is None else pool.packed.page
         entry_bytes = max(1, round(slot * PAGE / page))
         chosen = share.rule.of(share.number, Serving(entry_bytes, source))

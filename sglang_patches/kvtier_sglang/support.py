@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.radix_attention import AttentionType
@@ -22,7 +22,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from kvtier.errors import UnsupportedModelError
 from kvtier.heads.model.config import folder_of, read_config
-from kvtier.heads.model.support import EXPECTED, check_supported
+from kvtier.heads.model.support import EXPECTED, check_supported, windows_of
 from kvtier.heads.reference.rotation import (
     PROVING_TOKEN,
     KeyRotation,
@@ -60,10 +60,10 @@ def check_config(server_args: Any) -> dict[str, Any] | None:
     # As it is written, too: what a class does not know may be lost in what it makes of it.
     if folder_of(path, getattr(server_args, "revision", None)) is not None:
         config = read_config(path)
-        check_supported(config)
+        check_supported(config, windows=True)
     with suppress(OSError, ValueError, KeyError):
         config = resolved_config(server_args)
-        check_supported(config)
+        check_supported(config, windows=True)
     return config
 
 
@@ -79,23 +79,32 @@ _COMPUTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def check_layer(layer: Any, *, heads: int, head_dim: int, context: int) -> None:
-    """Raise UnsupportedModelError for a RadixAttention that the attention backend does not compute.
+def check_layer(
+    layer: Any, *, heads: int, head_dim: int, context: int, window: int | None = None
+) -> int | None:
+    """Return how many of its newest tokens a RadixAttention attends to, its own included; None for
+    all. Raise UnsupportedModelError for one that the attention backend does not compute.
 
-    heads: KV heads of each layer on this rank; context: tokens of the longest request.
+    heads: KV heads of each layer on this rank; context: tokens of the longest request; window: of
+    the layer, by its model's configuration.
     """
     name = f"layer {layer.layer_id}"
     for attribute, computed in _COMPUTED.items():
         value = getattr(layer, attribute, computed[0])
         if value not in computed:
             raise _unsupported(f"{name}: {attribute} = {value}")
-    window = layer.sliding_window_size
-    if window is not None and 0 <= window < context - 1:
-        raise _unsupported(f"{name}: a window of {window} tokens")
     shape = layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
     if shape != (heads, head_dim, head_dim):
         expected = f"{heads} KV heads of {head_dim}"
         raise _unsupported(f"{name}: KV heads, size of keys and values {shape}, not {expected}")
+    size = layer.sliding_window_size
+    if size is None or not 0 <= size < context - 1:
+        return None
+    # SGLang does not count the token itself, but some of its models do.
+    if window is None or size not in (window - 1, window):
+        told = f"its configuration says {window or 'none'}"
+        raise _unsupported(f"{name}: a window of {size + 1} tokens, where {told}")
+    return window
 
 
 def _unsupported(why: str) -> UnsupportedModelError:
@@ -118,12 +127,21 @@ class _Watching:
         self.context = int(runner.model_config.context_len)
         self.layers = layers
         self.keys: dict[int, torch.Tensor] = {}
+        self._windows = windows_of(runner.model_config.hf_text_config.to_dict())
+        self.windows: dict[int, int | None] = {}
 
     def forward(
         self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save: bool = True, **others: Any
     ) -> torch.Tensor:
         pool, number = self.token_to_kv_pool, layer.layer_id
-        check_layer(layer, heads=pool.head_num, head_dim=pool.head_dim, context=self.context)
+        window = self._windows[number] if number < len(self._windows) else None
+        self.windows[number] = check_layer(
+            layer,
+            heads=pool.head_num,
+            head_dim=pool.head_dim,
+            context=self.context,
+            window=window,
+        )
         asked = sorted(name for name, value in others.items() if value is not None)
         if asked or k is None:
             raise _unsupported(f"layer {number}: attention with {asked or 'no keys'}")
@@ -136,9 +154,22 @@ class _Watching:
         return v.view(-1, heads, layer.v_head_dim).repeat_interleave(group, 1).flatten(1)
 
 
+class Confirmed(NamedTuple):
+    """What one pass over a repeated token showed.
+
+    keys:      each layer's, `[heads, tokens, dim]`
+    positions: of the token, `[tokens]`
+    windows:   how many of its newest tokens each layer attends to; None for all
+    """
+
+    keys: list[torch.Tensor]
+    positions: torch.Tensor
+    windows: tuple[int | None, ...]
+
+
 @torch.inference_mode()
-def confirm(runner: Any, pool: HeadPagedKVPool) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Each layer's keys of one repeated token, `[heads, tokens, dim]`, and its positions.
+def confirm(runner: Any, pool: HeadPagedKVPool) -> Confirmed:
+    """Let a loaded model's layers compute one pass.
 
     Raises UnsupportedModelError for attention that is not what kvtier's backend computes.
     """
@@ -163,11 +194,15 @@ def confirm(runner: Any, pool: HeadPagedKVPool) -> tuple[list[torch.Tensor], tor
     missing = [layer for layer in pool.layers if layer not in watching.keys]
     if missing:
         raise _unsupported(f"no attention in layers {missing}")
-    return [watching.keys[layer] for layer in pool.layers], positions
+    windows = tuple(watching.windows[layer] for layer in pool.layers)
+    if len({*windows} - {None}) > 1:
+        raise _unsupported(f"windows of more than one size: {windows}")
+    return Confirmed([watching.keys[layer] for layer in pool.layers], positions, windows)
 
 
-def rotations(model: Any, keys: list[torch.Tensor], at: torch.Tensor) -> list[KeyRotation | None]:
-    """How each layer rotates its keys, None where it does not; proven on `confirm`.
+def rotations(model: Any, confirmed: Confirmed) -> list[KeyRotation | None]:
+    """How each layer rotates its keys, None where it does not, or has a window, whose keys nobody
+    compares; proven on `confirm`.
 
     Raises UnsupportedModelError where a position is not the token's own index, and where no rotary
     embedding of the model fits.
@@ -180,7 +215,13 @@ def rotations(model: Any, keys: list[torch.Tensor], at: torch.Tensor) -> list[Ke
         # Other modules are transformers', in models under SGLang's backend for them.
         is_sglangs = hasattr(rotary, "is_neox_style")
         candidates += _of_sglang(rotary) if is_sglangs else candidates_of(rotary)
-    return prove(keys, at, candidates)
+    keys, positions, windows = confirmed
+    full = [index for index, window in enumerate(windows) if window is None]
+    found: list[KeyRotation | None] = [None] * len(keys)
+    proven = prove([keys[index] for index in full], positions, candidates)
+    for index, rotation in zip(full, proven, strict=True):
+        found[index] = rotation
+    return found
 
 
 def _rotaries(model: Any) -> Iterator[Any]:
@@ -204,4 +245,4 @@ def _of_sglang(rotary: RotaryEmbedding) -> list[KeyRotation]:
     return [KeyRotation(tables, interleaved=not rotary.is_neox_style)]
 
 
-__all__ = ["check_config", "check_layer", "confirm", "resolved_config", "rotations"]
+__all__ = ["Confirmed", "check_config", "check_layer", "confirm", "resolved_config", "rotations"]

@@ -19,23 +19,21 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from kvtier import cli
 from kvtier.config import load_settings
-from kvtier.errors import UnsupportedModelError
+from kvtier.errors import IncompatibleFlagError, UnsupportedModelError
 from kvtier.heads.calibrate import calibrate_heads
 from kvtier.heads.methods import Target
 from kvtier.heads.model.config import folder_of, model_name, read_config, weights_revision
-from kvtier.heads.model.support import check_supported
+from kvtier.heads.model.support import check_supported, windows_of
 from kvtier.heads.profile import load_profile
 from kvtier_sglang import compat, support
 
-MLA, OTHER, WINDOW, SPARSE = "MLA", "layers without KV", "sliding-window", "sparse or chunked"
+MLA, OTHER, WINDOW, SPARSE = "MLA", "layers without KV", "windows in every", "sparse or chunked"
 CAP, SINKS, ALIBI, CROSS = "capped", "sinks", "ALiBi", "cross-attention"
 # Kind -> (configuration class of transformers or what stands in the file, obstacle).
 REFUSED: dict[str, tuple[str | dict[str, Any], str]] = {
     "Gemma 2": ("Gemma2Config", CAP),
-    "Gemma 3": ("Gemma3TextConfig", WINDOW),
-    "Gemma 3, whole": ("Gemma3Config", WINDOW),
-    "OLMo 3": ("Olmo3Config", WINDOW),
-    "Cohere 2": ("Cohere2Config", WINDOW),
+    "Gemma 3n": ("Gemma3nTextConfig", "share KV"),
+    "Gemma 4": ({"head_dim": 256, "global_head_dim": 512}, "more than one size"),
     "gpt-oss": ("GptOssConfig", SINKS),
     "DeepSeek V2": ("DeepseekV2Config", MLA),
     "DeepSeek V3": ("DeepseekV3Config", MLA),
@@ -44,7 +42,7 @@ REFUSED: dict[str, tuple[str | dict[str, Any], str]] = {
     "LFM2": ("Lfm2Config", OTHER),
     "Mamba": ("MambaConfig", OTHER),
     "Jamba": ("JambaConfig", OTHER),
-    "MiniMax": ("MiniMaxConfig", "mixed layers"),
+    "MiniMax": ("MiniMaxConfig", "layers of other kinds"),
     "RecurrentGemma": ("RecurrentGemmaConfig", OTHER),
     "Llama 4": ("Llama4TextConfig", SPARSE),
     "Mistral with a window": ("MistralConfig", WINDOW),
@@ -55,13 +53,33 @@ REFUSED: dict[str, tuple[str | dict[str, Any], str]] = {
     "T5": ("T5Config", CROSS),
     "Llama 3.2 Vision": ("MllamaConfig", CROSS),
     "BERT": ("BertConfig", "encoder"),
-    "MiMo-V2-Flash": ({"hybrid_layer_pattern": [0, 1], "v_head_dim": 128, "head_dim": 192}, WINDOW),
+    "MiMo-V2-Flash": (
+        {"hybrid_layer_pattern": [0, 1], "v_head_dim": 128, "head_dim": 192},
+        WINDOW,
+    ),
     "Ring-linear": ({"model_type": "bailing_moe_linear", "layer_group_size": 8}, OTHER),
     "MiniCPM-SALA": ({"mixer_types": ["minicpm4", "lightning"]}, OTHER),
     "MiniMax-M3": ({"sparse_attention_config": {"block": 128}}, SPARSE),
     "DeciLM": ({"block_configs": [{}]}, "layers that differ"),
     "nested, llm_config": ({"llm_config": {"kv_lora_rank": 512}}, MLA),
     "nested, thinker": ({"thinker_config": {"text_config": {"kv_lora_rank": 512}}}, MLA),
+}
+# Those whose layers have windows but for some: the window, and which layer of how many has none.
+WITH_WINDOWS: dict[str, tuple[str, int, int]] = {
+    "Gemma 3": ("Gemma3TextConfig", 4096, 6),
+    "Gemma 3, whole": ("Gemma3Config", 4096, 6),
+    "Gemma 3, before layers had types": ("Gemma3TextConfig", 4096, 6),
+    "OLMo 3": ("Olmo3Config", 4096, 4),
+    "Cohere 2": ("Cohere2Config", 4096, 4),
+}
+# Flag -> SGLang's arguments, kvtier's settings.
+BESIDE_WINDOWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "--speculative-algorithm": ({"speculative_algorithm": "NGRAM"}, {}),
+    "--memory": ({}, {"memory": "store"}),
+    "--head-profile": ({}, {"head_profile": DEMO_MODEL / "head_profile.json"}),
+    "--refresh": ({}, {"retention": 0.5, "refresh": "turn", "tier": "localhost:1"}),
+    "--reuse-behind-edits": ({}, {"reuse_behind_edits": "on"}),
+    "--head-budgets": ({}, {"retention": 0.5, "head_budgets": "equal"}),
 }
 SERVED: dict[str, dict[str, Any]] = {
     "a window as long as all positions": {"sliding_window": 131072},
@@ -75,14 +93,18 @@ SERVED: dict[str, dict[str, Any]] = {
 def written(kind: str) -> dict[str, Any]:
     import transformers
 
-    config, _ = REFUSED[kind]
+    config, *_ = {**REFUSED, **WITH_WINDOWS}[kind]
     if isinstance(config, str):
         made = getattr(transformers, config)()
         name = config.removesuffix("Config") + "ForCausalLM"
+        always = {"architectures": [name], "model_type": made.model_type}
         # As long as those of the models that people run; the default's may fit into a window.
         long = {"max_position_embeddings": 131072} if kind == "OLMo 3" else {}
-        always = {"architectures": [name], "model_type": made.model_type}
-        return {**made.to_diff_dict(), **always, **long}
+        found = {**made.to_diff_dict(), **always, **long}
+        if kind.endswith("before layers had types"):
+            found["sliding_window"] = found.get("sliding_window", made.sliding_window)
+            del found["layer_types"]
+        return found
     return {"architectures": ["X"], "num_attention_heads": 4, "hidden_size": 64, **config}
 
 
@@ -130,9 +152,9 @@ def test_a_kind_that_cannot_be_served_is_refused_by_name(hub: Path, kind: str, b
 @pytest.mark.engine
 @pytest.mark.parametrize("by", ["folder", "hub id"])
 def test_a_server_that_is_started_with_one_ends_by_its_name(tmp_path: Path, by: str) -> None:
-    folder = snapshot(tmp_path, "some/gemma")
-    (folder / "config.json").write_text(json.dumps(written("Gemma 3")))
-    path = str(folder) if by == "folder" else "some/gemma"
+    folder = snapshot(tmp_path, "some/mistral")
+    (folder / "config.json").write_text(json.dumps(written("Mistral with a window")))
+    path = str(folder) if by == "folder" else "some/mistral"
     done = subprocess.run(
         [sys.executable, "-m", "kvtier", "serve", "--model-path", path, "--device", "cpu"],
         # The hub's cache is looked up when it is imported, so this is no fork.
@@ -159,7 +181,7 @@ def test_the_docs_name_every_kind() -> None:
 def test_a_window_that_leaves_nothing_out_is_none(kind: str) -> None:
     check_supported({"max_position_embeddings": 131072, **SERVED[kind]})
     if "use_sliding_window" not in SERVED[kind]:
-        with pytest.raises(UnsupportedModelError, match=WINDOW):
+        with pytest.raises(UnsupportedModelError, match="sliding windows"):
             check_supported({"max_position_embeddings": 131073, **SERVED[kind]})
 
 
@@ -189,11 +211,37 @@ def test_a_hub_id_is_calibrated_as_its_snapshot(hub: Path, tmp_path: Path) -> No
     assert profile.revision == weights_revision(str(DEMO_MODEL))
 
 
-def test_calibrating_refuses_what_serving_refuses(hub: Path) -> None:
+@pytest.mark.parametrize("kind", ["Mistral with a window", *WITH_WINDOWS])
+def test_heads_are_calibrated_of_models_without_windows(hub: Path, kind: str) -> None:
     folder = snapshot(hub, "some/model")
-    (folder / "config.json").write_text(json.dumps(written("OLMo 3")))
-    with pytest.raises(UnsupportedModelError, match=WINDOW):
+    (folder / "config.json").write_text(json.dumps(written(kind)))
+    with pytest.raises(UnsupportedModelError, match="sliding windows"):
         calibrate_heads("some/model", "taylor", hub / "p.json", target=Target(share=0.5))
+
+
+@pytest.mark.parametrize("by", ["folder", "hub id"])
+@pytest.mark.parametrize("kind", WITH_WINDOWS)
+def test_windows_of_some_layers_are_served(hub: Path, kind: str, by: str) -> None:
+    name = f"some/{re.sub('[^A-Za-z0-9]+', '-', kind)}-of-windows"
+    folder = snapshot(hub, name)
+    (folder / "config.json").write_text(json.dumps(written(kind)))
+    path = str(folder) if by == "folder" else name
+    compat.check_server_args(arguments(path), load_settings())
+    config, (window, every) = read_config(path), WITH_WINDOWS[kind][1:]
+    windows = windows_of(config)
+    assert len(windows) == config["num_hidden_layers"]
+    assert [at for at, one in enumerate(windows) if one is None][:2] == [every - 1, 2 * every - 1]
+    assert set(windows) == {None, window}
+
+
+@pytest.mark.parametrize("flag", BESIDE_WINDOWS)
+def test_what_does_not_go_with_windows_is_refused(tmp_path: Path, flag: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(written("Gemma 3")))
+    asked, settings = BESIDE_WINDOWS[flag]
+    given = SimpleNamespace(**vars(arguments(str(tmp_path))), **asked)
+    expected = rf"^{flag}: .* together with a model of which some layers have a window"
+    with pytest.raises(IncompatibleFlagError, match=expected):
+        compat.check_server_args(given, load_settings(**settings))
 
 
 def attention(**changed: Any) -> RadixAttention:
@@ -206,7 +254,7 @@ def attention(**changed: Any) -> RadixAttention:
 
 
 LAYERS: dict[str, dict[str, Any]] = {
-    "a window of 64 tokens": {"sliding_window_size": 64},
+    "a window of 65 tokens": {"sliding_window_size": 64},
     "logit_cap = 30.0": {"logit_cap": 30.0},
     "attn_type": {"attn_type": AttentionType.ENCODER_ONLY},
     "is_cross_attention = True": {"is_cross_attention": True},
@@ -222,14 +270,18 @@ POOL: Any = SimpleNamespace(head_num=2, head_dim=16, layers=range(2))
 @pytest.mark.parametrize("why", LAYERS)
 def test_a_loaded_layer_that_the_backend_does_not_compute_is_refused(why: str) -> None:
     shape = {"heads": 2, "head_dim": 16, "context": 4096}
-    support.check_layer(attention(), **shape)
+    assert support.check_layer(attention(), **shape) is None
     # A window as long as the longest request is none.
-    support.check_layer(attention(sliding_window_size=4096), **shape)
+    assert support.check_layer(attention(sliding_window_size=4096), **shape) is None
+    # Some of SGLang's models count a token itself, others do not.
+    for size in (99, 100):
+        windowed = attention(sliding_window_size=size)
+        assert support.check_layer(windowed, window=100, **shape) == 100
     with pytest.raises(UnsupportedModelError, match=why):
         support.check_layer(attention(**LAYERS[why]), **shape)
 
 
-def runner(*layers: RadixAttention, **asked: Any) -> Any:
+def runner(*layers: RadixAttention, config: dict[str, Any] | None = None, **asked: Any) -> Any:
     """A model runner whose model hands a repeated token's values on from layer to layer."""
 
     def forward(ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> None:
@@ -239,13 +291,16 @@ def runner(*layers: RadixAttention, **asked: Any) -> Any:
 
     return SimpleNamespace(
         device="cpu", model=SimpleNamespace(forward=forward), req_to_token_pool=None,
-        model_config=SimpleNamespace(context_len=512),
+        model_config=SimpleNamespace(
+            context_len=512, hf_text_config=SimpleNamespace(to_dict=lambda: config or {})
+        ),
     )  # fmt: skip
 
 
 def test_what_layers_hand_to_attention_is_confirmed() -> None:
-    keys, positions = support.confirm(runner(attention(), attention(layer_id=1)), POOL)
+    keys, positions, windows = support.confirm(runner(attention(), attention(layer_id=1)), POOL)
     assert [k.shape for k in keys] == [(2, len(positions), 16)] * 2
+    assert windows == (None, None)
     with pytest.raises(UnsupportedModelError, match=r"layer 0: attention with \['sinks'\]"):
         support.confirm(runner(attention(), sinks=torch.zeros(4)), POOL)
     with pytest.raises(UnsupportedModelError, match="layer 0: a second attention"):

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_llama import RULE, SHAPE, brute_force_logits, make_ids, profile_of, tiny_model
+from tiny_llama import (
+    RULE,
+    SHAPE,
+    WINDOWS,
+    brute_force_logits,
+    make_ids,
+    profile_of,
+    tiny_model,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvtier.errors import HeadProfileMismatchError, UnsupportedModelError, UsageError
@@ -27,9 +35,12 @@ def greedy(model: Any, ids: list[int], count: int) -> list[int]:
     return ids[-count:]
 
 
-@pytest.mark.parametrize("architecture", ["Llama", "Qwen2", "Qwen3", "Mistral"])
+@pytest.mark.parametrize(
+    "architecture", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma3", "Olmo3", "Cohere2"]
+)
 def test_with_every_head_ca_a_session_is_plain_transformers(architecture: str) -> None:
-    model = tiny_model(architecture)
+    has_windows = architecture in ("Gemma3", "Olmo3", "Cohere2")
+    model = tiny_model(architecture, **(WINDOWS if has_windows else {}))
     session = ReferenceSession(model, full_profile(SHAPE), RULE, chunk_tokens=16)
     history: list[int] = []
     for turn in range(3):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_llama import make_ids, tiny_model
+from tiny_llama import WINDOWS, make_ids, tiny_model
 from torch import Tensor
 
 from kvtier.errors import UnsupportedModelError
@@ -75,6 +75,12 @@ def test_keys_are_unrotated_to_what_the_projection_gave(kind: str, dtype: torch.
             keys = unrotate(keys, rotation.cos, rotation.sin, interleaved=rotation.interleaved)
         error = (keys.float() - wanted.float()).norm(dim=-1) / wanted.float().norm(dim=-1)
         assert float(error.max()) < tolerance
+
+
+@pytest.mark.parametrize("kind", ["Gemma3", "Olmo3"])
+def test_of_layers_with_a_window_none_is_looked_for(kind: str) -> None:
+    found = rotations_of(tiny_model(kind, **WINDOWS))
+    assert [rotation is None for rotation in found] == [True, False, True]
 
 
 def test_of_some_ways_to_rotate_the_one_that_was_used_fits() -> None:

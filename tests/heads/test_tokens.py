@@ -126,6 +126,7 @@ def test_agreement_is_the_share_of_the_best_that_is_found(monkeypatch: pytest.Mo
     drawn = torch.arange(20.0).view(1, 2, 10)
     kv = [(torch.zeros(2, 10, 4), torch.zeros(2, 10, 4))]
     monkeypatch.setattr(tokens, "rotation_of", lambda *_: None)
+    monkeypatch.setattr(tokens, "full_layers", lambda _: [0])
 
     def agreement(predicted: torch.Tensor) -> float:
         worth: Any = SimpleNamespace(predict=lambda *_: predicted)

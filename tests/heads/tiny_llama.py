@@ -12,6 +12,12 @@ from kvtier.heads.profile import HeadProfile, ModelShape
 from kvtier.heads.reference.attention import attending
 from kvtier.retention.locality import LocalityRule
 
+WINDOW = 20
+# What makes two of three layers attend to their newest tokens only.
+WINDOWS: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": WINDOW, "pad_token_id": 0,
+}  # fmt: skip
 LAYERS, KV_HEADS, HEADS, VOCAB = 3, 2, 4, 97
 SHAPE = ModelShape(num_layers=LAYERS, num_kv_heads=KV_HEADS, num_attention_heads=HEADS, head_dim=16)
 RULE = LocalityRule(sink_tokens=5, recent_tokens=7, branch_recent_tokens=3)
@@ -25,7 +31,9 @@ def tiny_model(
 
     if architecture == "Mistral":
         others["sliding_window"] = None
-    config = getattr(transformers, f"{architecture}Config")(
+    # Of a model that also sees, its text's.
+    names = (f"{architecture}TextConfig", f"{architecture}Config")
+    config = next(getattr(transformers, name) for name in names if hasattr(transformers, name))(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=16,
         max_position_embeddings=512, initializer_range=0.25, **others,

@@ -44,9 +44,9 @@ def add_calibrate_parser(subparsers: Subparsers) -> None:
     )
     _add_options(parser, required=False)
     parser.add_argument(
-        "--parts", default=",".join(PARTS),
+        "--parts",
         help="what is found, in this order; a server with no other flag wants tokens alone "
-        "(default: %(default)s)",
+        f"(default: {','.join(PARTS)}, or tokens where some layers have a window)",
     )  # fmt: skip
     parser.add_argument("--share", type=float, help=f"share of KV heads ({DEFAULT_SHARE})")
     parser.add_argument(
@@ -94,10 +94,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
     """Handler of `kvtier calibrate`. Raises KvtierError; returns the exit code 0."""
     if options.model_path is None:
         raise UsageError("--model-path", "a local model directory", None)
-    parts = [part.strip() for part in options.parts.split(",")]
-    for part in parts:
-        if part not in PARTS:
-            raise UsageError("--parts", f"some of {', '.join(PARTS)}", part)
+    parts = _parts(options)
     settings, lengths = _checked(options)
     compete = _heads_compete(settings)
     profile: HeadProfile | None = None
@@ -121,6 +118,26 @@ def run_calibrate(options: argparse.Namespace) -> int:
     if not options.quiet and said:
         print("\n".join(said))
     return _finish(options, settings, profile, curve, worth)
+
+
+def _parts(options: argparse.Namespace) -> Sequence[str]:
+    """What to find. Raises UsageError for a part that there is none of, UnsupportedModelError for
+    one that cannot be found of the model."""
+    from kvtier.heads.model.config import read_config
+    from kvtier.heads.model.support import check_supported, windows_of
+
+    asked = None
+    if options.parts is not None:
+        asked = [part.strip() for part in options.parts.split(",")]
+        for part in asked:
+            if part not in PARTS:
+                raise UsageError("--parts", f"some of {', '.join(PARTS)}", part)
+    config = read_config(options.model_path)
+    if not windows_of(config):
+        return asked or PARTS
+    parts = asked or ["tokens"]
+    check_supported(config, windows=parts == ["tokens"])
+    return parts
 
 
 def run_calibrate_curve(options: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import UnsupportedModelError, UsageError
-from kvtier.heads.model.support import check_supported, text_config
+from kvtier.heads.model.support import check_supported, text_config, windows_of
 from kvtier.heads.profile import ModelShape
 from kvtier.reading import read_json
 
@@ -68,10 +68,22 @@ def model_shape(config: dict[str, Any]) -> ModelShape:
 
 
 def shape_of(model: Any) -> ModelShape:
-    """Head layout of a loaded model. Raises UnsupportedModelError when it cannot be split."""
+    """Head layout of a loaded model, some layers of which may have a window. Raises
+    UnsupportedModelError when it cannot be split."""
     config = model.config.get_text_config().to_dict()
-    check_supported(config)
+    check_supported(config, windows=True)
     return model_shape(config)
+
+
+def layer_windows(model: Any) -> tuple[int | None, ...]:
+    """Of each layer of a loaded model, how many of its newest tokens it attends to; None: all."""
+    windows = windows_of(model.config.get_text_config().to_dict())
+    return windows or (None,) * shape_of(model).num_layers
+
+
+def full_layers(model: Any) -> list[int]:
+    """The layers of a loaded model that attend to everything."""
+    return [layer for layer, window in enumerate(layer_windows(model)) if window is None]
 
 
 def context_length(config: dict[str, Any]) -> int:

@@ -1,21 +1,23 @@
 """The models that kvtier can serve and calibrate, told by their configuration before they load.
 
-Every layer must attend to its whole context, with KV of its own per head: what else a layer may do
-(a window, chunks, latent KV, states instead of KV, sinks, a cap) is refused by name. The engine
-asks again of the loaded layers, `kvtier_sglang.support`, as a configuration need not tell all.
+A layer has KV of its own per head. It attends to its whole context, or, beside layers that do, to
+its newest tokens (a window). What else a layer may do (chunks, latent KV, states instead of KV,
+sinks, a cap) is refused by name. The engine asks again of the loaded layers,
+`kvtier_sglang.support`, as a configuration need not tell all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from kvtier.errors import UnsupportedModelError
 
 Config = Mapping[str, Any]
 
-EXPECTED = "a model with per-head KV and full attention in every layer (MHA or GQA)"
-FULL = "full_attention"
+EXPECTED = "a model with per-head KV and full attention, in some layers windows (MHA or GQA)"
+FULL, WINDOW = "full_attention", "sliding_attention"
 # Where configurations of models that also see or hear keep that of their language model.
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 
@@ -28,6 +30,7 @@ _STATES = (
     "attn_layer_indices", "attn_layer_period", "full_attn_idxs", "layer_group_size",
 )  # fmt: skip
 _WINDOWS = ("hybrid_layer_pattern", "sliding_window_pattern", "interleaved_sliding_window")
+_SHARED = ("num_kv_shared_layers", "cross_layer_kv_sharing", "kv_sharing_pattern")
 _SPARSE = ("sparse_attention_config", "sparse_config", "index_topk", "attention_chunk_size")
 _CAPS = ("attn_logit_softcapping", "attn_logit_softcap", "attention_logit_cap")
 _SINKS = ("add_swa_attention_sink_bias", "add_full_attention_sink_bias", "attention_sink_bias")
@@ -46,11 +49,12 @@ def text_config(config: Config) -> dict[str, Any]:
     return dict(config)
 
 
-def check_supported(config: Config) -> None:
+def check_supported(config: Config, *, windows: bool = False) -> None:
     """Raise UnsupportedModelError, which names the obstacle, for a model that kvtier cannot split
-    by head."""
+    by head. windows: whether some of its layers may have one."""
     config = text_config(config)
-    for is_obstacle, name in _OBSTACLES:
+    some = () if windows else ((lambda config: bool(windows_of(config)), "sliding windows"),)
+    for is_obstacle, name in (*_OBSTACLES, *some):
         if is_obstacle(config):
             architecture = ", ".join(config.get("architectures") or ["unknown"])
             raise UnsupportedModelError("--model-path", EXPECTED, f"{architecture} ({name})")
@@ -69,16 +73,46 @@ def _is_alibi(config: Config) -> bool:
     return bool(config.get("alibi") or (config.get("attn_config") or {}).get("alibi"))
 
 
-def _is_windowed(config: Config) -> bool:
+def windows_of(config: Config) -> tuple[int | None, ...]:
+    """Of each layer, how many of its newest tokens it attends to, its own included; None for one
+    that attends to all. Empty where every layer does."""
+    config = text_config(config)
+    window, types = _window(config), _layer_types(config)
+    if window is None or WINDOW not in types:
+        return ()
+    return tuple(window if kind == WINDOW else None for kind in types)
+
+
+def _window(config: Config) -> int | None:
+    """Tokens of its windows; None where it has none, or none that leaves a token out."""
     window = config.get("sliding_window") or config.get("sliding_window_size")
-    # As long as all positions, a window leaves nothing out.
     positions = config.get("max_position_embeddings")
-    is_full = isinstance(window, int) and isinstance(positions, int) and window >= positions
-    types = set(config.get("layer_types") or ()) - {FULL}
-    if types or config.get("layer_types"):
-        return bool(types) and not (is_full and types == {"sliding_attention"})
-    is_used = bool(window) and config.get("use_sliding_window", True)
-    return (is_used and not is_full) or _any_of(*_WINDOWS)(config)
+    if not window or not config.get("use_sliding_window", True):
+        return None
+    return None if isinstance(positions, int) and window >= positions else int(window)
+
+
+def _layer_types(config: Config) -> tuple[str, ...]:
+    """What each layer attends to; empty where the configuration does not tell layers apart."""
+    types = config.get("layer_types")
+    if not types and _window(config) is not None:
+        # Files that are older than the key: the kind's class knows.
+        with suppress(ImportError, KeyError, TypeError, ValueError):
+            from transformers import AutoConfig
+
+            types = getattr(AutoConfig.for_model(**config), "layer_types", None)
+    return tuple(types or ())
+
+
+def _mixes_others(config: Config) -> bool:
+    return bool(set(_layer_types(config)) - {FULL, WINDOW})
+
+
+def _is_windowed(config: Config) -> bool:
+    types = _layer_types(config)
+    if types:
+        return FULL not in types and _window(config) is not None
+    return _window(config) is not None or _any_of(*_WINDOWS)(config)
 
 
 def _has_sinks(config: Config) -> bool:
@@ -95,7 +129,12 @@ def _sizes_differ(config: Config) -> bool:
     head_dim = config.get("head_dim")
     if head_dim is None and config.get("hidden_size") and config.get("num_attention_heads"):
         head_dim = config["hidden_size"] // config["num_attention_heads"]
-    return config.get("v_head_dim") not in (None, head_dim)
+    others = ("v_head_dim", "swa_head_dim", "swa_v_head_dim", "global_head_dim")
+    heads = config.get("num_key_value_heads")
+    of_windows = config.get("swa_num_key_value_heads")
+    return any(config.get(key) not in (None, head_dim) for key in others) or (
+        of_windows not in (None, heads)
+    )
 
 
 _OBSTACLES: tuple[tuple[Callable[[Config], bool], str], ...] = (
@@ -108,8 +147,10 @@ _OBSTACLES: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (_is_capped, "capped attention logits"),
     (_any_of(*_OTHER_SOURCES), "cross-attention"),
     (_is_encoder, "an encoder"),
-    (_is_windowed, "sliding-window or mixed layers"),
-    (_sizes_differ, "values of another size than keys"),
+    (_mixes_others, "layers of other kinds than full attention and windows"),
+    (_any_of(*_SHARED), "layers that share KV"),
+    (_is_windowed, "sliding windows in every layer"),
+    (_sizes_differ, "keys or values of more than one size"),
 )
 
-__all__ = ["EXPECTED", "check_supported", "text_config"]
+__all__ = ["EXPECTED", "check_supported", "text_config", "windows_of"]

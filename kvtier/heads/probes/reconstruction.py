@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvtier.heads.model.config import layer_windows
 from kvtier.heads.probes.row import row_of
 from kvtier.heads.reference.attention import attending
 from kvtier.heads.samples.questions import Question
@@ -40,19 +41,25 @@ def repeat_request(tokenizer: Tokenizer, frame: Frame) -> list[int]:
 
 
 class _Drawn:
-    """The most attention that tokens have drawn so far. kv: as in `attention_drawn`."""
+    """The most attention that tokens have drawn so far, of layers without a window. kv: as in
+    `attention_drawn`."""
 
-    def __init__(self, kv: Sequence[LayerKV]) -> None:
+    def __init__(self, model: Any, kv: Sequence[LayerKV]) -> None:
         self.kv = kv
+        self.windows = layer_windows(model)
         heads, tokens, _ = kv[0][0].shape
         self.most = torch.zeros(len(kv), heads, tokens, device=kv[0][0].device)
 
-    def attend(self, layer: int, q: Tensor, own: LayerKV, sees: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, own: LayerKV, sees: Tensor, at: Tensor, scale: float
+    ) -> Tensor:
         """q `[1, heads, rows, dim]` over the context and own keys and values
-        `[kv_heads, n, dim]`; sees: `[rows, n]`, added to the logits of those."""
-        context, out = self.kv[layer], torch.empty_like(q)
+        `[kv_heads, n, dim]`; sees: `[rows, n]`, added to the logits of those; at: their positions
+        `[n]`, the last of which are the rows'."""
+        context, out, window = self.kv[layer], torch.empty_like(q), self.windows[layer]
         heads, tokens, _ = context[0].shape
         grouped, answers = (x[0].unflatten(0, (heads, -1)) for x in (q, out))
+        keys_at, rows_at = torch.cat([torch.arange(tokens, device=q.device), at]), at[-q.shape[2] :]
         for head in range(heads):
             keys, values = (
                 torch.cat([x[head], y[head]]) for x, y in zip(context, own, strict=True)
@@ -61,8 +68,13 @@ class _Drawn:
                 some = slice(begin, begin + CHUNK_TOKENS)
                 logits = grouped[head, :, some] @ keys.T * scale
                 logits[..., tokens:] += sees[some]
+                if window is not None:
+                    left = keys_at <= rows_at[some, None] - window
+                    logits = logits.masked_fill(left, -torch.inf)
                 weights = logits.softmax(-1)
                 answers[head, :, some] = weights @ values
+                if window is not None:
+                    continue
                 most = weights[..., :tokens].amax((0, 1)).float()
                 self.most[layer, head] = torch.maximum(self.most[layer, head], most)
         return out
@@ -75,11 +87,12 @@ def attention_drawn(
     context_ids: Sequence[int],
     request_ids: Sequence[int],
 ) -> Tensor:
-    """By a repetition: float32 `[layers, kv_heads, tokens]`, attention weights in [0, 1].
+    """By a repetition: float32 `[layers, kv_heads, tokens]`, attention weights in [0, 1]; 0 in
+    layers with a window.
 
     kv: per layer the context's rotated keys and values, `[kv_heads, tokens, dim]` each
     """
-    drawn = _Drawn(kv)
+    drawn = _Drawn(model, kv)
     own: dict[int, LayerKV] = {}
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -90,10 +103,11 @@ def attention_drawn(
         rows, before = q.shape[2], new[0].shape[1] - q.shape[2]
         ahead = q.new_full((rows, rows), -torch.inf).triu(1)
         sees = torch.cat([q.new_zeros(rows, before), ahead], dim=1)
-        return drawn.attend(layer, q, new, sees, scale)
+        at = len(context_ids) + torch.arange(new[0].shape[1], device=q.device)
+        return drawn.attend(layer, q, new, sees, at, scale)
 
     ids, tokens = [*request_ids, *context_ids], len(context_ids)
-    with attending(model, attend):
+    with attending(model, attend, windows=True):
         for begin in range(0, len(ids), CHUNK_TOKENS):
             part = torch.tensor([ids[begin : begin + CHUNK_TOKENS]], device=model.device)
             first = tokens + begin
@@ -106,12 +120,12 @@ def attention_drawn(
 def attention_asked(model: Any, kv: Sequence[LayerKV], questions: Sequence[Question]) -> Tensor:
     """By questions and their answers, each asked alone; arguments and result as in
     `attention_drawn`."""
-    drawn, row = _Drawn(kv), row_of(questions, kv[0][0].shape[1], model.device)
+    drawn, row = _Drawn(model, kv), row_of(questions, kv[0][0].shape[1], model.device)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return drawn.attend(layer, q, (k[0], v[0]), row.sees, scale)
+        return drawn.attend(layer, q, (k[0], v[0]), row.sees, row.positions, scale)
 
-    with attending(model, attend):
+    with attending(model, attend, windows=True):
         row.logits(model)
     return drawn.most
 

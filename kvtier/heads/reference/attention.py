@@ -75,6 +75,24 @@ def attend_own(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:
     return AttentionState(*_streamed(q.reshape(heads, -1, dim), k, v, scale, rows))
 
 
+def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+    """New tokens over the last `window` tokens up to each.
+
+    q: `[heads, group, tokens, dim]`; k, v: `[heads, entries, dim]`, the last of them the tokens'
+    own. Returns the output, as q.
+    """
+    tokens, entries = q.shape[2], k.shape[1]
+    at = torch.arange(entries, device=q.device)
+    parts = []
+    for begin in range(0, tokens, KEY_BLOCK):
+        end = min(begin + KEY_BLOCK, tokens)
+        own = at[entries - tokens + begin : entries - tokens + end, None]
+        logits = (q[:, :, begin:end].float() * scale) @ k.float()[:, None].transpose(2, 3)
+        logits.masked_fill_((at > own) | (at <= own - window), -torch.inf)
+        parts.append((logits.softmax(-1) @ v.float()[:, None]).to(q.dtype))
+    return torch.cat(parts, dim=2)
+
+
 def _has_tiled_kernel(q: Tensor) -> bool:
     return q.device.type == "cpu"
 
@@ -111,10 +129,11 @@ def _streamed(
 
 
 @contextmanager
-def attending(model: Any, attend_layer: AttendLayer) -> Iterator[None]:
+def attending(model: Any, attend_layer: AttendLayer, *, windows: bool = False) -> Iterator[None]:
     """Within this context every attention layer of `model` calls
     `attend_layer(layer, q, k, v, scale)` instead, on rotated q `[batch, heads, tokens, dim]` and
-    k, v `[batch, kv_heads, tokens, dim]` of the new tokens, for an output shaped like q.
+    k, v `[batch, kv_heads, tokens, dim]` of the new tokens, for an output shaped like q. windows:
+    whether it computes layers that have one.
 
     One context per model at a time; not for several threads.  Undone on exit, errors included.
     """
@@ -123,7 +142,7 @@ def attending(model: Any, attend_layer: AttendLayer) -> Iterator[None]:
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: object, **options: Any
     ) -> tuple[Tensor, None]:
         for name in ("sliding_window", "softcap", "s_aux"):
-            if options.get(name) is not None:
+            if options.get(name) is not None and not (windows and name == "sliding_window"):
                 raise UnsupportedModelError("--model-path", "plain full attention", name)
         out = attend_layer(module.layer_idx, query, key, value, float(options["scaling"]))
         return out.to(query.dtype).transpose(1, 2).contiguous(), None

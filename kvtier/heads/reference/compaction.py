@@ -25,7 +25,7 @@ from kvtier.heads.reference.session import (
     ReferenceSession,
 )
 from kvtier.retention.head_budgets import adaptive_selection
-from kvtier.retention.locality import DroppedSpan, LocalityRule
+from kvtier.retention.locality import LEAST_PART, DroppedSpan, LocalityRule
 from kvtier.retention.scorers import Chunk, Span, TokenScorer, select
 from kvtier.retention.scorers.distinct_keys import DistinctKeys
 from kvtier.retention.shares import PAGE, whole_pages
@@ -179,6 +179,9 @@ class AdaptiveSession(ScoredSession):
         self.positions: list[list[list[Tensor]]] = [[[] for _ in heads] for _ in layers]
         # Of every block, the positions whose entries are coded.
         self.coded: list[range] = []
+        self._full = [index for index, window in enumerate(self.windows) if window is None]
+        # Where what is computed was no longer computed over everything; None: nowhere.
+        self._exact_stop: int | None = None
 
     def cut(self, at: int) -> AdaptiveSession:
         """An independent session that has what this one keeps of its first `at` tokens: what a
@@ -186,12 +189,16 @@ class AdaptiveSession(ScoredSession):
         if self.bits is not None:
             self._code_anew(at)
         other = copy.copy(self)
-        other.num_tokens, other._pending = at, []
+        other.num_tokens, other._pending, other._window_kv = at, [], {}
         other._by_head, other.positions = [], []
         used = self._blocks_of(0, at)
         other.coded = [range(self.coded[i].start, min(self.coded[i].stop, at)) for i in used]
-        for layer, every in zip(self._by_head, self.positions, strict=True):
+        for index, (layer, every) in enumerate(zip(self._by_head, self.positions, strict=True)):
             caches, positions = [], []
+            if index not in self._full:
+                other._by_head.append([ClassCache(cache.heads, cache.dtype) for cache in layer])
+                other.positions.append([[] for _ in layer])
+                continue
             for cache, blocks in zip(layer, every, strict=True):
                 kept = []
                 for i in used:
@@ -211,8 +218,8 @@ class AdaptiveSession(ScoredSession):
             for index in range(len(self.coded))
             if any(
                 bool(((begin <= blocks[index]) & (blocks[index] < stop)).any())
-                for every in self.positions
-                for blocks in every
+                for layer in self._full
+                for blocks in self.positions[layer]
             )
         ]
 
@@ -290,15 +297,37 @@ class AdaptiveSession(ScoredSession):
     def _settle(self, start: int, prompt_stop: int) -> None:
         # A beginning that was streamed is settled already.
         begin = self.turn_start
+        if self.rule.window:
+            self._settle_before(max(0, prompt_stop - self.rule.window))
+            return
         span = self.rule.dropped(begin, self.num_tokens, prompt_stop)
         self._settle_until(self.num_tokens, span, prompt_stop - begin)
+
+    def _settle_before(self, stop: int) -> None:
+        """Compress the tokens before the newest window, those that were computed over everything
+        by themselves."""
+        exact_stop = self._exact_stop or self.num_tokens
+        for end in (min(stop, exact_stop), stop):
+            begin = self.turn_start
+            if end - begin >= LEAST_PART or begin < end == exact_stop:
+                span = self.rule.dropped_chunk(begin, end)
+                self._settle_until(end, span, end - begin)
+                self._exact_stop = exact_stop
+
+    def _kept(self, keep: int, tokens: int) -> int:
+        """How many entries a head keeps on average of so many tokens of which `keep` are wanted, as
+        pages are in bundles over all layers."""
+        layers, full = len(self.windows), len(self._full)
+        pages = -(-whole_pages(keep, tokens, self._page) // self._page)
+        bundles = -(-pages * full // layers)
+        return min(self._page * (bundles * layers // full), tokens)
 
     def _settle_until(self, stop: int, span: DroppedSpan, prompt_tokens: int) -> None:
         """Compress the tokens from `turn_start` to `stop`, of which heads keep a part of `span`."""
         start = self.turn_start
         keep = self.keep_count(prompt_tokens, span.num_tokens) if span.num_tokens else 0
         tokens = stop - start
-        every = [[joined(cache.fresh) for cache in layer] for layer in self._by_head]
+        every = [[joined(cache.fresh) for cache in self._by_head[at]] for at in self._full]
         fresh = [[(k[:, :tokens], v[:, :tokens]) for k, v in layer] for layer in every]
         kept: Tensor | None = None
         taken = keep
@@ -306,9 +335,13 @@ class AdaptiveSession(ScoredSession):
             # Even everything may take less room than it has.
             keep = whole_pages(keep, span.num_tokens, self._page)
             taken = PAGE * -(-keep // self._page)
+        if self.rule.window:
+            pages = -(-whole_pages(keep, span.num_tokens, self._page) // self._page)
+            taken = PAGE * -(-pages * len(self._full) // len(self.windows))
+            keep = self._kept(keep, span.num_tokens)
         if taken < span.num_tokens:
             scores = []
-            for index, parts in enumerate(fresh):
+            for index, parts in zip(self._full, fresh, strict=True):
                 k, v = (torch.cat(x)[:, span.begin : span.end] for x in zip(*parts, strict=True))
                 scores.append(self.scores(index, range(len(parts)), k, v, span.begin))
             worth = torch.stack(scores)
@@ -320,17 +353,17 @@ class AdaptiveSession(ScoredSession):
         coded = range(start, start)
         if kept is not None and self.bits is not None:
             coded = range(start + span.begin, start + span.end)
-        for index, layer in enumerate(self._by_head):
-            for head, cache in enumerate(layer):
+        for index, layer in enumerate(self._full):
+            for head, cache in enumerate(self._by_head[layer]):
                 stays = torch.ones(tokens, dtype=torch.bool)
                 if kept is not None:
                     stays[span.begin : span.end] = kept[index, head]
                 k, v = (side[:, stays] for side in fresh[index][head])
                 at = start + torch.nonzero(stays).squeeze(-1)
                 if coded:
-                    k, v = self._recoded(k, v, at, coded, index, head)
+                    k, v = self._recoded(k, v, at, coded, layer, head)
                 cache.settled.append(Block(k, v))
-                self.positions[index][head].append(at)
+                self.positions[layer][head].append(at)
                 k, v = (side[:, tokens:] for side in every[index][head])
                 cache.fresh = [Block(k, v)] if k.shape[1] else []
         # A scorer whose scores compare remembers nothing of the prefill that would be kept here.

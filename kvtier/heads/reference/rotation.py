@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import UnsupportedModelError
+from kvtier.heads.model.support import FULL, windows_of
 from kvtier.heads.reference.attention import attending
 from kvtier_kernels.scores import Rotation, turn, unrotate
 
@@ -133,7 +135,7 @@ _found: WeakKeyDictionary[Any, list[KeyRotation | None]] = WeakKeyDictionary()
 
 
 def rotations_of(model: Any) -> list[KeyRotation | None]:
-    """Of each layer of a transformers model; looked for once per model.
+    """Of each layer of a transformers model, None for one with a window; looked for once per model.
 
     Raises UnsupportedModelError where none that is known fits.
     """
@@ -162,6 +164,8 @@ def turned_keys(model: Any, layer: int, keys: Tensor, shift: int) -> Tensor:
 def _find(model: Any) -> list[KeyRotation | None]:
     config = model.config.get_text_config().to_dict()
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    # Where it differs, that of layers that attend to everything.
+    rope = rope.get(FULL) or rope
     if rope.get("rope_type") in LENGTH_DEPENDENT:
         expected = "keys whose rotation does not depend on the context's length"
         raise UnsupportedModelError("--model-path", expected, rope["rope_type"])
@@ -173,11 +177,19 @@ def _find(model: Any) -> list[KeyRotation | None]:
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
     ids = torch.full((1, len(positions)), PROVING_TOKEN, device=model.device)
-    with attending(model, attend_layer):
+    with attending(model, attend_layer, windows=True):
         model(ids, position_ids=positions[None], use_cache=False, logits_to_keep=1)
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    if rotary is not None and FULL in getattr(rotary, "layer_types", ()):
+        rotary = partial(rotary, layer_type=FULL)
     rotated = [] if rotary is None else candidates_of(rotary)
-    return prove([keys[layer] for layer in sorted(keys)], positions, [None, *rotated])
+    windows = windows_of(config) or (None,) * len(keys)
+    full = [layer for layer in sorted(keys) if windows[layer] is None]
+    found: list[KeyRotation | None] = [None] * len(keys)
+    proven = prove([keys[layer] for layer in full], positions, [None, *rotated])
+    for layer, rotation in zip(full, proven, strict=True):
+        found[layer] = rotation
+    return found
 
 
 __all__ = [

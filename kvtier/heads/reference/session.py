@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import UsageError
-from kvtier.heads.model.config import shape_of
+from kvtier.heads.model.config import layer_windows, shape_of
 from kvtier.heads.profile import HeadProfile
 from kvtier.heads.reference.attention import (
     AttentionState,
     Block,
     attend,
     attend_own,
+    attend_window,
     attending,
     mean_entry,
 )
@@ -144,6 +145,9 @@ class ReferenceSession:
         self.chunk_tokens = chunk_tokens
         self.num_tokens = 0
         self._pending: list[int] = []
+        self.windows = layer_windows(model)
+        # KV of layers with a window, of all tokens; what left the window nobody sees.
+        self._window_kv: dict[int, tuple[Tensor, Tensor]] = {}
         self._anchored = [ClassCache(heads, kv_dtype) for heads in profile.ca_heads]
         layers = range(profile.shape.num_layers)
         self._local = [ClassCache(profile.locality_heads(layer), kv_dtype) for layer in layers]
@@ -153,6 +157,7 @@ class ReferenceSession:
         """An independent session with the same past."""
         other = copy.copy(self)
         other._pending = list(self._pending)
+        other._window_kv = dict(self._window_kv)
         for name in ("_anchored", "_local"):
             caches = [ClassCache(c.heads, c.dtype, list(c.settled)) for c in getattr(self, name)]
             setattr(other, name, caches)
@@ -167,7 +172,10 @@ class ReferenceSession:
         return self._anchored[layer], self._local[layer]
 
     def exact_kv(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The CA heads' rotated keys and values, `[ca_heads, num_tokens, dim]` each."""
+        """The CA heads' rotated keys and values, `[ca_heads, num_tokens, dim]` each; all heads' of
+        a layer with a window."""
+        if layer in self._window_kv:
+            return self._window_kv[layer]
         blocks = self._anchored[layer].settled
         return torch.cat([b.k for b in blocks], dim=1), torch.cat([b.v for b in blocks], dim=1)
 
@@ -185,7 +193,7 @@ class ReferenceSession:
             raise UsageError("prompt_ids", "at least one token", [])
         start, prompt = self.num_tokens, [*self._pending, *map(int, prompt_ids)]
         result, self._pending = TurnResult([], []), []
-        with attending(self.model, self._attend_layer):
+        with attending(self.model, self._attend, windows=True):
             logits = self._prefill(prompt)
             while len(result.token_ids) < max_new_tokens:
                 token = int(logits.argmax())
@@ -215,7 +223,19 @@ class ReferenceSession:
         output = self.model(ids, position_ids=positions, use_cache=False, logits_to_keep=1)
         return output.logits[0, -1].float()
 
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        window = self.windows[layer]
+        if window is None:
+            return self._attend_layer(layer, q, k, v, scale)
+        k, v = (self._anchored[layer].rounded(x[0]) for x in (k, v))
+        if layer in self._window_kv:
+            k, v = (torch.cat(x, 1) for x in zip(self._window_kv[layer], (k, v), strict=True))
+        self._window_kv[layer] = k, v
+        grouped = q[0].unflatten(0, (k.shape[0], -1))
+        return attend_window(grouped, k, v, window, scale).reshape(q.shape)
+
     def _attend_layer(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """A layer that attends to everything."""
         grouped = q[0].unflatten(0, (k.shape[1], -1))
         out = torch.empty_like(grouped)
         for cache in self._caches(layer):
@@ -238,7 +258,10 @@ class ReferenceSession:
 
     def _settle(self, start: int, prompt_stop: int) -> None:
         span = self._dropped(start, prompt_stop)
-        for anchored, local in zip(self._anchored, self._local, strict=True):
+        every = zip(self.windows, self._anchored, self._local, strict=True)
+        for window, anchored, local in every:
+            if window is not None:
+                continue
             if anchored.heads:
                 anchored.settle(0, 0, compensation=False)
             if local.heads:

@@ -1,14 +1,15 @@
 """The attention backend `kvtier`: every KV head of a layer attends over its own list of entries.
 
 A pass is planned once (plans.py). New tokens attend to each other in the pass, and to what was
-there before over lists, or, where nothing of it is compressed, over the slots of its tokens.
+there before over lists, or, where nothing of it is compressed, over the slots of its tokens. Layers
+with a window read the slots of their newest tokens (windows.py).
 
 Runs over a `HeadPagedKVPool` only. It serves SGLang's own radix cache as well (policy `full`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,6 +34,8 @@ class KvtierAttnBackend(AttentionBackend):
 
     selection: told of every prefill's tokens, so that it can keep the best when the turn ends.
     refresh:   gives what is told of passes; the cache, which has it, is built after the backend.
+    windows:   how many of its newest tokens each layer attends to, None for all; empty where all
+               layers do.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class KvtierAttnBackend(AttentionBackend):
         *,
         selection: PackedSelection | None = None,
         refresh: Callable[[], TurnRefresh | None] = lambda: None,
+        windows: Sequence[int | None] = (),
     ) -> None:
         super().__init__()
         self.pool = kvtier_pool(model_runner)
@@ -56,7 +60,9 @@ class KvtierAttnBackend(AttentionBackend):
             raise IncompatibleFlagError(
                 "--kv-cache-dtype", f"one that {self.kernels.name} reads on this GPU", "fp8_e4m3"
             )
-        self.planner = Planner(self.kernels, self.pool, self.req_to_token)
+        self._windowed = [window is not None for window in windows or [None] * self.pool.layer_num]
+        window = next((one for one in windows if one is not None), None)
+        self.planner = Planner(self.kernels, self.pool, self.req_to_token, window)
         self.selection = selection
         self.refresh = refresh
         self.forward_metadata: BatchPlan | None = None
@@ -160,6 +166,8 @@ class KvtierAttnBackend(AttentionBackend):
         batch = self._metadata()
         q, k, v = self._shaped(q, k, v, layer)
         index = layer.layer_id - self.pool.start_layer
+        if self._windowed[index]:
+            return self._window(index, q, k, v, layer.scaling, batch, save=save_kv_cache)
         if self.selection is not None and batch.prefill is not None:
             self.selection.observe(index, q, k, v, batch.prefill, layer.scaling)
         memory = None if batch.memory is None else batch.memory.state(index, q, layer.scaling)
@@ -196,6 +204,8 @@ class KvtierAttnBackend(AttentionBackend):
         batch = self._metadata()
         q, k, v = self._shaped(q, k, v, layer)
         index = layer.layer_id - self.pool.start_layer
+        if self._windowed[index]:
+            return self._window(index, q, k, v, layer.scaling, batch, save=save_kv_cache)
         memory = None if batch.memory is None else batch.memory.state(index, q, layer.scaling)
         q, k, v = self._in_stored_units(index, q, k, v)
         if save_kv_cache:
@@ -206,6 +216,30 @@ class KvtierAttnBackend(AttentionBackend):
         assert batch.lists is not None, "a decoding pass without a plan"
         state = self.planner.lists.decode(q, batch.lists, index, layer.scaling)
         return self._with_memory(index, state, memory)
+
+    def _window(
+        self,
+        index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        batch: BatchPlan,
+        *,
+        save: bool,
+    ) -> torch.Tensor:
+        """A layer that attends to its newest tokens only."""
+        windows = self.planner.windows
+        assert windows is not None, "a window that nothing was planned for"
+        q, k, v = self._in_stored_units(index, q, k, v)
+        kv = RaggedKV(*self.pool.kv[index])
+        if save:
+            self.kernels.store(k, v, kv, batch.write)
+        if batch.q_indptr:
+            out = windows.extend(q, k, v, batch.q_indptr, kv, batch.tails, scale)
+        else:
+            out = windows.decode(q, batch.windows, index, scale)
+        return self._in_model_units(index, out)
 
     def _verify(
         self,

@@ -33,6 +33,21 @@ class ListPlans(NamedTuple):
     codes: Any = None
 
 
+class Dense(NamedTuple):
+    """The dense tokens of a pass's requests.
+
+    slots:  int32 `[rows, width]`, a table of them
+    rows:   `[requests]`, of each request
+    counts: `[requests]`, how many it has
+    begins: `[requests]`, how many of them stand before one that is not dense
+    """
+
+    slots: torch.Tensor
+    rows: torch.Tensor
+    counts: torch.Tensor
+    begins: torch.Tensor
+
+
 class RequestLists:
     """See the module docstring. req_to_token: SGLang's table, int32 `[rows, width]`."""
 
@@ -64,6 +79,9 @@ class RequestLists:
         self._has_gaps = False
         # Of each row: tokens that are not dense.
         self._packed_tokens = zeros(rows + 1)
+        # And dense ones before the last of those, where somebody asks.
+        self._begins = zeros(rows + 1)
+        self.finds_gaps = False
         # What the rows' words are, which the tables only point to, and of which spans.
         self._words: dict[int, torch.Tensor] = {}
         self._codes: dict[int, torch.Tensor] = {}
@@ -91,11 +109,14 @@ class RequestLists:
         if not self._has_gaps:
             return slots
         dense = slots if self._packed is None else self._packed.dense_of[slots]
-        dense = dense[dense > 0]
+        is_dense = dense > 0
+        dense = dense[is_dense]
         count = dense.numel()
         self.tables.slots[row, :count] = dense
         self.tables.slots[row, count : count + new.numel()] = new
         self._packed_tokens[row : row + 1].fill_(slots.numel() - count)
+        if self.finds_gaps:
+            self._begins[row].copy_(before_the_last_gap(is_dense))
         spans = () if self._packed is None else self._packed.in_row(slots)
         if spans != self._spans.get(row, ()):
             plain = [span for span in spans if span.coded is None]
@@ -164,10 +185,26 @@ class RequestLists:
     ) -> ListPlans:
         if not self._has_gaps:
             return self._plan(rows, lengths, into, codes=codes)
-        rows = torch.where(lengths > 0, rows, self._blank)
-        dense = (lengths - self._packed_tokens[rows]).clamp_min(0)
+        rows, dense = self._dense(rows, lengths)
         self.tables.slots[rows, (dense - 1).clamp_min(0)] = newest.to(torch.int32)
         return self._plan(rows, dense, into, codes=codes)
+
+    def _dense(
+        self, rows: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.where(lengths > 0, rows, self._blank)
+        return rows, (lengths - self._packed_tokens[rows]).clamp_min(0)
+
+    def dense(self, rows: torch.Tensor, lengths: torch.Tensor) -> Dense:
+        """The dense tokens of requests, as `grown` has planned them."""
+        if not self._has_gaps:
+            return Dense(self.tables.slots, rows, lengths, torch.zeros_like(lengths))
+        rows, counts = self._dense(rows, lengths)
+        return Dense(self.tables.slots, rows, counts, self._begins[rows])
+
+    def begins(self, rows: Sequence[int]) -> torch.Tensor:
+        """How many dense tokens of each row stand before one that is not."""
+        return self._begins[list(rows)]
 
     def before(self, rows: torch.Tensor, lengths: torch.Tensor) -> ListPlans:
         """A plan over so many tokens of each request, which its row has."""
@@ -210,6 +247,13 @@ class RequestLists:
         return self._merge(state, codes)
 
 
+def before_the_last_gap(is_dense: torch.Tensor) -> torch.Tensor:
+    """How many tokens are dense before the last one that is not; 0 where all are. is_dense: bool
+    `[tokens]`. It asks the device for nothing."""
+    behind = is_dense.flip(0).int().cumprod(0).sum()
+    return is_dense.sum() - behind
+
+
 def table_bytes(configurator: Any) -> int:
     """Bytes of the dense slots of as many requests, of the longest context, as a CUDA graph of
     decoding serves; 0 where there are no graphs."""
@@ -224,4 +268,4 @@ def table_bytes(configurator: Any) -> int:
     return int(requests * configurator.model_config.context_len * torch.int32.itemsize)
 
 
-__all__ = ["ListPlans", "RequestLists", "table_bytes"]
+__all__ = ["Dense", "ListPlans", "RequestLists", "table_bytes"]

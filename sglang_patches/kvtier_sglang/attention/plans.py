@@ -3,7 +3,7 @@ padded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from kvtier_kernels import AttentionKernels
 from kvtier_sglang.attention.drafts import tree_masks
 from kvtier_sglang.attention.lists import ListPlans, RequestLists
+from kvtier_sglang.attention.windows import Windows
 from kvtier_sglang.compression.selection import PrefillRows
 from kvtier_sglang.memory.passes import MemoryPass
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
@@ -32,6 +33,8 @@ class BatchPlan:
     drafts:   in a pass that verifies drafts, bool [requests, drafts, drafts]: which drafts each of
               them sees. It is planned like a decoding one, over what was there before.
     memory:   what the pass asks of prefix memories; None where no request has one.
+    tails:    in an extend pass, what layers with a window see of each request's prefix.
+    windows:  in a decoding pass, a plan of theirs.
     """
 
     write: torch.Tensor
@@ -41,18 +44,32 @@ class BatchPlan:
     prefill: PrefillRows | None = None
     drafts: torch.Tensor | None = None
     memory: MemoryPass | None = None
+    tails: Sequence[torch.Tensor] = ()
+    windows: Any = None
 
 
 class Planner:
-    """Plans the passes of one pool. req_to_token: SGLang's table of request rows."""
+    """Plans the passes of one pool.
+
+    req_to_token: SGLang's table of request rows. window: tokens that some layers attend to; None
+    where all attend to everything.
+    """
 
     def __init__(
-        self, kernels: AttentionKernels, pool: HeadPagedKVPool, req_to_token: torch.Tensor
+        self,
+        kernels: AttentionKernels,
+        pool: HeadPagedKVPool,
+        req_to_token: torch.Tensor,
+        window: int | None = None,
     ) -> None:
         self.kernels = kernels
         self.pool = pool
         self.req_to_token = req_to_token
         self.lists = RequestLists(kernels, pool, req_to_token)
+        self.windows = None
+        if window is not None:
+            self.windows = Windows(kernels, pool, len(req_to_token) + 1, window)
+            self.lists.finds_gaps = True
 
     def extend(self, forward_batch: Any, requests: list[int]) -> BatchPlan:
         """requests: their rows, which the caller has asked the device for."""
@@ -64,13 +81,16 @@ class Planner:
             prefill = PrefillRows(q_indptr, tuple(lengths), written)
         every = zip(requests, self._rows(requests, lengths), pairwise(q_indptr), strict=True)
         rows = [self.lists.begin(one, row, written[a:b]) for one, row, (a, b) in every]
+        tails: Sequence[torch.Tensor] = ()
+        if self.windows is not None:
+            tails = self.windows.tails(rows, self.lists.begins(requests))
         lists = None
         if self.lists.has_packed(requests):
             dense = [row.numel() for row in rows]
             lists = self.lists.prefixes(forward_batch.req_pool_indices, dense)
             rows = [row[:0] for row in rows]
         prefixes = self.kernels.plan(torch.cat(rows), indptr(row.numel() for row in rows))
-        return BatchPlan(written, q_indptr, lists, prefixes, prefill)
+        return BatchPlan(written, q_indptr, lists, prefixes, prefill, tails=tails)
 
     def follow_moved(self, forward_batch: Any) -> None:
         """Before a decoding pass, write rows again that have other slots than their lists say. It
@@ -87,13 +107,24 @@ class Planner:
         self.follow_moved(forward_batch)
         written = forward_batch.out_cache_loc
         requests, lengths = forward_batch.req_pool_indices, forward_batch.seq_lens
-        return BatchPlan(written, lists=self.lists.grown(requests, lengths, written))
+        lists = self.lists.grown(requests, lengths, written)
+        return BatchPlan(written, lists=lists, windows=self._windows(requests, lengths))
 
     def recorded(self, forward_batch: Any) -> BatchPlan:
         """A decoding pass that a CUDA graph records: it asks nothing of the host."""
         written = forward_batch.out_cache_loc
         requests, lengths = forward_batch.req_pool_indices, forward_batch.seq_lens
-        return BatchPlan(written, lists=self.lists.recorded(requests, lengths, written))
+        lists = self.lists.recorded(requests, lengths, written)
+        windows = self._windows(requests, lengths, recorded=True)
+        return BatchPlan(written, lists=lists, windows=windows)
+
+    def _windows(
+        self, requests: torch.Tensor, lengths: torch.Tensor, *, recorded: bool = False
+    ) -> Any:
+        """What layers with a window read in a decoding pass."""
+        if self.windows is None:
+            return None
+        return self.windows.plan(self.lists.dense(requests, lengths), recorded=recorded)
 
     def verify(self, forward_batch: Any) -> BatchPlan:
         """Drafts over prefixes that are as long as the batch says."""

@@ -95,13 +95,19 @@ class Compressor:
         """Compress a node that no request has locked; returns how many slots it gave back.
         held_before: entries that anchored heads keep of the nodes before it, each."""
         span = self.rule.dropped(node.start, node.stop, node.prompt_stop)
-        return self._compress(node, span, lambda: self._wanted(node, span, held_before))
+        stop = min(node.prompt_stop, node.stop)
+        return self._compress(node, span, lambda: self._wanted(node, span, stop, held_before))
+
+    def end_part(self, node: Compressible, held_before: Iterable[int]) -> int:
+        """The same of a part of a context behind which the newest tokens stay as they are."""
+        span = self.rule.dropped_chunk(node.start, node.stop)
+        return self._compress(node, span, lambda: self._wanted(node, span, node.stop, held_before))
 
     def end_chunk(self, node: Compressible, held_before: Iterable[int]) -> int:
         """The same of a chunk of a prompt, the next chunk of which is computed."""
         stop = max(node.start, min(node.stop, node.prompt_stop))
         span = self.rule.dropped_chunk(node.start, stop)
-        return self._compress(node, span, lambda: self._wanted(node, span, held_before))
+        return self._compress(node, span, lambda: self._wanted(node, span, stop, held_before))
 
     def chunk_slots(self, tokens: int) -> int:
         """Slots of a chunk of so many tokens of a prompt, once it is compressed."""
@@ -139,12 +145,16 @@ class Compressor:
         return free.numel()
 
     def _wanted(
-        self, node: Compressible, span: DroppedSpan, held_before: Iterable[int]
+        self,
+        node: Compressible,
+        span: DroppedSpan,
+        prompt_stop: int,
+        held_before: Iterable[int],
     ) -> Choice | None:
-        """How many entries of the span the share rule keeps; None where there is none."""
+        """How many entries of the span the share rule keeps; None where there is none. prompt_stop:
+        where the node's prompt ends."""
         if isinstance(self.retention.rule, Everything):
             return None
-        prompt_stop = min(node.prompt_stop, node.stop)
         nll = None
         if self.retention.rule.needs_nll:
             nll = mean_nll(self.allocator.pool.nll[node.value[: prompt_stop - node.start]])

@@ -227,8 +227,10 @@ class AdaptiveSelection(PackedSelection):
 
     def slots_of(self, keep: int, tokens: int) -> int:
         assert self.pool.packed is not None, "a pool that does not pack"
-        page = self.pool.packed.page
-        return PAGE * -(-whole_pages(keep, tokens, page) // page)
+        page, full = self.pool.packed.page, len(self.pool.full_layers)
+        pages = -(-whole_pages(keep, tokens, page) // page)
+        # Those that layers with a window leave are the others'.
+        return PAGE * -(-pages * full // self.pool.layer_num)
 
     def choose(
         self, slots: torch.Tensor, first_position: int, keep: int, whole: int
@@ -239,9 +241,14 @@ class AdaptiveSelection(PackedSelection):
         bundles = min(self.slots_of(keep, tokens), whole) // PAGE
         if not 0 < PAGE * bundles < tokens:
             return None
-        layers = range(self.pool.layer_num)
-        worth = torch.cat([self.scores(index, slots, first_position) for index in layers])
-        entries = adaptive_selection(worth, min(page * bundles, tokens), page)
+        full, heads = self.pool.full_layers, self.pool.head_num
+        worth = torch.cat([self.scores(index, slots, first_position) for index in full])
+        kept = min(self.pool.held_entries(PAGE * bundles), tokens)
+        entries = adaptive_selection(worth, kept, page)
+        if len(full) < self.pool.layer_num:
+            every = entries.new_zeros(self.pool.layer_num, heads, tokens)
+            every[list(full)] = entries.view(len(full), heads, tokens)
+            entries = every.flatten(0, 1)
         return Kept(entries, (), PAGE * bundles)
 
 

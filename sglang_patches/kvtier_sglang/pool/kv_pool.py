@@ -46,6 +46,8 @@ class HeadPagedKVPool(KVCache):
     packed: spans of which heads keep different numbers of entries, where turns are compressed; else
             None. votes: what an entry of theirs may have, see PackedSpans.
 
+    full_layers: which of the layers attend to everything; the others have a window.
+
     moved:  rows of requests that have other slots than when their prefill was planned, of which
             attention does not know yet.
 
@@ -89,6 +91,7 @@ class HeadPagedKVPool(KVCache):
         self.kv = [LayerKV(*sides) for sides in zip(*by_layer, strict=True)]
         self._cells = Cells(k, v, slots)
         self.packed = PackedSpans(size + 1, self._cells, votes, bits) if packs else None
+        self.full_layers: tuple[int, ...] = tuple(range(layers))
         self.moved: set[int] = set()
         self.state: list[torch.Tensor] | None = None
         self.state_width = state_width
@@ -112,6 +115,12 @@ class HeadPagedKVPool(KVCache):
         votes = None if self.packed is None else self.packed.votes
         width = self.state_width
         return slot_bytes(self.shape, self.store_dtype.itemsize, state_width=width, votes=votes)
+
+    def held_entries(self, slots: int) -> int:
+        """Entries of what heads keep that so many slots hold, of each head on average that keeps
+        any."""
+        page = PAGE if self.packed is None else self.packed.page
+        return page * (slots // PAGE * self.layer_num // len(self.full_layers))
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         k, v = (side.numel() * side.element_size() for side in (self._cells.k, self._cells.v))

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from kvtier.retention.locality import MOST_AGAIN, DroppedSpan
+from kvtier.retention.locality import LEAST_PART, MOST_AGAIN, DroppedSpan
 from kvtier_sglang.exact_requests import asks_to_forget
 from kvtier_sglang.pool.turning import KeyTurner
 from kvtier_sglang.radix.index import Run, TokenIndex, path_key
@@ -38,8 +38,6 @@ from kvtier_sglang.radix.matching import cached_length, cut_window
 from kvtier_sglang.radix.node import KvNode, descendants
 from kvtier_sglang.radix.tree import VariantRadixTree
 
-# Fewer tokens of a dropped span are not copied, but computed.
-LEAST_PART = 64
 # What was turned so often is computed again, as every turn rounds; of codes, every one codes anew.
 MOST_TURNS, MOST_CODINGS = 40, 2
 
@@ -219,7 +217,7 @@ class Edits:
         if last > first:
             node.dropped = DroppedSpan(first - piece.begin, last - piece.begin)
             node.choice = source.choice
-            node.keep_what_is_held(tree.kept_page)
+            node.keep_what_is_held(tree.allocator.pool.held_entries)
         tree.remember(node)
         tree.counters["moved_tokens"] += len(key)
         return node

@@ -55,7 +55,7 @@ class Matching:
         # Inside the span, or behind it but too close: up to a window before that, or to the span's
         # end, if it can be cut there; else up to where it begins.
         begin, end = node.dropped
-        at = min(matched - cut_window(node), end)
+        at = min(matched - (self.rule.window or cut_window(node)), end)
         if begin + LEAST_CUT <= at and self.has_tokens(node):
             return at
         return min(matched, begin)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from kvtier.retention.locality import DroppedSpan
-from kvtier.retention.shares import PAGE, Choice
+from kvtier.retention.shares import Choice
 from kvtier.tier.blobs.turns import NodeRecord
 
 NOTHING_DROPPED = DroppedSpan(0, 0)
@@ -124,9 +124,9 @@ class KvNode(TreeNode):
             del self.parent.siblings[first]
         del self.parent.children[(first, self.id)]
 
-    def cut(self, at: int, page: int = PAGE) -> KvNode:
-        """A new node that takes this one's first `at` tokens, and no place in the tree yet. page:
-        entries that a page holds of what it kept."""
+    def cut(self, at: int, entries: Callable[[int], int]) -> KvNode:
+        """A new node that takes this one's first `at` tokens, and no place in the tree yet.
+        entries: how many of what it keeps so many slots hold."""
         upper = self.beginning(at, self.value[:at].clone())
         upper.lock_ref, upper.hit_count = self.lock_ref, self.hit_count
         upper.last_access_time, upper.creation_time = self.last_access_time, self.creation_time
@@ -139,7 +139,7 @@ class KvNode(TreeNode):
             upper.dropped, self.dropped = DroppedSpan(begin, at), DroppedSpan(0, end - at)
             upper.choice = self.choice
             for part in (upper, self):
-                part.keep_what_is_held(page)
+                part.keep_what_is_held(entries)
         elif self.dropped.num_tokens:
             upper.dropped, self.dropped = self.dropped, NOTHING_DROPPED
             upper.choice, self.choice = self.choice, None
@@ -161,10 +161,10 @@ class KvNode(TreeNode):
         upper.restored_tokens = min(self.restored_tokens, at)
         return upper
 
-    def keep_what_is_held(self, page: int) -> None:
-        """Count what is kept of the dropped span by the slots that it has; page: as of `cut`."""
+    def keep_what_is_held(self, entries: Callable[[int], int]) -> None:
+        """Count what is kept of the dropped span by the slots that it has; entries: as of `cut`."""
         held = self.value[self.dropped.begin : self.dropped.end]
-        room = int(torch.count_nonzero(held)) // PAGE * page
+        room = entries(int(torch.count_nonzero(held)))
         self.kept_entries = min(room, self.dropped.num_tokens)
 
     def prepend(self, upper: KvNode) -> None:

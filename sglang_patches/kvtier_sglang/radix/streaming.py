@@ -51,6 +51,8 @@ class Streaming:
         """Whether any prompt streams."""
         if not self._chunk or self._compressor.selection is None:
             return False
+        if self._chunk < self._compressor.rule.window:
+            return False
         return self._when == "always" or (self._when == "auto" and self._kept < self._chunk)
 
     def slots(self, tokens: int) -> int:
@@ -88,11 +90,11 @@ class Streaming:
         where none has."""
         if not self.is_on or wants_exact(req) or not self._is_needed(req, node):
             return None
-        changed = None
+        changed, window = None, node.stop - self._compressor.rule.window
         while node.parent is not self._tree.root_node:
             node = node.parent
             # Nobody else reads it.
-            if node.compressed or node.lock_ref != 1:
+            if node.compressed or node.lock_ref != 1 or node.stop > window:
                 continue
             node = compress_node(self._tree, node, self._compressor.end_chunk)
             self._tree.counters["streamed_chunks"] += 1

@@ -36,7 +36,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from kvtier.retention.locality import DroppedSpan, LocalityRule
-from kvtier.retention.shares import PAGE
 from kvtier_sglang.pool.allocator import BundleAllocator
 from kvtier_sglang.pool.packed import PackedSpan, PackedSpans, Part
 from kvtier_sglang.pool.turning import KeyTurner
@@ -89,12 +88,6 @@ class VariantRadixTree(RadixCache):
             last_device_node=root, last_host_node=root, best_match_node=root
         )
 
-    @property
-    def kept_page(self) -> int:
-        """Entries of a page of what is kept."""
-        packed = self.allocator.pool.packed
-        return PAGE if packed is None else packed.page
-
     def hold_private(self, slots: int) -> None:
         """A running request got (or, below zero, gave back) slots beside those of its nodes."""
         self.private_slots += slots
@@ -114,6 +107,8 @@ class VariantRadixTree(RadixCache):
         left inside. `exact_only` enters neither dropped spans nor KV that is worse than what would
         be computed there. Returns the last node and the position reached."""
         node.last_access_time = time.monotonic()
+        if self.matching.rule.window and not exact_only:
+            key = key[: self._before_window(node, key, offset)]
         for child, usable in self._steps(node, key, offset, exact_only=exact_only):
             if usable == len(child.key):
                 node = child
@@ -131,6 +126,23 @@ class VariantRadixTree(RadixCache):
                 node.branch_point = True
             offset += usable
         return node, offset
+
+    def _before_window(self, node: KvNode, key: RadixKey, offset: int) -> int:
+        """The position up to which a key is looked for where some layers have a window: before the
+        end of what is compressed, where less than half a window is there behind it. Then it is cut
+        a window earlier, and of the window that is computed again the last tokens are nearly as
+        they were."""
+        stop, gap = offset, 0
+        path = [(one, len(one.key)) for one in reversed(list(node.path()))]
+        for one, usable in (*path, *self._steps(node, key, offset, exact_only=False)):
+            begin, end = one.dropped
+            if begin < usable < end:
+                return len(key)
+            if begin < end <= usable:
+                gap = one.start + end
+            stop = one.start + usable
+        is_little = gap > 0 and 2 * (stop - gap) < self.matching.rule.window
+        return max(offset, gap - 1) if is_little else len(key)
 
     def touch_prefix(self, key: RadixKey) -> None:
         """See BasePrefixCache: keep what waiting requests will match from being evicted."""
@@ -269,7 +281,7 @@ class VariantRadixTree(RadixCache):
             return None
         copy = node.beginning(at, value)
         copy.dropped, copy.choice = DroppedSpan(node.dropped.begin, at), node.choice
-        copy.keep_what_is_held(self.kept_page)
+        copy.keep_what_is_held(self.allocator.pool.held_entries)
         node.parent.attach(copy)
         self.remember(copy)
         self.evictable_size_ += copy.num_slots
@@ -321,13 +333,17 @@ class VariantRadixTree(RadixCache):
         parent = child.parent
         self.forget(child)
         child.detach()
-        upper = child.cut(split_len, self.kept_page)
+        upper = child.cut(split_len, self.allocator.pool.held_entries)
         parent.attach(upper)
         upper.attach(child)
         self._update_leaf_status(upper)
         for node in (upper, child):
             self.remember(node)
         return upper
+
+    def split(self, node: KvNode, at: int) -> KvNode:
+        """Cut a node that nothing is dropped of; the upper part."""
+        return self._split_node(node.key, node, at)
 
     def remember(self, node: KvNode) -> None:
         """What is kept of a node may be found by its tokens, if it is compressed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from kvtier.retention.locality import LEAST_PART
 from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.radix.node import KvNode
 from kvtier_sglang.radix.tree import VariantRadixTree
@@ -22,14 +23,33 @@ def compress_node(
 
 
 def compress_path(tree: VariantRadixTree, compressor: Compressor, node: KvNode) -> None:
-    """Compress what no request has locked of the path to `node`: each turn as one node."""
+    """Compress what no request has locked of the path to `node`: each turn as one node. Where some
+    layers have a window, only what is before that of the newest turn."""
+    window = compressor.rule.window
+    end = compressor.end_part if window else compressor.end_turn
+    stop = max(0, min(node.prompt_stop, node.stop) - window)
     while node is not tree.root_node:
-        parent = node.parent
         if not node.compressed and node.lock_ref == 0:
-            node = compress_node(tree, node, compressor.end_turn)
-            parent = node.parent
-            tree.remove_duplicate(node)
-        node = parent
+            part = _before(tree, node, stop) if window else node
+            if part is not None:
+                node = compress_node(tree, part, end)
+                parent = node.parent
+                tree.remove_duplicate(node)
+                node = parent
+                continue
+        node = node.parent
+
+
+def _before(tree: VariantRadixTree, node: KvNode, stop: int) -> KvNode | None:
+    """The part of a node before a position, a node of its own; None where that is too little yet,
+    or others leave at the node's end, which need the window before it."""
+    node = tree.merge_upwards(node)
+    if node.branch_point or len(node.children) > 1:
+        return None
+    if node.stop <= stop:
+        return node
+    tokens = stop - node.start
+    return tree.split(node, tokens) if tokens >= LEAST_PART else None
 
 
 def remove_path(tree: VariantRadixTree, node: KvNode, begin: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_llama import tiny_model
+from tiny_llama import WINDOWS, tiny_model
 
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.probes import reconstruction
@@ -27,12 +27,18 @@ def exact_kv(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [session.exact_kv(layer) for layer in range(shape.num_layers)]
 
 
-@pytest.mark.parametrize("chunk_tokens", [512, 7])
+Kind = tuple[str, dict[str, Any], set[int]]
+# Architecture, what else it has, its layers with a window.
+PLAIN, WINDOWED = ("Llama", {}, set[int]()), ("Gemma3", WINDOWS, {0, 2})
+
+
+@pytest.mark.parametrize(("chunk_tokens", "kind"), [(512, PLAIN), (7, PLAIN), (7, WINDOWED)])
 def test_it_is_the_most_that_any_later_query_gives_a_token(
-    monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
+    monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, kind: Kind
 ) -> None:
     monkeypatch.setattr(reconstruction, "CHUNK_TOKENS", chunk_tokens)
-    model = tiny_model()
+    architecture, others, windowed = kind
+    model = tiny_model(architecture, **others)
     shape = shape_of(model)
     kv = exact_kv(model)
     found = attention_drawn(model, kv, CONTEXT, REQUEST)
@@ -44,15 +50,17 @@ def test_it_is_the_most_that_any_later_query_gives_a_token(
     tokens = len(CONTEXT)
     for layer, one in enumerate(weights):
         later = one[0, :, tokens:, :tokens].unflatten(0, (shape.num_kv_heads, -1))
-        torch.testing.assert_close(found[layer], later.amax((1, 2)).float(), rtol=1e-4, atol=1e-6)
+        most = later.amax((1, 2)).float() * (layer not in windowed)
+        torch.testing.assert_close(found[layer], most, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("chunk_tokens", [512, 3])
+@pytest.mark.parametrize(("chunk_tokens", "kind"), [(512, PLAIN), (3, PLAIN), (3, WINDOWED)])
 def test_questions_draw_what_each_would_draw_alone(
-    monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
+    monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, kind: Kind
 ) -> None:
     monkeypatch.setattr(reconstruction, "CHUNK_TOKENS", chunk_tokens)
-    model = tiny_model()
+    architecture, others, windowed = kind
+    model = tiny_model(architecture, **others)
     shape = shape_of(model)
     kv = exact_kv(model)
     questions = [Question((7, 3, 11), (4, 8)), Question((60, 2), (9, 9, 1))]
@@ -68,5 +76,6 @@ def test_questions_draw_what_each_would_draw_alone(
             weights = model(ids, output_attentions=True, use_cache=False).attentions
         for layer, one in enumerate(weights):
             later = one[0, :, tokens:, :tokens].unflatten(0, (shape.num_kv_heads, -1))
-            expected[layer] = torch.maximum(expected[layer], later.amax((1, 2)).float())
+            if layer not in windowed:
+                expected[layer] = torch.maximum(expected[layer], later.amax((1, 2)).float())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
