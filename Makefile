@@ -16,6 +16,12 @@ READY := $(VENV)/.kvtier-ready
 EXTRAS := dev
 endif
 
+# SGLANG=0.5.22 installs that version over what the one in constraints.txt wants: for tests on a CPU.
+SGLANG ?=
+ifneq ($(SGLANG),)
+READY := $(READY)-$(SGLANG)
+endif
+
 # THOROUGH=1: tests take the time that they like (more examples, all compiled variants).
 THOROUGH ?=
 export TESTS_THOROUGH := $(THOROUGH)
@@ -60,6 +66,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
+	$(if $(SGLANG),$(BIN)/python -m pip install --quiet --no-deps sglang==$(SGLANG))
 	@touch $(VENV)/.kvtier-ready $@
 
 # What tokens are worth to the demo model. With it heads compete for a quarter of the entries.

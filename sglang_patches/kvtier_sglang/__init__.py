@@ -1,7 +1,7 @@
 """The SGLang plugin: a radix cache, an attention backend and a pool, and what they are made of.
 
-SGLang 0.5.23 is extended through its own seams (entry points, registries, hooks), never forked. A
-request's tokens meet the folders in this order:
+SGLang (the versions in versions.py) is extended through its own seams (entry points, registries,
+hooks), never forked. A request's tokens meet the folders in this order:
 
     plugin.py       what is registered and hooked, and the start-up check that it took
     runtime.py      the one owner: makes every part below from the settings, and joins them

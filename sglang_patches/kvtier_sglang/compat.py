@@ -26,6 +26,7 @@ from kvtier_kernels import (
     get_kernels,
 )
 from kvtier_sglang.support import check_config
+from kvtier_sglang.versions import TESTED, is_tested, sglang_version
 
 NAME = "kvtier"
 # KV caches of one byte a number.
@@ -269,6 +270,14 @@ def _check_drafts(server_args: Any, settings: Settings) -> None:
     if settings.refresh.while_generating:
         expected = "none together with kvtier and --refresh N or --refresh-moved"
         raise IncompatibleFlagError("--speculative-algorithm", expected, algorithm)
+
+
+def say_if_not_tested() -> None:
+    """One line where SGLang is of a version that kvtier has not been tested with."""
+    if not is_tested():
+        tested = " and ".join(".".join(map(str, one)) for one in TESTED)
+        found = ".".join(map(str, sglang_version()))
+        logger.warning("SGLang %s: kvtier has been tested with %s", found, tested)
 
 
 def is_resolved(server_args: Any) -> bool:

@@ -23,6 +23,7 @@ def check_flags(server_args: Any, *args: Any, **kwargs: Any) -> None:
     are read-only, and what they are was checked here before.
     """
     if compat.uses_kvtier(server_args) and not compat.is_resolved(server_args):
+        compat.say_if_not_tested()
         settings = compat.settings_of(server_args)
         compat.check_server_args(server_args, settings)
         compat.settle_page_size(server_args)
@@ -56,15 +57,16 @@ def admit_streaming(
     *,
     extend_input_len: int,
     total_tokens: int,
-    chunk_limit: int | None,
     **rest: Any,
 ) -> tuple[bool, int | None]:
     """AROUND PrefillAdder._check_prefill_budget: a prompt that is compressed while it is prefilled
     needs room for less than all of it."""
     cache = adder.tree_cache
+    # Before 0.5.23 it is the adder's own.
+    chunk_limit = rest.get("chunk_limit", adder.rem_chunk_tokens)
 
     def fits(wanted: int) -> tuple[bool, int | None]:
-        asked = {"extend_input_len": extend_input_len, "chunk_limit": chunk_limit, **rest}
+        asked = {"extend_input_len": extend_input_len, **rest}
         return original(adder, req, total_tokens=wanted, **asked)
 
     found = fits(total_tokens)

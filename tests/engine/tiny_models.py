@@ -13,6 +13,8 @@ WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": WINDOW,
 }
+# What makes experts of a model's layers.
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def write_model(folder: Path, architecture: str, extra: dict[str, Any]) -> Any:

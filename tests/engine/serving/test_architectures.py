@@ -12,7 +12,7 @@ import pytest
 import torch
 from compressing import RULE, RULE_ENV
 from engine_process import run_engine
-from tiny_models import VOCAB, WINDOWS, write_model
+from tiny_models import EXPERTS, VOCAB, WINDOWS, write_model
 
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.profile import full_profile
@@ -36,7 +36,6 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0,
     "original_max_position_embeddings": 128,
 }  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", {}),
     "Llama with tied embeddings": ("Llama", {"tie_word_embeddings": True}),

@@ -1,0 +1,24 @@
+"""The versions of SGLang that the plugin is written against. What differs between them asks here.
+
+docs/extending.md says how the plugin follows SGLang's next version.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+
+TESTED = ((0, 5, 22), (0, 5, 23))
+
+
+def sglang_version() -> tuple[int, ...]:
+    """Of the SGLang that is installed: major, minor and patch."""
+    return tuple(int(number) for number in re.findall(r"\d+", version("sglang"))[:3])
+
+
+def is_tested() -> bool:
+    """Whether the plugin has been tested with it."""
+    return sglang_version() in TESTED
+
+
+__all__ = ["TESTED", "is_tested", "sglang_version"]
