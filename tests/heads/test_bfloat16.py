@@ -3,6 +3,7 @@ the first chunk of a context, too."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvtier.calibration.measuring import calibrate as curves
 from kvtier.config import load_settings
 from kvtier.heads import calibrate, tokens
 from kvtier.heads.methods import METHODS, Target
+from kvtier.heads.model import loading
 from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.profile import full_profile, load_profile
@@ -81,3 +83,23 @@ def test_a_prefix_is_encoded_past_the_first_chunk() -> None:
     (k, v), *_ = prefix_kv(model, make_ids(400))
     assert k.shape == v.shape == (2, 400, 16)
     assert k.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("room", [1.5, 0.5], ids=["in its own dtype", "a layer at a time"])
+def test_a_model_that_is_larger_than_memory_is_calibrated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: float
+) -> None:
+    """room: how many times its files fit the memory."""
+    tiny_model(dtype=torch.bfloat16, vocab_size=384).save_pretrained(tmp_path)
+    for file in DEMO.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    expected = tokens.fit_tokens(str(tmp_path), contexts=1, lengths=[256]).worth
+    monkeypatch.setattr(loading, "free_memory", lambda: int(room * size / loading.FOR_WEIGHTS))
+    model = load_model(str(tmp_path))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert any(parameter.is_meta for parameter in model.parameters()) == (room < 1)
+    found = tokens.fit_tokens(str(tmp_path), contexts=1, lengths=[256]).worth
+    known = (expected.weights, found.weights)
+    similar = torch.nn.functional.cosine_similarity(*(one.flatten() for one in known), dim=0)
+    assert similar > 0.9

@@ -33,8 +33,9 @@ def tiny_model(
         others["sliding_window"] = None
     # Of a model that also sees, its text's.
     names = (f"{architecture}TextConfig", f"{architecture}Config")
+    others.setdefault("vocab_size", VOCAB)
     config = next(getattr(transformers, name) for name in names if hasattr(transformers, name))(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS,
+        hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=16,
         max_position_embeddings=512, initializer_range=0.25, **others,
     )  # fmt: skip

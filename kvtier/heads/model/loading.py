@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import weakref
 from typing import Any
 
 from kvtier.errors import UnsupportedModelError, UsageError
+from kvtier.heads.model.config import folder_of
+
+# Of the memory that is free, for weights; the rest is for contexts.
+FOR_WEIGHTS = 0.7
 
 
 def load_model(model_path: str) -> Any:
-    """A transformers causal LM: on the GPU in its own dtype, or on the CPU in float32.
+    """A transformers causal LM: on the GPU in its own dtype, or on the CPU in float32. One that
+    takes more memory than there is runs on the CPU in its own dtype, and where that is too much,
+    too, a layer at a time from its files.
 
     Raises UsageError when it does not load, UnsupportedModelError when its attention cannot be
     replaced.
@@ -18,15 +27,60 @@ def load_model(model_path: str) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    on_gpu = torch.cuda.is_available()
+    placed = _placement(model_path)
+    folder = None
+    if "device_map" in placed:
+        # Where transformers keeps weights that are in no file as it wants them.
+        folder = placed["offload_folder"] = tempfile.mkdtemp()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype="auto" if on_gpu else torch.float32
-        )
+        model = AutoModelForCausalLM.from_pretrained(model_path, **placed)
     except (OSError, ValueError) as error:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         raise UsageError("--model-path", "a model that transformers loads", model_path) from error
     if not getattr(model, "_supports_attention_backend", False):
         # Its attention could not be replaced, so every choice of heads would measure the same.
         expected = "a model on transformers' attention interface"
         raise UnsupportedModelError("--model-path", expected, type(model).__name__)
-    return model.to("cuda" if on_gpu else "cpu").eval()
+    if folder is not None:
+        weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+        return model.eval()
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def _placement(model_path: str) -> dict[str, Any]:
+    """What `from_pretrained` is told of dtype and devices."""
+    import torch
+
+    folder = folder_of(model_path)
+    files = [] if folder is None else folder.glob("*.safetensors")
+    stored, room = sum(file.stat().st_size for file in files), FOR_WEIGHTS * free_memory()
+    if torch.cuda.is_available():
+        return {"dtype": "auto", **({} if stored <= room else {"device_map": "auto"})}
+    if stored * torch.float32.itemsize / _stored_itemsize(model_path) <= room:
+        return {"dtype": torch.float32}
+    if stored <= room:
+        return {"dtype": "auto"}
+    return {"dtype": "auto", "device_map": "auto", "max_memory": {"cpu": int(room)}}
+
+
+def _stored_itemsize(model_path: str) -> int:
+    """Bytes of a number in a model's files, as its configuration says."""
+    import torch
+    from transformers import AutoConfig
+
+    try:
+        dtype = AutoConfig.from_pretrained(model_path).get_text_config().dtype
+    except (OSError, ValueError, KeyError):
+        return torch.float32.itemsize
+    return dtype.itemsize if isinstance(dtype, torch.dtype) else torch.float32.itemsize
+
+
+def free_memory() -> int:
+    """Bytes that are free on the GPU, or without one on the machine."""
+    import psutil
+    import torch
+
+    if torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[0])
+    return int(psutil.virtual_memory().available)
