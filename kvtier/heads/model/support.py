@@ -97,7 +97,7 @@ def _layer_types(config: Config) -> tuple[str, ...]:
     types = config.get("layer_types")
     if not types and _window(config) is not None:
         # Files that are older than the key: the kind's class knows.
-        with suppress(ImportError, KeyError, TypeError, ValueError):
+        with suppress(ImportError, AttributeError, KeyError, TypeError, ValueError):
             from transformers import AutoConfig
 
             types = getattr(AutoConfig.for_model(**config), "layer_types", None)
