@@ -94,8 +94,9 @@ def run_calibrate(options: argparse.Namespace) -> int:
     """Handler of `kvtier calibrate`. Raises KvtierError; returns the exit code 0."""
     if options.model_path is None:
         raise UsageError("--model-path", "a local model directory", None)
-    parts = _parts(options)
+    asked = _asked_parts(options)
     settings, lengths = _checked(options)
+    parts = _parts(options.model_path, asked)
     compete = _heads_compete(settings)
     profile: HeadProfile | None = None
     curve: CalibratedCurve | None = None
@@ -120,23 +121,27 @@ def run_calibrate(options: argparse.Namespace) -> int:
     return _finish(options, settings, profile, curve, worth)
 
 
-def _parts(options: argparse.Namespace) -> Sequence[str]:
-    """What to find. Raises UsageError for a part that there is none of, UnsupportedModelError for
-    one that cannot be found of the model."""
+def _asked_parts(options: argparse.Namespace) -> Sequence[str] | None:
+    """What was asked for. Raises UsageError for a part that there is none of."""
+    if options.parts is None:
+        return None
+    asked = [part.strip() for part in options.parts.split(",")]
+    for part in asked:
+        if part not in PARTS:
+            raise UsageError("--parts", f"some of {', '.join(PARTS)}", part)
+    return asked
+
+
+def _parts(model_path: str, asked: Sequence[str] | None) -> Sequence[str]:
+    """What to find of a model. Raises UnsupportedModelError for what cannot be found of it."""
     from kvtier.heads.model.config import read_config
     from kvtier.heads.model.support import check_supported, windows_of
 
-    asked = None
-    if options.parts is not None:
-        asked = [part.strip() for part in options.parts.split(",")]
-        for part in asked:
-            if part not in PARTS:
-                raise UsageError("--parts", f"some of {', '.join(PARTS)}", part)
-    config = read_config(options.model_path)
+    config = read_config(model_path)
     if not windows_of(config):
         return asked or PARTS
     parts = asked or ["tokens"]
-    check_supported(config, windows=parts == ["tokens"])
+    check_supported(config, windows=list(parts) == ["tokens"])
     return parts
 
 
