@@ -25,6 +25,7 @@ from kvtier_kernels import (
     available_kernels,
     get_kernels,
 )
+from kvtier_sglang.cpu_drafts import FIRST_VERSION
 from kvtier_sglang.support import check_config
 from kvtier_sglang.versions import TESTED, is_tested, sglang_version
 
@@ -267,6 +268,10 @@ def _check_drafts(server_args: Any, settings: Settings) -> None:
     algorithm = getattr(server_args, "speculative_algorithm", None)
     if algorithm is None:
         return
+    is_cpu = getattr(server_args, "device", None) == "cpu" or not torch.cuda.is_available()
+    if is_cpu and sglang_version() < FIRST_VERSION:
+        expected = "none on a CPU together with kvtier and an SGLang before 0.5.23"
+        raise IncompatibleFlagError("--speculative-algorithm", expected, algorithm)
     if settings.refresh.while_generating:
         expected = "none together with kvtier and --refresh N or --refresh-moved"
         raise IncompatibleFlagError("--speculative-algorithm", expected, algorithm)

@@ -19,6 +19,8 @@ from kvtier_sglang.versions import sglang_version
 _WORKER = "sglang.srt.speculative.ngram_worker"
 _UTILS = "sglang.srt.speculative.spec_utils"
 _EAGLE = "sglang.srt.speculative.eagle_utils"
+# Of SGLang's that call them.
+FIRST_VERSION = (0, 5, 23)
 
 
 def make_importable() -> None:
@@ -32,13 +34,13 @@ def make_importable() -> None:
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """What each of SGLang's functions is here, by where SGLang calls it from."""
-    later: dict[str, Callable[..., Any]] = {
+    """What each of SGLang's functions is here, by where SGLang calls it from; none where SGLang
+    calls others."""
+    if sglang_version() < FIRST_VERSION:
+        return {}
+    return {
         f"{_WORKER}.reconstruct_indices_from_tree_mask_func": links_of_tree,
         f"{_UTILS}.fill_front_out_cache_loc_func": slots_in_front,
-    }
-    return {
-        **(later if sglang_version() >= (0, 5, 23) else {}),
         f"{_UTILS}.fill_accept_out_cache_loc_func": accepted_slots,
         f"{_EAGLE}.verify_tree_greedy_func": accept_greedily,
         f"{_EAGLE}._verify_uses_greedy": verifies_greedily,
