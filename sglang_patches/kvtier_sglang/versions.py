@@ -1,4 +1,5 @@
-"""The versions of SGLang that the plugin is written against. What differs between them asks here.
+"""The versions of SGLang that the plugin passes its tests with. What differs between versions asks
+here.
 
 docs/extending.md says how the plugin follows SGLang's next version.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import re
 from importlib.metadata import version
 
-TESTED = ((0, 5, 22), (0, 5, 23))
+TESTED = ((0, 5, 23),)
 
 
 def sglang_version() -> tuple[int, ...]:
