@@ -406,8 +406,7 @@ class Runtime:
                 source = curve_source(settings, path, self.profile, rule, scorer, dtype, told)
         full = len(pool.full_layers) / pool.layer_num
         slot = full * self.profile.ca_share * self.ranks.size * pool.slot_bytes
-        page = PAGE if pool.packed is None else pool.packed.page
-        entry_bytes = max(1, round(slot * PAGE / page))
+        entry_bytes = max(1, round(slot * PAGE / pool.kept_page))
         chosen = share.rule.of(share.number, Serving(entry_bytes, source))
         retention = Retention(chosen, source, metrics, self.ranks)
         return Compressor(allocator, rule, retention=retention, selection=self.selection)

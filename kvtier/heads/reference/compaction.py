@@ -314,14 +314,6 @@ class AdaptiveSession(ScoredSession):
                 self._settle_until(end, span, end - begin)
                 self._exact_stop = exact_stop
 
-    def _kept(self, keep: int, tokens: int) -> int:
-        """How many entries a head keeps on average of so many tokens of which `keep` are wanted, as
-        pages are in bundles over all layers."""
-        layers, full = len(self.windows), len(self._full)
-        pages = -(-whole_pages(keep, tokens, self._page) // self._page)
-        bundles = -(-pages * full // layers)
-        return min(self._page * (bundles * layers // full), tokens)
-
     def _settle_until(self, stop: int, span: DroppedSpan, prompt_tokens: int) -> None:
         """Compress the tokens from `turn_start` to `stop`, of which heads keep a part of `span`."""
         start = self.turn_start
@@ -336,9 +328,12 @@ class AdaptiveSession(ScoredSession):
             keep = whole_pages(keep, span.num_tokens, self._page)
             taken = PAGE * -(-keep // self._page)
         if self.rule.window:
+            # Pages are in bundles over all layers.
+            layers, full = len(self.windows), len(self._full)
             pages = -(-whole_pages(keep, span.num_tokens, self._page) // self._page)
-            taken = PAGE * -(-pages * len(self._full) // len(self.windows))
-            keep = self._kept(keep, span.num_tokens)
+            bundles = -(-pages * full // layers)
+            taken = PAGE * bundles
+            keep = min(self._page * (bundles * layers // full), span.num_tokens)
         if taken < span.num_tokens:
             scores = []
             for index, parts in zip(self._full, fresh, strict=True):

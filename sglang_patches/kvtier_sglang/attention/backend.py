@@ -171,9 +171,7 @@ class KvtierAttnBackend(AttentionBackend):
         if self.selection is not None and batch.prefill is not None:
             self.selection.observe(index, q, k, v, batch.prefill, layer.scaling)
         memory = None if batch.memory is None else batch.memory.state(index, q, layer.scaling)
-        q, k, v = self._in_stored_units(index, q, k, v)
-        if save_kv_cache:
-            self.kernels.store(k, v, RaggedKV(*self.pool.kv[index]), batch.write)
+        q, k, v = self._stored(index, q, k, v, batch, save=save_kv_cache)
         if batch.drafts is not None:
             out = self._verify(index, q, k, v, layer.scaling, batch, batch.drafts)
             return self._in_model_units(index, out)
@@ -207,9 +205,7 @@ class KvtierAttnBackend(AttentionBackend):
         if self._windowed[index]:
             return self._window(index, q, k, v, layer.scaling, batch, save=save_kv_cache)
         memory = None if batch.memory is None else batch.memory.state(index, q, layer.scaling)
-        q, k, v = self._in_stored_units(index, q, k, v)
-        if save_kv_cache:
-            self.kernels.store(k, v, RaggedKV(*self.pool.kv[index]), batch.write)
+        q, k, v = self._stored(index, q, k, v, batch, save=save_kv_cache)
         watching = self._watching
         if watching is not None:
             watching.record(index, q)
@@ -231,11 +227,9 @@ class KvtierAttnBackend(AttentionBackend):
         """A layer that attends to its newest tokens only."""
         windows = self.planner.windows
         assert windows is not None, "a window that nothing was planned for"
-        q, k, v = self._in_stored_units(index, q, k, v)
-        kv = RaggedKV(*self.pool.kv[index])
-        if save:
-            self.kernels.store(k, v, kv, batch.write)
+        q, k, v = self._stored(index, q, k, v, batch, save=save)
         if batch.q_indptr:
+            kv = RaggedKV(*self.pool.kv[index])
             out = windows.extend(q, k, v, batch.q_indptr, kv, batch.tails, scale)
         else:
             out = windows.decode(q, batch.windows, index, scale)
@@ -268,6 +262,22 @@ class KvtierAttnBackend(AttentionBackend):
             o = memory.o if v_scale == 1.0 else memory.o / v_scale
             state = self.kernels.merge_states(state, AttentionState(o, memory.lse))
         return self._in_model_units(index, state.o)
+
+    def _stored(
+        self,
+        index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: BatchPlan,
+        *,
+        save: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A layer's new tokens in stored units, which are written into the pool where asked."""
+        q, k, v = self._in_stored_units(index, q, k, v)
+        if save:
+            self.kernels.store(k, v, RaggedKV(*self.pool.kv[index]), batch.write)
+        return q, k, v
 
     def _in_stored_units(
         self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

@@ -22,7 +22,7 @@ import torch
 
 from kvtier.retention.locality import DroppedSpan, LocalityRule
 from kvtier.retention.scorers import TokenScorer
-from kvtier.retention.shares import PAGE, Choice, Everything, ShareRule, Turn, whole_pages
+from kvtier.retention.shares import Choice, Everything, ShareRule, Turn, whole_pages
 from kvtier.tier.blobs.turns import NodeRecord
 from kvtier_sglang.compression.retention import Retention, mean_nll
 from kvtier_sglang.compression.selection import PackedSelection
@@ -69,8 +69,7 @@ class Compressor:
     @property
     def page(self) -> int:
         """Entries of a page of what is kept."""
-        packed = self.allocator.pool.packed
-        return PAGE if packed is None else packed.page
+        return self.allocator.pool.kept_page
 
     @property
     def share(self) -> ShareRule:

@@ -116,11 +116,16 @@ class HeadPagedKVPool(KVCache):
         width = self.state_width
         return slot_bytes(self.shape, self.store_dtype.itemsize, state_width=width, votes=votes)
 
+    @property
+    def kept_page(self) -> int:
+        """Entries of a page of what heads keep."""
+        return PAGE if self.packed is None else self.packed.page
+
     def held_entries(self, slots: int) -> int:
         """Entries of what heads keep that so many slots hold, of each head on average that keeps
         any."""
-        page = PAGE if self.packed is None else self.packed.page
-        return page * (slots // PAGE * self.layer_num // len(self.full_layers))
+        pages = slots // PAGE * self.layer_num // len(self.full_layers)
+        return self.kept_page * pages
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         k, v = (side.numel() * side.element_size() for side in (self._cells.k, self._cells.v))
