@@ -17,7 +17,7 @@ from kvtier_kernels.base import (
 from kvtier_kernels.lists import CellKV, ListKernels, ListTables
 from kvtier_kernels.registry import AUTO, available_kernels, get_kernels, selection_kernels
 from kvtier_kernels.selection import SelectionKernels
-from kvtier_kernels.states import empty_state, merge_states
+from kvtier_kernels.states import empty_state, merge_states, with_sinks
 
 __all__ = [
     "AUTO",
@@ -35,4 +35,5 @@ __all__ = [
     "get_kernels",
     "merge_states",
     "selection_kernels",
+    "with_sinks",
 ]

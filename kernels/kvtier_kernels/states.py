@@ -38,3 +38,13 @@ def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
     share = torch.sigmoid(torch.nan_to_num(a.lse - b.lse)).unsqueeze(-1)
     o = torch.lerp(b.o.to(share.dtype), a.o.to(share.dtype), share)
     return AttentionState(o.to(a.o.dtype), torch.logaddexp(a.lse, b.lse))
+
+
+def with_sinks(state: AttentionState, sinks: torch.Tensor) -> AttentionState:
+    """The state over one entry more, whose value is zero and whose logit does not depend on the
+    query: what heads give to nothing (an attention sink, as gpt-oss has it).
+
+    sinks: [heads, group], the logits, natural log like the LSE.
+    """
+    share = torch.sigmoid(state.lse - sinks).unsqueeze(-1)
+    return AttentionState((state.o * share).to(state.o.dtype), torch.logaddexp(state.lse, sinks))

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.arg_groups import model_hook
 from sglang.srt.managers.schedule_policy import AddReqResult
 
 from kvtier_sglang import compat
@@ -29,6 +30,21 @@ def check_flags(server_args: Any, *args: Any, **kwargs: Any) -> None:
         compat.settle_page_size(server_args)
         compat.settle_windows(server_args)
         compat.settle_cuda_graphs(server_args, settings)
+
+
+def name_known_backend(original: Callable[..., None], server_args: Any) -> None:
+    """AROUND handle_model_specific_adjustments: of some models SGLang knows which backends compute
+    them. kvtier's computes what `triton` does there, or the model was refused before."""
+    known = model_hook.attention_backends_of
+
+    def named(config: Any) -> tuple[str | None, ...]:
+        return tuple("triton" if name == compat.NAME else name for name in known(config))
+
+    model_hook.attention_backends_of = named
+    try:
+        original(server_args)
+    finally:
+        model_hook.attention_backends_of = known
 
 
 def refuse_fused_write(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:

@@ -53,6 +53,10 @@ def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]
     on_cpu = cpu_drafts.functions() if is_cpu() else {}
     return {
         "sglang.srt.server_args.ServerArgs.resolve_once": (hooks.check_flags, before),
+        "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments": (
+            hooks.name_known_backend,
+            around,
+        ),
         f"{_CONFIGURATOR}.config_from_budget": (runtime.size_pools, around),
         f"{_CONFIGURATOR}._build_mha_kv_pool": (runtime.build_pool, around),
         f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator": (runtime.build_allocator, around),

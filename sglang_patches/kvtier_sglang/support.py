@@ -129,6 +129,7 @@ class _Watching:
         self.keys: dict[int, torch.Tensor] = {}
         self._windows = windows_of(runner.model_config.hf_text_config.to_dict())
         self.windows: dict[int, int | None] = {}
+        self.has_sinks = False
 
     def forward(
         self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save: bool = True, **others: Any
@@ -142,6 +143,7 @@ class _Watching:
             context=self.context,
             window=window,
         )
+        self.has_sinks |= others.pop("sinks", None) is not None
         asked = sorted(name for name, value in others.items() if value is not None)
         if asked or k is None:
             raise _unsupported(f"layer {number}: attention with {asked or 'no keys'}")
@@ -197,6 +199,9 @@ def confirm(runner: Any, pool: HeadPagedKVPool) -> Confirmed:
     windows = tuple(watching.windows[layer] for layer in pool.layers)
     if len({*windows} - {None}) > 1:
         raise _unsupported(f"windows of more than one size: {windows}")
+    if watching.has_sinks and not any(windows):
+        # What goes together with windows is checked for sinks, too.
+        raise _unsupported("attention sinks where no layer has a window")
     return Confirmed([watching.keys[layer] for layer in pool.layers], positions, windows)
 
 

@@ -28,13 +28,12 @@ from kvtier.heads.profile import load_profile
 from kvtier_sglang import compat, support
 
 MLA, OTHER, WINDOW, SPARSE = "MLA", "layers without KV", "windows in every", "sparse or chunked"
-CAP, SINKS, ALIBI, CROSS = "capped", "sinks", "ALiBi", "cross-attention"
+CAP, ALIBI, CROSS = "capped", "ALiBi", "cross-attention"
 # Kind -> (configuration class of transformers or what stands in the file, obstacle).
 REFUSED: dict[str, tuple[str | dict[str, Any], str]] = {
     "Gemma 2": ("Gemma2Config", CAP),
     "Gemma 3n": ("Gemma3nTextConfig", "share KV"),
     "Gemma 4": ({"head_dim": 256, "global_head_dim": 512}, "more than one size"),
-    "gpt-oss": ("GptOssConfig", SINKS),
     "DeepSeek V2": ("DeepseekV2Config", MLA),
     "DeepSeek V3": ("DeepseekV3Config", MLA),
     "Qwen3-Next": ("Qwen3NextConfig", OTHER),
@@ -71,6 +70,7 @@ WITH_WINDOWS: dict[str, tuple[str, int, int]] = {
     "Gemma 3, before layers had types": ("Gemma3TextConfig", 4096, 6),
     "OLMo 3": ("Olmo3Config", 4096, 4),
     "Cohere 2": ("Cohere2Config", 4096, 4),
+    "gpt-oss": ("GptOssConfig", 128, 2),
 }
 # Flag -> SGLang's arguments, kvtier's settings.
 BESIDE_WINDOWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -301,8 +301,11 @@ def test_what_layers_hand_to_attention_is_confirmed() -> None:
     keys, positions, windows = support.confirm(runner(attention(), attention(layer_id=1)), POOL)
     assert [k.shape for k in keys] == [(2, len(positions), 16)] * 2
     assert windows == (None, None)
-    with pytest.raises(UnsupportedModelError, match=r"layer 0: attention with \['sinks'\]"):
-        support.confirm(runner(attention(), sinks=torch.zeros(4)), POOL)
+    with pytest.raises(UnsupportedModelError, match=r"layer 0: attention with \['q_rope'\]"):
+        support.confirm(runner(attention(), q_rope=torch.zeros(4)), POOL)
+    sinks = runner(attention(), attention(layer_id=1), sinks=torch.zeros(4))
+    with pytest.raises(UnsupportedModelError, match="sinks where no layer has a window"):
+        support.confirm(sinks, POOL)
     with pytest.raises(UnsupportedModelError, match="layer 0: a second attention"):
         support.confirm(runner(attention(), attention()), POOL)
     with pytest.raises(UnsupportedModelError, match=r"no attention in layers \[1\]"):

@@ -13,6 +13,16 @@ WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": WINDOW,
 }
+# gpt-oss, whose heads attend to nothing, too.
+SINKS = {
+    **WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "truncate": False,
+        "original_max_position_embeddings": 128,
+    },
+}  # fmt: skip
+# SGLang takes another kernel's layout of gpt-oss's weights where it may choose.
+EXPERTS_ON_CPU = "triton"
 # What makes experts of a model's layers.
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -35,6 +45,10 @@ def write_model(folder: Path, architecture: str, extra: dict[str, Any]) -> Any:
         torch.manual_seed(7)
         model = getattr(transformers, f"{architecture}ForCausalLM")(config)
         for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                # SGLang has them in this dtype.
+                torch.nn.init.normal_(parameter, mean=1.0)
+                parameter.data = parameter.bfloat16().float()
             if name.endswith("bias") or "norm" in name:
                 torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
     model.save_pretrained(folder)

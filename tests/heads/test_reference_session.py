@@ -36,10 +36,10 @@ def greedy(model: Any, ids: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma3", "Olmo3", "Cohere2"]
+    "architecture", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma3", "Olmo3", "Cohere2", "GptOss"]
 )
 def test_with_every_head_ca_a_session_is_plain_transformers(architecture: str) -> None:
-    has_windows = architecture in ("Gemma3", "Olmo3", "Cohere2")
+    has_windows = architecture in ("Gemma3", "Olmo3", "Cohere2", "GptOss")
     model = tiny_model(architecture, **(WINDOWS if has_windows else {}))
     session = ReferenceSession(model, full_profile(SHAPE), RULE, chunk_tokens=16)
     history: list[int] = []

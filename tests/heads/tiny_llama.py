@@ -39,6 +39,8 @@ def tiny_model(
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=16,
         max_position_embeddings=512, initializer_range=0.25, **others,
     )  # fmt: skip
+    # The faster ways to compute experts know no float64.
+    config._experts_implementation = "eager"
     torch.manual_seed(7)
     return getattr(transformers, f"{architecture}ForCausalLM")(config).to(dtype).eval()
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_kernels import AttentionState, empty_state, merge_states
+from kvtier_kernels import AttentionState, empty_state, merge_states, with_sinks
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_votes: torch.Tensor):
@@ -51,6 +51,20 @@ def test_the_empty_state_is_the_identity(n, seed):
     state = dense(q, *random_block(n, seed))
     assert_states_equal(merge_states(state, empty_state(q)), state)
     assert_states_equal(merge_states(empty_state(q), state), state)
+
+
+@settings(max_examples=20)
+@given(sizes, seeds)
+def test_what_heads_give_to_nothing_is_an_entry_whose_value_is_zero(n, seed):
+    q = torch.randn(3, 2, 4, 8, dtype=torch.float64)
+    k, v, votes = random_block(n, seed)
+    sinks = torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)) * 3
+    logits = torch.einsum("rhgd,ehd->rhge", q, k) * q.shape[-1] ** -0.5 + votes
+    beside = torch.cat([logits, sinks[None, :, :, None].expand(3, -1, -1, -1)], dim=-1)
+    o = torch.einsum("rhge,ehd->rhgd", beside.softmax(-1)[..., :-1], v)
+    found = with_sinks(dense(q, k, v, votes), sinks)
+    assert_states_equal(found, AttentionState(o, torch.logsumexp(beside, dim=-1)))
+    assert (with_sinks(empty_state(q), sinks).o == 0).all()
 
 
 def test_two_empty_states_merge_to_an_empty_state_without_nan():

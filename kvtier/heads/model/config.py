@@ -81,6 +81,16 @@ def layer_windows(model: Any) -> tuple[int | None, ...]:
     return windows or (None,) * shape_of(model).num_layers
 
 
+def layer_sinks(model: Any) -> dict[int, Any]:
+    """Of the layers of a loaded model whose heads may attend to nothing (attention sinks), the
+    logits of that, `[attention heads]`."""
+    return {
+        module.layer_idx: module.sinks
+        for module in model.modules()
+        if hasattr(module, "sinks") and hasattr(module, "layer_idx")
+    }
+
+
 def full_layers(model: Any) -> list[int]:
     """The layers of a loaded model that attend to everything."""
     return [layer for layer, window in enumerate(layer_windows(model)) if window is None]

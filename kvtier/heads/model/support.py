@@ -2,7 +2,7 @@
 
 A layer has KV of its own per head. It attends to its whole context, or, beside layers that do, to
 its newest tokens (a window). What else a layer may do (chunks, latent KV, states instead of KV,
-sinks, a cap) is refused by name. The engine asks again of the loaded layers,
+a cap) is refused by name. The engine asks again of the loaded layers,
 `kvtier_sglang.support`, as a configuration need not tell all.
 """
 
@@ -115,10 +115,6 @@ def _is_windowed(config: Config) -> bool:
     return _window(config) is not None or _any_of(*_WINDOWS)(config)
 
 
-def _has_sinks(config: Config) -> bool:
-    return str(config.get("model_type")) == "gpt_oss" or _any_of(*_SINKS)(config)
-
-
 def _is_capped(config: Config) -> bool:
     # Grok's cap stands in its code.
     grok = any(str(name).startswith("Grok1") for name in config.get("architectures") or ())
@@ -142,7 +138,7 @@ _OBSTACLES: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (_any_of(*_STATES), "SSM, linear-attention or other layers without KV"),
     (_any_of("block_configs"), "layers that differ"),
     (_any_of(*_SPARSE), "sparse or chunked attention"),
-    (_has_sinks, "attention sinks"),
+    (_any_of(*_SINKS), "attention sinks in some layers"),
     (_is_alibi, "ALiBi positions"),
     (_is_capped, "capped attention logits"),
     (_any_of(*_OTHER_SOURCES), "cross-attention"),

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtier.heads.model.config import layer_windows
+from kvtier.heads.model.config import layer_sinks, layer_windows
 from kvtier.heads.probes.row import row_of
-from kvtier.heads.reference.attention import attending
+from kvtier.heads.reference.attention import attending, weights_beside
 from kvtier.heads.samples.questions import Question
 from kvtier.synthetic.frame import Frame
 from kvtier.synthetic.tokenizer import Tokenizer
@@ -48,6 +48,7 @@ class _Drawn:
         self.kv = kv
         self.windows = layer_windows(model)
         heads, tokens, _ = kv[0][0].shape
+        self.sinks = {at: x.view(heads, -1) for at, x in layer_sinks(model).items()}
         self.most = torch.zeros(len(kv), heads, tokens, device=kv[0][0].device)
 
     def attend(
@@ -57,6 +58,7 @@ class _Drawn:
         `[kv_heads, n, dim]`; sees: `[rows, n]`, added to the logits of those; at: their positions
         `[n]`, the last of which are the rows'."""
         context, out, window = self.kv[layer], torch.empty_like(q), self.windows[layer]
+        sinks = self.sinks.get(layer)
         heads, tokens, _ = context[0].shape
         grouped, answers = (x[0].unflatten(0, (heads, -1)) for x in (q, out))
         keys_at, rows_at = torch.cat([torch.arange(tokens, device=q.device), at]), at[-q.shape[2] :]
@@ -71,7 +73,7 @@ class _Drawn:
                 if window is not None:
                     left = keys_at <= rows_at[some, None] - window
                     logits = logits.masked_fill(left, -torch.inf)
-                weights = logits.softmax(-1)
+                weights = weights_beside(logits, None if sinks is None else sinks[head])
                 answers[head, :, some] = weights @ values
                 if window is not None:
                     continue
@@ -107,7 +109,7 @@ def attention_drawn(
         return drawn.attend(layer, q, new, sees, at, scale)
 
     ids, tokens = [*request_ids, *context_ids], len(context_ids)
-    with attending(model, attend, windows=True):
+    with attending(model, attend, varied=True):
         for begin in range(0, len(ids), CHUNK_TOKENS):
             part = torch.tensor([ids[begin : begin + CHUNK_TOKENS]], device=model.device)
             first = tokens + begin
@@ -125,7 +127,7 @@ def attention_asked(model: Any, kv: Sequence[LayerKV], questions: Sequence[Quest
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return drawn.attend(layer, q, (k[0], v[0]), row.sees, row.positions, scale)
 
-    with attending(model, attend, windows=True):
+    with attending(model, attend, varied=True):
         row.logits(model)
     return drawn.most
 

@@ -44,6 +44,17 @@ class Block(NamedTuple):
     log_votes: float = 0.0
 
 
+def with_sinks(state: AttentionState, sinks: Tensor | None) -> AttentionState:
+    """The state over what heads give to nothing, too; as it is where they do not.
+
+    state: its rows as of `attend_own`; sinks: `[heads, group]`, the logits of that
+    """
+    if sinks is None:
+        return state
+    logits = sinks.float().repeat_interleave(state.lse.shape[1] // sinks.shape[1], dim=1)
+    return state.merge(AttentionState(torch.zeros_like(state.out), logits))
+
+
 def mean_entry(k: Tensor, v: Tensor) -> Block:
     """One entry that stands for all of `k`, `v` `[heads, n, dim]` with n votes."""
     return Block(k.mean(1, keepdim=True), v.mean(1, keepdim=True), math.log(k.shape[1]))
@@ -75,11 +86,13 @@ def attend_own(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:
     return AttentionState(*_streamed(q.reshape(heads, -1, dim), k, v, scale, rows))
 
 
-def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+def attend_window(
+    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """New tokens over the last `window` tokens up to each.
 
     q: `[heads, group, tokens, dim]`; k, v: `[heads, entries, dim]`, the last of them the tokens'
-    own. Returns the output, as q.
+    own; sinks: as of `with_sinks`. Returns the output, as q.
     """
     tokens, entries = q.shape[2], k.shape[1]
     at = torch.arange(entries, device=q.device)
@@ -89,8 +102,17 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) ->
         own = at[entries - tokens + begin : entries - tokens + end, None]
         logits = (q[:, :, begin:end].float() * scale) @ k.float()[:, None].transpose(2, 3)
         logits.masked_fill_((at > own) | (at <= own - window), -torch.inf)
-        parts.append((logits.softmax(-1) @ v.float()[:, None]).to(q.dtype))
+        weights = weights_beside(logits, sinks)
+        parts.append((weights @ v.float()[:, None]).to(q.dtype))
     return torch.cat(parts, dim=2)
+
+
+def weights_beside(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax of logits `[..., rows, entries]`, which leaves to nothing what sinks `[...]` ask."""
+    if sinks is None:
+        return logits.softmax(-1)
+    nothing = sinks.to(logits.dtype)[..., None, None].expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, nothing], -1).softmax(-1)[..., :-1]
 
 
 def _has_tiled_kernel(q: Tensor) -> bool:
@@ -129,11 +151,11 @@ def _streamed(
 
 
 @contextmanager
-def attending(model: Any, attend_layer: AttendLayer, *, windows: bool = False) -> Iterator[None]:
+def attending(model: Any, attend_layer: AttendLayer, *, varied: bool = False) -> Iterator[None]:
     """Within this context every attention layer of `model` calls
     `attend_layer(layer, q, k, v, scale)` instead, on rotated q `[batch, heads, tokens, dim]` and
-    k, v `[batch, kv_heads, tokens, dim]` of the new tokens, for an output shaped like q. windows:
-    whether it computes layers that have one.
+    k, v `[batch, kv_heads, tokens, dim]` of the new tokens, for an output shaped like q. varied:
+    whether it computes windows and sinks where layers have them.
 
     One context per model at a time; not for several threads.  Undone on exit, errors included.
     """
@@ -141,8 +163,8 @@ def attending(model: Any, attend_layer: AttendLayer, *, windows: bool = False) -
     def forward(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: object, **options: Any
     ) -> tuple[Tensor, None]:
-        for name in ("sliding_window", "softcap", "s_aux"):
-            if options.get(name) is not None and not (windows and name == "sliding_window"):
+        for name in ("softcap",) if varied else ("sliding_window", "softcap", "s_aux"):
+            if options.get(name) is not None:
                 raise UnsupportedModelError("--model-path", "plain full attention", name)
         out = attend_layer(module.layer_idx, query, key, value, float(options["scaling"]))
         return out.to(query.dtype).transpose(1, 2).contiguous(), None

@@ -177,7 +177,7 @@ def _find(model: Any) -> list[KeyRotation | None]:
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
     ids = torch.full((1, len(positions)), PROVING_TOKEN, device=model.device)
-    with attending(model, attend_layer, windows=True):
+    with attending(model, attend_layer, varied=True):
         model(ids, position_ids=positions[None], use_cache=False, logits_to_keep=1)
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     if rotary is not None and FULL in getattr(rotary, "layer_types", ()):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import UsageError
-from kvtier.heads.model.config import layer_windows, shape_of
+from kvtier.heads.model.config import layer_sinks, layer_windows, shape_of
 from kvtier.heads.profile import HeadProfile
 from kvtier.heads.reference.attention import (
     AttentionState,
@@ -34,6 +34,7 @@ from kvtier.heads.reference.attention import (
     attend_window,
     attending,
     mean_entry,
+    with_sinks,
 )
 from kvtier.retention.locality import DroppedSpan, LocalityRule
 from kvtier.retention.shares import profile_slots
@@ -57,11 +58,14 @@ class ClassCache:
     settled: list[Block] = field(default_factory=list)
     fresh: list[Block] = field(default_factory=list)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """New tokens over everything held and themselves (shapes as in `attend_own`), then hold
-        them too."""
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None
+    ) -> Tensor:
+        """New tokens over everything held and themselves (shapes as in `attend_own`, `with_sinks`),
+        then hold them too."""
         # States are merged in float32, whatever the model computes in.
-        return self.attend_state(q, k, v, scale).out.reshape(q.shape).to(q.dtype)
+        state = with_sinks(self.attend_state(q, k, v, scale), sinks)
+        return state.out.reshape(q.shape).to(q.dtype)
 
     def attend_state(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:
         """As `attend`, with the log-sum-exp; rows as in `attend_own`."""
@@ -146,6 +150,8 @@ class ReferenceSession:
         self.num_tokens = 0
         self._pending: list[int] = []
         self.windows = layer_windows(model)
+        heads = profile.shape.num_kv_heads
+        self._sinks = {at: x.view(heads, -1) for at, x in layer_sinks(model).items()}
         # KV of layers with a window, of all tokens; what left the window nobody sees.
         self._window_kv: dict[int, tuple[Tensor, Tensor]] = {}
         self._anchored = [ClassCache(heads, kv_dtype) for heads in profile.ca_heads]
@@ -193,7 +199,7 @@ class ReferenceSession:
             raise UsageError("prompt_ids", "at least one token", [])
         start, prompt = self.num_tokens, [*self._pending, *map(int, prompt_ids)]
         result, self._pending = TurnResult([], []), []
-        with attending(self.model, self._attend, windows=True):
+        with attending(self.model, self._attend, varied=True):
             logits = self._prefill(prompt)
             while len(result.token_ids) < max_new_tokens:
                 token = int(logits.argmax())
@@ -232,16 +238,18 @@ class ReferenceSession:
             k, v = (torch.cat(x, 1) for x in zip(self._window_kv[layer], (k, v), strict=True))
         self._window_kv[layer] = k, v
         grouped = q[0].unflatten(0, (k.shape[0], -1))
-        return attend_window(grouped, k, v, window, scale).reshape(q.shape)
+        sinks = self._sinks.get(layer)
+        return attend_window(grouped, k, v, window, scale, sinks).reshape(q.shape)
 
     def _attend_layer(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """A layer that attends to everything."""
         grouped = q[0].unflatten(0, (k.shape[1], -1))
-        out = torch.empty_like(grouped)
+        out, sinks = torch.empty_like(grouped), self._sinks.get(layer)
         for cache in self._caches(layer):
             if cache.heads:
                 heads = list(cache.heads)
-                out[heads] = cache.attend(grouped[heads], k[0, heads], v[0, heads], scale)
+                theirs = None if sinks is None else sinks[heads]
+                out[heads] = cache.attend(grouped[heads], k[0, heads], v[0, heads], scale, theirs)
         return out.view(q.shape)
 
     def _dropped(self, start: int, prompt_stop: int) -> DroppedSpan:

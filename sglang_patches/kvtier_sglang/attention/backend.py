@@ -19,7 +19,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, Shar
 
 from kvtier.config import Settings
 from kvtier.errors import IncompatibleFlagError
-from kvtier_kernels import AttentionKernels, AttentionState, RaggedKV, get_kernels
+from kvtier_kernels import AttentionKernels, AttentionState, RaggedKV, get_kernels, with_sinks
 from kvtier_kernels.fp8 import as_stored
 from kvtier_sglang.attention.drafts import fold, over_branches, over_prefixes, unfold
 from kvtier_sglang.attention.plans import BatchPlan, Planner, indptr
@@ -161,13 +161,16 @@ class KvtierAttnBackend(AttentionBackend):
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q [tokens, heads * dim], k, v [tokens, KV heads, dim] -> [tokens, heads * dim]."""
+        """q [tokens, heads * dim], k, v [tokens, KV heads, dim] -> [tokens, heads * dim]. sinks:
+        [heads], the logits of what heads give to nothing."""
         batch = self._metadata()
         q, k, v = self._shaped(q, k, v, layer)
+        sinks = self._of_groups(sinks)
         index = layer.layer_id - self.pool.start_layer
         if self._windowed[index]:
-            return self._window(index, q, k, v, layer.scaling, batch, save=save_kv_cache)
+            return self._window(index, q, k, v, layer.scaling, batch, sinks, save=save_kv_cache)
         if self.selection is not None and batch.prefill is not None:
             self.selection.observe(index, q, k, v, batch.prefill, layer.scaling)
         memory = None if batch.memory is None else batch.memory.state(index, q, layer.scaling)
@@ -187,7 +190,7 @@ class KvtierAttnBackend(AttentionBackend):
         if batch.lists is not None:
             before = self.planner.lists.extend(q, batch.q_indptr, batch.lists, index, layer.scaling)
             state = self.kernels.merge_states(before, state)
-        return self._with_memory(index, state, memory)
+        return self._with_memory(index, state, memory, sinks)
 
     def forward_decode(
         self,
@@ -197,13 +200,15 @@ class KvtierAttnBackend(AttentionBackend):
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One token per request; shapes as in `forward_extend`."""
         batch = self._metadata()
         q, k, v = self._shaped(q, k, v, layer)
+        sinks = self._of_groups(sinks)
         index = layer.layer_id - self.pool.start_layer
         if self._windowed[index]:
-            return self._window(index, q, k, v, layer.scaling, batch, save=save_kv_cache)
+            return self._window(index, q, k, v, layer.scaling, batch, sinks, save=save_kv_cache)
         memory = None if batch.memory is None else batch.memory.state(index, q, layer.scaling)
         q, k, v = self._stored(index, q, k, v, batch, save=save_kv_cache)
         watching = self._watching
@@ -211,7 +216,7 @@ class KvtierAttnBackend(AttentionBackend):
             watching.record(index, q)
         assert batch.lists is not None, "a decoding pass without a plan"
         state = self.planner.lists.decode(q, batch.lists, index, layer.scaling)
-        return self._with_memory(index, state, memory)
+        return self._with_memory(index, state, memory, sinks)
 
     def _window(
         self,
@@ -221,6 +226,7 @@ class KvtierAttnBackend(AttentionBackend):
         v: torch.Tensor,
         scale: float,
         batch: BatchPlan,
+        sinks: torch.Tensor | None,
         *,
         save: bool,
     ) -> torch.Tensor:
@@ -230,9 +236,9 @@ class KvtierAttnBackend(AttentionBackend):
         q, k, v = self._stored(index, q, k, v, batch, save=save)
         if batch.q_indptr:
             kv = RaggedKV(*self.pool.kv[index])
-            out = windows.extend(q, k, v, batch.q_indptr, kv, batch.tails, scale)
+            out = windows.extend(q, k, v, batch.q_indptr, kv, batch.tails, scale, sinks)
         else:
-            out = windows.decode(q, batch.windows, index, scale)
+            out = windows.decode(q, batch.windows, index, scale, sinks)
         return self._in_model_units(index, out)
 
     def _verify(
@@ -254,13 +260,19 @@ class KvtierAttnBackend(AttentionBackend):
         return unfold(self.kernels.merge_states(state, branches).o, count)
 
     def _with_memory(
-        self, index: int, state: AttentionState, memory: AttentionState | None
+        self,
+        index: int,
+        state: AttentionState,
+        memory: AttentionState | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """A layer's output, of what was found in entries (in stored units) and in memories."""
         if memory is not None:
             v_scale = self.pool.scales.of(index).v
             o = memory.o if v_scale == 1.0 else memory.o / v_scale
             state = self.kernels.merge_states(state, AttentionState(o, memory.lse))
+        if sinks is not None:
+            state = with_sinks(state, sinks)
         return self._in_model_units(index, state.o)
 
     def _stored(
@@ -299,6 +311,10 @@ class KvtierAttnBackend(AttentionBackend):
         if scale != 1.0:
             out.mul_(scale)
         return out.view(out.shape[0], -1)
+
+    def _of_groups(self, sinks: torch.Tensor | None) -> torch.Tensor | None:
+        """Of the query heads of each KV head, float32 `[heads, group]`."""
+        return None if sinks is None else sinks.float().view(self.pool.head_num, -1)
 
     def _metadata(self) -> BatchPlan:
         assert self.forward_metadata is not None, "init_forward_metadata was not called"

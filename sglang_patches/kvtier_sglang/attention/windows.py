@@ -16,8 +16,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kvtier_kernels import AttentionKernels, RaggedKV
+from kvtier_kernels import AttentionKernels, RaggedKV, with_sinks
 from kvtier_kernels.fp8 import take
 from kvtier_kernels.lists import ListTables
 from kvtier_sglang.attention.lists import Dense
@@ -78,9 +79,12 @@ class Windows:
         )
         return known[requests]
 
-    def decode(self, q: torch.Tensor, plan: Any, layer: int, scale: float) -> torch.Tensor:
-        """See ListKernels.decode; the output alone."""
-        return self._kernels.decode(q, self._cells, plan, layer, scale).o
+    def decode(
+        self, q: torch.Tensor, plan: Any, layer: int, scale: float, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See ListKernels.decode and kvtier_kernels.with_sinks; the output alone."""
+        state = self._kernels.decode(q, self._cells, plan, layer, scale)
+        return state.o if sinks is None else with_sinks(state, sinks).o
 
     def extend(
         self,
@@ -91,11 +95,12 @@ class Windows:
         kv: RaggedKV,
         tails: Sequence[torch.Tensor],
         scale: float,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """New tokens over themselves and over the `tails` of their prefixes.
 
         q: [tokens, heads, group, dim]; k, v: [tokens, heads, dim]; request i owns the rows
-        q_indptr[i]:q_indptr[i + 1]. Returns the output, as q.
+        q_indptr[i]:q_indptr[i + 1]; sinks: [heads, group] or None. Returns the output, as q.
         """
         out = torch.empty_like(q)
         for (begin, end), tail in zip(pairwise(q_indptr), tails, strict=True):
@@ -103,19 +108,24 @@ class Windows:
                 torch.cat([take(held, 0, tail).to(q.dtype), new[begin:end].to(q.dtype)])
                 for held, new in ((kv.k, k), (kv.v, v))
             )
-            out[begin:end] = over_window(q[begin:end], keys, values, self.tokens, scale)
+            out[begin:end] = over_window(q[begin:end], keys, values, self.tokens, scale, sinks)
         return out
 
 
 def over_window(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int,
+    scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The last tokens of a request, each over the last `window` tokens up to itself.
 
-    q: [tokens, heads, group, dim]; k, v: [entries, heads, dim], whose last are the tokens' own.
-    Returns the output, as q.
+    q: [tokens, heads, group, dim]; k, v: [entries, heads, dim], whose last are the tokens' own;
+    sinks: [heads, group], see kvtier_kernels.with_sinks. Returns the output, as q.
     """
-    tokens, heads, group, _ = q.shape
+    tokens, group, dim = len(q), *q.shape[2:]
     before = len(k) - tokens
     block = max(window, LEAST_BLOCK)
     parts = []
@@ -124,17 +134,20 @@ def over_window(
         first, last = max(0, before + begin - window + 1), before + end
         row = torch.arange(before + begin, last, device=q.device)[:, None]
         key = torch.arange(first, last, device=q.device)
-        keys, values = (
-            x[first:last].transpose(0, 1)[:, None].expand(heads, group, -1, -1) for x in (k, v)
-        )
-        found = torch.nn.functional.scaled_dot_product_attention(
-            q[begin:end].permute(1, 2, 0, 3),
-            keys,
-            values,
-            attn_mask=(key <= row) & (key > row - window),
-            scale=scale,
-        )
-        parts.append(found.permute(2, 0, 1, 3))
+        sees = (key <= row) & (key > row - window)
+        queries = q[begin:end].permute(1, 2, 0, 3)
+        keys, values = (x[first:last].transpose(0, 1) for x in (k, v))
+        if sinks is not None:
+            # One entry more, which all see, by a dimension of its own: PyTorch's attention returns
+            # no log-sum-exp to merge by. Its kernels want dimensions in eights.
+            sees = pad(sees, (1, 0), value=True)
+            queries = pad(queries, (0, 8))
+            keys, values = (pad(x, (0, 8, 1, 0)) for x in (keys, values))
+            queries[..., dim] = sinks[..., None] / scale
+            keys[:, 0, dim] = 1
+        keys, values = (x[:, None].expand(-1, group, -1, -1) for x in (keys, values))
+        found = scaled_dot_product_attention(queries, keys, values, attn_mask=sees, scale=scale)
+        parts.append(found[..., :dim].permute(2, 0, 1, 3))
     return torch.cat(parts) if parts else torch.empty_like(q)
 
 

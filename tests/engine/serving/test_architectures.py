@@ -12,7 +12,7 @@ import pytest
 import torch
 from compressing import RULE, RULE_ENV
 from engine_process import run_engine
-from tiny_models import EXPERTS, VOCAB, WINDOWS, write_model
+from tiny_models import EXPERTS, EXPERTS_ON_CPU, SINKS, VOCAB, WINDOWS, write_model
 
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.profile import full_profile
@@ -62,6 +62,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 3, windows": ("Gemma3", WINDOWS),
     "OLMo 3, windows": ("Olmo3", WINDOWS),
     "Cohere 2, windows": ("Cohere2", WINDOWS),
+    "gpt-oss, windows and sinks": ("GptOss", SINKS),
 }
 # SGLang's own model says something else than transformers, with its own attention, too.
 AS_STOCK = ("OLMo 3, windows",)
@@ -118,7 +119,7 @@ def answers_of(
     ]
     engine = {
         "model_path": str(model), "dtype": dtype, "max_total_tokens": 4000,
-        "chunked_prefill_size": 128, **backends,
+        "chunked_prefill_size": 128, "moe_runner_backend": EXPERTS_ON_CPU, **backends,
     }  # fmt: skip
     folder.mkdir()
     return run_engine(folder, engine, rounds, env)

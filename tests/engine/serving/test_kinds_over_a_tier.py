@@ -16,7 +16,7 @@ from engine_process import DEMO_MODEL, run_engine
 from thorough import THOROUGH
 from tierd.live_tier import live_tier
 from tiered_engine import continued
-from tiny_models import EXPERTS, WINDOWS, write_model
+from tiny_models import EXPERTS, EXPERTS_ON_CPU, SINKS, WINDOWS, write_model
 
 from kvtier.heads.reference.compaction import AdaptiveSession
 from kvtier.heads.tokens import fit_tokens
@@ -29,6 +29,7 @@ NEW = 9
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-MoE": ("Qwen3Moe", EXPERTS),
     "Gemma 3": ("Gemma3", WINDOWS),
+    "gpt-oss": ("GptOss", SINKS),
 }
 MORE_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4.5": ("Glm4Moe", {"n_routed_experts": 4, **EXPERTS}),
@@ -72,7 +73,7 @@ def test_it_goes_on_from_the_tier_as_the_reference_says(tmp_path: Path, kind: st
             rounds.append([request])
     engine = {
         "model_path": str(tmp_path / "model"), "max_total_tokens": 6000,
-        "chunked_prefill_size": 256, **POLICIES["kvtier"],
+        "chunked_prefill_size": 256, "moe_runner_backend": EXPERTS_ON_CPU, **POLICIES["kvtier"],
     }  # fmt: skip
     env = {**RULE_ENV, **competing(tmp_path, worth), "KVTIER_RETENTION": "0.3"}
     with live_tier(tmp_path, "--memory", "256m") as tier:

@@ -30,9 +30,11 @@ def exact_kv(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 Kind = tuple[str, dict[str, Any], set[int]]
 # Architecture, what else it has, its layers with a window.
 PLAIN, WINDOWED = ("Llama", {}, set[int]()), ("Gemma3", WINDOWS, {0, 2})
+SINKS = ("GptOss", WINDOWS, {0, 2})
+KINDS = [(512, PLAIN), (3, PLAIN), (3, WINDOWED), (3, SINKS)]
 
 
-@pytest.mark.parametrize(("chunk_tokens", "kind"), [(512, PLAIN), (7, PLAIN), (7, WINDOWED)])
+@pytest.mark.parametrize(("chunk_tokens", "kind"), KINDS)
 def test_it_is_the_most_that_any_later_query_gives_a_token(
     monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, kind: Kind
 ) -> None:
@@ -54,7 +56,7 @@ def test_it_is_the_most_that_any_later_query_gives_a_token(
         torch.testing.assert_close(found[layer], most, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("chunk_tokens", "kind"), [(512, PLAIN), (3, PLAIN), (3, WINDOWED)])
+@pytest.mark.parametrize(("chunk_tokens", "kind"), KINDS)
 def test_questions_draw_what_each_would_draw_alone(
     monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, kind: Kind
 ) -> None:
