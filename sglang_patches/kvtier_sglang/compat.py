@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -76,6 +76,11 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+# Models in which a picture's tokens attend to all of it, which the backend does not compute. SGLang
+# serves their text alone where it is not asked for more.
+_SEE_AHEAD = frozenset({"Gemma3ForConditionalGeneration"})
+
+
 def backends_are_ours() -> tuple[bool, bool]:
     """Whether (attention, radix cache) of this process's server are kvtier's."""
     from sglang.srt.runtime_context import get_exec, get_memory
@@ -134,6 +139,7 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
     config = check_config(server_args)
     if config is None:
         return
+    _check_pictures(server_args, config)
     if windows_of(config):
         _check_windows(server_args, settings)
     shape = model_shape(config)
@@ -238,6 +244,14 @@ def _check_codes(server_args: Any, settings: Settings) -> None:
             raise IncompatibleFlagError(
                 "--kept-dtype", f"none together with {other}", settings.kept_dtype
             )
+
+
+def _check_pictures(server_args: Any, config: Mapping[str, Any]) -> None:
+    """Raise IncompatibleFlagError where a picture's tokens would attend to those behind them."""
+    seen = _SEE_AHEAD.intersection(config.get("architectures") or ())
+    if seen and getattr(server_args, "enable_multimodal", None):
+        expected = f"no pictures together with kvtier and {', '.join(seen)}, text alone"
+        raise IncompatibleFlagError("--enable-multimodal", expected, True)
 
 
 def _check_windows(server_args: Any, settings: Settings) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from engine_process import CLEAN_ENVIRONMENT, DEMO_MODEL
+from kinds import REFUSED, configuration, snapshot
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from kvtier import cli
@@ -23,46 +25,29 @@ from kvtier.errors import IncompatibleFlagError, UnsupportedModelError
 from kvtier.heads.calibrate import calibrate_heads
 from kvtier.heads.methods import Target
 from kvtier.heads.model.config import folder_of, model_name, read_config, weights_revision
-from kvtier.heads.model.support import check_supported, windows_of
+from kvtier.heads.model.support import NESTED, check_supported, windows_of
 from kvtier.heads.profile import load_profile
 from kvtier_sglang import compat, support
 
-MLA, OTHER, WINDOW, SPARSE = "MLA", "layers without KV", "windows in every", "sparse or chunked"
-CAP, ALIBI, CROSS = "capped", "ALiBi", "cross-attention"
-# Kind -> (configuration class of transformers or what stands in the file, obstacle).
-REFUSED: dict[str, tuple[str | dict[str, Any], str]] = {
-    "Gemma 2": ("Gemma2Config", CAP),
-    "Gemma 3n": ("Gemma3nTextConfig", "share KV"),
-    "Gemma 4": ({"head_dim": 256, "global_head_dim": 512}, "more than one size"),
-    "DeepSeek V2": ("DeepseekV2Config", MLA),
-    "DeepSeek V3": ("DeepseekV3Config", MLA),
-    "Qwen3-Next": ("Qwen3NextConfig", OTHER),
-    "Falcon-H1": ("FalconH1Config", OTHER),
-    "LFM2": ("Lfm2Config", OTHER),
-    "Mamba": ("MambaConfig", OTHER),
-    "Jamba": ("JambaConfig", OTHER),
-    "MiniMax": ("MiniMaxConfig", "layers of other kinds"),
-    "RecurrentGemma": ("RecurrentGemmaConfig", OTHER),
-    "Llama 4": ("Llama4TextConfig", SPARSE),
-    "Mistral with a window": ("MistralConfig", WINDOW),
-    "Bloom": ({"architectures": ["BloomForCausalLM"], "model_type": "bloom", "alibi": True}, ALIBI),
-    "MPT": ({"architectures": ["MPTForCausalLM"], "attn_config": {"alibi": True}}, ALIBI),
-    "Grok 1": ({"architectures": ["Grok1ModelForCausalLM"]}, CAP),
-    "Grok 2": ({"architectures": ["Grok1ForCausalLM"], "attn_logit_softcapping": 30.0}, CAP),
-    "T5": ("T5Config", CROSS),
-    "Llama 3.2 Vision": ("MllamaConfig", CROSS),
-    "BERT": ("BertConfig", "encoder"),
-    "MiMo-V2-Flash": (
-        {"hybrid_layer_pattern": [0, 1], "v_head_dim": 128, "head_dim": 192},
-        WINDOW,
+# Kind -> words of the obstacle that is named.
+REASONS: dict[str, str] = {
+    **dict.fromkeys(("DeepSeek V2", "DeepSeek V3", "Kimi K2, nested"), "MLA"),
+    **dict.fromkeys(
+        ("Qwen3-Next", "Qwen3.5", "Falcon-H1", "LFM2", "Mamba", "Jamba", "RecurrentGemma",
+         "Ring-linear", "MiniCPM-SALA"),
+        "layers without KV",
     ),
-    "Ring-linear": ({"model_type": "bailing_moe_linear", "layer_group_size": 8}, OTHER),
-    "MiniCPM-SALA": ({"mixer_types": ["minicpm4", "lightning"]}, OTHER),
-    "MiniMax-M3": ({"sparse_attention_config": {"block": 128}}, SPARSE),
-    "DeciLM": ({"block_configs": [{}]}, "layers that differ"),
-    "nested, llm_config": ({"llm_config": {"kv_lora_rank": 512}}, MLA),
-    "nested, thinker": ({"thinker_config": {"text_config": {"kv_lora_rank": 512}}}, MLA),
-}
+    **dict.fromkeys(("Gemma 2", "Grok 1", "Grok 2"), "capped"),
+    **dict.fromkeys(("Llama 4", "MiniMax-M3"), "sparse or chunked"),
+    **dict.fromkeys(("Mistral with a window", "MiMo-V2-Flash"), "windows in every"),
+    **dict.fromkeys(("Bloom", "MPT"), "ALiBi"),
+    **dict.fromkeys(("T5", "Llama 3.2 Vision"), "cross-attention"),
+    "Gemma 3n": "share KV",
+    "Gemma 4": "more than one size",
+    "MiniMax": "layers of other kinds",
+    **dict.fromkeys(("BERT", "EmbeddingGemma"), "encoder"),
+    "DeciLM": "layers that differ",
+}  # fmt: skip
 # Those whose layers have windows but for some: the window, and which layer of how many has none.
 WITH_WINDOWS: dict[str, tuple[str, int, int]] = {
     "Gemma 3": ("Gemma3TextConfig", 4096, 6),
@@ -91,21 +76,17 @@ SERVED: dict[str, dict[str, Any]] = {
 
 
 def written(kind: str) -> dict[str, Any]:
-    import transformers
-
-    config, *_ = {**REFUSED, **WITH_WINDOWS}[kind]
-    if isinstance(config, str):
-        made = getattr(transformers, config)()
-        name = config.removesuffix("Config") + "ForCausalLM"
-        always = {"architectures": [name], "model_type": made.model_type}
+    """What stands in a model's config.json."""
+    if kind in REFUSED:
+        return configuration(REFUSED[kind])
+    found = configuration(WITH_WINDOWS[kind][0])
+    if kind == "OLMo 3":
         # As long as those of the models that people run; the default's may fit into a window.
-        long = {"max_position_embeddings": 131072} if kind == "OLMo 3" else {}
-        found = {**made.to_diff_dict(), **always, **long}
-        if kind.endswith("before layers had types"):
-            found["sliding_window"] = found.get("sliding_window", made.sliding_window)
-            del found["layer_types"]
-        return found
-    return {"architectures": ["X"], "num_attention_heads": 4, "hidden_size": 64, **config}
+        found["max_position_embeddings"] = 131072
+    if kind.endswith("before layers had types"):
+        found["sliding_window"] = getattr(transformers, WITH_WINDOWS[kind][0])().sliding_window
+        del found["layer_types"]
+    return found
 
 
 def arguments(model_path: str) -> SimpleNamespace:
@@ -124,17 +105,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def snapshot(hub: Path, name: str) -> Path:
-    """The folder of a model in the hub's cache."""
-    revision = "0123456789abcdef0123456789abcdef01234567"
-    model = hub / f"models--{name.replace('/', '--')}"
-    (model / "refs").mkdir(parents=True)
-    (model / "refs" / "main").write_text(revision)
-    folder = model / "snapshots" / revision
-    folder.mkdir(parents=True)
-    return folder
-
-
 @pytest.mark.parametrize("by", ["folder", "hub id"])
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_kind_that_cannot_be_served_is_refused_by_name(hub: Path, kind: str, by: str) -> None:
@@ -143,10 +113,19 @@ def test_a_kind_that_cannot_be_served_is_refused_by_name(hub: Path, kind: str, b
     folder = snapshot(hub, name)
     (folder / "config.json").write_text(json.dumps(written(kind)))
     path = str(folder) if by == "folder" else name
-    with pytest.raises(UnsupportedModelError, match=rf"^--model-path: .*{REFUSED[kind][1]}"):
+    why = REASONS[kind]
+    with pytest.raises(UnsupportedModelError, match=rf"^--model-path: .*{why}"):
         compat.check_server_args(arguments(path), load_settings())
-    with pytest.raises(UnsupportedModelError, match=REFUSED[kind][1]):
+    with pytest.raises(UnsupportedModelError, match=why):
         check_supported(read_config(path))
+
+
+@pytest.mark.parametrize("key", NESTED)
+def test_a_language_model_is_found_where_it_is_one_part_of_several(key: str) -> None:
+    part = {key: {"kv_lora_rank": 512}}
+    for nested in (part, {"thinker_config": part}) if key != "thinker_config" else (part,):
+        with pytest.raises(UnsupportedModelError, match=r"X \(MLA\)"):
+            check_supported({"architectures": ["X"], **nested})
 
 
 @pytest.mark.engine
@@ -164,17 +143,9 @@ def test_a_server_that_is_started_with_one_ends_by_its_name(tmp_path: Path, by: 
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert re.fullmatch(f"kvtier: error: --model-path: .*{WINDOW}.*", done.stderr.splitlines()[-1])
+    why = REASONS["Mistral with a window"]
+    assert re.fullmatch(f"kvtier: error: --model-path: .*{why}.*", done.stderr.splitlines()[-1])
     assert "Traceback" not in done.stderr
-
-
-def test_the_docs_name_every_kind() -> None:
-    """Words in brackets and behind commas tell kinds of one name apart."""
-    text = (DEMO_MODEL.parents[1] / "docs" / "models.md").read_text()
-    for kind in REFUSED:
-        name = kind.split(",")[0].removesuffix(" with a window")
-        if name != "nested":
-            assert all(word in text for word in name.split(" ")), kind
 
 
 @pytest.mark.parametrize("kind", SERVED)
@@ -232,6 +203,16 @@ def test_windows_of_some_layers_are_served(hub: Path, kind: str, by: str) -> Non
     assert len(windows) == config["num_hidden_layers"]
     assert [at for at, one in enumerate(windows) if one is None][:2] == [every - 1, 2 * every - 1]
     assert set(windows) == {None, window}
+
+
+def test_pictures_whose_tokens_see_ahead_are_refused(tmp_path: Path) -> None:
+    whole = {**written("Gemma 3, whole"), "architectures": ["Gemma3ForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    given = arguments(str(tmp_path))
+    compat.check_server_args(given, load_settings())
+    given.enable_multimodal = True
+    with pytest.raises(IncompatibleFlagError, match="^--enable-multimodal: .*text alone"):
+        compat.check_server_args(given, load_settings())
 
 
 @pytest.mark.parametrize("flag", BESIDE_WINDOWS)

@@ -65,6 +65,8 @@ def _any_of(*keys: str) -> Callable[[Config], bool]:
 
 
 def _is_encoder(config: Config) -> bool:
+    if config.get("use_bidirectional_attention") in (True, "all"):
+        return True
     kind = str(config.get("model_type") or "")
     return any(kind.endswith(name) for name in _ENCODERS) and not config.get("is_decoder")
 

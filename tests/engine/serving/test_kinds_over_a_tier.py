@@ -13,10 +13,10 @@ import pytest
 import torch
 from compressing import POLICIES, RULE, RULE_ENV, competing
 from engine_process import DEMO_MODEL, run_engine
+from kinds import EXPERTS_ON_CPU, KINDS, OVER_A_TIER, write_model
 from thorough import THOROUGH
 from tierd.live_tier import live_tier
 from tiered_engine import continued
-from tiny_models import EXPERTS, EXPERTS_ON_CPU, SINKS, WINDOWS, write_model
 
 from kvtier.heads.reference.compaction import AdaptiveSession
 from kvtier.heads.tokens import fit_tokens
@@ -26,26 +26,14 @@ from kvtier.retention.shares import FixedShare, Turn
 pytestmark = pytest.mark.engine
 
 NEW = 9
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Qwen3-MoE": ("Qwen3Moe", EXPERTS),
-    "Gemma 3": ("Gemma3", WINDOWS),
-    "gpt-oss": ("GptOss", SINKS),
-}
-MORE_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "GLM-4.5": ("Glm4Moe", {"n_routed_experts": 4, **EXPERTS}),
-    "Mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
-    "OLMoE": ("Olmoe", {"num_key_value_heads": 4, **EXPERTS}),
-    "Cohere 2": ("Cohere2", WINDOWS),
-}
-TESTED = {**KINDS, **(MORE_KINDS if THOROUGH else {})}
+TESTED = OVER_A_TIER if THOROUGH else OVER_A_TIER[:3]
 
 
-@pytest.mark.parametrize("kind", TESTED)
-def test_it_goes_on_from_the_tier_as_the_reference_says(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("name", TESTED)
+def test_it_goes_on_from_the_tier_as_the_reference_says(tmp_path: Path, name: str) -> None:
     """Two sessions of three turns, the last of each behind another server."""
-    architecture, others = TESTED[kind]
-    sizes = {"vocab_size": 384, "max_position_embeddings": 4096}
-    model = write_model(tmp_path / "model", architecture, {**others, **sizes})
+    kind = KINDS[name]
+    model = write_model(tmp_path / "model", kind, vocab_size=384, max_position_embeddings=4096)
     for file in DEMO_MODEL.glob("tokenizer*"):
         shutil.copy(file, tmp_path / "model")
     worth = fit_tokens(str(tmp_path / "model"), contexts=2, lengths=[256]).worth
@@ -55,7 +43,7 @@ def test_it_goes_on_from_the_tier_as_the_reference_says(tmp_path: Path, kind: st
         [torch.randint(6, 384, (count,), generator=random).tolist() for count in counts]
         for counts in ((500, 700), (40, 200), (60, 30))
     ]
-    rule = replace(RULE, window=others.get("sliding_window") or 0)
+    rule = replace(RULE, window=kind.extra.get("sliding_window") or 0)
     sessions = [AdaptiveSession(model, rule, 256, Reconstruction.of(worth)) for _ in turns[0]]
     for session in sessions:
         session.keep_count = lambda prompt, span: share.choose(Turn(prompt, span)).kept_tokens

@@ -14,9 +14,9 @@ import pytest
 import torch
 from compressing import POLICIES, RULE, RULE_ENV, competing
 from engine_process import DEMO_MODEL, run_engine, run_script
+from kinds import WINDOW, WINDOWS, Kind, write_model
 from thorough import THOROUGH
 from tierd.live_tier import live_tier
-from tiny_models import WINDOW, WINDOWS, write_model
 
 from kvtier import cli
 from kvtier.heads.model.config import shape_of
@@ -36,7 +36,7 @@ KEPT = FixedShare(SHARE)
 def written(folder: Path, kind: str, **others: Any) -> tuple[Any, TokenWorth, dict[str, str]]:
     """A model in folder/model, a random map of its tokens' worth, and the settings by which its
     heads compete."""
-    model = write_model(folder / "model", kind, {**WINDOWS, **SIZES, **others})
+    model = write_model(folder / "model", Kind(kind, WINDOWS), **SIZES, **others)
     shape = shape_of(model)
     width = feature_width(shape.num_kv_heads, shape.head_dim)
     random = torch.Generator().manual_seed(0)
@@ -97,7 +97,7 @@ def test_four_turns_say_what_the_reference_says(tmp_path: Path, kind: str) -> No
 
 def test_such_a_model_is_calibrated_and_served(tmp_path: Path) -> None:
     """What its tokens are worth is fitted, of its full layers; a curve and heads are not."""
-    write_model(tmp_path / "model", "Gemma3", {**WINDOWS, **SIZES})
+    write_model(tmp_path / "model", Kind("Gemma3", WINDOWS), **SIZES)
     for file in DEMO_MODEL.glob("tokenizer*"):
         shutil.copy(file, tmp_path / "model")
     model, file = str(tmp_path / "model"), tmp_path / "worth.npz"
