@@ -211,7 +211,7 @@ def test_pictures_whose_tokens_see_ahead_are_refused(tmp_path: Path) -> None:
     given = arguments(str(tmp_path))
     compat.check_server_args(given, load_settings())
     given.enable_multimodal = True
-    with pytest.raises(IncompatibleFlagError, match="^--enable-multimodal: .*text alone"):
+    with pytest.raises(IncompatibleFlagError, match=r"^--enable-multimodal: .*text alone"):
         compat.check_server_args(given, load_settings())
 
 
