@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -162,11 +162,14 @@ class Confirmed(NamedTuple):
     keys:      each layer's, `[heads, tokens, dim]`
     positions: of the token, `[tokens]`
     windows:   how many of its newest tokens each layer attends to; None for all
+    shift:     how much further on than its token's index each key is rotated; None where that is
+               not the same everywhere
     """
 
     keys: list[torch.Tensor]
     positions: torch.Tensor
     windows: tuple[int | None, ...]
+    shift: int | None = 0
 
 
 @torch.inference_mode()
@@ -191,8 +194,22 @@ def confirm(runner: Any, pool: HeadPagedKVPool) -> Confirmed:
         mrope_positions=positions.expand(3, -1),
     )
     watching: Any = _Watching(runner, pool.layers, pool)
-    with forward_context(ForwardContext(attn_backend=watching)), suppress(_SeenAllError):
-        runner.model.forward(batch.input_ids, positions, batch)
+    shifts: set[int] = set()
+
+    def rotates(module: Any, args: tuple[Any, ...], others: dict[str, Any]) -> None:
+        given = (x for x in (*args, *others.values()) if isinstance(x, torch.Tensor))
+        at = next((x for x in given if x.dtype == positions.dtype), None)
+        if at is not None and at.numel() == count:
+            shifts.update((at.flatten() - positions).tolist())
+
+    with ExitStack() as stack:
+        for rotary in _rotaries(runner.model):
+            hook = rotary.register_forward_pre_hook(rotates, with_kwargs=True)
+            stack.callback(hook.remove)
+        stack.enter_context(forward_context(ForwardContext(attn_backend=watching)))
+        stack.enter_context(suppress(_SeenAllError))
+        # Some models count positions from 1, and do so in place.
+        runner.model.forward(batch.input_ids, positions.clone(), batch)
     missing = [layer for layer in pool.layers if layer not in watching.keys]
     if missing:
         raise _unsupported(f"no attention in layers {missing}")
@@ -202,7 +219,8 @@ def confirm(runner: Any, pool: HeadPagedKVPool) -> Confirmed:
     if watching.has_sinks and not any(windows):
         # What goes together with windows is checked for sinks, too.
         raise _unsupported("attention sinks where no layer has a window")
-    return Confirmed([watching.keys[layer] for layer in pool.layers], positions, windows)
+    shift = next(iter(shifts), 0) if len(shifts) < 2 else None
+    return Confirmed([watching.keys[layer] for layer in pool.layers], positions, windows, shift)
 
 
 def rotations(model: Any, confirmed: Confirmed) -> list[KeyRotation | None]:
@@ -212,6 +230,9 @@ def rotations(model: Any, confirmed: Confirmed) -> list[KeyRotation | None]:
     Raises UnsupportedModelError where a position is not the token's own index, and where no rotary
     embedding of the model fits.
     """
+    keys, positions, windows, shift = confirmed
+    if shift is None:
+        raise _unsupported("keys that are rotated by something else than their tokens' index")
     candidates: list[KeyRotation | None] = [None]
     for rotary in _rotaries(model):
         if isinstance(rotary, MRotaryEmbedding):
@@ -219,8 +240,8 @@ def rotations(model: Any, confirmed: Confirmed) -> list[KeyRotation | None]:
             raise UnsupportedModelError("--model-path", expected, type(rotary).__name__)
         # Other modules are transformers', in models under SGLang's backend for them.
         is_sglangs = hasattr(rotary, "is_neox_style")
-        candidates += _of_sglang(rotary) if is_sglangs else candidates_of(rotary)
-    keys, positions, windows = confirmed
+        of_rotary = _of_sglang(rotary) if is_sglangs else candidates_of(rotary)
+        candidates += [one.shifted(shift) for one in of_rotary]
     full = [index for index, window in enumerate(windows) if window is None]
     found: list[KeyRotation | None] = [None] * len(keys)
     proven = prove([keys[index] for index in full], positions, candidates)

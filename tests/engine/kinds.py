@@ -18,6 +18,11 @@ WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": WINDOW,
 }
+# The same of one of four: most layers choose what they keep.
+MIXED = {
+    "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": WINDOW, "num_hidden_layers": 4,
+}  # fmt: skip
 # What makes experts of a model's layers, and whose kernels compute them: SGLang takes another
 # kernel's layout of gpt-oss's weights where it may choose.
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -79,14 +84,14 @@ KINDS: dict[str, Kind] = {
     "Seed-OSS, through SGLang's transformers backend": Kind("SeedOss"),
     "GPT-NeoX, through SGLang's transformers backend": Kind("GPTNeoX", {"num_key_value_heads": 4}),
     "ERNIE 4.5, through SGLang's transformers backend": Kind("Ernie4_5"),
-    "Gemma 3, windows": Kind("Gemma3", WINDOWS),
-    "Gemma 3 with its vision tower, text": Kind("Gemma3", WINDOWS, sees=True),
-    "OLMo 3, windows": Kind("Olmo3", WINDOWS, as_stock=True),
-    "Cohere 2, windows": Kind("Cohere2", WINDOWS),
+    "Gemma 3, windows": Kind("Gemma3", MIXED),
+    "Gemma 3 with its vision tower, text": Kind("Gemma3", MIXED, sees=True),
+    "OLMo 3, windows": Kind("Olmo3", MIXED, as_stock=True),
+    "Cohere 2, windows": Kind("Cohere2", MIXED),
     "gpt-oss, windows, attention sinks, experts": Kind(
         "GptOss",
         {
-            **WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2,
+            **MIXED, "num_local_experts": 4, "num_experts_per_tok": 2,
             "rope_parameters": {**YARN, "truncate": False},
         },
     ),
@@ -95,6 +100,7 @@ KINDS: dict[str, Kind] = {
 OVER_A_TIER = (
     "Qwen3-MoE, experts", "Gemma 3, windows", "gpt-oss, windows, attention sinks, experts",
     "GLM-4.5, experts", "Mixtral, experts", "OLMoE, experts", "Cohere 2, windows",
+    "Gemma 3 with its vision tower, text",
 )  # fmt: skip
 
 # Kind -> the configuration class of transformers, or what stands in the file.
@@ -187,6 +193,9 @@ def write_model(folder: Path, kind: Kind, **sizes: Any) -> Any:
                 # SGLang has them in this dtype.
                 torch.nn.init.normal_(parameter, mean=1.0)
                 parameter.data = parameter.bfloat16().float()
+            if name.endswith("embed_tokens.weight") and kind.architecture.startswith("Gemma"):
+                # It is scaled by this; so large a model would say what it hears.
+                parameter.data /= usual["hidden_size"] ** 0.5
             if name.endswith("bias") or "norm" in name:
                 torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
     model.save_pretrained(folder)

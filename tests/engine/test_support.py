@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -262,26 +263,56 @@ def test_a_loaded_layer_that_the_backend_does_not_compute_is_refused(why: str) -
         support.check_layer(attention(**LAYERS[why]), **shape)
 
 
-def runner(*layers: RadixAttention, config: dict[str, Any] | None = None, **asked: Any) -> Any:
-    """A model runner whose model hands a repeated token's values on from layer to layer."""
+class Handing(torch.nn.Module):
+    """A model that hands a repeated token's values on from layer to layer. at: what it makes of
+    positions."""
 
-    def forward(ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> None:
+    def __init__(
+        self,
+        *layers: RadixAttention,
+        at: Callable[[torch.Tensor], torch.Tensor] = lambda positions: positions,
+        **asked: Any,
+    ) -> None:
+        super().__init__()
+        self.rotary_emb = torch.nn.Identity()
+        self._layers, self._at, self._asked = list(layers), at, asked
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> None:
+        positions = self._at(positions)
         kv = torch.ones(len(ids), 32)
-        for layer in layers:
-            layer(torch.ones(len(ids), 64), kv, kv, batch, **asked)
+        for layer in self._layers:
+            self.rotary_emb(positions)
+            layer(torch.ones(len(ids), 64), kv, kv, batch, **self._asked)
 
+
+def runner(*layers: RadixAttention, config: dict[str, Any] | None = None, **asked: Any) -> Any:
+    """A runner of such a model."""
     return SimpleNamespace(
-        device="cpu", model=SimpleNamespace(forward=forward), req_to_token_pool=None,
+        device="cpu", model=Handing(*layers, **asked), req_to_token_pool=None,
         model_config=SimpleNamespace(
             context_len=512, hf_text_config=SimpleNamespace(to_dict=lambda: config or {})
         ),
     )  # fmt: skip
 
 
+def test_positions_that_a_model_counts_otherwise_are_seen() -> None:
+    """Gemma 3 with its vision tower counts them from 1, and does so in place."""
+    layers = attention(), attention(layer_id=1)
+    counted = support.confirm(runner(*layers, at=lambda positions: positions.add_(1)), POOL)
+    assert counted.shift == 1
+    assert counted.positions[0] == 0
+    doubled = support.confirm(runner(*layers, at=lambda positions: positions * 2), POOL)
+    with pytest.raises(UnsupportedModelError, match="something else than their tokens' index"):
+        support.rotations(torch.nn.Module(), doubled)
+
+
 def test_what_layers_hand_to_attention_is_confirmed() -> None:
-    keys, positions, windows = support.confirm(runner(attention(), attention(layer_id=1)), POOL)
+    keys, positions, windows, shift = support.confirm(
+        runner(attention(), attention(layer_id=1)), POOL
+    )
     assert [k.shape for k in keys] == [(2, len(positions), 16)] * 2
     assert windows == (None, None)
+    assert shift == 0
     with pytest.raises(UnsupportedModelError, match=r"layer 0: attention with \['q_rope'\]"):
         support.confirm(runner(attention(), q_rope=torch.zeros(4)), POOL)
     sinks = runner(attention(), attention(layer_id=1), sinks=torch.zeros(4))

@@ -12,7 +12,7 @@ a rotation that is undone rightly shows it, and one that is undone wrongly does 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -49,6 +49,10 @@ class KeyRotation:
     def at(self, positions: Tensor) -> Rotation:
         """Of keys at these positions, int64 `[tokens]`."""
         return Rotation(*self.tables(positions), interleaved=self.interleaved)
+
+    def shifted(self, by: int) -> KeyRotation:
+        """Of a model that rotates every key as if it were so much further on."""
+        return replace(self, tables=lambda positions: self.tables(positions + by))
 
 
 def proving_positions(longest: int, device: Any = None) -> Tensor:

@@ -60,7 +60,7 @@ def test_it_goes_on_from_the_tier_as_the_reference_says(tmp_path: Path, name: st
                 request["continues"] = [2 * (turn - 1) + session, 0]
             rounds.append([request])
     engine = {
-        "model_path": str(tmp_path / "model"), "max_total_tokens": 6000,
+        "model_path": str(tmp_path / "model"), "dtype": "float32", "max_total_tokens": 6000,
         "chunked_prefill_size": 256, "moe_runner_backend": EXPERTS_ON_CPU, **POLICIES["kvtier"],
     }  # fmt: skip
     env = {**RULE_ENV, **competing(tmp_path, worth), "KVTIER_RETENTION": "0.3"}
