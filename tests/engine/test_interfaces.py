@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import sglang.srt
+from reviewing import unreviewed
 
 from kvtier_sglang.attention.backend import KvtierAttnBackend
 from kvtier_sglang.platform import KvtierCpuPlatform
@@ -175,7 +176,7 @@ def test_it_has_whatever_sglangs_code_asks_it_for(ours: type) -> None:
     asked = {attribute for name, attribute in loads() if name in OURS[ours]}
     assert len(asked) > 20
     missing = asked - set(has(ours))
-    assert missing == set(NEVER[ours]), f"new or gone: {missing ^ set(NEVER[ours])}"
+    assert not unreviewed(missing, set(NEVER[ours]))
 
 
 def test_every_method_of_the_platform_answers() -> None:
@@ -205,4 +206,4 @@ def test_what_its_bases_leave_open_is_done_or_never_asked(ours: type) -> None:
         named = getattr(raised, "func", raised)
         if getattr(named, "id", None) == "NotImplementedError":
             open_methods.add(name)
-    assert open_methods == set(LEFT_OPEN.get(ours, {}))
+    assert not unreviewed(open_methods, set(LEFT_OPEN.get(ours, {})))

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from reviewing import unreviewed
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.server_args import ServerArgs
 
@@ -21,6 +22,8 @@ from kvtier_sglang.runtime import Runtime
 from kvtier_sglang.tier.identity import KV_ARGUMENTS, ModelIdentity, adapter_digest
 
 HERE = Path(__file__).parent
+# Arguments of older versions alone, which compute nothing else.
+GONE = {"speculative_skip_dp_mlp_sync"}
 # Of the manager of weights: reads them, or prepares connections over which they come.
 HARMLESS_CALLS = {
     "destroy_weights_update_group",
@@ -58,7 +61,7 @@ def reviewed(file: str) -> set[str]:
 def test_every_server_argument_was_looked_at():
     names = set(ServerArgs.__struct_fields__)
     assert set(KV_ARGUMENTS) <= names
-    assert names == set(KV_ARGUMENTS) | reviewed("server_arguments.txt")
+    assert not unreviewed(names - GONE, set(KV_ARGUMENTS) | reviewed("server_arguments.txt"))
     assert not set(KV_ARGUMENTS) & reviewed("server_arguments.txt")
 
 
@@ -70,7 +73,7 @@ def test_every_endpoint_was_looked_at():
     routes = [*app.routes, *(one for router in included if router for one in router.routes)]
     paths = {route.path for route in routes if hasattr(route, "path")}
     known = set(WEIGHT_ENDPOINTS) | ADAPTER_ENDPOINTS | reviewed("http_endpoints.txt")
-    assert paths == known
+    assert not unreviewed(paths, known)
     assert set(WEIGHT_ENDPOINTS.values()) == set(WEIGHT_CHANGES)
 
 
@@ -80,7 +83,7 @@ def test_every_call_that_can_change_weights_is_hooked():
         for name, value in vars(SchedulerWeightUpdaterManager).items()
         if callable(value) and not name.startswith("_")
     }
-    assert public == set(WEIGHT_CHANGES) | HARMLESS_CALLS
+    assert not unreviewed(public, set(WEIGHT_CHANGES) | HARMLESS_CALLS)
     for name in WEIGHT_CHANGES:
         assert any(
             target.endswith(f"WeightUpdaterManager.{name}") for target in hooks_of(Runtime())
