@@ -47,6 +47,14 @@ def name_known_backend(original: Callable[..., None], server_args: Any) -> None:
         model_hook.attention_backends_of = known
 
 
+def go_without_nccl(
+    *args: Any, use_pynccl: bool | None = None, **kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """BEFORE init_model_parallel_group on a CPU: before 0.5.23 SGLang does not ask the platform
+    whether it has NCCL, and ends where the library is there and no GPU."""
+    return args, {**kwargs, "use_pynccl": bool(use_pynccl)}
+
+
 def refuse_fused_write(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
     """AROUND enable_fused_set_kv_buffer: models that store KV themselves know SGLang's pools alone;
     over kvtier's pool the attention backend does it."""

@@ -22,6 +22,7 @@ from kvtier_sglang.runtime import Runtime
 from kvtier_sglang.status import state
 from kvtier_sglang.status.publisher import publish
 from kvtier_sglang.tracing.tracer import engine_tracer
+from kvtier_sglang.versions import sglang_version
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
@@ -51,7 +52,12 @@ def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]
     occupancy, on_requests = Occupancy(), RequestHooks(lambda: runtime.memories)
     before, around, after = HookType.BEFORE, HookType.AROUND, HookType.AFTER
     on_cpu = cpu_drafts.functions() if is_cpu() else {}
+    older: dict[str, tuple[Callable[..., Any], HookType]] = {}
+    if is_cpu() and sglang_version() < (0, 5, 23):
+        groups = "sglang.srt.distributed.parallel_state.init_model_parallel_group"
+        older[groups] = (hooks.go_without_nccl, before)
     return {
+        **older,
         "sglang.srt.server_args.ServerArgs.resolve_once": (hooks.check_flags, before),
         "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments": (
             hooks.name_known_backend,
