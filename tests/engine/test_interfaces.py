@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import sglang.srt
-from reviewing import unreviewed
+from sglang_versions import unreviewed
 
 from kvtier_sglang.attention.backend import KvtierAttnBackend
 from kvtier_sglang.platform import KvtierCpuPlatform

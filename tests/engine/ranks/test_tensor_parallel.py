@@ -10,6 +10,7 @@ import random
 import pytest
 from engine_process import DEMO_MODEL
 from serving import PROFILES, first_turns, next_turns, said, serve, tokens
+from sglang_versions import needs_drafts
 from tiered_engine import RULE
 
 pytestmark = pytest.mark.engine
@@ -52,6 +53,7 @@ def test_two_ranks_evict_what_one_evicts(tmp_path):
         assert two["state"][name] == one["state"][name] > 0, name
 
 
+@needs_drafts
 def test_two_ranks_verify_drafts_over_an_fp8_cache_as_one_does(tmp_path):
     """Where a text repeats itself, so that drafts are accepted."""
     PROFILES["uneven"]().save(tmp_path / "profile.json")

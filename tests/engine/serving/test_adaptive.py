@@ -162,6 +162,7 @@ def test_a_quality_target_keeps_what_the_curve_says_of_each_context(tmp_path, ad
         assert turn["kept_tokens"] == pytest.approx(kept, abs=PAGE)
 
 
+@needs_drafts
 def test_drafts_are_verified_over_what_heads_competed_for(tmp_path, adaptive):
     """Contexts that repeat a phrase, compressed, and asked for more of it."""
     phrases = [turns[0][:35] for turns in prompts(4, 400)]

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from reviewing import unreviewed
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.server_args import ServerArgs
+from sglang_versions import unreviewed
 
 from kvtier_sglang.plugin import WEIGHT_CHANGES, hooks_of
 from kvtier_sglang.pool.scales import KvScales

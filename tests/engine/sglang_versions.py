@@ -1,10 +1,17 @@
-"""Comparing what SGLang has with what of it was looked at."""
+"""What differs between the versions of SGLang that tests run with."""
 
 from __future__ import annotations
 
 from collections.abc import Set
 
+import pytest
+
+from kvtier_sglang.cpu_drafts import FIRST_VERSION
 from kvtier_sglang.versions import TESTED, sglang_version
+
+needs_drafts = pytest.mark.skipif(
+    sglang_version() < FIRST_VERSION, reason="on a CPU drafts are refused with this SGLang"
+)
 
 
 def unreviewed(found: Set[str], known: Set[str]) -> Set[str]:
