@@ -11,6 +11,7 @@ import pytest
 import torch
 from compressing import POLICIES, RULE, RULE_ENV, competing
 from engine_process import DEMO_MODEL, retractions, run_engine, with_aborts
+from sglang_versions import needs_drafts
 from thorough import THOROUGH
 from tierd.live_tier import live_tier
 from tiered_engine import ENGINE, run_never_missing
