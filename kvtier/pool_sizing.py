@@ -59,18 +59,26 @@ def entry_votes(settings: Settings, shape: ModelShape, ca_share: float) -> int:
 
 
 def kept_slots(
-    context: int, edges: int, share: float, anchored: int, heads: int, page: int = PAGE
+    context: int,
+    edges: int,
+    share: float,
+    anchored: int,
+    heads: int,
+    page: int = PAGE,
+    windowed: int = 0,
 ) -> int:
     """How many slots hold a context whose turn has ended.
 
     edges:    tokens of it that every head keeps, sink and recent
-    share:    of the context that anchored heads keep, `anchored` of all `heads`; the others keep
-              one entry of what is not in the edges
+    share:    of the context that anchored heads keep, `anchored` of all `heads`; `windowed` are of
+              layers with a window and keep nothing, the others one entry, of what is not in the
+              edges
     page:     entries of a page
     """
     span = max(0, context - edges)
     entries = min(max(math.ceil(share * context) - edges, 1), span)
-    return min(context, edges) + min(profile_slots(entries, anchored, heads, page), span)
+    slots = profile_slots(entries, anchored, heads, page, windowed)
+    return min(context, edges) + min(slots, span)
 
 
 @dataclass(frozen=True)

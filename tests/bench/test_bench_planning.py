@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from bench_models import write_model
 
 from kvtier.bench.__main__ import main
 from kvtier.bench.options import parse_options
 from kvtier.bench.planning import PolicyPlan, make_plans
 from kvtier.bench.runner import _Files, worker_environment
+from kvtier.errors import UsageError
+from kvtier.retention.token_worth import TokenWorth, feature_width
 
 TOKEN_BYTES = 2 * 32 * 4 * 12
 
@@ -80,6 +83,27 @@ def test_without_a_budget_each_policy_gets_room_for_one_session(model_path: Path
         pools = entry.plan.pools
         assert pools.sessions == 1
         assert pools.max_total_tokens > entry.session.total_tokens
+
+
+WINDOWS = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 256,
+}
+
+
+def test_layers_with_a_window_hold_it_alone(tmp_path: Path):
+    """A third of the layers is full, and keeps a quarter."""
+    model = write_model(tmp_path, **WINDOWS)
+    TokenWorth(torch.zeros(3, 4, feature_width(4, 32))).save(tmp_path / "token_worth.npz")
+    given = ["--model-path", str(model), "--len", "6k", "--retention", "0.25"]
+    full, ours = make_plans(parse_options([*given, "--policies", "full,kvtier"]))[1]
+    context = full.session.context_tokens
+    assert full.session.kept_tokens == context
+    assert ours.session.kept_tokens == pytest.approx(256 + (context - 256) / 12, rel=0.05)
+    for policies, flag in (("full,window", "--policies"), ("kvtier", "--scorer-file")):
+        (tmp_path / "token_worth.npz").unlink(missing_ok=True)
+        with pytest.raises(UsageError, match=rf"^{flag}: .* some layers have a window"):
+            make_plans(parse_options([*given, "--policies", policies]))
 
 
 def test_settings_reach_the_worker_and_nothing_else_does(

@@ -51,6 +51,13 @@ def test_heads_that_keep_one_entry_take_a_page_for_it():
     assert profile_slots(16, 6, 6) == PAGE
 
 
+def test_layers_with_a_window_leave_their_room_to_the_others():
+    """One layer of six is full: as the pool of an engine counts it (docs/models.md)."""
+    window, edges = 512, 16
+    kept = kept_slots(8000 - window, edges, 0.35, 2, HEADS, windowed=10)
+    assert kept + window == 976
+
+
 @given(st.integers(500, 50_000), st.floats(0.05, 1), st.floats(1.0, 40.0))
 def test_a_plan_fits_its_budget_and_holds_a_running_prefill(context, share, sessions):
     per_slot = slot_bytes(SHAPE, 4)

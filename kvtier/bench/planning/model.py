@@ -13,7 +13,7 @@ from kvtier.bench.schema import ScriptName
 from kvtier.demo_model import find_demo_model
 from kvtier.errors import UsageError
 from kvtier.heads.model.config import context_length, model_shape, read_config
-from kvtier.heads.model.support import check_supported
+from kvtier.heads.model.support import check_supported, windows_of
 from kvtier.heads.profile import ModelShape
 from kvtier.heads.samples.synthetic import speaks_recall
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE
@@ -26,7 +26,8 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
 @dataclass(frozen=True)
 class Model:
     """What the bench knows of the model, from files alone. kv_dtype: of the KV cache, but for
-    policies that have another."""
+    policies that have another. windows: how many of its newest tokens each layer attends to, None
+    for all; empty where all layers do."""
 
     path: Path
     shape: ModelShape
@@ -35,6 +36,17 @@ class Model:
     device: str
     dtype: str
     kv_dtype: str
+    windows: tuple[int | None, ...] = ()
+
+    @property
+    def window(self) -> int:
+        """Tokens of its windows; 0 where it has none."""
+        return next((one for one in self.windows if one is not None), 0)
+
+    @property
+    def windowed_heads(self) -> int:
+        """KV heads of layers with a window."""
+        return (len(self.windows) - self.windows.count(None)) * self.shape.num_kv_heads
 
     def kv_bytes(self, policy: Policy | None = None) -> int:
         """Bytes of a number in the KV cache, or under a policy that may have its own."""
@@ -48,7 +60,7 @@ def find_model(options: Options) -> Model:
     if not path.is_dir():
         raise UsageError("--model-path", "an existing model directory (config.json, …)", str(path))
     config = read_config(str(path))
-    check_supported(config)
+    check_supported(config, windows=True)
     has_weights = any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
     if not options.dry_run and not has_weights:
         raise UsageError("--model-path", "a directory with model weights", str(path))
@@ -62,6 +74,7 @@ def find_model(options: Options) -> Model:
         device=device,
         dtype=dtype,
         kv_dtype=dtype if options.kv_dtype == "auto" else options.kv_dtype,
+        windows=windows_of(config),
     )
 
 

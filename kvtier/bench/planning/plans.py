@@ -135,7 +135,7 @@ def _plan(
     if policy.splits_heads and (width is not None or profile.ca_share < 1):
         votes = entry_votes(options.settings, model.shape, profile.ca_share)
     per_slot = slot_bytes(model.shape, model.kv_bytes(policy), state_width=width, votes=votes)
-    session = session_shape(options, policy, profile)
+    session = session_shape(options, policy, profile, model)
     token_bytes = slot_bytes(model.shape, model.kv_bytes())
     pools = pool_sizes(options.budget, policy, per_slot, session, token_bytes)
     check_longest(options, policy, pools)

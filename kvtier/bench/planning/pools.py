@@ -9,6 +9,7 @@ import math
 
 from kvtier.bench import workload as work
 from kvtier.bench.options import Budget, Options
+from kvtier.bench.planning.model import Model
 from kvtier.bench.policies import Policy
 from kvtier.bench.schema import PoolSizes, Replay
 from kvtier.config import Settings
@@ -23,7 +24,9 @@ ADMISSION_TOKENS = 64
 SLACK_TOKENS = 1024
 
 
-def session_shape(options: Options, policy: Policy, profile: HeadProfile) -> SessionShape:
+def session_shape(
+    options: Options, policy: Policy, profile: HeadProfile, model: Model
+) -> SessionShape:
     """What one session of the workload asks of the pool under a policy with that profile."""
     settings, asked = options.settings, options.workload
     if isinstance(asked, Replay):
@@ -39,7 +42,13 @@ def session_shape(options: Options, policy: Policy, profile: HeadProfile) -> Ses
         heads = profile.shape.num_layers * profile.shape.num_kv_heads
         edges = settings.locality.kept_tokens(competes=settings.competes)
         page = kept_page(settings, profile.shape) if policy.compacts else PAGE
-        kept = kept_slots(context, edges, share, profile.num_ca_heads, heads, page)
+        anchored, windowed = profile.num_ca_heads, model.windowed_heads
+        if windowed:
+            # Whose heads compete; the newest window stays as it is.
+            anchored -= windowed
+        before = max(0, context - model.window)
+        kept = kept_slots(before, edges, share, anchored, heads, page, windowed)
+        kept += context - before
     return SessionShape(context, turns, kept)
 
 

@@ -9,7 +9,7 @@ from kvtier.bench.options import Options
 from kvtier.bench.planning.model import Model
 from kvtier.calibration.defaults import WORTH_FILE, with_calibration
 from kvtier.config import Settings
-from kvtier.errors import HeadProfileError
+from kvtier.errors import HeadProfileError, UsageError
 from kvtier.heads.model.config import weights_revision
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile
 from kvtier.retention.shares import asked_share
@@ -48,6 +48,10 @@ def find_profile(options: Options, model: Model) -> tuple[HeadProfile | None, st
     Without a file every head of kvtier's keeps its whole context. Raises HeadProfileError for a
     file that is malformed or another model's, and where a control is to copy a profile's size.
     """
+    controls = [one.name for one in options.policies if one.keeps in ("window", "random")]
+    if model.windows and controls:
+        expected = "none by a head profile over a model of which some layers have a window"
+        raise UsageError("--policies", expected, ", ".join(controls))
     if not any(policy.needs_profile for policy in options.policies):
         return None, ""
     if options.settings.competes:
@@ -57,6 +61,9 @@ def find_profile(options: Options, model: Model) -> tuple[HeadProfile | None, st
                 "as a head profile has"
             )
         return full_profile(model.shape), ADAPTIVE
+    if model.windows:
+        expected = "what `kvtier calibrate tokens` has written, beside a share, for a model of "
+        raise UsageError("--scorer-file", f"{expected}which some layers have a window", None)
     path = options.settings.head_profile or model.path / PROFILE_FILE
     if options.settings.head_profile is None and not path.is_file():
         if options.dry_run:

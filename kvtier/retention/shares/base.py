@@ -149,10 +149,11 @@ def whole_pages(kept_tokens: int, droppable_tokens: int, page: int = PAGE) -> in
     return min(max(1, -(-kept_tokens // page)) * page, droppable_tokens)
 
 
-def profile_slots(kept: int, anchored: int, heads: int, page: int = PAGE) -> int:
+def profile_slots(kept: int, anchored: int, heads: int, page: int = PAGE, windowed: int = 0) -> int:
     """How many slots of all heads hold a span of which the anchored heads keep so many entries
-    each, in pages of so many, and every other head one page."""
-    pages = anchored * -(-kept // page) + heads - anchored
+    each, in pages of so many, those of layers with a window nothing, and every other head one
+    page."""
+    pages = anchored * -(-kept // page) + heads - anchored - windowed
     return PAGE * -(-pages // heads)
 
 
