@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
-from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
@@ -227,17 +226,15 @@ def rotations(model: Any, confirmed: Confirmed) -> list[KeyRotation | None]:
     """How each layer rotates its keys, None where it does not, or has a window, whose keys nobody
     compares; proven on `confirm`.
 
-    Raises UnsupportedModelError where a position is not the token's own index, and where no rotary
-    embedding of the model fits.
+    Where pictures have positions of their own, of text; requests with pictures are refused
+    (kvtier_sglang.requests). Raises UnsupportedModelError where a position does not follow the
+    token's index, and where no rotary embedding of the model fits.
     """
     keys, positions, windows, shift = confirmed
     if shift is None:
         raise _unsupported("keys that are rotated by something else than their tokens' index")
     candidates: list[KeyRotation | None] = [None]
     for rotary in _rotaries(model):
-        if isinstance(rotary, MRotaryEmbedding):
-            expected = "keys rotated by the token's own index where a retention or a memory is set"
-            raise UnsupportedModelError("--model-path", expected, type(rotary).__name__)
         # Other modules are transformers', in models under SGLang's backend for them.
         is_sglangs = hasattr(rotary, "is_neox_style")
         of_rotary = _of_sglang(rotary) if is_sglangs else candidates_of(rotary)

@@ -23,10 +23,11 @@ MIXED = {
     "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"],
     "sliding_window": WINDOW, "num_hidden_layers": 4,
 }  # fmt: skip
-# What makes experts of a model's layers, and whose kernels compute them: SGLang takes another
-# kernel's layout of gpt-oss's weights where it may choose.
+# What makes experts of a model's layers.
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-EXPERTS_ON_CPU = "triton"
+# What an engine of any kind is started with. SGLang takes another kernel's layout of gpt-oss's
+# weights where it may choose, and wants a processor of pictures where there are some.
+ENGINE = {"moe_runner_backend": "triton", "enable_multimodal": False}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
@@ -37,26 +38,42 @@ YARN = {
 }  # fmt: skip
 
 
-# What a model that sees is, and its eyes.
 SEEING = "ForConditionalGeneration"
-VISION = {
-    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "image_size": 28, "patch_size": 14, "vision_use_head": False,
+GEMMA_EYES = {
+    "vision_config": {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "vision_use_head": False,
+    },
 }  # fmt: skip
+QWEN_EYES = {
+    "vision_config": {
+        "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "patch_size": 14,
+        "out_hidden_size": 64, "fullatt_block_indexes": [0],
+    },
+    "image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+}  # fmt: skip
+QWEN3_EYE = {
+    "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "patch_size": 14,
+    "out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+}  # fmt: skip
+# Keys turned by a picture's places, too: a time, a row and a column.
+PLACES = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
 
 
 class Kind(NamedTuple):
     """A kind of model.
 
     architecture: as transformers' classes are called; extra: of its configuration
-    sees:         whether it is a model that sees, too, whose text this is
+    sees:         of a model that sees, too, and whose text this is: what its configuration has
+                  beside the text's; empty: it is of text alone
     as_stock:     whether SGLang's own model says something else on a CPU than transformers', with
                   SGLang's own attention, too
     """
 
     architecture: str
     extra: dict[str, Any] = {}  # noqa: RUF012
-    sees: bool = False
+    sees: dict[str, Any] = {}  # noqa: RUF012
     as_stock: bool = False
 
 
@@ -85,7 +102,13 @@ KINDS: dict[str, Kind] = {
     "GPT-NeoX, through SGLang's transformers backend": Kind("GPTNeoX", {"num_key_value_heads": 4}),
     "ERNIE 4.5, through SGLang's transformers backend": Kind("Ernie4_5"),
     "Gemma 3, windows": Kind("Gemma3", MIXED),
-    "Gemma 3 with its vision tower, text": Kind("Gemma3", MIXED, sees=True),
+    "Gemma 3 with its vision tower, text": Kind("Gemma3", MIXED, GEMMA_EYES),
+    "Qwen2.5-VL, text": Kind("Qwen2_5_VL", {"rope_parameters": PLACES}, QWEN_EYES),
+    "Qwen3-VL, text": Kind(
+        "Qwen3VL",
+        {"rope_parameters": {**PLACES, "mrope_interleaved": True}},
+        {**QWEN_EYES, "vision_config": QWEN3_EYE},
+    ),
     "OLMo 3, windows": Kind("Olmo3", MIXED, as_stock=True),
     "Cohere 2, windows": Kind("Cohere2", MIXED),
     "gpt-oss, windows, attention sinks, experts": Kind(
@@ -100,7 +123,7 @@ KINDS: dict[str, Kind] = {
 OVER_A_TIER = (
     "Qwen3-MoE, experts", "Gemma 3, windows", "gpt-oss, windows, attention sinks, experts",
     "GLM-4.5, experts", "Mixtral, experts", "OLMoE, experts", "Cohere 2, windows",
-    "Gemma 3 with its vision tower, text",
+    "Gemma 3 with its vision tower, text", "Qwen2.5-VL, text", "Qwen3-VL, text",
 )  # fmt: skip
 
 # Kind -> the configuration class of transformers, or what stands in the file.
@@ -184,7 +207,7 @@ def write_model(folder: Path, kind: Kind, **sizes: Any) -> Any:
     config, made = make(**{**usual, **kind.extra, **sizes}), "ForCausalLM"
     if kind.sees:
         whole = getattr(transformers, f"{kind.architecture}Config")
-        config, made = whole(text_config=config.to_dict(), vision_config=VISION), SEEING
+        config, made = whole(text_config=config.to_dict(), **kind.sees), SEEING
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model = getattr(transformers, kind.architecture + made)(config)
@@ -199,7 +222,7 @@ def write_model(folder: Path, kind: Kind, **sizes: Any) -> Any:
             if name.endswith("bias") or "norm" in name:
                 torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
     model.save_pretrained(folder)
-    if kind.sees:
+    if kind.sees is GEMMA_EYES:
         # As published checkpoints and SGLang call them.
         file, tower = folder / "model.safetensors", "vision_tower."
         weights = {

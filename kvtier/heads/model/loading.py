@@ -23,7 +23,6 @@ def load_model(model_path: str) -> Any:
     replaced.
     """
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -33,7 +32,7 @@ def load_model(model_path: str) -> Any:
         # Where transformers keeps weights that are in no file as it wants them.
         folder = placed["offload_folder"] = tempfile.mkdtemp()
     try:
-        model = AutoModelForCausalLM.from_pretrained(model_path, **placed)
+        model = _from_pretrained(model_path, placed)
     except (OSError, ValueError) as error:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -46,6 +45,18 @@ def load_model(model_path: str) -> Any:
         weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
         return model.eval()
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def _from_pretrained(model_path: str, placed: dict[str, Any]) -> Any:
+    """A language model, or one that sees, too, which transformers has no other class of."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto
+
+    kind = AutoConfig.from_pretrained(model_path).model_type
+    speaks = kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    sees = kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    auto = AutoModelForImageTextToText if sees and not speaks else AutoModelForCausalLM
+    return auto.from_pretrained(model_path, **placed)
 
 
 def _placement(model_path: str) -> dict[str, Any]:

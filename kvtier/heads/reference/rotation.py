@@ -186,6 +186,8 @@ def _find(model: Any) -> list[KeyRotation | None]:
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     if rotary is not None and FULL in getattr(rotary, "layer_types", ()):
         rotary = partial(rotary, layer_type=FULL)
+    if rotary is not None and "mrope_section" in rope:
+        rotary = partial(_of_text, rotary)
     rotated = [] if rotary is None else candidates_of(rotary)
     windows = windows_of(config) or (None,) * len(keys)
     full = [layer for layer in sorted(keys) if windows[layer] is None]
@@ -194,6 +196,12 @@ def _find(model: Any) -> list[KeyRotation | None]:
     for layer, rotation in zip(full, proven, strict=True):
         found[layer] = rotation
     return found
+
+
+def _of_text(rotary: Callable[..., tuple[Tensor, Tensor]], like: Tensor, positions: Tensor) -> Any:
+    """What a rotary module applies that takes a picture's places, too, where all is text."""
+    cos, sin = rotary(like, positions.expand(3, *positions.shape))
+    return (cos[0], sin[0]) if cos.ndim == 4 else (cos, sin)
 
 
 __all__ = [

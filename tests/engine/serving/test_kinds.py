@@ -13,7 +13,7 @@ import torch
 from compressing import POLICIES, RULE, RULE_ENV, competing
 from engine_process import REPOSITORY, run_engine
 from kinds import (
-    EXPERTS_ON_CPU,
+    ENGINE,
     KINDS,
     VOCAB,
     refused_table,
@@ -81,7 +81,7 @@ def answers_of(
     ]
     engine = {
         "model_path": model, "dtype": dtype, "max_total_tokens": 4000, "chunked_prefill_size": 128,
-        "moe_runner_backend": EXPERTS_ON_CPU, **POLICIES[policy],
+        **ENGINE, **POLICIES[policy],
     }  # fmt: skip
     folder.mkdir(exist_ok=True)
     return run_engine(folder, engine, rounds, env)

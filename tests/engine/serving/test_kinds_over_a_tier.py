@@ -13,7 +13,7 @@ import pytest
 import torch
 from compressing import POLICIES, RULE, RULE_ENV, competing
 from engine_process import DEMO_MODEL, run_engine
-from kinds import EXPERTS_ON_CPU, KINDS, OVER_A_TIER, write_model
+from kinds import ENGINE, KINDS, OVER_A_TIER, write_model
 from thorough import THOROUGH
 from tierd.live_tier import live_tier
 from tiered_engine import continued
@@ -61,7 +61,7 @@ def test_it_goes_on_from_the_tier_as_the_reference_says(tmp_path: Path, name: st
             rounds.append([request])
     engine = {
         "model_path": str(tmp_path / "model"), "dtype": "float32", "max_total_tokens": 6000,
-        "chunked_prefill_size": 256, "moe_runner_backend": EXPERTS_ON_CPU, **POLICIES["kvtier"],
+        "chunked_prefill_size": 256, **ENGINE, **POLICIES["kvtier"],
     }  # fmt: skip
     env = {**RULE_ENV, **competing(tmp_path, worth), "KVTIER_RETENTION": "0.3"}
     with live_tier(tmp_path, "--memory", "256m") as tier:

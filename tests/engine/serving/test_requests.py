@@ -12,6 +12,7 @@ from urllib.request import Request, urlopen
 import pytest
 from engine_process import DEMO_MODEL
 from live_server import free_port, serving
+from sglang.srt.managers.io_struct import GenerateReqInput
 from waiting import SAFETY_S
 
 from kvtier.errors import UsageError
@@ -72,8 +73,11 @@ def test_a_request_that_would_end_the_scheduler_is_refused(server, asked):
 
 
 def manager(backend: str = "kvtier") -> SimpleNamespace:
-    args = SimpleNamespace(attention_backend=backend, radix_cache_backend=None)
-    return SimpleNamespace(server_args=args)
+    args = SimpleNamespace(
+        attention_backend=backend, radix_cache_backend=None, model_path=str(DEMO_MODEL)
+    )
+    model = SimpleNamespace(model_is_mrope=False)
+    return SimpleNamespace(server_args=args, model_config=model)
 
 
 def test_prompt_logprobs_begin_at_a_token_or_with_the_answer():
@@ -83,6 +87,18 @@ def test_prompt_logprobs_begin_at_a_token_or_with_the_answer():
     asked.logprob_start_len = -2
     with pytest.raises(UsageError, match=r"^logprob_start_len: expected a position, or -1"):
         requests.check_request(manager(), asked, IDS)
+
+
+def test_pictures_that_turn_keys_are_refused_where_keys_are_compared(monkeypatch):
+    asked, server = GenerateReqInput(input_ids=IDS, image_data=["a picture"]), manager()
+    server.model_config.model_is_mrope = True
+    requests.check_request(server, asked, IDS)
+    monkeypatch.setenv("KVTIER_RETENTION", "0.5")
+    with pytest.raises(UsageError, match=r"^image_data: expected text alone"):
+        requests.check_request(server, asked, IDS)
+    requests.check_request(server, GenerateReqInput(input_ids=IDS), IDS)
+    server.model_config.model_is_mrope = False
+    requests.check_request(server, asked, IDS)
 
 
 def test_a_server_without_kvtier_is_left_as_it_is():
