@@ -42,10 +42,9 @@ def session_shape(
         heads = profile.shape.num_layers * profile.shape.num_kv_heads
         edges = settings.locality.kept_tokens(competes=settings.competes)
         page = kept_page(settings, profile.shape) if policy.compacts else PAGE
-        anchored, windowed = profile.num_ca_heads, model.windowed_heads
-        if windowed:
-            # Whose heads compete; the newest window stays as it is.
-            anchored -= windowed
+        windowed = model.windowed_heads
+        anchored = profile.num_ca_heads - windowed
+        # The newest window stays as it is.
         before = max(0, context - model.window)
         kept = kept_slots(before, edges, share, anchored, heads, page, windowed)
         kept += context - before

@@ -198,7 +198,9 @@ def _find(model: Any) -> list[KeyRotation | None]:
     return found
 
 
-def _of_text(rotary: Callable[..., tuple[Tensor, Tensor]], like: Tensor, positions: Tensor) -> Any:
+def _of_text(
+    rotary: Callable[..., tuple[Tensor, Tensor]], like: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
     """What a rotary module applies that takes a picture's places, too, where all is text."""
     cos, sin = rotary(like, positions.expand(3, *positions.shape))
     return (cos[0], sin[0]) if cos.ndim == 4 else (cos, sin)
