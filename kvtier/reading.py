@@ -5,14 +5,17 @@
 
 What is refused, by file and line: bytes that are not UTF-8, a text that is cut off or otherwise no
 JSON object, nesting that a parser cannot follow, numbers that overflow, and NaN and infinities,
-which JSON does not have. A byte-order mark, which some editors write, is none of the text.
+which JSON does not have. A byte-order mark, which some editors write, is none of the text. A file
+whose name ends with .gz is decompressed.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -94,9 +97,11 @@ def is_too_deep(text: bytes) -> bool:
 
 def _bytes(file: Path, argument: str, refuse: Refusal) -> bytes:
     try:
-        return file.read_bytes()
-    except OSError as error:
-        raise refuse(argument, "a readable file", f"{file}: {error.strerror}") from error
+        raw = file.read_bytes()
+        return gzip.decompress(raw) if file.suffix == ".gz" else raw
+    except (OSError, EOFError, zlib.error) as error:
+        fault = getattr(error, "strerror", None) or error
+        raise refuse(argument, "a readable file", f"{file}: {fault}") from error
 
 
 def _decoded(raw: bytes, where: str, refuse: Refusal) -> str:

@@ -22,7 +22,7 @@ from kvtier.memory.traces import read_traces
 from kvtier.plan.calibration import load_replay
 from kvtier.reading import parse_json, read_json, read_json_lines
 from kvtier.retention.locality import LocalityRule
-from kvtier.traffic.trace import read_trace
+from kvtier.traffic.formats import read_trace
 
 MARK = b"\xef\xbb\xbf"
 RULE = LocalityRule(4, 4, 4)

@@ -35,9 +35,10 @@ from kvtier.errors import StartupError
 from kvtier.plan.calibration import Calibration, cache_of, calibrate
 from kvtier.plan.fleet import FleetPlan
 from kvtier.plan.simulate import simulate
+from kvtier.traffic.formats import read_trace
 from kvtier.traffic.prefixes import traffic_of
 from kvtier.traffic.probe import probe_trace
-from kvtier.traffic.trace import BLOCK_TOKENS, read_trace
+from kvtier.traffic.trace import BLOCK_TOKENS
 
 POLICIES = "full,kvtier,kvtier-tier"
 # Settings of a full-sized server, in tokens, that are scaled like the lengths.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kvtier.bench.schema import Occupancy, Plan, TierReading
@@ -32,7 +32,8 @@ class Scored:
 @dataclass(frozen=True)
 class Answer:
     """One finished request. itl_ms[i] is the time between output tokens i and i + 1.
-    restored_tokens: of the cached ones, those that came from the tier."""
+    restored_tokens: of the cached ones, those that came from the tier. sent_s: when it was to be
+    sent, in seconds from a replay's beginning."""
 
     output_ids: tuple[int, ...]
     cached_tokens: int
@@ -40,16 +41,22 @@ class Answer:
     latency_ms: float
     itl_ms: tuple[float, ...]
     restored_tokens: int = 0
+    sent_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request that comes at a time, in seconds from the beginning, and generates so many tokens,
-    whatever they are."""
+    """A request that generates so many tokens, whatever they are.
+
+    at_s:  when it comes, in seconds from the beginning; or, where it waits for an answer, how long
+           after that
+    after: the place of the request whose answer it waits for; None where it waits for none
+    """
 
     at_s: float
     input_ids: tuple[int, ...]
     output_tokens: int
+    after: int | None = None
 
 
 class ChatEngine(Protocol):
@@ -88,7 +95,8 @@ class ReplayEngine(ChatEngine, Protocol):
     def replay(
         self, arrivals: Sequence[Arrival], tell: Callable[[int, Answer], None]
     ) -> list[Answer]:
-        """Send every request at its time and wait for all answers, in the order of `arrivals`.
+        """Send every request at its time, or so long after the answer that it waits for, and wait
+        for all answers, in the order of `arrivals`.
         Times count from when a request was to be sent. tell: hears of each answer when it is
         complete, with its number."""
         ...
@@ -215,9 +223,19 @@ class SglangEngine:
     ) -> list[Answer]:
         origin = time.perf_counter()
 
+        ended: dict[int, asyncio.Future[float]] = {
+            one.after: asyncio.get_running_loop().create_future()
+            for one in arrivals
+            if one.after is not None
+        }
+
         async def one(index: int, arrival: Arrival) -> Answer:
-            await asyncio.sleep(origin + arrival.at_s - time.perf_counter())
-            answer = await self._stream(arrival, origin + arrival.at_s)
+            before = origin if arrival.after is None else await ended[arrival.after]
+            start = before + arrival.at_s
+            await asyncio.sleep(start - time.perf_counter())
+            answer = replace(await self._stream(arrival, start), sent_s=start - origin)
+            if index in ended:
+                ended[index].set_result(time.perf_counter())
             tell(index, answer)
             return answer
 

@@ -59,6 +59,7 @@ class Replay(Frozen):
 
     trace:        the file; block_tokens: what a block of 512 tokens becomes, lengths in proportion
     speed:        how many times as fast requests arrive
+    spread_s:     agents' sessions begin up to so much later, as is drawn from the seed
     longest_tokens: of an input with its answer, scaled, as the means are
     conversations: requests that continue another are one with it
     slo_ttft_ms, slo_tpot_ms: a request that meets both counts as goodput
@@ -69,6 +70,7 @@ class Replay(Frozen):
     requests: int = Field(ge=1)
     block_tokens: int = Field(ge=1)
     speed: float = Field(gt=0)
+    spread_s: float = 0.0
     seed: int
     script: ScriptName = "recall"
     duration_s: float

@@ -23,9 +23,9 @@ from kvtier.plan.search import fewest_replicas
 from kvtier.plan.simulate import simulate
 from kvtier.retention.shares.base import CODED_PAGES, PAGE
 from kvtier.traffic.described import Description, make_traffic
+from kvtier.traffic.formats import read_trace
 from kvtier.traffic.lru import hit_rates
 from kvtier.traffic.prefixes import Traffic, copies, traffic_of
-from kvtier.traffic.trace import read_trace
 
 # Sizes of the curve over an LRU cache, in tokens.
 CURVE_TOKENS = tuple(2.0**power for power in range(16, 31))
@@ -126,7 +126,7 @@ def open_traffic(
     if question.trace is None:
         traffic = make_traffic(question.described, question.seed)
         return traffic, {"described": asdict(question.described), **_sizes(traffic)}, ()
-    trace = read_trace(question.trace)
+    trace = read_trace(question.trace, spread_s=question.spread_s, seed=question.seed)
     if question.requests is not None:
         if question.requests > len(trace.requests):
             raise UsageError("--requests", f"at most {len(trace.requests)}", question.requests)

@@ -59,6 +59,26 @@ def find_continuations(trace: Trace) -> Continuations:
     return Continuations(next_request, _resolved(same_block))
 
 
+def sessions_of(trace: Trace, links: Continuations | None = None) -> list[int]:
+    """Of each request the number of its session: by its name, or where it has none that of what it
+    goes on with. links: what `find_continuations` says, if that is known."""
+    following = {
+        later: index for index, later in (links or find_continuations(trace)).next_request.items()
+    }
+    named: dict[str, int] = {}
+    found: list[int] = []
+    fresh = 0
+    for index, request in enumerate(trace.requests):
+        name, number = request.session, fresh
+        if name is not None:
+            number = named.setdefault(name, fresh)
+        elif index in following:
+            number = found[following[index]]
+        found.append(number)
+        fresh = max(fresh, number + 1)
+    return found
+
+
 def _continued(
     trace: Trace, request: TraceRequest, ends: dict[int, int], seen: set[int]
 ) -> int | None:
@@ -85,4 +105,4 @@ def _resolved(same_block: dict[int, int]) -> dict[int, int]:
     return resolved
 
 
-__all__ = ["Continuations", "find_continuations"]
+__all__ = ["Continuations", "find_continuations", "sessions_of"]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.traffic.continuations import Continuations, find_continuations
+from kvtier.traffic.continuations import Continuations, find_continuations, sessions_of
 from kvtier.traffic.trace import Trace
 
 Int32 = npt.NDArray[np.int32]
@@ -63,7 +63,8 @@ class Traffic(NamedTuple):
 def traffic_of(
     trace: Trace, *, answers_continue: bool = True, links: Continuations | None = None
 ) -> Traffic:
-    """A trace's traffic; requests come at their own times, whatever became of earlier ones.
+    """A trace's traffic. Requests come at their own times, whatever became of earlier ones, but for
+    those that wait for an answer.
 
     answers_continue: whether the request that continues another begins with the answer that was
                       given, as in a real conversation; a replay's prompts know nothing of answers
@@ -96,12 +97,17 @@ def traffic_of(
             # The last generated token has no KV.
             out_known[index] = inputs[index] + outputs[index] - 1
             out_node[index] = paths[later][(out_known[index] - 1) // trace.block_tokens]
-    count = len(inputs)
+    before = trace.before()
+    after = {index: one for one, index in enumerate(before) if index is not None}
+    comes = [
+        request.arrival_s if index is None else np.inf
+        for request, index in zip(trace.requests, before, strict=True)
+    ]
     return Traffic(
-        arrival_s=np.array([request.arrival_s for request in trace.requests], np.float64),
-        think_s=np.zeros(count),
-        next_request=np.full(count, -1, np.int32),
-        session=_sessions(count, links),
+        arrival_s=np.array(comes, np.float64),
+        think_s=np.array([request.delay_s or 0.0 for request in trace.requests], np.float64),
+        next_request=_int32([after.get(index, -1) for index in range(len(inputs))]),
+        session=_int32(sessions_of(trace, links)),
         node=_int32([path[-1] for path in paths]),
         input_tokens=_int32(inputs),
         output_tokens=_int32(outputs),
@@ -143,19 +149,6 @@ def copies(traffic: Traffic, count: int, spread_s: float, seed: int) -> Traffic:
         depth=np.tile(traffic.depth, count),
     )
     return whole
-
-
-def _sessions(count: int, links: Continuations) -> Int32:
-    session = np.full(count, -1, np.int32)
-    following = {later: index for index, later in links.next_request.items()}
-    fresh = 0
-    for index in range(count):
-        if index in following:
-            session[index] = session[following[index]]
-        else:
-            session[index] = fresh
-            fresh += 1
-    return session
 
 
 def _int32(values: Sequence[int]) -> Int32:

@@ -10,8 +10,8 @@ from traffic.trace_models import make_trace, write_trace
 
 from kvtier.cli import main
 from kvtier.plan.study import PlanDocument, PolicyPlan
+from kvtier.traffic.formats import read_trace
 from kvtier.traffic.probe import probe_trace
-from kvtier.traffic.trace import read_trace
 
 PROFILE = ["--ca-share", "0.25", "--retention", "1"]
 FAST = ["--gpu", "a100", "--model", "llama-3-8b", "--tp", "1", "-q"]

@@ -243,6 +243,19 @@ def test_what_is_longer_than_the_pool_is_compressed_as_it_comes():
         check(outcome)
 
 
+def test_a_request_that_waits_for_an_answer_comes_so_long_after_it():
+    """Two requests of a session, the second of which was recorded while the first would run."""
+    first = TraceRequest(0.0, 1024, 200, (1, 2), "a")
+    second = TraceRequest(0.1, 1536, 5, (1, 2, 3), "a", delay_s=3.0)
+    other = TraceRequest(0.2, 512, 5, (9,))
+    traffic = traffic_of(Trace((first, second, other)))
+    found = simulate(traffic, FleetPlan(1, RATES, FULL))
+    assert found.arrived_s[[0, 2]] == pytest.approx([0.0, 0.2])
+    assert found.arrived_s[1] == pytest.approx(found.finish_s[0] + 3.0)
+    assert found.hit_device[1] >= 1024
+    assert traffic.session.tolist() == [0, 0, 1]
+
+
 def test_copies_share_nothing_and_come_later():
     traffic = traffic_of(make_trace(4))
     many = copies(traffic, 3, spread_s=10.0, seed=1)

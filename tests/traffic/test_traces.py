@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,8 +13,9 @@ from hypothesis import strategies as st
 from traffic.trace_models import make_trace, write_trace
 
 from kvtier.errors import TracesFileError, UsageError
-from kvtier.traffic.continuations import find_continuations
-from kvtier.traffic.trace import Trace, TraceRequest, read_trace
+from kvtier.traffic.continuations import find_continuations, sessions_of
+from kvtier.traffic.formats import read_trace
+from kvtier.traffic.trace import Trace, TraceRequest
 
 GOOD = {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}
 
@@ -43,6 +46,124 @@ def test_a_malformed_line_is_refused_by_line_and_field(
         read_trace(file)
     assert caught.value.argument == f"{file}, line 3: {named}"
     assert says in str(caught.value)
+
+
+SESSION = [
+    {"timestamp": 1000, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]},
+    {"timestamp": 1500, "input_length": 512, "output_length": 3, "hash_ids": [7]},
+    {"delay": 4000, "input_length": 700, "output_length": 9, "hash_ids": [1, 3]},
+    {"timestamp": 9000, "delay": 0, "input_length": 700, "output_length": 9, "hash_ids": [1, 4]},
+]
+
+
+def test_what_comes_after_answers_is_read_and_written_as_it_was(tmp_path: Path):
+    lines = [line | {"session_id": "a" if at != 1 else "b"} for at, line in enumerate(SESSION)]
+    file = tmp_path / "trace.jsonl.gz"
+    file.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+    trace = read_trace(file)
+    assert [one.arrival_s for one in trace.requests] == [1.0, 1.5, 5.0, 9.0]
+    assert [one.delay_s for one in trace.requests] == [None, None, 4.0, 0.0]
+    assert trace.before() == [None, None, 0, 2]
+    assert sessions_of(trace) == [0, 1, 0, 0]
+    assert read_trace(write_trace(tmp_path / "again.jsonl", trace)) == trace
+    assert [one.delay_s for one in trace.scaled(16, 2.0).requests] == [None, None, 2.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "named", "says"),
+    [
+        ({"session_id": 5}, "session_id", "text"),
+        ({"session_id": "b"}, "delay", "an earlier request with the same session_id"),
+        ({"session_id": None}, "delay", "an earlier request with the same session_id"),
+        ({"delay": -1}, "delay", "at least 0"),
+        ({"timestamp": 999}, "timestamp", "at least 1000"),
+    ],
+)
+def test_what_waits_for_no_answer_is_refused(
+    tmp_path: Path, change: dict[str, object], named: str, says: str
+):
+    lines = [SESSION[0] | {"session_id": "a"}, SESSION[2] | {"session_id": "a"} | change]
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(TracesFileError, match=says) as caught:
+        read_trace(file)
+    assert caught.value.argument == f"{file}, line 2: {named}"
+
+
+def recorded(hashes: int, **others: Any) -> dict[str, Any]:
+    """A request of so many whole blocks of 64 tokens and ten tokens more."""
+    ids = [*range(hashes)]
+    return {"t": 0.0, "in": 64 * hashes + 10, "out": 5, "hash_ids": ids, **others}
+
+
+AGENT: dict[str, Any] = {
+    "id": "one", "block_size": 64, "hash_id_scope": "local",
+    "requests": [
+        recorded(8, api_time=2.0),
+        recorded(17, t=10.0, think_time=7.5, out=0),
+        {"type": "subagent", "agent_id": "x", "t": 11.0, "requests": [recorded(9)]},
+        recorded(24, t=20.0),
+    ],
+}  # fmt: skip
+
+
+def test_agents_sessions_are_read_as_they_were_recorded(tmp_path: Path):
+    file = tmp_path / "sessions.jsonl"
+    file.write_text(json.dumps(AGENT) + "\n" + json.dumps(AGENT | {"id": "two"}))
+    requests = read_trace(file).requests
+    mine = [one for one in requests if one.session == "one"]
+    assert [one.arrival_s for one in mine] == [0.0, 10.0, 20.0]
+    # As it says, or as its times do.
+    assert [one.delay_s for one in mine] == [None, 7.5, 10.0]
+    assert [one.output_tokens for one in mine] == [5, 1, 5]
+    # Eight blocks of 64 are one of 512; what is partly filled is nobody else's.
+    first, second, third = (one.block_ids for one in mine)
+    assert [len(ids) for ids in (first, second, third)] == [2, 3, 4]
+    assert first[0] == second[0] == third[0]
+    assert second[1] == third[1]
+    assert len({*first, *second, *third}) == 2 + 2 + 2
+    (nested,) = [one for one in requests if one.session == "one/x"]
+    assert nested.arrival_s == 11.0
+    assert nested.block_ids[0] != first[0]
+    others = {block for one in requests if one.session == "two" for block in one.block_ids}
+    assert not others & {*first, *second, *third}
+    shared = json.dumps(AGENT | {"hash_id_scope": "global"}) + "\n"
+    file.write_text(shared + shared.replace('"one"', '"two"'))
+    assert len({one.block_ids[0] for one in read_trace(file).requests}) == 1
+
+
+def test_sessions_begin_when_they_are_drawn_to(tmp_path: Path):
+    file = tmp_path / "sessions.jsonl"
+    file.write_text("\n".join(json.dumps(AGENT | {"id": str(name)}) for name in range(20)))
+
+    def begins(seed: int) -> list[float]:
+        requests = read_trace(file, spread_s=600, seed=seed).requests
+        return [one.arrival_s for one in requests if one.delay_s is None and "/" not in one.session]
+
+    assert begins(1) == begins(1) != begins(2)
+    assert max(begins(1)) - min(begins(1)) > 300
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"id": None}, "id"),
+        ({"block_size": 100}, "block_size"),
+        ({"requests": [5]}, "requests"),
+        ({"requests": [recorded(8, hash_ids=[1])]}, "requests[0]: hash_ids"),
+        ({"requests": [recorded(8, t=5), recorded(8, t=4)]}, "requests[1]: t"),
+        ({"requests": [recorded(8), recorded(8, think_time=-1)]}, "requests[1]: think_time"),
+        ({"requests": [{"type": "subagent", "t": 0}]}, "requests[0]: requests"),
+    ],
+)
+def test_a_malformed_session_is_refused_by_line_and_field(
+    tmp_path: Path, change: dict[str, Any], named: str
+):
+    file = tmp_path / "sessions.jsonl"
+    file.write_text(json.dumps(AGENT) + "\n" + json.dumps(AGENT | {"id": "two"} | change))
+    with pytest.raises(TracesFileError) as caught:
+        read_trace(file)
+    assert caught.value.argument == f"{file}, line 2: {named}"
 
 
 def test_what_is_no_trace_at_all_is_refused(tmp_path: Path):

@@ -42,18 +42,4 @@ class Prompts:
         return drawn
 
 
-def conversations(trace: Trace) -> list[int]:
-    """Per request the number of its conversation: requests that continue each other share it."""
-    before = {later: index for index, later in find_continuations(trace).next_request.items()}
-    numbers: list[int] = []
-    fresh = 0
-    for index in range(len(trace.requests)):
-        if index in before:
-            numbers.append(numbers[before[index]])
-        else:
-            numbers.append(fresh)
-            fresh += 1
-    return numbers
-
-
-__all__ = ["Prompts", "conversations"]
+__all__ = ["Prompts"]

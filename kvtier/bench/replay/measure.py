@@ -1,5 +1,6 @@
-"""Replaying a trace: every request is sent at its time, whatever became of those before it, and
-generates as many tokens as it did."""
+"""Replaying a trace: every request is sent at its time, whatever became of those before it, or, in
+a trace of sessions, so long after the answer before it as it was recorded. It generates as many
+tokens as it did."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ from kvtier.bench.engine import Answer, Arrival, ReplayEngine
 from kvtier.bench.measure import Emit, settled, warm_up
 from kvtier.bench.metrics import is_resident
 from kvtier.bench.recorded.options import open_trace
-from kvtier.bench.recorded.prompts import Prompts, conversations
+from kvtier.bench.recorded.prompts import Prompts
 from kvtier.bench.replay.metrics import summarize
 from kvtier.bench.replay.schema import ReplayRecord, ReplayResult
 from kvtier.bench.schema import Plan, Replay
 from kvtier.bench.workload import open_script
+from kvtier.traffic.continuations import sessions_of
 
 # Conversations that are gone, one after the other in the order of use, before it is believed that
 # all older ones are gone as well.
@@ -32,8 +34,13 @@ def replay_plan(plan: Plan, open_engine: ReplayEngineFactory, emit: Emit) -> Rep
     trace = open_trace(replay)
     prompts = Prompts(trace, script.warm_up_ids, replay.seed)
     arrivals = [
-        Arrival(request.arrival_s, tuple(prompts.ids(index)), request.output_tokens)
-        for index, request in enumerate(trace.requests)
+        Arrival(
+            request.arrival_s if before is None else request.delay_s or 0.0,
+            tuple(prompts.ids(index)),
+            request.output_tokens,
+            after=before,
+        )
+        for index, (request, before) in enumerate(zip(trace.requests, trace.before(), strict=True))
     ]
     began = time.perf_counter()
     engine = open_engine(plan)
@@ -47,7 +54,7 @@ def replay_plan(plan: Plan, open_engine: ReplayEngineFactory, emit: Emit) -> Rep
         answers = engine.replay(arrivals, told)
         wall_s = time.perf_counter() - began
         after = settled(engine)
-        talks = conversations(trace)
+        talks = sessions_of(trace)
         resident = find_resident(engine, arrivals, answers, talks, script.stop_ids)
     finally:
         engine.close()
@@ -91,7 +98,7 @@ def _record(index: int, conversation: int, sent: Arrival, answer: Answer) -> Rep
     return ReplayRecord(
         index=index,
         conversation=conversation,
-        arrival_s=sent.at_s,
+        arrival_s=answer.sent_s,
         prompt_tokens=len(sent.input_ids),
         cached_tokens=answer.cached_tokens,
         restored_tokens=answer.restored_tokens,
@@ -115,7 +122,7 @@ def find_resident(
     used longest ago, which would be asked for last. What the tier restores was not resident.
     """
     last = dict(zip(talks, range(len(talks)), strict=True))
-    ended_s = {i: arrivals[i].at_s + answers[i].latency_ms / 1e3 for i in last.values()}
+    ended_s = {i: answers[i].sent_s + answers[i].latency_ms / 1e3 for i in last.values()}
     found: list[int] = []
     misses = 0
     for index in sorted(last.values(), key=lambda i: ended_s[i], reverse=True):

@@ -15,13 +15,13 @@ from kvtier.bench.__main__ import main
 from kvtier.bench.engine import Answer, Arrival, StreamClock, _answer
 from kvtier.bench.options import parse_options
 from kvtier.bench.planning import make_plans
-from kvtier.bench.recorded.prompts import Prompts, conversations
+from kvtier.bench.recorded.prompts import Prompts
 from kvtier.bench.replay.measure import MISSES_IN_A_ROW, find_resident, replay_plan
 from kvtier.bench.replay.metrics import meets, percentiles
 from kvtier.bench.replay.schema import ReplayDocument, ReplayRecord
 from kvtier.bench.schema import Replay
 from kvtier.errors import BudgetError, SizeError, TracesFileError, UsageError
-from kvtier.traffic.continuations import find_continuations
+from kvtier.traffic.continuations import find_continuations, sessions_of
 
 FAKE_WORKER = str(Path(__file__).parents[1] / "fake_worker.py")
 WORDS = range(40, 300)
@@ -117,7 +117,7 @@ def test_a_turn_repeats_the_whole_prompt_that_it_goes_on_with():
     for earlier, later in found.items():
         before = prompts.ids(earlier)
         assert prompts.ids(later)[: len(before)] == before
-        assert conversations(trace)[earlier] == conversations(trace)[later]
+        assert sessions_of(trace)[earlier] == sessions_of(trace)[later]
 
 
 def record(**changes) -> ReplayRecord:
@@ -175,7 +175,7 @@ class Remembering:
 
 def test_conversations_are_asked_for_from_the_newest_back_until_many_in_a_row_are_gone():
     arrivals = [Arrival(float(i), (i,) * 100, 1) for i in range(30)]
-    answers = [Answer((1,), 0, 1.0, 1.0, ()) for _ in arrivals]
+    answers = [Answer((1,), 0, 1.0, 1.0, (), sent_s=one.at_s) for one in arrivals]
     engine = Remembering(held={29, 27, 26, 3})
     assert find_resident(engine, arrivals, answers, list(range(30)), [2]) == [29, 27, 26]
     assert engine.asked == list(range(29, 26 - MISSES_IN_A_ROW - 1, -1))
