@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from traffic.trace_models import make_trace, write_trace
 
 from kvtier.bench import runner
 from kvtier.bench.__main__ import main
-from kvtier.bench.engine import Answer, Arrival, StreamClock, _answer
+from kvtier.bench.engine import Answer, Arrival, SglangEngine, StreamClock, _answer
 from kvtier.bench.options import parse_options
 from kvtier.bench.planning import make_plans
 from kvtier.bench.recorded.prompts import Prompts
@@ -179,6 +180,32 @@ def test_conversations_are_asked_for_from_the_newest_back_until_many_in_a_row_ar
     engine = Remembering(held={29, 27, 26, 3})
     assert find_resident(engine, arrivals, answers, list(range(30)), [2]) == [29, 27, 26]
     assert engine.asked == list(range(29, 26 - MISSES_IN_A_ROW - 1, -1))
+
+
+def test_a_request_is_sent_so_long_after_the_answer_that_it_waits_for():
+    """The answers take 0.3 s, 0.1 s and no time."""
+    engine = SglangEngine.__new__(SglangEngine)
+    took = {1: 0.3, 2: 0.1, 3: 0.0}
+    sent: list[int] = []
+
+    async def stream(arrival: Arrival, start: float) -> Answer:
+        (number,) = arrival.input_ids
+        sent.append(number)
+        await asyncio.sleep(took[number])
+        return Answer((1,), 0, 1.0, 1e3 * took[number], ())
+
+    engine._stream = stream
+    arrivals = [
+        Arrival(0.0, (1,), 1),
+        Arrival(0.05, (2,), 1),
+        Arrival(0.2, (3,), 1, after=0),
+    ]
+    heard: list[int] = []
+    answers = asyncio.run(engine._replay(arrivals, lambda index, _: heard.append(index)))
+    assert sent == [1, 2, 3]
+    assert heard == [1, 0, 2]
+    assert [one.sent_s for one in answers[:2]] == pytest.approx([0.0, 0.05])
+    assert answers[2].sent_s >= 0.3 + 0.2
 
 
 def test_table_json_and_page_of_a_replay(flags, tmp_path, capsys, monkeypatch):
