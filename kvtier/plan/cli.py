@@ -90,13 +90,15 @@ def _add_replica(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_fleet(group: argparse._ArgumentGroup) -> None:
-    from kvtier.plan.fleet import ROUTINGS
+    from kvtier.plan.fleet import ROUTINGS, SCHEDULE_POLICIES
 
     add = group.add_argument
     add("--policies", default=DEFAULT_POLICIES, help="side by side (%(default)s)")
     add("--routing", choices=ROUTINGS, default="affinity", help="(%(default)s)")
     add("--routing-slack", default="8", help="cache-aware: requests more than the least loaded "
         "(%(default)s)")  # fmt: skip
+    add("--schedule-policy", choices=SCHEDULE_POLICIES, default="fcfs", help="SGLang's: first "
+        "come first served, or longest cached prefix first (%(default)s)")  # fmt: skip
     add("--replicas", metavar="N", help="simulate so many (the fewest that meet the SLO)")
     add("--max-replicas", default="4096", metavar="N", help="of the search (%(default)s)")
     add("--slo-ttft", default="2000", metavar="MS", help="time to the first token (%(default)s)")
@@ -222,6 +224,7 @@ def read_question(options: argparse.Namespace) -> Question:
         chunk_tokens=parse_size(options.chunk, "--chunk"),
         max_running=parse_count(options.max_running, "--max-running"),
         routing=options.routing,
+        schedule_policy=options.schedule_policy,
         routing_slack=parse_count(options.routing_slack, "--routing-slack", least=0),
         gpu_hour_cost=None
         if options.gpu_hour_cost is None

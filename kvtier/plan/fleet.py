@@ -14,6 +14,8 @@ UNBOUNDED = 1 << 40
 STREAMING = ("never", "auto", "always")
 """Which prompts are compressed while they are prefilled."""
 ROUTINGS = ("affinity", "cache-aware", "least-loaded", "two-choices", "round-robin")
+# First come first served, and longest prefix match.
+SCHEDULE_POLICIES = ("fcfs", "lpm")
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class FleetPlan:
     chunk_tokens, max_running: of a prefill pass, and requests at once
     routing: one of ROUTINGS; routing_slack: how many requests more than the least loaded replica
              has cache-aware routing puts up with
+    schedule_policy: one of SCHEDULE_POLICIES, SGLang's names for which request is admitted next
     """
 
     replicas: int
@@ -100,10 +103,14 @@ class FleetPlan:
     max_running: int = 64
     routing: str = "affinity"
     routing_slack: int = 8
+    schedule_policy: str = "fcfs"
 
     def __post_init__(self) -> None:
         if self.routing not in ROUTINGS:
             raise UsageError("--routing", f"one of {', '.join(ROUTINGS)}", self.routing)
+        if self.schedule_policy not in SCHEDULE_POLICIES:
+            expected = f"one of {', '.join(SCHEDULE_POLICIES)}"
+            raise UsageError("--schedule-policy", expected, self.schedule_policy)
         for name in ("replicas", "gpus_per_replica", "chunk_tokens", "max_running"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')}", "at least 1", getattr(self, name))
@@ -113,4 +120,13 @@ class FleetPlan:
         return replace(self, replicas=replicas)
 
 
-__all__ = ["ROUTINGS", "STREAMING", "UNBOUNDED", "Cache", "FleetPlan", "Rates", "Windows"]
+__all__ = [
+    "ROUTINGS",
+    "SCHEDULE_POLICIES",
+    "STREAMING",
+    "UNBOUNDED",
+    "Cache",
+    "FleetPlan",
+    "Rates",
+    "Windows",
+]

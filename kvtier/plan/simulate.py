@@ -145,6 +145,7 @@ def _numbers(plan: FleetPlan) -> Fleet:
         tier_spill_token_s=float(rates.tier_spill_token_s),
         routing=routing.POLICIES[plan.routing],
         routing_slack=plan.routing_slack,
+        longest_first=plan.schedule_policy == "lpm",
     )
 
 

@@ -66,6 +66,7 @@ class Question:
     max_running: int = 64
     routing: str = "affinity"
     routing_slack: int = 8
+    schedule_policy: str = "fcfs"
     gpu_hour_cost: float | None = None
     warm_s: float = 0.0
     seed: int = 0
@@ -163,6 +164,7 @@ def replicas_of(question: Question, traffic: Traffic) -> list[FleetPlan]:
             max_running=question.max_running,
             routing=question.routing,
             routing_slack=question.routing_slack,
+            schedule_policy=question.schedule_policy,
         )
         for policy in question.policies
     ]
@@ -184,6 +186,7 @@ def _calibrated(question: Question) -> list[FleetPlan]:
             max_running=runs[policy].max_running,
             routing=question.routing,
             routing_slack=question.routing_slack,
+            schedule_policy=question.schedule_policy,
         )
         for policy in question.policies
     ]
@@ -252,7 +255,11 @@ def least_replicas(traffic: Traffic, base: FleetPlan) -> int:
 
 def _stated(question: Question) -> Mapping[str, Any]:
     """What is said of a replica, with every assumption."""
-    common = {"routing": question.routing, "tier_bytes_per_replica": question.tier_bytes}
+    common = {
+        "routing": question.routing,
+        "schedule_policy": question.schedule_policy,
+        "tier_bytes_per_replica": question.tier_bytes,
+    }
     if question.calibration is not None:
         return {"calibration": question.calibration.name, **common}
     replica = find_replica(question.gpu, question.model, question.tp, question.assumed)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from traffic.trace_models import lru_hit_rate, make_trace
 
 from kvtier.errors import UsageError
-from kvtier.plan.fleet import ROUTINGS, Cache, FleetPlan, Rates, Windows
+from kvtier.plan.fleet import ROUTINGS, SCHEDULE_POLICIES, Cache, FleetPlan, Rates, Windows
 from kvtier.plan.simulate import Outcome, run, simulate
 from kvtier.retention.shares.base import CODED_PAGES
 from kvtier.traffic.described import Description, make_traffic
@@ -77,14 +77,18 @@ def check(outcome: Outcome) -> None:
     st.integers(0, 10_000),
     st.sampled_from(CACHES),
     st.sampled_from(ROUTINGS),
+    st.sampled_from(SCHEDULE_POLICIES),
     st.integers(1, 4),
     st.sampled_from([512, 8192]),
 )
 @settings(deadline=None, max_examples=60)
 def test_every_request_ends_once_in_order_and_within_the_budget(
-    seed, cache, routing, replicas, chunk
+    seed, cache, routing, policy, replicas, chunk
 ):
-    plan = FleetPlan(replicas, RATES, cache, chunk_tokens=chunk, max_running=8, routing=routing)
+    plan = FleetPlan(
+        replicas, RATES, cache, chunk_tokens=chunk, max_running=8, routing=routing,
+        schedule_policy=policy,
+    )  # fmt: skip
     check(simulate(small_traffic(seed), plan))
 
 
@@ -265,6 +269,24 @@ def test_copies_share_nothing_and_come_later():
     assert many.num_sessions == 3 * traffic.num_sessions
     assert three.hit_device.sum() <= 3 * one.hit_device.sum() * 1.001
     assert (np.diff(many.arrival_s.reshape(3, -1), axis=1) >= 0).all()
+
+
+def test_the_longest_cached_prefix_first_hits_more_where_sessions_do_not_fit():
+    """Thirty sessions at once, of which the replica holds three."""
+    described = Description(
+        sessions=30, sessions_per_s=100.0, turns=8, context_tokens=8000, turn_tokens=200,
+        output_tokens=20, think_s=0.1, spread=0.1, max_tokens=20_000,
+    )  # fmt: skip
+    traffic = make_traffic(described, 3)
+    first, longest = (
+        simulate(traffic, FleetPlan(1, RATES, FULL, schedule_policy=policy))
+        for policy in SCHEDULE_POLICIES
+    )
+    check(first)
+    check(longest)
+    assert longest.hit_device.sum() > 1.3 * first.hit_device.sum()
+    with pytest.raises(UsageError, match=r"--schedule-policy: expected one of fcfs, lpm"):
+        FleetPlan(1, RATES, FULL, schedule_policy="random")
 
 
 def test_an_unknown_routing_is_refused():

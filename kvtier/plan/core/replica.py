@@ -1,5 +1,6 @@
 """One replica's scheduler, as SGLang's: new prompts go before decoding, in chunks of `chunk`
-tokens, first come first served; what waits for the tier does not hold up what is behind it.
+tokens, first come first served (`fcfs`) or longest cached prefix first (`lpm`); what waits for the
+tier does not hold up what is behind it.
 
     prefill pass   base + request * requests that begin in it
                    + token * new tokens + pair * (new tokens x tokens that they attend to)
@@ -145,14 +146,12 @@ def _start_prefill(world: World, traffic: Asked, fleet: Fleet, replica: int, now
     if request != NONE:
         took_s += _take_chunk(world, traffic, fleet, replica, request, room)
         room -= requests.chunk[request]
-    before, request = NONE, replicas.queue_first[replica]
-    while request != NONE and room > 0:
+    while room > 0:
         if replicas.num_running[replica] + replicas.num_batch[replica] >= fleet.max_running:
             break
-        after = requests.follows[request]
-        if requests.ready_s[request] > now_s:
-            before, request = request, after
-            continue
+        before, request = _next_waiting(world, traffic, fleet, replica, now_s)
+        if request == NONE:
+            break
         outcome = _admit(world, traffic, fleet, replica, request, now_s)
         if outcome == NO_ROOM:
             break
@@ -163,8 +162,28 @@ def _start_prefill(world: World, traffic: Asked, fleet: Fleet, replica: int, now
             took_s += fleet.prefill_request_s
             took_s += _take_chunk(world, traffic, fleet, replica, request, room)
             room -= requests.chunk[request]
-        request = after
     return took_s
+
+
+@compiled
+def _next_waiting(
+    world: World, traffic: Asked, fleet: Fleet, replica: int, now_s: float
+) -> tuple[int, int]:
+    """The next request to admit, and the one before it in the queue. NONE where there is none."""
+    requests = world.requests
+    found, found_before, longest = NONE, NONE, -1
+    before, request = NONE, world.replicas.queue_first[replica]
+    while request != NONE:
+        if requests.ready_s[request] <= now_s:
+            if not fleet.longest_first:
+                return before, request
+            set_path(world, traffic, traffic.asks.node[request])
+            limit = traffic.asks.input_tokens[request] - 1
+            _, hit = walk(world, traffic, fleet, replica, limit, False, False)
+            if hit > longest:
+                found, found_before, longest = request, before, hit
+        before, request = request, requests.follows[request]
+    return found_before, found
 
 
 @compiled

@@ -43,6 +43,7 @@ class Fleet(NamedTuple):
     compresses: `retention` of a turn that has ended is kept
     streams:    a place in STREAMING: which prompts are compressed while they are prefilled
     routing:    a place in routing.POLICIES
+    longest_first: the waiting request with the longest cached prefix is admitted first
     in_flight_slots: slots that requests in flight may hold while another runs
     tier_tokens: 0 where there is no tier; tier_span: fewer missing tokens are not asked for
     """
@@ -77,6 +78,7 @@ class Fleet(NamedTuple):
     tier_spill_token_s: float
     routing: int
     routing_slack: int
+    longest_first: bool
 
 
 # A number that is no request, unit or node, or not yet a time, is what a field begins with.
