@@ -138,11 +138,12 @@ def _check_prefixes(where: str, request: TraceRequest, before: dict[int, int | N
 
 
 def _of_sessions(lines: Lines, spread_s: float, seed: int) -> Iterator[TraceRequest]:
-    rng, ids = random.Random(seed), _Ids()
+    rng, ids, names = random.Random(seed), _Ids(), set[str]()
     for where, fields in lines:
         name, size = fields.get("id"), fields.get("block_size")
-        if not isinstance(name, str):
-            raise TracesFileError(f"{where}: id", "text", name)
+        if not isinstance(name, str) or name in names:
+            raise TracesFileError(f"{where}: id", "text that no session before has", name)
+        names.add(name)
         if not isinstance(size, int) or size < 1 or BLOCK_TOKENS % size:
             expected = f"a whole part of {BLOCK_TOKENS} tokens"
             raise TracesFileError(f"{where}: block_size", expected, size)
@@ -164,15 +165,17 @@ def _of_session(
         at = f"{where}: requests[{place}]"
         came_s = _number(at, one, "t", least=came_s)
         if one.get("type") == "subagent":
-            nested = f"{name}/{one.get('agent_id', place)}"
+            nested = f"{name}/{place}"
             theirs = None if scope is None else nested
             yield from _of_session(at, one, nested, begin_s + came_s, size, theirs, ids)
             continue
         tokens = int(_number(at, one, "in", least=1, most=MOST_TOKENS))
         hashes = one.get("hash_ids")
-        if not isinstance(hashes, list) or len(hashes) < tokens // size:
+        if not isinstance(hashes, list) or not all(isinstance(x, int | str) for x in hashes):
+            raise TracesFileError(f"{at}: hash_ids", "a list of numbers or texts", type(hashes))
+        if len(hashes) < tokens // size:
             expected = f"{tokens // size} hashes for {tokens} tokens in blocks of {size}"
-            raise TracesFileError(f"{at}: hash_ids", expected, hashes and len(hashes))
+            raise TracesFileError(f"{at}: hash_ids", expected, len(hashes))
         yield TraceRequest(
             arrival_s=begin_s + came_s,
             input_tokens=tokens,

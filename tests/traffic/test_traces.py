@@ -122,7 +122,7 @@ def test_agents_sessions_are_read_as_they_were_recorded(tmp_path: Path):
     assert first[0] == second[0] == third[0]
     assert second[1] == third[1]
     assert len({*first, *second, *third}) == 2 + 2 + 2
-    (nested,) = [one for one in requests if one.session == "one/x"]
+    (nested,) = [one for one in requests if one.session == "one/2"]
     assert nested.arrival_s == 11.0
     assert nested.block_ids[0] != first[0]
     others = {block for one in requests if one.session == "two" for block in one.block_ids}
@@ -148,6 +148,8 @@ def test_sessions_begin_when_they_are_drawn_to(tmp_path: Path):
     ("change", "named"),
     [
         ({"id": None}, "id"),
+        ({"id": "one"}, "id"),
+        ({"requests": [recorded(1, hash_ids=[[1]])]}, "requests[0]: hash_ids"),
         ({"block_size": 100}, "block_size"),
         ({"requests": [5]}, "requests"),
         ({"requests": [recorded(8, hash_ids=[1])]}, "requests[0]: hash_ids"),
