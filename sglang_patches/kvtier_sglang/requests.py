@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from fastapi import HTTPException
 
-from kvtier.config import Settings
 from kvtier.errors import UsageError
 from kvtier_sglang import compat
 from kvtier_sglang.compat import NAME
@@ -30,15 +29,19 @@ def check_request(manager: Any, obj: Any, input_ids: Sequence[int] | None) -> No
     if input_ids is not None and len(input_ids) == 0:
         raise UsageError("input", "at least one token", "")
     if manager.model_config.model_is_mrope and obj.contains_mm_input():
-        _check_pictures(compat.settings_of(manager.server_args))
+        _check_pictures(manager)
     if getattr(obj, "return_logprob", False) and obj.logprob_start_len < -1:
         expected = "a position, or -1 for the answer alone"
         raise UsageError("logprob_start_len", expected, obj.logprob_start_len)
 
 
-def _check_pictures(settings: Settings) -> None:
+def _check_pictures(manager: Any) -> None:
     """Raise UsageError where keys are compared as if text alone had turned them."""
-    if settings.compacts or settings.memory is not None:
+    if not hasattr(manager, "kvtier_compares_keys"):
+        # Asked once: a calibration may be in files or in Redis.
+        settings = compat.settings_of(manager.server_args)
+        manager.kvtier_compares_keys = settings.compacts or settings.memory is not None
+    if manager.kvtier_compares_keys:
         expected = "text alone beside a share or a memory: this model's keys are turned by places "
         raise UsageError("image_data", f"{expected}in pictures", "a picture, a video or sound")
 

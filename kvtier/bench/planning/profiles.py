@@ -46,7 +46,8 @@ def find_profile(options: Options, model: Model) -> tuple[HeadProfile | None, st
     """The head profile and where it is from; None where no policy needs one.
 
     Without a file every head of kvtier's keeps its whole context. Raises HeadProfileError for a
-    file that is malformed or another model's, and where a control is to copy a profile's size.
+    file that is malformed or another model's, and where a control is to copy a profile's size,
+    UsageError for what layers with a window do without.
     """
     controls = [one.name for one in options.policies if one.keeps in ("window", "random")]
     if model.windows and controls:

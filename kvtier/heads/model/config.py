@@ -83,9 +83,10 @@ def layer_windows(model: Any) -> tuple[int | None, ...]:
 
 def layer_sinks(model: Any) -> dict[int, Any]:
     """Of the layers of a loaded model whose heads may attend to nothing (attention sinks), the
-    logits of that, `[attention heads]`."""
+    logits of that, `[KV heads, group]`."""
+    heads = shape_of(model).num_kv_heads
     return {
-        module.layer_idx: module.sinks
+        module.layer_idx: module.sinks.view(heads, -1)
         for module in model.modules()
         if hasattr(module, "sinks") and hasattr(module, "layer_idx")
     }

@@ -48,7 +48,7 @@ class _Drawn:
         self.kv = kv
         self.windows = layer_windows(model)
         heads, tokens, _ = kv[0][0].shape
-        self.sinks = {at: x.view(heads, -1) for at, x in layer_sinks(model).items()}
+        self.sinks = layer_sinks(model)
         self.most = torch.zeros(len(kv), heads, tokens, device=kv[0][0].device)
 
     def attend(

@@ -150,8 +150,7 @@ class ReferenceSession:
         self.num_tokens = 0
         self._pending: list[int] = []
         self.windows = layer_windows(model)
-        heads = profile.shape.num_kv_heads
-        self._sinks = {at: x.view(heads, -1) for at, x in layer_sinks(model).items()}
+        self._sinks = layer_sinks(model)
         # KV of layers with a window, of all tokens; what left the window nobody sees.
         self._window_kv: dict[int, tuple[Tensor, Tensor]] = {}
         self._anchored = [ClassCache(heads, kv_dtype) for heads in profile.ca_heads]

@@ -313,8 +313,8 @@ class KvtierAttnBackend(AttentionBackend):
         return out.view(out.shape[0], -1)
 
     def _of_groups(self, sinks: torch.Tensor | None) -> torch.Tensor | None:
-        """Of the query heads of each KV head, float32 `[heads, group]`."""
-        return None if sinks is None else sinks.float().view(self.pool.head_num, -1)
+        """Of the query heads of each KV head, `[heads, group]`: a view."""
+        return None if sinks is None else sinks.view(self.pool.head_num, -1)
 
     def _metadata(self) -> BatchPlan:
         assert self.forward_metadata is not None, "init_forward_metadata was not called"

@@ -143,7 +143,7 @@ def over_window(
             sees = pad(sees, (1, 0), value=True)
             queries = pad(queries, (0, 8))
             keys, values = (pad(x, (0, 8, 1, 0)) for x in (keys, values))
-            queries[..., dim] = sinks[..., None] / scale
+            queries[..., dim] = sinks.float()[..., None] / scale
             keys[:, 0, dim] = 1
         keys, values = (x[:, None].expand(-1, group, -1, -1) for x in (keys, values))
         found = scaled_dot_product_attention(queries, keys, values, attn_mask=sees, scale=scale)

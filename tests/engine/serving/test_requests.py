@@ -94,6 +94,8 @@ def test_pictures_that_turn_keys_are_refused_where_keys_are_compared(monkeypatch
     server.model_config.model_is_mrope = True
     requests.check_request(server, asked, IDS)
     monkeypatch.setenv("KVTIER_RETENTION", "0.5")
+    server = manager()
+    server.model_config.model_is_mrope = True
     with pytest.raises(UsageError, match=r"^image_data: expected text alone"):
         requests.check_request(server, asked, IDS)
     requests.check_request(server, GenerateReqInput(input_ids=IDS), IDS)
