@@ -38,7 +38,7 @@ class KernelUnavailableError(RuntimeError):
 
 
 class HeadMap(NamedTuple):
-    """Some of a layer's KV heads.
+    """A subset of a layer's KV heads.
 
     heads: ascending indices. ids: the same, [heads] int64 on the device, so that using them waits
            for nothing.
@@ -81,7 +81,7 @@ class AttentionKernels(ABC):
     plans_on_device = False
 
     def reads(self, dtype: torch.dtype) -> bool:
-        """Whether KV may be of that dtype on this machine."""
+        """Return whether this machine's kernels read KV of that dtype."""
         return True
 
     @abstractmethod

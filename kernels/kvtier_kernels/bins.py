@@ -33,7 +33,8 @@ class Bins:
         self._flat = self._index + first
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """What each entry's bin has: `[heads, rows, bins]` -> `[heads, rows, tokens]`."""
+        """Return for each entry its bin's value: `[heads, rows, bins]` ->
+        `[heads, rows, tokens]`."""
         return x.gather(2, self._index.unsqueeze(1).expand(-1, x.shape[1], -1))
 
     def log_softmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +61,7 @@ class Bins:
         return out.view(heads, -1, dim)[:, : self.count]
 
     def sizes(self) -> torch.Tensor:
-        """How many entries each bin has: int64 `[heads, count]`."""
+        """Return the number of entries in each bin: int64 `[heads, count]`."""
         ones = torch.ones_like(self._index)
         out = ones.new_zeros(ones.shape[0], self.count + 1).scatter_add_(1, self._index, ones)
         return out[:, : self.count]

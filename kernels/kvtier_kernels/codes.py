@@ -28,13 +28,13 @@ import torch
 
 from kvtier_kernels.lists import PAGE_CELLS
 
-# Of a word: the entries of its coded page.
+# The number of bits of a word that hold the number of entries of its coded page.
 CODED_ENTRY_BITS = 6
-# By bits of a code: the parts that are packed each by itself, low bits first; and how many numbers
-# of a value share a scale.
+# The bit planes of a code, keyed by its number of bits, low bits first: each plane is packed by
+# itself. GROUP is how many numbers of a value share a scale.
 PLANES = {8: (8,), 4: (4,), 3: (2, 1)}
 GROUP = {8: 64, 4: 64, 3: 32}
-# Of the mean of the queries' energy: what any channel has at least.
+# Every channel's energy is raised by this share of the mean energy of the queries.
 DAMPING = 0.1
 # Channels of a key whose errors are passed on to the others at once.
 ROUNDED_AT_ONCE = 16
@@ -43,7 +43,7 @@ _SCALE_BYTES = 2 * torch.float16.itemsize
 
 
 class CodedShape(NamedTuple):
-    """How a coded page is laid out.
+    """The layout of a coded page.
 
     bits:    of a code
     dim:     numbers of a key or value
@@ -58,12 +58,13 @@ class CodedShape(NamedTuple):
 
     @property
     def entry_bytes(self) -> int:
-        """Of one key's codes, or one value's."""
+        """The bytes of one key's codes, or of one value's."""
         return self.dim * self.bits // 8
 
     @property
     def side_bytes(self) -> int:
-        """Of a page's keys with their scales, or of its values, whichever is more."""
+        """The bytes of a page's keys with their scales, or of its values with theirs, whichever is
+        more."""
         scales = max(self.dim, self.entries * self.groups)
         return self.entries * self.entry_bytes + _SCALE_BYTES * scales
 
@@ -101,8 +102,8 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 
 
 def feedback(queries: torch.Tensor) -> torch.Tensor:
-    """How much of the error of a key's number (row) the later numbers (columns) make up for:
-    float32 `[..., dim, dim]`, of rotated keys, ones on the diagonal and zeros below.
+    """Return the weights by which the later numbers of a key (columns) make up for the error of a
+    number (row): float32 `[..., dim, dim]`, of rotated keys, ones on the diagonal and zeros below.
 
     queries: `[..., dim, dim]`, the mean of q qᵀ over a KV head's queries, not rotated
     """
@@ -153,7 +154,7 @@ def _coded(
     there: which entries there are. fed_back: see `encode`; of keys."""
     levels = (1 << shape.bits) - 1
     offset = least.half().float()
-    # Rounded up, so that the largest number has a code.
+    # The scale is rounded up, so that the largest number has a code.
     scale = ((most - offset) / levels * (1 + 2**-10)).clamp_min(0).half().float()
     step = scale.clamp_min(2**-24)
     if fed_back is None:

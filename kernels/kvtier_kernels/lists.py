@@ -36,13 +36,13 @@ import torch
 from kvtier_kernels.states import AttentionState
 
 PAGE_CELLS = 16
-# Of a word: the entries of its page.
+# The number of bits of a word that hold the number of entries of its page.
 ENTRY_BITS = 5
 
 
 @dataclass(frozen=True)
 class ListTables:
-    """What lists there are, on the device; a request has a row.
+    """The lists of a batch, on the device; a request has a row.
 
     words: int64 [rows, columns], the address (`data_ptr`) of the first word of each list; not read
            where a list has none.

@@ -49,7 +49,7 @@ class Entries(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """Where each entry goes.
+    """A home for each entry.
 
     kept:   `[heads, count]` int64, distinct indices of entries
     target: `[heads, tokens]` int64, a position in `kept` (a kept entry's own) or UNMERGED
@@ -140,11 +140,12 @@ def compensate(entries: Entries, assignment: Assignment) -> Entries:
 
 
 def _others(is_kept: torch.Tensor, count: int) -> torch.Tensor:
-    """Which `count` entries of every head are not kept, in order: int64 `[heads, count]`."""
+    """Return the `count` entries of every head that are not kept, in order: int64
+    `[heads, count]`."""
     heads, tokens = is_kept.shape
     index = torch.arange(tokens, device=is_kept.device).expand(heads, -1)
     place = (~is_kept).cumsum(1) - 1
-    # Kept ones go to a place behind the last.
+    # Kept entries go to a place behind the last.
     place = place.masked_fill_(is_kept, count).clamp_(max=count)
     return index.new_empty(heads, count + 1).scatter_(1, place, index)[:, :count]
 

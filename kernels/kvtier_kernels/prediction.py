@@ -1,4 +1,5 @@
-"""What the newest queries say the next one will look for: KeepKV's predicted scores (section 4.3).
+"""The attention that the next query will pay, predicted from the newest ones: KeepKV's predicted
+scores (section 4.3).
 
 The paper predicts scores s = e^a, not logits a (equations 12 and 13), so that one query's surprise
 counts as much as it weighs. Over a window of the newest w queries its bias-corrected moving average

@@ -1,4 +1,5 @@
-"""Which kernel backend runs: by name for attention, by device for selection and merging.
+"""The registry of kernel backends: attention's is chosen by name, that of selection and merging by
+device.
 
 Backends are imported when they are asked for, so that a missing dependency hurts only its user.
 """
@@ -23,7 +24,7 @@ BACKENDS: dict[str, str] = {
     "reference": "kvtier_kernels.reference_backend:make_kernels",
     "triton": "kvtier_kernels.triton_backend:make_kernels",
 }
-# What `auto` is by type of device; the reference on any other.
+# The backend that `auto` chooses, keyed by type of device; any other type gets the reference.
 AUTOMATIC: dict[str, str] = {"cuda": "triton"}
 
 
@@ -56,7 +57,8 @@ def get_kernels(name: str = AUTO, device: torch.device | str | None = None) -> A
 
 
 def selection_kernels(device: torch.device) -> SelectionKernels:
-    """What selects and merges tensors of that device: the selection of its automatic backend.
+    """Return the kernels that select and merge tensors of that device: the selection of its
+    automatic backend.
 
     Raises KernelUnavailableError for what this machine lacks.
     """

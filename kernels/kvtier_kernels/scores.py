@@ -1,4 +1,4 @@
-"""What an entry of a context is worth, from its keys and queries alone.
+"""Scores of a context's entries, from its keys and queries alone.
 
     leverage        how far a key sticks out of the others:  diag(X (XᵀX)⁻¹ Xᵀ), X centred keys
     difference      how far a key's direction is from the mean direction (KeyDiff)
@@ -30,7 +30,7 @@ _RIDGES = (1e-6, 1e-4, 1e-2)
 
 
 class Rotation(NamedTuple):
-    """How keys were rotated, and how to undo it: see `unrotate`.
+    """The rotation that keys were given, from which `unrotate` undoes it.
 
     cos, sin: `[tokens, rotary_dim / 2]`, as they were applied.
     """
@@ -101,7 +101,7 @@ def key_difference(keys: torch.Tensor, rotation: Rotation | None = None) -> torc
 
 
 def _before_rotation(keys: torch.Tensor, part: slice, rotation: Rotation | None) -> torch.Tensor:
-    """Some of the keys, in float32."""
+    """Return a part of the keys before rotation, in float32."""
     if rotation is None:
         return keys[:, part].float()
     cos, sin, interleaved = rotation

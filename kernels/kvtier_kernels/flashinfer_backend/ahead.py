@@ -29,7 +29,7 @@ from kvtier_kernels.flashinfer_backend.variant import jit_args
 from kvtier_kernels.fp8 import FP8_DTYPES
 
 HOPPER = "9.0a"
-# Without a mask, over pages: what decoding and a prefix run. The others are for the module's sake.
+# Decoding and a prefix run the kernels without a mask, over pages. The module needs the others.
 CALLED = (
     "batch_prefill_paged_kernel_mask_0.cu",
     "batch_prefill_ragged_kernel_mask_0.cu",

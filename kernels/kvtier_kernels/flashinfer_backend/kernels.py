@@ -183,7 +183,7 @@ class FlashInferKernels(AttentionKernels):
 
 
 def _run(wrapper: Wrapper, q: torch.Tensor, *args: Any) -> AttentionState:
-    """What the wrapper was planned for, as a state of the contract."""
+    """Run what the wrapper was planned for and return it as a state of the contract."""
     tokens, heads, group, _ = q.shape
     lanes = aligned(q.flatten(1, 2))
     o = torch.empty(lanes.shape, dtype=q.dtype, device=q.device)

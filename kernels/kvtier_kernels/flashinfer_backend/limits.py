@@ -1,4 +1,5 @@
-"""Which calls FlashInfer can serve. The others go to the Triton kernels, which take everything."""
+"""The limits of FlashInfer: the calls that it can serve. The others go to the Triton kernels, which
+take everything."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ MAX_STRIDE = (1 << 32) - 1
 
 
 def fits(q: torch.Tensor, kv: RaggedKV) -> bool:
-    """Whether FlashInfer's kernels take these queries over this KV, where it lies.
+    """Return whether FlashInfer's kernels take these queries over this KV, where it lies.
 
     K and V have to be of one type and one layout; which one does not matter, as slots and heads
     have strides of their own: head-major buffers are served without a copy.
@@ -33,7 +34,8 @@ def fits(q: torch.Tensor, kv: RaggedKV) -> bool:
 
 
 def is_aligned(x: torch.Tensor) -> bool:
-    """Whether every row of x [..., dim] lies in one piece and begins where a copy may begin."""
+    """Return whether every row of x [..., dim] lies in one piece and begins where a copy may
+    begin."""
     rows = (x.storage_offset(), *x.stride()[:-1])
     in_pieces = all(at * x.itemsize % PIECE_BYTES == 0 for at in rows)
     return bool(x.stride(-1) == 1 and in_pieces and max(rows[1:]) <= MAX_STRIDE)

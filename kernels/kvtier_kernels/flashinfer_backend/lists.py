@@ -26,7 +26,7 @@ from kvtier_kernels.states import AttentionState
 
 @dataclass(eq=False)
 class FlashInferListPlan:
-    """What lists there are, as the host found them.
+    """The lists of a batch, as the host found them.
 
     otherwise: makes the Triton kernels' plan, for what FlashInfer does not serve
     layers:    the lists of a layer as a slot table of cells, once it was asked for
@@ -137,8 +137,8 @@ def _flat(kv: CellKV) -> RaggedKV:
 
 
 def _serves(q: torch.Tensor, kv: CellKV) -> bool:
-    """Whether FlashInfer takes these queries over cells. Where drafts are decoded as one group, its
-    rows have no votes of their own."""
+    """Return whether FlashInfer takes these queries over cells. Where drafts are decoded as one
+    group, its rows have no votes of their own."""
     votes = kv.log_votes
     return fits(q[:, :1], _flat(kv)) and (
         votes is None or votes.ndim == 1 or votes.shape[-1] == q.shape[2]

@@ -1,4 +1,5 @@
-"""What FlashInfer's kernels need of the machine; this module itself needs nothing of it."""
+"""Checks of the machine for what FlashInfer's kernels need; this module itself needs nothing of
+it."""
 
 from __future__ import annotations
 

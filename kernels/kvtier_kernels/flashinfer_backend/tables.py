@@ -1,4 +1,4 @@
-"""What stands between the contract and FlashInfer's: its page tables and its logarithms.
+"""The page tables and the logarithms of FlashInfer, made from those of the contract and back.
 
 A page is one entry, so a plan's slot table is a page table as it is:
 
@@ -18,7 +18,8 @@ import torch
 
 
 class Pages(NamedTuple):
-    """What FlashInfer plans from, on the host: given device tensors, it would wait for them.
+    """The tables that FlashInfer plans from, on the host: given device tensors, it would wait for
+    them.
 
     indptr:        [requests + 1] int32.
     last_page_len: [requests] int32. 0 for a request without entries, to which 1 would give one.

@@ -54,7 +54,8 @@ struct KvtierVotes : AttentionVariantBase {
 
 
 def jit_args(q_dtype: torch.dtype, kv_dtype: torch.dtype, dim: int) -> list[Any]:
-    """What FlashInfer's wrappers, and its code generator, want to know of a variant."""
+    """Return the arguments that tell FlashInfer's wrappers and its code generator about the
+    variant."""
     names = (str(dtype).removeprefix("torch.") for dtype in (q_dtype, kv_dtype))
     return [
         f"kvtier_votes_{'_'.join(names)}_{dim}",

@@ -84,7 +84,8 @@ class Wrappers:
         return Wrapper(kind, self._make(kind, self._workspace))
 
     def give_back(self, lent: dict[Any, Wrapper]) -> None:
-        """Those of a plan that is gone, by whatever key it had them."""
+        """Take back the wrappers of a plan that is gone, among the free ones of their kinds. lent:
+        the wrappers by any key."""
         for wrapper in lent.values():
             self._free[wrapper.kind].append(wrapper)
 

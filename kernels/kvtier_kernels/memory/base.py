@@ -64,7 +64,7 @@ class MemoryLayer(NamedTuple):
 
 
 class MemoryAnswer(NamedTuple):
-    """What memories say to queries.
+    """The answers of memories to queries.
 
     state:  over each token's prefix; empty (lse -inf) for tokens without a memory
     entry:  [tokens] int32, which entry answered; -1 where none was near enough or there is no
@@ -100,10 +100,10 @@ class MemoryKernels(ABC):
 
 
 def project(q: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
-    """What every memory's lookup takes of queries, float32 [tokens, N, R].
+    """Return the projections of queries that every memory's lookup takes, float32 [tokens, N, R].
 
-    q: [tokens, H, G, D] before rotation; projection: as in MemoryLayer. Of some KV heads it is a
-    part: the parts of all heads add up.
+    q: [tokens, H, G, D] before rotation; projection: as in MemoryLayer. For some of the KV heads
+    the result is a part: the parts of all heads add up.
     """
     return torch.einsum("thgd,nrhgd->tnr", q.float(), projection.float())
 

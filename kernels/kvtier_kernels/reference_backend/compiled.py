@@ -296,7 +296,7 @@ def decode_codes(
     return _in_parts(
         lambda *parts: _attend_codes(*fixed, layer, np.float32(scale), *parts),
         q,
-        # Of codes a page has several times as many entries.
+        # A page of codes has several times as many entries.
         shape.entries * _pages(lists, layer, q.shape[1]) // PAGE_CELLS,
     )
 
@@ -307,7 +307,8 @@ def _pages(lists: HostLists, layer: int, heads: int) -> int:
 
 
 def _in_parts(attend_part: Callable[..., None], q: torch.Tensor, pages: int) -> AttentionState:
-    """What all threads find. attend_part: of (part, parts, most, sums, out), see `_attend`."""
+    """Run `attend_part` in all threads and merge their states. attend_part takes (part, parts,
+    most, sums, out), see `_attend`."""
     requests, heads, rows, dim = q.shape
     parts = max(1, min(torch.get_num_threads(), pages // THREAD_PAGES))
     most = np.full((parts, requests * heads, rows), _LEAST, np.float32)

@@ -1,4 +1,4 @@
-"""Where dropped entries go, by matrix products of a tile of entries and homes at a time.
+"""Homes of dropped entries, found by matrix products of a tile of entries and homes at a time.
 
 Only the largest of a tile is looked for; which home that was is computed again for the tile that
 won, because a maximum with its place takes twice as long as the product.
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from kvtier_kernels.bins import UNMERGED
 
-# Of a tile of similarities that stays in a CPU's cache (4 MiB), and its homes.
+# The numbers of a tile of similarities that stays in a CPU's cache (4 MiB), and its homes.
 _TILE_FLOATS, _TILE_HOMES = 1 << 20, 1024
 
 

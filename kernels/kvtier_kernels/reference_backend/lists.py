@@ -62,7 +62,7 @@ class RequestLists:
 
     @cached_property
     def in_runs(self) -> tuple[RequestSlots, ...]:
-        """Where the entries of each column are: in runs of whole pages, and others."""
+        """The places of each column's entries: runs of whole pages, and scattered others."""
         words, total = self.words.long(), len(self.words)
         if not total:
             return (RequestSlots((), None),) * (len(self.starts) - 1)
@@ -117,7 +117,7 @@ class ReferenceLists(ListKernels):
         into: Any = None,
     ) -> ReferenceListPlan:
         check_tables(tables, rows, dense, layers, heads)
-        # What an earlier plan found in the same rows, whose words are still the same.
+        # `known` has what an earlier plan found in the same rows, whose words are still the same.
         known = {} if into is None else dict(zip(into.rows, into.requests, strict=True))
         asked, requests = tuple(rows.tolist()), []
         for row, tokens in zip(asked, dense.tolist(), strict=True):
@@ -229,7 +229,7 @@ def _cells(words: torch.Tensor) -> torch.Tensor:
 
 
 def _on_the_host(requests: Sequence[RequestLists]) -> HostLists:
-    """What compiled code reads."""
+    """Return the lists as arrays for compiled code."""
     offsets = (0, *accumulate(len(one.words) for one in requests))
     starts = torch.tensor([one.starts for one in requests])
     return compiled.HostLists(
@@ -264,7 +264,8 @@ def _read(address: int, words: int, device: torch.device) -> torch.Tensor:
 
 
 class _Words:
-    """What another library's arrays look like to PyTorch."""
+    """An array of words at an address, in the form in which PyTorch takes another library's
+    arrays."""
 
     def __init__(self, address: int, words: int) -> None:
         self.__cuda_array_interface__ = {

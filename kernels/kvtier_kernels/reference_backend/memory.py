@@ -46,7 +46,8 @@ class ReferenceMemory(MemoryKernels):
 def _nearest(
     wanted: torch.Tensor, layer: MemoryLayer, memory: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which entries of a memory answer, int32, -1 for none, and the nearest ones' cosines.
+    """Return the entries of a memory that answer, int32, -1 for none, and the nearest ones'
+    cosines.
 
     wanted: float32 [tokens, R + PLACE_WIDTH], of length 1
     """
@@ -55,7 +56,7 @@ def _nearest(
         cosine = torch.full_like(wanted[:, 0], float("-inf"))
         return torch.full_like(cosine, -1, dtype=torch.int32), cosine
     keys = layer.keys[begin:end].float()
-    # Not a matrix product, which may round the cosines of equal keys differently.
+    # This is not a matrix product, which may round the cosines of equal keys differently.
     parts = [
         (wanted[part].unsqueeze(1) * keys).sum(-1).max(-1)
         for part in blocks(len(wanted), keys.numel())
@@ -66,7 +67,7 @@ def _nearest(
 
 
 def _kept(layer: MemoryLayer, memory: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a memory kept for a KV head: k and v [kept, D]."""
+    """Return the entries that a memory kept for a KV head: k and v [kept, D]."""
     at = memory * layer.looks_up.shape[1] + head
     begin, end = (int(bound) for bound in layer.kept_indptr[at : at + 2])
     return layer.kept_k[begin:end], layer.kept_v[begin:end]

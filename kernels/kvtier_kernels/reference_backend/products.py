@@ -76,7 +76,7 @@ def dense(
         mask = None if bias is None else _mask(bias, group, len(part))
         o, lse = tiled(folded, keys, values, scale, mask)
         if bias is not None and bias[..., 0, :].isneginf().any():
-            # Of rows that see no entry, PyTorch's operator on CPUs says 0.
+            # PyTorch's operator on CPUs says 0 for rows that see no entry.
             most = _mask(bias.amax(-2, keepdim=True), group, len(part)).squeeze(-1).squeeze(0)
             lse = lse.masked_fill(most.isneginf(), float("-inf"))
         states.append(unfold(o, lse, len(part), group))

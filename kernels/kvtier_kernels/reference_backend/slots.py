@@ -29,7 +29,7 @@ class RequestSlots:
     scattered: torch.Tensor | None
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Return whether there are any slots."""
         return bool(self.runs) or self.scattered is not None
 
 
@@ -48,7 +48,8 @@ def plan_request(slots: torch.Tensor, min_run: int = MIN_RUN_TOKENS) -> RequestS
 
 
 def positions_of(mask: torch.Tensor) -> torch.Tensor:
-    """Where it is true: on a CPU NumPy finds that in less time than PyTorch."""
+    """Return the positions where the mask is true: on a CPU NumPy finds them in less time than
+    PyTorch."""
     if mask.device.type == "cpu":
         return torch.from_numpy(mask.numpy().nonzero()[0])
     return torch.nonzero(mask).flatten()

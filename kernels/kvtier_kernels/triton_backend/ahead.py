@@ -32,7 +32,7 @@ from kvtier_kernels.triton_backend.kernels import TritonKernels
 from kvtier_kernels.triton_backend.launching import FIRST_WITH_E4M3, Launch, is_interpreted
 
 HOPPER = 90
-# Of models in float32, such as the demo model: head dimension and GQA group.
+# Shapes of models in float32, such as the demo model: head dimension and GQA group.
 FLOAT32_SHAPES = ((32, 2), (64, 4))
 # Numbers of a query that memories are looked up by.
 RANKS = (16, 64)
@@ -62,11 +62,11 @@ class Compiled(NamedTuple):
     variant: str
     registers: int
     spilled_bytes: int
-    shared_bytes: int  # of a block
+    shared_bytes: int  # per block
 
 
 class AbsentDevice:
-    """As much of a Triton driver as compiling asks for."""
+    """A stand-in for a Triton driver, with as much of it as compiling asks for."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -177,7 +177,7 @@ def _use_lists(
     tables = ListTables(pages.long(), pages, pages)
     plan = kernels.plan(tables, pages[:, 0], pages[:, 0], layers, heads)
     kernels.extend(q, q_indptr, kv, plan, 1, 0.1)
-    # Of a draft of eight tokens, and of one.
+    # The rows are those of a draft of eight tokens, and of single tokens.
     draft = q.view(-1, 8, *q.shape[1:]).transpose(1, 2).flatten(2, 3)
     for rows in (draft, q):
         kernels.decode(rows[:requests], kv, plan, 1, 0.1)

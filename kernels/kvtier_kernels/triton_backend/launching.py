@@ -1,5 +1,5 @@
-"""What all launchers of this backend share: the device, how a kernel is started on it, and what
-attention states are written to."""
+"""The parts that all launchers of this backend share: the device, the start of a kernel on it, and
+the buffers that attention states are written to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import triton
 from kvtier_kernels.base import KernelUnavailableError
 from kvtier_kernels.triton_backend.softmax import log_of
 
-# Without a GPU: as many as the smallest current one has.
+# The multiprocessors that are assumed without a GPU: as many as the smallest current one has.
 INTERPRETED_SMS = 16
 
 # Compute capability of Ada.
@@ -37,28 +37,29 @@ def check_device() -> None:
 
 
 def is_interpreted() -> bool:
-    """Whether Triton was told, before it was imported, to run its kernels in Python."""
+    """Return whether Triton was told, before it was imported, to run its kernels in Python."""
     return not isinstance(log_of, triton.JITFunction)
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many the device has."""
+    """Return the number of the device's multiprocessors."""
     if device.type != "cuda":
         return INTERPRETED_SMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def has_wide_products() -> bool:
-    """Whether matrix products take their tiles from shared memory, as on Hopper and data-centre
-    Blackwell; elsewhere they go through registers, which others then lack."""
+    """Return whether matrix products take their tiles from shared memory, as on Hopper and
+    data-centre Blackwell; elsewhere they go through registers, which others then lack."""
     if is_interpreted():
         return True
     return triton.runtime.driver.active.get_current_target().arch // 10 in (9, 10, 11)
 
 
 def has_numbers_of(dtype: torch.dtype) -> bool:
-    """Whether kernels can be compiled for KV of that dtype: before Ada, Triton has no e4m3."""
+    """Return whether kernels can be compiled for KV of that dtype: before Ada, Triton has no
+    e4m3."""
     if dtype != torch.float8_e4m3fn or is_interpreted():
         return True
     return int(triton.runtime.driver.active.get_current_target().arch) >= FIRST_WITH_E4M3

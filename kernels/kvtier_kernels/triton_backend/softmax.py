@@ -1,4 +1,4 @@
-"""What the attention kernels share: one step of online softmax, and the logits of a tile.
+"""Parts that the attention kernels share: one step of online softmax, and the logits of a tile.
 
 Logits are kept in base 2 (`exp2` is what the hardware has), so a kernel multiplies `scale` and
 votes by log2(e) once, and what leaves a kernel is the natural log-sum-exp of the contract.

@@ -198,7 +198,7 @@ class TritonLists(ListKernels):
         block_rows: int,
         per_multiprocessor: int,
     ) -> Deal:
-        """What the first layer that has such rows makes for all of them."""
+        """Return the deal of such rows; the first layer that asks makes it for all of them."""
         key = (group, block_rows, per_multiprocessor, *(q_indptr or ()))
         if key not in plan.deals:
             device = plan.rows.device

@@ -21,7 +21,8 @@ from kvtier_kernels.triton_backend.launching import (
 )
 from kvtier_kernels.triton_backend.planning.plans import TritonPlan, row_blocks, table_of
 
-# Of a thread. Told nothing, ptxas spills to fit two programs where shared memory has room for one.
+# The most registers of a thread. Told nothing, ptxas spills to fit two programs where shared memory
+# has room for one.
 ALL_REGISTERS = 255
 
 

@@ -74,8 +74,8 @@ def attend_codes(
     BLOCK_L: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    """As `attend_stretch`, of k, v uint8 [pages, page_bytes] with ENTRIES of BITS a number and
-    GROUPS of a value's numbers that share a scale. Grid (programs,).
+    """Attend like `attend_stretch`, to k and v of codes, uint8 [pages, page_bytes], with ENTRIES of
+    BITS a number and GROUPS of a value's numbers that share a scale. Grid (programs,).
     """
     u = tl.program_id(0)
     bounds += layer * (lists + 1)
@@ -83,7 +83,7 @@ def attend_codes(
     start = u * size
     stop = tl.minimum(start + size, tl.load(bounds + lists))
     if start < stop:
-        # Which lists these pages are of.
+        # The loop finds the lists that these pages belong to.
         first, last = 0, 0
         for some in range(0, lists, BLOCK_L):
             one = some + tl.arange(0, BLOCK_L)

@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 
 class Division(NamedTuple):
-    """What the library computes of a call, and what is left to the other kernel.
+    """The division of a call between the library and the other kernel.
 
     rest: the plan without the entries of the parts. None where that leaves no entry and every
           request is a part, so that the library computes the new tokens, too.
@@ -75,8 +75,8 @@ class DensePrefixes:
                     yield rows, entries
 
     def divide(self, plan: TritonPlan, q_indptr: Sequence[int]) -> Division | None:
-        """How a call is divided: computed once for all layers of a step. None where no request is
-        long enough."""
+        """Return the division of a call, computed once for all layers of a step. It is None where
+        no request is long enough."""
         key = tuple(q_indptr)
         if key not in plan.divisions:
             plan.divisions[key] = self._divide(plan, key)
@@ -149,7 +149,7 @@ class DensePrefixes:
                 state.lse[rows, head] = lse
 
     def _filled(self, x: torch.Tensor) -> torch.Tensor:
-        """With rows of zeros up to a multiple of `rows`."""
+        """Return x with rows of zeros up to a multiple of `rows`."""
         missing = -len(x) % self.rows
         return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
 
@@ -165,8 +165,8 @@ def cudnn_attention(
 
 
 def has_cudnn_attention(q: torch.Tensor) -> bool:
-    """Whether cuDNN computes attention of such queries, `[tokens, heads, group, dim]`, on this GPU,
-    and the GPU is of a kind where it is the faster."""
+    """Return whether cuDNN computes attention of such queries, `[tokens, heads, group, dim]`, on
+    this GPU, and the GPU is of a kind where it is the faster."""
     if q.device.type != "cuda" or is_interpreted() or not has_wide_products():
         return False
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -178,7 +178,7 @@ def has_cudnn_attention(q: torch.Tensor) -> bool:
 
 
 def _as_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As torch has them: `[batch, heads, tokens, dim]`."""
+    """Return the tensors in torch's layout: `[batch, heads, tokens, dim]`."""
     return q.transpose(0, 1)[None], k[None, None], v[None, None]
 
 

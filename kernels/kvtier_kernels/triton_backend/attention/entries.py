@@ -8,7 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def load_keys(k, slot, head, inside, d, in_dim, stride_slot, stride_head):
-    """As `load_entries`, but [dim, entries]: what takes fewer registers in large tiles."""
+    """Load entries like `load_entries`, but as [dim, entries], which takes fewer registers in large
+    tiles."""
     at = k + slot[None, :] * stride_slot + head * stride_head + d[:, None]
     return tl.load(at, mask=inside[None, :] & in_dim[:, None], other=0.0)
 

@@ -111,7 +111,7 @@ def attend_stretch(
     start = u * size
     stop = tl.minimum(start + size, tl.load(bounds + lists))
     if start < stop:
-        # Which lists these pages are of.
+        # The loop finds the lists that these pages belong to.
         first, last = 0, 0
         for some in range(0, lists, BLOCK_L):
             one = some + tl.arange(0, BLOCK_L)

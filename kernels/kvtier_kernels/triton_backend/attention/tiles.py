@@ -1,4 +1,4 @@
-"""How large the tiles of attention are, and in how many splits a prefix is cut."""
+"""The sizes of attention's tiles, and the number of splits that a prefix is cut in."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from kvtier_kernels.triton_backend.launching import (
 MAX_SPLITS = 16
 # A split of a prefix has at least so many entries: fewer cost more in merging than they gain.
 LEAST_SPLIT = 1024
-# Kept KV of a prefix in a program's tile: few, so that it loads one while it computes with another,
-# and five programs still fit a multiprocessor. Without tensor cores a tile lies in registers.
+# Entries of a prefix's kept KV in a program's tile: few, so that it loads one while it computes
+# with another, and five programs still fit a multiprocessor. Without tensor cores a tile lies in
+# registers.
 KEPT_ENTRIES = 32
 KEPT_ENTRIES_IEEE = 16
 # A whole coded page.
 CODED_TILE = 64
-# Of a multiprocessor.
+# The registers of a multiprocessor.
 REGISTERS = 65536
 # In the interpreter every operation costs the same, however much it does.
 INTERPRETED_TILE = 64
@@ -35,7 +36,7 @@ def num_splits(programs: int, bounds: Sequence[int], device: torch.device) -> in
     longest = max((end - begin for begin, end in pairwise(bounds)), default=0)
     wanted = triton.cdiv(2 * multiprocessors(device), max(1, programs))
     useful = max(1, longest // LEAST_SPLIT)
-    # Rounded up to a power of two, as it was measured on an H100.
+    # The number is rounded up to a power of two, as it was measured on an H100.
     return int(min(MAX_SPLITS, triton.next_power_of_2(min(wanted, useful))))
 
 
@@ -63,13 +64,14 @@ def extend_tile(dim: int, ieee: bool) -> Tile:
     if not has_wide_products():
         return Tile(32, 32, 8, 2) if ieee else Tile(64, 64, 8, 2)
     if ieee:
-        # By Triton 3.6 and by 3.8.
+        # These fit the registers as Triton 3.6 and 3.8 compile them.
         return Tile(32, 32, 4, 1)
     return Tile(64, 64, 4, 3)
 
 
 class ListTile(NamedTuple):
-    """As `Tile`. programs: that are resident on a multiprocessor at a time."""
+    """The tile of attention over lists, like `Tile`. programs: that are resident on a
+    multiprocessor at a time."""
 
     rows: int
     entries: int
@@ -79,14 +81,15 @@ class ListTile(NamedTuple):
 
     @property
     def registers(self) -> int:
-        """Of a thread. Told nothing, ptxas spills to fit more programs than shared memory has room
-        for."""
+        """The most registers of a thread. Told nothing, ptxas spills to fit more programs than
+        shared memory has room for."""
         return min(255, REGISTERS // (32 * self.warps * self.programs) // 8 * 8)
 
 
 def list_tile(dim: int, ieee: bool, rows: int, *, laden: bool) -> ListTile:
-    """Of attention over lists: what keeps to the registers (`ahead`). For few rows it was measured
-    on an H200: with dim 128, 64 entries in three stages leave room for just three programs.
+    """Return the tile of attention over lists, such that the registers suffice (`ahead`). For few
+    rows it was measured on an H200: with dim 128, 64 entries in three stages leave room for just
+    three programs.
 
     rows: the most of a request, tokens times group. laden: with votes per query head, or of fp8.
     """
@@ -105,8 +108,8 @@ def list_tile(dim: int, ieee: bool, rows: int, *, laden: bool) -> ListTile:
 
 
 def code_tile(dim: int, ieee: bool, rows: int) -> ListTile:
-    """Of attention over coded pages, of at most 63 entries each. Not measured: what keeps to the
-    registers (`ahead`).
+    """Return the tile of attention over coded pages, of at most 63 entries each. It is not
+    measured; the registers suffice for it (`ahead`).
 
     rows: the most of a request, tokens times group.
     """
@@ -126,7 +129,8 @@ class MergeTile(NamedTuple):
 
 
 def merge_tile(rows: int) -> MergeTile:
-    """Of merging what attention over lists leaves. rows: of a list."""
+    """Return the tile of the merge of the parts that attention over lists leaves. rows: of a
+    list."""
     if is_interpreted():
         return MergeTile(INTERPRETED_TILE, 4)
     # Few rows have many parts each, which are best read at once.

@@ -1,4 +1,4 @@
-"""Which entry of its memory a token's queries are nearest to."""
+"""The lookup of the entry of its memory that a token's queries are nearest to."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ HALF_ROOT = tl.constexpr(0.7071067811865476)
 
 @triton.jit
 def cos_and_sin(angle):
-    """Of an angle from -pi to pi, by the series of half of it, which are short. The library's own
-    want memory of the thread's for larger angles than come here."""
+    """Return the cosine and the sine of an angle from -pi to pi, by the series of half of it, which
+    are short. The library's own functions want memory of the thread's for larger angles than come
+    here."""
     half = angle * 0.5
     x = half * half
     cos = 1 - x / 2 * (1 - x / 12 * (1 - x / 30 * (1 - x / 56 * (1 - x / 90 * (1 - x / 132)))))

@@ -1,1 +1,1 @@
-"""Where dropped entries go, and sums over those that share a home."""
+"""Homes of dropped entries, and sums over those that share a home."""

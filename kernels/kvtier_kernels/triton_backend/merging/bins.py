@@ -31,7 +31,7 @@ class SortedBins(Bins):
     def log_softmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         heads, rows, _ = x.shape
         x = x.contiguous()
-        # What is unmerged may be most of a context: too much for one program, and a plain sum.
+        # The unmerged entries may be most of a context: too much for one program, and a plain sum.
         kept = (self._index != self.count).unsqueeze(1)
         lost = torch.logsumexp(x.masked_fill(kept, float("-inf")), dim=-1, keepdim=True)
         shares = x - lost

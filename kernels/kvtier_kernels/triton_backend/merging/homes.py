@@ -1,4 +1,4 @@
-"""Where dropped entries go, by one kernel."""
+"""Homes of dropped entries, found by one kernel."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def find_homes(
         BLOCK_M=rows,
         BLOCK_N=columns,
         IEEE=ieee,
-        # With 4 warps of a tile two programs fit a core, so that one may multiply while the other
-        # compares; but that takes all the registers there are.
+        # Two programs of 4 warps fit a core, so that one may multiply while the other compares; but
+        # that takes all the registers there are.
         num_warps=4 if has_wide_products() and not ieee else 8,
         num_stages=2 if ieee or dim > 128 else 3,
     )

@@ -1,4 +1,4 @@
-"""Which kept key each dropped one is most like, with no similarity ever in memory."""
+"""The kept key that each dropped one is most like, found with no similarity ever in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where each list's pages begin, and how many a program has."""
+"""A kernel that finds where each list's pages begin, and how many pages a program has."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def deal_pages(
     LEAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """How lists are dealt (see `lists`): pages [rows, columns] -> bounds [layers, lists + 1] and
-    stretch [layers]. Grid (layers,)."""
+    """Deal the lists to programs (see `lists`): pages [rows, columns] -> bounds [layers, lists + 1]
+    and stretch [layers]. Grid (layers,)."""
     layer = tl.program_id(0)
     bounds += layer * (lists + 1)
     before = 0

@@ -1,4 +1,4 @@
-"""How attention over lists is dealt: equal stretches of pages, of whichever list.
+"""The deal of attention over lists: equal stretches of pages, of whichever list.
 
     lists of a layer  |-- 0 --|- 1 -|| 3 |------------ 4 ------------|     2 has nothing
     programs          |---- 0 ----|---- 1 ----|---- 2 ----|---- 3 ---|
@@ -45,7 +45,8 @@ class Deal:
 
 @dataclass(frozen=True)
 class ListPlan:
-    """What lists a batch has; `deals` are what layers made of it, by how rows are cut in blocks."""
+    """The lists of a batch; `deals` are what layers made of them, keyed by how rows are cut in
+    blocks."""
 
     tables: ListTables
     rows: torch.Tensor

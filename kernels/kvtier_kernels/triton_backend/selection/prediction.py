@@ -13,7 +13,7 @@ from kvtier_kernels.triton_backend.selection.newest import mean_of_queries, sum_
 _BLOCK_QUERIES = 32
 _BLOCK_ROWS = 64
 _BLOCK_KEYS = 64
-# Without tensor cores a tile is multiplied by the registers it lies in.
+# A tile is multiplied by the registers it lies in where there are no tensor cores.
 _BLOCK_KEYS_IEEE = 32
 # Keys of one program that sums over them: long enough for few parts, short enough for all cores.
 _STRETCH = 1024

@@ -13,7 +13,7 @@ from kvtier_kernels.triton_backend.selection.mass import window_columns, window_
 
 BLOCK_ROWS = 64
 BLOCK_COLUMNS = 64
-# Without tensor cores a tile is multiplied by the registers it lies in.
+# A tile is multiplied by the registers it lies in where there are no tensor cores.
 BLOCK_COLUMNS_IEEE = 32
 
 
