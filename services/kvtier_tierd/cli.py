@@ -19,7 +19,7 @@ from kvtier_tierd.options import TierOptions
 from kvtier_tierd.server import TierServer
 from kvtier_tierd.stores.registry import STORES, parse_store, store_flags
 
-# Of malloc.h.
+# The parameters' numbers are those of malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MALLOC_KEEP_BYTES = 1 << 30
 DEFAULT_SHARED_DIRECTORY = Path("/dev/shm")
@@ -108,7 +108,7 @@ def parse(argv: Sequence[str] | None) -> TierOptions:
 
 
 def _key(flag: str) -> str:
-    """What argparse calls a flag's value."""
+    """Return argparse's name of a flag's value."""
     return flag.removeprefix("--").replace("-", "_")
 
 

@@ -1,4 +1,4 @@
-"""What a tier service is told: one frozen object, validated once."""
+"""The options of a tier service: one frozen object, validated once."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TierOptions:
         if self.metrics_host != METRICS_HOST and self.metrics_port is None:
             raise UsageError("--metrics-host", "--metrics-port beside it", self.metrics_host)
         if not NAMESPACE_SHARE * self.transfer_bytes >= self.max_blob_bytes:
-            # Of which a namespace has half, and a blob has to fit.
+            # A namespace has half of this memory, and a blob has to fit in that.
             expected = f"at least twice --max-blob, {2 * self.max_blob_bytes} bytes"
             raise UsageError("--transfer-memory", expected, self.transfer_bytes)
         if not 0 < self.stall_s <= 3600:
@@ -138,7 +138,7 @@ class TierOptions:
 
     @property
     def for_all_users(self) -> bool:
-        """Whether every user of this machine may connect without a certificate."""
+        """Return whether every user of this machine may connect without a certificate."""
         return self.insecure_local or self.insecure
 
     @property
@@ -153,7 +153,8 @@ class TierOptions:
 
 
 def _is_loopback(host: str) -> bool:
-    """By address, not by looks: 127.example.com may be any host."""
+    """Return whether the host is a loopback address, by its number, not by its looks:
+    127.example.com may be any host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

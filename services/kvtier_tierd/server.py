@@ -131,7 +131,7 @@ class TierServer:
 
     @property
     def metrics_port(self) -> int | None:
-        """Where metrics are served, if they are."""
+        """The port where metrics are served; None where they are not."""
         return None if self.web is None else self.web.port
 
     def _serve_web(self) -> None:
@@ -201,7 +201,8 @@ def _channel_options(options: TierOptions) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", longest),
         ("grpc.max_send_message_length", -1),
         ("grpc.so_reuseport", 0),
-        # Of one connection; more of them wait at their client, and cost the service nothing.
+        # The limit of one connection's streams; more of them wait at their client, and cost the
+        # service nothing.
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         # A client that vanished without a word is noticed, and its streams end.
         ("grpc.keepalive_time_ms", 20_000),

@@ -13,7 +13,7 @@ from collections import Counter
 
 from kvtier.errors import TierExhaustedError
 
-# Of the budget, for one namespace: one that hoards leaves the others something.
+# The share of the budget that one namespace may take: one that hoards leaves the others something.
 NAMESPACE_SHARE = 0.5
 
 

@@ -1,4 +1,4 @@
-"""Who may use the service, and how much of it at a time.
+"""The namespaces of clients, and how much of the service each may use at a time.
 
 Under mutual TLS the namespace is the common name of the client's certificate and nothing the
 client says changes it. Without, it is what the client says: a client that may connect is in every
@@ -21,7 +21,7 @@ from kvtier.tier.wire.protocol import DEFAULT_NAMESPACE, NAMESPACE_METADATA
 MAX_NAMESPACE_BYTES = 200
 IN_FLIGHT = 64
 PACED_CHUNK_BYTES = 64 << 10
-# How long a client with too many transfers in flight waits to be told so.
+# A client with too many transfers in flight waits this long to be told so.
 REFUSAL_S = 0.05
 
 

@@ -1,4 +1,4 @@
-"""How long a stream may keep the service waiting.
+"""The limit on how long a stream may keep the service waiting.
 
 A stream that moves may take as long as it needs; one that stalls holds a transfer, and what it has
 pinned or sent, from all others. What a client makes us wait, altogether, may be `stall_s` and
@@ -38,7 +38,8 @@ class Progress:
         self._moved_bytes += num_bytes
 
     async def wait(self, work: Awaitable[Result]) -> Result:
-        """What the client is waited for. Raises StalledError when that takes too long."""
+        """Return the result of the work that the client is waited for. Raises StalledError when
+        that takes too long."""
         earned_s = self._moved_bytes / SLOWEST_BYTES_PER_S
         allowed_s = min(self._stall_s, self._stall_s + earned_s - self._waited_s)
         began = time.monotonic()

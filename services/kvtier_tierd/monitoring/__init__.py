@@ -1,1 +1,1 @@
-"""What operators ask of a service: metrics, and whether it is alive and ready."""
+"""The state of a service for its operators: metrics, and whether it is alive and ready."""

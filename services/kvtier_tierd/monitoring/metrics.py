@@ -54,7 +54,8 @@ _SEE = "See kvtier_tierd.monitoring.metrics"
 
 
 class Gauges(NamedTuple):
-    """What is held now, and what has been over since the start."""
+    """The state that the metrics show: the store, the leases held now, and how many have expired
+    since the start."""
 
     store: StoreStats
     leases: int

@@ -18,17 +18,18 @@ CLOSE_MS = 2_000
 
 
 class Traces(Protocol):
-    """Where calls are traced."""
+    """The traces of calls, whichever library makes them."""
 
     def serving(self, method: str, context: Any) -> AbstractContextManager[None]:
-        """Around a call; what it raises is its span's error. context: gRPC's, of the call."""
+        """Return a context manager around a call; an error raised in it is that of the call's span.
+        context: gRPC's, of the call."""
 
     def close(self) -> None:
         """Send what is left. Blocks, CLOSE_MS at the most for each of two steps."""
 
 
 class NoTraces:
-    """What a service without an endpoint has: no spans, and no library of them."""
+    """Traces of a service without an endpoint: no spans, and no library of them."""
 
     def serving(self, method: str, context: Any) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -91,7 +92,7 @@ class OtlpTraces:
 
 
 def open_traces(endpoint: str | None) -> Traces:
-    """As `--otlp-traces-endpoint` says; None: nowhere."""
+    """Open the traces that `--otlp-traces-endpoint` names; None: they go nowhere."""
     return NoTraces() if endpoint is None else OtlpTraces(endpoint)
 
 

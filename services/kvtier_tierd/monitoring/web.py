@@ -1,4 +1,4 @@
-"""What is asked over HTTP, in threads of its own.
+"""The service's HTTP server, in threads of its own.
 
     GET /metrics   Prometheus metrics
     GET /livez     200 while the service's event loop answers, 503 when it stands still
@@ -20,7 +20,8 @@ from prometheus_client import CollectorRegistry, MetricsHandler
 
 from kvtier.errors import TierUnavailableError
 
-# Says what is wrong, or nothing where all is well. Called in a thread of the HTTP server.
+# A probe says what is wrong, or nothing where all is well. It is called in a thread of the HTTP
+# server.
 Probe = Callable[[], str | None]
 
 
@@ -61,7 +62,7 @@ def _server(host: str, port: int, handler: type[MetricsHandler]) -> ThreadingHTT
         daemon_threads = True
 
         def server_bind(self) -> None:
-            # Without the parent's: that looks up the address's name, which can take long.
+            # The parent's method is left out: it looks up the address's name, which can take long.
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.socket.bind(self.server_address)
             self.server_name, self.server_port = self.socket.getsockname()[:2]

@@ -60,7 +60,7 @@ class DecodingGuard(grpc.aio.ServerInterceptor):
     def __init__(self, failed: Callable[[str, str], None]) -> None:
         self._failed = failed
         self._log = SeldomLog(logging.getLogger(__name__))
-        # By the handler, which is the same object for every call of its method.
+        # A handler is the same object for every call of its method, so its id is the key.
         self._guarded: dict[int, tuple[Any, Any]] = {}
 
     async def intercept_service(

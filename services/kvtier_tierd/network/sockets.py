@@ -34,7 +34,7 @@ def prepare_directory(directory: Path, *, for_all_users: bool) -> None:
 
 
 def _check_private(directory: Path) -> None:
-    # Not of what a link points at: the link's owner chooses that.
+    # The directory itself is checked, not what a link points at: the link's owner chooses that.
     found = directory.lstat()
     private = stat.S_ISDIR(found.st_mode) and not found.st_mode & OTHERS
     if not private or found.st_uid != os.geteuid():

@@ -47,14 +47,15 @@ class RotatingCredentials:
     def _read(self) -> grpc.ServerCertificateConfiguration:
         """Raises OSError or ValueError; ssl.SSLError is the one, PEM garbage may be the other."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # Without a password, a key that wants one would be asked for on the terminal.
+        # A key that wants a password would be asked for on the terminal, were none given.
         context.load_cert_chain(self._certificate, self._key, password="")
         context.load_verify_locations(self._client_ca)
         pair = (self._key.read_bytes(), self._certificate.read_bytes())
         return grpc.ssl_server_certificate_configuration([pair], self._client_ca.read_bytes())
 
     def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """For every new connection, from a thread of gRPC's; None keeps what is in use."""
+        """Return new certificates for a new connection, or None to keep those in use; gRPC calls
+        this in a thread of its own."""
         try:
             state = self._state()
             if state == self._seen:

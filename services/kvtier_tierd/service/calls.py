@@ -1,4 +1,4 @@
-"""What every call goes through: whose it is, what its errors become, and whether any is running.
+"""The frame of every call: whose it is, what its errors become, and whether any is running.
 
 Errors of kvtier.errors become status codes (kvtier.tier.wire.status); anything else is a bug, which
 gRPC logs and answers with UNKNOWN.
@@ -61,11 +61,11 @@ class Calls:
             self._metrics.failed(method, code.name)
             with cancelled_with_its_client():
                 if isinstance(error, StalledError) and error.writing is not None:
-                    # Behind it is where the status goes. By now the call holds nothing but this.
+                    # The status goes behind that write. By now the call holds nothing but this.
                     await error.writing
                 await context.abort(code, str(error))
         except grpc.aio.AbortError:
-            # Of a request that is no message; answered and counted (network/decoding.py).
+            # A request that is no message was answered and counted before (network/decoding.py).
             raise
         except Exception:
             self._metrics.failed(method, "UNKNOWN")

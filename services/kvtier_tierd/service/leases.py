@@ -19,8 +19,9 @@ from kvtier.errors import TierExhaustedError, TierProtocolError
 from kvtier_tierd.stores.base import BlobStore, Draft, Handle
 
 MAX_LEASE_S = 60.0
-# Of the shared memory, for drafts that are not committed: of one namespace, and of all together.
-# Room that is reserved is taken from blobs that a client may want.
+# The shares of the shared memory that drafts may take before they are committed: those of one
+# namespace, and those of all together. Room that is reserved is taken from blobs that a client may
+# want.
 NAMESPACE_SHARE, TOTAL_SHARE = 0.25, 0.5
 DEFAULT_LEASE_S = 10.0
 
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Lease:
-    """What is leased, to which namespace, and until when (time.monotonic)."""
+    """A leased draft or handle, its namespace, and the time of its end (time.monotonic)."""
 
     namespace: str
     held: Draft | Handle
@@ -44,7 +45,7 @@ class Leases:
         # A lease of the service that was here before must not be one of this.
         self._ids = itertools.count(secrets.randbits(62) + 1)
         self._leases: dict[int, Lease] = {}
-        # Of drafts.
+        # The bytes that each namespace's drafts hold.
         self._reserved: Counter[str] = Counter()
         self.expired = 0
 
@@ -132,5 +133,6 @@ class Leases:
 
 
 def lease_seconds(lease_ms: int) -> float:
-    """What a client gets for what it asked; 0 asks for the default."""
+    """Return the length of a client's lease in seconds, from what it asked for; 0 asks for the
+    default."""
     return min(lease_ms / 1000, MAX_LEASE_S) if lease_ms else DEFAULT_LEASE_S

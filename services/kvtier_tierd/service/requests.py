@@ -1,4 +1,4 @@
-"""What requests of several calls say, checked, and how much one of them may ask for."""
+"""Checks of the contents of several calls' requests, and limits of what one may ask for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier.tier.blobs.payload import CHECKSUM_BYTES, MAX_LAYOUT_BYTES
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.stores.base import BlobInfo, BlobName
 
-# What one call may name: keys to look up, and keys of blobs to open, lease or delete.
+# The most that one call may name: keys to look up, and keys of blobs to open, lease or delete.
 MAX_KEYS = 1 << 16
 MAX_HELD_KEYS = 1 << 12
 # Other calls have a turn after so many keys were opened or leased.
@@ -56,7 +56,7 @@ def header_of(key: bytes, info: BlobInfo) -> pb.BlobHeader:
 
 
 async def let_others_in(number: int) -> None:
-    """Called for every key, numbered: now and then the event loop turns."""
+    """Let the event loop turn now and then. The caller numbers its keys and calls this for each."""
     if number % HELD_KEYS_A_TURN == 0:
         await asyncio.sleep(0)
 

@@ -46,7 +46,7 @@ def rpc(
 
 
 class TierService(tier_pb2_grpc.TierServiceServicer):
-    """What gRPC calls.
+    """The gRPC servicer.
 
     refreshes:      what answers Refresh.
     chunk_bytes:    of a Get stream's chunks.

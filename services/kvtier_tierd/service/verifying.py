@@ -13,7 +13,8 @@ Result = TypeVar("Result")
 
 
 async def undisturbed(work: Awaitable[Result]) -> Result:
-    """What a thread returns, even when the call is over: it reads what is unpinned afterwards."""
+    """Return a thread's result, even when the call is over: the thread reads what is unpinned
+    afterwards."""
     task = asyncio.ensure_future(work)
     cancelled = False
     while not task.done():
@@ -27,7 +28,7 @@ async def undisturbed(work: Awaitable[Result]) -> Result:
 
 
 async def is_intact(name: BlobName, handle: Handle) -> bool:
-    """Whether what the store holds is what was put under this name."""
+    """Return whether the store holds what was put under this name."""
     info = handle.info
     known = info.checksum, name.key, name.namespace, info.layout, handle.pieces
     return await undisturbed(asyncio.to_thread(verifies, *known))

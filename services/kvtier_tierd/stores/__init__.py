@@ -1,4 +1,4 @@
-"""Where blobs are kept.
+"""The stores of blobs.
 
 base        the interface of every store
 lru         the accounting under stores of a bounded size: what is held, and what is evicted first

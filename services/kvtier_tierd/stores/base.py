@@ -35,7 +35,7 @@ COPY_BYTES = 1 << 20
 
 
 class BlobName(NamedTuple):
-    """What a blob is called.
+    """The name of a blob.
 
     namespace: whose it is; namespaces never see each other's blobs.
     key:       32 bytes, unique in its namespace (kvtier.tier.blobs.keys).
@@ -47,7 +47,7 @@ class BlobName(NamedTuple):
 
 @dataclass(frozen=True)
 class BlobInfo:
-    """What is kept beside the payload; opaque to stores.
+    """The description kept beside a payload; opaque to stores.
 
     num_bytes: of the payload, at least 1.
     layout:    what the bytes mean: a serialized kvtier.v1.Layout, at most 4096 bytes.
@@ -98,7 +98,7 @@ class SharedFile(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreStats:
-    """What a store holds. Bytes count payloads as the store's budget does.
+    """The state of a store. Bytes count payloads as the store's budget does.
 
     evictions, quarantined: since it was opened.
     shed:       blobs that were to be written to disk as well and never were, since it was opened.
@@ -116,7 +116,7 @@ class StoreStats:
 
 
 class StoreResources(NamedTuple):
-    """What a service has for its store, whichever that is.
+    """The resources that a service gives its store, whichever that is.
 
     quotas:           bytes by namespace.
     shared_directory: where memory that clients on the same host map is a file; None: nowhere.
@@ -147,7 +147,7 @@ class BlobStore(ABC):
 
     @property
     def kind(self) -> str:
-        """What --store calls it."""
+        """The store's name in --store."""
         return self.options_type.kind
 
     @property
@@ -169,7 +169,8 @@ class BlobStore(ABC):
 
     @abstractmethod
     async def exists(self, names: Sequence[BlobName]) -> list[bool]:
-        """Which of the blobs `open` would probably find now. Does not count as a use."""
+        """Return for each blob whether `open` would probably find it now. This does not count as a
+        use."""
 
     @abstractmethod
     def check(self, name: BlobName, info: BlobInfo) -> None:
@@ -210,7 +211,7 @@ class BlobStore(ABC):
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """What the store holds now; cheap."""
+        """Return the store's present state; cheap."""
 
     @abstractmethod
     def check_integrity(self) -> list[str]:

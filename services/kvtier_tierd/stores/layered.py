@@ -42,7 +42,7 @@ BEHIND_SHARE = 0.25
 
 @dataclass(frozen=True)
 class LayeredOptions(MemoryOptions, DiskOptions):
-    """Both stores' options."""
+    """The options of both stores."""
 
     kind: ClassVar[str] = "memory+disk"
 
@@ -65,7 +65,8 @@ class LayeredStore(BlobStore):
         self._waiting_bytes = 0
         self._queue: asyncio.Queue[tuple[BlobName, Handle]] = asyncio.Queue()
         self._writer: asyncio.Task[None] | None = None
-        # Of blobs that are being brought back from disk; a lock goes with the last who holds it.
+        # The locks of blobs that are being brought back from disk; a lock goes with the last who
+        # holds it.
         self._returning: WeakValueDictionary[BlobName, asyncio.Lock] = WeakValueDictionary()
 
     @classmethod
@@ -172,7 +173,7 @@ class LayeredStore(BlobStore):
         try:
             handle = await self.disk.open(name)
         except TierExhaustedError:
-            # Of the memory that reading takes: the disk is well.
+            # The memory that reading takes is exhausted: the disk is well.
             raise
         except TierError as error:
             self._lost("a blob on disk could not be read", error)

@@ -1,4 +1,4 @@
-"""Who holds how many bytes, and who goes first: the accounting under every bounded store.
+"""The accounting under every bounded store: who holds how many bytes, and who goes first.
 
     used + reserved <= capacity                      always
     held(namespace) <= quota(namespace)              always, reservations included
@@ -60,8 +60,8 @@ class LruAccount:
             )
 
     def fitting(self, costs: Mapping[BlobName, int]) -> set[BlobName]:
-        """Which of these blobs, the most recently used one last, an empty account would hold: the
-        most recently used ones that fit."""
+        """Return the blobs that an empty account would hold of these, of which the most recently
+        used one is the last: the most recently used ones that fit."""
         room, fitting = self.capacity_bytes, set()
         held: Counter[str] = Counter()
         for name in reversed(list(costs)):

@@ -32,7 +32,7 @@ LOW_WATERMARK = 0.90
 
 @dataclass
 class Blob:
-    """Where a blob is; hidden: no longer served, only waiting for its readers."""
+    """A blob's place in the memory; hidden: no longer served, only waiting for its readers."""
 
     name: BlobName
     info: BlobInfo
@@ -108,7 +108,7 @@ class MemoryStore(BlobStore):
         return self.arena.shared
 
     async def start(self) -> None:
-        """Nothing outlives a memory store, so there is nothing to recover."""
+        """Do nothing: no blob outlives a memory store, so there is nothing to recover."""
 
     async def close(self) -> None:
         self.arena.close()

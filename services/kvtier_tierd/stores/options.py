@@ -1,4 +1,4 @@
-"""What a store is told: a frozen dataclass whose fields are flags of `kvtier tier`.
+"""The options of a store: a frozen dataclass whose fields are flags of `kvtier tier`.
 
     @dataclass(frozen=True)
     class MemoryOptions(StoreOptions):
@@ -21,7 +21,7 @@ from kvtier.sizes import format_size, parse_size
 
 
 class ValueType(NamedTuple):
-    """How a value is typed.
+    """A type of values that are typed on the command line.
 
     parse: of what was typed and the flag's name, which its errors name; raises KvtierError.
     show:  the inverse.

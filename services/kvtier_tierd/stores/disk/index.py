@@ -52,7 +52,7 @@ class Row(NamedTuple):
 
 
 class DamagedIndexError(Exception):
-    """Not an index of ours, or no longer."""
+    """An error of an index that is not ours, or no longer."""
 
 
 class DiskIndex:
@@ -87,7 +87,7 @@ class DiskIndex:
         except (struct.error, UnicodeDecodeError) as error:
             raise DamagedIndexError(f"a row that makes no sense: {error}") from error
         except lmdb.Error as error:
-            if getattr(error, "code", 0) > 0:  # of the operating system
+            if getattr(error, "code", 0) > 0:  # the operating system's code
                 raise
             raise DamagedIndexError(str(error)) from error
 

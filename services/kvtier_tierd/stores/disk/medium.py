@@ -1,4 +1,4 @@
-"""What the disk store keeps on disk, and the calls that block: an index, and a file per payload.
+"""The files of the disk store, and the calls that block: an index, and a file per payload.
 
     DIRECTORY/
         lock              flock: exclusive, held by the service that uses the directory
@@ -55,7 +55,7 @@ class Payload(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What one write brings to disk.
+    """The content of one write to disk.
 
     payloads: new blobs; of two with the same name the later one stays.
     rows:     what the index shall say of other names; None: nothing.
@@ -165,7 +165,8 @@ class DiskMedium:
     def check(
         self, rows: Mapping[BlobName, Row], files: set[str], unknown: set[BlobName]
     ) -> list[str]:
-        """How the disk differs from what should be there; empty when it does not.
+        """Return the differences between the disk and what should be there; empty when there are
+        none.
 
         files:   all there may be. unknown: names whose rows may say anything. Uses may differ, too.
         """
@@ -190,7 +191,7 @@ class DiskMedium:
         self._lock = lock
 
     def _whole(self, rows: dict[BlobName, Row]) -> dict[BlobName, Row]:
-        """Those of the rows whose payloads are there; the rest of the rows and files goes."""
+        """Return the rows whose payloads are there, and drop the other rows and files."""
         sizes = self._sizes()
         whole = {name: row for name, row in rows.items()
                  if sizes.get(row.file) == row.info.num_bytes}  # fmt: skip
@@ -263,7 +264,7 @@ class DiskMedium:
             raise self._tier_error(error) from error
 
     def _tier_error(self, error: OSError | lmdb.Error) -> TierError:
-        # Not every error of LMDB has a code.
+        # Some errors of LMDB have no code.
         code = error.errno if isinstance(error, OSError) else getattr(error, "code", None)
         if code in FULL:
             return TierExhaustedError(f"{self.directory}: the disk is full: {error}")

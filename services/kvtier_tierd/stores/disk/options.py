@@ -1,4 +1,4 @@
-"""What a service says of its disk."""
+"""The options of the store `disk`."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ from kvtier_tierd.stores.disk.writer import GroupWriter
 from kvtier_tierd.stores.lru import LruAccount
 
 READERS = 4
-TRIES = 3  # of a commit on a full disk, each after evicting as many bytes as it needs
+TRIES = 3  # tries of a commit on a full disk, each after evicting as many bytes as it needs
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class DiskStore(BlobStore):
         return [name in self._blobs for name in names]
 
     def check(self, name: BlobName, info: BlobInfo) -> None:
-        """As in the interface. Raises UsageError for what does not fit the index."""
+        """Check a blob as the interface says. Raises UsageError for what does not fit the index."""
         # Here, because one row that cannot be written would fail the whole group it is in.
         check_row(name, info)
         self.account.check(name.namespace, cost(info))
@@ -178,7 +178,8 @@ class DiskStore(BlobStore):
         return draft
 
     async def commit(self, draft: Draft) -> None:
-        """As in the interface; where this fails, the draft's room is given back, too."""
+        """Commit a draft as the interface says; where this fails, the draft's room is given back,
+        too."""
         row = Row(new_file(), draft.info, self._tick())
         await self._writer.write(Payload(draft.name, row, draft.buffer))
 
@@ -192,7 +193,7 @@ class DiskStore(BlobStore):
         reading = self._pin(blob)
         self._use(blob)
         try:
-            # Who goes away must not take the payload from the others.
+            # A reader that goes away must not take the payload from the others.
             payload = await asyncio.shield(reading)
         except BaseException:
             self.unpin(blob)
@@ -211,7 +212,7 @@ class DiskStore(BlobStore):
                 self._use(self._blobs[name])
 
     def _use(self, blob: Blob) -> None:
-        """Only noted: it gets to disk along with blobs."""
+        """Note a use of the blob: it gets to disk along with blobs."""
         blob.row = blob.row._replace(used=self._tick())
         self._writer.use(blob.name)
         self.account.touch(blob.name)
@@ -239,7 +240,8 @@ class DiskStore(BlobStore):
         )
 
     def check_integrity(self) -> list[str]:
-        """As in the interface; blocks, and means nothing while a caller waits for a write."""
+        """Return problems as the interface says; blocks, and means nothing while a caller waits for
+        a write."""
         problems = self.account.check_integrity()
         counted = {name: (blob.cost, blob.pins) for name, blob in self._blobs.items()}
         entries = self.account.entries.items()
@@ -266,7 +268,8 @@ class DiskStore(BlobStore):
         namespace, num_bytes = blob.name.namespace, blob.row.info.num_bytes
 
         def over(done: asyncio.Future[Buffer | None]) -> None:
-            # Looked at, because asyncio would complain of an error that no task has waited for.
+            # The exception is looked at, because asyncio would complain of an error that no task
+            # has waited for.
             if not done.cancelled():
                 done.exception()
             self.budget.give_back(namespace, num_bytes)

@@ -89,7 +89,8 @@ class GroupWriter:
         return await asyncio.wrap_future(self._thread.submit(call, *args, **kwargs))
 
     def check(self, rows: Mapping[BlobName, Row], files: set[str]) -> list[str]:
-        """How the disk differs from what it should hold besides what is not there yet; blocks."""
+        """Return the differences between the disk and what it should hold, besides what is not
+        there yet; blocks."""
         known = {name: row for name, row in rows.items() if name not in self.changed}
         check = self._medium.check
         files = files | set(self.doomed)

@@ -3,11 +3,11 @@
     Extent          a stretch of staging memory that a thread of the client may be using
     MooncakeLink    the client, called with deadlines; knows whether the master is there
 
-The C++ client runs in this process, and was found to be like this (0.3.13): it writes to stderr;
-calling it closed or not set up is a segmentation fault; its setup and close keep the GIL,
-setup for seconds where something else answers than a master, close for 1 to 2 s, or about 11 s
-while the master is away; transfers and lookups do not. So only MooncakeLink touches it, and memory
-goes back when the thread that uses it has ended.
+The C++ client runs in this process, and was found to be like this (0.3.13). It writes to stderr. A
+call of it closed or not set up is a segmentation fault. Its setup and close keep the GIL: setup for
+seconds where something else answers than a master, close for 1 to 2 s, or about 11 s while the
+master is away. Transfers and lookups do not. So only MooncakeLink touches it, and memory goes back
+when the thread that uses it has ended.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ THREADS = 8
 PROBE_S = 0.25
 CONNECT_S = 2.0
 
-# Of mooncake-store/include/types.h.
+# The codes are those of mooncake-store/include/types.h.
 NO_ROOM, NOT_READY, NOT_FOUND, GONE = -200, -703, -704, -712
 TRANSFER_FAILED, RPC_FAILED, RPC_TIMED_OUT = -800, -900, -901
 
@@ -58,7 +58,7 @@ class Extent:
         self.user: Future[Any] | None = None
 
     def free(self) -> None:
-        """At once, or when the thread that still moves bytes here has ended."""
+        """Free the memory at once, or when the thread that still moves bytes here has ended."""
         if self.user is None or self.user.done():
             self.arena.free(self.offset)
             return
@@ -160,7 +160,7 @@ class MooncakeLink:
 
     @property
     def closed(self) -> bool:
-        """Whether no thread uses our memory any more."""
+        """Return True once no thread uses our memory any more."""
         return not self._calls
 
     def check(self) -> None:
@@ -169,7 +169,8 @@ class MooncakeLink:
             raise self._unavailable(self._away)
 
     async def call(self, method: str, *arguments: Any, extent: Extent | None = None) -> Any:
-        """What the client's method answers: a code, or codes; negative ones are errors.
+        """Call a method of the client and return its answer: a code, or codes; negative ones are
+        errors.
 
         extent: memory that the method uses, possibly after this has raised.
         Raises TierUnavailableError when the master does not answer, or the client not in time.
@@ -215,7 +216,7 @@ class MooncakeLink:
             except TierUnavailableError:
                 pass
             except Exception:
-                # Or this loop would end, and the master never be asked again.
+                # Without this the loop would end, and the master never be asked again.
                 logger.exception("mooncake's client answers strangely")
             await asyncio.sleep(PROBE_S)
         self._away = None
@@ -256,7 +257,8 @@ def configure_environment(timeout_s: float) -> None:
 
 
 def _answer(function: Any, arguments: tuple[Any, ...]) -> Any:
-    """In a thread; what it raises is an answer too, so that no caller has to wait for it."""
+    """Call the function, in a thread, and return its answer; an error that it raises is an answer
+    too, so that no caller has to wait for it."""
     try:
         return function(*arguments)
     except Exception as error:

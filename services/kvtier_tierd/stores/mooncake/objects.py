@@ -19,17 +19,17 @@ MAGIC = b"kvtier/1"
 
 
 def object_bytes(info: BlobInfo) -> int:
-    """What a blob costs."""
+    """Return the bytes that a blob costs."""
     return info.num_bytes + len(info.layout) + FOOTER.size
 
 
 def trailer(info: BlobInfo) -> bytes:
-    """What follows the payload."""
+    """Return the bytes that follow the payload."""
     return info.layout + FOOTER.pack(info.checksum, info.num_bytes, len(info.layout), MAGIC)
 
 
 def parse_trailer(content: memoryview) -> BlobInfo | None:
-    """What the trailer of a whole object says; None for what is none of ours."""
+    """Return what the trailer of a whole object says; None where the object is none of ours."""
     if len(content) < FOOTER.size:
         return None
     checksum, num_bytes, layout_bytes, magic = FOOTER.unpack(content[-FOOTER.size :])

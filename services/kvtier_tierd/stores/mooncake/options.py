@@ -1,4 +1,4 @@
-"""What a service says of its Mooncake: the master, its segment and its room."""
+"""The options of the store `mooncake`: the master, its segment and its room."""
 
 from __future__ import annotations
 

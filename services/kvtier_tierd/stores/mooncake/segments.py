@@ -36,7 +36,7 @@ class SilentSegments:
                 self._until[address] = time.monotonic() + SILENT_S
 
     async def lost(self, keys: Sequence[str]) -> set[str]:
-        """Those of the objects that only silent segments have."""
+        """Return the objects that only silent segments have."""
         now = time.monotonic()
         self._until = {address: until for address, until in self._until.items() if until > now}
         if not self._until or not keys:
@@ -56,7 +56,7 @@ class SilentSegments:
 
 
 async def listens(address: str) -> bool:
-    """Whether a process listens at this host:port."""
+    """Return whether a process listens at this host:port."""
     host, _, port = address.rpartition(":")
     try:
         connecting = asyncio.open_connection(host.strip("[]"), int(port))

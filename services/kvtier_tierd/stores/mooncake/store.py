@@ -75,7 +75,7 @@ from kvtier_tierd.stores.mooncake.objects import (
 from kvtier_tierd.stores.mooncake.options import MooncakeOptions
 from kvtier_tierd.stores.mooncake.segments import SilentSegments
 
-TRIES = 4  # of a put that found no room or a dead segment; the master places each anew
+TRIES = 4  # tries of a put that found no room or a dead segment; the master places each anew
 RETRY_S = 0.05  # for the master to evict
 
 
@@ -187,7 +187,8 @@ class MooncakeStore(BlobStore):
         return draft
 
     async def commit(self, draft: Draft) -> None:
-        """As in the interface. After a failure the blob may be there, or the one that was."""
+        """Commit a draft as the interface says. After a failure the blob may be there, or the one
+        that was."""
         assert isinstance(draft, MooncakeDraft)
         name, size = draft.name, draft.extent.num_bytes
         try:
@@ -226,7 +227,8 @@ class MooncakeStore(BlobStore):
         draft.extent.free()
 
     async def open(self, name: BlobName) -> Handle | None:
-        """As in the interface; raises TierExhaustedError when no staging memory is left."""
+        """Open a blob as the interface says; raises TierExhaustedError when no staging memory is
+        left."""
         if name in self._condemned:
             return None
         key = self._key(name)
@@ -260,12 +262,13 @@ class MooncakeStore(BlobStore):
         return MooncakeHandle(info, extent)
 
     def _missed(self, name: BlobName, code: int) -> None:
-        """Its segment may only be unreachable; what the master has never heard of is gone."""
+        """Forget a blob that the master has never heard of; where its segment is only unreachable,
+        it may come back."""
         if code in (NOT_FOUND, GONE):
             self._forget(name)
 
     def touch(self, names: Iterable[BlobName]) -> None:
-        """As in the interface, of what this service has put; the master is not told."""
+        """Note uses as the interface says, of what this service has put; the master is not told."""
         for name in names:
             if name in self.account.entries:
                 self.account.touch(name)
@@ -278,7 +281,8 @@ class MooncakeStore(BlobStore):
         return bool(code == 0)
 
     async def quarantine(self, name: BlobName) -> None:
-        """As in the interface. Where this raises, this service, but not the others, holds to it."""
+        """Quarantine a blob as the interface says. Where this raises, this service, but not the
+        others, holds to it."""
         self._condemned.add(name)
         self.quarantined += await self.delete(name)
         self._condemned.discard(name)
