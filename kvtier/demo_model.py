@@ -1,4 +1,4 @@
-"""Where the demo model is: a wheel carries it, and a checkout has it beside the package.
+"""The place of the demo model: a wheel carries it, and a checkout has it beside the package.
 
 `python -m kvtier.demo_model` prints it, as in
 `kvtier serve --model-path "$(python -m kvtier.demo_model)" --dtype float32 --port 30000`.
@@ -10,7 +10,8 @@ from pathlib import Path
 
 from kvtier.errors import UsageError
 
-# Inside of the package in a wheel (`sources` in pyproject.toml), beside it in a checkout.
+# The path is inside the package in a wheel (`sources` in pyproject.toml), and beside it in a
+# checkout.
 PLACE = "models/kvtier-demo"
 
 

@@ -1,4 +1,4 @@
-"""Where numbers come from: versions, machine and git commit, without importing what they name."""
+"""The origin of numbers: versions, machine and git commit, without importing what they name."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _COMMAND_TIMEOUT_S = 10
 
 @dataclass(frozen=True)
 class Environment:
-    """Where the numbers come from. commit is None outside a git checkout.
+    """The origin of a document's numbers. commit is None outside a git checkout.
 
-    No model of pydantic, which need not be installed where only kernels are measured; inside one it
-    is validated as those are.
+    This is no model of pydantic, which need not be installed where only kernels are measured;
+    inside one it is validated as those are.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}

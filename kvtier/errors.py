@@ -132,7 +132,8 @@ class TierRefusedError(TierError):
 
 
 class TierExhaustedError(TierError):
-    """There is no room: a quota, an in-flight limit, or memory or disk is full."""
+    """An error of a service without room: a quota, an in-flight limit, or memory or disk is
+    full."""
 
 
 class TierIntegrityError(TierError):

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 # Share of the pool that requests in flight may hold while another runs, where turns are compressed
 # when they end: a cache of full KV would hold no more than they do, and they push out what rests.
 IN_FLIGHT_SHARE = 0.5
-# Beside its KV: what SGLang holds for each token of the longest pass there could be (48), and a
-# place in its list of free slots.
+# The bytes beside a token's KV: what SGLang holds for each token of the longest pass there could be
+# (48), and a place in its list of free slots.
 TABLE_BYTES = 48 + 8
 
 
@@ -48,8 +48,8 @@ def slot_bytes(
 
 
 def entry_votes(settings: Settings, shape: ModelShape, ca_share: float) -> int:
-    """How many votes an entry may have: of each query head where entries are merged, one where
-    heads of a profile keep an entry for all that they drop, or none.
+    """Return the number of votes that an entry may have: one of each query head where entries are
+    merged, one where heads of a profile keep an entry for all that they drop, or none.
 
     ca_share: of the profile, 1 where every head is context-anchored
     """
@@ -67,7 +67,7 @@ def kept_slots(
     page: int = PAGE,
     windowed: int = 0,
 ) -> int:
-    """How many slots hold a context whose turn has ended.
+    """Return the number of slots that hold a context whose turn has ended.
 
     edges:    tokens of it that every head keeps, sink and recent
     share:    of the context that anchored heads keep, `anchored` of all `heads`; `windowed` are of
@@ -83,7 +83,7 @@ def kept_slots(
 
 @dataclass(frozen=True)
 class SessionShape:
-    """How long sessions are, and what is left of them.
+    """The length of sessions, and what is left of them.
 
     context_tokens: before the first answer. turn_tokens: what all turns add.
     kept_tokens:    of the context, what its heads keep on average once its turn has ended.
@@ -95,7 +95,7 @@ class SessionShape:
 
     @property
     def total_tokens(self) -> int:
-        """With everything kept, as while its context is prefilled."""
+        """The tokens of a session with everything kept, as while its context is prefilled."""
         return self.context_tokens + self.turn_tokens
 
     @property

@@ -63,7 +63,7 @@ def read_json_lines(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a file that has one a line, each with where it stands: file and line. Empty
     lines are none. Arguments as those of `read_json`."""
-    # Not splitlines(): texts in JSON may hold other ends of lines than \n.
+    # This does not use splitlines(): texts in JSON may hold other ends of lines than \n.
     for number, line in enumerate(read_text(file, argument, refuse).split("\n"), start=1):
         if line.strip():
             yield f"{file}, line {number}", _object(line, str(file), number, refuse, True)
@@ -82,7 +82,7 @@ def parse_json(
 
 
 def is_too_deep(text: bytes) -> bool:
-    """Whether JSON is nested deeper than MAX_NESTING, told without parsing it."""
+    """Return whether JSON is nested deeper than MAX_NESTING, told without parsing it."""
     depth = 0
     for token in _TOKENS.finditer(text):
         mark = text[token.start()]
@@ -162,7 +162,7 @@ def _no_constant(text: str) -> float:
 
 
 def _find(text: str, literal: str) -> int:
-    """Where a literal stands for the first time outside of all strings."""
+    """Return the position where a literal stands for the first time outside of all strings."""
     tokens = re.finditer(f"{_STRING}|{re.escape(literal)}", text, re.DOTALL)
     return next(token.start() for token in tokens if not token[0].startswith('"'))
 

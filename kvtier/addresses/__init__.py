@@ -1,4 +1,4 @@
-"""Where the services that kvtier talks to listen, parsed: settings need no more of them.
+"""The addresses of the services that kvtier talks to, parsed: settings need no more of them.
 
 tier.py     of a tier: `default`, unix:/path or host:port
 redis.py    of a calibration store: redis://, rediss:// or unix://

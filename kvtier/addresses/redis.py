@@ -17,7 +17,7 @@ HIDDEN = "***"
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """Where a Redis server is and who asks.
+    """The address of a Redis server, and the user who asks it.
 
     scheme: redis and rediss have host and port, unix has the path of a socket
 

@@ -14,11 +14,11 @@ from platformdirs import user_data_path
 from kvtier.errors import UsageError
 
 UNIX = "unix:"
-# What users write for `default_address()`.
+# Users write this for `default_address()`.
 DEFAULT = "default"
-# Of sockaddr_un, less the NUL.
+# The length of a path in sockaddr_un, less the NUL.
 MAX_SOCKET_PATH_BYTES = 107
-# Where Linux keeps what a user's session needs, by the user's number.
+# The directory where Linux keeps what a user's session needs, by the user's number.
 RUNTIME_DIRECTORIES = Path("/run/user")
 
 

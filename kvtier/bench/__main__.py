@@ -79,7 +79,7 @@ def run_all(
 def make_document(
     common: DocumentBase, workload: Workload | Replay, outcomes: Sequence[EngineRun | RunFailure]
 ) -> Document | ReplayDocument:
-    """What all outcomes have in common, with the runs of this workload's kind."""
+    """Return the document of all outcomes, with the runs of this workload's kind."""
     shared = {name: getattr(common, name) for name in DocumentBase.model_fields}
     if isinstance(workload, Replay):
         replays = tuple(outcome for outcome in outcomes if isinstance(outcome, ReplayResult))

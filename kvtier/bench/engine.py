@@ -77,7 +77,7 @@ class ChatEngine(Protocol):
         ...
 
     def occupancy(self) -> Occupancy:
-        """What the KV pool holds now; starts a new peak."""
+        """Return the present state of the KV pool, and start a new peak."""
         ...
 
     def flush(self) -> None:
@@ -265,7 +265,7 @@ class SglangEngine:
                 "ignore_eos": True,
             },
             return_logprob=True,
-            logprob_start_len=-1,  # of the answer alone: the prompt's would be computed exactly
+            logprob_start_len=-1,  # starts at the answer: the prompt's would be computed exactly
             token_ids_logprob=sorted(set(wanted_ids)),
         )
         _check_finished(done, len(input_ids))

@@ -18,7 +18,7 @@ from kvtier.bench.scoring import answer_nll
 from kvtier.bench.workload import open_script, plan_sessions
 from kvtier.synthetic.script import Script, ScriptedSession, Turn
 
-# How long a turn's KV may take on its way to the tier.
+# The longest that a turn's KV may take on its way to the tier.
 TIER_PATIENCE_S = 30.0
 
 Emit = Callable[[dict[str, object]], None]
@@ -139,8 +139,8 @@ def _hold_turn(engine: ChatEngine, talk: Conversation, turn: int) -> list[Asked]
 
 
 def settled(engine: ChatEngine) -> Occupancy:
-    """What the pool holds after a turn, once its KV has reached the tier: people and tools take
-    longer than that between turns. The first reading has the peak."""
+    """Wait until a turn's KV has reached the tier, and return what the pool holds then: people and
+    tools take longer than that between turns. The first reading has the peak."""
     first = last = engine.occupancy()
     deadline = time.monotonic() + TIER_PATIENCE_S
     while last.tier is not None and last.tier.pending and time.monotonic() < deadline:
@@ -187,7 +187,7 @@ def _asked(
 
 
 def score(engine: ChatEngine, asked: Asked, unscored: int) -> Asked:
-    """With the NLL of the right answer, where RunResult says that there is one."""
+    """Return the answer with the NLL of the right one, where RunResult says that there is one."""
     record, right = asked.record, asked.right
     before_anything_is_dropped = record.turn == 1 and record.question == 0
     if right is None or len(right) <= unscored or before_anything_is_dropped:

@@ -1,4 +1,5 @@
-"""From requests to turns, summaries and ratios. Names follow `sglang.benchmark.serving`."""
+"""The metrics of turns, their summaries and ratios, made from requests. Names follow
+`sglang.benchmark.serving`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ RESIDENT_SHARE = 0.9
 
 
 def is_resident(cached_tokens: int, history_tokens: int) -> bool:
-    """Whether a session's history was still on the device."""
+    """Return whether a session's history was still on the device."""
     return cached_tokens >= RESIDENT_SHARE * history_tokens
 
 

@@ -52,7 +52,8 @@ class Budget:
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for. budget None: room for exactly one session, whatever that takes.
+    """The options that the user gave. budget None: room for exactly one session, whatever that
+    takes.
 
     workload: what of it is known without the model; `make_plans` adds its words and their lengths
               (of a trace its words)

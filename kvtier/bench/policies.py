@@ -13,10 +13,10 @@ from kvtier.heads.profile import (
     window_profile,
 )
 
-# What a policy's name ends with that keeps its KV in fp8, and what SGLang calls that.
+# The ending of a policy's name that keeps its KV in fp8, and SGLang's name of that.
 FP8_SUFFIX = "-fp8"
 FP8 = "fp8_e4m3"
-# What a policy's name ends with that has a tier whatever the settings say of one.
+# The ending of a policy's name that has a tier whatever the settings say of one.
 TIER_SUFFIX = "-tier"
 # One fixed draw: a control that changed with the workload would compare nothing.
 RANDOM_HEADS_SEED = 0
@@ -37,13 +37,12 @@ class Policy:
 
     @property
     def keeps(self) -> str:
-        """What of a context is kept on the device: the name of the policy that keeps the same in
-        --kv-dtype, without a tier."""
+        """The name of the policy that keeps the same of a context in --kv-dtype, without a tier."""
         return self.name.removesuffix(FP8_SUFFIX).removesuffix(TIER_SUFFIX)
 
     @property
     def has_tier(self) -> bool:
-        """Whether it is its tier that it is named for."""
+        """Return whether the policy is named for its tier."""
         return self.name.endswith(TIER_SUFFIX)
 
     @property
@@ -53,12 +52,13 @@ class Policy:
 
     @property
     def needs_profile(self) -> bool:
-        """Whether the user's head profile decides what, or how much, is kept."""
+        """Return whether the user's head profile decides what, or how much, is kept."""
         return self.keeps in ("kvtier", "random")
 
     @property
     def compacts(self) -> bool:
-        """Whether --quality and --retention are for this policy; the controls keep everything."""
+        """Return whether --quality and --retention are for this policy; the controls keep
+        everything."""
         return self.keeps == "kvtier"
 
     def profile(self, shape: ModelShape, given: HeadProfile | None) -> HeadProfile:

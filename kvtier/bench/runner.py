@@ -60,7 +60,7 @@ def _run_worker(
 
 
 class _Files:
-    """What a run keeps in its temporary folder."""
+    """The files of a run in its temporary folder."""
 
     def __init__(self, folder: Path) -> None:
         self.plan = folder / "plan.json"

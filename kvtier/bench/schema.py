@@ -1,4 +1,4 @@
-"""What goes into a run and what comes out: the documents that parent and worker exchange.
+"""The documents that parent and worker exchange: what goes into a run and what comes out.
 
 The parent writes one `Plan` per policy; a worker process reads it, drives an engine and writes one
 `RunResult`. Everything ends in one `Document`, which is what `--json` writes. All of them are
@@ -29,7 +29,7 @@ ScriptName = Literal["recall", "text"]
 
 
 class Workload(Frozen):
-    """Which sessions are held with the engine; equal workloads are equal token for token.
+    """The sessions that are held with the engine; equal workloads are equal token for token.
 
     questions: questions per turn; the first continues the session, the others branch off after it
                and only measure recall
@@ -104,7 +104,7 @@ class Plan(Frozen):
 
 
 class RetainedTurn(Frozen):
-    """What the CA heads kept of one finished turn, and why.
+    """The entries that the CA heads kept of one finished turn, and why.
 
     retention: share of the prompt that CA heads kept; quality: what the curve predicts for it
     nll:       of the prompt, nats per token, None where it was not asked for
@@ -119,7 +119,7 @@ class RetainedTurn(Frozen):
 
 
 class TierReading(Frozen):
-    """What went to and came from the tier since the engine started.
+    """The traffic to and from the tier since the engine started.
 
     pending:         blobs and questions under way
     stored_bytes:    exact KV that was put
@@ -145,7 +145,7 @@ class TierReading(Frozen):
 
 
 class Occupancy(Frozen):
-    """What the KV pool holds, as the engine reports it.
+    """The state of the KV pool, as the engine reports it.
 
     compacted_turns: turns so far whose CA heads were asked to keep a share; newest: the last one.
     evicted_tokens:  of cached context that made room for something else, so far
@@ -239,7 +239,7 @@ class Summary(Frozen):
 
 
 class EngineRun(Frozen):
-    """What every run has, whatever its workload. wall_s: of the workload, without loading."""
+    """The result of every run, whatever its workload. wall_s: of the workload, without loading."""
 
     policy: str
     ca_share: float
@@ -257,10 +257,11 @@ class RunResult(EngineRun):
 
     recall_means: what recall is a share of
     nll, in turns and requests: negative log-likelihood of the right answer, nats per token, each
-    token given the right ones before it, by the policy's own cache as the turns left it (asked
-    after the last turn, so that no time and no memory above contains it). Not of the first turn's
-    own question, which is answered before anything is dropped; nor where a session's history was
-    no longer cached.
+    token given the right ones before it, by the policy's own cache as the turns left it. It is
+    asked
+    after the last turn, so that no time and no memory above contains it. The first turn's own
+    question has none, because it is answered before anything is dropped; nor has one where a
+    session's history was no longer cached.
     """
 
     recall_means: str
@@ -297,7 +298,7 @@ class Ratios(Frozen):
 
 
 class DocumentBase(Frozen):
-    """What every outcome has, whatever its workload.
+    """The part that all outcomes have, whatever their workload.
 
     notes: what a reader has to know before reading the numbers, such as that no head profile was
            there

@@ -56,20 +56,21 @@ def print_document(document: Document, console: Console) -> None:
 
 
 def print_head(document: DocumentBase, workload: str, console: Console) -> None:
-    """What was asked of which model, and what a reader has to know of it. workload: described."""
+    """Print what was asked of which model, and what a reader has to know of it. workload:
+    described."""
     console.print(f"[bold]{workload}[/bold]  {document.model['path']}")
     for note in document.notes:
         console.print(f"[yellow]Note:[/yellow] {note}")
 
 
 def print_failures(document: DocumentBase, console: Console) -> None:
-    """Which policies failed."""
+    """Print which policies failed."""
     for failure in document.failures:
         console.print(f"[red]{failure.policy} failed[/red] (exit code {failure.exit_code})")
 
 
 def retention_lines(run: RunResult) -> list[str]:
-    """What each context was allowed to keep, a line per session and turn."""
+    """Return lines on what each context was allowed to keep, one per session and turn."""
     lines = []
     who = "a KV head keeps on average" if run.heads_compete else "CA heads keep"
     for record in run.requests:
@@ -87,7 +88,7 @@ def retention_lines(run: RunResult) -> list[str]:
 
 
 def tier_lines(run: EngineRun) -> list[str]:
-    """What the tier was used for, in one line; none without a tier."""
+    """Return a line on what the tier was used for; none without a tier."""
     tier = run.tier
     if tier is None:
         return []
@@ -134,7 +135,7 @@ def describe_workload(workload: Workload | Replay) -> str:
 
 
 def describe_policy(run: EngineRun) -> str:
-    """What a policy did, in one line: a head profile may leave it nothing to drop."""
+    """Describe in one line what a policy did: a head profile may leave it nothing to drop."""
     policy = POLICIES[run.policy]
     if run.heads_compete:
         return "all KV heads compete for what is kept of the context"

@@ -169,14 +169,14 @@ def check_measurements(measurements: Sequence[Measurement]) -> None:
 
 @dataclass(frozen=True)
 class Goodness:
-    """How a curve explains measurements: rmse in quality, r2 = 1 − residual / total variance."""
+    """The fit of a curve to measurements: rmse in quality, r2 = 1 − residual / total variance."""
 
     rmse: float
     r2: float
 
 
 def goodness(curve: Curve, measurements: Sequence[Measurement]) -> Goodness:
-    """How well `curve` predicts `measurements`, whether it was fitted to them or not."""
+    """Return how well `curve` predicts `measurements`, whether it was fitted to them or not."""
     _, _, measured = _columns(measurements)
     squares = float(np.sum(_residuals(curve, measurements) ** 2))
     spread = float(np.sum((measured - measured.mean()) ** 2))
@@ -188,7 +188,7 @@ def goodness(curve: Curve, measurements: Sequence[Measurement]) -> Goodness:
 def weighted_rmse(
     curve: Curve, measurements: Sequence[Measurement], underestimate_weight: float
 ) -> float:
-    """What `fit_curve` makes small, as the root of its mean: in quality."""
+    """Return the root mean of the squares that `fit_curve` makes small, in quality."""
     weighted = _weighted(_residuals(curve, measurements), underestimate_weight)
     return float(np.sqrt(np.mean(weighted**2)))
 
@@ -254,7 +254,8 @@ def _solve(measurements: Sequence[Measurement], weight: float) -> Curve:
     of_ridge = math.sqrt(_RIDGE / len(_FLAT))
 
     def residuals(point: Floats) -> Floats:
-        """Of the measurements and of the ridge; their squares sum to the loss."""
+        """Return the residuals of the measurements and of the ridge; their squares sum to the
+        loss."""
         at_low, at_high, power = np.exp(point)
         half = at_low * (1.0 - position) + at_high * position
         error = quality_at(retention, half, power) - measured

@@ -1,4 +1,4 @@
-"""What a server keeps of contexts where its settings leave that open.
+"""The defaults of what a server keeps of contexts, where its settings leave that open.
 
 Of a model that `kvtier calibrate` has seen, heads compete for a quarter of the entries; of any
 other, every head keeps everything.
@@ -29,7 +29,7 @@ WORTH_FILE = "token_worth.npz"
 
 
 def calibration_folder(settings: Settings, model_path: str, revision: str | None = None) -> Path:
-    """Where the calibration of a model is. revision: the hub's name of a snapshot."""
+    """Return the folder of a model's calibration. revision: the hub's name of a snapshot."""
     store = DirectoryStore(settings.data_dir / DIRECTORY)
     return store.folder(model_name(model_path), weights_revision(model_path, revision))
 
@@ -91,7 +91,8 @@ def with_calibration(
 
 
 def _kv_heads(file: Path) -> int:
-    """Of the model that a map was fitted to. Raises UsageError for another file."""
+    """Return the number of KV heads of the model that a map was fitted to. Raises UsageError for
+    another file."""
     from kvtier.retention.token_worth import TokenWorth
 
     return int(TokenWorth.load(file).weights.shape[1])

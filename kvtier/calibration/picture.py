@@ -76,7 +76,7 @@ def mean_quality(measurements: Sequence[Measurement]) -> list[tuple[float, float
 
 
 def title_lines(curve: Curve, measurements: Sequence[Measurement], title: str) -> list[str]:
-    """What was measured, then the curve's parameters."""
+    """Return lines on what was measured, then the curve's parameters."""
     contexts = len({measurement.context for measurement in measurements})
     return [
         *([title] if title else []),

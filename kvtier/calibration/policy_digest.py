@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvtier.retention.scorers.base import TokenScorer
 
 DIGEST_CHARACTERS = 16
-# Of what scores and shares mean; counts up whenever an old curve would be misread.
+# The version of what scores and shares mean; it counts up whenever an old curve would be misread.
 SEMANTICS = 2
 
 

@@ -1,4 +1,4 @@
-"""Whether a quality target holds on contexts of kinds that the curve was not fitted to.
+"""A test of a quality target on contexts of kinds that the curve was not fitted to.
 
 Each task is left out in turn: the curve of all others says what its contexts keep, and their
 measurements what quality that gives. Held-out contexts of known tasks tell less: what decides how

@@ -1,4 +1,4 @@
-"""Where settings come from: flags > KVTIER_* variables > the file named by KVTIER_CONFIG (or
+"""The sources of settings: flags > KVTIER_* variables > the file named by KVTIER_CONFIG (or
 ./kvtier.toml) > defaults.
 
 SGLang runs its scheduler in a child process; `Settings.to_env` is how the settings reach it.
@@ -90,7 +90,7 @@ def _from_file(path: Path | None) -> dict[str, Given]:
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Given]:
-    # As in other programs' settings, a variable in small letters is the same.
+    # A variable in small letters is the same, as in other programs' settings.
     texts = {name.upper(): text for name, text in environment.items()}
     return {
         setting.path: Given(variable, texts[variable])
@@ -111,7 +111,8 @@ def _from_flags(flags: Mapping[str, Any]) -> dict[str, Given]:
 
 
 def _unknown(written: str) -> ConfigurationError:
-    """What refuses a name. It shows no value: under a mistyped name that can be a password."""
+    """Return the error that refuses a name. It shows no value: under a mistyped name that can be a
+    password."""
     return ConfigurationError(written, "the name of a setting", written)
 
 

@@ -1,4 +1,4 @@
-"""What a setting is called. One rule gives every name:
+"""The names of settings. One rule gives every name:
 
     in the program   settings.tier.span_tokens
     in the file      [tier]
@@ -48,8 +48,8 @@ class Setting:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """As variables and flags spell it, before prefix and dashes; the first one counts where
-        several are given."""
+        """The setting's names as variables and flags spell them, before prefix and dashes; the
+        first one counts where several are given."""
         name = self.path.replace(".", "_")
         return (self.section, name) if self.is_main else (name,)
 
@@ -73,7 +73,7 @@ class Setting:
         return getattr(self._owner(settings), self.key)
 
     def is_given(self, settings: BaseModel) -> bool:
-        """Whether it was set, rather than left at its default."""
+        """Return whether the setting was set, rather than left at its default."""
         return self.key in self._owner(settings).model_fields_set
 
     def _owner(self, settings: BaseModel) -> BaseModel:

@@ -17,7 +17,7 @@ REFUSAL = "setting"
 
 
 def refusal(field: str, expected: str, got: Any) -> PydanticCustomError:
-    """What a rule over several settings raises about one of them.
+    """Return the error that a rule over several settings raises about one of them.
 
     field: its name in the model that the rule belongs to, such as span_tokens or tier.span_tokens.
     """
@@ -26,9 +26,10 @@ def refusal(field: str, expected: str, got: Any) -> PydanticCustomError:
 
 
 class LocalitySettings(Section):
-    """What every head keeps of a context, whatever it drops of the rest."""
+    """The tokens that every head keeps of a context, whatever it drops of the rest."""
 
-    # Where heads compete, and else: locality heads keep nothing but these.
+    # The defaults where heads compete, and those where they do not: locality heads keep nothing but
+    # these.
     COMPETING: ClassVar[dict[str, int]] = {
         "sink_tokens": 4, "recent_tokens": 16, "branch_recent_tokens": 0, "recent_of": 128,
     }  # fmt: skip
@@ -67,7 +68,7 @@ class LocalitySettings(Section):
         return windows | {name: tokens for name, tokens in given.items() if tokens is not None}
 
     def kept_tokens(self, *, competes: bool) -> int:
-        """How many tokens of a long prompt all heads keep."""
+        """Return the number of tokens of a long prompt that all heads keep."""
         windows = self.windows(competes=competes)
         return windows["sink_tokens"] + windows["recent_tokens"]
 
@@ -84,7 +85,7 @@ class BudgetSettings(Section):
 
 
 class ScorerSettings(Section):
-    """Which tokens CA heads keep."""
+    """The scorer that chooses the tokens that CA heads keep."""
 
     main: ClassVar[str | None] = "name"
 
@@ -167,7 +168,7 @@ class RedisSettings(Section):
 
 
 class CalibrationSettings(Section):
-    """How stored calibrations live, and how a server follows them."""
+    """The life of stored calibrations, and how a server follows them."""
 
     ttl_s: int = Field(90 * 86400, ge=1, description="Seconds that a stored calibration lives.")
     poll_s: float = Field(
@@ -176,7 +177,8 @@ class CalibrationSettings(Section):
 
 
 class RefreshSettings(Section):
-    """When and how CA heads choose again what they keep, from the exact KV in the tier."""
+    """The time and the way that CA heads choose again what they keep, from the exact KV in the
+    tier."""
 
     main: ClassVar[str | None] = "when"
 
@@ -213,7 +215,7 @@ class RefreshSettings(Section):
 
     @property
     def every_tokens(self) -> int | None:
-        """After how many generated tokens there is another refresh, if there is."""
+        """The number of generated tokens between refreshes; None where there are none."""
         return int(self.when) if self.when.isdigit() else None
 
     @property
@@ -222,7 +224,7 @@ class RefreshSettings(Section):
 
 
 class MergeSettings(Section):
-    """What a refresh does with the tokens that are not kept."""
+    """The treatment of tokens that a refresh does not keep."""
 
     main: ClassVar[str | None] = "form"
 

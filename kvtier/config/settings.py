@@ -26,12 +26,12 @@ from kvtier.config.sections import (
 PrefillCompression = Literal["auto", "always", "never"]
 
 STORE = "store"
-"""As `memory`: what is published in the calibration store."""
+"""The value of `memory` that means what is published in the calibration store."""
 
 
 class Settings(BaseModel):
-    """What a context keeps. `Settings()` are the defaults; those that a
-    user chose come from `load_settings`."""
+    """The settings of retention. `Settings()` are the defaults; those that a user chose come from
+    `load_settings`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -138,8 +138,8 @@ class Settings(BaseModel):
         return self
 
     def _excludes_adaptive_budgets(self) -> Iterator[tuple[str, str, Any]]:
-        """What heads that compete cannot go with: a setting, what it would have to be, and what it
-        is."""
+        """Yield what heads that compete cannot go with: a setting, what it would have to be, and
+        what it is."""
         if self.head_profile is not None:
             yield "head_profile", "none", self.head_profile
         if self.refresh.is_on and self.refresh.by != "fetch":
@@ -158,7 +158,8 @@ class Settings(BaseModel):
         return self
 
     def _retention_rules(self) -> dict[str, float | str]:
-        """What says how much CA heads keep, by name; at most one in valid settings."""
+        """Return the settings that say how much CA heads keep, by name; at most one in valid
+        settings."""
         rules: dict[str, float | str | None] = {
             "quality": self.quality,
             "retention": self.retention,
@@ -182,19 +183,19 @@ class Settings(BaseModel):
 
     @property
     def compacts(self) -> bool:
-        """Whether CA heads may keep less than the whole context."""
+        """Return whether CA heads may keep less than the whole context."""
         return bool(self._retention_rules())
 
     @property
     def heads_may_compete(self) -> bool:
-        """Whether nothing that was asked for excludes adaptive budgets."""
+        """Return whether no setting excludes adaptive budgets."""
         return self.head_budgets in (None, "adaptive") and not any(
             self._excludes_adaptive_budgets()
         )
 
     @property
     def competes(self) -> bool:
-        """Whether heads compete for the entries that are kept."""
+        """Return whether heads compete for the entries that are kept."""
         return self.head_budgets == "adaptive"
 
     @property

@@ -108,7 +108,7 @@ def calibrate_heads(
 def _selected(
     method: HeadMethod, probe: HeadProbe, plan: SamplePlan, target: Target, progress: Progress
 ) -> Selection:
-    """What the method chooses; the samples' KV is freed on return."""
+    """Return the heads that the method chooses; the samples' KV is freed on return."""
     is_judged = target.budget is not None
     reads_one = method.data_free and not is_judged
     batches = prepare(probe, plan.calibration[:1] if reads_one else plan.calibration, progress)

@@ -42,21 +42,21 @@ class ModelShape(BaseModel):
         return self.num_attention_heads // self.num_kv_heads
 
     def of_rank(self, ranks: int) -> ModelShape:
-        """What each of `ranks` tensor parallel ranks holds. With more ranks than KV heads several
-        ranks hold the same head."""
+        """Return the shape that each of `ranks` tensor parallel ranks holds. With more ranks than
+        KV heads several ranks hold the same head."""
         kv_heads = max(1, self.num_kv_heads // ranks)
         heads = self.num_attention_heads // ranks
         return self.model_copy(update={"num_kv_heads": kv_heads, "num_attention_heads": heads})
 
     def kv_heads_of_rank(self, rank: int, ranks: int) -> range:
-        """Which KV heads the `rank`-th of `ranks` tensor parallel ranks holds, counted from 0,
-        shared out as SGLang's QKVParallelLinear does."""
+        """Return the KV heads that the `rank`-th of `ranks` tensor parallel ranks holds, counted
+        from 0, shared out as SGLang's QKVParallelLinear does."""
         first = rank * self.num_kv_heads // ranks
         return range(first, first + self.of_rank(ranks).num_kv_heads)
 
 
 class MeasuredCost(BaseModel):
-    """What keeping only the CA heads cost when it was verified by measurement."""
+    """The cost of keeping only the CA heads, when it was verified by measurement."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -68,7 +68,7 @@ class MeasuredCost(BaseModel):
 
 
 class HeadProfile(BaseModel):
-    """Which KV heads are CA, and where that knowledge comes from.
+    """The KV heads that are CA, and where that knowledge comes from.
 
     ca_heads: per layer, ascending KV head indices; a layer may have none or all.
     scores:   [layer][head], higher = keep the context; None when the method has none.
@@ -118,8 +118,8 @@ class HeadProfile(BaseModel):
         return tuple(h for h in range(self.shape.num_kv_heads) if h not in chosen)
 
     def of_rank(self, rank: int, ranks: int) -> HeadProfile:
-        """What the `rank`-th of `ranks` tensor parallel ranks holds, its KV heads counted from
-        0."""
+        """Return the part of the profile that the `rank`-th of `ranks` tensor parallel ranks holds,
+        its KV heads counted from 0."""
         shape, held = self.shape.of_rank(ranks), self.shape.kv_heads_of_rank(rank, ranks)
         ca_heads = tuple(
             tuple(head - held.start for head in layer if head in held) for layer in self.ca_heads

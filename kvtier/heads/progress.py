@@ -1,4 +1,5 @@
-"""How far a calibration is: what long-running steps report to, and a live bar for the terminal."""
+"""The progress of a calibration: what long-running steps report to, and a live bar for the
+terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Progress = Callable[[str, int, int], None]
-"""Called as (what is being done, steps done, steps in all)."""
+"""A callback (what is being done, steps done, steps in all)."""
 
 
 def no_progress(stage: str, done: int, total: int) -> None:

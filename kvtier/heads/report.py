@@ -1,4 +1,4 @@
-"""What a calibration of heads says on the terminal when it is done."""
+"""The report of a calibration of heads on the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def summary(result: Calibrated) -> list[str]:
-    """What was found, in a few lines for people."""
+    """Return a few lines for people on what was found."""
     profile = result.profile
     total = profile.shape.num_layers * profile.shape.num_kv_heads
     names = [f"{layer}.{head}" for layer, row in enumerate(profile.ca_heads) for head in row]

@@ -47,7 +47,7 @@ from kvtier.retention.token_worth import Fit, TokenWorth
 from kvtier.synthetic.frame import frame_of
 from kvtier.synthetic.tokenizer import Tokenizer
 
-# What a length changes is told by few long contexts, which take the time.
+# Few long contexts tell what a length changes, and take the time.
 DEFAULT_LENGTHS, SHORT_CONTEXTS, LONG_CONTEXTS = (1536, 4000), 8, 4
 JUDGED_CONTEXTS = 1  # per length
 JUDGED_SHARES = (0.25, 0.1)
@@ -118,7 +118,7 @@ def fit_tokens(
     tasks = tasks or known.measuring
     fitted: list[CalibrationSample] = []
     for length, count in zip(lengths, counts, strict=True):
-        # Where there are few contexts, each task comes before one comes twice.
+        # Each task comes once before one comes twice, where there are few contexts.
         turn = len(fitted) % len(tasks)
         dealt = [*tasks[turn:], *tasks[:turn]]
         fitted += make_samples(known.make, dealt, count, [length], seed, CALIBRATION)
@@ -150,7 +150,7 @@ def _scaled(queries: Tensor) -> Tensor:
 
 
 def _usual(length: int, lengths: Sequence[int]) -> int:
-    """How many contexts of a length are fitted where nothing was asked for."""
+    """Return the number of contexts of a length that are fitted where nothing was asked for."""
     return SHORT_CONTEXTS if length == min(lengths) else LONG_CONTEXTS
 
 
@@ -180,8 +180,8 @@ def _request(model_path: str) -> list[int]:
 
 
 def _lengths(model_path: str, asked: Sequence[int] | None) -> Sequence[int]:
-    """Those asked for, or the default ones, shorter where the model reads less. Raises SizeError
-    where it does not read a context and its repetition."""
+    """Return the lengths asked for, or the default ones, shorter where the model reads less. Raises
+    SizeError where it does not read a context and its repetition."""
     read = context_length(read_config(model_path)) or sys.maxsize
     most = (read - len(_request(model_path))) // 2
     if asked is None:
@@ -214,7 +214,7 @@ def _agreement(worth: TokenWorth, model: Any, repeated: Repeated, share: float) 
 
 
 def summary(fit: TokenFit, file: Path) -> list[str]:
-    """For people."""
+    """Return lines for people on the fit."""
     agreement = "   ".join(f"{share:.0%}: {found:.1%}" for share, found in fit.agreement.items())
     return [
         f"{file}: fitted on {fit.contexts} contexts, {fit.tokens} tokens, in {fit.seconds:.0f} s",

@@ -1,4 +1,4 @@
-"""What a profile costs, measured: recall on samples that no choice was made on.
+"""The cost of a profile, measured: recall on samples that no choice was made on.
 
 The control is the same number of heads drawn at random: a profile that does not beat it has found
 nothing.
@@ -38,11 +38,11 @@ class Verification:
 
     @property
     def worth(self) -> float:
-        """How much is kept of what the context is worth: see `kept_worth`."""
+        """The share that is kept of what the context is worth: see `kept_worth`."""
         return kept_worth(self.full, self.profile, self.window)
 
     def costs(self) -> tuple[MeasuredCost, ...]:
-        """As a profile carries them: whole answers, answer tokens, loss."""
+        """Return the costs as a profile carries them: whole answers, answer tokens, loss."""
         names = {"recall": "recall", "tokens": "token recall", "loss": "nll"}
         return tuple(
             MeasuredCost(

@@ -26,9 +26,9 @@ from kvtier.memory.recipe import Recipe
 from kvtier.memory.traces import Trace, split
 from kvtier_kernels.memory.base import PLACE_WIDTH, MemoryLayer
 
-# Of the traces, for what entries are judged by.
+# The share of the traces that entries are judged by.
 JUDGING_SHARE = 0.25
-# Of the judging traces, how many may be read with the exact prefix after all.
+# The share of the judging traces that may be read with the exact prefix after all.
 FEW = 0.02
 # A cosine that none reaches.
 NEVER = 2.0
@@ -90,7 +90,8 @@ def collected(
     recipe: Recipe,
     progress: Progress = no_progress,
 ) -> tuple[Collected, Collected]:
-    """What a memory by the recipe needs of the traces that make it, and of those that judge it."""
+    """Return what a memory by the recipe needs of the traces that make it, and of those that judge
+    it."""
     layers, states = _layers_with_entries(len(kv), recipe), recipe.state_heads > 0
     made = collect(model, kv, making, progress, layers=layers, with_states=states)
     judged = collect(
@@ -141,8 +142,9 @@ def with_requeueing(model: Any, built: Built, judging: Sequence[Trace]) -> Built
 
 
 def _layers_with_entries(layers: int, recipe: Recipe) -> Sequence[int]:
-    """Which layers want entries: all for states, a few for a gate alone. Not the first of a deep
-    model: its queries are of single tokens, and every new word would be too far."""
+    """Return the layers that want entries: all for states, a few for a gate alone. The first layer
+    of a deep model is not among those few: its queries are of single tokens, and every new word
+    would be too far."""
     step = -(-layers // GATE_LAYERS)
     return range(layers) if recipe.state_heads else range(step // 4, layers, step)
 
@@ -173,13 +175,13 @@ def best_heads(errors: Tensor, share: float) -> Tensor:
 
 
 def drawn_by_all(*collected: Collected) -> list[Tensor]:
-    """Per layer, what any query of these drew: see LayerQueries."""
+    """Return per layer the most that any query of these drew: see LayerQueries."""
     layers = zip(*(one.layers for one in collected), strict=True)
     return [torch.stack([layer.drawn for layer in alike]).amax(0) for alike in layers]
 
 
 def most_drawn(drawn: Sequence[Tensor], entries: int) -> list[list[Tensor]]:
-    """Which tokens of the prefix each layer's heads keep, int64 ascending.
+    """Return the tokens of the prefix that each layer's heads keep, int64 ascending.
 
     drawn: per layer `[kv_heads, tokens]`, more for what is wanted more; entries: to be kept in all.
     Heads compete: one that attends to a few tokens leaves room to one that attends to many

@@ -38,7 +38,8 @@ class Identity(Stored):
 
     @classmethod
     def of(cls, model_path: str, dtype: str, prefix_ids: Sequence[int]) -> Identity:
-        """Of a local model directory. Raises UsageError and UnsupportedModelError."""
+        """Return the identity of a local model directory. Raises UsageError and
+        UnsupportedModelError."""
         config = read_config(model_path)
         return cls(
             model=model_name(model_path),
@@ -68,7 +69,7 @@ class Identity(Stored):
 
 
 class Row(BaseModel):
-    """What requests lose in one way of holding the prefix.
+    """The loss of requests in one way of holding the prefix.
 
     nll_gap:      nats per token of the answers, beside the exact prefix
     kl:           nats per token, from the exact prefix's distributions

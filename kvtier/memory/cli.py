@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 TARGET_NATS = 0.05
-# Of a card that is not printed on a terminal.
+# The width of a card that is not printed on a terminal.
 PLAIN_WIDTH = 120
 # Differences of a row that verifying overlooks: sums are made in another order.
 SAME = 1e-3

@@ -24,8 +24,8 @@ from kvtier.memory.traces import Trace
 
 
 class LayerQueries(NamedTuple):
-    """What a layer's queries asked of the prefix, T tokens of all traces; T = 0 in a layer whose
-    queries nobody wants.
+    """The answers of the prefix to a layer's queries, T tokens of all traces; T = 0 in a layer
+    whose queries nobody wants.
 
     q:    float32 `[T, kv_heads, group, dim]`, before rotation
     o:    float32 `[T, kv_heads, group, dim]` and lse `[T, kv_heads, group]`, over the prefix; zeros

@@ -51,7 +51,7 @@ def make_entries(
     seed: int = 0,
     least_members: int = 1,
 ) -> Entries:
-    """At most so many entries of a layer's queries.
+    """Make at most so many entries of a layer's queries.
 
     width:         numbers that a query is projected to, R
     place_weight:  how much the place counts beside the direction, 0 for not at all
@@ -91,7 +91,7 @@ def groups(keys: Tensor, count: int, seed: int) -> Tensor:
     without gaps: k-means over rows of length 1."""
     if len(keys) <= count:
         return torch.arange(len(keys))
-    # Where installed with `kvtier[calibrate]`.
+    # SciPy comes with `kvtier[calibrate]`.
     from scipy.cluster.vq import kmeans2
 
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What `kvtier memory build` and `kvtier memory verify` do, from files to files."""
+"""The work of `kvtier memory build` and `kvtier memory verify`, from files to files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from kvtier.memory.storage import Card, load, save
 from kvtier.memory.traces import Trace, Traced, read_traces, split
 from kvtier.synthetic.tokenizer import Tokenizer
 
-# Of the traces, those that a card is measured on.
+# The share of the traces that a card is measured on.
 HELD_OUT_SHARE = 0.25
 OFF_TOPIC_REQUESTS = 40
 # The kinds of requests of a card's rows.
@@ -45,7 +45,7 @@ CURVE = (0.25, 0.5)
 
 @dataclass(frozen=True)
 class Source:
-    """Where a memory comes from. chat: the prefix is a system message; see traces.py."""
+    """The source of a memory. chat: the prefix is a system message; see traces.py."""
 
     model_path: str
     prefix: str
@@ -55,7 +55,7 @@ class Source:
 
 
 class _Material:
-    """What is needed of a source to build a memory of it, and to measure one."""
+    """The parts of a source that a memory of it is built and measured from."""
 
     def __init__(self, source: Source, recipe: Recipe, progress: Progress) -> None:
         check_supported(read_config(source.model_path))

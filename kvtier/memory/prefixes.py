@@ -61,7 +61,7 @@ class Prefix(ABC):
 
 
 class NoPrefix(Prefix):
-    """Nothing of it."""
+    """A prefix of which nothing is held."""
 
     def state(self, layer: int, asked: Asked) -> AttentionState | None:
         return None
@@ -69,7 +69,7 @@ class NoPrefix(Prefix):
 
 @dataclass(frozen=True)
 class ExactPrefix(Prefix):
-    """Its KV, or as much of it as all heads of a layer keep."""
+    """A prefix whose KV is held, or as much of it as all heads of a layer keep."""
 
     kv: Sequence[LayerKV]
 
@@ -79,7 +79,8 @@ class ExactPrefix(Prefix):
 
 @dataclass(frozen=True)
 class KeptPrefix(Prefix):
-    """Some of its KV. kept: per layer and KV head, which tokens, int64 ascending."""
+    """A prefix of which some KV is held. kept: per layer and KV head, which tokens, int64
+    ascending."""
 
     kv: Sequence[LayerKV]
     kept: Sequence[Sequence[Tensor]]
@@ -160,7 +161,8 @@ def attend_some(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState
 def reading(
     model: Any, prefix: Prefix, length: int, own: OwnKV | None = None
 ) -> AbstractContextManager[None]:
-    """Within this context the model reads a request's tokens behind a prefix of so many tokens.
+    """Return a context in which the model reads a request's tokens behind a prefix of so many
+    tokens.
 
     own: the KV of the request so far, where it comes in several passes.
     """
@@ -197,7 +199,7 @@ class OwnKV:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens of the request have been read."""
+        """The number of the request's tokens that have been read."""
         return max((cache.num_entries for cache in self._caches.values()), default=0)
 
 

@@ -1,4 +1,4 @@
-"""How a memory is made."""
+"""The recipe of a memory."""
 
 from __future__ import annotations
 

@@ -25,13 +25,13 @@ from kvtier.reading import read_json
 from kvtier_kernels.memory.base import PLACE_WIDTH, MemoryLayer
 
 CARD, TENSORS = "memory.json", "memory.safetensors"
-# Held in the model's dtype; the rest are numbers of another kind.
+# These tensors are held in the model's dtype; the others are numbers of another kind.
 IN_MODEL_DTYPE = ("o", "kept_k", "kept_v")
 _PREFIX = "prefix_ids"
 
 
 class Card(Stored):
-    """What `memory.json` holds.
+    """The content of `memory.json`.
 
     recipe:       how it was made (building.Recipe), and with what seed
     requeue_above: share of a prompt's lookups that fall back above which a request is read with the
@@ -72,13 +72,14 @@ class PrefixMemory:
         return self.card.digest[:16]
 
     def of_heads(self, heads: range) -> PrefixMemory:
-        """What a tensor parallel rank with these of the KV heads holds."""
+        """Return the part of the memory that a tensor parallel rank with these of the KV heads
+        holds."""
         mine = tuple(layer_of_heads(layer, heads) for layer in self.layers)
         return PrefixMemory(self.card, self.prefix_ids, mine)
 
 
 def layer_of_heads(layer: MemoryLayer, heads: range) -> MemoryLayer:
-    """Some KV heads of a layer with N = 1; the projections of all such parts add up."""
+    """Return some KV heads of a layer with N = 1; the projections of all such parts add up."""
     part = slice(heads.start, heads.stop)
     begin, end = (int(layer.kept_indptr[at]) for at in (heads.start, heads.stop))
     return layer._replace(
@@ -126,7 +127,7 @@ def directories(folder: Path) -> list[Path]:
 
 
 def stored_bytes(folder: Path) -> int:
-    """What a memory's tensors, or those of all that are in a folder, take. Raises
+    """Return the bytes that a memory's tensors take, or those of all memories in a folder. Raises
     MemoryFileError."""
     try:
         return sum((directory / TENSORS).stat().st_size for directory in directories(folder))

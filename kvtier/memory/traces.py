@@ -1,4 +1,4 @@
-"""What real requests ask behind a fixed prefix, and what was answered.
+"""The traces of real requests behind a fixed prefix, with their answers.
 
 A file of traces has one JSON object a line:
 
@@ -133,7 +133,7 @@ def system_prefix(prefix: str, tokenizer: Tokenizer) -> str:
 def _texts(
     where: str, trace: dict[str, Any], system: str, tokenizer: Tokenizer
 ) -> tuple[str, str, str, str]:
-    """Where a trace is, its prompt, its answer and its group."""
+    """Return the place of a trace, its prompt, its answer and its group."""
     unknown = sorted(set(trace) - {"prompt", "answer", "group", "messages"})
     if unknown or ("prompt" in trace) == ("messages" in trace):
         expected = "`prompt` (and `answer`) or `messages`, and perhaps `group`"
@@ -149,7 +149,8 @@ def _texts(
 
 
 def _conversation(where: str, messages: Any, system: str, tokenizer: Tokenizer) -> tuple[str, str]:
-    """What a conversation says behind the system message and before its last answer, and that."""
+    """Return the text of a conversation between the system message and its last answer, and that
+    answer."""
     try:
         turns = [(one["role"], one["content"]) for one in messages]
     except (TypeError, KeyError) as error:
@@ -170,7 +171,7 @@ def _conversation(where: str, messages: Any, system: str, tokenizer: Tokenizer) 
 
 
 def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How many items both begin with."""
+    """Return the number of items that both begin with."""
     for at, (mine, other) in enumerate(zip(a, b, strict=False)):
         if mine != other:
             return at

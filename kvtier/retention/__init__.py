@@ -1,1 +1,1 @@
-"""What a context keeps: the locality rule, scorers and shares."""
+"""The rules of retention: the locality rule, scorers and shares."""

@@ -1,4 +1,4 @@
-"""How the entries that a compressed context keeps are divided among its KV heads.
+"""The division of the entries that a compressed context keeps among its KV heads.
 
     equal      every head keeps the same number: its own best
     adaptive   the best entries of all heads and layers stay, however many of them a head has
@@ -33,16 +33,16 @@ def best_of_all(worth: Tensor, entries: int) -> Tensor:
 
 
 def adaptive_selection(worth: Tensor, kept: int, page: int = PAGE) -> Tensor:
-    """Which tokens each head keeps, bool `[heads, tokens]`: whole pages, but for a last one of a
-    head that keeps everything. Nothing waits for the device.
+    """Return the tokens that each head keeps, bool `[heads, tokens]`: whole pages, but for a last
+    one of a head that keeps everything. Nothing waits for the device.
 
     worth: float32 `[heads, tokens]`, of the heads of all layers
     kept:  entries per head on average, 0 … tokens; all heads together keep no more
     page:  entries of a page
 
-    What a head drops is in no entry. One for its mean with as many votes, as locality heads have,
-    was tried: .99 of the context's worth instead of .97 at a quarter of 2k tokens, but -.62 instead
-    of .90 of many-shot classification at a quarter of 4k.
+    The tokens that a head drops are in no entry. One entry for their mean with as many votes, as
+    locality heads have, was tried. It kept .99 of the context's worth instead of .97 at a quarter
+    of 2k tokens, but -.62 instead of .90 of many-shot classification at a quarter of 4k.
     """
     heads, tokens = worth.shape
     if kept >= tokens:

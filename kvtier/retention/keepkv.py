@@ -53,7 +53,7 @@ class QueryWindow(NamedTuple):
 
 
 class Retained(NamedTuple):
-    """What is left of a span.
+    """The remains of a span.
 
     kept:         int64 `[heads, count]`, indices of the span in order of position
     entries:      the kept ones, with what was merged into them; keys and values in the span's dtype
@@ -67,7 +67,7 @@ class Retained(NamedTuple):
 
 @dataclass(frozen=True)
 class KeepKV:
-    """How a span is ranked and merged.
+    """The rule by which a span is ranked and merged.
 
     floor:          cosine similarity of keys up to which entries are not merged, in [-1, 1]
     window_queries: w, how many of the newest queries predict the next ones
@@ -122,7 +122,7 @@ class KeepKV:
     def select(
         self, keys: torch.Tensor, values: torch.Tensor, count: int, window: QueryWindow
     ) -> torch.Tensor:
-        """What `retain` would keep of a span, and nothing merged: int64 `[heads, count]`.
+        """Return what `retain` would keep of a span, and merge nothing: int64 `[heads, count]`.
 
         Raises UsageError naming a bad argument.
         """
@@ -149,7 +149,8 @@ class KeepKV:
 
 
 def expected_output(entries: Entries, logits: torch.Tensor) -> torch.Tensor:
-    """How much of the next output an entry is: predicted attention, mean over the group, times ‖v‖.
+    """Return the share of each entry in the next output: predicted attention, mean over the group,
+    times ‖v‖.
 
     logits: `[heads, group, tokens]`. Float32 `[heads, tokens]`, higher = keep.
     """

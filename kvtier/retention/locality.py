@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-# How many tokens are computed again where a request leaves a dropped span of competing heads, so
-# that all the newest are there: the first number, or the second where heads keep less of the span
-# than SMALL_SHARE.
+# The number of tokens that are computed again where a request leaves a dropped span of competing
+# heads, so that all the newest are there: the first number, or the second where heads keep less of
+# the span than SMALL_SHARE.
 CUT_WINDOW, WIDE_CUT_WINDOW, SMALL_SHARE = 64, 256, 0.2
 # Fewer tokens of a dropped span are not worth a span of their own.
 LEAST_CUT = 256
 # Fewer tokens are not worth being compressed by themselves before a window, or copied for an edit.
 LEAST_PART = 64
-# Of the tokens behind an edit as many are computed again as are new before them, at most so many.
+# As many of the tokens behind an edit are computed again as are new before them, at most so many.
 MOST_AGAIN = 64
 
 
@@ -44,10 +44,10 @@ class DroppedSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalityRule:
-    """Sink, recent and branching windows, in tokens. recent_of: tokens of a turn's prompt for each
-    of its recent ones, of which there is one at least; 1: there are `recent_tokens` of any. window:
-    tokens that some layers of the model attend to, which stay exact before the end of the newest
-    turn's prompt; 0 where all layers attend to everything."""
+    """The rule of sink, recent and branching windows, in tokens. recent_of: a turn keeps one recent
+    token for so many of its prompt, at least one and at most `recent_tokens`; with 1 it keeps
+    `recent_tokens` of any. window: tokens that some layers of the model attend to, which stay exact
+    before the end of the newest turn's prompt; 0 where all layers attend to everything."""
 
     sink_tokens: int
     recent_tokens: int
@@ -57,7 +57,7 @@ class LocalityRule:
     window: int = 0
 
     def recent(self, prompt_tokens: int) -> int:
-        """How many recent tokens a turn keeps whose prompt has so many."""
+        """Return the number of recent tokens that a turn with a prompt of so many keeps."""
         return min(self.recent_tokens, max(1, prompt_tokens // self.recent_of))
 
     @property
@@ -66,7 +66,8 @@ class LocalityRule:
         return next(n for n in count(self.sink_tokens + 2) if self.dropped(0, n, n).num_tokens)
 
     def dropped(self, start: int, stop: int, prompt_stop: int) -> DroppedSpan:
-        """What a node [start, stop) with prompt up to `prompt_stop` drops, as node offsets.
+        """Return the span that a node [start, stop) with prompt up to `prompt_stop` drops, as node
+        offsets.
 
         A span of one token is kept: a compensation entry would cost as much.
         """
@@ -78,13 +79,13 @@ class LocalityRule:
         return DroppedSpan(begin, end)
 
     def dropped_chunk(self, start: int, stop: int) -> DroppedSpan:
-        """What a node [start, stop) drops that is a chunk of a prompt, the next chunk of which is
-        computed: the recent tokens are that one's."""
+        """Return the span that a node [start, stop) drops that is a chunk of a prompt, the next
+        chunk of which is computed: the recent tokens are that one's."""
         begin = max(self.sink_tokens, start) - start
         return DroppedSpan(begin, stop - start) if stop - start - begin > 1 else DroppedSpan(0, 0)
 
     def can_split(self, span: DroppedSpan, offset: int) -> bool:
-        """Whether a compressed node may be cut at `offset` without tearing its dropped span.
+        """Return whether a compressed node may be cut at `offset` without tearing its dropped span.
 
         Before the span everything is still exact. Behind it, enough recent tokens must remain
         in front of the branch for the locality heads of the branching request.

@@ -43,7 +43,7 @@ class PrunedRange:
 
 
 class Chosen(NamedTuple):
-    """What the CA heads of a layer keep of one pruned range.
+    """The entries that the CA heads of a layer keep of one pruned range.
 
     k, v:      `[heads, n, dim]` in the dtype of the exact KV; n is `kept`, and one more where
                entries are merged
@@ -57,7 +57,7 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class RefreshRule:
-    """How a refresh chooses.
+    """The rule by which a refresh chooses.
 
     keepkv: ranks the tokens, and merges them.
     merges: whether tokens that are not kept are merged into those that are, or dropped.
@@ -67,7 +67,7 @@ class RefreshRule:
     merges: bool
 
     def entries(self, pruned: PrunedRange) -> int:
-        """How many entries of a pruned range there will be."""
+        """Return the number of entries that there will be of a pruned range."""
         return pruned.kept + self.merges
 
     def choose(self, k: torch.Tensor, v: torch.Tensor, count: int, window: QueryWindow) -> Chosen:
@@ -124,8 +124,8 @@ def choose_again(
     count: int,
     window: QueryWindow,
 ) -> torch.Tensor:
-    """What one head keeps of a range for one turn: a part by what tokens are worth to any turn, the
-    rest by the turn's own queries. int64 `[count]`, in order of position.
+    """Return the tokens that one head keeps of a range for one turn: a part by what tokens are
+    worth to any turn, the rest by the turn's own queries. int64 `[count]`, in order of position.
 
     k, v: `[1, tokens, dim]`, exact; worth: float32 `[tokens]`, higher = keep; count: 0 … tokens;
     window: the head's newest queries. The question alone costs answers: it was read before what it

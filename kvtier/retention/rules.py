@@ -28,8 +28,8 @@ def refresh_rule(settings: Settings) -> RefreshRule | None:
 
 
 def scorer_of(settings: Settings) -> TokenScorer:
-    """What says which tokens CA heads keep in a server with these settings. Raises UsageError for a
-    scorer that there is none of, or whose scores do not compare across heads that compete."""
+    """Return the scorer of a server with these settings. Raises UsageError for a scorer that there
+    is none of, or whose scores do not compare across heads that compete."""
     name = settings.scorer.name
     if name is None:
         name = Reconstruction.name if settings.competes else DistinctKeys.name
@@ -47,6 +47,6 @@ def scorer_of(settings: Settings) -> TokenScorer:
 
 
 def state_width(settings: Settings) -> int | None:
-    """How many numbers a server keeps for a token and CA head beside its KV; None where CA heads
-    keep everything."""
+    """Return how many numbers a server keeps for a token and CA head beside its KV; None where CA
+    heads keep everything."""
     return scorer_of(settings).state_width if settings.compacts else None

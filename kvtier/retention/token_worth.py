@@ -1,4 +1,4 @@
-"""What a token's entry in a KV head will be worth to later turns, told by the layer's KV.
+"""The worth of a token's entry in a KV head to later turns, told by the layer's KV.
 
     ln(attention drawn) ≈ w · [k, v, |k|, |v|  of all KV heads of the layer, of the token and of its
                                two neighbours; where it stands in the context, and in how long a
@@ -44,7 +44,8 @@ PLACE_WIDTH = 9
 LENGTH_UNIT = 2048
 # Tokens whose features are held at a time.
 BLOCK_TOKENS = 8192
-# What numpy and zipfile raise about a file that is not there, cut off, changed, or not theirs.
+# The errors that numpy and zipfile raise about a file that is not there, cut off, changed, or not
+# theirs.
 UNREADABLE = (
     OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, BadZipFile, zlib.error,
 )  # fmt: skip
@@ -69,7 +70,7 @@ def place_features(begin: int, end: int, context: int, device: torch.device) -> 
     place = torch.stack(
         [share, share.square(), ((position + 1) / context).log(), left.log()], dim=-1
     )
-    # What a place means may change with the length.
+    # The meaning of a place may change with the length.
     length = math.log(context / LENGTH_UNIT)
     return torch.cat([place, place * length, torch.full_like(place[:, :1], length)], dim=-1)
 
@@ -92,16 +93,17 @@ def features(
 
 
 def feature_width(kv_heads: int, head_dim: int) -> int:
-    """How many features a token has."""
+    """Return the number of a token's features."""
     return 3 * kv_heads * 2 * (head_dim + 1) + PLACE_WIDTH + 1
 
 
 @dataclass(frozen=True, eq=False)
 class TokenWorth:
-    """weights: float32 `[layers, kv_heads, width]`; revision: digest of the model's weights that
-    they were fitted to, "" where it is not known. queries: float32 `[layers, kv_heads, dim, dim]`,
-    the mean of q qᵀ over the queries of each KV head of the contexts, on any scale, by which keys
-    are coded (kvtier_kernels.codes); None where it was not measured."""
+    """The weights that predict the worth of tokens. weights: float32 `[layers, kv_heads, width]`;
+    revision: digest of the model's weights that they were fitted to, "" where it is not known.
+    queries: float32 `[layers, kv_heads, dim, dim]`, the mean of q qᵀ over the queries of each KV
+    head of the contexts, on any scale, by which keys are coded (kvtier_kernels.codes); None where
+    it was not measured."""
 
     weights: Tensor
     revision: str = ""
@@ -109,7 +111,7 @@ class TokenWorth:
 
     @cached_property
     def digest(self) -> str:
-        """Of weights and queries; 16 hexadecimal digits."""
+        """The digest of weights and queries; 16 hexadecimal digits."""
         found = hashlib.sha256(self.weights.cpu().contiguous().numpy().tobytes())
         if self.queries is not None:
             found.update(self.queries.half().cpu().contiguous().numpy().tobytes())
@@ -242,12 +244,12 @@ class Fit:
     def add(
         self, layer: int, keys: Tensor, values: Tensor, rotation: Rotation | None, drawn: Tensor
     ) -> None:
-        """What a whole context's tokens drew, `[kv_heads, tokens]`; arguments as in
-        `own_features`."""
+        """Add the attention that a whole context's tokens drew, `[kv_heads, tokens]`; the other
+        arguments are those of `own_features`."""
         tokens = keys.shape[1]
         for begin in range(SINK_TOKENS, tokens, BLOCK_TOKENS):
             end = min(begin + BLOCK_TOKENS, tokens)
-            # With the neighbours on both sides, whose own rows are not taken.
+            # The part includes the neighbours on both sides, whose own rows are not taken.
             near, part = slice(begin - 1, end + 1), rotation
             if part is not None:
                 part = part._replace(cos=part.cos[near], sin=part.sin[near])

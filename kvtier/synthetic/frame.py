@@ -1,4 +1,4 @@
-"""What stands around questions and answers: a chat template's tokens, or plain labels.
+"""The frame around questions and answers: a chat template's tokens, or plain labels.
 
     opening TEXT first Q1 reply │A1 closing│ following Q2 reply │A2 closing│ following Q3 reply …
     └────── user ──────┘                     between the bars: what a model says, and what ends it
@@ -31,7 +31,8 @@ class Frame:
 
 
 def frame_of(tokenizer: Tokenizer) -> Frame:
-    """By the tokenizer's chat template, or plain text where it has none. Raises UsageError."""
+    """Return the frame of the tokenizer's chat template, or plain text where it has none. Raises
+    UsageError."""
     return chat_frame(tokenizer) if tokenizer.has_chat_template else plain_frame(tokenizer)
 
 
@@ -59,7 +60,7 @@ def chat_frame(tokenizer: Tokenizer) -> Frame:
     if before.rstrip() == reply.rstrip():
         reply = before  # with the space that stands in front of an answer
     specials = tokenizer.special_tokens()
-    # What a template writes in front of the token that ends a message, a model does not say.
+    # A model does not say what a template writes in front of the token that ends a message.
     ending = between.lstrip()
     closing = max((text for text in specials if ending.startswith(text)), key=len, default="")
     stops = {*tokenizer.eos_ids, *((specials[closing],) if closing else ())}

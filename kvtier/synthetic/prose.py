@@ -47,13 +47,14 @@ def sentences(found: Iterator[str]) -> Iterator[str]:
 
 
 def sentences_of(paragraph: str) -> list[str]:
-    """Its sentences, without the spaces between them."""
+    """Return the paragraph's sentences, without the spaces between them."""
     return _SENTENCE_END.split(paragraph)
 
 
 @cache
 def reference_paragraphs() -> tuple[str, ...]:
-    """Of `pydoc_data.topics`; none where a distribution left that module out."""
+    """Return the paragraphs of `pydoc_data.topics`; none where a distribution left that module
+    out."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -63,7 +64,8 @@ def reference_paragraphs() -> tuple[str, ...]:
 
 @cache
 def docstring_paragraphs() -> tuple[str, ...]:
-    """Of the standard library's modules outside of packages, read without importing them."""
+    """Return the paragraphs of the docstrings of the standard library's modules outside of
+    packages, read without importing them."""
     return _prose_of(text for module in modules() for text in _docstrings(module.tree))
 
 

@@ -151,7 +151,7 @@ class Fact:
 
     @property
     def answer_ids(self) -> tuple[int, ...]:
-        """What the model should say, without the closing `<eot>`."""
+        """The ids that the model should say, without the closing `<eot>`."""
         return (*self.name, *self.codes)
 
 

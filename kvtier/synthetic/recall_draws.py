@@ -1,4 +1,4 @@
-"""What is drawn for a session of the recall language: names, codes, and which turns invent.
+"""The random draws of a session of the recall language: names, codes, and which turns invent.
 
 Words are token ids; everything random comes from the generator that is passed in.
 """
@@ -46,8 +46,8 @@ def codes(
     *,
     few_codes: bool,
 ) -> list[tuple[int, ...]]:
-    """Per noun `num_codes` codes in which no pair of neighbouring words (the noun and its first
-    code included) comes twice.
+    """Return for each noun `num_codes` codes in which no pair of neighbouring words (the noun and
+    its first code included) comes twice.
 
     A pair then tells where in which fact the reader is, so a model that matches two tokens can be
     right every time, and a wrong answer is the cache's fault.

@@ -1,4 +1,4 @@
-"""What is said in a session, whatever language it is in: the interface of a workload.
+"""The script of a session, whatever language it is in: the interface of a workload.
 
     context      [ opening … facts in filler … ]
     main line    context | turn 1 | answer 1 | turn 2 | answer 2 …   answers: what was generated
@@ -23,7 +23,7 @@ class Turn(Protocol):
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """What follows everything said before, up to where the answer begins."""
+        """The ids that follow everything said before, up to where the answer begins."""
         ...
 
     def expected(self, answers_so_far: Sequence[Sequence[int]]) -> tuple[int, ...] | None:

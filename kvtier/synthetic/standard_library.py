@@ -22,7 +22,8 @@ class Module(NamedTuple):
 
 
 def modules() -> Iterator[Module]:
-    """By name, read without importing them; one that cannot be read or parsed is left out."""
+    """Yield the modules by name, read without importing them; one that cannot be read or parsed is
+    left out."""
     for file in sorted(Path(os.__file__).parent.glob("*.py")):
         try:
             source = file.read_bytes().decode()

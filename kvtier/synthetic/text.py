@@ -140,7 +140,7 @@ class TextScript:
         told.append([])  # facts alone, where no paragraph fits
         places = [(part, at) for part, lines in enumerate(told) for at in range(len(lines) + 1)]
         chosen = np.sort(rng.integers(len(places), size=len(facts))).tolist()
-        # From the back, so that the places in front stay where they are.
+        # Facts are put in from the back, so that the places in front stay where they are.
         for fact, place in zip(reversed(facts), reversed(chosen), strict=True):
             part, at = places[place]
             told[part].insert(at, fact.sentence)

@@ -21,19 +21,19 @@ class Tokenizer:
         self.model_path = model_path
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
-        except Exception as error:  # what it raises for a broken file depends on the file
+        except Exception as error:  # the error of a broken file depends on the file
             raise UsageError("--model-path", "a model with a tokenizer", model_path) from error
 
     @property
     def first_ids(self) -> tuple[int, ...]:
-        """What every plain text begins with: BOS, where there is one."""
+        """The ids that every plain text begins with: BOS, where there is one."""
         bos = self._tokenizer.bos_token_id
         return () if bos is None else (int(bos),)
 
     @property
     def added_ids(self) -> tuple[int, ...]:
-        """What the tokenizer by itself puts before a text, as servers tokenize prompts: BOS, or
-        nothing."""
+        """The ids that the tokenizer by itself puts before a text, as servers tokenize prompts:
+        BOS, or nothing."""
         whole = list(self._tokenizer("a")["input_ids"])
         plain = self.encode("a")
         for begin in range(len(whole)):
@@ -43,7 +43,7 @@ class Tokenizer:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """What ends a text, where the tokenizer says."""
+        """The ids that end a text, where the tokenizer says."""
         eos = self._tokenizer.eos_token_id
         return () if eos is None else (int(eos),)
 

@@ -87,7 +87,7 @@ class TierClient:
         self._shared: SharedMemory | None = None
         self._mapping = threading.Lock()
         self._chunk_bytes = CHUNK_BYTES
-        # Whether the service refreshes near its data, as of the last `connect`.
+        # This is true where the service refreshes near its data, as of the last `connect`.
         self.refreshes = False
         self._shared_gets = SharedGets(self._connection)
 
@@ -113,7 +113,7 @@ class TierClient:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether payloads go through shared memory, as of the last `connect`."""
+        """Return whether payloads go through shared memory, as of the last `connect`."""
         return self._shared is not None
 
     # -- calls --
@@ -149,7 +149,7 @@ class TierClient:
                 )
 
     def exists(self, keys: Sequence[bytes]) -> Presence:
-        """Which blobs are held."""
+        """Ask which blobs are held, and return that."""
         response: pb.ExistsResponse = self._call(self._stub.Exists, pb.ExistsRequest(keys=keys))
         if len(response.present) != (len(keys) + 7) // 8:
             raise TierProtocolError(f"tier {self.address}: an answer for other keys than asked")

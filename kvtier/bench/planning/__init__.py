@@ -1,4 +1,4 @@
-"""From options to plans, in four steps: the model, its head profile, its pool, and what a worker
+"""The planning of a bench, in four steps: the model, its head profile, its pool, and what a worker
 gets."""
 
 from __future__ import annotations

@@ -18,14 +18,14 @@ from kvtier.heads.profile import ModelShape
 from kvtier.heads.samples.synthetic import speaks_recall
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 
-# Of an NVIDIA driver; a container may show the second only.
+# The files of an NVIDIA driver; a container may show the second only.
 _NVIDIA_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
 
 
 @dataclass(frozen=True)
 class Model:
-    """What the bench knows of the model, from files alone. kv_dtype: of the KV cache, but for
+    """The model as the bench knows it, from files alone. kv_dtype: of the KV cache, but for
     policies that have another. windows: how many of its newest tokens each layer attends to, None
     for all; empty where all layers do."""
 
@@ -79,7 +79,8 @@ def find_model(options: Options) -> Model:
 
 
 def script_name(options: Options, model: Model) -> ScriptName:
-    """Which words a workload is written in: the user's choice, or those of the model's tokenizer.
+    """Return the script that a workload is written in: the user's choice, or that of the model's
+    tokenizer.
 
     Raises UsageError for a model whose vocabulary is smaller than the recall language's.
     """
@@ -94,7 +95,7 @@ def script_name(options: Options, model: Model) -> ScriptName:
 
 
 def _has_cuda() -> bool:
-    """Whether an NVIDIA driver is there and not hidden, without importing torch."""
+    """Return whether an NVIDIA driver is there and not hidden, without importing torch."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return not hidden and any(Path(one).exists() for one in _NVIDIA_FILES)
 

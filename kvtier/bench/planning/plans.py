@@ -1,4 +1,5 @@
-"""From options to plans: which model, which words, which head profile, how many slots.
+"""The plans of a bench, made from its options: which model, which words, which head profile, how
+many slots.
 
 No engine, and no torch but for a scorer's arithmetic; a text's tokenizer is loaded to measure it,
 unless it is a dry run.
@@ -24,7 +25,7 @@ from kvtier.sizes import format_size
 from kvtier.synthetic.script import Lengths
 
 MAX_RUNNING_REQUESTS = 8
-# What a dry run assumes of a text's turns, whose tokenizer it does not load.
+# The lengths of a text's turns that a dry run assumes, because it does not load the tokenizer.
 ASSUMED_TEXT = Lengths(prompt=64, answer=16)
 
 
@@ -41,7 +42,7 @@ class PolicyPlan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of this policy's numbers has to know before."""
+        """The notes that a reader has to know before this policy's numbers."""
         if not self.policy.needs_profile or self.profile.ca_share < 1:
             return ()
         if self.profile_note == ADAPTIVE:
@@ -94,7 +95,7 @@ def find_workload(options: Options, model: Model) -> Workload | Replay:
             "script": name,
             "prompt_tokens": lengths.prompt,
             "answer_tokens": lengths.answer,
-            # Under a budget, scoring would evict sessions.
+            # Scoring would evict sessions under a budget.
             "scores_nll": options.budget is None,
         }
     )
@@ -166,7 +167,8 @@ def engine_args(options: Options, model: Model, policy: Policy, pools: PoolSizes
         "random_seed": options.workload.seed,
         "grammar_backend": "none",
         "skip_server_warmup": True,
-        # Says of every chunk of a prefill that it is computed (progress/prefill_log.py).
+        # At this level SGLang logs every chunk of a prefill that it computes
+        # (progress/prefill_log.py).
         "log_level": "info",
     }
     if model.device == "cpu":

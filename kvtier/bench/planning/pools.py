@@ -27,10 +27,11 @@ SLACK_TOKENS = 1024
 def session_shape(
     options: Options, policy: Policy, profile: HeadProfile, model: Model
 ) -> SessionShape:
-    """What one session of the workload asks of the pool under a policy with that profile."""
+    """Return the needs of one session of the workload from the pool, under a policy with that
+    profile."""
     settings, asked = options.settings, options.workload
     if isinstance(asked, Replay):
-        # What rests is of the mean length.
+        # The resting contexts are of the mean length.
         context = math.ceil(asked.mean_input_tokens)
         turns = math.ceil(asked.mean_output_tokens)
     else:
@@ -81,7 +82,7 @@ def pool_sizes(
     Raises BudgetError naming the budget's flag when no session fits.
     """
     if budget is None:
-        # From its prefill to its last turn, and some slack.
+        # The slots hold a session from its prefill to its last turn, and some slack.
         slots = session.total_tokens + SLACK_TOKENS
         return PoolSizes(budget_bytes=slots * slot, max_total_tokens=slots, sessions=1.0)
     if budget.num_bytes is not None:

@@ -1,5 +1,5 @@
-"""What a bench keeps where its flags leave that open: by files beside the model, or as a server
-would."""
+"""The calibration of a bench whose flags leave it open: by files beside the model, or as a server
+would choose."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier.heads.profile import HeadProfile, full_profile, load_profile
 from kvtier.retention.shares import asked_share
 
 PROFILE_FILE, CURVE_FILE = "head_profile.json", "curve.json"
-# What a dry run assumes for a model that has not been calibrated yet.
+# The share that a dry run assumes for a model that has not been calibrated yet.
 ASSUMED_CA_SHARE = 0.25
 ADAPTIVE = "none: heads compete for what is kept"
 NO_PROFILE = "none, so every head keeps its whole context; `kvtier calibrate heads` makes one"

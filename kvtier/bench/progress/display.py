@@ -1,5 +1,5 @@
-"""What the user sees while it runs, on stderr: a line per policy and turn, and how far a long
-prefill is, every half minute or in a live status."""
+"""The display that the user sees while it runs, on stderr: a line per policy and turn, and how far
+a long prefill is, every half minute or in a live status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.status import Status
 from kvtier.bench.schema import Plan, Workload
 from kvtier.sizes import format_size
 
-# Without a live status, a prefill says how far it is this often.
+# A prefill says how far it is this often where there is no live status.
 NOTE_EVERY_S = 30.0
 # Lines of a replay there.
 NOTES_OF_A_REPLAY = 10

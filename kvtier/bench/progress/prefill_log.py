@@ -1,4 +1,4 @@
-"""How far a prefill has come, read from what SGLang logs of every chunk while it goes on.
+"""The progress of a prefill, read from what SGLang logs of every chunk while it goes on.
 
     Prefill batch, #new-seq: 1, #new-token: 2048, #cached-token: 0, …
 
@@ -14,14 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PREFILL = re.compile(r"Prefill batch.*?#new-token: (\d+)")
-# What SGLang says of every batch, which is no reason of a failure.
+# These lines are what SGLang says of every batch, which is no reason of a failure.
 ROUTINE = re.compile(r"(Prefill|Decode) batch")
 LOOK_EVERY_S = 0.5
 
 
 @contextmanager
 def following(log: Path, tell: Callable[[int], None]) -> Iterator[None]:
-    """Within the block, `tell` hears from a thread how many new tokens each chunk has computed."""
+    """Have `tell` hear from a thread, within the block, how many new tokens each chunk has
+    computed."""
     stop = threading.Event()
     thread = threading.Thread(target=_follow, args=(log, tell, stop), daemon=True)
     thread.start()

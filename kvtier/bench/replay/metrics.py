@@ -1,4 +1,4 @@
-"""From requests to percentiles, hit rates and goodput."""
+"""The percentiles, hit rates and goodput of requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def percentiles(values: Sequence[float]) -> Percentiles:
 
 
 def meets(record: ReplayRecord, replay: Replay) -> bool:
-    """Whether a request was served as the SLO wants it."""
+    """Return whether a request was served as the SLO wants it."""
     tpot = record.tpot_ms
     return record.ttft_ms <= replay.slo_ttft_ms and (tpot is None or tpot <= replay.slo_tpot_ms)
 
@@ -29,7 +29,7 @@ def summarize(
     after: Occupancy,
     resident: int,
 ) -> ReplaySummary:
-    """What came of all requests. after: the pool when the last one had been answered."""
+    """Summarize all requests. after: the pool when the last one had been answered."""
     prompts = sum(record.prompt_tokens for record in records)
     restored = sum(record.restored_tokens for record in records)
     good = sum(meets(record, replay) for record in records)

@@ -1,4 +1,4 @@
-"""What a replay found; see `kvtier.bench.schema` for the documents around it."""
+"""The findings of a replay; see `kvtier.bench.schema` for the documents around it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Percentiles(Frozen):
 
 
 class ReplaySummary(Frozen):
-    """What came of all requests.
+    """The summary of all requests.
 
     hit_rate:           tokens of prompts that were not computed, over all; of them, from the tier:
                         tier_hit_rate

@@ -143,7 +143,7 @@ def _turn_tables(runs: Sequence[RunResult]) -> str:
 
 
 def _retention(runs: Sequence[RunResult]) -> str:
-    """What each context was allowed to keep."""
+    """Return the list of what each context was allowed to keep."""
     items = [
         f"<li>{run.policy}: {escape(line)}</li>"
         for run in runs
@@ -172,7 +172,7 @@ def failures(document: DocumentBase) -> str:
 
 
 def environment(document: DocumentBase) -> str:
-    """Where the numbers are from."""
+    """Return the section on where the numbers are from."""
     facts = {
         "command": "python -m kvtier.bench " + " ".join(document.command),
         "environment": asdict(document.environment),

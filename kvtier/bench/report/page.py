@@ -41,7 +41,7 @@ def soft(*lines: str) -> str:
 
 
 def notes(found: Sequence[str]) -> str:
-    """What a reader has to know beforehand."""
+    """Return the notes that a reader has to know beforehand."""
     return "".join(f"<p><b>Note:</b> {escape(note)}</p>" for note in found)
 
 

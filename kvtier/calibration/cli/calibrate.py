@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DEFAULT_LENGTHS, DEFAULT_CONTEXTS, DEFAULT_SHARE = "4k", 16, 0.25
-# What a curve is explained by.
+# A curve is explained by the shares at this quality.
 SHOWN_QUALITY = 0.95
 PROFILE_FILE, PROFILE_PICTURE, CURVE_FILE, CURVE_PICTURE = (
     "head_profile.json", "head_profile.png", "curve.json", "curve.png",
 )  # fmt: skip
-# What a run finds, in this order; servers use the first as soon as it is there.
+# The parts that a run finds, in this order; servers use the first as soon as it is there.
 PARTS = ("tokens", "curve", "heads")
 
 
@@ -122,7 +122,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
 
 
 def _asked_parts(options: argparse.Namespace) -> Sequence[str] | None:
-    """What was asked for. Raises UsageError for a part that there is none of."""
+    """Return the parts that were asked for. Raises UsageError for a part that there is none of."""
     if options.parts is None:
         return None
     asked = [part.strip() for part in options.parts.split(",")]
@@ -133,7 +133,8 @@ def _asked_parts(options: argparse.Namespace) -> Sequence[str] | None:
 
 
 def _parts(model_path: str, asked: Sequence[str] | None) -> Sequence[str]:
-    """What to find of a model. Raises UnsupportedModelError for what cannot be found of it."""
+    """Return the parts to find of a model. Raises UnsupportedModelError for what cannot be found of
+    it."""
     from kvtier.heads.model.config import read_config
     from kvtier.heads.model.support import check_supported, windows_of
 
@@ -340,7 +341,7 @@ def _worth_document(
 
 
 def describe_curve(curve: CalibratedCurve) -> list[str]:
-    """How well the curve explains what was measured, and what it asks for."""
+    """Describe how well the curve explains what was measured, and what it asks for."""
     document = curve.document
     held_out = document.held_out_rmse
     error = "not measured" if held_out is None else f"{held_out:.3f}"
@@ -358,7 +359,7 @@ def describe_curve(curve: CalibratedCurve) -> list[str]:
 
 
 def _unseen(measurements: Sequence[Measurement]) -> list[str]:
-    """Whether the target holds where the curve was fitted to all other tasks."""
+    """Describe whether the target holds where the curve was fitted to all other tasks."""
     from kvtier.calibration.unseen_tasks import unseen_tasks
 
     found = unseen_tasks(measurements, SHOWN_QUALITY)

@@ -1,4 +1,4 @@
-"""How what is stored is shown: rows of documents, as a table for people or as JSON."""
+"""The listing of what is stored: rows of documents, as a table for people or as JSON."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _row(store: CalibrationStore, stored: StoredKey) -> tuple[dict[str, Any], Do
 
 
 def quality_of(document: Document) -> str:
-    """What one looks at first: the error of a curve, the share of heads of a profile, the size of
-    what tokens are worth, what requests lose by a memory."""
+    """Return the number that one looks at first: the error of a curve, the share of heads of a
+    profile, the size of what tokens are worth, what requests lose by a memory."""
     from kvtier.calibration.documents import CurveDocument, ProfileDocument, WorthDocument
 
     if isinstance(document, CurveDocument):

@@ -1,5 +1,5 @@
-"""What the calibration store holds: one JSON document per curve, head profile, published memory,
-and model whose tokens' worth is known.
+"""The documents of the calibration store: one JSON document per curve, head profile, published
+memory, and model whose tokens' worth is known.
 
 A caller that reads one from outside uses `parse_document`, and `check_fits` before using a curve or
 a profile.

@@ -1,4 +1,4 @@
-"""What all calibration documents have in common: what they are bound to, and how they are read.
+"""The part that all calibration documents share: what they are bound to, and how they are read.
 
 Documents are immutable, know the model they were measured on, and refuse to be built from numbers
 that would make no curve.

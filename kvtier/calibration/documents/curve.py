@@ -97,7 +97,7 @@ class CurveDocument(Stored):
 
     @property
     def key(self) -> CurveKey:
-        """Where the store keeps it."""
+        """The document's key in the store."""
         return curve_key(self.model, self.revision, self.policy)
 
     @property

@@ -1,4 +1,5 @@
-"""What a curve was fitted to, kept beside it: whether the two belong together can be seen later.
+"""The evidence that a curve was fitted to, kept beside it: whether the two belong together can be
+seen later.
 
 A curve is three numbers, and wrong ones look like right ones. With the measurements next to them, a
 reader computes the error of the fit again and must find the one that was written down. Nothing but
@@ -22,7 +23,8 @@ from kvtier.calibration.curves import Curve, Measurement, goodness, weighted_rms
 
 MAX_POINTS = 512
 MAX_DEVIATION = 1e-4
-"""How far an error computed again may be from the stored one, in quality: machines round apart."""
+"""The most that an error computed again may differ from the stored one, in quality: machines round
+apart."""
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Quality = Annotated[float, Field(ge=0, le=1)]

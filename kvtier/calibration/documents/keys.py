@@ -24,7 +24,7 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True)
 class _Named:
-    """What all names have in common."""
+    """The part that all names share."""
 
     kind: ClassVar[str]
 
@@ -102,7 +102,8 @@ def memory_key(model: str, revision: str | None, name: str) -> MemoryKey:
 
 
 def parse_key(text: str, argument: str = "key") -> Key:
-    """What `str(key)` came from. Raises UsageError naming `argument` for anything else."""
+    """Return the key of which the text is `str(key)`. Raises UsageError naming `argument` for
+    anything else."""
     name, *parts = text.removeprefix(PREFIX).split(":") if text.startswith(PREFIX) else ("",)
     kind, values = KINDS.get(name), [unquote(part) for part in parts]
     key: Key | None = None
@@ -115,5 +116,5 @@ def parse_key(text: str, argument: str = "key") -> Key:
 
 
 def _pattern(kind: type[Key]) -> str:
-    """How keys of a kind are spelt, for people."""
+    """Return the spelling of a kind's keys, for people."""
     return PREFIX + ":".join((kind.kind, *(field.name.upper() for field in fields(kind))))

@@ -1,4 +1,4 @@
-"""How large a calibration may be, and how deep, for it to be parsed at all.
+"""The limits on the size and depth of a calibration, for it to be parsed at all.
 
 Real documents have some ten kilobytes and are five levels deep; what tokens are worth has megabytes
 (22 for a model of 80 layers with 8 KV heads of 128). JSON that is deeper than a parser

@@ -17,7 +17,7 @@ NAME_CHARACTERS = 100
 
 
 class MemoryDocument(Stored):
-    """What `kvtier memory publish` stores; the numbers are from the memory's card.
+    """The document that `kvtier memory publish` stores; the numbers are from the memory's card.
 
     name:           what operators call it; one of its model's names
     location:       its directory as servers see it, an absolute path
@@ -63,17 +63,18 @@ class MemoryDocument(Stored):
 
     @property
     def key(self) -> MemoryKey:
-        """Where the store keeps it."""
+        """The document's key in the store."""
         return memory_key(self.model, self.revision, self.name)
 
 
 def is_memory_name(text: str) -> bool:
-    """Whether a published memory may be called so: what people can type, and a table can show."""
+    """Return whether a published memory may be called so: people can type it, and a table can show
+    it."""
     return 0 < len(text) <= NAME_CHARACTERS and text.isprintable() and text == text.strip()
 
 
 def is_location(text: str) -> bool:
-    """Whether it says, on any server, where a directory is."""
+    """Return whether it says, on any server, where a directory is."""
     return text.isprintable() and PurePosixPath(text).is_absolute()
 
 

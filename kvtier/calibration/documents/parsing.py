@@ -21,7 +21,7 @@ DOCUMENTS: dict[type[Key], type[Document]] = {
 
 
 def max_bytes(key: Key) -> int:
-    """How long the text of a document under `key` may be."""
+    """Return the most bytes that the text of a document under `key` may have."""
     return DOCUMENTS[type(key)].max_bytes
 
 

@@ -35,7 +35,7 @@ class ProfileDocument(Stored):
 
     @property
     def key(self) -> ProfileKey:
-        """Where the store keeps it."""
+        """The document's key in the store."""
         return profile_key(self.model, self.revision)
 
     def check_fits(self, model: str, revision: str | None, shape: ModelShape) -> None:

@@ -1,4 +1,4 @@
-"""What a model's tokens are worth, as the calibration store holds it."""
+"""The worth of a model's tokens, as the calibration store holds it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WorthDocument(Stored):
 
     @property
     def key(self) -> WorthKey:
-        """Where the store keeps it."""
+        """The document's key in the store."""
         return worth_key(self.model, self.revision)
 
 

@@ -1,1 +1,1 @@
-"""What a kept share costs: contexts to measure on, the measurements, and the curve."""
+"""The cost of a kept share: contexts to measure on, the measurements, and the curve."""

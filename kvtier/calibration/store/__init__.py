@@ -1,1 +1,1 @@
-"""Where calibration documents are kept: Redis, or files, and copies of what Redis had."""
+"""The stores of calibration documents: Redis, or files, and copies of what Redis had."""

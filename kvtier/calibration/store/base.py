@@ -26,8 +26,8 @@ class StoredKey:
 
 
 def text_of(document: Document) -> str:
-    """What a store keeps of a document. Raises CalibrationDocumentError, naming its key, for one
-    that is too large to be read back."""
+    """Return the text that a store keeps of a document. Raises CalibrationDocumentError, naming its
+    key, for one that is too large to be read back."""
     text = document.to_json()
     try:
         check_json_limits(text, document.max_bytes)
@@ -55,7 +55,7 @@ class CalibrationStore(ABC):
 
     @abstractmethod
     def delete(self, key: Key) -> bool:
-        """Whether there was something to delete."""
+        """Delete a document and return whether there was one."""
 
     @abstractmethod
     def list(self) -> tuple[StoredKey, ...]:

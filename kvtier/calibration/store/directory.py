@@ -67,7 +67,7 @@ class DirectoryStore(CalibrationStore):
         return tuple(StoredKey(key, None) for key in sorted(keys, key=str))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is held open."""
 
     def path(self, key: Key) -> Path:
         """The file of a key."""
@@ -79,7 +79,7 @@ class DirectoryStore(CalibrationStore):
         return self.directory.joinpath(*folders, ":".join((kind, *rest)) + SUFFIX)
 
     def folder(self, model: str, revision: str | None) -> Path:
-        """Where everything of a model is, by its name and its weights' revision."""
+        """Return the folder of everything of a model, by its name and its weights' revision."""
         return self.path(profile_key(model, revision)).parent
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Which calibration store the settings mean."""
+"""The choice of the calibration store that the settings mean."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ CALL_TIMEOUTS = 4
 and retries are all within."""
 LIST_TIMEOUTS = 20
 """The same for a list, which asks once per SCAN_COUNT keys of the whole server."""
-SPARE_BYTES = 64 << 10  # of a login before a document
+SPARE_BYTES = 64 << 10  # a login before a document takes so many
 MAX_LIST_BYTES = 16 << 20
 RETRY_BASE_S, RETRY_CAP_S = 0.02, 0.2
 SCAN_COUNT = 200
@@ -121,7 +121,7 @@ class RedisStore(CalibrationStore):
 
 
 def _bytes_or_none(answer: Any) -> bytes | None:
-    """What GET may answer. Raises TypeError for what no Redis answers."""
+    """Return an answer that GET may give. Raises TypeError for what no Redis answers."""
     if answer is None or isinstance(answer, bytes):
         return answer
     raise TypeError(f"GET answered {type(answer).__name__}")

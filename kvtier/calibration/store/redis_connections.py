@@ -115,7 +115,7 @@ class BoundedSocket:
         return received
 
     def sendall(self, data: bytes) -> None:
-        # Not the sendall of the socket: over TLS, its time-out starts anew with every piece.
+        # The socket's own sendall is not used: over TLS, its time-out starts anew with every piece.
         rest = memoryview(data)
         while rest:
             self._wait_no_longer_than_allowed()

@@ -45,7 +45,7 @@ OnEvent = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Served:
-    """What runs here; only a curve that was measured on exactly this is used.
+    """The identity of what runs here; only a curve that was measured on exactly this is used.
 
     policy: as in the curve's key.
     """
@@ -98,7 +98,7 @@ class CalibrationWatcher:
         self._thread.start()
 
     def curve(self) -> CurveDocument | None:
-        """What to serve by, now; None: not calibrated, or never seen."""
+        """Return the curve to serve by now; None: not calibrated, or never seen."""
         return self._curve
 
     @property
@@ -147,7 +147,7 @@ class CalibrationWatcher:
         self._works("curve")
         key = self._served.key
         if curve is None:
-            # Or a deleted one would come back the next time the store is down.
+            # Without this a deleted curve would come back the next time the store is down.
             self._local.forget(key)
         if curve == self._curve:
             return

@@ -1,4 +1,4 @@
-"""What a head method is: it says which KV heads need the whole context.
+"""The interface of a head method: it says which KV heads need the whole context.
 
     samples ──> ProbeBatch (context KV, computed once) ──> score ──> HeadScores
                                                                          │ ranking
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """How many heads to keep.
+    """The number of heads to keep.
 
     share:   of all KV heads, in (0, 1]; rounded to whole heads, at least one
     budget:  largest share that may be lost of what the context is worth to the answers, in [0, 1):
@@ -47,7 +47,7 @@ class Target:
 
     @property
     def is_open(self) -> bool:
-        """Whether the method's own rule says how many heads it keeps."""
+        """Return whether the method's own rule says how many heads it keeps."""
         return self.share is None and self.budget is None
 
     def num_heads(self, shape: ModelShape) -> int:
@@ -127,7 +127,7 @@ class HeadMethod(ABC):
         raise NotImplementedError(f"{self.name}: own_choice is only for has_own_rule")
 
     def found_by(self, scores: HeadScores, shape: ModelShape) -> dict[str, Any]:
-        """What a profile says of how its heads were found, as JSON."""
+        """Return what a profile says of how its heads were found, as JSON."""
         return {}
 
     def select(

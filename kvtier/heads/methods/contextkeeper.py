@@ -117,7 +117,7 @@ class ContextKeeper(HeadMethod):
         return self.candidate_share or default_candidate_share(shape)
 
     def _votes(self, scores: HeadScores, shape: ModelShape) -> list[Matrix]:
-        """Per sample 1.0 for each candidate."""
+        """Return per sample 1.0 for each candidate."""
         return [candidates(matrix, self._share(shape)) for matrix in scores.per_sample]
 
     def agreed(self, votes: Sequence[Matrix], tasks: Sequence[str]) -> list[Head]:

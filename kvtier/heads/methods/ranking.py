@@ -66,8 +66,8 @@ def fewest_within(
     budget: float,
     progress: Progress = no_progress,
 ) -> int:
-    """How many heads of `order` lose no more than `budget` of what the context is worth, at least
-    `least`.
+    """Return the least number of heads of `order` that lose no more than `budget` of what the
+    context is worth, at least `least`.
 
     Bisection, as the loss falls with every head kept (nearly).
     """

@@ -1,4 +1,4 @@
-"""What kvtier needs to know of a model, from its config.json alone, before anything loads."""
+"""The facts of a model that kvtier needs, from its config.json alone, before anything loads."""
 
 from __future__ import annotations
 
@@ -76,14 +76,15 @@ def shape_of(model: Any) -> ModelShape:
 
 
 def layer_windows(model: Any) -> tuple[int | None, ...]:
-    """Of each layer of a loaded model, how many of its newest tokens it attends to; None: all."""
+    """Return for each layer of a loaded model how many of its newest tokens it attends to; None:
+    all."""
     windows = windows_of(model.config.get_text_config().to_dict())
     return windows or (None,) * shape_of(model).num_layers
 
 
 def layer_sinks(model: Any) -> dict[int, Any]:
-    """Of the layers of a loaded model whose heads may attend to nothing (attention sinks), the
-    logits of that, `[KV heads, group]`."""
+    """Return the logits of attending to nothing (attention sinks), `[KV heads, group]`, of the
+    layers of a loaded model whose heads may do that."""
     heads = shape_of(model).num_kv_heads
     return {
         module.layer_idx: module.sinks.view(heads, -1)
@@ -103,7 +104,7 @@ def context_length(config: dict[str, Any]) -> int:
 
 
 def model_name(model_path: str) -> str:
-    """What a model is called in profiles and curves: the directory's name, or the hub id."""
+    """Return the name of a model in profiles and curves: the directory's name, or the hub id."""
     path = Path(model_path)
     if not path.is_dir():
         return model_path
@@ -130,7 +131,7 @@ def weights_revision(model_path: str, revision: str | None = None) -> str | None
     place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     memory = cache / "kvtier" / "weights" / f"{place}.json"
-    # Of the files themselves, where the hub's cache has links to them.
+    # The state is that of the files themselves, where the hub's cache has links to them.
     stats = [(file.name, file.stat()) for file in files]
     seen = [[name, one.st_size, one.st_mtime_ns, one.st_ino] for name, one in stats]
     with suppress(OSError, ValueError, KeyError, TypeError):

@@ -10,7 +10,7 @@ from typing import Any
 from kvtier.errors import UnsupportedModelError, UsageError
 from kvtier.heads.model.config import folder_of
 
-# Of the memory that is free, for weights; the rest is for contexts.
+# The share of the free memory that weights may take; the rest is for contexts.
 FOR_WEIGHTS = 0.7
 
 
@@ -29,7 +29,7 @@ def load_model(model_path: str) -> Any:
     placed = _placement(model_path)
     folder = None
     if "device_map" in placed:
-        # Where transformers keeps weights that are in no file as it wants them.
+        # Transformers keeps weights here that are in no file as it wants them.
         folder = placed["offload_folder"] = tempfile.mkdtemp()
     try:
         model = _from_pretrained(model_path, placed)
@@ -60,7 +60,7 @@ def _from_pretrained(model_path: str, placed: dict[str, Any]) -> Any:
 
 
 def _placement(model_path: str) -> dict[str, Any]:
-    """What `from_pretrained` is told of dtype and devices."""
+    """Return the arguments of `from_pretrained` for dtype and devices."""
     import torch
 
     folder = folder_of(model_path)

@@ -18,7 +18,8 @@ Config = Mapping[str, Any]
 
 EXPECTED = "a model with per-head KV and full attention, in some layers windows (MHA or GQA)"
 FULL, WINDOW = "full_attention", "sliding_attention"
-# Where configurations of models that also see or hear keep that of their language model.
+# The keys under which configurations of models that also see or hear keep that of their language
+# model.
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 
 # Keys that only configurations with such layers set.
@@ -76,8 +77,8 @@ def _is_alibi(config: Config) -> bool:
 
 
 def windows_of(config: Config) -> tuple[int | None, ...]:
-    """Of each layer, how many of its newest tokens it attends to, its own included; None for one
-    that attends to all. Empty where every layer does."""
+    """Return for each layer how many of its newest tokens it attends to, its own included; None for
+    one that attends to all. Empty where every layer does."""
     config = text_config(config)
     window, types = _window(config), _layer_types(config)
     if window is None or WINDOW not in types:
@@ -95,7 +96,8 @@ def _window(config: Config) -> int | None:
 
 
 def _layer_types(config: Config) -> tuple[str, ...]:
-    """What each layer attends to; empty where the configuration does not tell layers apart."""
+    """Return the kind of each layer's attention; empty where the configuration does not tell layers
+    apart."""
     types = config.get("layer_types")
     if not types and _window(config) is not None:
         # Files that are older than the key: the kind's class knows.

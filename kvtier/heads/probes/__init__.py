@@ -1,1 +1,1 @@
-"""What a model is asked in order to learn which of its KV heads need the context."""
+"""The probes of a model, which learn which of its KV heads need the context."""

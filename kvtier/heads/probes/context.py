@@ -39,7 +39,7 @@ MEMO_BYTES = 256 << 20
 IGNORE = -100
 
 Watch = Callable[[int, Tensor], None]
-"""Called per layer with the attention mass on the middle, `[heads, questions, tokens]`."""
+"""A callback per layer with the attention mass on the middle, `[heads, questions, tokens]`."""
 
 
 class LayerParts(NamedTuple):
@@ -104,7 +104,7 @@ class ProbeBatch:
         return output.logits.float()
 
     def quality(self, kept: Kept) -> Quality:
-        """How well the questions are answered when only the `kept` heads see the middle."""
+        """Return how well the questions are answered when only the `kept` heads see the middle."""
         # A large vocabulary's logits cost as much as many layers: only those of answers are made.
         columns = (self.targets != IGNORE).any(0).nonzero().squeeze(1)
         logits, targets = self.logits(kept, columns=columns), self.targets[:, columns]

@@ -39,7 +39,7 @@ class RepeatMasses(NamedTuple):
 
 @dataclass
 class _Layer:
-    """What one layer has seen: its KV, and the sums so far, `[kv_heads, group]` each."""
+    """The state of one layer: its KV, and the sums so far, `[kv_heads, group]` each."""
 
     cache: ClassCache
     echo: Tensor

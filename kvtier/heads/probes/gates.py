@@ -50,9 +50,10 @@ def gate_gradient(batch: ProbeBatch, gates: Tensor) -> tuple[float, Tensor]:
 
 @contextmanager
 def _checkpointed(model: Any) -> Iterator[None]:
-    """Within this context, layers keep nothing but their inputs and are run again on the way back.
+    """Have layers keep nothing but their inputs within this context, and run them again on the way
+    back.
 
-    Not through transformers' own switch, which wants a model in training.
+    This does not use transformers' own switch, which wants a model in training.
     """
     layers = list(model.get_decoder().layers)
     for layer in layers:

@@ -1,5 +1,5 @@
-"""What is held of a context, however many entries each KV head has, and how well its questions are
-answered from that alone.
+"""The entries that are held of a context, however many each KV head has, and how well its questions
+are answered from them alone.
 
     exact KV of a context ── what stays ──> Held per layer ── questions ──> Quality
                                              │ refresh: chosen again with each question's queries
@@ -67,7 +67,7 @@ def stacked(parts: Sequence[Held]) -> Held:
 
 
 def selected(kv: Sequence[tuple[Tensor, Tensor]], kept: Tensor, group: int) -> list[Held]:
-    """Per layer the entries that stay of exact KV, and nothing for the others.
+    """Return per layer the entries that stay of exact KV, and nothing for the others.
 
     kv:    per layer keys and values, `[kv_heads, tokens, dim]` each
     kept:  bool `[layers, kv_heads, tokens]`
@@ -97,7 +97,8 @@ class Asker:
 
     @torch.inference_mode()
     def quality(self, layers: Sequence[Held], refresh: Refresh | None = None) -> Quality:
-        """How the questions are answered from `layers`, or from what `refresh` makes of them."""
+        """Return how the questions are answered from `layers`, or from what `refresh` makes of
+        them."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             if refresh is None:

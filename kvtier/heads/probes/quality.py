@@ -1,4 +1,4 @@
-"""How well questions about a context are answered when only some heads see its middle.
+"""The quality of answers to questions about a context when only some heads see its middle.
 
 Nothing here imports torch: a head method asks for qualities and never touches a tensor.
 """
@@ -40,7 +40,7 @@ class Probed(Protocol):
     def sample(self) -> CalibrationSample: ...
 
     def quality(self, kept: Kept) -> Quality:
-        """How well the questions are answered when only the `kept` heads see the middle."""
+        """Return how well the questions are answered when only the `kept` heads see the middle."""
         ...
 
 
@@ -60,7 +60,7 @@ def mean_quality(batches: Sequence[Probed], found: Sequence[Quality]) -> Quality
 
 
 def kept_worth(full: Quality, chosen: Quality, none: Quality) -> float:
-    """How much is kept of what the context is worth to the answers: 1 with the loss of every head,
-    0 with that of none; NaN where the context is worth nothing."""
+    """Return how much is kept of what the context is worth to the answers: 1 with the loss of every
+    head, 0 with that of none; NaN where the context is worth nothing."""
     worth = none.loss - full.loss
     return (none.loss - chosen.loss) / worth if worth > 0 else math.nan

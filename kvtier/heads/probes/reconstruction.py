@@ -1,4 +1,4 @@
-"""How much attention each token of a context draws from what may come after it.
+"""The attention that each token of a context draws from what may come after it.
 
     | context | "repeat the context" | context again |
         ^ the most that any query of any head of the group, behind the context, gives a token
@@ -6,11 +6,11 @@
     | context | question answer |
         ^ the same
 
-What answers draw from a context, its repetition draws too, whatever will be asked. Source: KVzip
-(arXiv 2505.23416), whose score this is. It costs a second pass over the context, so it is
-measured on calibration contexts, and predicted for others (`kvtier.retention.token_worth`); there
-the questions of other contexts can be looked at, too: those of their own kind draw more from a
-token than the repetition does.
+A context's repetition draws what its answers draw, too, whatever will be asked. Source: KVzip
+(arXiv 2505.23416), whose score this is. It costs a second pass over the context, so it is measured
+on calibration contexts, and predicted for others (`kvtier.retention.token_worth`). There the
+questions of other contexts can be looked at, too: those of their own kind draw more from a token
+than the repetition does.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def attention_drawn(
     context_ids: Sequence[int],
     request_ids: Sequence[int],
 ) -> Tensor:
-    """By a repetition: float32 `[layers, kv_heads, tokens]`, attention weights in [0, 1]; 0 in
-    layers with a window.
+    """Return the attention that a repetition draws: float32 `[layers, kv_heads, tokens]`, attention
+    weights in [0, 1]; 0 in layers with a window.
 
     kv: per layer the context's rotated keys and values, `[kv_heads, tokens, dim]` each
     """
@@ -120,8 +120,8 @@ def attention_drawn(
 
 @torch.inference_mode()
 def attention_asked(model: Any, kv: Sequence[LayerKV], questions: Sequence[Question]) -> Tensor:
-    """By questions and their answers, each asked alone; arguments and result as in
-    `attention_drawn`."""
+    """Return the attention that questions and their answers draw, each asked alone; arguments and
+    result are those of `attention_drawn`."""
     drawn, row = _Drawn(model, kv), row_of(questions, kv[0][0].shape[1], model.device)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

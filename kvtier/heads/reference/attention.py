@@ -152,10 +152,10 @@ def _streamed(
 
 @contextmanager
 def attending(model: Any, attend_layer: AttendLayer, *, varied: bool = False) -> Iterator[None]:
-    """Within this context every attention layer of `model` calls
-    `attend_layer(layer, q, k, v, scale)` instead, on rotated q `[batch, heads, tokens, dim]` and
-    k, v `[batch, kv_heads, tokens, dim]` of the new tokens, for an output shaped like q. varied:
-    whether it computes windows and sinks where layers have them.
+    """Have every attention layer of `model` call `attend_layer(layer, q, k, v, scale)` instead
+    within this context, on rotated q `[batch, heads, tokens, dim]` and k, v
+    `[batch, kv_heads, tokens, dim]` of the new tokens, for an output shaped like q. varied: whether
+    it computes windows and sinks where layers have them.
 
     One context per model at a time; not for several threads.  Undone on exit, errors included.
     """

@@ -74,7 +74,8 @@ class ScoredSession(ReferenceSession):
         return super()._attend_layer(layer, q, k, v, scale)
 
     def _forward(self, token_ids: list[int]) -> Tensor:
-        """As the base's, asking sampled positions for their successor on the way."""
+        """Run the model as the base does, asking sampled positions for their successor on the
+        way."""
         first, self.num_tokens = self.num_tokens, self.num_tokens + len(token_ids)
         last = len(token_ids) - 1
         asked = torch.arange(min(-first % self.nll_stride, last), last, self.nll_stride)
@@ -90,7 +91,7 @@ class ScoredSession(ReferenceSession):
         return logits[-1]
 
     def mean_nll(self) -> float:
-        """Of the turn under way, nats per token; NaN when nothing was asked."""
+        """Return the mean NLL of the turn under way, nats per token; NaN when nothing was asked."""
         return float(torch.cat(self.nll).double().mean()) if self.nll else float("nan")
 
     def scores(
@@ -175,12 +176,13 @@ class AdaptiveSession(ScoredSession):
         layers, heads = range(shape.num_layers), range(shape.num_kv_heads)
         self._by_head = [[ClassCache((head,), kv_dtype) for head in heads] for _ in layers]
         self._feedback = None if bits is None else self.scorer.feedback()
-        # Of every head, its entries' positions, block by block.
+        # The positions of every head's entries, block by block.
         self.positions: list[list[list[Tensor]]] = [[[] for _ in heads] for _ in layers]
-        # Of every block, the positions whose entries are coded.
+        # The positions of every block whose entries are coded.
         self.coded: list[range] = []
         self._full = [index for index, window in enumerate(self.windows) if window is None]
-        # Where what is computed was no longer computed over everything; None: nowhere.
+        # Behind this place nothing was computed over everything any more; None: there is no such
+        # place.
         self._exact_stop: int | None = None
 
     def cut(self, at: int) -> AdaptiveSession:

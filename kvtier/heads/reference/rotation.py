@@ -28,8 +28,8 @@ from kvtier_kernels.scores import Rotation, turn, unrotate
 # Positions that the repeated token stands at: enough for fast and slow pairs to turn.
 PROVING_TOKENS, STRIDE = 48, 7
 PROVING_TOKEN = 5
-# Of a key's norm, by which keys that should be alike may differ in bfloat16. Rotations that do not
-# fit leave 0.3 and more.
+# The share of a key's norm by which keys that should be alike may differ in bfloat16. Rotations
+# that do not fit leave 0.3 and more.
 TOLERANCE = 0.05
 
 # Kinds of rotary embedding by whose angles a longer context turns all of its keys anew.
@@ -47,17 +47,18 @@ class KeyRotation:
     interleaved: bool
 
     def at(self, positions: Tensor) -> Rotation:
-        """Of keys at these positions, int64 `[tokens]`."""
+        """Return the rotation of keys at these positions, int64 `[tokens]`."""
         return Rotation(*self.tables(positions), interleaved=self.interleaved)
 
     def shifted(self, by: int) -> KeyRotation:
-        """Of a model that rotates every key as if it were so much further on."""
+        """Return the rotation of a model that rotates every key as if it were so much further
+        on."""
         return replace(self, tables=lambda positions: self.tables(positions + by))
 
 
 def proving_positions(longest: int, device: Any = None) -> Tensor:
-    """Where the repeated token stands, int64 `[tokens]`; longest: position that the model reads, 0
-    for any."""
+    """Return the positions of the repeated token, int64 `[tokens]`; longest: position that the
+    model reads, 0 for any."""
     positions = torch.arange(PROVING_TOKENS, device=device) * STRIDE
     return positions if not longest else positions[positions < longest]
 
@@ -139,7 +140,8 @@ _found: WeakKeyDictionary[Any, list[KeyRotation | None]] = WeakKeyDictionary()
 
 
 def rotations_of(model: Any) -> list[KeyRotation | None]:
-    """Of each layer of a transformers model, None for one with a window; looked for once per model.
+    """Return the rotation of each layer of a transformers model, None for one with a window; looked
+    for once per model.
 
     Raises UnsupportedModelError where none that is known fits.
     """
@@ -149,7 +151,8 @@ def rotations_of(model: Any) -> list[KeyRotation | None]:
 
 
 def rotation_of(model: Any, layer: int, positions: Tensor) -> Rotation | None:
-    """How a layer's keys at these positions, int64 `[tokens]`, were rotated; None: not at all.
+    """Return the rotation of a layer's keys at these positions, int64 `[tokens]`; None: not rotated
+    at all.
 
     Raises UnsupportedModelError; see `rotations_of`.
     """
@@ -168,7 +171,7 @@ def turned_keys(model: Any, layer: int, keys: Tensor, shift: int) -> Tensor:
 def _find(model: Any) -> list[KeyRotation | None]:
     config = model.config.get_text_config().to_dict()
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    # Where it differs, that of layers that attend to everything.
+    # The rotation is that of layers that attend to everything, where it differs.
     rope = rope.get(FULL) or rope
     if rope.get("rope_type") in LENGTH_DEPENDENT:
         expected = "keys whose rotation does not depend on the context's length"
@@ -201,7 +204,7 @@ def _find(model: Any) -> list[KeyRotation | None]:
 def _of_text(
     rotary: Callable[..., tuple[Tensor, Tensor]], like: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What a rotary module applies that takes a picture's places, too, where all is text."""
+    """Return what a rotary module applies to text, if it takes a picture's places, too."""
     cos, sin = rotary(like, positions.expand(3, *positions.shape))
     return (cos[0], sin[0]) if cos.ndim == 4 else (cos, sin)
 

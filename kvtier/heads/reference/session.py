@@ -68,7 +68,7 @@ class ClassCache:
         return state.out.reshape(q.shape).to(q.dtype)
 
     def attend_state(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:
-        """As `attend`, with the log-sum-exp; rows as in `attend_own`."""
+        """Attend as `attend` does, and return the log-sum-exp, too; rows as in `attend_own`."""
         k, v = self.rounded(k), self.rounded(v)
         state = attend_own(q, k, v, scale)
         rows = q.flatten(1, 2)
@@ -92,7 +92,7 @@ class ClassCache:
         _push(self.settled, Block(k, v))
 
     def rounded(self, x: Tensor) -> Tensor:
-        """As it is stored."""
+        """Return x rounded as it is stored."""
         if self.dtype is None or self.dtype == x.dtype:
             return x
         largest = torch.finfo(self.dtype).max
@@ -173,7 +173,7 @@ class ReferenceSession:
         return {head: cache.num_entries for cache in self._caches(layer) for head in cache.heads}
 
     def _caches(self, layer: int) -> Sequence[ClassCache]:
-        """What holds the KV of a layer."""
+        """Return the caches that hold the KV of a layer."""
         return self._anchored[layer], self._local[layer]
 
     def exact_kv(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -252,7 +252,7 @@ class ReferenceSession:
         return out.view(q.shape)
 
     def _dropped(self, start: int, prompt_stop: int) -> DroppedSpan:
-        """What the turn drops."""
+        """Return the span that the turn drops."""
         span = self.rule.dropped(start, self.num_tokens, prompt_stop)
         keep, tokens = self._kept_of(prompt_stop - start, span), span.num_tokens
         if self.in_pages and profile_slots(keep, *self._num_heads) >= tokens:
@@ -260,7 +260,7 @@ class ReferenceSession:
         return span
 
     def _kept_of(self, prompt_tokens: int, span: DroppedSpan) -> int:
-        """How many entries of a span anchored heads keep."""
+        """Return the number of entries of a span that anchored heads keep."""
         return span.num_tokens
 
     def _settle(self, start: int, prompt_stop: int) -> None:

@@ -1,4 +1,5 @@
-"""Which samples choose the heads and which measure the choice; made before the model loads."""
+"""The samples that choose the heads and those that measure the choice; made before the model
+loads."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ Samples = tuple[CalibrationSample, ...]
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """What a calibration runs on.
+    """The samples of a calibration.
 
     calibration:  samples that heads are chosen on
     judging:      samples that a budget is judged on, neither chosen on nor reported; empty where

@@ -1,4 +1,5 @@
-"""What calibration asks of a model: contexts, and questions about them with known answers."""
+"""The questions of calibration to a model: contexts, and questions about them with known
+answers."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from kvtier.retention.locality import DroppedSpan, LocalityRule
 
 @dataclass(frozen=True)
 class Question:
-    """What follows the context in one independent branch.
+    """A question that follows the context in one independent branch.
 
     prompt_ids:  the question, up to where the answer starts
     answer_ids:  the right answer
@@ -46,7 +47,8 @@ class CalibrationSample:
 
 
 def middle_of(context_tokens: int, rule: LocalityRule) -> DroppedSpan:
-    """What a locality head drops of a context. Raises SizeError when there is nothing to drop."""
+    """Return the span that a locality head drops of a context. Raises SizeError when there is
+    nothing to drop."""
     span = rule.dropped(0, context_tokens, context_tokens)
     if span.num_tokens == 0:
         raise SizeError("--len", f"contexts of at least {rule.least_tokens} tokens", context_tokens)

@@ -1,4 +1,4 @@
-"""What a text task is made of: what is told, and what is asked about it."""
+"""The material of a text task: what is told, and what is asked about it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Of one context; fewer where a text has less to ask.
+# The number of questions of one context; fewer where a text has less to ask.
 QUESTIONS = 12
 
 
@@ -25,7 +25,7 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Story:
-    """What fills a context, each piece with the space or the line break in front of it.
+    """The text that fills a context, each piece with the space or the line break in front of it.
 
     filler: told in this order, without end
     facts:  told once each, at random places between pieces of the filler

@@ -55,7 +55,7 @@ def make_samples(
 
 
 class Tasks(NamedTuple):
-    """What a model can be asked: how samples are made, and of which tasks.
+    """The tasks that a model can be asked: how samples are made, and of which tasks.
 
     choosing:   tasks that heads are chosen on
     measuring:  tasks that a choice is measured on, those among them
@@ -92,7 +92,7 @@ def encoder_for(model_path: str) -> tuple[Encode, list[int]]:
 
 
 def speaks_recall(model_path: str) -> bool:
-    """Whether the model's tokenizer is the recall language's, word for word."""
+    """Return whether the model's tokenizer is the recall language's, word for word."""
     try:
         document = read_json(Path(model_path) / "tokenizer.json", "--model-path", finite=False)
         return bool(document["model"]["vocab"] == dict(DEFAULT_LANGUAGE.ids))

@@ -73,7 +73,7 @@ def read_user_samples(
 
 
 class _Line(NamedTuple):
-    """Where a sample stands."""
+    """The place of a sample."""
 
     where: str
 
@@ -110,7 +110,7 @@ class _Line(NamedTuple):
         return CalibrationSample(tuple(context), tuple(questions), given.task)
 
     def error(self, field: str, expected: str, got: object) -> SamplesFileError:
-        """What is wrong here; `field` "" for the whole line."""
+        """Return the error of this place; `field` "" for the whole line."""
         return SamplesFileError(f"{self.where}: {field}" if field else self.where, expected, got)
 
     def _ids(self, field: str, text: str, encode: Encode) -> tuple[int, ...]:

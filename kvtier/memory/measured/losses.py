@@ -1,4 +1,4 @@
-"""What requests lose where a prefix is held in another way than exactly.
+"""The losses of requests where a prefix is held in another way than exactly.
 
 Every request is read once with the exact prefix and once in each other way, its answer given, and
 the model's log-probabilities are compared.
@@ -56,7 +56,7 @@ def losses(
     every_token: bool = False,
     progress: Progress = no_progress,
 ) -> dict[str, list[RequestLoss]]:
-    """By way, `EXACT` among them, what each request loses. Requests have answers.
+    """Return the loss of each request, by way, `EXACT` among them. Requests have answers.
 
     every_token: KL over all of a request's tokens, not its answer's alone
     """
@@ -85,8 +85,8 @@ def mean_loss(requests: Sequence[RequestLoss]) -> Loss:
 def requeued(
     mine: Sequence[RequestLoss], exact: Sequence[RequestLoss], above: float
 ) -> list[RequestLoss]:
-    """As served: a request more of whose prompt than `above` fell back is read with the exact
-    prefix instead."""
+    """Return the losses as requests are served: one more of whose prompt than `above` fell back is
+    read with the exact prefix instead."""
     return [
         whole._replace(fell_back=one.fell_back) if one.fell_back > above else one
         for one, whole in zip(mine, exact, strict=True)

@@ -18,12 +18,13 @@ _QUESTIONS = (
     ("Why do children ask about {}?", "Children are curious, and {} is something that they see."),
     ("Describe {} to somebody blind.", "It is easy to feel and to hear what {} is like."),
 )
-# Of requests in the recall language: tokens, and how many of them are the answer.
+# The length of requests in the recall language in tokens, and how many of them are the answer.
 _RECALL_TOKENS, _RECALL_ANSWER = 30, 6
 
 
 def off_topic_requests(tokenizer: Tokenizer, model_path: str, count: int, seed: int) -> list[Trace]:
-    """At most so many, each another one; in the model's chat template where it has one."""
+    """Return at most so many requests, all different; in the model's chat template where it has
+    one."""
     rng = random.Random(seed)
     if speaks_recall(model_path):
         ids = sorted(set(range(6, 384)))

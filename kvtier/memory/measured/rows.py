@@ -28,7 +28,7 @@ RANDOM = "random KV, as many bytes"
 
 
 class Way(NamedTuple):
-    """How a prefix is held, and what that takes.
+    """A way to hold a prefix, and its costs.
 
     bytes_read:    for a token none of whose lookups falls back, where there are lookups
     requeue_above: share of a prompt's lookups that fall back above which a request is read with the
@@ -55,7 +55,7 @@ class Held(NamedTuple):
 
 
 def ways(shape: ModelShape, held: Held, requeue_above: float, seed: int = 0) -> dict[str, Way]:
-    """What a memory is compared with, and it."""
+    """Return the memory's way and those that it is compared with."""
     mine, reads = held_bytes(held.layers, held.dtype), read_bytes(held.layers, held.dtype, 0.0)
     rng = torch.Generator().manual_seed(seed)
     random = [torch.rand(drawn.shape, generator=rng) for drawn in held.drawn]
@@ -72,7 +72,8 @@ def ways(shape: ModelShape, held: Held, requeue_above: float, seed: int = 0) -> 
 
 
 def kept_way(shape: ModelShape, held: Held, worth: Sequence[Tensor], size: int) -> Way:
-    """As much of a prefix's KV as so many bytes hold, by what it is worth: see `most_drawn`."""
+    """Return the way that keeps as much of a prefix's KV as so many bytes hold, by what it is
+    worth: see `most_drawn`."""
     entry = kept_bytes(shape, 1, held.dtype)
     kept = most_drawn(worth, size // entry)
     size = entry * sum(len(head) for layer in kept for head in layer)
@@ -88,7 +89,7 @@ def rows(
     off_topic: str | None = None,
     progress: Progress = no_progress,
 ) -> dict[str, list[Row]]:
-    """Of each kind of requests, what they lose by each way, the exact prefix first.
+    """Return for each kind of requests their losses by each way, the exact prefix first.
 
     off_topic: the kind whose KL is over all tokens, because no answer of its is the right one.
     """
@@ -112,7 +113,7 @@ def rows(
             if isinstance(way.prefix, MemoryPrefix):
                 fell = mean_loss(mine).fell_back if way.prefix.gated else 0.0
                 reads = read_bytes(way.prefix.layers, held.dtype, fell)
-                # What began again reads the exact prefix.
+                # A request that began again reads the exact prefix.
                 reads = round((1 - again) * reads + again * whole)
             row = _row(name, mine, exact, way.bytes_held, reads)
             found[kind].append(row.model_copy(update={"requeued": again}))
@@ -138,7 +139,7 @@ def _row(
 def refusals(
     found: Mapping[str, Sequence[Row]], held_out: str, off_topic: str, target_nats: float
 ) -> list[str]:
-    """Why a memory must not be served; empty where it may be."""
+    """Return the reasons why a memory must not be served; none where it may be."""
     by_kind = {kind: {row.way: row for row in some} for kind, some in found.items()}
     mine, reasons = by_kind[held_out][MEMORY], []
     if mine.nll_gap > target_nats:

@@ -1,4 +1,4 @@
-"""What is held of a prefix in bytes, and what a generated token reads of it.
+"""The bytes that are held of a prefix, and those that a generated token reads of it.
 
 Lookups also read their projection, as every pass reads the model's weights: once, however many
 tokens it computes. It is held, but not counted as read.
@@ -16,17 +16,17 @@ from kvtier_kernels.memory.base import MemoryLayer
 
 
 def exact_bytes(shape: ModelShape, tokens: int, dtype: torch.dtype) -> int:
-    """Of the KV of so many tokens, in all layers and heads; held and read."""
+    """Return the bytes of the KV of so many tokens, in all layers and heads; held and read."""
     return tokens * kept_bytes(shape, 1, dtype) * shape.num_kv_heads * shape.num_layers
 
 
 def kept_bytes(shape: ModelShape, tokens: int, dtype: torch.dtype) -> int:
-    """Of the KV of so many tokens in one KV head."""
+    """Return the bytes of the KV of so many tokens in one KV head."""
     return tokens * 2 * shape.head_dim * dtype.itemsize
 
 
 def held_bytes(layers: Sequence[MemoryLayer], dtype: torch.dtype) -> int:
-    """Of a memory, as it is stored for a model of that dtype."""
+    """Return the bytes of a memory, as it is stored for a model of that dtype."""
     return sum(
         tensor.numel() * (dtype if name in IN_MODEL_DTYPE else tensor.dtype).itemsize
         for layer in layers
@@ -35,7 +35,8 @@ def held_bytes(layers: Sequence[MemoryLayer], dtype: torch.dtype) -> int:
 
 
 def read_bytes(layers: Sequence[MemoryLayer], dtype: torch.dtype, fell_back: float) -> int:
-    """Of a memory, by a generated token, where that share of its lookups falls back."""
+    """Return the bytes of a memory that a generated token reads, where that share of its lookups
+    falls back."""
     total = 0.0
     for layer in layers:
         looks_up, kept = layer.looks_up[0], layer.kept_indptr.diff()

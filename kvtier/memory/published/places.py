@@ -1,4 +1,4 @@
-"""Where the prefix memories of a server are: in a folder, or wherever the calibration store says.
+"""The places of a server's prefix memories: a folder, or wherever the calibration store says.
 
 --memory DIR      every memory in the directory, or the one that it is
 --memory store    what is published for the model and its revision, each with its digest
@@ -20,7 +20,7 @@ from kvtier.memory.storage import PrefixMemory, directories, load, load_card, st
 
 
 class Place(NamedTuple):
-    """Where one memory is, and which one it must be.
+    """The place of one memory, and the digest that it must have.
 
     digest:    sha256 of the file of its tensors
     num_bytes: that this file has
@@ -69,7 +69,8 @@ class MemoryFolder:
 
 
 class PublishedMemories:
-    """What the calibration store has for a model with exactly the weights that it has now."""
+    """The memories that the calibration store has for a model with exactly the weights that it has
+    now."""
 
     def __init__(self, settings: Settings, model_path: str) -> None:
         self._settings, self._model_path = settings, model_path
@@ -94,7 +95,7 @@ def _place_of(document: MemoryDocument) -> Place:
 
 
 def memory_finder(settings: Settings, model_path: str) -> MemoryFinder:
-    """What `settings.memory` means for a model, where it is set."""
+    """Return the finder that `settings.memory` means for a model, where it is set."""
     folder = settings.memory_folder
     return PublishedMemories(settings, model_path) if folder is None else MemoryFolder(folder)
 

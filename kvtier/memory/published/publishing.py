@@ -60,8 +60,8 @@ def publish(
 
 
 def document_of(card: Card, name: str, location: str) -> MemoryDocument:
-    """What is stored of a memory: nothing that it holds, and no more of its card than one looks at
-    first."""
+    """Return the document that is stored of a memory: nothing that it holds, and no more of its
+    card than one looks at first."""
     from kvtier.memory.making import HELD_OUT
     from kvtier.memory.measured.losses import EXACT
     from kvtier.memory.measured.rows import MEMORY
@@ -88,13 +88,13 @@ def document_of(card: Card, name: str, location: str) -> MemoryDocument:
 
 
 def memory_keys(store: CalibrationStore) -> list[StoredKey]:
-    """What is published, for all models."""
+    """Return the keys of all that is published, for all models."""
     return [stored for stored in store.list() if isinstance(stored.key, MemoryKey)]
 
 
 def published(store: CalibrationStore, model: str, revision: str | None) -> list[MemoryDocument]:
-    """What is published for a model with exactly these weights, by name. Raises StoreError, and
-    CalibrationDocumentError for one that cannot be read."""
+    """Return the memories that are published for a model with exactly these weights, by name.
+    Raises StoreError, and CalibrationDocumentError for one that cannot be read."""
     mine = (model, revision or UNKNOWN)
     keys = [one.key for one in memory_keys(store) if (one.key.model, one.key.revision) == mine]
     found = [store.get(key) for key in keys]

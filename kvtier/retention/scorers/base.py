@@ -1,4 +1,5 @@
-"""What a token scorer is: it says which tokens of a context CA heads keep, before anyone has asked.
+"""The interface of a token scorer: it says which tokens of a context CA heads keep, before anyone
+has asked.
 
     prefill     observe(q, k, v)  →  state       what a token was seen to be, kept per head
     turn ends   score(span)       →  scores      the best tokens of each head stay
@@ -30,7 +31,8 @@ _CONSTANT = 1e-3
 
 
 class Chunk(NamedTuple):
-    """Some heads of a layer in a prefill pass, of one request or several.
+    """The queries, keys and values of some heads of a layer in a prefill pass, of one request or
+    several.
 
     q, k, v:  q `[tokens, heads, group, dim]`, k and v `[tokens, heads, dim]`; q and k rotated
     q_indptr: request i owns the rows q_indptr[i]:q_indptr[i + 1]
@@ -85,7 +87,7 @@ class TokenScorer(ABC):
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self:
-        """As a server with these settings uses it."""
+        """Return the scorer as a server with these settings uses it."""
         return cls()
 
     def parameters(self) -> dict[str, Any]:
@@ -93,7 +95,7 @@ class TokenScorer(ABC):
         return asdict(self)
 
     def state_parameters(self) -> dict[str, Any]:
-        """Those of the parameters that decide the state."""
+        """Return the parameters that decide the state."""
         return {}
 
     def check_fits(  # noqa: B027, most scorers fit any model
@@ -110,14 +112,16 @@ class TokenScorer(ABC):
     def among_ranks(
         self, heads: range, total: Callable[[torch.Tensor], torch.Tensor]
     ) -> TokenScorer:
-        """As a tensor parallel rank uses it that holds these of the model's KV heads. For scores of
-        a head that need what the others hold: total(part) adds up what each rank calls it with, and
-        waits for all of them; ranks score the same spans in the same order."""
+        """Return the scorer as a tensor parallel rank uses it that holds these of the model's KV
+        heads. It matters to scores of a head that need what the others hold: total(part) adds up
+        what each rank calls it with, and waits for all of them; ranks score the same spans in the
+        same order."""
         return self
 
     def feedback(self) -> torch.Tensor | None:
-        """How keys are coded: `kvtier_kernels.codes.feedback`, float32 `[layers, kv_heads, dim,
-        dim]`, of the heads that it sees; None where nothing is known of queries."""
+        """Return the weights by which keys are coded: `kvtier_kernels.codes.feedback`, float32
+        `[layers, kv_heads, dim, dim]`, of the heads that it sees; None where nothing is known of
+        queries."""
         return None
 
     @abstractmethod

@@ -1,14 +1,15 @@
-"""DistinctKeys: tokens whose keys stick out stay, by two measures that see different things: the
+"""DistinctKeys: tokens whose keys stick out stay. Two measures see different things: the
 statistical leverage of Compactor (directions that few keys share) and KeyDiff (far from the mean
-direction), both of keys before rotation, where what a token says is not mixed with where it stands.
+direction). Both are of keys before rotation, where what a token says is not mixed with where it
+stands.
 
     score = pool(z(leverage) + w · z(−cos(k, mean of the normalised keys)))
 
 It needs nothing from the prefill: no attention is looked at, and nothing is kept per token.
-Sources: Compactor, §3.2; Park et al., "KeyDiff", 2025. That both are added, of keys before
-rotation, and pooled over three was chosen by trials on contexts of seed 3000; on others it keeps
-more of what is asked for than `compactor` or `keydiff` at a quarter and a tenth, and as much,
-within the error, at a half and more (benchmarks/README.md). It is the default.
+Sources: Compactor, §3.2; Park et al., "KeyDiff", 2025. Trials on contexts of seed 3000 chose that
+both are added, of keys before rotation, and pooled over three. On others it keeps more of what is
+asked for than `compactor` or `keydiff` at a quarter and a tenth, and as much, within the error, at
+a half and more (benchmarks/README.md). It is the default.
 """
 
 from __future__ import annotations

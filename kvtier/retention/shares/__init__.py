@@ -49,7 +49,8 @@ class AskedShare(NamedTuple):
 
 
 def asked_share(settings: Settings) -> AskedShare | None:
-    """How much of a context CA heads keep in a server with these settings; None: everything.
+    """Return the share of a context that CA heads keep in a server with these settings; None:
+    everything.
 
     Raises UsageError for a rule that there is none of, or for a number that it does not take.
     """
@@ -69,7 +70,8 @@ def expected_share(settings: Settings) -> float:
 
 
 def reads_nll(settings: Settings) -> bool:
-    """Whether what a turn keeps is decided by its NLL. Raises UsageError as `asked_share` does."""
+    """Return whether a turn's NLL decides what is kept of it. Raises UsageError as `asked_share`
+    does."""
     asked = asked_share(settings)
     return asked is not None and asked.rule.needs_nll
 

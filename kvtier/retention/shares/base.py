@@ -1,4 +1,4 @@
-"""What a share rule is: it says how much of a finished turn CA heads keep.
+"""The interface of a share rule: it says how much of a finished turn CA heads keep.
 
     turn's prompt   [ sink | droppable ………………………… | recent ]
     shares, budgets   count the whole prompt: what is protected anyway is paid from them first
@@ -29,7 +29,7 @@ CODED_PAGES = {"int8": 28, "int4": 56, "int3": 63}
 
 @dataclass(frozen=True)
 class Turn:
-    """What is known of a finished turn when its share is decided.
+    """A finished turn, as far as it is known when its share is decided.
 
     prompt_tokens:    of this turn alone
     droppable_tokens: of them, those that no rule protects; at least 1
@@ -49,7 +49,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Choice:
-    """How many tokens of a turn stay, and why.
+    """The number of tokens of a turn that stay, and why.
 
     kept_tokens: of the droppable ones, 1 … all
     reason:      what metrics count the turn under, in a few words with dashes
@@ -71,13 +71,13 @@ class CurveLike(Protocol):
 
 
 class CurveSource(Protocol):
-    """Where the curve in force comes from; it may change between two calls."""
+    """The source of the curve in force; it may change between two calls."""
 
     def curve(self) -> CurveLike | None: ...
 
 
 class Serving(NamedTuple):
-    """What a rule may need to know of the server.
+    """The facts of a server that a rule may need.
 
     entry_bytes: device bytes of one CA entry over all layers
     source:      of calibration curves; there for rules with `needs_curve`
@@ -88,7 +88,7 @@ class Serving(NamedTuple):
 
 
 class Number(Enum):
-    """What kind of number a rule is made from."""
+    """The kind of number that a rule is made from."""
 
     SHARE = "a number in (0, 1]"
     COUNT = "a whole number of at least 1"
@@ -132,7 +132,7 @@ class ShareRule(ABC):
 
     @abstractmethod
     def choose(self, turn: Turn) -> Choice:
-        """How many of this turn's droppable tokens CA heads keep."""
+        """Choose how many of this turn's droppable tokens CA heads keep."""
 
     def bounds(self, turn: Turn, most_held: int) -> tuple[int, int]:
         """The fewest and the most entries that this rule may have kept of an earlier turn, of which
@@ -150,9 +150,9 @@ def whole_pages(kept_tokens: int, droppable_tokens: int, page: int = PAGE) -> in
 
 
 def profile_slots(kept: int, anchored: int, heads: int, page: int = PAGE, windowed: int = 0) -> int:
-    """How many slots of all heads hold a span of which the anchored heads keep so many entries
-    each, in pages of so many, those of layers with a window nothing, and every other head one
-    page."""
+    """Return the number of slots of all heads that hold a span of which the anchored heads keep so
+    many entries each, in pages of so many, those of layers with a window nothing, and every other
+    head one page."""
     pages = anchored * -(-kept // page) + heads - anchored - windowed
     return PAGE * -(-pages // heads)
 

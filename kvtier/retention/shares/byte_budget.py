@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ByteBudget(TokenBudget):
-    """As its base, which counts the entries that the bytes hold over all layers; at least one."""
+    """A token budget like its base, which counts the entries that the bytes hold over all layers;
+    at least one."""
 
     name: ClassVar[str] = "budget-bytes"
 

@@ -57,8 +57,8 @@ class QualityTarget(ShareRule):
         return Choice(kept, "quality", turn.nll, predicted)
 
     def bounds(self, turn: Turn, most_held: int) -> tuple[int, int]:
-        """As little as the curve in force asks of any NLL, as much as there is: then there may have
-        been no curve. Without one now, nothing is known."""
+        """Return as little as the curve in force asks of any NLL, and as much as there is, because
+        there may have been no curve then. Without one now, nothing is known."""
         curve = self.source.curve()
         if curve is None:
             return 1, turn.droppable_tokens

@@ -35,7 +35,7 @@ _TOKEN_DTYPE = "<i8"
 
 @dataclass(frozen=True)
 class KvIdentity:
-    """Whose KV it is, and what its bytes mean: everything that must agree before KV is shared.
+    """The owner of KV, and what its bytes mean: everything that must agree before KV is shared.
 
     revision: of everything that computes KV: the weights as they are loaded, the configuration as
             it is resolved, and the arguments that change what is computed.
@@ -141,7 +141,7 @@ class SpanChain:
         self._tail = tokens[whole:]
 
     def _link(self, spans: int) -> bytes:
-        """What names everything before span number `spans`."""
+        """Return the link that names everything before span number `spans`."""
         return self.keys[spans - 1] if spans else self._root
 
     def key(self, spans: int, token_ids: ArrayLike) -> bytes:

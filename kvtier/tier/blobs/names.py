@@ -1,4 +1,4 @@
-"""What one server calls its contexts in the tier: two chains of names per context.
+"""The names of one server's contexts in the tier: two chains of names per context.
 
 KV that was computed with nothing dropped before it is the same under every retention policy, and
 goes under names that every server of the model finds. What was computed over a compressed context
@@ -20,7 +20,7 @@ from kvtier.tier.blobs.turns import TurnRecord
 
 @dataclass
 class NamedChains:
-    """Both chains of one context."""
+    """The two chains of one context."""
 
     exact: SpanChain
     policy: SpanChain

@@ -39,7 +39,7 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True)
 class SpanLayout:
-    """What a span's bytes mean. dtype: one of DTYPE_BYTES, torch's name without `torch.`
+    """The layout of a span's bytes. dtype: one of DTYPE_BYTES, torch's name without `torch.`
 
     score_bytes: behind the KV; 0 where the writer has no scores.
     """
@@ -149,5 +149,5 @@ def checksum(key: bytes, namespace: str, layout: bytes, payload: Sequence[Bytes]
 def verifies(
     expected: bytes, key: bytes, namespace: str, layout: bytes, payload: Sequence[Bytes] | Bytes
 ) -> bool:
-    """Whether this is, bit by bit, what was stored under this name."""
+    """Return whether this is, bit by bit, what was stored under this name."""
     return hmac.compare_digest(checksum(key, namespace, layout, payload), expected)

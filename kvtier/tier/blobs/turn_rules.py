@@ -1,6 +1,6 @@
-"""Whether a server could have written a record of turns: what comes from the tier may be another
-version's, damaged before it was checksummed, or made up, and a restored context must be one that
-this server compresses just so.
+"""The check that a server could have written a record of turns. A record from the tier may be
+another version's, damaged before it was checksummed, or made up, and a restored context must be one
+that this server compresses just so.
 
 Checked is what a server's own rules decide. What they leave open is open here, too: where nodes
 end, and within what a retention rule allows, how many entries were kept (ShareRule.bounds).
@@ -29,9 +29,10 @@ from kvtier.tier.blobs.turns import Place, TurnRecord, places
 
 @dataclass(frozen=True)
 class TurnRules:
-    """What a server compresses by. share: how much CA heads keep. page: entries of a page of it.
+    """The rules by which a server compresses. share: how much CA heads keep. page: entries of a
+    page of it.
 
-    May be asked from any thread.
+    They may be asked from any thread.
     """
 
     locality: LocalityRule
@@ -74,8 +75,8 @@ class TurnRules:
         return None
 
     def _drops(self, place: Place, span: DroppedSpan) -> bool:
-        """Whether the node's dropped span is the rule's, for the node as it is or before a cut; or
-        nothing, where that would have saved nothing."""
+        """Return whether the node's dropped span is the rule's, for the node as it is or before a
+        cut; or nothing, where that would have saved nothing."""
         rule, start, node = self.locality, place.start, place.node
         if span == DroppedSpan(0, 0):
             return True
@@ -91,14 +92,14 @@ class TurnRules:
         return behind and any(node.stop <= stop <= node.prompt_stop for stop in stops)
 
     def _prompt_stops(self, place: Place, span: DroppedSpan) -> list[int]:
-        """Where the node's prompt may have ended when its span was dropped. It was as long as it
-        is, or longer, if the node was cut since."""
+        """Return the places where the node's prompt may have ended when its span was dropped. It
+        was as long as it is, or longer, if the node was cut since."""
         rule, end = self.locality, span.end
         recent = range(rule.recent_tokens + 1)
         return [place.start + end + some for some in recent if rule.recent(end + some) <= some]
 
     def _keeps(self, place: Place, span: DroppedSpan, begun: list[_Begun]) -> bool:
-        """Whether CA heads may have kept so many of a dropped span."""
+        """Return whether CA heads may have kept so many of a dropped span."""
         kept = place.node.kept
         if kept != whole_pages(kept, span.num_tokens, self.page):
             return False
@@ -106,7 +107,7 @@ class TurnRules:
         possible = begun if place.start <= self.locality.sink_tokens else begun[-1:]
         for begin, stop in product(possible, self._prompt_stops(place, span)):
             turn = Turn(stop - begin.start, span.num_tokens, begin.held)
-            # What is before it may have been compressed later.
+            # The context before it may have been compressed later.
             least, most = self.share.bounds(turn, most_held=begin.start)
             if least <= kept <= whole_pages(most, span.num_tokens, self.page):
                 return True
@@ -115,7 +116,7 @@ class TurnRules:
 
 @dataclass(frozen=True)
 class _Begun:
-    """Where a node begins. held: CA entries of what is before it."""
+    """The beginning of a node. held: CA entries of what is before it."""
 
     start: int
     held: int

@@ -1,4 +1,5 @@
-"""How a context's turns were compressed: what it takes to compress restored exact KV the same way.
+"""The record of how a context's turns were compressed: what it takes to compress restored exact KV
+the same way.
 
 A record is stored when a turn ends, under the name of the last whole span before the turn's end
 (keys.SpanChain.turns_key). Contexts that differ only behind that span share the name; the newest
@@ -61,7 +62,7 @@ class TurnRecord(BaseModel):
 
     @model_validator(mode="after")
     def _nodes_follow_each_other(self) -> TurnRecord:
-        # What is computed behind a memory is never exact.
+        # KV that is computed behind a memory is never exact.
         start, exact = self.start, self.start == 0
         for node in self.nodes:
             begin, end = node.dropped
@@ -83,7 +84,7 @@ class TurnRecord(BaseModel):
 
     @property
     def exact_stop(self) -> int:
-        """How many leading tokens were computed with nothing before them dropped."""
+        """The number of leading tokens that were computed with nothing before them dropped."""
         return max((node.stop for node in self.nodes if node.exact), default=0)
 
     def encode(self) -> bytes:

@@ -48,13 +48,13 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are refused."""
+        """Return whether calls are refused."""
         return self._probe_at is not None
 
     @property
     def open_s(self) -> float:
-        """While it is open: seconds since it first opened without a call going well since then,
-        so probations do not start it again. 0 while it is not."""
+        """The seconds since it first opened without a call going well since then, so probations do
+        not start it again; 0 while it is closed."""
         opened_at = self._opened_at
         return 0.0 if opened_at is None or not self.is_open else self._clock() - opened_at
 
@@ -94,6 +94,6 @@ class Breaker:
         self._probe_at = self._clock() + self._wait_s * random.uniform(0.75, 1.25)
 
     def seconds_to_probe(self) -> float | None:
-        """How long until a probe is due, 0 when it is; None while closed."""
+        """Return the seconds until a probe is due, 0 when it is; None while closed."""
         probe_at = self._probe_at
         return None if probe_at is None else max(0.0, probe_at - self._clock())

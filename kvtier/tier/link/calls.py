@@ -25,7 +25,7 @@ from kvtier.tier.link.fetch import Result
 
 logger = logging.getLogger(__name__)
 
-# What says nothing about the tier's health: it answered, and the next call may go well.
+# These errors say nothing about the tier's health: it answered, and the next call may go well.
 _HARMLESS = (TierExhaustedError, TierIntegrityError)
 _MISCONFIGURED = (TierRefusedError, TierProtocolError)
 
@@ -54,11 +54,11 @@ class Calls:
 
     @property
     def healthy(self) -> bool:
-        """Whether asking makes sense now."""
+        """Return whether asking makes sense now."""
         return not self.breaker.is_open and not self.closed
 
     def count(self, name: str, number: int = 1) -> None:
-        """For `counters`, which many threads change."""
+        """Add to one of the `counters`, which many threads change."""
         with self._changed:
             self.counters[name] += number
 

@@ -35,7 +35,7 @@ class Incoming:
         self._held: list[Held] = []
 
     def __len__(self) -> int:
-        """How many wait, or are held."""
+        """Return the number of those that wait, or are held."""
         return len(self._waiting) + len(self._held)
 
     def append(self, fetch: Fetch[Any]) -> None:
@@ -57,7 +57,7 @@ class Incoming:
 
     @property
     def pause_s(self) -> float | None:
-        """How long until the first one that is held has waited long enough; None without any."""
+        """The seconds until the first one that is held has waited long enough; None without any."""
         if not self._held:
             return None
         return max(0.0, min(held.until for held in self._held) - time.monotonic())

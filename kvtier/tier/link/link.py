@@ -1,4 +1,4 @@
-"""What an engine holds of its tier: calls in the background that never fail and never wait long.
+"""The engine's side of its tier: calls in the background that never fail and never wait long.
 
     scheduler ── put(blobs) ──> [ queue, bounded in bytes ] ── one thread ──> tier
               ── submit(work) ─> [ queue, bounded ]         ── one thread ──> tier
@@ -48,11 +48,11 @@ logger = logging.getLogger(__name__)
 WAITING_FETCHES = 256
 # For threads to end when the link closes; calls under way are cut off.
 CLOSE_S = 5.0
-# That a get waits for puts of its context: what is not there by then is a miss.
+# A get waits for puts of its context for so long: what is not there by then is a miss.
 SETTLE_S = 0.5
 # Longer than restarting a tier takes.
 HOLD_S = 15.0
-# Of one put, before it is given up.
+# The attempts of one put, before it is given up.
 PUT_ATTEMPTS = 5
 # A put that failed so may go well another time.
 _PASSING = (TierUnavailableError, TierIntegrityError)
@@ -103,7 +103,7 @@ class TierLink:
 
     @property
     def healthy(self) -> bool:
-        """Whether asking makes sense now."""
+        """Return whether asking makes sense now."""
         return self._calls.healthy
 
     @property
@@ -114,12 +114,12 @@ class TierLink:
 
     @property
     def held_bytes(self) -> int:
-        """What is used of the budget: puts on their way, and what was claimed."""
+        """The bytes of the budget that are used: puts on their way, and what was claimed."""
         return self._puts.held_bytes + self._claimed_bytes
 
     @property
     def room_bytes(self) -> int:
-        """What a put may use of the budget now."""
+        """The bytes of the budget that a put may use now."""
         if self._calls.closed or self.breaker.open_s > HOLD_S:
             return 0
         return max(0, self._buffer_bytes - self.held_bytes)
@@ -133,8 +133,8 @@ class TierLink:
         reads: AbstractSet[bytes] = frozenset(),
         group: object = None,
     ) -> int:
-        """Queue blobs; returns how many were taken. The others are shed, the last ones first. What
-        is on its way already is taken without a second one, but for `replace`.
+        """Queue blobs; returns how many were taken. The others are shed, the last ones first. A
+        blob that is on its way already is taken without a second one, but for `replace`.
 
         ready: called in the background before a payload is read, perhaps more than once; blocks
         until it is complete, and says whether that came true: else it is not stored. reads: names
@@ -197,7 +197,7 @@ class TierLink:
         self._calls.failed_elsewhere(what, error)
 
     def count(self, name: str, number: int = 1) -> None:
-        """For `counters`, which many threads change."""
+        """Add to one of the `counters`, which many threads change."""
         self._calls.count(name, number)
 
     def release(self, num_bytes: int) -> None:
@@ -259,7 +259,7 @@ class TierLink:
         return self._calls.run("put", put, repeated=job.failures > 0) or Counter()
 
     def _put_back(self, job: Put) -> None:
-        """To the head of the queue, unless that was its last attempt."""
+        """Put the job back at the head of the queue, unless that was its last attempt."""
         with self._changed:
             if self._calls.closed or job.failures >= PUT_ATTEMPTS:
                 # The next one may do better, at once.
@@ -315,7 +315,8 @@ class TierLink:
         return True
 
     def _settled(self, keys: AbstractSet[bytes]) -> bool:
-        """Whether none of these is on its way, or puts are not well and no get should wait."""
+        """Return whether none of these is on its way, or puts are not well and no get should
+        wait."""
         well = self.healthy and not self._calls.put_breaker.is_open
         return not (well and self._puts.has_any(keys))
 

@@ -46,7 +46,7 @@ class Outgoing:
         self._on_way: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Return the number of jobs that wait."""
         return len(self._waiting)
 
     def append(self, job: Put) -> None:
@@ -62,12 +62,12 @@ class Outgoing:
         return job
 
     def put_back(self, job: Put) -> None:
-        """What was under way is the first to wait again."""
+        """Put back a job that was under way: it is the first to wait again."""
         self._waiting.appendleft(job)
         self.waiting_bytes += job.num_bytes
 
     def over(self, job: Put) -> None:
-        """What was under way holds nothing any more."""
+        """Note that a job that was under way holds nothing any more."""
         self.held_bytes -= job.num_bytes
         self._on_way[job.blob.key] -= 1
         if not self._on_way[job.blob.key]:
@@ -80,7 +80,7 @@ class Outgoing:
         self.over(job)
 
     def has_any(self, keys: AbstractSet[bytes]) -> bool:
-        """Whether a blob of these is on its way."""
+        """Return whether a blob of these is on its way."""
         return not self._on_way.keys().isdisjoint(keys)
 
     def go_first(self, keys: AbstractSet[bytes]) -> None:

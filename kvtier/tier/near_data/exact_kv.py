@@ -54,7 +54,7 @@ def choose_ranges(
     ranges: Sequence[PrunedRange],
     window: QueryWindow,
 ) -> list[Chosen]:
-    """What some heads of a layer keep of each pruned range, chosen where the queries are.
+    """Choose what some heads of a layer keep of each pruned range, where the queries are.
 
     window: the heads' newest queries. Raises UsageError like `exact_kv` and the rule.
     """

@@ -1,4 +1,4 @@
-"""What a near-data refresh says on the wire: a context and a rule, queries, chosen entries.
+"""The messages of a near-data refresh on the wire: a context and a rule, queries, chosen entries.
 
 Both ends are here, so that what one writes is what the other reads; see `Refresh` and
 `EntriesLayout` in proto/kvtier/v1/tier.proto.
@@ -23,13 +23,13 @@ from kvtier.v1 import tier_pb2 as pb
 from kvtier_kernels.fp8 import narrowed
 
 _VOTE_BYTES = 4
-# What one call may ask for.
+# The most that one call may ask for.
 MAX_SPANS = 1 << 16
 MAX_POOL_WIDTH = 1025
 
 
 class Context(NamedTuple):
-    """What one call is about: where the exact KV is, and what is chosen from it, how."""
+    """The subject of one call: where the exact KV is, and what is chosen from it, how."""
 
     spans: Sequence[SpanName]
     ranges: Sequence[PrunedRange]
@@ -69,7 +69,7 @@ def decode_context(message: pb.RefreshContext) -> Context:
         raise UsageError("pool_width", f"at most {MAX_POOL_WIDTH}", keepkv.pool_width)
     ranges = [PrunedRange(one.begin, one.end, one.kept) for one in message.ranges]
     for one, next_one in pairwise(ranges):
-        # Or a small message could ask for the work of many contexts.
+        # Without this check a small message could ask for the work of many contexts.
         if next_one.begin < one.end:
             raise UsageError("ranges", "in order and disjoint", (one.end, next_one.begin))
     return Context(spans, ranges, RefreshRule(keepkv, rule.merges))
@@ -105,7 +105,7 @@ def decode_queries(message: pb.RefreshQueries, head_dim: int) -> QueryWindow:
 
 @dataclass(frozen=True)
 class Entries:
-    """What is chosen of a layer, as bytes; see EntriesLayout.
+    """The layout of the entries that are chosen of a layer, as bytes; see EntriesLayout.
 
     dtype: torch's name without `torch.`; num_entries: of each pruned range, as the rule says.
     """

@@ -55,7 +55,8 @@ class NearData:
         self.context = context
         self.moved_bytes = 0
         self._opened = time.monotonic()
-        # What it is that nothing came: a tier that does not open a session in time is not well.
+        # The error if nothing comes in time: a tier that does not open a session in time is not
+        # well.
         self._late: type[TierError] = TierUnavailableError
         self._requests: queue.SimpleQueue[pb.RefreshRequest | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[pb.RefreshResponse | TierError] = queue.SimpleQueue()
@@ -89,7 +90,7 @@ class NearData:
         dtype: str,
         deadline: Deadline,
     ) -> list[Chosen]:
-        """What the KV heads `heads` of a layer keep of each pruned range.
+        """Ask what the KV heads `heads` of a layer keep of each pruned range, and return it.
 
         window: their newest queries, see QueryWindow; dtype: of the exact KV, without `torch.`
         """
@@ -149,7 +150,7 @@ class NearData:
         return answer
 
     def _sent(self) -> Iterator[pb.RefreshRequest]:
-        """What gRPC's own thread sends."""
+        """Yield the requests that gRPC's own thread sends."""
         while (request := self._requests.get()) is not None:
             yield request
 

@@ -1,4 +1,4 @@
-"""What the tier has of a prompt, fetched in the background into host memory.
+"""The part of a prompt that the tier has, fetched in the background into host memory.
 
 lookup      which spans are worth fetching, and what can be made of those that landed
 host        spans in host memory

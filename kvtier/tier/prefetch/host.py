@@ -20,7 +20,8 @@ BLOBS_PER_GET = 32
 
 @dataclass(frozen=True)
 class Layouts:
-    """How this server reads spans. whole: of a span of `whole.num_tokens` tokens."""
+    """The layouts in which this server reads spans. whole: of a span of `whole.num_tokens`
+    tokens."""
 
     whole: SpanLayout
 
@@ -55,7 +56,7 @@ class HostSpans:
 def fetch_spans(
     client: TierClient, link: TierLink, spans: Sequence[SpanName], layouts: Layouts
 ) -> HostSpans | None:
-    """As many of the spans as land, from the first on; None where there is no host memory.
+    """Fetch as many of the spans as land, from the first on; None where there is no host memory.
 
     Blocks; raises TierError like the client.
     """
@@ -74,7 +75,7 @@ def fetch_spans(
 
 
 def _land(client: TierClient, host: HostSpans, layouts: Layouts) -> int:
-    """How many of the spans landed, from the first on."""
+    """Fetch the spans into their buffers and return how many landed, from the first on."""
     count = 0
     for first in range(0, len(host.spans), BLOBS_PER_GET):
         part = host.spans[first : first + BLOBS_PER_GET]

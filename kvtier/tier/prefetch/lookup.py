@@ -1,4 +1,4 @@
-"""What the tier has of a prompt, fetched in the background into host memory.
+"""The part of a prompt that the tier has, fetched in the background into host memory.
 
 Two things may be there, and the one of which more is there wins:
 
@@ -107,7 +107,7 @@ class Lookup:
         return [*chains.exact.keys[first:], *chains.policy.keys[first:], *self._turns]
 
     def _plan(self, client: TierClient) -> tuple[TurnRecord | None, list[SpanName], int]:
-        """Which spans to fetch, and up to where they are exact."""
+        """Return the record, if any, the spans to fetch, and up to where they are exact."""
         chains, turns = self._chains, self._turns
         asked = [*chains.exact.keys, *chains.policy.keys, *turns]
         present = client.exists(asked).present
@@ -166,15 +166,16 @@ class Lookup:
         return None
 
     def _landed(self, record: TurnRecord | None, host: HostSpans, exact_stop: int) -> Landed | None:
-        """What can be made of the spans that landed. A recorded node of which some are missing is
-        as lost as its record: the rest of it is a run, as for a fork in the middle of it."""
+        """Return what can be made of the spans that landed. A recorded node of which some are
+        missing is as lost as its record: the rest of it is a run, as for a fork in the middle of
+        it."""
         stop = host.spans[-1].stop if host.spans else self.begin
         if stop - self.begin < self.least:
             return None
         recorded = [] if record is None else places(record)
         whole = [place for place in recorded if self.begin <= place.start < place.node.stop <= stop]
         if record is not None and stop < record.stop:
-            # What would have followed the record says nothing of what is in it.
+            # The spans that would have followed the record say nothing of what is in it.
             exact_stop = record.exact_stop
         return Landed(self.begin, stop, min(exact_stop, stop), whole, host)
 

@@ -1,4 +1,4 @@
-"""How a client's calls and payloads get to a service and back.
+"""The way of a client's calls and payloads to a service and back.
 
 channel                     gRPC channels, certificates, and whose socket it is
 connection                  a channel in use: calls whose failures are TierErrors

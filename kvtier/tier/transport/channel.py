@@ -45,7 +45,8 @@ class TlsFiles:
 
 @dataclass(frozen=True)
 class TlsPaths:
-    """Where they are (PEM); an operator who renews a certificate replaces the files."""
+    """The paths of certificates and keys (PEM); an operator who renews a certificate replaces the
+    files."""
 
     ca: Path
     certificate: Path
@@ -60,14 +61,15 @@ class TlsPaths:
         """Raises OSError or ValueError for files that cannot be read or do not belong together;
         ssl.SSLError is the one, PEM garbage may be the other."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        # Without a password, a key that wants one would be asked for on the terminal.
+        # A key that wants a password would be asked for on the terminal, were none given.
         context.load_cert_chain(self.certificate, self.key, password="")
         context.load_verify_locations(self.ca)
         return TlsFiles(self.ca.read_bytes(), self.certificate.read_bytes(), self.key.read_bytes())
 
 
 class RenewedTls:
-    """What a client is to present, looked at anew for every connection, as the service does.
+    """The certificate that a client is to present, looked at anew for every connection, as the
+    service does.
 
     Raises UsageError where the files cannot be used to begin with.
     """
@@ -82,7 +84,7 @@ class RenewedTls:
             raise UsageError("tier.certificate", expected, str(error)) from error
 
     def changed(self) -> bool:
-        """Whether `files` are others than when this was last asked."""
+        """Return whether `files` are others than when this was last asked."""
         try:
             state = self._paths.state()
             if state == self._seen:

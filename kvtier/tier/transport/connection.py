@@ -69,7 +69,7 @@ class Connection:
         self.channel.close()
 
     def call(self, method: Any, request: Any, deadline: Deadline) -> Any:
-        """What a method of the stub answers. Raises TierError."""
+        """Call a method of the stub and return its answer. Raises TierError."""
         timeout = deadline.left()
         if self._socket is not None:
             # Every time: gRPC connects again by itself, to whatever is there by then.
@@ -79,7 +79,7 @@ class Connection:
         except grpc.RpcError as error:
             raise error_of(error, self.address) from error
         except ValueError as error:
-            # How gRPC says that the channel is closed.
+            # This is gRPC's way to say that the channel is closed.
             raise TierUnavailableError(f"tier {self.address}: {error}") from error
 
     def call_quietly(self, method: Any, request: Any, deadline: Deadline) -> None:

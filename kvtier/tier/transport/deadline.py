@@ -1,4 +1,4 @@
-"""When a method has to be over."""
+"""The deadline of a method."""
 
 from __future__ import annotations
 
@@ -16,5 +16,6 @@ class Deadline:
         return max(0.0, self.at - time.monotonic())
 
     def left_ms(self) -> int:
-        """At least 1, because 0 means something else to those who are told."""
+        """Return the milliseconds that are left, at least 1, because 0 means something else to
+        those who are told."""
         return max(1, round(1000 * self.left()))

@@ -1,4 +1,4 @@
-"""Where blobs land: in buffers that the caller names, and checked there.
+"""The landing of blobs: in buffers that the caller names, and checked there.
 
 The service sends a header first; the caller says where a blob of that size and meaning may go, or
 that it does not want it. Whatever is not exactly what was stored is CORRUPT, and what is in its
@@ -21,7 +21,7 @@ BLOCK_BYTES = 256 << 10
 
 
 class Landing(Enum):
-    """What became of a blob that was asked for."""
+    """The fate of a blob that was asked for."""
 
     LANDED = "landed"
     MISSING = "missing"
@@ -37,12 +37,13 @@ class Offer(NamedTuple):
     layout: bytes
 
 
-# Where an offer shall land: a writable buffer of exactly its size, or None to decline it.
+# This says where an offer shall land: a writable buffer of exactly its size, or None to decline it.
 Land = Callable[[Offer], memoryview | None]
 
 
 def room(land: Land, offer: Offer) -> memoryview | None:
-    """Where an offer lands, as bytes. Raises UsageError for a buffer of another size."""
+    """Return the buffer where an offer lands, as bytes. Raises UsageError for a buffer of another
+    size."""
     buffer = land(offer)
     if buffer is None:
         return None

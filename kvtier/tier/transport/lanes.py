@@ -34,7 +34,7 @@ class Lanes:
         try:
             _drain(waiting)
         finally:
-            # Where it has not begun, nothing is left for it.
+            # A helper that has not begun by now has nothing left to do.
             if helping is not None and not helping.cancel():
                 helping.result()
 

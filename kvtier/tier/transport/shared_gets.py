@@ -22,7 +22,7 @@ from kvtier.tier.transport.shared_memory import SharedMemory
 from kvtier.v1 import tier_pb2 as pb
 
 RELEASE_S = 1.0
-# How long `close` waits for leases to be given back; the service ends them by itself otherwise.
+# `close` waits so long for leases to be given back; the service ends them by itself otherwise.
 CLOSE_S = 0.2
 
 
@@ -52,7 +52,7 @@ class SharedGets:
             self._lanes.later(functools.partial(self._release, response))
 
     def close(self) -> None:
-        """What was read is given back before, if that is a matter of a moment."""
+        """Close the lanes. What was read is given back before, if that is a matter of a moment."""
         released = self._lanes.later(lambda: None)
         with contextlib.suppress(TimeoutError):
             if released is not None:

@@ -18,7 +18,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 
 class _Details(NamedTuple):
-    """What gRPC passes to interceptors, as one may make it."""
+    """The details that gRPC passes to interceptors, in a form that can be made."""
 
     method: str
     timeout: float | None

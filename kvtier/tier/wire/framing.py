@@ -25,7 +25,7 @@ Parsed = TypeVar("Parsed", pb.PutRequest, pb.GetResponse)
 
 # Field 2, length-delimited.
 CHUNK_TAG = b"\x12"
-# Of a length below 2**35; protobuf knows no longer ones.
+# The bytes of a length below 2**35; protobuf knows no longer ones.
 MAX_VARINT_BYTES = 5
 
 
@@ -47,7 +47,7 @@ def chunk_of(message: bytes) -> memoryview | None:
 
 
 def serialize(message: Message | bytes) -> bytes:
-    """What gRPC sends: a message, or what `frame_chunk` made."""
+    """Return the bytes that gRPC sends of a message, or of what `frame_chunk` made."""
     return message if isinstance(message, bytes) else message.SerializeToString()
 
 

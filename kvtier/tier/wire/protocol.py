@@ -1,4 +1,4 @@
-"""What both ends have to agree on besides the messages: the version, and how memory is shared."""
+"""The conventions of both ends besides the messages: the version, and how memory is shared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvtier.errors import TierProtocolError
 
 PROTOCOL_VERSION = 1
 
-# Of a call without TLS; with it, the certificate says who is calling.
+# The metadata key of a call's namespace without TLS; with it, the certificate says who is calling.
 NAMESPACE_METADATA = "kvtier-namespace"
 DEFAULT_NAMESPACE = "default"
 
@@ -18,9 +18,9 @@ SHARED_TOKEN_BYTES = 16
 
 MIN_CHUNK_BYTES = 4 << 10
 MAX_CHUNK_BYTES = 64 << 20
-# Of one layer's newest queries, which travel in one message.
+# The most bytes of one layer's newest queries, which travel in one message.
 MAX_QUERIES_BYTES = 4 << 20
-# Around the payload of a message: header, layout and framing.
+# The most bytes around the payload of a message: header, layout and framing.
 MESSAGE_OVERHEAD_BYTES = 64 << 10
 
 

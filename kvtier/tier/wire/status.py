@@ -2,7 +2,7 @@
 
 What has no code of ours means that the tier is unavailable: a deadline, a lost connection, a
 service that dies. So does a TLS handshake that fails, whichever of the two is not content with the
-other's certificate: a client cannot tell a server that hung up on its certificate from one that
+other's certificate. A client cannot tell a server that hung up on its certificate from one that
 hung up, and either is over, with nothing done here, once certificates are renewed there.
 TierRefusedError is for a client that was let in and may not do what it asks.
 """
@@ -44,14 +44,15 @@ _CODES: dict[type[KvtierError], grpc.StatusCode] = {
 
 
 def error_of(error: grpc.RpcError, address: str) -> TierError:
-    """What a client raises for a failed call."""
+    """Return the error that a client raises for a failed call."""
     code, details = error.code(), error.details()
     kind = _ERRORS.get(code, TierUnavailableError)
     return kind(f"tier {address}: {code.name.lower()}: {details}")
 
 
 def code_of(error: KvtierError) -> grpc.StatusCode:
-    """What the service answers for an error; a bug, which is no KvtierError, never gets here."""
+    """Return the status code of the service's answer to an error; a bug, which is no KvtierError,
+    never gets here."""
     for kind in type(error).__mro__:
         if kind in _CODES:
             return _CODES[kind]
