@@ -59,7 +59,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enable_session_radix_cache": (lambda v: not v, "no session radix cache"),
     "enable_streaming_session": (lambda v: not v, "no streaming sessions"),
     "enable_hisparse": (lambda v: not v, "no HiSparse"),
-    # With nothing kept in the tree there are no turns to compress.
+    # Without a kept tree there are no turns to compress.
     "disable_radix_cache": (lambda v: not v, "the radix cache enabled"),
     "strip_thinking_cache": (lambda v: not v, "no stripped thinking tokens"),
     "enable_memory_saver": (lambda v: not v, "no memory saver"),
@@ -82,7 +82,7 @@ _SEE_AHEAD = frozenset({"Gemma3ForConditionalGeneration"})
 
 
 def backends_are_ours() -> tuple[bool, bool]:
-    """Whether (attention, radix cache) of this process's server are kvtier's."""
+    """Return whether (attention, radix cache) of this process's server are kvtier's."""
     from sglang.srt.runtime_context import get_exec, get_memory
 
     return (
@@ -102,7 +102,7 @@ def settings_of(server_args: Any) -> Settings:
 
 
 def uses_kvtier(server_args: Any) -> bool:
-    """Whether any part of kvtier was asked for."""
+    """Return whether any part of kvtier was asked for."""
     return NAME in (server_args.attention_backend, server_args.radix_cache_backend)
 
 
@@ -222,7 +222,7 @@ def _check_memory(server_args: Any, settings: Settings) -> None:
         if is_asked:
             expected = f"none together with {other}"
             raise IncompatibleFlagError("--memory", expected, settings.memory)
-    # What is published is looked up when the pool is planned: a store may be away.
+    # Published memories are looked up when the pool is planned: a store may be away.
     if settings.memory_folder is not None:
         for folder in directories(settings.memory_folder):
             check_may_be_served(load_card(folder))
@@ -236,7 +236,7 @@ def _check_codes(server_args: Any, settings: Settings) -> None:
     obstacles = {
         f"--kernels {kernels.name}": not kernels.lists.reads_codes,
         "--kv-cache-dtype fp8": getattr(server_args, "kv_cache_dtype", None) in FP8,
-        # Of a model that is not calibrated every head keeps everything.
+        # Every head of a model that is not calibrated keeps everything.
         "heads that do not compete: calibrate the model": not settings.competes,
     }
     for other, is_asked in obstacles.items():
@@ -300,7 +300,8 @@ def say_if_not_tested() -> None:
 
 
 def is_resolved(server_args: Any) -> bool:
-    """Whether SGLang has derived everything from the arguments, which are read-only since."""
+    """Return whether SGLang has derived everything from the arguments, which are read-only
+    since."""
     return bool(getattr(server_args, "_resolution_finished", False))
 
 
@@ -377,7 +378,7 @@ def kernels_of(settings: Settings, server_args: Any) -> AttentionKernels:
 
 
 def _graph_obstacle(settings: Settings, server_args: Any) -> str | None:
-    """What keeps CUDA graphs from recording decoding, if anything does."""
+    """Return what keeps CUDA graphs from recording decoding, if anything does."""
     if not kernels_of(settings, server_args).plans_on_device:
         return f"together with --kernels {settings.kernels}, which plans on the host"
     if getattr(server_args, "speculative_algorithm", None) is not None:

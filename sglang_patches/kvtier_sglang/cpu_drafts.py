@@ -1,5 +1,5 @@
-"""What SGLang's n-gram drafts want of kernels, for a CPU: SGLang has these few functions of indices
-for GPUs, and for CPUs in a build of its kernels that package indexes lack.
+"""The functions of indices that SGLang's n-gram drafts need, for a CPU: SGLang has these few for
+GPUs, and for CPUs in a build of its kernels that package indexes lack.
 
 Each does what the function of SGLang that it stands for does, with the same arguments.
 """
@@ -19,7 +19,7 @@ from kvtier_sglang.versions import sglang_version
 _WORKER = "sglang.srt.speculative.ngram_worker"
 _UTILS = "sglang.srt.speculative.spec_utils"
 _EAGLE = "sglang.srt.speculative.eagle_utils"
-# Of SGLang's that call them.
+# The first version of SGLang that calls these functions.
 FIRST_VERSION = (0, 5, 23)
 
 
@@ -34,8 +34,8 @@ def make_importable() -> None:
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """What each of SGLang's functions is here, by where SGLang calls it from; none where SGLang
-    calls others."""
+    """Return the function here that stands for each of SGLang's, by where SGLang calls it from;
+    none where SGLang calls others."""
     if sglang_version() < FIRST_VERSION:
         return {}
     return {
@@ -51,7 +51,8 @@ def functions() -> dict[str, Callable[..., Any]]:
 def verifies_greedily(
     *, is_all_greedy: bool, is_cpu: bool, is_hip: bool, is_xpu: bool, use_rejection_sampling: bool
 ) -> bool:
-    """Whatever requests ask for: so does SGLang on a CPU, which has no tree sampling."""
+    """Return True, whatever requests ask for: so does SGLang on a CPU, which has no tree
+    sampling."""
     return True
 
 
@@ -92,7 +93,8 @@ def accept_greedily(
     target_predict: torch.Tensor,
     topk: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From each root down, the draft that the model itself says next, as long as there is one."""
+    """Accept from each root down the draft that the model itself says next, as long as there is
+    one."""
     links = retrieve_next_token.tolist(), retrieve_next_sibling.tolist()
     drafts, wanted, index = candidates.tolist(), target_predict.tolist(), retrieve_index.tolist()
     most = accept_index.shape[1]

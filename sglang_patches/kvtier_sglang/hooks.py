@@ -162,7 +162,7 @@ def fit_exact(result: None, scheduler: Any, req: Any) -> None:
         )
         return
     asked = req.sampling_params
-    # As SGLang counts: a page beside, and the last token has no KV.
+    # SGLang counts like this: a page beside, and the last token has no KV.
     asked.max_new_tokens = max(0, min(asked.max_new_tokens, size - tokens - 2))
     asked.min_new_tokens = min(asked.min_new_tokens, asked.max_new_tokens)
 

@@ -1,4 +1,4 @@
-"""How full the pools are, for the server's internal state, whatever pools it has."""
+"""The occupancy of the pools, for the server's internal state, whatever pools it has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier_sglang.pool.allocator import BundleAllocator
 
 
 class Occupancy:
-    """How full one process's pools are: now, and at most since that was last read; and how many
+    """The occupancy of one process's pools: now, and at most since that was last read; and how many
     cached tokens have been evicted."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ def activate() -> str | None:
 
 
 def is_cpu() -> bool:
-    """Whether this process serves on a CPU, by the platform below."""
+    """Return whether this process serves on a CPU, by the platform below."""
     forced = os.environ.get(ENV_PREFIX + "FORCE_CPU", "").lower() in ("1", "true", "yes")
     return forced or not torch.cuda.is_available()
 

@@ -1,4 +1,4 @@
-"""What kvtier registers and hooks in every SGLang process, and the proof that it took.
+"""The registration of kvtier and its hooks in every SGLang process, and the proof that it took.
 
 SGLang only logs a plugin that fails. So every hook is named in `hooks_of`, `verify` compares that
 list with what SGLang really applied, and the objects built late (attention backend, radix
@@ -32,8 +32,8 @@ _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-# What of it can change weights: updates, what restores or packs them, memory that comes back
-# without them, and a check that overwrites them.
+# The operations that can change weights: updates, what restores or packs them, memory that comes
+# back without them, and a check that overwrites them.
 WEIGHT_CHANGES = (
     "update_weights_from_disk",
     "update_weights_from_distributed",
@@ -48,7 +48,7 @@ WEIGHT_CHANGES = (
 
 
 def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]:
-    """What is hooked, and where. runtime: of this process; it makes the parts."""
+    """Return what is hooked, and where. runtime: of this process; it makes the parts."""
     occupancy, on_requests = Occupancy(), RequestHooks(lambda: runtime.memories)
     before, around, after = HookType.BEFORE, HookType.AROUND, HookType.AFTER
     on_cpu = cpu_drafts.functions() if is_cpu() else {}

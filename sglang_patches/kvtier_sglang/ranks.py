@@ -1,4 +1,4 @@
-"""What the tensor parallel ranks of a server decide together.
+"""The decisions that the tensor parallel ranks of a server take together.
 
 Every rank runs the same scheduler over the same requests, so all must decide the same. What could
 differ between them (what a store or a tier answers, a clock, the last digits of a float) is found
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Answer(Enum):
-    """What a rank has of an answer that all ranks wait for, where it has none."""
+    """The state of an answer that all ranks wait for, on a rank that has none."""
 
     AWAITED = auto()
     LOST = auto()
@@ -54,7 +54,7 @@ class Ranks:
 
     @classmethod
     def of_this_process(cls) -> Ranks:
-        """Those that SGLang has set up, once it has."""
+        """Return the ranks that SGLang has set up, once it has."""
         from sglang.srt.runtime_context import get_parallel
 
         parallel = get_parallel()
@@ -65,7 +65,7 @@ class Ranks:
         return self.rank == 0
 
     def first(self, find: Callable[[], T]) -> T:
-        """What the first rank finds, on every rank; or what it raises."""
+        """Return what the first rank finds, on every rank; or raise what it raises."""
         if self.size == 1:
             return find()
         told: list[Any] = [None, None]
@@ -82,7 +82,7 @@ class Ranks:
         return found
 
     def every(self, found: T) -> list[T]:
-        """What each rank found, on every rank."""
+        """Return what each rank found, on every rank."""
         if self.size == 1:
             return [found]
         told: list[Any] = [None] * self.size
@@ -116,7 +116,7 @@ class Ranks:
                 one.settle(came=all(answer == answers[0] for answer in answers))
 
     def profiles(self, profile: HeadProfile) -> list[HeadProfile]:
-        """What each rank holds of a model's head profile."""
+        """Return each rank's part of a model's head profile."""
         return [profile.of_rank(rank, self.size) for rank in range(self.size)]
 
 

@@ -38,7 +38,7 @@ def check_request(manager: Any, obj: Any, input_ids: Sequence[int] | None) -> No
 def _check_pictures(manager: Any) -> None:
     """Raise UsageError where keys are compared as if text alone had turned them."""
     if not hasattr(manager, "kvtier_compares_keys"):
-        # Asked once: a calibration may be in files or in Redis.
+        # The settings are asked once: a calibration may be in files or in Redis.
         settings = compat.settings_of(manager.server_args)
         manager.kvtier_compares_keys = settings.compacts or settings.memory is not None
     if manager.kvtier_compares_keys:

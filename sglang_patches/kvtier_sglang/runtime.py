@@ -125,20 +125,20 @@ class Runtime:
 
     @property
     def _compresses(self) -> bool:
-        """Whether anything of a turn that has ended is dropped, by kvtier's cache."""
+        """Return whether anything of a turn that has ended is dropped, by kvtier's cache."""
         _, radix = backends_are_ours()
         return radix and (self.settings.compacts or self.profile.ca_share < 1)
 
     @property
     def _reuses(self) -> bool:
-        """Whether what stood behind an edit is taken from there."""
+        """Return whether what stood behind an edit is taken from there."""
         _, radix = backends_are_ours()
         asked, competes = self.settings.reuse_behind_edits, self.settings.competes
         return radix and (asked == "on" or (asked == "auto" and competes and self._compresses))
 
     @property
     def _votes(self) -> int:
-        """How many votes an entry may have: see PackedSpans."""
+        """The number of votes that an entry may have: see PackedSpans."""
         return entry_votes(self.settings, self.profile.shape, self.profile.ca_share)
 
     def _say_if_not_calibrated(self, profile: HeadProfile, server_args: Any) -> None:
@@ -244,8 +244,8 @@ class Runtime:
     # -- attention --
 
     def attention_backend(self, runner: Any) -> KvtierAttnBackend:
-        """Behind `--attention-backend kvtier`. Raises StartupError over a pool that is not ours,
-        UnsupportedModelError for a loaded model that cannot be served."""
+        """Make the backend of `--attention-backend kvtier`. Raises StartupError over a pool that is
+        not ours, UnsupportedModelError for a loaded model that cannot be served."""
         settings, pool = self.settings, kvtier_pool(runner)
         pool.scales = KvScales.of_model(runner.model, pool.layers, pool.dtype)
         confirmed = confirm(runner, pool)
@@ -293,7 +293,7 @@ class Runtime:
     def _selection(
         self, pool: HeadPagedKVPool, rotated: list[KeyRotation | None]
     ) -> PackedSelection:
-        """What chooses the entries that heads keep of a finished turn."""
+        """Return the selection of the entries that heads keep of a finished turn."""
         settings, ranks, profile = self.settings, self.ranks, self.profile
         scorer = ranks.scorer(scorer_of(settings), profile.shape)
         if settings.competes:
@@ -341,7 +341,8 @@ class Runtime:
     # -- cache --
 
     def radix_cache(self, ctx: TreeCacheBuildContext) -> KvtierRadixCache:
-        """Behind `--radix-cache-backend kvtier`. Raises StartupError over another allocator."""
+        """Make the cache of `--radix-cache-backend kvtier`. Raises StartupError over another
+        allocator."""
         settings, allocator = self.settings, ctx.params.token_to_kv_pool_allocator
         if not isinstance(allocator, BundleAllocator):
             raise StartupError(
@@ -376,7 +377,8 @@ class Runtime:
         return Edits(tree, self.turner, self.settings.reuse_least_tokens)
 
     def _refresher(self, rule: RefreshRule, contexts: Contexts) -> Refresher:
-        """What chooses the entries of a turn again, as `selection` keeps them."""
+        """Return the refresher that chooses the entries of a turn again, as `selection` keeps
+        them."""
         if isinstance(self.selection, AdaptiveSelection):
             return AdaptiveRefresher(rule, contexts, self.selection.score)
         assert isinstance(self.selection, ProfileSelection), "a refresh without a selection"

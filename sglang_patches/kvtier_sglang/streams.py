@@ -68,8 +68,8 @@ class SideCopies:
 
 
 class Background:
-    """What another thread computes on the device: after all that the thread which made this had
-    queued by then, and complete when the block is left.
+    """A block that another thread computes on the device: after all that the thread which made this
+    had queued by then, and complete when the block is left.
 
         background = Background(device)          in the one thread
         with background: ...                     in the other

@@ -1,4 +1,4 @@
-"""Whether kvtier can serve a model: asked of SGLang's configuration before anything loads, and of
+"""The check that kvtier can serve a model: of SGLang's configuration before anything loads, and of
 the layers that were loaded.
 
     check_config   kvtier.heads.model.support, of what SGLang resolves a path or a hub id to
@@ -56,7 +56,8 @@ def check_config(server_args: Any) -> dict[str, Any] | None:
     """The configuration of a model that kvtier can serve; None for one that cannot be read, of
     which SGLang will say more. Raises UnsupportedModelError."""
     path, config = server_args.model_path, None
-    # As it is written, too: what a class does not know may be lost in what it makes of it.
+    # The configuration is read as it is written, too: what a class does not know may be lost in
+    # what it makes of it.
     if folder_of(path, getattr(server_args, "revision", None)) is not None:
         config = read_config(path)
         check_supported(config, windows=True)
@@ -156,7 +157,7 @@ class _Watching:
 
 
 class Confirmed(NamedTuple):
-    """What one pass over a repeated token showed.
+    """The findings of one pass over a repeated token.
 
     keys:      each layer's, `[heads, tokens, dim]`
     positions: of the token, `[tokens]`
@@ -216,19 +217,19 @@ def confirm(runner: Any, pool: HeadPagedKVPool) -> Confirmed:
     if len({*windows} - {None}) > 1:
         raise _unsupported(f"windows of more than one size: {windows}")
     if watching.has_sinks and not any(windows):
-        # What goes together with windows is checked for sinks, too.
+        # Settings are checked against sinks where they are checked against windows.
         raise _unsupported("attention sinks where no layer has a window")
     shift = next(iter(shifts), 0) if len(shifts) < 2 else None
     return Confirmed([watching.keys[layer] for layer in pool.layers], positions, windows, shift)
 
 
 def rotations(model: Any, confirmed: Confirmed) -> list[KeyRotation | None]:
-    """How each layer rotates its keys, None where it does not, or has a window, whose keys nobody
-    compares; proven on `confirm`.
+    """Return how each layer rotates its keys, None where it does not, or has a window, whose keys
+    nobody compares; proven on `confirm`.
 
-    Where pictures have positions of their own, of text; requests with pictures are refused
-    (kvtier_sglang.requests). Raises UnsupportedModelError where a position does not follow the
-    token's index, and where no rotary embedding of the model fits.
+    The rotations are those of text where pictures have positions of their own; requests with
+    pictures are refused (kvtier_sglang.requests). Raises UnsupportedModelError where a position
+    does not follow the token's index, and where no rotary embedding of the model fits.
     """
     keys, positions, windows, shift = confirmed
     if shift is None:

@@ -13,12 +13,12 @@ TESTED = ((0, 5, 23),)
 
 
 def sglang_version() -> tuple[int, ...]:
-    """Of the SGLang that is installed: major, minor and patch."""
+    """Return the installed version of SGLang: major, minor and patch."""
     return tuple(int(number) for number in re.findall(r"\d+", version("sglang"))[:3])
 
 
 def is_tested() -> bool:
-    """Whether the plugin has been tested with it."""
+    """Return whether the plugin has been tested with it."""
     return sglang_version() in TESTED
 
 

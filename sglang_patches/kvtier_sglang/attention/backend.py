@@ -49,7 +49,7 @@ class KvtierAttnBackend(AttentionBackend):
     ) -> None:
         super().__init__()
         self.pool = kvtier_pool(model_runner)
-        # By these names SGLang's models and its forward context ask for the pools.
+        # SGLang's models and its forward context ask for the pools by these names.
         self.token_to_kv_pool = self.pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.req_to_token = self.req_to_token_pool.req_to_token
@@ -78,8 +78,9 @@ class KvtierAttnBackend(AttentionBackend):
         return False
 
     def shared_read_ends(self, fm: Any) -> SharedReadEnds:
-        """Not before the pass ends, whatever the mode: what the scheduler's thread writes next may
-        be KV and votes (a fold, a compaction, a refresh), which every layer reads."""
+        """Return that shared reads end with the pass, whatever the mode: what the scheduler's
+        thread writes next may be KV and votes (a fold, a compaction, a refresh), which every layer
+        reads."""
         return SharedReadEnds.UNKNOWN
 
     # -- once per forward pass --
@@ -95,10 +96,10 @@ class KvtierAttnBackend(AttentionBackend):
         else:
             self.forward_metadata = self._begin_decode(forward_batch)
 
-    # What CUDA graphs of decoding call instead: the second part is recorded.
+    # CUDA graphs of decoding call these instead: the second part is recorded.
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Nothing: the tables of lists are there, and a plan is made where it is recorded."""
+        """Do nothing: the tables of lists are there, and a plan is made where it is recorded."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length of requests that only fill up a batch: none has to read anything."""
@@ -143,12 +144,13 @@ class KvtierAttnBackend(AttentionBackend):
 
     @property
     def _watching(self) -> TurnRefresh | None:
-        """What watches the queries of generated tokens, if anything does."""
+        """The refresh that watches the queries of generated tokens, if any does."""
         refresh = self.refresh()
         return refresh if refresh is not None and refresh.watches_decoding else None
 
     def prefill_rows(self) -> PrefillRows | None:
-        """What the extend pass under way computes, if selection will want to know."""
+        """Return the rows that the extend pass under way computes, if selection will want to
+        know."""
         return None if self.forward_metadata is None else self.forward_metadata.prefill
 
     # -- once per layer --
@@ -313,7 +315,7 @@ class KvtierAttnBackend(AttentionBackend):
         return out.view(out.shape[0], -1)
 
     def _of_groups(self, sinks: torch.Tensor | None) -> torch.Tensor | None:
-        """Of the query heads of each KV head, `[heads, group]`: a view."""
+        """Return the sinks of the query heads of each KV head, `[heads, group]`: a view."""
         return None if sinks is None else sinks.view(self.pool.head_num, -1)
 
     def _metadata(self) -> BatchPlan:

@@ -22,7 +22,7 @@ MOST_ROWS = 128
 
 
 def tree_masks(forward_batch: Any) -> torch.Tensor:
-    """Which drafts each draft sees: bool `[requests, drafts, drafts]`.
+    """Return which drafts each draft sees: bool `[requests, drafts, drafts]`.
 
     SGLang's mask has for each request `[drafts, prefix + drafts]`, one after another, or only the
     last square of it.

@@ -1,4 +1,4 @@
-"""What requests read: tables of lists of entries, one row each.
+"""The tables that requests read: lists of entries, one row each.
 
     row of a request    words of column 0, 1, 2 …      of all packed spans of its prefix, joined;
                                                        those of coded pages in a table of their own
@@ -27,7 +27,8 @@ from kvtier_sglang.pool.packed import PackedSpan
 
 
 class ListPlans(NamedTuple):
-    """What a batch attends over: plans of its entries, and of its codes where there are any."""
+    """The plans that a batch attends over: those of its entries, and of its codes where there are
+    any."""
 
     entries: Any
     codes: Any = None
@@ -75,20 +76,21 @@ class RequestLists:
             pages=zeros(rows + 1, self.columns),
             slots=zeros(rows + 1, 1),
         )
-        # Whether tokens of a request may have no slot.
+        # True once tokens of a request may have no slot.
         self._has_gaps = False
-        # Of each row: tokens that are not dense.
+        # The number of each row's tokens that are not dense.
         self._packed_tokens = zeros(rows + 1)
-        # And dense ones before the last of those, where somebody asks.
+        # The number of each row's dense tokens before the last of those, where somebody asks.
         self._begins = zeros(rows + 1)
         self.finds_gaps = False
-        # What the rows' words are, which the tables only point to, and of which spans.
+        # The words of rows, which the tables only point to, and the spans that they are of.
         self._words: dict[int, torch.Tensor] = {}
         self._codes: dict[int, torch.Tensor] = {}
         self._spans: dict[int, tuple[PackedSpan, ...]] = {}
-        # Of the last decoding pass, by the number of its requests: the next may be like it.
+        # The plans of the last decoding pass, keyed by the number of its requests: the next may be
+        # like it.
         self._last: dict[int, ListPlans] = {}
-        # Of CUDA graphs, likewise.
+        # The plans of CUDA graphs, keyed likewise.
         self._of_graphs: dict[int, ListPlans] = {}
         if pool.packed is not None:
             self.allow_gaps()
@@ -149,7 +151,7 @@ class RequestLists:
         known[row] = words
 
     def has_packed(self, rows: Sequence[int]) -> bool:
-        """Whether any of these rows has packed spans."""
+        """Return whether any of these rows has packed spans."""
         return any(self._spans.get(row) for row in rows)
 
     def prefixes(self, rows: torch.Tensor, dense: Sequence[int]) -> ListPlans:
@@ -203,7 +205,7 @@ class RequestLists:
         return Dense(self.tables.slots, rows, counts, self._begins[rows])
 
     def begins(self, rows: Sequence[int]) -> torch.Tensor:
-        """How many dense tokens of each row stand before one that is not."""
+        """Return how many dense tokens of each row stand before one that is not."""
         return self._begins[list(rows)]
 
     def before(self, rows: torch.Tensor, lengths: torch.Tensor) -> ListPlans:
@@ -248,8 +250,8 @@ class RequestLists:
 
 
 def before_the_last_gap(is_dense: torch.Tensor) -> torch.Tensor:
-    """How many tokens are dense before the last one that is not; 0 where all are. is_dense: bool
-    `[tokens]`. It asks the device for nothing."""
+    """Return how many tokens are dense before the last one that is not; 0 where all are. is_dense:
+    bool `[tokens]`. It asks the device for nothing."""
     behind = is_dense.flip(0).int().cumprod(0).sum()
     return is_dense.sum() - behind
 

@@ -1,5 +1,4 @@
-"""What a forward pass attends over, planned once per pass and shared by all layers. Nothing is
-padded."""
+"""The plan of a forward pass, made once per pass and shared by all layers. Nothing is padded."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What one forward pass attends over.
+    """The entries that one forward pass attends over.
 
     write:    slots of this pass's new tokens.
     q_indptr: row ranges of the requests in an extend pass; empty in a decoding one.
@@ -93,8 +92,8 @@ class Planner:
         return BatchPlan(written, q_indptr, lists, prefixes, prefill, tails=tails)
 
     def follow_moved(self, forward_batch: Any) -> None:
-        """Before a decoding pass, write rows again that have other slots than their lists say. It
-        asks the device only where there are some."""
+        """Write again, before a decoding pass, the rows that have other slots than their lists say.
+        It asks the device only where there are some."""
         if not self.pool.moved:
             return
         requests, lengths = forward_batch.req_pool_indices, forward_batch.seq_lens
@@ -121,14 +120,14 @@ class Planner:
     def _windows(
         self, requests: torch.Tensor, lengths: torch.Tensor, *, recorded: bool = False
     ) -> Any:
-        """What layers with a window read in a decoding pass."""
+        """Return the plan of what layers with a window read in a decoding pass."""
         if self.windows is None:
             return None
         return self.windows.plan(self.lists.dense(requests, lengths), recorded=recorded)
 
     def verify(self, forward_batch: Any) -> BatchPlan:
         """Drafts over prefixes that are as long as the batch says."""
-        # Of the drafts before, those that were accepted are where their positions are.
+        # The drafts of the step before that were accepted are where their positions are.
         requests = forward_batch.req_pool_indices.tolist()
         rows = self._rows(requests, [int(n) for n in forward_batch.seq_lens_cpu])
         for request, row in zip(requests, rows, strict=True):
@@ -146,7 +145,7 @@ class Planner:
 
 
 def indptr(lengths: Iterable[int]) -> tuple[int, ...]:
-    """Where each of so many rows begins, and where the last ends."""
+    """Return where each of so many rows begins, and where the last ends."""
     return (0, *accumulate(int(length) for length in lengths))
 
 

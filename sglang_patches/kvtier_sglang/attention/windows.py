@@ -51,12 +51,12 @@ class Windows:
         )
         self._steps = torch.arange(tokens, device=pool.device)
         self._rows = torch.arange(rows, device=pool.device)
-        # Of passes and of CUDA graphs, by the number of their requests.
+        # The plans of passes and of CUDA graphs, keyed by their number of requests.
         self._last: dict[int, Any] = {}
         self._of_graphs: dict[int, Any] = {}
 
     def tails(self, dense: Sequence[torch.Tensor], begins: torch.Tensor) -> list[torch.Tensor]:
-        """What new tokens of each request may see of its prefix: int64 slots.
+        """Return the slots of each request's prefix that its new tokens may see: int64.
 
         dense: the slots of its dense tokens; begins: how many of them stand before one that is not.
         """

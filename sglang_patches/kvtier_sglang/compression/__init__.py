@@ -1,1 +1,1 @@
-"""What is kept of a context when its turn ends."""
+"""The compression of a context when its turn ends."""

@@ -1,4 +1,4 @@
-"""What a server knows of its model from the calibration store: head profile and curve.
+"""The calibration of a server's model, from the calibration store: head profile and curve.
 
 The profile is read once, when the pool is built; the curve is watched, so that a new one is in
 force without a restart. Nothing here fails or delays serving: a store that is down means the last
@@ -30,7 +30,7 @@ from kvtier.retention.scorers import TokenScorer
 
 logger = logging.getLogger(__name__)
 
-# What a start-up may wait for the first answer; serving goes on without it.
+# A start-up may wait so long for the first answer; serving goes on without it.
 FIRST_POLL_S = 2.0
 
 
@@ -88,7 +88,7 @@ def stored_profile(settings: Settings, model_path: str, shape: ModelShape) -> He
         with open_store(settings) as store:
             document = store.get(key)
         if document is None:
-            # Or a deleted one would come back the next time the store is down.
+            # Without this a deleted curve would come back the next time the store is down.
             local.forget(key)
         else:
             local.save(document)

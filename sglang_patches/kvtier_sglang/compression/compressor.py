@@ -1,4 +1,4 @@
-"""What happens to a context's KV when its turn ends.
+"""The compression of a context's KV when its turn ends.
 
 Of the span that `LocalityRule` names heads keep what the selection says (selection.py): the best
 tokens of all heads, or by a head profile those of the anchored heads and one compensation entry of
@@ -78,13 +78,14 @@ class Compressor:
 
     @property
     def scorer(self) -> TokenScorer | None:
-        """What says which tokens heads keep; None where they keep all."""
+        """The scorer that says which tokens heads keep; None where they keep all."""
         if self.selection is None or self.allocator.pool.state is None:
             return None
         return self.selection.scorer
 
     def report(self) -> dict[str, Any]:
-        """For the server's internal state: what was let go, and by which scorer and share rule."""
+        """Return what was let go, and by which scorer and share rule, for the server's internal
+        state."""
         retention, scorer = self.retention.report(), self.scorer
         if scorer is not None:
             retention["scorer"] = {"name": scorer.name, **scorer.parameters()}
@@ -150,8 +151,8 @@ class Compressor:
         prompt_stop: int,
         held_before: Iterable[int],
     ) -> Choice | None:
-        """How many entries of the span the share rule keeps; None where there is none. prompt_stop:
-        where the node's prompt ends."""
+        """Return how many entries of the span the share rule keeps; None where there is none.
+        prompt_stop: where the node's prompt ends."""
         if isinstance(self.retention.rule, Everything):
             return None
         nll = None

@@ -1,4 +1,4 @@
-"""What every context was allowed to keep: the share rule in force, applied and recorded."""
+"""The share rule in force, applied to every context and recorded."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Retention:
         self.kept_tokens = 0
 
     def choose(self, turn: Turn) -> Choice:
-        """How many entries of a turn's droppable span its CA heads keep, 1 … all of them, and
-        why."""
+        """Choose how many entries of a turn's droppable span its CA heads keep, 1 … all of them,
+        and say why."""
         choice = self.ranks.first(lambda: self.rule.choose(turn))
         self._record(turn, choice)
         return choice
@@ -75,7 +75,7 @@ class Retention:
             logger.warning("metrics failed and are off from now on", exc_info=True)
 
     def report(self) -> dict[str, Any]:
-        """For the server's internal state: shares, reasons, and the newest turns."""
+        """Return shares, reasons and the newest turns for the server's internal state."""
         report: dict[str, Any] = {
             "retained_share": self.kept_tokens / self.prompt_tokens if self.prompt_tokens else 1.0,
             "compacted_turns": sum(self.reasons.values()),

@@ -1,4 +1,4 @@
-"""Selection in a finished turn: of a span of tokens each column (a layer's head) keeps some, which
+"""Selection in a finished turn. Of a span of tokens each column (a layer's head) keeps some, which
 are packed into bundles of the span's own slots; pool/packed.py says how. With pages of one entry:
 
     span of node   | a b c d e f g h |     head 0 keeps a b d f h, head 1 keeps c
@@ -38,7 +38,7 @@ from kvtier_sglang.pool.packed import Cells, PackedSpan, bundles_first
 
 
 class PrefillRows(NamedTuple):
-    """Which tokens an extend pass computes.
+    """The tokens that an extend pass computes.
 
     indptr: row ranges of the requests; start: position of each request's first row.
     slots:  [tokens] int64, their slots.
@@ -50,7 +50,7 @@ class PrefillRows(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What is chosen of a span.
+    """The choice of a span's entries.
 
     entries: bool `[columns, tokens]`
     means:   columns that keep the mean of all tokens besides
@@ -102,7 +102,8 @@ class PackedSelection(ABC):
 
     @property
     def _coded(self) -> CodedShape | None:
-        """How what is kept is coded; None where it is not, as where entries have votes."""
+        """The shape of the codes of what is kept; None where it is not coded, as where entries have
+        votes."""
         packed = self.pool.packed
         return packed.coded if packed is not None and self.scorer.comparable else None
 
@@ -110,12 +111,12 @@ class PackedSelection(ABC):
     def choose(
         self, slots: torch.Tensor, first_position: int, keep: int, whole: int
     ) -> Kept | None:
-        """What is kept of a span; None where it stays as it is. Arguments as of `compact`; whole:
-        how many of the slots are in whole bundles."""
+        """Choose what is kept of a span; None where it stays as it is. The arguments are those of
+        `compact`; whole: how many of the slots are in whole bundles."""
 
     @abstractmethod
     def slots_of(self, keep: int, tokens: int) -> int:
-        """How many slots hold a span of so many tokens of which `keep` entries are kept; see
+        """Return how many slots hold a span of so many tokens of which `keep` entries are kept; see
         `compact`."""
 
     def compact(
@@ -139,7 +140,7 @@ class PackedSelection(ABC):
         for column in chosen.means:
             counts[column] += 1
         of_column, token = torch.nonzero_static(chosen.entries, size=sum(held)).unbind(-1)
-        # By a head profile heads keep different windows, too, and a cut would need both.
+        # Heads of a head profile keep different windows, too, and a cut would need both.
         tokens = token.int() if self.scorer.comparable else None
         span = packed.span(ordered[: chosen.slots].clone(), counts, tokens, self._coded)
         if span.coded is None:
@@ -235,7 +236,7 @@ class AdaptiveSelection(PackedSelection):
     def choose(
         self, slots: torch.Tensor, first_position: int, keep: int, whole: int
     ) -> Kept | None:
-        """As many entries as come nearest to `keep` and as there are bundles for."""
+        """Choose as many entries as come nearest to `keep` and as there are bundles for."""
         assert self.pool.packed is not None, "a pool that does not pack"
         tokens, page = slots.numel(), self.pool.packed.page
         bundles = min(self.slots_of(keep, tokens), whole) // PAGE
@@ -253,8 +254,8 @@ class AdaptiveSelection(PackedSelection):
 
 
 class ProfileSelection(PackedSelection):
-    """What a head profile says: anchored heads keep their best entries, all the same number, and
-    the others one for all.
+    """A selection by a head profile: anchored heads keep their best entries, all the same number,
+    and the others one for all.
 
     profile:       of this rank's heads
     most_anchored: how many the rank has that has most: all ranks free the same slots

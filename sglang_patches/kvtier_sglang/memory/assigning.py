@@ -1,4 +1,4 @@
-"""Which memory a request is answered from.
+"""The choice of the memory that a request is answered from.
 
 A request whose prompt begins with a memory's prefix gets an extra key with the memory's digest, so
 its whole context is in a tree of its own (radix/prefix_nodes.py): nothing that was computed behind
@@ -39,7 +39,7 @@ def leave(req: Any) -> None:
 
 
 def _asks_of_prefix(req: Any, memory: PrefixMemory) -> bool:
-    """Whether a request wants log-probabilities of tokens that nobody computes."""
+    """Return whether a request wants log-probabilities of tokens that nobody computes."""
     return req.return_logprob and 0 <= req.logprob_start_len < len(memory.prefix_ids)
 
 

@@ -49,9 +49,9 @@ class MemoryBank:
         self._dtype, self._device, self._heads = dtype, device, heads
         self._held: list[PrefixMemory] = []
         self._retired: set[str] = set()
-        # Whether the weights are others than memories were built from.
+        # True once the weights are others than memories were built from.
         self.is_outdated = False
-        # Whether CUDA graphs read what is loaded.
+        # True once CUDA graphs read what is loaded.
         self.is_recorded = False
         self._of_request: dict[str, str] = {}
         self.layers: list[MemoryLayer] = []
@@ -88,8 +88,8 @@ class MemoryBank:
         self._retired.add(digest)
 
     def weights_change(self) -> None:
-        """What is loaded was built from the weights before: no further request gets it, and none
-        is loaded any more."""
+        """Retire the loaded memories, which were built from the weights before: no further request
+        gets them, and none is loaded any more."""
         self.is_outdated = True
         for one in self.served():
             self.drop(one.digest)
@@ -107,7 +107,7 @@ class MemoryBank:
             self._stack()
 
     def served(self) -> list[PrefixMemory]:
-        """Those that new requests get."""
+        """Return the memories that new requests get."""
         return [one for one in self._held if one.digest not in self._retired]
 
     def _stack(self) -> None:
@@ -120,7 +120,8 @@ class MemoryBank:
         ]
 
     def report(self) -> dict[str, Any]:
-        """For the server's internal state."""
+        """Return the loaded memories, their bytes and the counters, for the server's internal
+        state."""
         return {
             "loaded": [
                 {"digest": one.digest, "prefix_tokens": len(one.prefix_ids)}
@@ -158,7 +159,7 @@ class MemoryBank:
         return next((one for one in self.served() if one.digest == digest), None)
 
     def index_of(self, rid: str) -> int:
-        """Where a request's memory is in the layers; NONE for none."""
+        """Return where a request's memory is in the layers; NONE for none."""
         digest = self._of_request.get(rid)
         if digest is None:
             return NONE
@@ -204,7 +205,7 @@ def stacked(layers: Sequence[MemoryLayer], dtype: torch.dtype, device: torch.dev
 
 
 def _bounds(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Where parts begin and end that lie behind one another, of their own bounds."""
+    """Return where parts begin and end that lie behind one another, from their own bounds."""
     counts = torch.cat([bounds.diff() for bounds in parts])
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
 

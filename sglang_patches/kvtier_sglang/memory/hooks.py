@@ -1,4 +1,4 @@
-"""What SGLang's requests and schedulers are hooked with, where there may be prefix memories."""
+"""The hooks in SGLang's requests and schedulers, where there may be prefix memories."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ RELOAD = "kvtier_reload_memories"
 
 
 class RequestHooks:
-    """Of one process. memories: its own; None before they are opened, and where there are none."""
+    """The hooks of one process. memories: its own; None before they are opened, and where there are
+    none."""
 
     def __init__(self, memories: Callable[[], Memories | None]) -> None:
         self._memories = memories

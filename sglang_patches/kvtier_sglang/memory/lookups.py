@@ -1,4 +1,4 @@
-"""How the lookups of a forward pass went, request by request."""
+"""The results of a forward pass's lookups, request by request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier_kernels.memory.base import MemoryAnswer, MemoryLayer
 
 
 class Lookups(NamedTuple):
-    """Of one request's prompt, or a part of it.
+    """The lookups of one request's prompt, or of a part of it.
 
     asked:  how many there were, in all layers
     fell:   of those, that no entry was near enough to
@@ -23,13 +23,13 @@ class Lookups(NamedTuple):
     margin: float = 0.0
 
     def plus(self, other: Lookups) -> Lookups:
-        """Of both parts."""
+        """Return the lookups of both parts."""
         return Lookups(self.asked + other.asked, self.fell + other.fell, self.margin + other.margin)
 
 
 @dataclass
 class PassLookups:
-    """Of an extend pass, over all layers so far, on the device.
+    """The lookups of an extend pass, over all layers so far, on the device.
 
     rids, counts: the requests and their new tokens
     """
@@ -50,7 +50,7 @@ class PassLookups:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def by_request(self) -> dict[str, Lookups]:
-        """Of each that looked up. Waits for the device."""
+        """Return the lookups of each request that made some. Waits for the device."""
         if self._sums is None:
             return {}
         parts = torch.split(self._sums.cpu().double(), self.counts, dim=1)

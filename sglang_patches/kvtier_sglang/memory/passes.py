@@ -1,4 +1,4 @@
-"""What a forward pass asks of prefix memories: planned once, asked in every layer.
+"""The questions of a forward pass to prefix memories: planned once, asked in every layer.
 
 Each request's row remembers its memory on the device, so that decoding need not ask the host.
 """
@@ -31,11 +31,12 @@ class MemoryPass:
     ids: torch.Tensor
     positions: torch.Tensor
     lookups: PassLookups | None = None
-    # Of the last layer; most models rotate all of theirs alike.
+    # The rotation of the last layer; most models rotate all of theirs alike.
     _rotated: tuple[Any, torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
 
     def state(self, index: int, q: torch.Tensor, scale: float) -> AttentionState:
-        """What the memories say to a layer's queries, `[tokens, KV heads, group, dim]`, rotated."""
+        """Return what the memories say to a layer's queries, `[tokens, KV heads, group, dim]`,
+        rotated."""
         layer = self.bank.layers[index]
         looks_up = len(layer.keys) > 0
         if looks_up:
@@ -68,7 +69,7 @@ class MemoryPasses:
         self.kernels = kernels
         self._of_row: torch.Tensor | None = None
         self._rows = rows
-        # Of the extend passes whose results have not been looked at, in their order.
+        # The lookups of extend passes whose results have not been looked at, in their order.
         self._under_way: deque[PassLookups] = deque()
 
     def extend(self, forward_batch: Any) -> MemoryPass | None:
@@ -107,8 +108,8 @@ class MemoryPasses:
         return MemoryPass(self.bank, self.kernels, ids, forward_batch.positions)
 
     def lookups(self, rids: list[str]) -> dict[str, Lookups]:
-        """Of an extend pass with these requests, whose result is there, by request. A later pass
-        may be under way."""
+        """Return the lookups of an extend pass with these requests, whose result is there, by
+        request. A later pass may be under way."""
         while self._under_way:
             first = self._under_way.popleft()
             if first.rids == rids:

@@ -20,7 +20,7 @@ from kvtier_sglang.memory.passes import MemoryPasses
 
 
 class Requeueing:
-    """Of one scheduler, whose thread alone calls it."""
+    """The requeueing of one scheduler, whose thread alone calls it."""
 
     def __init__(
         self, bank: MemoryBank, passes: MemoryPasses, metrics: MemoryMetrics | None = None
@@ -28,10 +28,10 @@ class Requeueing:
         self.bank = bank
         self.passes = passes
         self.metrics = metrics
-        # By request that is not through its prompt.
+        # The lookups of requests that are not through their prompts.
         self._so_far: dict[str, Lookups] = {}
         self._leaving: list[Any] = []
-        # By request that is to be queued again: how it was streamed.
+        # The streaming of requests that are to be queued again.
         self._silent: dict[str, Streamed] = {}
 
     def process(
@@ -42,7 +42,7 @@ class Requeueing:
         for req in leaving:
             self._retract(scheduler, req)
         original(scheduler, batch, result)
-        # What was launched meanwhile has been looked at: it cannot be taken for the new start.
+        # The passes launched meanwhile have been looked at: they cannot be taken for the new start.
         waiting, self._leaving = self._leaving, leaving
         if not scheduler.enable_overlap:
             waiting, self._leaving = [*waiting, *self._leaving], []
@@ -119,7 +119,7 @@ class Requeueing:
 
 
 class Streamed(NamedTuple):
-    """How a request's answer is streamed."""
+    """The way that a request's answer is streamed."""
 
     stream: bool
     interval: int | None

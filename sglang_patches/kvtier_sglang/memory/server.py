@@ -72,8 +72,8 @@ class Memories:
         return memories
 
     def readable(self) -> dict[str, PrefixMemory]:
-        """What is at the source now, by digest, where it can be loaded into a server that runs; the
-        same on every rank. Raises KvtierError."""
+        """Return what is at the source now, by digest, where it can be loaded into a server that
+        runs; the same on every rank. Raises KvtierError."""
         self.bank.check_loads()
         return self._source.read(self._source.now(), self._check)
 

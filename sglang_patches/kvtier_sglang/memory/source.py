@@ -1,4 +1,4 @@
-"""Which prefix memories a server is to serve, the same on every tensor parallel rank.
+"""The prefix memories that a server is to serve, the same on every tensor parallel rank.
 
     first rank:  folder or calibration store ──> places ──┐ told to all
     every rank:  reads its part of the files <────────────┘ ──> all could: serve them; else: none
@@ -37,12 +37,12 @@ class MemorySource:
 
     @classmethod
     def of(cls, settings: Settings, model_path: str, ranks: Ranks) -> MemorySource:
-        """What `settings.memory` names, where it is set."""
+        """Return the source that `settings.memory` names, where it is set."""
         return cls(memory_finder(settings, model_path), ranks)
 
     @property
     def bytes_at_start(self) -> int:
-        """What each rank holds of the tensors."""
+        """The bytes of the tensors that each rank holds."""
         return sum(place.num_bytes for place in self.at_start) // self.ranks.size
 
     def _find_or_none(self) -> list[Place]:
@@ -56,7 +56,8 @@ class MemorySource:
         return found
 
     def now(self) -> Sequence[Place]:
-        """Where they are now. Raises MemoryFileError, CalibrationDocumentError and StoreError."""
+        """Return where the memories are now. Raises MemoryFileError, CalibrationDocumentError and
+        StoreError."""
         return self.ranks.first(self._finder.find)
 
     def read(self, places: Sequence[Place], check: Check) -> dict[str, PrefixMemory]:

@@ -25,7 +25,7 @@ from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 
 
 class BundleAllocator(TokenToKVPoolAllocator):
-    """Not thread-safe: the scheduler thread owns it."""
+    """An allocator of slots, whole bundles first. Not thread-safe: the scheduler thread owns it."""
 
     free_pages: torch.Tensor
     release_pages: torch.Tensor
@@ -121,8 +121,8 @@ class BundleAllocator(TokenToKVPoolAllocator):
     def max_new_tokens_for_memory(
         self, input_tokens: int, max_new_tokens: int, *, token_capacity: int, **limits: Any
     ) -> int | None:
-        """As SGLang's; of a prompt that does not fit beside as much of its answer as is admitted
-        with it, what it holds while it is compressed as it comes."""
+        """Return SGLang's number; for a prompt that does not fit beside as much of its answer as is
+        admitted with it, count what it holds while it is compressed as it comes."""
         held = input_tokens
         if input_tokens + min(max_new_tokens, CLIP_MAX_NEW_TOKENS) >= token_capacity:
             held = self.prompt_slots(input_tokens)
@@ -139,7 +139,7 @@ class BundleAllocator(TokenToKVPoolAllocator):
         )
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> bool | None:
-        """As SGLang's, but again where what was evicted held fewer slots than tokens."""
+        """Evict as SGLang does, but again where what was evicted held fewer slots than tokens."""
         if tree_cache is None or not tree_cache.supports_prefix_sharing():
             return None
         while (shortfall := num_tokens - self.available_size()) > 0:
@@ -154,7 +154,7 @@ class BundleAllocator(TokenToKVPoolAllocator):
         return int((self.size - self.available_size()) * self.pool.slot_bytes)
 
     def check_integrity(self) -> list[str]:
-        """What is wrong with the slots; empty when healthy."""
+        """Return what is wrong with the slots; empty when healthy."""
         problems = []
         listed = torch.cat((self.free_pages, self.release_pages))
         free = torch.bincount(listed, minlength=self.size + 1)

@@ -43,7 +43,7 @@ from kvtier_kernels.codes import (
 from kvtier_kernels.fp8 import put, raw, take
 from kvtier_kernels.lists import ENTRY_BITS, PAGE_CELLS
 
-# What budgets are counted in is what kernels read.
+# Budgets are counted in the pages that kernels read.
 assert PAGE == PAGE_CELLS
 # Entries moved at a time, to bound the copy.
 MOVED_AT_A_TIME = 1 << 20
@@ -142,7 +142,7 @@ class PackedSpan:
         column = torch.arange(pages.numel()).repeat_interleave(pages)
         number = torch.arange(column.numel()) - (pages.cumsum(0) - pages)[column]
         filled = (entries[column] - held * number).clamp_max(held)
-        # Where each page stands: in its own column first, then wherever others have left one.
+        # Each page stands in its own column first, then wherever others have left a place.
         bundles = slots.numel() // PAGE
         free = torch.nonzero(torch.arange(bundles) >= pages[:, None])
         beyond = number >= bundles
@@ -156,7 +156,8 @@ class PackedSpan:
 
     @property
     def indptr(self) -> tuple[int, ...]:
-        """Where each column's entries begin in `cells`, and where the last one's end."""
+        """The position where each column's entries begin in `cells`, and where the last one's
+        end."""
         return (0, *accumulate(self.counts))
 
     @property
@@ -196,8 +197,8 @@ def slots_as_entries(kept: int) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """What is kept of some of a span's tokens, those from `begin` to `stop`. counts: entries of
-    every column. page: entries of a page."""
+    """The entries that are kept of some of a span's tokens, those from `begin` to `stop`. counts:
+    entries of every column. page: entries of a page."""
 
     begin: int
     stop: int
@@ -206,7 +207,7 @@ class Part:
 
     @classmethod
     def of(cls, span: PackedSpan, begin: int, stop: int) -> Part:
-        """It asks the device."""
+        """Return the part of a span between two of its tokens. It asks the device."""
         kept = torch.tensor(span.counts)
         column = torch.arange(kept.numel()).repeat_interleave(kept)
         inside = span.of_tokens(begin, stop).long().cpu()
@@ -216,7 +217,7 @@ class Part:
 
     @property
     def slots(self) -> int:
-        """Of the whole bundles that hold it."""
+        """The number of slots of the whole bundles that hold it."""
         pages = sum(-(-count // self.page) for count in self.counts)
         return PAGE * -(-pages // len(self.counts))
 
@@ -424,7 +425,7 @@ class PackedSpans:
         return tuple(spans)
 
     def problems(self, free: torch.Tensor) -> Iterable[str]:
-        """What is wrong with them. free: int64 `[slots]`, how often each is free."""
+        """Yield what is wrong with the spans. free: int64 `[slots]`, how often each is free."""
         held = [span.slots for span in self._by_first.values()]
         slots = torch.cat(held) if held else self.dense_of[:0]
         packed = torch.bincount(slots, minlength=self.dense_of.numel())

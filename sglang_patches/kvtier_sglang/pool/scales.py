@@ -1,5 +1,5 @@
-"""What an fp8 cache's numbers stand for: SGLang's scales, one for the keys and one for the values
-of each layer. A checkpoint brings them, or `--quantization-param-path`; else they are 1.
+"""The scales of an fp8 cache: SGLang's, one for the keys and one for the values of each layer. A
+checkpoint brings them, or `--quantization-param-path`; else they are 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvtier_kernels.fp8 import FP8_DTYPES
 
 
 class LayerScales(NamedTuple):
-    """What a layer's stored keys and values are multiplied by."""
+    """The scales that a layer's stored keys and values are multiplied by."""
 
     k: float = 1.0
     v: float = 1.0
@@ -33,7 +33,7 @@ class KvScales:
 
     @classmethod
     def of_model(cls, model: Any, layers: range, dtype: torch.dtype) -> KvScales:
-        """Those of a pool of some of the model's layers; only fp8 has scales.
+        """Return the scales of a pool of some of the model's layers; only fp8 has scales.
 
         Raises StartupError for scales that are no positive numbers.
         """
@@ -48,14 +48,14 @@ class KvScales:
         return scales
 
     def of(self, index: int) -> LayerScales:
-        """Those of the pool's `index`-th layer."""
+        """Return the scales of the pool's `index`-th layer."""
         layer = self._layers[index]
         if layer is None:
             return LayerScales()
         return LayerScales(_scale(layer, "k_scale"), _scale(layer, "v_scale"))
 
     def all(self) -> list[LayerScales]:
-        """Those of all layers, in order."""
+        """Return the scales of all layers, in order."""
         return [self.of(index) for index in range(len(self._layers))]
 
 

@@ -1,4 +1,4 @@
-"""How many slots a server's byte budget buys."""
+"""The number of slots that a server's byte budget buys."""
 
 from __future__ import annotations
 

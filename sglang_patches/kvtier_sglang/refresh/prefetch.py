@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CompactedContext:
-    """What a request's refresh is of.
+    """The context that a request's refresh is of.
 
     token_ids:  of the context, at least as far as its last pruned range's last span
     exact_stop: up to which token it was computed with nothing dropped
@@ -143,7 +143,7 @@ class RefreshPrefetch:
 
     @property
     def open(self) -> list[PendingRefresh]:
-        """In the order in which they were asked for."""
+        """The refreshes that are awaited, in the order in which they were asked for."""
         return [pending for pending in self._pending.values() if pending.came is None]
 
     def ask(self, rid: str, context: CompactedContext, patience_s: float) -> None:
@@ -190,13 +190,13 @@ class RefreshPrefetch:
         return FetchedSource(host, ranges, self.rule, self.layouts)
 
     def settled(self, rid: str) -> bool:
-        """Whether the request need not wait (any longer)."""
+        """Return whether the request need not wait (any longer)."""
         pending = self._pending.get(rid)
         return pending is None or pending.came is not None
 
     def take(self, rid: str) -> tuple[CompactedContext, RefreshSource | None] | None:
-        """What a settled request waited for, once, and what came, which the caller owns; None
-        where it did not wait for anything."""
+        """Return what a settled request waited for, once, and what came, which the caller owns;
+        None where it did not wait for anything."""
         pending = self._pending.pop(rid, None)
         if pending is None:
             return None
@@ -236,7 +236,7 @@ class RefreshPrefetch:
         self._ahead[rid] = Ahead(self._fetch(context), windows, choose, Background(device))
 
     def chosen_ahead(self, rid: str) -> tuple[bool, Choices | None]:
-        """Whether what `choose_ahead` was to do is over, and what came of it, once."""
+        """Return whether the work of `choose_ahead` is over, and what came of it, once."""
         ahead = self._ahead[rid]
         if not ahead.fetch.done:
             return False, None

@@ -45,7 +45,7 @@ LONGEST_PASS_S = 2.0
 
 
 class Contexts(Protocol):
-    """What a refresh asks of the cache that keeps the contexts."""
+    """The cache that keeps the contexts, as far as a refresh asks it."""
 
     @property
     def allocator(self) -> BundleAllocator:
@@ -254,8 +254,8 @@ class Refresher(ABC):
 
     @abstractmethod
     def chooser(self, refreshing: Refreshing, row: torch.Tensor | None = None) -> Choose:
-        """How a request's entries of a layer are chosen again, in whatever thread. row: the
-        request's, where it has no entries of its own yet."""
+        """Return the function that chooses a request's entries of a layer again, in whatever
+        thread. row: the request's, where it has no entries of its own yet."""
 
     def _refresh(
         self, index: int, refreshing: Refreshing, source: RefreshSource, window: QueryWindow
@@ -303,8 +303,8 @@ class Refresher(ABC):
     def attention(
         self, index: int, slots: Sequence[torch.Tensor], window: QueryWindow
     ) -> torch.Tensor:
-        """What queries look at among a request's own entries of one layer: float32, of all entries
-        of a head after the other, which add up to 1 for each head."""
+        """Return the attention of queries to a request's own entries of one layer: float32, of all
+        entries of a head after the other, which add up to 1 for each head."""
         packed, found = self.packed, []
         by_head = zip(*(self._own(index, one) for one in slots), strict=True)
         for head, parts in enumerate(by_head):
@@ -329,11 +329,11 @@ class Refresher(ABC):
 Score: TypeAlias = Callable[
     [int, torch.Tensor, torch.Tensor | None, torch.Tensor, int], torch.Tensor
 ]
-"""What tokens of a layer are worth: see PackedSelection.score."""
+"""The worth of a layer's tokens: see PackedSelection.score."""
 
 
 class AdaptiveRefresher(Refresher):
-    """Where heads compete. score: by which the entries of the tree were chosen."""
+    """A refresher where heads compete. score: by which the entries of the tree were chosen."""
 
     def __init__(self, rule: RefreshRule, contexts: Contexts, score: Score) -> None:
         pool = contexts.allocator.pool
@@ -371,8 +371,8 @@ class AdaptiveRefresher(Refresher):
         v: torch.Tensor,
         window: QueryWindow,
     ) -> Chosen:
-        """So many entries of each of a layer's heads, of a range from position `begin` on: as if
-        all were of one head. k, v: `[heads, tokens, dim]`."""
+        """Choose so many entries of each of a layer's heads, of a range from position `begin` on,
+        and return them as if all were of one head. k, v: `[heads, tokens, dim]`."""
         k, v = k.to(window.q.device), v.to(window.q.device)
         state = k.new_empty(*k.shape[:1], 0, k.shape[1], dtype=torch.float32)
         worth = self._score(index, k, v, state, begin)
@@ -390,7 +390,7 @@ class AdaptiveRefresher(Refresher):
 
 
 class ProfileRefresher(Refresher):
-    """By a head profile. heads: its anchored heads of each layer."""
+    """A refresher by a head profile. heads: its anchored heads of each layer."""
 
     def chooser(self, refreshing: Refreshing, row: torch.Tensor | None = None) -> Choose:
         def choose(

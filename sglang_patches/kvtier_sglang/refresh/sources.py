@@ -1,4 +1,4 @@
-"""Where a refresh gets its entries from: exact KV that came back, or the tier that has it.
+"""The sources of a refresh's entries: exact KV that came back, or the tier that has it.
 
     fetch        the exact KV of the pruned ranges is in host memory; choosing is done here
     near-data    the exact KV stays in the tier, which is told the queries and sends the entries
@@ -88,6 +88,7 @@ class NearSource:
 RefreshSource: TypeAlias = FetchedSource | NearSource
 
 Choose: TypeAlias = Callable[[RefreshSource, int, QueryWindow, Deadline], list[Chosen] | None]
-"""What is kept of each pruned range in one layer, for some queries; None where the source fails."""
+"""The choice of each pruned range's entries in one layer, for some queries; None where the source
+fails."""
 
 __all__ = ["Choose", "FetchedSource", "NearSource", "RefreshSource"]

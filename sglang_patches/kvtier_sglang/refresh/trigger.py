@@ -25,14 +25,14 @@ from kvtier.retention.keepkv import QueryWindow
 from kvtier_sglang.refresh.prefetch import CompactedContext, RefreshPrefetch
 from kvtier_sglang.refresh.refresher import Refresher, Refreshing
 
-# How often it is looked whether attention has moved on, in tokens: it costs as much as a few
-# decode steps over the kept entries of one context.
+# The trigger looks every so many tokens whether attention has moved on: a look costs as much as a
+# few decode steps over the kept entries of one context.
 LOOK_EVERY_TOKENS = 8
 
 
 @dataclass(frozen=True)
 class TriggerRule:
-    """When entries are chosen again during a turn; at least one of both is given.
+    """The rule for choosing entries again during a turn; at least one of both is given.
 
     every_tokens: generated since the last time
     moved:        total variation of attention over the kept entries, in (0, 1)
@@ -147,7 +147,7 @@ class RefreshTrigger:
         return bool(torch.stack(distances).mean() > moved)
 
     def _look(self, watched: Watched) -> dict[int, torch.Tensor]:
-        """What the newest queries look at among a request's own entries, by layer: see
+        """Return the attention of the newest queries to a request's own entries, by layer: see
         Refresher.attention."""
         return {
             index: self.refresher.attention(index, watched.refreshing.slots, window)

@@ -45,16 +45,16 @@ class TurnRefresh:
 
     @property
     def open(self) -> Sequence[Awaited]:
-        """What requests wait for and the ranks have not settled yet."""
+        """The answers that requests wait for and the ranks have not settled yet."""
         return self.prefetch.open
 
     @property
     def is_awaited(self) -> bool:
-        """Whether any request waits for what its refresh needs."""
+        """Return whether any request waits for what its refresh needs."""
         return bool(self.prefetch)
 
     def settled(self, rid: str, prompt_tokens: int) -> bool:
-        """Whether what a refresh needs came, will not come, or is not waited for."""
+        """Return whether what a refresh needs came, will not come, or is not waited for."""
         if not self.prefetch.settled(rid):
             return False
         taken = self.prefetch.take(rid)
@@ -97,7 +97,7 @@ class TurnRefresh:
         self.prefetch.clear()
 
     def report(self) -> dict[str, Any]:
-        """For the server's internal state."""
+        """Return the seconds and the counters of refreshes for the server's internal state."""
         return {
             "refresh_s": self.refresher.refresh_s,
             "refresh_wait_s": self.prefetch.wait_s,
@@ -155,7 +155,8 @@ def make_turn_refresh(
     near_data: bool = False,
     trigger: TriggerRule | None = None,
 ) -> MakeRefresh | None:
-    """How a cache's contexts are refreshed by a rule; None where there is none.
+    """Return a function that makes the refresh of a cache's contexts by a rule; None where there is
+    none.
 
     make_refresher: of the entries as they are kept. near_data: whether the tier chooses where it
     can, which it cannot where heads compete. trigger: when entries are chosen again while a turn is

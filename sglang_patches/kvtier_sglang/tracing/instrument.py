@@ -52,7 +52,7 @@ class RequestSpans:
 
     def __init__(self, cache: Any, tracer: trace.Tracer) -> None:
         self._cache, self._tracer = cache, tracer
-        # Of requests that are matched and not released.
+        # The contexts of requests that are matched and not released.
         self._contexts: dict[str, Any] = {}
         self._matches: dict[str, tuple[int, int]] = {}
         # When the pass under way began, and the requests that it refreshes.
@@ -196,7 +196,7 @@ def _is_traced() -> bool:
 
 @contextmanager
 def _attached(context: Any) -> Iterator[None]:
-    """Within a request's context; None: of one that is not traced."""
+    """Stay within a request's context; None: that of a request that is not traced."""
     if context is None:
         yield
         return

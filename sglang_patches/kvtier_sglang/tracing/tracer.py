@@ -18,7 +18,7 @@ def engine_tracer() -> Any:
 
 
 def interceptors() -> tuple[Any, ...]:
-    """What a tier client's calls go through: its tracing, where SGLang traces."""
+    """Return what a tier client's calls go through: its tracing, where SGLang traces."""
     tracer = engine_tracer()
     if tracer is None:
         return ()
