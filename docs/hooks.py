@@ -1,4 +1,5 @@
-"""What mkdocs fills into the pages from the program itself, so that it is never out of date.
+"""The parts of pages that mkdocs fills in from the program itself, so that they are never out of
+date.
 
 <!-- settings -->      every setting by section, with its flag, default and what it is for
 <!-- scorers -->       every token scorer of the registry, with its paper
@@ -75,7 +76,7 @@ def head_methods_table() -> str:
 def stores_table() -> str:
     lines = ["| `--store` | what it is | its flags |", "|---|---|---|"]
     for name, store in STORES.items():
-        # Behind "The store `name`: ".
+        # The text stands behind "The store `name`: ".
         about = _about(store).partition(": ")[2]
         flags = ", ".join(f"`{flag.name}`" for flag in store.options_type.flags().values())
         lines.append(f"| `{name}` | {about} | {flags} |")

@@ -87,7 +87,8 @@ def _text(fact: Fact) -> str:
 
 
 def user_turn(note: str, question: str) -> str:
-    """What the user says: the note of the vault opened last, if there was one, and a question."""
+    """Return what the user says: the note of the vault opened last, if there was one, and a
+    question."""
     return f"{note} {question}".strip()
 
 

@@ -1,4 +1,4 @@
-"""What is checked of rendered manifests, before a cluster sees them.
+"""The checks of rendered manifests, before a cluster sees them.
 
     python -m deploy.checks deploy/overlays/production          render an overlay and check it
     kubectl kustomize my-overlay | python -m deploy.checks -     check what is already rendered
@@ -34,7 +34,7 @@ CHECKS = (
 
 
 def findings(manifests: Manifests, checks: Iterable[str] = CHECKS) -> list[str]:
-    """What the named checks find, each finding with the check's name before it."""
+    """Return what the named checks find, each finding with the check's name before it."""
     found = []
     for name in checks:
         module = importlib.import_module(f"deploy.checks.{name}")

@@ -1,4 +1,5 @@
-"""Who calls whom: read from flags, settings, monitors and accounts, not from policies."""
+"""The connections between workloads: read from flags, settings, monitors and accounts, not from
+policies."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from deploy.checks.manifests import Container, Document, Manifests, Workload
 
 API_PORTS, HTTPS, DNS = (443, 6443), 443, 53
-# What a namespace is told by, without labels of its own.
+# The label that names a namespace that has no labels of its own.
 NAMESPACE = "kubernetes.io/metadata.name"
 
 

@@ -15,7 +15,7 @@ from kvtier.errors import KvtierError
 
 # Programs with no parser that could be asked here; the test of deploy/base/redis starts a server.
 UNASKED = ("sh", "valkey-server", "mooncake_master")
-# What cert-manager puts into a Secret.
+# The files that cert-manager puts into a Secret.
 SECRET_FILES = ("tls.crt", "tls.key", "ca.crt")
 
 

@@ -8,7 +8,7 @@ from deploy.checks.manifests import OURS, PROGRAMS, Manifests
 from kvtier import __version__
 
 DIGEST = re.compile(r"@sha256:[0-9a-f]{64}$")
-# What stands in deploy/ where a value has to be.
+# The placeholders in deploy/ where a value has to be.
 PLACEHOLDERS = ("SET_ME", "kvtier.invalid")
 
 

@@ -16,9 +16,9 @@ from kvtier_tierd.stores.memory import MemoryOptions
 SGLANG_LOOKS_S, SGLANG_ENDS_S = 5, 15
 # For one long answer at the least; they are not bounded otherwise.
 ANSWER_S = 300
-# Of a disk that is slow, for what waits for it when a tier ends.
+# The bytes a second of a slow disk, for what waits for it when a tier ends.
 DISK_BYTES_PER_S = 100e6
-# What Python and gRPC take beside what is asked for.
+# The memory that Python and gRPC take beside what is asked for.
 PROCESS_BYTES = 256 * MIB
 ROUTER_GRACE_S = 180
 KUBERNETES_GRACE_S = 30
@@ -49,7 +49,7 @@ def _grace(manifests: Manifests, workload: Workload, container: Container) -> It
 
 
 def _ending_s(manifests: Manifests, container: Container) -> float:
-    """How long the program may take from SIGTERM on."""
+    """Return the seconds that the program may take from SIGTERM on."""
     match container.words[:2]:
         case ["kvtier", "serve"]:
             given = manifests.environment(container).get("KVTIER_TIER_DRAIN_S")

@@ -17,7 +17,7 @@ Document = dict[str, Any]
 
 WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet", "Job")
 OURS = re.compile(r"/kvtier-(?P<name>[a-z-]+):(?P<tag>[^@]+)$")
-# What the image of deploy/image starts where a container names no command.
+# The programs that the image of deploy/image starts where a container names no command.
 PROGRAMS = {"engine": "kvtier", "tier": "kvtier", "tier-mooncake": "kvtier", "router": "smg"}
 _VARIABLE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 
@@ -39,12 +39,12 @@ class Container:
 
     @property
     def stays(self) -> bool:
-        """Whether it runs as long as the Pod does: initContainers end, sidecars excepted."""
+        """Return whether it runs as long as the Pod does: initContainers end, sidecars excepted."""
         return not self.init or self.document.get("restartPolicy") == "Always"
 
     @property
     def ports(self) -> dict[str, int]:
-        """By name; those without one by their number as text."""
+        """The container's ports by name; those without one by their number as text."""
         ports = self.document.get("ports", [])
         return {one.get("name", str(one["containerPort"])): one["containerPort"] for one in ports}
 
@@ -60,7 +60,7 @@ class Container:
         return [str(word) for word in [*command, *self.document.get("args", [])]]
 
     def flag(self, name: str) -> str | None:
-        """What follows `--name=` among the arguments."""
+        """Return what follows `--name=` among the arguments."""
         for word in self.words:
             if word.startswith(f"--{name}="):
                 return word.partition("=")[2]
@@ -102,7 +102,8 @@ class Workload:
 
     @property
     def volumes(self) -> dict[str, Document]:
-        """By name; those of volumeClaimTemplates as claims that are made with the Pod."""
+        """The Pod's volumes by name; those of volumeClaimTemplates as claims that are made with the
+        Pod."""
         claimed = self.document["spec"].get("volumeClaimTemplates", [])
         made: dict[str, Document] = {
             one["metadata"]["name"]: {"claimTemplate": one} for one in claimed
@@ -173,7 +174,8 @@ def title(document: Document) -> str:
 
 
 def matches(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    """Whether a label selector (matchLabels, matchExpressions) is met; an empty one always is."""
+    """Return whether a label selector (matchLabels, matchExpressions) is met; an empty one always
+    is."""
     wanted = selector.get("matchLabels", {})
     if any(labels.get(key) != value for key, value in wanted.items()):
         return False

@@ -34,7 +34,7 @@ def _policies(manifests: Manifests, workload: Workload, direction: str) -> list[
 
 
 def _allowed(manifests: Manifests, connection: Connection, direction: str) -> bool:
-    """Whether the policies of one end allow it; a Pod that has none allows everything."""
+    """Return whether the policies of one end allow it; a Pod that has none allows everything."""
     egress = direction == "Egress"
     own, other = connection.source, connection.target
     if not egress:
@@ -83,7 +83,8 @@ def _ports(ports: list[dict[str, Any]] | None, connection: Connection) -> bool:
 
 
 def _strangers(manifests: Manifests) -> list[str]:
-    """Who is reached from elsewhere and should not be."""
+    """Return the callers that reach a workload from elsewhere and should not, and a front door that
+    is closed."""
     doors = [f"kvtier-{name}" for name in FRONT_DOORS]
     front = next((d for d in doors if manifests.find("Deployment", d) is not None), None)
     findings = []

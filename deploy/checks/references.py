@@ -1,4 +1,5 @@
-"""What a document names is there: Pods behind selectors, ports, accounts, volumes, variables."""
+"""A check that what a document names is there: Pods behind selectors, ports, accounts, volumes,
+variables."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 from deploy.checks.manifests import Container, Document, Manifests, Workload, title, unresolved
 
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
-# Where a volume's source says which object it is.
+# The key where a volume's source says which object it is.
 SOURCES = {
     "configMap": ("ConfigMap", "name"),
     "persistentVolumeClaim": ("PersistentVolumeClaim", "claimName"),
@@ -69,7 +70,7 @@ def _policy(manifests: Manifests, spec: Document) -> Iterator[str]:
                 if "podSelector" not in peer or "namespaceSelector" in peer:
                     continue
                 found = manifests.selected(peer["podSelector"])
-                # Of those who may come, some may be in other overlays only; a call has a target.
+                # Some of those who may come may be in other overlays only; a call has a target.
                 if direction == "egress" and not found:
                     yield f"egress to {peer['podSelector']}: no such Pods"
                 listening = listening + (found if direction == "egress" else [])

@@ -54,7 +54,7 @@ def _custom(document: Document) -> list[str]:
 
 
 def _lost(given: Any, back: Any, path: str = "") -> list[str]:
-    """Where something was given that did not come back."""
+    """Return the paths where something was given that did not come back."""
     if isinstance(given, dict):
         held = back if isinstance(back, dict) else {}
         return [
