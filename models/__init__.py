@@ -1,1 +1,1 @@
-"""How the demo model in `models/kvtier-demo` is made and measured."""
+"""The training and the measuring of the demo model in `models/kvtier-demo`."""

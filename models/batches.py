@@ -41,7 +41,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class SessionShape:
-    """What a recall batch looks like.
+    """The shape of a recall batch.
 
     tokens:         length of every row, context and turns together
     batch:          rows

@@ -91,7 +91,8 @@ def measure(net: Net, probes: Iterable[Probe], heads: Iterable[Head]) -> Recall:
 
 
 def judged_answers(probe: Probe, right: Tensor) -> list[Tensor]:
-    """Per turn that first asks for a fact of the context: which of its 11 tokens are right."""
+    """Return for each turn that first asks for a fact of the context which of its 11 tokens are
+    right."""
     answers = []
     asked = set()
     end = 0

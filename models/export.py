@@ -17,7 +17,7 @@ from models.network.net import Net, NetConfig, save_net
 from models.recipe import SEED
 from models.tokenizer import write_tokenizer
 
-HISTORY = "history.json"  # of all training steps, in the model's folder
+HISTORY = "history.json"  # the log of all training steps, in the model's folder
 
 
 def export(checkpoint: dict[str, Any], folder: Path) -> None:

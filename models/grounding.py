@@ -101,7 +101,8 @@ def _turn_hidden(net: Net, exercise: Exercise, anchored: Tensor) -> Tensor:
 def _visible(
     cache: ContextCache, layer: int, heads: Tensor, *, local: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `heads` see of the context: keys, values `[heads, entries, dim]`, bias `[entries]`."""
+    """Return what `heads` see of the context: keys, values `[heads, entries, dim]`, bias
+    `[entries]`."""
     keys, values = cache.keys[layer][heads], cache.values[layer][heads]
     stop = cache.num_tokens - RECENT_TOKENS
     if not local or stop <= SINK_TOKENS:

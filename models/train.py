@@ -30,7 +30,7 @@ from models.language import collect_residuals, language_loss, only_last_mlp
 from models.network.net import Net, NetConfig, load_net
 from models.recipe import ANCHORED, SEED, STAGES, Stage, stage_named
 
-LOG_EVERY, MOST_ENTRIES = 10, 60  # of one stage
+LOG_EVERY, MOST_ENTRIES = 10, 60  # steps between entries of the log, most entries of a stage
 RUNNING = 0.95  # decay of the running accuracy
 SHORTEST_REAL_TOKENS, REAL_TURNS = 4096, 48
 
@@ -176,7 +176,7 @@ def run_stage(
 
 @dataclass
 class Run:
-    """What training changes: weights, optimizer state, and the log of all steps."""
+    """The state that training changes: weights, optimizer state, and the log of all steps."""
 
     net: Net
     optimizer: torch.optim.Optimizer

@@ -80,7 +80,8 @@ def attend_context(q: Tensor, k: Tensor, v: Tensor, anchored: Tensor) -> Attenti
 
 
 def attend_locally(q: Tensor, k: Tensor, v: Tensor) -> AttentionState:
-    """What a locality head sees of a context: sink, recent window, compensation entry."""
+    """Attend as a locality head does to what it sees of a context: sink, recent window,
+    compensation entry."""
     stop = k.shape[1] - RECENT_TOKENS
     mean_k, mean_v = k[:, SINK_TOKENS:stop].mean(1), v[:, SINK_TOKENS:stop].mean(1)
     state = attend(q, k[:, :SINK_TOKENS], v[:, :SINK_TOKENS])

@@ -262,7 +262,7 @@ def save_net(net: Net, folder: Path, token_ids: dict[str, int]) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.detach().contiguous() for name, value in net.state_dict().items()}
-    # Written beside and renamed, so that a reader never sees half a checkpoint.
+    # The file is written beside and renamed, so that a reader never sees half a checkpoint.
     partial = folder / "model.safetensors.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.chmod(0o644)
