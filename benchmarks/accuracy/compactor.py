@@ -71,7 +71,8 @@ def run(options: Options) -> Measured:
 
 
 def settings(options: Options) -> dict[str, Any]:
-    """What decides the contexts, how often they are compressed, and kvtier's own settings."""
+    """Return what decides the contexts, how often they are compressed, and kvtier's own
+    settings."""
     return {
         **context_settings(options),
         "draws": options.draws,

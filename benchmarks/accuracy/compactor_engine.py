@@ -65,7 +65,8 @@ def run_engine(
 
 
 def method_name(heads: Heads, scorer: str) -> str:
-    """How a table calls it: the default scorer is what users get, and has no name of its own."""
+    """Return the method's name in a table: the default scorer is what users get, and has no name of
+    its own."""
     return METHODS[heads] if scorer == DEFAULT_SCORER else f"{METHODS[heads]}, {scorer}"
 
 

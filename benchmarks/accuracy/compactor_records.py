@@ -1,4 +1,4 @@
-"""What a method did with one context, and what is made of many such records.
+"""The record of a method on one context, and what is made of many such records.
 
 A question that the model answers wrongly with its whole cache says nothing about compression, and
 one such answer more or less would be the largest difference in the table. So recall is over the
@@ -80,7 +80,8 @@ class Margin(NamedTuple):
 
 
 def answered_by_full_cache(records: Iterable[Record]) -> dict[tuple[str, int], tuple[bool, ...]]:
-    """Which questions are scored: those answered right by the first uncompressed record there is.
+    """Return which questions are scored: those answered right by the first uncompressed record
+    there is.
 
     A context without one, or of which nothing is answered right, has all its questions scored.
     """
@@ -121,7 +122,8 @@ def _row(group: Sequence[Record], scored: Scored) -> Row:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of independent values; 0 for a single one, which says nothing."""
+    """Return the standard error of the mean of independent values; 0 for a single one, which says
+    nothing."""
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 

@@ -49,7 +49,7 @@ def cell(rows: Sequence[Row], method: str, share: float) -> str:
 
 
 def describe_scored(kind: str, scored: Scored) -> str:
-    """How many questions the table is about."""
+    """Say how many questions the table is about."""
     asked = [
         question for (of, _), questions in scored.items() if of == kind for question in questions
     ]

@@ -28,8 +28,8 @@ def run_kvpress(
     draws: int = 1,
     methods: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """What run_kvpress.py writes. shares: of the KV bytes kept; draws: of random presses;
-    methods: by their names in METHODS, none named: all of them.
+    """Run run_kvpress.py and return what it writes. shares: of the KV bytes kept; draws: of random
+    presses; methods: by their names in METHODS, none named: all of them.
 
     Raises UsageError where there is no such Python, and CalledProcessError.
     """

@@ -1,4 +1,4 @@
-"""What merging costs later queries: the error of attention over what a head kept.
+"""The cost of merging to later queries: the error of attention over what a head kept.
 
     python -m benchmarks.accuracy.merging_error
 
@@ -32,8 +32,8 @@ from kvtier.retention.keepkv import KeepKV, QueryWindow, Retained, expected_outp
 from kvtier_kernels.merging import Entries, assign, compensate, exact_entries, merge_bins
 
 BASELINE = "eviction"
-# What the voices of a group's query heads weigh in the key and value they share: their attention to
-# the entry, to this power.
+# The weight of the voices of a group's query heads in the key and value they share: their attention
+# to the entry, to this power.
 VOICES = {"merged, alike": 0.0, "merged": 1.0, "merged, squared": 2.0}
 METHODS = (BASELINE, "one entry", "plain mean", *VOICES)
 HEADS, DIM, CLUSTER_TOKENS, WINDOW, NEW_QUERIES = 4, 64, 8, 32, 32
@@ -119,7 +119,7 @@ def mean_errors(case: Case, tokens: int, seeds: Sequence[int]) -> dict[str, floa
 
 
 def entries_of(method: str, context: Context, case: Case) -> Entries:
-    """What a method leaves of the context."""
+    """Return the entries that a method leaves of the context."""
     count = max(1, round(case.kept * context.k.shape[1]))
     window, floor = QueryWindow(context.seen, SCALE), FLOOR[case.keys]
     rule = KeepKV(window_queries=WINDOW, floor=floor, pool_width=1)

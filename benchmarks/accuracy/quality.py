@@ -136,7 +136,7 @@ def make_rows(target: float, full: Sequence[Asked], served: Sequence[Asked]) -> 
 
 
 class Chosen(NamedTuple):
-    """What the curve gave a context: its NLL in nats, the share kept, and the quality promised."""
+    """The share that the curve gave a context, with its NLL in nats and the quality promised."""
 
     nll: float
     share: float
@@ -144,7 +144,7 @@ class Chosen(NamedTuple):
 
 
 def chosen_by_quality(asked: Asked) -> Chosen:
-    """What a context kept. Raises UsageError when no curve had a say in it."""
+    """Return what a context kept. Raises UsageError when no curve had a say in it."""
     turn = asked.retained
     if turn is None or turn.reason != "quality":
         got = "too short to drop anything" if turn is None else turn.reason

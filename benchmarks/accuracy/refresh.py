@@ -1,4 +1,4 @@
-"""What a refresh at the turn's beginning is worth: recall at equal bytes, in the real engine.
+"""The worth of a refresh at the turn's beginning: recall at equal bytes, in the real engine.
 
     python -m benchmarks.accuracy.refresh --shares 0.25 0.1
 

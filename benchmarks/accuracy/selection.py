@@ -1,4 +1,4 @@
-"""What choosing costs: the time of a turn with and without choosing, in the real engine.
+"""The cost of choosing: the time of a turn with and without it, in the real engine.
 
     python -m benchmarks.accuracy.selection
 

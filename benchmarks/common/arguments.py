@@ -76,8 +76,8 @@ class Arguments:
         self.check(read)
 
     def other_defaults(self, flag: str, values: Mapping[str, Any]) -> None:
-        """What other flags are, by their names without dashes, where `flag` is given and they are
-        not."""
+        """Set the defaults of other flags, by their names without dashes, where `flag` is given and
+        they are not."""
         self._other_defaults[_name(flag)] = values
 
     def check(self, check: Callable[[Options], None]) -> None:

@@ -18,7 +18,7 @@ class Bar:
     wanted: str = ""
 
     def document(self) -> dict[str, Any]:
-        """As it stands in the JSON."""
+        """Return the bar as it stands in the JSON."""
         found = {"bar": self.name, "value": self.value, "met": self.met}
         return found | ({"wanted": self.wanted} if self.wanted else {})
 
@@ -39,12 +39,12 @@ def at_least(name: str, value: float, limit: float) -> Bar:
 
 
 def all_met(bars: Iterable[Bar]) -> bool:
-    """Whether every bar is met."""
+    """Return whether every bar is met."""
     return all(bar.met for bar in bars)
 
 
 def _rounded(value: float) -> float:
-    """To four significant digits: more are noise, and fewer would hide what is small."""
+    """Round to four significant digits: more are noise, and fewer would hide what is small."""
     return float(f"{value:.4g}")
 
 

@@ -1,4 +1,4 @@
-"""What every benchmark's command does: read its arguments, measure, judge, and write JSON.
+"""The command of every benchmark: it reads its arguments, measures, judges, and writes JSON.
 
     BENCHMARK = Benchmark(
         "cost.example", __doc__, declare, run, out=RESULTS / "example.json", seeded="of the keys"
@@ -37,7 +37,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @dataclass(frozen=True)
 class Measured:
-    """What a benchmark found. figures: as they stand in the JSON; bars: None where nothing is
+    """The findings of a benchmark. figures: as they stand in the JSON; bars: None where nothing is
     claimed."""
 
     figures: Mapping[str, Any]

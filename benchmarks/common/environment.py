@@ -1,4 +1,4 @@
-"""Where a benchmark's numbers come from, and what has to be there for them."""
+"""The environment of a benchmark's numbers, and what has to be there for them."""
 
 from __future__ import annotations
 

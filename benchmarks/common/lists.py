@@ -42,7 +42,7 @@ class Contexts:
 
     @property
     def num_bytes(self) -> int:
-        """Of one layer's entries."""
+        """The bytes of one layer's entries."""
         entries = sum(map(sum, self.packed)) + self.heads * int(self.dense.sum())
         return 2 * entries * self.kv.k.shape[1] * self.kv.k.itemsize
 
@@ -82,7 +82,7 @@ def make_contexts(
     requests, heads = len(packed), len(packed[0])
     entries = torch.tensor(packed, device=device).expand(layers, requests, heads)
     pages = -(-entries // PAGE_CELLS)
-    # Of each column.
+    # The pages of each column: dense ones, and its own.
     dense_pages = -(-sum(dense) // PAGE_CELLS)
     own_pages = dense_pages + -(-int(pages.sum()) // (layers * heads))
     free = torch.arange(layers * heads * own_pages, device=device).view(-1, own_pages)

@@ -47,7 +47,7 @@ def load_peer(peers: Path, file: str) -> ModuleType:
 
 @dataclass(frozen=True)
 class Paged:
-    """As compactor-vllm has it: k, v `[pages * PAGE_TOKENS, dim]`, lengths `[requests, heads]`,
+    """KV as compactor-vllm has it: k, v `[pages * PAGE_TOKENS, dim]`, lengths `[requests, heads]`,
     table `[requests, heads, pages of the longest]`."""
 
     k: torch.Tensor
@@ -107,7 +107,8 @@ class CompactorVllm:
 
 @dataclass(frozen=True)
 class Masked:
-    """As kvpress has it: k, v `[1, heads, tokens, dim]`, and which entries are not to be seen."""
+    """KV as kvpress has it: k, v `[1, heads, tokens, dim]`, and which entries are not to be
+    seen."""
 
     k: torch.Tensor
     v: torch.Tensor

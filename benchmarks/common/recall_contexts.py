@@ -105,7 +105,7 @@ def fact_pairs(session: Session) -> set[tuple[int, int]]:
 def code_run(
     rng: np.random.Generator, taken: set[tuple[int, int]], language: RecallLanguage
 ) -> list[int]:
-    """As many random codes as a fact has tokens before its full stop; no pair of `taken`."""
+    """Return as many random codes as a fact has tokens before its full stop; no pair of `taken`."""
     run: list[int] = []
     while len(run) < FACT_TOKENS - 1:
         code = int(rng.integers(language.codes.start, language.codes.stop))

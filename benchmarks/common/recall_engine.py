@@ -83,7 +83,8 @@ def recall_engine(
     profile: HeadProfile,
     settings: Mapping[str, str],
 ) -> Iterator[Callable[[int], Asked]]:
-    """As `ask_engine`, a context at a time; the engine sleeps in between."""
+    """Start an engine and ask it a context at a time, as `ask_engine` does; it sleeps in
+    between."""
     with tempfile.TemporaryDirectory(prefix="kvtier-recall-") as name:
         folder = Path(name)
         profile.save(folder / PROFILE_FILE)
@@ -114,7 +115,8 @@ def make_plan(model: Path, contexts: Sequence[RecallContext], profile: Path) -> 
 
 
 def bench_plan(flags: Mapping[str, str]) -> Plan:
-    """What the bench would start by these flags of `python -m kvtier.bench`, of one policy."""
+    """Return the plan that the bench would start by these flags of `python -m kvtier.bench`, of one
+    policy."""
     _, plans = make_plans(parse_options([part for flag in flags.items() for part in flag]))
     return plans[0].plan
 
@@ -134,8 +136,8 @@ def worker_environment(folder: Path, plan: Plan, settings: Mapping[str, str]) ->
 
 
 def ranks_on_a_cpu(ranks: int) -> dict[str, str]:
-    """What SGLang's ranks want there: cores, and without a compiler no traced all-reduce. Its own
-    checker ends a server whose ranks part. Nothing for one rank."""
+    """Return the environment that SGLang's ranks want on a CPU: cores, and without a compiler no
+    traced all-reduce. Its own checker ends a server whose ranks part. It is empty for one rank."""
     if ranks == 1:
         return {}
     cores = os.cpu_count() or 1

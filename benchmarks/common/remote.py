@@ -50,7 +50,7 @@ class Remote:
             print(json.dumps({"do": do, **more}), file=self._writes, flush=True)
             line = self._reads.readline()
         except BrokenPipeError:
-            # What it was not told any more must not be sent again by closing.
+            # The command that broke the pipe must not be sent again by closing.
             with suppress(BrokenPipeError):
                 self._writes.close()
             line = ""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """Return the seconds that a call takes."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began

@@ -29,7 +29,7 @@ from kvtier.bench.worker import die_with_parent
 ANSWER_TOKENS = 16
 CHUNK_TOKENS = 1024
 Prompt = tuple[int | tuple[int, ...], ...]
-"""What follows each other: tokens, or the answer to the request of that number."""
+"""The parts of a prompt in order: tokens, or the answer to the request of that number."""
 
 
 class Traffic(BaseModel):
@@ -54,7 +54,7 @@ class Cost(BaseModel):
 
 
 class Job(BaseModel):
-    """What a worker does."""
+    """The job of a worker."""
 
     plan: Plan
     traffic: tuple[Traffic, ...]

@@ -1,4 +1,4 @@
-"""What branches of agents' sessions cost: tokens that are computed, and KV that rests.
+"""The cost of branches of agents' sessions: tokens that are computed, and KV that rests.
 
     python -m benchmarks.cost.branches --scorer-file out/kvtier-demo/token_worth.npz
 
@@ -7,8 +7,9 @@
                all later ones, so that every prompt leaves the one before where that result began
     sessions   a hundred sessions over one prompt of 15,000 tokens, each with 200 of their own
 
-The same requests, one after the other, in SGLang's own cache and in kvtier's, where heads compete
-for a quarter of the entries (benchmarks/common/traffic.py). There is no tier; tokens are random.
+The same requests go one after the other through SGLang's own cache and kvtier's, where heads
+compete for a quarter of the entries (benchmarks/common/traffic.py). There is no tier; tokens are
+random.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvtier.sizes import format_bytes
 
 ARMS = ("full", "kvtier")
 IDS = (6, 384)
-# Of every prompt what a branch may compute beside what SGLang does: the widest window.
+# A branch may compute so many tokens of every prompt beside what SGLang does: the widest window.
 WINDOW_TOKENS = 256
 
 

@@ -1,4 +1,4 @@
-"""What choosing costs beside the attention that computes a context: one head, on this CPU.
+"""The cost of choosing beside the attention that computes a context: one head, on this CPU.
 
     python -m benchmarks.cost.choosing
 
@@ -100,9 +100,9 @@ def measure(context: Context, chunks: int) -> dict[str, Any]:
 
 
 def attend_chunk(context: Context, rows: slice) -> None:
-    """Some of the context's tokens over all of it before them, and over themselves.
+    """Attend from some of the context's tokens to all of it before them, and to themselves.
 
-    What would join the two is left out, so that attention is a little faster here than it is.
+    The merge of the two is left out, so that attention is a little faster here than it is.
     """
     attend(context.q[rows], context.k[rows], context.v[rows], causal=True)
     if rows.start > 0:

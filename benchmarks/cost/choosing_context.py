@@ -24,7 +24,7 @@ from kvtier_kernels.scores import Rotation, leverage_scores, window_mass
 KEPT = 0.25
 # Keys that are alike: what merging is about. Their cosine is 0.92, above the floor of 0.9.
 ALIKE, NOISE = 8, 0.3
-# What is claimed: selection and merging, of the prefill attention's time.
+# The claim: selection and merging take at most this share of the prefill attention's time.
 MOST_CHOOSING = 0.10
 
 
@@ -70,14 +70,14 @@ def make_context(
 
 
 def select(context: Context, scorer: TokenScorer) -> torch.Tensor:
-    """As a server does it: what is observed while prefilling, the rest when the turn ends."""
+    """Select as a server does: observe while prefilling, and choose when the turn ends."""
     chunk = Chunk(context.q, context.k, context.v, [0, context.tokens], [0], SCALE)
     span = Span(context.k.transpose(0, 1), scorer.observe(chunk), 0, context.rotation)
     return scorers.select(scorer.score(span), context.count)
 
 
 def merge(context: Context, rule: KeepKV) -> torch.Tensor:
-    """As a refresh does it."""
+    """Merge as a refresh does."""
     keys, values = context.k.transpose(0, 1), context.v.transpose(0, 1)
     window = QueryWindow(context.q[-rule.window_queries :], SCALE)
     return rule.retain(keys, values, context.count, window=window).entries.k
@@ -93,7 +93,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -
 
 
 def make_parts(context: Context) -> dict[str, Callable[[], Any]]:
-    """What selection and merging are made of, by name: where to look when a bar is missed."""
+    """Return the parts of selection and merging, by name: where to look when a bar is missed."""
     keys, values = context.k.transpose(0, 1), context.v.transpose(0, 1)
     entries, policy = exact_entries(keys, values), KeepKV()
     bounds, width = [0, context.tokens], Compactor().window_tokens

@@ -1,4 +1,4 @@
-"""What coding the kept entries of a turn costs beside moving them, on this CPU.
+"""The cost of coding the kept entries of a turn beside moving them, on this CPU.
 
     python -m benchmarks.cost.coding
 
@@ -97,7 +97,7 @@ def measure(bits: int, options: Options) -> dict[str, Any]:
 
 
 def make_calls(bits: int, tokens: int, seed: int) -> tuple[dict[str, Callable[[], Any]], int, int]:
-    """What is timed, bytes of the entries, and of their coded pages."""
+    """Return the calls that are timed, the bytes of the entries, and those of their coded pages."""
     generator = torch.Generator().manual_seed(seed)
     slots, kept = 2 * tokens + PAGE, int(SHARE * tokens) // PAGE * PAGE
     k, v = (torch.randn(KV_HEADS * slots, DIM, generator=generator).bfloat16() for _ in "kv")

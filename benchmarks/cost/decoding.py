@@ -1,4 +1,4 @@
-"""What a decoding step of one session costs: kvtier and full KV beside stock SGLang.
+"""The cost of a decoding step of one session: kvtier and full KV beside stock SGLang.
 
 Short contexts show the fixed cost of a step, long ones what is read of the cache. Engines of all
 policies take turns, because a machine's speed drifts by more than what is compared.

@@ -1,4 +1,4 @@
-"""What n-gram drafts bring where a text repeats itself: tokens a pass, and time a token.
+"""The gain from n-gram drafts where a text repeats itself: tokens a pass, and time a token.
 
 The same sessions with and without SGLang's drafts, over kvtier. Each says one phrase over and over,
 and so does the model. Both engines take turns, because a machine's speed drifts.
@@ -19,7 +19,7 @@ from benchmarks.cost.engine import engine_arguments, serve
 from benchmarks.gpu.serving_worker import Load, Plan
 from kvtier.sizes import format_size
 
-# Of the demo model's vocabulary, and any other's, without special ids.
+# The ids are those of the demo model's vocabulary, and of any other's, without special ids.
 IDS = (6, 384)
 TURNS, TURN_TOKENS, SLACK_TOKENS = 3, 16, 4096
 LEAST_ACCEPTED = 1.5

@@ -1,5 +1,5 @@
-"""What agents' habits cost, all of which change something in the middle of a context: tokens that
-are computed, and the time to the first one.
+"""The cost of agents' habits that change something in the middle of a context: tokens that are
+computed, and the time to the first one.
 
     python -m benchmarks.cost.edits --scorer-file out/kvtier-demo/token_worth.npz
 
@@ -33,7 +33,7 @@ from benchmarks.common.table import new_table, show
 from benchmarks.common.traffic import Cost, Prompt, Traffic, declare, plain, serve
 from kvtier.config import Settings
 
-# By name: the bench's policy, and settings beside its own.
+# The arms by name: the bench's policy, and settings beside its own.
 ARMS = {
     "full": ("full", {}),
     "off": ("kvtier", {"KVTIER_REUSE_BEHIND_EDITS": "off"}),
@@ -95,7 +95,7 @@ def results(some: Some, note: tuple[int, ...]) -> tuple[Prompt, ...]:
 
 
 def oldest(some: Some) -> tuple[Prompt, ...]:
-    """From the fifth turn on, the last four exchanges are there."""
+    """Return prompts of which, from the fifth turn on, the last four exchanges are there."""
     system = some(SYSTEM_TOKENS // 4)
     return tuple(
         (system, *past[max(0, 2 * (turn - 4)) :])
@@ -104,7 +104,7 @@ def oldest(some: Some) -> tuple[Prompt, ...]:
 
 
 def summary(some: Some) -> tuple[Prompt, ...]:
-    """From the ninth turn on, the first four exchanges are a summary."""
+    """Return prompts in which, from the ninth turn on, the first four exchanges are a summary."""
     system, short = some(SYSTEM_TOKENS // 4), some(300)
     return tuple(
         (system, short, *past[8:]) if turn >= TURNS // 2 else (system, *past)
@@ -113,7 +113,7 @@ def summary(some: Some) -> tuple[Prompt, ...]:
 
 
 def exchanges(some: Some, tokens: int = 250) -> list[Prompt]:
-    """By turn: all questions so far, and the answers before the last of them."""
+    """Return by turn all questions so far, and the answers before the last of them."""
     questions = [some(tokens) for _ in range(TURNS)]
     found: list[Prompt] = []
     past: Prompt = ()

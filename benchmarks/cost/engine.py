@@ -35,8 +35,8 @@ def engine_arguments(model_path: Path, chunk: int, max_tokens: int, seed: int) -
 def serve(
     plan: Plan, folder: Path, profile: Path | None = None, memory: Path | None = None
 ) -> dict[str, Any]:
-    """What an engine and its sessions found. folder: for its files; profile: of the heads, and
-    memory: of a prefix, for kvtier's cache."""
+    """Run an engine and its sessions, and return what they found. folder: for its files; profile:
+    of the heads, and memory: of a prefix, for kvtier's cache."""
     file, out, log = (folder / name for name in ("plan.json", "out.json", "log"))
     file.write_text(plan.model_dump_json())
     environment = clean_environment()

@@ -1,7 +1,7 @@
-"""What leaving entries out brings over masking them: one decoding step, on this CPU.
+"""The gain from leaving entries out over masking them: one decoding step, on this CPU.
 
-    pip install --no-deps --target benchmarks/peers/kernels kvpress==0.5.5
-    python -m benchmarks.cost.masked
+    pip install --no-deps --target benchmarks/peers/kernels kvpress==0.5.5 python -m
+    benchmarks.cost.masked
 
 A context of Llama-3.1-8B's shape, float32, one layer. A quarter of its KV heads keep all of it, the
 others sinks and recent tokens:

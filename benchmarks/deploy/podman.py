@@ -28,7 +28,7 @@ class Podman:
         self.program = program
 
     def __call__(self, *arguments: str, timeout_s: float = TIMEOUT_S) -> str:
-        """What it printed. Raises PodmanError."""
+        """Run podman and return what it printed. Raises PodmanError."""
         command = [self.program, *arguments]
         try:
             done = subprocess.run(
@@ -48,7 +48,7 @@ class Podman:
         return True
 
     def state(self, container: str) -> dict[str, Any]:
-        """As `podman inspect` has it."""
+        """Return a container's state as `podman inspect` has it."""
         (found,) = json.loads(self("container", "inspect", container))
         state: dict[str, Any] = found["State"]
         return state

@@ -38,7 +38,7 @@ def asked(port: int, path: str) -> int | None:
 
 
 def scrape(port: int, names: tuple[str, ...]) -> dict[str, float]:
-    """Some of what Prometheus would get."""
+    """Return some of what Prometheus would get."""
     from prometheus_client.parser import text_string_to_metric_families
 
     with urllib.request.urlopen(f"http://{HOST}:{port}/metrics", timeout=TIMEOUT_S) as answer:
@@ -108,7 +108,7 @@ class HalfPut:
             yield pb.PutRequest(chunk=bytes(piece))
 
     def go_on(self) -> bool:
-        """Whether it was acknowledged."""
+        """Go on with the put, and return whether it was acknowledged."""
         self._go_on.set()
         done = self._call.exception() is None and bool(self._call.result().stored)
         self._channel.close()
@@ -118,7 +118,8 @@ class HalfPut:
 def missing_and_corrupt(
     address: str, tls: TlsFiles, data: Bytes, positions: list[int]
 ) -> tuple[int, int]:
-    """How many of the blobs at these positions are not there, and how many are other bytes."""
+    """Return how many of the blobs at these positions are not there, and how many are other
+    bytes."""
     data.landing[:] = 1
     with client(address, tls) as one:
         one.connect()

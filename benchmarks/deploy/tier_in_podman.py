@@ -52,7 +52,7 @@ from kvtier.tier.client import TlsFiles
 
 IMAGE = f"localhost/kvtier-tier:{__version__}"
 OVERLAY = Path("overlays") / "production"
-# Of the manifest's container; the folders of its volumes are given to that user.
+# The user of the manifest's container; the folders of its volumes are given to that user.
 USER = 10001
 # A quarter of the memory holds all that is put: what waits for the disk beyond that stays in memory
 # only, and would be lost by design.
@@ -64,7 +64,8 @@ START_S, LOOK_S = 60.0, 0.01
 
 @dataclass
 class Seen:
-    """What became of the tier. acknowledged: positions of blobs whose put returned."""
+    """The events that the tier went through. acknowledged: positions of blobs whose put
+    returned."""
 
     confined: dict[str, Any] = field(default_factory=dict)
     refused: dict[str, bool] = field(default_factory=dict)
@@ -167,7 +168,7 @@ def wait_for(met: Callable[[], bool], podman: Podman) -> None:
 
 
 def confinement(podman: Podman) -> dict[str, Any]:
-    """What the kernel says of the service's process, and what its root says to a writer."""
+    """Return what the kernel says of the service's process, and what its root says to a writer."""
     pid = podman("container", "inspect", "--format", "{{.State.Pid}}", CONTAINER).strip()
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     status = dict(line.split(":\t", 1) for line in lines)

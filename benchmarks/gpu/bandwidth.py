@@ -1,4 +1,4 @@
-"""What this GPU's memory gives a kernel that does nothing but read."""
+"""The bandwidth that this GPU's memory gives a kernel that does nothing but read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_bandwidth(num_bytes: int = 4 << 30) -> float:
     """Bytes per second that a kernel reads which does nothing else."""
     block, steps = 4096, 8
     programs = num_bytes // 4 // (block * steps)
-    # Not zeros, which a memory might tell from data.
+    # The data are not zeros, which a memory might tell from data.
     x = torch.randint(1 << 30, (programs * block * steps,), dtype=torch.int32, device="cuda")
     sums = torch.empty(programs, dtype=torch.int32, device="cuda")
     return x.numel() * 4 / seconds(lambda: _read[(programs,)](x, sums, BLOCK=block, STEPS=steps))

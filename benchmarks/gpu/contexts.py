@@ -55,14 +55,14 @@ def retained(shape: Shape, lengths: Sequence[int], seed: int, *, voted: bool = F
 
 
 def full(lengths: Sequence[int], seed: int) -> Contexts:
-    """Nothing is compressed."""
+    """Make contexts of which nothing is compressed."""
     return _made([[0] * KV_HEADS] * len(lengths), lengths, seed)
 
 
 def _made(
     packed: Sequence[Sequence[int]], dense: Sequence[int], seed: int, *, voted: bool = False
 ) -> Contexts:
-    """Of as many layers as no cache holds."""
+    """Make contexts of as many layers as no cache holds."""
     entries = sum(map(sum, packed)) + KV_HEADS * sum(dense)
     layers = -(-ROTATED_BYTES // (2 * entries * DIM * DTYPE.itemsize))
     return make_contexts(

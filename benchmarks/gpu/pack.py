@@ -5,12 +5,12 @@
     make gpu-check
 
 There, torch, Triton, transformers, numpy and a C compiler are taken for granted. The pack has
-wheels of the versions in constraints.txt, unpacked, for the Python asked for; SGLang without what
-serves no language model; kvtier with its entry points, behind which the checkout's own code is
-found first; a stub for sglang-kernel, whose binary wants the newest torch (gpu/pack_stub.py says
-what that leaves out); and a plugin of SGLang, whose code is the checkout's, for what a Llama
-computes by sglang-kernel (gpu/fused). Where sglang-kernel can be installed, do that instead:
-`pip install kvtier[sglang,tier]`.
+wheels of the versions in constraints.txt, unpacked, for the Python asked for. SGLang comes without
+what serves no language model. kvtier comes with its entry points, behind which the checkout's own
+code is found first. A stub stands for sglang-kernel, whose binary wants the newest torch
+(gpu/pack_stub.py says what that leaves out). A plugin of SGLang, whose code is the checkout's,
+stands for what a Llama computes by sglang-kernel (gpu/fused). Where sglang-kernel can be installed,
+do that instead: `pip install kvtier[sglang,tier]`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PLUGIN = {
     "METADATA": "Metadata-Version: 2.1\nName: kvtier-gpu-pack\nVersion: 0\n",
     "entry_points.txt": "[sglang.srt.plugins]\nfused = benchmarks.gpu.fused.plugin:register\n",
 }
-# Of SGLang: pictures and films, and its own tests.
+# The parts of SGLang that are left out: pictures and films, and its own tests.
 TRIMMED = ("multimodal_gen", "test", "benchmark")
 ENVIRONMENT = """\
 # For bash, sourced in a checkout: `. gpu-pack/environment.sh`
@@ -102,7 +102,7 @@ def add_stub(site: Path) -> None:
 
 
 def add_plugin(site: Path) -> None:
-    """What SGLang finds its plugins by."""
+    """Add the files by which SGLang finds its plugins."""
     folder = site / "kvtier_gpu_pack-0.dist-info"
     folder.mkdir()
     for name, text in PLUGIN.items():

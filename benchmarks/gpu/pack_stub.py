@@ -20,7 +20,7 @@ __version__ = "0.0.0"
 
 def _absent(name: str) -> Callable[..., Any]:
     if name.endswith(".is_arch_support_pdl"):
-        # Asked by SGLang's own attention in Triton, which then does without.
+        # SGLang's own attention in Triton asks this, and then does without.
         return lambda: False
 
     def missing(*args: Any, **kwargs: Any) -> Any:

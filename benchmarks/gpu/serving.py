@@ -1,4 +1,4 @@
-"""What kvtier saves and costs while serving a model of real size on this GPU.
+"""The savings and the costs of kvtier while serving a model of real size on this GPU.
 
     python -m benchmarks.gpu.serving --equal-bytes --out out/gpu-serving.json       with SGLang
     python -m benchmarks.gpu.serving --equal-bytes --dry             on a CPU, to see that it runs
@@ -47,7 +47,7 @@ from benchmarks.gpu.step_parts import lines, totals
 from kvtier.errors import BudgetError
 
 LOG_TAIL_CHARACTERS = 6000
-# As small as compressing shows.
+# The sizes are as small as compressing shows.
 DRY = {
     "sessions": 2, "context": 1200, "turns": 2, "turn_tokens": 16, "answer_tokens": 12,
     "chunk": 512, "stock_attention": "torch_native",
@@ -104,8 +104,8 @@ def run(options: Options) -> Iterator[Measured]:
 def serve_equal_bytes(
     options: Options, policy: str, folder: Path, policies: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """As many sessions as the bytes hold: in a second engine, where the first had fewer; `failed`
-    says where they hold none beside a prefill."""
+    """Serve as many sessions as the bytes hold: in a second engine, where the first had fewer;
+    `failed` says where they hold none beside a prefill."""
     try:
         sessions = int(equal_pool(options, policy, folder).sessions)
     except BudgetError as error:
@@ -151,7 +151,7 @@ def make_bars(policies: Mapping[str, Mapping[str, Any]], options: Options) -> li
     bars = []
     for policy, one in policies.items():
         bars += _sound(policy, one)
-        # On a CPU there are none.
+        # There are no steps in a profile on a CPU.
         if "step" in one and not options.dry:
             seen = one["step"].get("failed") or one["step"]["steps"]
             bars.append(Bar(f"{policy}: a profile of steps", seen, one["step"].get("steps", 0) > 0))

@@ -1,4 +1,4 @@
-"""What each policy of `benchmarks.gpu.serving` is served with: a model without weights, settings,
+"""The configuration of each policy of `benchmarks.gpu.serving`: a model without weights, settings,
 the engine's arguments, and as many sessions as go into the same bytes of KV."""
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ LLAMA_8B = {
 }
 DEMO = ROOT / "models" / "kvtier-demo" / "config.json"
 POLICIES = ("stock", "full", "kvtier", "adaptive")
-# With kvtier's cache: what a session keeps depends on the policy.
+# Policies with kvtier's cache: what a session keeps depends on the policy.
 COMPRESSING = ("kvtier", "adaptive")
-# Of the heads, in every layer as many, anywhere; of the entries, where heads compete.
+# The share of the heads, in every layer as many, anywhere; and of the entries, where heads compete.
 SHARE = 0.25
-# How much a token's worth varies with its KV, and between heads, where nothing was fitted.
+# The spread of tokens' worth with their KV, and that between heads, where nothing was fitted.
 WORTH_SPREAD, APPETITE_SPREAD = 0.02, 1.2
 SLACK_TOKENS = 4096
 # QKV, attention's output, gate and up in one, down; and the logits.
@@ -53,7 +53,8 @@ PRODUCTS_OF_A_LAYER = 4
 
 
 def model_config(options: Options) -> dict[str, Any]:
-    """Of the model that is served: Llama-3.1-8B's, the demo model's in a dry run."""
+    """Return the configuration of the model that is served: Llama-3.1-8B's, the demo model's in a
+    dry run."""
     config: dict[str, Any] = json.loads(DEMO.read_text()) if options.dry else LLAMA_8B
     return config
 
@@ -85,9 +86,9 @@ def write_model(options: Options, folder: Path) -> None:
 
 
 def make_plan(options: Options, policy: str, folder: Path, sessions: int | None = None) -> Plan:
-    """What a policy's engine is started with, and the load, which is the same for all. sessions:
-    where they are not those asked for, but as many as go into their bytes; then no step of decoding
-    is looked at. folder: with the model, and for the trace of a step."""
+    """Return what a policy's engine is started with, and the load, which is the same for all.
+    sessions: where they are not those asked for, but as many as go into their bytes; then no step
+    of decoding is looked at. folder: with the model, and for the trace of a step."""
     config = model_config(options)
     margin = int(MARGIN_SHARE * config["vocab_size"])
     load = Load(
@@ -102,7 +103,7 @@ def make_plan(options: Options, policy: str, folder: Path, sessions: int | None 
     )
     profile = Profile(
         folder=folder / f"{policy}-trace",
-        # So that no answer ends before.
+        # No answer ends before so many steps.
         steps=options.answer_tokens // 2,
         products=PRODUCTS_OF_A_LAYER * config["num_hidden_layers"] + 1,
         activity="CPU" if options.dry else "GPU",
@@ -135,7 +136,7 @@ def policy_settings(options: Options, policy: str, folder: Path) -> Settings:
 
 
 def environment(options: Options, policy: str, folder: Path) -> dict[str, str]:
-    """Of a policy's engine: its settings, and no other KVTIER_* variable."""
+    """Return the environment of a policy's engine: its settings, and no other KVTIER_* variable."""
     return clean_environment() | policy_settings(options, policy, folder).to_env()
 
 
@@ -164,8 +165,8 @@ def engine_arguments(options: Options, policy: str, folder: Path) -> dict[str, A
 
 
 def room_for(options: Options, sessions: int, tokens: int) -> dict[str, Any]:
-    """Of an engine's arguments, those that sessions of so many tokens in all want. There is slack
-    beside them: a chunk in flight, and SLACK_TOKENS."""
+    """Return those of an engine's arguments that sessions of so many tokens in all want. There is
+    slack beside them: a chunk in flight, and SLACK_TOKENS."""
     return {
         "max_total_tokens": tokens + options.chunk + SLACK_TOKENS,
         "max_running_requests": sessions,
@@ -201,7 +202,7 @@ def equal_pool(options: Options, policy: str, folder: Path) -> PoolPlan:
 
 
 def full_bytes(options: Options) -> int:
-    """Of the KV of the sessions asked for, where nothing is dropped."""
+    """Return the bytes of the KV of the sessions asked for, where nothing is dropped."""
     token = slot_bytes(model_shape(model_config(options)), _itemsize(options))
     return int(options.sessions * _session_tokens(options) * token)
 
@@ -211,7 +212,7 @@ def _itemsize(options: Options) -> int:
 
 
 def _turns_tokens(options: Options) -> int:
-    """Of all turns of a session, and of the one that is profiled."""
+    """Return the tokens of all turns of a session, and of the one that is profiled."""
     return int((options.turns + 1) * (options.turn_tokens + options.answer_tokens))
 
 

@@ -23,15 +23,15 @@ from pydantic import BaseModel, ConfigDict
 from benchmarks.gpu.step_parts import parts_of, read_trace
 from kvtier.bench.worker import die_with_parent
 
-# Of the kvtier part of an engine's state, where it has one.
+# The keys of the kvtier part of an engine's state, where it has one.
 STATE = ("kv_used_bytes", "kv_peak_bytes", "integrity")
 
 
 class Load(BaseModel):
-    """What is asked of every policy: `sessions` contexts of `context` tokens, and then so many
-    turns of all at once. chunk: of a prefill, in tokens; ids: tokens are drawn from the first to
-    below the second; seed: of all tokens; phrase: of so many tokens, which a session says over and
-    over instead of new ones; prefix: what every context begins with."""
+    """The load that is the same for every policy: `sessions` contexts of `context` tokens, and then
+    so many turns of all at once. chunk: of a prefill, in tokens; ids: tokens are drawn from the
+    first to below the second; seed: of all tokens; phrase: of so many tokens, which a session says
+    over and over instead of new ones; prefix: what every context begins with."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -48,8 +48,8 @@ class Load(BaseModel):
 
 
 class Profile(BaseModel):
-    """Of one more turn, once all sessions decode. folder: for the trace; steps: that are recorded;
-    products: matrix products of a step; activity: of SGLang's profiler, GPU or CPU."""
+    """A profile of one more turn, once all sessions decode. folder: for the trace; steps: that are
+    recorded; products: matrix products of a step; activity: of SGLang's profiler, GPU or CPU."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -90,7 +90,7 @@ async def ask(
     return {
         "output_ids": list(answer["output_ids"]),
         "cached_tokens": answer["meta_info"]["cached_tokens"],
-        # With drafts: tokens for each pass that verified some.
+        # An engine with drafts says how many tokens each pass gave that verified some.
         "accept_length": answer["meta_info"].get("spec_accept_length", 1.0),
         "ttft_s": first - began,
         "tpot_s": (ended - first) / max(1, new_tokens - 1),
@@ -98,7 +98,7 @@ async def ask(
 
 
 class Sessions:
-    """What was said so far in the sessions of a load, and what is said next."""
+    """The sessions of a load: what was said so far in each, and what is said next."""
 
     def __init__(self, engine: Any, load: Load) -> None:
         self._engine, self._load = engine, load
@@ -146,7 +146,8 @@ class Sessions:
         return [self._chance.randrange(*self._load.ids) for _ in range(count)]
 
     def _new_text(self) -> Callable[[int], list[int]]:
-        """What a session says next: new tokens, or its phrase from where it stopped."""
+        """Return a function that gives what a session says next: new tokens, or its phrase from
+        where it stopped."""
         if self._load.phrase is None:
             return self._tokens
         phrase = cycle(self._tokens(self._load.phrase))
@@ -173,7 +174,7 @@ async def hold(sessions: Sessions, load: Load) -> dict[str, Any]:
 
 
 async def state_of(engine: Any) -> dict[str, Any]:
-    """What STATE names, where the engine has it."""
+    """Return what STATE names, where the engine has it."""
     (state,) = await engine.tokenizer_manager.get_internal_state()
     kvtier = state.get("kvtier", {})
     return {key: kvtier[key] for key in STATE if key in kvtier}
@@ -220,7 +221,7 @@ def main(argv: Sequence[str]) -> int:
         sessions = Sessions(engine, plan.load)
         found |= wait_for(hold(sessions, plan.load))
         found |= wait_for(state_of(engine))
-        # Or an engine that ends under a profile would take them with it.
+        # They are written now, or an engine that ends under a profile would take them with it.
         out.write_text(json.dumps(found))
         if plan.profile is not None:
             found["step"] = wait_for(step_of(engine, sessions, plan.profile))

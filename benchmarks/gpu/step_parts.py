@@ -1,4 +1,4 @@
-"""What one decoding step consists of, from the kernels that torch.profiler saw on the device.
+"""The parts of one decoding step, from the kernels that torch.profiler saw on the device.
 
     time ──> ▕qkv▕ rope, store ▕ attention ▕o▕ … ▕lm_head▕ sampling ▕      ▕qkv▕ …
              └────────────────────── a step ─────────────────────────────┘
@@ -36,7 +36,7 @@ KINDS = (
     ),
     (STORING, re.compile(r"store_entries|store_kv|set_kv|index_put", re.I)),
 )
-# What adds up the parts of a product: a kernel beside the product's own.
+# A kernel beside the product's own that adds up the parts of a product.
 SUMS = re.compile("reduce", re.I)
 DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 MOST_NAMED = 30
@@ -57,7 +57,7 @@ def kind_of(name: str) -> str:
 
 
 def read_trace(file: Path) -> list[Ran]:
-    """What ran on the device, in order, of a trace that torch.profiler wrote."""
+    """Return what ran on the device, in order, of a trace that torch.profiler wrote."""
     with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as stream:
         events = json.load(stream)["traceEvents"]
     return sorted(

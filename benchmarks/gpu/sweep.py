@@ -1,4 +1,5 @@
-"""Which tile and which cut of the work suit decoding on this GPU: a table to set the defaults from.
+"""The tile and the cut of the work that suit decoding on this GPU: a table to set the defaults
+from.
 
     PYTHONPATH=.:kernels python -m benchmarks.gpu.sweep --out out/gpu-sweep.json
 
@@ -36,7 +37,7 @@ from kvtier_kernels.triton_backend.kernels import TritonKernels
 from kvtier_kernels.triton_backend.planning import lists
 
 SWEPT = tuple(Shape(batch, heads) for batch, heads in ((1, 2), (4, 2), (16, 2), (64, 2), (16, 4)))
-# Of a tile; the last is how many programs a multiprocessor is meant to hold.
+# The sizes of a tile; the last is how many programs a multiprocessor is meant to hold.
 ENTRIES, WARPS, STAGES, PROGRAMS = (32, 64, 128), (2, 4, 8), (2, 3, 4), (1, 2, 3, 4)
 LEAST_PAGES = (1, 2, 4, 8, 16, 32)
 # A group's queries.

@@ -1,4 +1,4 @@
-"""What does a token cost behind a fixed prefix, however long that is?
+"""The cost of a token behind a fixed prefix, however long that is.
 
     python -m benchmarks.memory.decoding --lens 8k 32k 128k
 
@@ -37,7 +37,7 @@ from kvtier_kernels.memory.base import MemoryLayer
 IDS = (6, 384)
 TURNS, TURN_TOKENS, SLACK_TOKENS = 3, 16, 4096
 TRACES, TRACE_TOKENS = 80, 24
-# Of the longest prefix's time a token beside the shortest's.
+# The most that a token may take behind the longest prefix, beside the shortest.
 FLAT = 1.1
 FULL, KEPT, MEMORY = "whole KV", "kept KV", "memory"
 

@@ -1,4 +1,4 @@
-"""What do requests lose where a fixed prefix is held as a memory, beside other ways to hold it?
+"""The loss of requests where a fixed prefix is held as a memory, beside other ways to hold it.
 
     python -m benchmarks.memory.prefix_quality --model-path out/smollm2
 
@@ -51,11 +51,11 @@ NOTHING = "nothing"
 TARGET_NATS = 0.05
 SHARE_HELD, SHARE_READ = 0.35, 0.10
 OURS = ("memory", "states", "hybrid", "kept")
-# Of the prefix's KV: what other choices keep, and what the gated ways do.
+# The shares of the prefix's KV that other choices keep, and those of the gated ways.
 SHARES = (0.2, 0.35)
 MEMORY_SHARE, HYBRID_SHARE, FALL_BACK_SHARE = 0.2, 0.1, 0.05
 STATE_HEADS = 0.5
-# That a prefix is computed in, each without the others.
+# A prefix is computed in so many chunks, each without the others.
 CHUNKS = 4
 
 
@@ -136,7 +136,7 @@ def measure(
 
 
 def wanted(way: str, options: Options) -> bool:
-    """Whether a way is to be compared."""
+    """Return whether a way is to be compared."""
     return way.startswith(("memory", NOTHING, *options.ways))
 
 
@@ -152,8 +152,8 @@ def by_kind(
 
 
 def wanted_recipes(options: Options) -> dict[str, Recipe]:
-    """Kept KV behind a gate, states in all heads, and states in the half of them that they serve
-    best."""
+    """Return the recipes: kept KV behind a gate, states in all heads, and states in the half of
+    them that they serve best."""
     recipes = {"memory": Recipe(kept_share=MEMORY_SHARE)}
     for entries in options.entries:
         states = Recipe(FALL_BACK_SHARE, entries, state_heads=1.0)
@@ -177,7 +177,7 @@ def served(way: str, built: Built, dtype: torch.dtype, options: Options) -> dict
 def kept(
     model: Any, shape: ModelShape, held: Held, prefix_ids: Sequence[int], options: Options
 ) -> dict[str, Way]:
-    """Some of the prefix's own KV, chosen in five ways, and nothing."""
+    """Return ways that keep some of the prefix's own KV, chosen in five ways, and nothing."""
     rng = torch.Generator().manual_seed(options.seed)
     whole = exact_bytes(shape, len(prefix_ids), model.dtype)
     ways = {NOTHING: Way(NoPrefix(), 0, 0)}
@@ -197,7 +197,7 @@ def kept(
 
 
 def scores(model: Any, kv: Sequence[LayerKV], prefix_ids: Sequence[int], name: str) -> list[Tensor]:
-    """What a token scorer says of the prefix, per layer `[kv_heads, tokens]`."""
+    """Return a token scorer's scores of the prefix, per layer `[kv_heads, tokens]`."""
     rule = LocalityRule(1, 1, 1)
     scorer = SCORERS[name]()
     session = ScoredSession(model, full_profile(shape_of(model)), rule, scorer=scorer)
@@ -207,8 +207,8 @@ def scores(model: Any, kv: Sequence[LayerKV], prefix_ids: Sequence[int], name: s
 
 
 def judged(name: str, found: Mapping[str, Sequence[Row]]) -> list[Bar]:
-    """Whether the best of ours is within the target for a third of the bytes or a tenth of the
-    reads, and whether a gate helps where a memory knows nothing."""
+    """Return the bars: whether the best of ours is within the target for a third of the bytes or a
+    tenth of the reads, and whether a gate helps where a memory knows nothing."""
     exact, *others = found[HELD_OUT]
     ours = [row for row in others if row.way.split(",")[0] in OURS and "no gate" not in row.way]
     cheap = [

@@ -1,4 +1,5 @@
-"""Which entries NVIDIA kvpress's presses keep of given contexts, as one bit per layer, head, token.
+"""The entries that NVIDIA kvpress's presses keep of given contexts, as one bit per layer, head,
+token.
 
     python kvpress_masks.py CONTEXTS.jsonl FOLDER --model DIR [--shares 0.5,0.25,0.1] [--presses …]
 

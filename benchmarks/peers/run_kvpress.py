@@ -84,7 +84,7 @@ FULL = "full cache"
 
 @dataclass
 class Recorded:
-    """What kvpress's hook hands to a press, per layer."""
+    """The arguments that kvpress's hook hands to a press, per layer."""
 
     layers: list[tuple[Any, ...]] = field(default_factory=list)
 

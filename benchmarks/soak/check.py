@@ -23,8 +23,8 @@ from typing import Any
 
 from benchmarks.soak.client import Asked, RequestFailedError, Said, Server
 
-# Of log-probabilities, in nats. Another order of summation makes up to 1e-4; KV that was computed
-# over a compressed context may show by less than 1e-3.
+# The differences of log-probabilities that count, in nats. Another order of summation makes up to
+# 1e-4; KV that was computed over a compressed context may show by less than 1e-3.
 TIE = 1e-3
 OFF = 3e-4
 EXAMPLES = 10
@@ -35,7 +35,7 @@ MOST_WAITING = 60
 
 @dataclass(frozen=True)
 class Reference:
-    """What the reference says of one answer: the log-probability of each of its tokens, its own
+    """The reference's judgement of one answer: the log-probability of each of its tokens, its own
     choice there and that one's log-probability; and of the prompt's tokens from the second on."""
 
     logprobs: tuple[float, ...]
@@ -93,7 +93,8 @@ def teacher_forced(asked: Asked, said: Said) -> dict[str, Any]:
 
 
 def read_reference(asked: Asked, said: Said, answer: Any) -> Reference:
-    """What the reference answered to `teacher_forced`. Raises KeyError or IndexError for less."""
+    """Return what the reference answered to `teacher_forced`. Raises KeyError or IndexError for
+    less."""
     meta = answer["meta_info"]
     count = len(said.tokens)
     given = meta["input_token_logprobs"]
@@ -175,7 +176,7 @@ class Checker:
         return sum(map(len, self._waiting.values())) + self._busy
 
     async def done(self) -> None:
-        """Until everything was compared."""
+        """Wait until everything was compared."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.waiting == 0)
 

@@ -1,4 +1,4 @@
-"""What the soak's clients say to a server over HTTP, and what they make of its answers."""
+"""The requests of the soak's clients to a server over HTTP, and what they make of its answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from kvtier.synthetic.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE
 
 # A request that takes longer has failed; alone it would take a second.
 PATIENCE_S = 180.0
-# Of a control call, such as an update of the weights, which waits for requests under way.
+# The time-out of a control call, such as an update of the weights, which waits for requests under
+# way.
 CONTROL_S = 300.0
 
 
@@ -32,7 +33,7 @@ class Asked:
     prompt_logprobs: bool = False
 
     def body(self) -> dict[str, Any]:
-        """For /generate: a greedy answer with its log-probabilities."""
+        """Return the body for /generate: a greedy answer with its log-probabilities."""
         return {
             "rid": self.rid,
             "input_ids": list(self.prompt),
@@ -164,7 +165,7 @@ class Server:
             await self.post("/flush_cache?timeout=30")
 
     async def state(self) -> dict[str, Any]:
-        """What kvtier says of itself on an engine. Raises RequestFailedError."""
+        """Return what kvtier says of itself on an engine. Raises RequestFailedError."""
         try:
             async with asyncio.timeout(CONTROL_S):
                 async with self._session.get(f"{self.url}/server_info") as response:

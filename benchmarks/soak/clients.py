@@ -90,7 +90,8 @@ class Engine:
 
 @dataclass
 class Tally:
-    """What the clients saw. recalls: by what was kept, the shares of codes that were right."""
+    """The answers that the clients saw. recalls: by what was kept, the shares of codes that were
+    right."""
 
     asked: int = 0
     finished: int = 0
@@ -291,7 +292,7 @@ class Client:
             if why is None and kind is not None and not said.retracted:
                 why = kind
         if moved and said.restored and not said.retracted:
-            # What this rule restores of what was never served by it, another rule stored: only
+            # Another rule stored what this one restores of sessions that it has never served: only
             # what was computed with nothing dropped has names that all rules find.
             why = MOVED
         self._score(policy, why, scope, said, right)
@@ -306,7 +307,7 @@ class Client:
         said: Said,
         right: Sequence[int] | None,
     ) -> None:
-        """How well an answer recalls, where that means anything."""
+        """Note how well an answer recalls, where that means anything."""
         if right and said.version == FIRST and "lora_path" not in scope:
             kept = "exact" if why is not None else policy
             score = score_answer(right, said.tokens).codes

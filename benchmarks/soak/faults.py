@@ -1,5 +1,5 @@
-"""What goes wrong during the soak, each thing by a clock of its own: the tier and Redis are killed,
-engines get other weights, are emptied, and are ended and started by another rule.
+"""The faults of the soak, each by a clock of its own: the tier and Redis are killed, engines get
+other weights, are emptied, and are ended and started by another rule.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ LOOK_S = 5.0
 
 @dataclass
 class Damage:
-    """What was done, and what was found wrong with an engine's accounts meanwhile. looks: at an
-    engine that was serving."""
+    """The damage that was done, and what was found wrong with an engine's accounts meanwhile.
+    looks: at an engine that was serving."""
 
     done: Counter[str] = field(default_factory=Counter)
     looks: int = 0
@@ -97,7 +97,8 @@ async def looks(engine: Engine, damage: Damage) -> None:
 
 
 async def accounts(engine: Engine) -> list[str]:
-    """What is wrong with an engine that no client uses: before its cache is emptied, and after."""
+    """Return what is wrong with an engine that no client uses: before its cache is emptied, and
+    after."""
     state = await settled(engine)
     problems = [f"{engine.name}: {one}" for one in state["integrity"]]
     if state.get("tier", {}).get("pending"):
@@ -111,7 +112,7 @@ async def accounts(engine: Engine) -> list[str]:
 
 
 async def settled(engine: Engine) -> dict[str, Any]:
-    """Its state once nothing is on its way to the tier, or after SETTLE_S."""
+    """Return the engine's state once nothing is on its way to the tier, or after SETTLE_S."""
     until = asyncio.get_running_loop().time() + SETTLE_S
     while True:
         state = await engine.server.state()

@@ -1,5 +1,5 @@
-"""What the soak's clients ask: sessions of the recall language, their scopes, and what is done with
-them next.
+"""The questions of the soak's clients: sessions of the recall language, their scopes, and what is
+done with them next.
 
     short    never longer than what locality heads keep: nothing of it is ever dropped
     long     up to several chunks; compressed by an engine that compresses, when a turn ends
@@ -21,14 +21,14 @@ from kvtier.retention.locality import LocalityRule
 from kvtier.synthetic.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE, PROMPT_TOKENS, make_session
 
 TURNS = 5
-# Of tokens, both ends in.
+# The lengths in tokens, both ends in.
 SHORT, LONG = (60, 200), (500, 1600)
-# What a turn after the first may bring along, and how often: enough for spans in the tier that were
-# computed over a compressed context.
+# A turn after the first may bring along so many tokens, and does so often: enough for spans in the
+# tier that were computed over a compressed context.
 MORE, MORE_OFTEN = (150, 500), 0.3
 TEXTS = 24
 OPEN_SESSIONS = 4
-# What a client does next, and how often.
+# The actions of a client, and how often each comes next.
 ACTIONS: Mapping[str, float] = {
     "turn": 0.50,
     "fork": 0.10,
@@ -39,7 +39,7 @@ ACTIONS: Mapping[str, float] = {
     "move": 0.05,
     "leave": 0.06,
 }
-# How a client gives a request up.
+# The ways in which a client gives a request up.
 ABORTS = ("hang up at once", "hang up while it streams", "/abort_request")
 
 
@@ -107,7 +107,7 @@ def make_text(seed: int, number: int, *, short: bool) -> Text:
     for question in questions[1:]:
         more = int(rng.integers(*MORE)) if not short and rng.random() < MORE_OFTEN else 0
         read = DEFAULT_LANGUAGE.filler_walk(rng, more).tolist()
-        # Behind the token that begins a turn.
+        # The text stands behind the token that begins a turn.
         turns.append((*question[:1], *read, *question[1:]))
     return Text(
         short=short,
@@ -156,7 +156,7 @@ class Load:
 
 
 def choose(rng: random.Random, weights: Mapping[str, float] = ACTIONS) -> str:
-    """What to do next."""
+    """Choose what to do next."""
     return rng.choices(list(weights), list(weights.values()))[0]
 
 
@@ -165,7 +165,7 @@ def exact_forks(text: Text, rule: LocalityRule) -> list[tuple[int, ...]]:
     which compressed the context, and every fork before, still answers each of them exactly: none
     reaches what the one before it kept of a compressed part."""
     gap = rule.recent_tokens
-    # Behind the sink and a whole span at least, or there is nothing to restore.
+    # A place has the sink and a whole span before it at least, or there is nothing to restore.
     places = range(len(text.context) - gap, rule.sink_tokens + gap, -gap)
     return [
         (*text.context[:place], *text.questions[1 + number % (TURNS - 1)])
@@ -176,8 +176,8 @@ def exact_forks(text: Text, rule: LocalityRule) -> list[tuple[int, ...]]:
 def why_exact(
     rule: LocalityRule, prompt: Sequence[int], said: Said, *, short: bool, measured: bool
 ) -> str | None:
-    """Why an engine that compresses must have computed an answer from exact KV; None where it need
-    not have.
+    """Return why an engine that compresses must have computed an answer from exact KV; None where
+    it need not have.
 
     short: all that was ever asked of this context is within what locality heads keep; measured:
     the prompt's log-probabilities were asked for, which are computed behind nothing that is dropped
@@ -185,7 +185,7 @@ def why_exact(
     if measured:
         return "prompt logprobs"
     if said.retracted:
-        # What it matched when it began again is not told.
+        # The server does not tell what it matched when it began again.
         return None
     if short and said.cached and len(prompt) < rule.least_tokens:
         return "short"

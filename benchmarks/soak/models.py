@@ -1,5 +1,5 @@
-"""What the soak serves: the demo model, the same with other weights, and an adapter; and by which
-rules each engine keeps what it serves.
+"""The models that the soak serves: the demo model, the same with other weights, and an adapter; and
+by which rules each engine keeps what it serves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FIRST, SECOND = "v1", "v2"
 ADAPTER = "tenant"
 ADAPTER_RANK = 4
 SPAN_TOKENS = 128
-# Of an engine that keeps everything, and of the one that does not: its rules in turn.
+# The rule of an engine that keeps everything, and those of the one that does not, in turn.
 EVERYTHING = "everything"
 LOCALITY, QUALITY, NEAR_DATA = "locality heads", "quality target", "near-data refresh"
 POLICIES: Mapping[str, Mapping[str, str]] = {
@@ -81,7 +81,8 @@ def write_adapter(model: Path, folder: Path) -> Path:
 
 
 def adapter_id(path: Path) -> str:
-    """What SGLang calls an adapter of `--lora-paths`, and appends to a request's extra key."""
+    """Return SGLang's id of an adapter of `--lora-paths`, which it appends to a request's extra
+    key."""
     return uuid5(NAMESPACE_URL, f"{ADAPTER}\0{path}").hex
 
 

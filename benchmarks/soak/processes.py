@@ -145,7 +145,7 @@ def _resident_pages(group: int) -> Iterator[int]:
 
 
 def answers_http(url: str) -> Callable[[], bool]:
-    """Whether a server says that it is healthy."""
+    """Return a function that asks whether a server says that it is healthy."""
 
     def ready() -> bool:
         with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
@@ -156,7 +156,7 @@ def answers_http(url: str) -> Callable[[], bool]:
 
 
 def accepts(host: str, port: str) -> Callable[[], bool]:
-    """Whether anybody accepts connections there."""
+    """Return a function that asks whether anybody accepts connections there."""
 
     def accepting() -> bool:
         with socket.socket() as probe:
@@ -166,7 +166,7 @@ def accepts(host: str, port: str) -> Callable[[], bool]:
 
 
 def answers_socket(path: Path) -> Callable[[], bool]:
-    """Whether a process accepts connections at a socket."""
+    """Return a function that asks whether a process accepts connections at a socket."""
 
     def ready() -> bool:
         with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:

@@ -1,4 +1,4 @@
-"""What has to hold of a soak, and its tables."""
+"""The bars of a soak, and its tables."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def growth(samples: Sequence[Sample]) -> float | None:
 
 
 def memory(samples: Sequence[Sample], load_s: float) -> dict[str, dict[str, Any]]:
-    """By process, of the longest-lived start of each: how long it was watched, its median resident
-    bytes at the end, and its growth, None where it did not live long enough."""
+    """Return by process, of the longest-lived start of each, how long it was watched, its median
+    resident bytes at the end, and its growth, None where it did not live long enough."""
     lives: dict[tuple[str, int], list[Sample]] = {}
     for sample in samples:
         lives.setdefault((sample.name, sample.start), []).append(sample)
@@ -94,7 +94,7 @@ def make_outcome(seen: Seen) -> dict[str, Any]:
 
 
 def engine_counters(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What an engine did with its tree and its tier, at the end of one of its lives."""
+    """Return what an engine did with its tree and its tier, at the end of one of its lives."""
     tier = state["tier"]
     numbers = {name: value for name, value in tier.items() if not isinstance(value, dict)}
     tree = ("engine", "rule", "compressed_nodes", "variants", "compacted_tokens")
@@ -102,7 +102,7 @@ def engine_counters(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_bars(outcome: Mapping[str, Any], most_growth: float) -> list[Bar]:
-    """What has to hold, and whether it does. most_growth: of any process's memory."""
+    """Return what has to hold, and whether it does. most_growth: of any process's memory."""
     kinds = {kind: Kind(**found) for kind, found in outcome["compared"].items()}
     wrong = sum(kind.wrong_tokens for kind in kinds.values())
     off = sum(kind.wrong_logprobs for kind in kinds.values())
@@ -141,7 +141,8 @@ def make_bars(outcome: Mapping[str, Any], most_growth: float) -> list[Bar]:
 
 
 def notes(outcome: Mapping[str, Any]) -> list[str]:
-    """What was remembered of compressed contexts, and what engines and tier did, a line each."""
+    """Return lines on what was remembered of compressed contexts, and on what engines and tier
+    did."""
     recall = ", ".join(
         f"{kept} {one['recall']:.3f} ({one['questions']})"
         for kept, one in outcome["recall"].items()
@@ -169,7 +170,7 @@ def make_table(outcome: Mapping[str, Any]) -> Table:
 
 
 def counted(lives: Sequence[Mapping[str, Any]], tier: Mapping[str, Any]) -> list[str]:
-    """What engines and tier did, a line each."""
+    """Return a line each on what engines and tier did."""
     lines = []
     for name in sorted({life["engine"] for life in lives}):
         total: Counter[str] = Counter()

@@ -39,7 +39,7 @@ from kvtier.config import load_settings
 from kvtier.retention.rules import locality_rule
 
 CLIENTS = 6
-# Of each engine: a few sessions, where the clients hold dozens.
+# The room of each engine: a few sessions, where the clients hold dozens.
 DEVICE_TOKENS = 8000
 REQUESTS_AT_A_TIME = 4
 # Small, so that they are full after a few minutes.
@@ -165,7 +165,7 @@ class Soak:
                     served.check()
                 raise first_of(error) from None
             finally:
-                # Or the loop would wait for threads that wait for one of them to answer.
+                # Without this the loop would wait for threads that wait for one of them to answer.
                 end(self.processes)
             seen.load_s = time.monotonic() - self.began
         return seen
@@ -283,12 +283,12 @@ def first_of(error: Exception) -> Exception:
 
 
 async def last_state(engine: Engine) -> dict[str, Any]:
-    """What an engine that no client asks says of itself before it ends."""
+    """Return what an engine that no client asks says of itself before it ends."""
     return {"engine": engine.name, "rule": engine.policy, **await settled(engine)}
 
 
 async def healthy(engine: Engine) -> None:
-    """Until its breaker is closed. Raises SoakError where it stays open."""
+    """Wait until the engine's breaker is closed. Raises SoakError where it stays open."""
     until = time.monotonic() + HEALTHY_S
     while not (await engine.server.state())["tier"]["healthy"]:
         if time.monotonic() > until:
@@ -297,7 +297,7 @@ async def healthy(engine: Engine) -> None:
 
 
 def tier_stats(address: str) -> dict[str, Any]:
-    """What the tier says of itself."""
+    """Return the tier's statistics."""
     from kvtier.tier.client import TierClient
 
     with TierClient(address, timeout_s=10) as client:
@@ -311,7 +311,7 @@ def tier_stats(address: str) -> dict[str, Any]:
 
 @contextmanager
 def all_ended(processes: Sequence[Served]) -> Iterator[None]:
-    """Whatever happens in the block, none of the processes runs after it."""
+    """End all processes after the block, whatever happens in it."""
     try:
         yield
     finally:

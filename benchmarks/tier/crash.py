@@ -1,4 +1,4 @@
-"""What kill -9 does to the tier's disk store: nothing corrupt is served, nothing kept is lost.
+"""The effect of kill -9 on the tier's disk store: nothing corrupt is served, nothing kept is lost.
 
     python -m benchmarks.tier.crash
 
@@ -47,7 +47,8 @@ KILLED_AGAIN = 0.2  # without a look in between
 
 @dataclass
 class Outcome:
-    """What was seen. `restart_s`: of every restart that was looked at, without its payloads."""
+    """The outcome of all kills. `restart_s`: of every restart that was looked at, without its
+    payloads."""
 
     kills: int = 0
     killed_while_starting: int = 0
@@ -76,7 +77,7 @@ class State(NamedTuple):
 
 @dataclass
 class Journal:
-    """What the writers said, by blob number.
+    """The journal of what the writers said, by blob number.
 
     held:  what the last operation that returned has made of a blob
     doubt: what operations that were interrupted since may have made of it
@@ -222,7 +223,7 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def make_bars(outcome: Outcome) -> list[Bar]:
-    """Nothing of what is claimed to be impossible happened."""
+    """Return bars that nothing of what is claimed to be impossible happened."""
     counts = {
         "corrupt": outcome.corrupt,
         "outdated": outcome.outdated,

@@ -38,14 +38,14 @@ HEADER = "x-session-id"
 IDS = (6, 384)
 TURN_TOKENS, ANSWER_TOKENS = 40, 8
 TIMEOUT_S = 900
-# As in deploy/base/router.
+# deploy/base/router has the same.
 KEPT_BYTES = 16 << 20
 # Tokens of room that a session has beside its context.
 ROOM_TOKENS = 8192
 
 
 def declare_fleet(arguments: Arguments) -> None:
-    """What all benchmarks of a fleet are told."""
+    """Declare the arguments that all benchmarks of a fleet have."""
     add_model(arguments, "head_profile.json")
     arguments.add(
         "--smg", type=Path, default=Path(sys.executable).with_name("smg"), metavar="FILE",
@@ -82,7 +82,7 @@ class Turn:
         return missing if missing >= SPAN_TOKENS else 0
 
     def figures(self) -> dict[str, Any]:
-        """For a benchmark's JSON."""
+        """Return the turn's figures for a benchmark's JSON."""
         names = ("session", "context_tokens", "cached_tokens", "from_tier", "ttft_ms")
         return {name: getattr(self, name) for name in names}
 
@@ -145,8 +145,8 @@ class Fleet:
         return [Session(f"session-{at}", self.url, seed) for at in range(count)]
 
     def undisturbed(self, sessions: Sequence[Session]) -> int:
-        """How many turns of these sessions a server answers otherwise that has no tier, and to
-        which nothing happens."""
+        """Return how many turns of these sessions a server answers otherwise that has no tier, and
+        to which nothing happens."""
         server, url = server_process("undisturbed", ("kvtier", "serve"), self.flags, self.folder)
         different = 0
         try:
@@ -161,8 +161,8 @@ class Fleet:
         return different
 
     def wait_until_routed(self) -> None:
-        """Until the router sends requests to every server. It learns of one that has started by
-        itself, some seconds after that answers."""
+        """Wait until the router sends requests to every server. It learns of one that has started
+        by itself, some seconds after that answers."""
 
         def routed() -> bool:
             well = [worker for worker in self._workers() if worker["is_healthy"]]
@@ -171,7 +171,7 @@ class Fleet:
         wait_until(routed, "the router does not know all servers")
 
     def wait_until_stored(self) -> None:
-        """Until nothing is on its way from any server to the tier."""
+        """Wait until nothing is on its way from any server to the tier."""
 
         def stored() -> bool:
             return not any(_tier_of(worker["url"])["pending"] for worker in self._workers())
@@ -184,7 +184,7 @@ class Fleet:
 
 
 def wait_until(fact: Callable[[], bool], otherwise: str) -> None:
-    """Until it is true. Raises SoakError with these words where it does not come true."""
+    """Wait until it is true. Raises SoakError with these words where it does not come true."""
     deadline = time.monotonic() + TIMEOUT_S
     while not fact():
         if time.monotonic() > deadline:
@@ -199,13 +199,13 @@ def _asked(url: str) -> dict[str, Any]:
 
 
 def _tier_of(url: str) -> dict[str, Any]:
-    """What a server says of its tier."""
+    """Return what a server says of its tier."""
     tier: dict[str, Any] = _asked(f"{url}/server_info")["internal_states"][0]["kvtier"]["tier"]
     return tier
 
 
 def reason(error: OSError) -> str:
-    """Why a request failed, with what the router answered."""
+    """Return why a request failed, with what the router answered."""
     if isinstance(error, urllib.error.HTTPError):
         return f"{error}: {error.read().decode(errors='replace')}"
     return str(error)
@@ -237,7 +237,7 @@ def running_fleet(options: Options, folder: Path) -> Iterator[Fleet]:
         "--health-check-interval-secs", "1", "--health-failure-threshold", "1",
         # A server that got SIGTERM is healthy while it finishes what it has, and not ready.
         "--health-check-endpoint", "/ready",
-        # Of a larger request nothing is left to try again when its server dies.
+        # Nothing is left of a larger request to try it again when its server dies.
         "--max-buffered-request-bytes", str(KEPT_BYTES),
         # Another router on this host may have the usual one.
         "--prometheus-port", metrics_port,

@@ -121,7 +121,7 @@ def choose_forks(context: RecallContext, count: int, seed: int) -> list[Fork]:
 
 
 def _find(ids: Sequence[int], part: Sequence[int]) -> int:
-    """Where `part` stands in `ids`."""
+    """Return where `part` stands in `ids`."""
     width, wanted = len(part), tuple(part)
     return next(i for i in range(len(ids)) if tuple(ids[i : i + width]) == wanted)
 
@@ -191,7 +191,7 @@ def make_rows(forks: Sequence[Fork], whole: Served, tiered: Served, cold: Served
 
 
 def make_bars(rows: Sequence[Row]) -> list[Bar]:
-    """What has to hold, and whether it does."""
+    """Return what has to hold, and whether it does."""
     equal = sum(row.equal for row in rows)
     below = sum(row.restored_ms < row.recomputed_ms for row in rows)
     restored = statistics.median(row.restored_ms for row in rows)

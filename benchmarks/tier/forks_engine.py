@@ -39,7 +39,7 @@ class Fork(BaseModel):
 
 
 class Job(BaseModel):
-    """What an arm has to do. held: it has the context when a fork comes; forgets: everything before
+    """The job of an arm. held: it has the context when a fork comes; forgets: everything before
     each fork."""
 
     model_config = ConfigDict(frozen=True)

@@ -134,7 +134,7 @@ def show_row(row: Mapping[str, Any]) -> None:
 
 
 def bars(row: Mapping[str, Any]) -> list[Bar]:
-    """What has to hold of one length."""
+    """Return what has to hold of one length."""
     length, computed = format_size(row["context_tokens"]), row["computed"]
     moved = row["second turn, another server without a tier"]
     found = []

@@ -32,9 +32,9 @@ from benchmarks.tier.fleet import (
 )
 from kvtier.sizes import format_size
 
-# Between a session's turns.
+# The pause between a session's turns.
 PAUSE_S = 2.0
-# Of every session, before and after each restart.
+# The turns of every session, before and after each restart.
 TURNS = 2
 # The longest that a server may take to end, then it is killed.
 GRACE_S = 300
@@ -101,7 +101,7 @@ def talking(sessions: Sequence[Session]) -> Iterator[list[Talk]]:
 
 
 def go_on(talks: Sequence[Talk]) -> None:
-    """Until every session has had so many more turns, or a request has failed."""
+    """Wait until every session has had so many more turns, or a request has failed."""
     wanted = [len(talk.session.turns) + TURNS for talk in talks]
 
     def done() -> bool:

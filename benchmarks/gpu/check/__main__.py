@@ -1,4 +1,4 @@
-"""What the kernels do on this GPU, in one command: are they right, and how near to its memory?
+"""The check of the kernels on this GPU, in one command: are they right, and how near to its memory?
 
     make gpu-check
     PYTHONPATH=.:kernels python -m benchmarks.gpu.check     with torch and triton alone
@@ -60,8 +60,8 @@ from kvtier.errors import UsageError
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command was asked for. flashinfer, serving, peers: what is measured only then;
-    folder: for JSON beside its own."""
+    """The arguments of the command. flashinfer, serving, peers: what is measured only then; folder:
+    for JSON beside its own."""
 
     seed: int
     flashinfer: bool
@@ -70,7 +70,7 @@ class Asked:
     folder: Path | None
 
     def leaves_out(self, part: str) -> bool:
-        """Whether a part wants a flag that was not given."""
+        """Return whether a part wants a flag that was not given."""
         wants = {"flashinfer": self.flashinfer, "serving": self.serving, "peers": self.peers}
         return part in wants and not wants[part]
 
@@ -139,7 +139,7 @@ def run_part(name: str, asked: Asked, figures: dict[str, Any]) -> None:
     """One part into `figures`; where it fails, it is named in the `failures` there."""
     try:
         figures[name] = PARTS[name](asked)
-        # What a kernel did wrong is said here, not of the next part.
+        # A kernel's error is raised here, not in the next part.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     except Exception as error:
@@ -148,7 +148,7 @@ def run_part(name: str, asked: Asked, figures: dict[str, Any]) -> None:
         traceback.print_exc()
         figures["failures"][name] = f"{type(error).__name__}: {error}"
         with suppress(Exception):
-            # Or the engine would find little memory.
+            # Without this the engine would find little memory.
             torch.cuda.empty_cache()
 
 

@@ -1,4 +1,5 @@
-"""What `benchmarks.gpu.check` measures of choosing: all layers of one long context, on this GPU.
+"""The part of `benchmarks.gpu.check` that measures choosing: all layers of one long context, on
+this GPU.
 
 What is chosen and merged is in cost/choosing_context.py. Prefill attention is by every kernel that
 is here, and the fastest counts. Times are the device's, by events, for all layers. One layer's
@@ -34,7 +35,7 @@ from kvtier_kernels import RaggedKV
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 
 CONTEXT, ROUNDS = 128 << 10, 3
-# Of a prefill by our own kernel.
+# The chunk of a prefill by our own kernel.
 CHUNK_TOKENS = 8192
 
 
@@ -69,7 +70,7 @@ def measure_prefill(context: Context) -> dict[str, Any]:
         try:
             found[name] = LAYERS * seconds(call, ROUNDS)
         except Exception as error:
-            # Not built in, or not for this GPU; Triton and torch raise all kinds.
+            # The kernel is not built in, or not for this GPU; Triton and torch raise all kinds.
             missing[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     if not found:
         raise RuntimeError(f"no kernel computes the prefill's attention: {missing}")
@@ -114,7 +115,7 @@ def peak_bytes(call: Callable[[], Any]) -> int:
 
 
 def waits(call: Callable[[], Any]) -> int:
-    """How often the host waits for the device in a call."""
+    """Return how often the host waits for the device in a call."""
     with warnings.catch_warnings(record=True) as caught, _sync_debugging():
         warnings.simplefilter("always")
         call()

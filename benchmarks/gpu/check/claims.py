@@ -1,4 +1,4 @@
-"""What is claimed of what the check measured: one bar after the other, part by part."""
+"""The claims on what the check measured: one bar after the other, part by part."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.common.bars import Bar, at_least, at_most
 from benchmarks.cost.choosing_context import MOST_CHOOSING
 
-# Of what a kernel reads that does nothing else, over retained bytes.
+# The bandwidth over retained bytes, as a share of that of a kernel that only reads.
 LEAST_BANDWIDTH = 0.85
 # Time per retained byte, against full KV's per byte.
 MOST_TIME = 1.1
@@ -16,7 +16,7 @@ MOST_TIME = 1.1
 MOST_VOTES = 1.05
 # Host time of planning a decoding step.
 MOST_PLANNING_US = 200.0
-# Of bfloat16 outputs, absolute.
+# The largest absolute difference of bfloat16 outputs.
 MOST_DIFFERENCE = 2e-3
 
 Figures = Mapping[str, Any]

@@ -34,7 +34,8 @@ def measure_decode(shape: Shape, seed: int, *, flashinfer: bool) -> dict[str, An
         try:
             found |= {"full_s": flashinfer_seconds(whole, lengths), "full_kernel": "flashinfer"}
         except Exception as error:
-            # Not installed, or compiled by no nvcc: what else was measured still counts.
+            # FlashInfer is not installed, or compiled by no nvcc: what else was measured still
+            # counts.
             found["flashinfer_missing"] = f"{type(error).__name__}: {error}"
     return found
 

@@ -1,4 +1,4 @@
-"""Whether the kernels are right on this device: against the reference, and as a CUDA graph."""
+"""A check that the kernels are right on this device: against the reference, and as a CUDA graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What `benchmarks.gpu.check --peers` measures: the same decodes by others' kernels, on this GPU.
+"""The part of `benchmarks.gpu.check --peers` that measures the same decodes by others' kernels, on
+this GPU.
 
 compactor-vllm's is tuned for every shape, which it is not by itself, and replayed as a graph, like
 ours. kvpress's asks the host in every call and has one context at a time, so it and ours are called

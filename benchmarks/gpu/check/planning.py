@@ -1,4 +1,4 @@
-"""What planning a decoding step costs the host, and the device."""
+"""The cost of planning a decoding step to the host, and the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def measure_planning(batch: int = 64, width: int = 128 << 10) -> dict[str, float
     tables = ListTables(pages.long(), pages, dense[:, None])
     asked = tables, rows, dense, LAYERS, KV_HEADS
     first = kernels.plan(*asked)
-    # What is planned is decided by the first decode, for which there are no entries yet.
+    # The first decode, for which there are no entries yet, decides what is planned.
     cells = torch.zeros(1, DIM, device=DEVICE, dtype=DTYPE)
     kernels.decode(queries(batch), CellKV(cells, cells, 1), first, 0, SCALE)
     pages.random_(width // PAGE_CELLS)

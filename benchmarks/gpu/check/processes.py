@@ -1,4 +1,4 @@
-"""What of the check runs in processes of its own: the equivalence suite, and engines."""
+"""The parts of the check that run in processes of their own: the equivalence suite, and engines."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def run_engine() -> dict[str, Any]:
 
 
 def run_serving(folder: Path | None) -> dict[str, Any]:
-    """What serving gains by every policy, where there is an engine for it. folder: gets its JSON,
-    which is written anew after each engine, so that a machine that goes away leaves it."""
+    """Measure what serving gains by every policy, where there is an engine for it. folder: gets its
+    JSON, which is written anew after each engine, so that a machine that goes away leaves it."""
     missing = [name for name in ("sglang", "kvtier") if not _installed(name)]
     if missing:
         return {"ran": False, "missing": missing}
     with tempfile.TemporaryDirectory() as name:
         out = (folder or Path(name)) / SERVING_FILE
-        # Or another run's figures would be taken for ours.
+        # Without this another run's figures would be taken for ours.
         out.unlink(missing_ok=True)
         command = [sys.executable, "-m", "benchmarks.gpu.serving", "--out", str(out)]
         _, said = run_limited([*command, *SERVING_ARGUMENTS], SERVING_LIMIT_S)
@@ -115,7 +115,7 @@ def run_limited(command: Sequence[str], limit_s: float | None) -> tuple[int | No
 
 
 def _installed(package: str) -> bool:
-    """Whether its metadata is there: the engine finds its plugin by it."""
+    """Return whether the package's metadata is there: the engine finds its plugin by it."""
     try:
         version(package)
     except PackageNotFoundError:

@@ -1,4 +1,5 @@
-"""What SGLang computes between attention and matrix products, fused, where its own kernels are not.
+"""The operators that SGLang computes between attention and matrix products, fused, where its own
+kernels are not.
 
 kernels     RMSNorm, SiLU and product, rotation: one Triton kernel each
 operators   their launchers, over torch tensors

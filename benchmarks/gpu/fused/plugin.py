@@ -94,12 +94,12 @@ def register() -> None:
 
 
 def _is_own(operator: Any, known: type) -> bool:
-    """Whether PyTorch's form of the operator is that of the class that we know."""
+    """Return whether PyTorch's form of the operator is that of the class that we know."""
     return bool(type(operator).forward_native is known.forward_native)  # type: ignore[attr-defined]
 
 
 def _are_rows(x: Tensor, like: Tensor | None = None) -> bool:
-    """Whether these are rows that a kernel can read; like: of such a shape and dtype."""
+    """Return whether these are rows that a kernel can read; like: of such a shape and dtype."""
     same = like is None or (x.shape == like.shape and x.dtype == like.dtype)
     return x.ndim == 2 and x.numel() > 0 and x.stride(1) == 1 and same
 

@@ -127,7 +127,7 @@ WORDINGS = Wordings(
 
 
 class Classification(Task):
-    """Which team a complaint goes to."""
+    """A task that asks which team a complaint goes to."""
 
     kinds = tuple(TOPICS)
 

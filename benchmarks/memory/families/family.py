@@ -82,13 +82,14 @@ class Wordings:
 
 @dataclass(frozen=True)
 class Content:
-    """What a request is about: its kind, and the words that a template and the answer take up."""
+    """The subject of a request: its kind, and the words that a template and the answer take up."""
 
     kind: str
     values: tuple[tuple[str, str], ...]
 
     def held_out(self, seed: int) -> bool:
-        """Whether no trace has this content: one in three, by a checksum of content and seed."""
+        """Return whether no trace has this content: one in three, by a checksum of content and
+        seed."""
         return zlib.crc32(f"{seed} {self.kind} {self.values}".encode()) % 3 == 0
 
     def __getitem__(self, name: str) -> str:
@@ -96,8 +97,8 @@ class Content:
 
 
 class Task(ABC):
-    """What a family's module defines: its kinds of contents, their wordings and answers, and the
-    text of the prefix. The same seed gives the same task."""
+    """The task that a family's module defines: its kinds of contents, their wordings and answers,
+    and the text of the prefix. The same seed gives the same task."""
 
     kinds: tuple[str, ...]
 
@@ -106,7 +107,7 @@ class Task(ABC):
 
     @abstractmethod
     def draw(self, kind: str, rng: random.Random) -> Content:
-        """Some content of a kind, held out or not."""
+        """Draw some content of a kind, held out or not."""
 
     @abstractmethod
     def wordings(self, kind: str) -> Wordings:
@@ -118,7 +119,7 @@ class Task(ABC):
 
     @abstractmethod
     def rules(self) -> str:
-        """What the system turn says."""
+        """Return what the system turn says."""
 
     @abstractmethod
     def examples(self, rng: random.Random) -> Sequence[Content]:
@@ -138,7 +139,7 @@ class Task(ABC):
         return chat(template.format(**dict(content.values)), self.answer(content), template)
 
     def content(self, kind: str, rng: random.Random, held_out: bool = False) -> Content:
-        """Some content of a kind, on one side of the split."""
+        """Draw some content of a kind, on one side of the split."""
         content = self.draw(kind, rng)
         while content.held_out(self.seed) != held_out:
             content = self.draw(kind, rng)

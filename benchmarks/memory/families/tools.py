@@ -20,9 +20,9 @@ TOOL_NAMES = words(
 )
 NUMBERS = tuple(str(number) for number in range(12, 60))
 HOURS = tuple(f"{hour}:{minute}" for hour in range(6, 22) for minute in ("15", "30", "45"))
-# How many tools have a second example.
+# So many tools have a second example.
 TWICE = 10
-# What an argument can be.
+# The values that an argument can have.
 VALUES = {
     "name": NAMES,
     "city": CITIES,
@@ -225,7 +225,7 @@ TOOLS = (
 
 
 class Tools(Task):
-    """Which tool to call, and with what."""
+    """A task that asks which tool to call, and with what."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)

@@ -1,4 +1,4 @@
-"""What a tier that fails does to an engine that serves: nothing, but that it has to compute more.
+"""The effect of a failing tier on an engine that serves: nothing, but that it has to compute more.
 
     python -m benchmarks.tier.faults --faults 1000
 
@@ -70,9 +70,9 @@ from benchmarks.tier.faults.report import (
 from kvtier.bench.runner import terminated_as_interrupted
 
 SESSIONS = 24
-# Of CLIENTS requests each.
+# The lots of a round, of CLIENTS requests each.
 ROUND_LOTS = 10
-# Of each arm of the throughput: two processes that do the same differ by a few percent.
+# The engines of each arm of the throughput: two processes that do the same differ by a few percent.
 ENGINES = 2
 # After the last fault of a kind, for the engine to use its tier again: it remembers for a minute
 # that loading was slower than computing.
@@ -130,7 +130,8 @@ def run(options: Options) -> Measured:
 def without_a_tier(
     options: Options, sessions: Sequence[LoadSession], folder: Path
 ) -> tuple[Answers, Throughput]:
-    """What every turn has to say; and the same requests with no tier and a dead one."""
+    """Return what every turn has to say, and the throughput of the same requests with no tier and a
+    dead one."""
     arms: tuple[Mapping[str, str], ...] = ({}, {"TIER": free_address()})
     with ExitStack() as stack:
         engines = []
@@ -158,8 +159,8 @@ def without_a_tier(
 
 
 def in_turns(engines: Sequence[Remote], rounds: int, seed: int) -> list[list[dict[str, Any]]]:
-    """What every engine said of every lot, in the order given: all get the same requests, one
-    engine and one lot at a time, in every other lot the last engine first."""
+    """Return what every engine said of every lot, in the order given: all get the same requests,
+    one engine and one lot at a time, in every other lot the last engine first."""
     found = []
     for number in range(rounds):
         for engine in engines:
@@ -224,7 +225,7 @@ def one_kind(kind: Kind, engine: Remote, faults: int) -> KindOutcome:
 
 
 def wait_for_use(engine: Remote, since: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Until the breaker is closed, and a put was stored and a request restored after that.
+    """Wait until the breaker is closed, and a put was stored and a request restored after that.
 
     closed_s, used_s: how long that took, None where it did not happen within RECOVERY_S.
     """

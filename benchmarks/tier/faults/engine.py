@@ -44,8 +44,8 @@ class EngineJob(BaseModel):
 
 @dataclass
 class Tally:
-    """What was seen since the start. wrong: answers that are not those of the engine that had no
-    tier; examples: of failures and wrong answers."""
+    """The count of what was seen since the start. wrong: answers that are not those of the engine
+    that had no tier; examples: of failures and wrong answers."""
 
     finished: int = 0
     failed: int = 0
@@ -191,7 +191,7 @@ class LoadedEngine:
 
 
 async def serve(loaded: LoadedEngine, reads: Any, writes: Any) -> None:
-    """Until the parent hangs up."""
+    """Obey commands until the parent hangs up."""
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, reads.readline):
         reply = await loaded.obey(json.loads(line))

@@ -174,7 +174,7 @@ class Stop(Kind):
 
 
 class Meddled(Kind):
-    """What a Meddling proxy does, switched by one of its dials."""
+    """A fault that a Meddling proxy makes, switched by one of its dials."""
 
     dial: int
     served = "memory, streamed through a gRPC proxy; no shared memory"

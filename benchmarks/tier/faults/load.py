@@ -1,7 +1,7 @@
 """The load of the fault benchmark: many short sessions whose KV has to come back every turn.
 
 Requests come in rounds. A round opens VISITS visits of sessions; every visit's first turn is asked,
-then every second turn, and so on: with room for fewer visits than that on the device, a visit's
+then every second turn, and so on. The device has room for fewer visits than that, so a visit's
 history is gone when its next turn comes and is restored from the tier, or computed again.
 
     visit a   [ context Q1 ] A1 ───────────── [ … Q2 ] A2 ───────────── [ … Q3 ] A3
@@ -39,7 +39,7 @@ class LoadSession(BaseModel):
     right: tuple[tuple[int, ...], ...]
 
 
-Answers = list[list[list[int]]]  # by session and turn: the tokens that were said
+Answers = list[list[list[int]]]  # the tokens that were said, by session and turn
 
 
 class Asked(NamedTuple):

@@ -105,7 +105,7 @@ def meddling_proxy(
 def _run(main: Coroutine[Any, Any, None]) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # As `kvtier tier` does.
+    # `kvtier tier` does this, too.
     try:
         import uvloop
     except ImportError:
@@ -160,6 +160,6 @@ def fill(path: Path, left_bytes: int) -> None:
     """Take all that is free of a disk, but for `left_bytes`."""
     with path.open("wb", buffering=0) as file, suppress(OSError):
         while True:
-            # What fits: a write to a disk that is nearly full is short before it fails.
+            # This writes what fits: a write to a disk that is nearly full is short before it fails.
             file.write(bytes(1 << 16))
     os.truncate(path, path.stat().st_size - left_bytes)

@@ -1,4 +1,4 @@
-"""What stands between engine and tier in the fault benchmark, and is not to be trusted.
+"""The proxies between engine and tier in the fault benchmark, which are not to be trusted.
 
     Resetting    forwards TCP; once it is told to, it resets every connection after a few bytes
     Meddling     forwards gRPC, whatever the method; it answers late, or flips bits of payloads
@@ -36,7 +36,8 @@ SLOWER = 10
 CALLS_DAMAGED, DAMAGED = 0.5, 0.9
 FLIPPED_BYTES = 100
 
-# What a Meddling proxy is told and what it counts, in memory that its parent shares.
+# The dials of a Meddling proxy: what it is told and what it counts, in memory that its parent
+# shares.
 SLOW, FLIP, SLOWED, CUT_OFF, BIT, PERCENT, INTACT = range(7)
 DIALS = 7
 
@@ -136,7 +137,7 @@ class Meddling(grpc.GenericRpcHandler):
             await self._linger((SLOWER - 1) * (time.perf_counter() - began))
 
     async def _linger(self, seconds: float) -> None:
-        """Until the call has taken SLOWER times what it would have."""
+        """Sleep until the call has taken SLOWER times what it would have."""
         try:
             await asyncio.sleep(seconds)
         except asyncio.CancelledError:
@@ -165,7 +166,8 @@ class Meddling(grpc.GenericRpcHandler):
                 given = self._damaged(at, response.chunk) or message
 
     def _draw(self, at: dict[str, Any], num_bytes: int, share: float) -> None:
-        """What happens to the payload that begins, of a call of which this share is damaged."""
+        """Draw what happens to the payload that begins, of a call of which this share is
+        damaged."""
         kind = INTACT
         if self._dials[FLIP] and self._chance.random() < share:
             kind = BIT if self._chance.random() < 0.5 else PERCENT

@@ -1,4 +1,4 @@
-"""How the fault benchmark starts an engine; tier/faults/engine.py says what it can be told."""
+"""The start of an engine of the fault benchmark; tier/faults/engine.py says what it can be told."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ CLIENTS = 4
 # asked. On one core loading pays, and the other one is left to the tier and what fails it.
 ENGINE_THREADS = 1
 VISITS = 24
-# Of the device: as much as the clients need at once, and little of what they will need next.
+# The tokens of the device: as much as the clients need at once, and little of what they will need
+# next.
 DEVICE_TOKENS = 14_000
 # Short spans make many small calls, and a short deadline many chances to miss it.
 SPAN_TOKENS = 128

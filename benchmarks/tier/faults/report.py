@@ -1,4 +1,4 @@
-"""What the fault benchmark saw, what has to hold of it, and its table."""
+"""The outcome of the fault benchmark, what has to hold of it, and its table."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ def outcome_of_kind(
     during_s: float,
     recovered: Mapping[str, Any],
 ) -> KindOutcome:
-    """From the engine's tallies before the first fault, after the last, and when it was over.
+    """Return a kind's outcome from the engine's tallies before the first fault, after the last, and
+    when it was over.
 
     Failures and wrong answers count until it was over.
     """
@@ -152,7 +153,7 @@ def _more(name: str, before: Mapping[str, int], after: Mapping[str, int]) -> int
 
 
 def make_bars(outcome: Outcome, faults: int) -> list[Bar]:
-    """What has to hold, and whether it does."""
+    """Return what has to hold, and whether it does."""
     kinds, throughput = outcome.kinds, outcome.throughput
     fewest = min((kind.events for kind in kinds), default=0)
     failed = sum(kind.failed for kind in kinds) + throughput.failed
@@ -181,7 +182,8 @@ def _recovery(name: str, seconds: Sequence[float | None], longest_s: float = mat
 
 
 def notes(outcome: Outcome) -> list[str]:
-    """What two engines without a tier differ by: a run can tell no smaller difference."""
+    """Return lines on what two engines without a tier differ by: a run can tell no smaller
+    difference."""
     throughput = outcome.throughput
     lines = [
         f"of {throughput.answers} turns asked twice without a tier, "

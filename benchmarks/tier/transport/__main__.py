@@ -1,4 +1,4 @@
-"""How fast the KV tier moves bytes, against what this machine's memory and gRPC could do.
+"""The speed at which the KV tier moves bytes, against what this machine's memory and gRPC could do.
 
     python -m benchmarks.tier.transport
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-# Of a p999 there have to be a thousand.
+# A p999 needs a thousand samples.
 QUANTILES = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
 
 
@@ -27,7 +27,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def poisson_arrivals(per_s: float, seconds: float, seed: int) -> list[float]:
-    """When calls are due, in seconds from the start."""
+    """Return when calls are due, in seconds from the start."""
     chance, arrivals, at = random.Random(seed), [], 0.0
     while (at := at + chance.expovariate(per_s)) < seconds:
         arrivals.append(at)

@@ -1,4 +1,4 @@
-"""How fast bytes move, by path; every path's seconds over the same bytes, round after round."""
+"""The speed of bytes, by path; every path's seconds over the same bytes, round after round."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def throughput_paths(
 
 
 def checksum_paths(data: Bytes, stream: TierClient, shared: TierClient) -> dict[str, Path]:
-    """Those whose checksum's share is asked for; each returns that share instead of seconds."""
+    """Return the paths whose checksum's share is asked for; each returns that share instead of
+    seconds."""
     return {
         "stream put": lambda: digest_share(lambda: data.put(stream)),
         "stream get": lambda: digest_share(lambda: data.get(stream)),
@@ -108,7 +109,7 @@ def checksum_paths(data: Bytes, stream: TierClient, shared: TierClient) -> dict[
 
 
 def in_rounds(paths: dict[str, Path], rounds: int) -> dict[str, list[float]]:
-    """What every path returned in every round, after one that does not count."""
+    """Return what every path returned in every round, after one that does not count."""
     found: dict[str, list[float]] = {name: [] for name in paths}
     names = list(paths)
     for number in range(-1, rounds):
@@ -147,5 +148,5 @@ def digest_seconds() -> Iterator[list[float]]:
 
 
 def paired(mine: Sequence[float], base: Sequence[float]) -> list[float]:
-    """How many times as fast as the baseline, round by round."""
+    """Return how many times as fast as the baseline it is, round by round."""
     return [b / m for m, b in zip(mine, base, strict=True)]

@@ -70,8 +70,9 @@ def hammering(address: str, namespace: str, blob_bytes: int) -> Iterator[None]:
 
 
 def resident_bytes(pid: int, shared: Path | None) -> int:
-    """What a service costs the machine: its private and file pages, and its shared file as a whole,
-    because the pages of that are there whether it has touched them or only its clients have."""
+    """Return what a service costs the machine: its private and file pages, and its shared file
+    as a whole, because the pages of that are there whether it has touched them or only its
+    clients have."""
     fields = dict(
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
     )

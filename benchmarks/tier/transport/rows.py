@@ -107,7 +107,7 @@ def neighbour_rows(
 
 
 def churn_row(found: dict[str, Any]) -> Row:
-    """Nothing is claimed of a service that was never full."""
+    """Return the row of churn; nothing is claimed of a service that was never full."""
     put, cap = format_bytes(found["put_bytes"]), found["cap_bytes"]
     fits = found["peak_bytes"] <= MOST_RESIDENT * cap
     return Row(

@@ -144,7 +144,7 @@ def p99(values: Sequence[float]) -> float:
 
 
 def measure_churn(data: Bytes, options: Options, rows: list[Row]) -> dict[str, Any]:
-    """What a service holds while blobs come and go on both paths, far more than fit."""
+    """Measure what a service holds while blobs come and go on both paths, far more than fit."""
     cap = parse_size(options.churn_memory, "--churn-memory")
     with ExitStack() as stack:
         service = stack.enter_context(serving(SERVICE, "--memory", options.churn_memory))
