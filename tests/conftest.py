@@ -1,4 +1,4 @@
-"""What every test and every process it starts finds in its environment."""
+"""The environment that every test finds, and every process that it starts."""
 
 import os
 import shutil
@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(EndsAtOnce())
 
 
-# What processes that tests start do first: see tests/forking.
+# Processes that tests start run this first: see tests/forking.
 FORKING = str(Path(__file__).parent / "forking")
 if FORKING not in os.environ.get("PYTHONPATH", ""):
     os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -62,7 +62,7 @@ if FORKING not in os.environ.get("PYTHONPATH", ""):
 if sys.platform == "linux" and "TESTS_PROCESS" not in os.environ:
     os.environ["TESTS_PROCESS"] = str(os.getpid())
     os.environ["TESTS_FORK_SERVERS"] = tempfile.mkdtemp(prefix="kvtier-tests-")
-    # Where calibrations are by default: a user's own must change no test.
+    # Calibrations are here by default: a user's own must change no test.
     os.environ["XDG_DATA_HOME"] = os.environ["TESTS_FORK_SERVERS"]
 
 

@@ -10,15 +10,15 @@ from kvtier_kernels import CellKV, ListTables
 LAYERS, HEADS = 2, 3
 PAGES_PER_COLUMN = 40
 COLUMN_CELLS = 16 * PAGES_PER_COLUMN
-# Of every request's lists by layer and head, and its dense tokens: none of either, one entry, ends
-# in the middle of a page, one list far longer than the others.
+# The lists of every request by layer and head, and its dense tokens: none of either, one entry,
+# ends in the middle of a page, one list far longer than the others.
 ENTRIES = [[[0, 0, 0], [0, 0, 0]], [[1, 37, 0], [5, 0, 16]], [[300, 20, 3], [0, 90, 160]]]
 DENSE = [0, 21, 45]
 
 
 @dataclass
 class Problem:
-    """What tables say, written out: cells[request][layer][head] of all entries."""
+    """The content of tables, written out: cells[request][layer][head] of all entries."""
 
     kv: CellKV
     tables: ListTables
@@ -79,7 +79,7 @@ def make_problem(kv_dtype=torch.float32, dim=64, votes=(), seed=0, entries=ENTRI
             left, own = entries[i][layer][head], []
             begins[row, layer * HEADS + head] = len(words)
             while left:
-                # As where a span ended: some pages are not full.
+                # Some pages are not full, as where a span ended.
                 fill = min(left, 16 if left % 3 else 7)
                 page = free.pop()
                 words.append(page << 5 | fill)

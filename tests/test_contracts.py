@@ -46,7 +46,7 @@ def test_contracts_hold(tree):
 @pytest.mark.parametrize(
     ("path", "planted"),
     [
-        # Between packages, between files, and one that only types know.
+        # The imports are between packages, between files, and one that only types know.
         ("kvtier/retention/shares/base.py", "from kvtier.heads import profile"),
         ("kvtier_sglang/pool/kv_pool.py", "from kvtier_sglang.pool import allocator"),
         ("kvtier_tierd/stores/base.py", "if False:\n    from kvtier_tierd.service import service"),
@@ -63,7 +63,7 @@ def test_a_planted_circle_is_found(tree, path, planted):
 # No test measures time, and none waits for it to pass: see tests/waiting.py.
 WAITING = "tests/waiting.py"
 CLOCKS = re.compile(r"(monotonic|perf_counter|process_time|thread_time|time)(_ns)?")
-# What `be_slow` is there for: how slow they are decides no test.
+# `be_slow` is there for these: how slow they are decides no test.
 SLOW_ON_PURPOSE = {
     "tests/engine/fuzz_runner.py": "a client that takes breath between its requests",
     "tests/engine/ranks/faulty_ranks.py": "a rank whose tier answers late",
@@ -74,8 +74,8 @@ SLOW_ON_PURPOSE = {
 
 
 def about_time(source: str) -> list[str]:
-    """What of a test sleeps, sets a timer or reads a clock, line by line. To let an event loop turn
-    (a sleep of the number 0) takes no time; a sleep in a script is one, too."""
+    """Return what of a test sleeps, sets a timer or reads a clock, line by line. To let an event
+    loop turn (a sleep of the number 0) takes no time; a sleep in a script is one, too."""
     found = []
     for node in ast.walk(ast.parse(source)):
         match node:

@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "extending.md"
 
 @dataclass(frozen=True)
 class Example:
-    """What a section of the page says to write, and what holds it to its contract.
+    """The code that a section of the page says to write, and what holds it to its contract.
 
     heading:  of the section
     name:     what users choose the example by
@@ -114,7 +114,7 @@ def run(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 def passed(tree: Path, names: Sequence[str], files: Sequence[str]) -> list[str]:
-    """Which of the files' tests that have one of the names in theirs passed; none failed."""
+    """Return which of the files' tests that have one of the names in theirs passed; none failed."""
     command = ("-m", "pytest", "-q", "-rp", "-p", "no:cacheprovider", "-k", " or ".join(names))
     done = run(tree, *command, *(str(ROOT / file) for file in files))
     assert done.returncode == 0, done.stdout

@@ -28,7 +28,7 @@ MARK = b"\xef\xbb\xbf"
 RULE = LocalityRule(4, 4, 4)
 
 
-# How a file is called, and who reads it.
+# The readers of files, by the file's name.
 READERS = {
     "trace.jsonl": read_trace,
     "traces.jsonl": lambda file: read_traces(file, "prefix", None),

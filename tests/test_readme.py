@@ -46,7 +46,7 @@ def commands(prefix: str) -> list[str]:
 
 
 def serving_with(flag: str) -> list[str]:
-    """What serves with a flag that other pages do not serve with."""
+    """Return the commands that serve with a flag that other pages do not serve with."""
     return [command for command in commands("kvtier serve") if flag in command]
 
 
@@ -154,7 +154,8 @@ def test_serving_with_fp8_kv_works_as_written(tmp_path, monkeypatch):
 
 @pytest.mark.engine
 def test_prefix_memories_are_built_measured_served_and_published_as_written(tmp_path, monkeypatch):
-    """On a random model, whose memory says nothing worth serving: its card is told to allow it."""
+    """The model is random, and its memory says nothing worth serving: its card is told to allow
+    it."""
     monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
     write_llama(tmp_path / "out" / "smollm2")
     prefix = "Letters are put into boxes, by their first word. " * 12

@@ -1,4 +1,5 @@
-"""What an installed wheel does: the main jobs, run in an empty folder with no checkout in sight."""
+"""The jobs of an installed wheel: the main ones run in an empty folder with no checkout in
+sight."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class Installed:
         # Never uninstalls: what the tests run by stays as it is.
         wanted = ("install", "--no-index", "--ignore-installed", *map(str, wheels.iterdir()))
         self._pip("--python", self.python, *wanted)
-        # Of this, forked commands alone: see tests/forking.
+        # The checkout gives it forked commands alone: see tests/forking.
         self.environment = os.environ | {
             "PYTHONPATH": str(ROOT / "tests" / "forking"),
             "KVTIER_DATA_DIR": str(folder / "data"),
@@ -61,7 +62,7 @@ class Installed:
         assert done.returncode == 0, done.stderr
 
     def run(self, *words: str) -> str:
-        """What a command prints: `python …` or one of the programs that the wheel brings."""
+        """Return what a command prints: `python …` or one of the programs that the wheel brings."""
         done = subprocess.run(
             self._found(words),
             env=self.environment,
@@ -135,7 +136,7 @@ def test_a_fleet_is_planned(installed):
 
 
 def test_a_curve_is_fitted(installed, model):
-    """With the heads that the wheel has found: finding them again takes longest."""
+    """The curve uses the heads that the wheel has found: finding them again takes longest."""
     out, profile = installed.empty.with_name("calibration"), f"{model}/head_profile.json"
     sizes = ("--len", "512", "--contexts", "2", "--no-store", "-q", "--out", str(out))
     curve = ("calibrate", "curve", "--model-path", model, "--head-profile", profile)
@@ -169,7 +170,7 @@ def test_a_server_answers_and_its_tier_has_the_turn(installed, model):
 
 
 def blobs(port: int) -> float:
-    """How many the tier has."""
+    """Return how many blobs the tier has."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=SAFETY_S) as got:
         lines = got.read().decode().splitlines()
     return float(next(line for line in lines if line.startswith("kvtier_tier_blobs ")).split()[1])

@@ -12,7 +12,7 @@ CHATML = (
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As Llama 2 does: a space in front of what ends a message, and a new BOS behind it.
+# Llama 2 does this, too: a space in front of what ends a message, and a new BOS behind it.
 INSTRUCT = (
     "{% for message in messages %}{% if message['role'] == 'user' %}"
     "<s>[INST] {{ message['content'] }} [/INST]"

@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 SAFETY_S = 900.0
-# Between two looks: short at first, and then so long that looking costs those who work nothing.
+# The pauses between two looks: short at first, and then so long that looking costs those who work
+# nothing.
 FIRST_POLL_S, LONGEST_POLL_S, LONGER = 0.001, 0.1, 1.3
 
 
@@ -41,8 +42,9 @@ What = str | Callable[[], object]
 def wait_for(
     fact: Callable[[], Found], what: What = "did not come true", *, poll_s: float | None = None
 ) -> Found:
-    """What `fact` says once it is true. what: the failure's message, or what makes it. poll_s: how
-    often is looked, for a fact that does something; by default less and less often."""
+    """Wait until `fact` is true and return what it says. what: the failure's message, or what
+    makes it. poll_s: how often is looked, for a fact that does something; by default less and
+    less often."""
     for pause_s in _pauses(what, poll_s):
         found = fact()
         if found:
@@ -54,7 +56,7 @@ def wait_for(
 async def wait_for_async(
     fact: Callable[[], Awaitable[Found] | Found], what: What = "did not come true"
 ) -> Found:
-    """As `wait_for`, in an event loop; the fact may be a coroutine function."""
+    """Wait like `wait_for`, in an event loop; the fact may be a coroutine function."""
     for pause_s in _pauses(what):
         asked = fact()
         found: Found = await asked if isinstance(asked, Awaitable) else asked
@@ -65,17 +67,17 @@ async def wait_for_async(
 
 
 def be_slow(seconds: float) -> None:
-    """What a stand-in for something slow does: how slow decides no test."""
+    """Be as slow as a stand-in for something slow is: how slow decides no test."""
     time.sleep(seconds)
 
 
 async def be_slow_async(seconds: float) -> None:
-    """As `be_slow`, in an event loop."""
+    """Be slow like `be_slow`, in an event loop."""
     await asyncio.sleep(seconds)
 
 
 def _pauses(what: What, poll_s: float | None = None) -> Iterator[float]:
-    """How long to wait after each look; fails when the safety limit is over."""
+    """Yield how long to wait after each look; fails when the safety limit is over."""
     deadline, pause_s = time.monotonic() + SAFETY_S, poll_s or FIRST_POLL_S
     while time.monotonic() < deadline:
         yield pause_s

@@ -170,7 +170,7 @@ def test_an_interrupt_exits_with_130_and_kills_the_engine_with_its_children(
 
 
 def _is_running(pid: int) -> bool:
-    """Whether a process still runs; one that only waits to be reaped does not."""
+    """Return whether a process still runs; one that only waits to be reaped does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:

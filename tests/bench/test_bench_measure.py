@@ -103,7 +103,7 @@ def test_a_history_that_had_to_be_computed_again_has_no_nll(model_path: Path):
 
 
 class Stubborn:
-    """Says 1, 2, 3, … whatever the prompt; token n is as likely as 1 / (n + 1)."""
+    """An engine that says 1, 2, 3, … whatever the prompt; token n is as likely as 1 / (n + 1)."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[tuple[int, ...], tuple[int, ...]]] = []

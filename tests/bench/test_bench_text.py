@@ -152,7 +152,7 @@ def conversation(folder: Path, document: Document, requests: tuple[RequestRecord
 def check_conversation(
     folder: Path, document: Document, requests: tuple[RequestRecord, ...]
 ) -> None:
-    """What was asked is what the seed and the answers lead to."""
+    """Check that what was asked is what the seed and the answers lead to."""
     for prompt, _, request in conversation(folder, document, requests):
         assert len(prompt) == request.prompt_tokens
 

@@ -74,7 +74,8 @@ def synthetic(
     retentions: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75, 0.9),
     seed: int = 0,
 ) -> list[Measurement]:
-    """What a model whose true curve is (alpha, beta, power) would measure, with Gaussian noise."""
+    """Return what a model whose true curve is (alpha, beta, power) would measure, with Gaussian
+    noise."""
     rng = np.random.default_rng(seed)
     found = []
     for context in range(contexts):

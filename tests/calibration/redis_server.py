@@ -66,7 +66,7 @@ class RedisServer:
         self.socket.unlink(missing_ok=True)
 
     def calls(self) -> dict[str, Any]:
-        """How often each command was called, by name."""
+        """Return how often each command was called, by name."""
         stats = self.admin.info("commandstats")
         return {name.removeprefix("cmdstat_"): one["calls"] for name, one in stats.items()}
 

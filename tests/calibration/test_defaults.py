@@ -1,4 +1,4 @@
-"""What a server keeps where its settings leave it open."""
+"""The defaults of a server where its settings leave them open."""
 
 from __future__ import annotations
 

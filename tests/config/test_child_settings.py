@@ -1,4 +1,5 @@
-"""Whatever the settings are, child processes get the same ones through their environment."""
+"""The settings of child processes: whatever they are, children get the same ones through their
+environment."""
 
 from pathlib import Path
 

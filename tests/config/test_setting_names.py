@@ -1,4 +1,4 @@
-"""What settings are called: one rule for flags, variables and the file, and no name in silence."""
+"""The names of settings: one rule for flags, variables and the file, and no name in silence."""
 
 import argparse
 import importlib.util

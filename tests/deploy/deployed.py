@@ -19,7 +19,8 @@ def added_to_production(*components: str) -> str:
     return overlay(["overlays/production"], components)
 
 
-# Beside those of deploy/. composed: what deploy/README.md shows, with Mooncake for a tier.
+# These overlays come beside those of deploy/. composed: what deploy/README.md shows, with Mooncake
+# for a tier.
 MORE = {
     "composed": overlay(
         ["values", "base/common", "base/engine", "base/router"],

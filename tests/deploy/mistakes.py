@@ -1,4 +1,4 @@
-"""What mistakes are planted with, in renderings that pass."""
+"""The tools by which mistakes are planted in renderings that pass."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DASHBOARDS = sorted((DEPLOY / "dashboards").glob("*.json"))
 RULES = DEPLOY / "rules" / "kvtier.yaml"
 RULE_TESTS = DEPLOY / "rules" / "tests" / "kvtier_test.yaml"
-# Of Prometheus itself, beside what a target exports.
+# The labels of Prometheus itself, beside what a target exports.
 OWN_LABELS = {"instance", "job"}
 
 
@@ -64,7 +64,7 @@ def rule_queries() -> list[Query]:
 
 
 def selectors(expr: str) -> set[Selector]:
-    """What a query names. Raises ValueError for one that is no PromQL."""
+    """Return what a query names. Raises ValueError for one that is no PromQL."""
     found = set()
     for node in _nodes(promql_parser.parse(expr)):
         if isinstance(node, promql_parser.VectorSelector):

@@ -130,7 +130,7 @@ def answers(demo: Demo) -> None:
 
 
 def management_is_locked(demo: Demo) -> None:
-    """By the Pod's uid, which here is what stands for it."""
+    """Check that management wants the key, which is the Pod's uid; a text stands for it here."""
     assert demo.ask("/flush_cache", {})[0] == 401
     assert demo.ask("/flush_cache", {}, key="a-guess")[0] == 401
     assert demo.ask("/flush_cache", {}, key="<fieldRef>")[0] == 200

@@ -18,7 +18,7 @@ RECIPES = sorted(IMAGES.glob("*/Dockerfile"))
 
 
 def hadolint(recipe: Path) -> str:
-    """What it says; empty where all is fine."""
+    """Return what hadolint says; empty where all is fine."""
     binary = Path(sys.executable).with_name("hadolint")
     command = [str(binary), "--no-color", "--config", str(IMAGES / "hadolint.yaml"), str(recipe)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SAFETY_S, check=False)

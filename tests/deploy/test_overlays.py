@@ -29,7 +29,7 @@ def test_every_component_is_part_of_something_that_is_checked():
     kustomizations = [DEPLOY / "overlays" / name / "kustomization.yaml" for name in OVERLAYS]
     used = "".join([*(one.read_text() for one in kustomizations), *MORE.values()])
     unused = [one.name for one in (DEPLOY / "components").iterdir() if one.name not in used]
-    # Which a test of its own renders.
+    # A test of its own renders that one.
     assert unused == ["writable-root"]
 
 

@@ -1,4 +1,5 @@
-"""What engines under test compress by: backends, a short locality rule, an uneven head profile."""
+"""The settings that engines under test compress by: backends, a short locality rule, an uneven head
+profile."""
 
 from __future__ import annotations
 

@@ -69,5 +69,5 @@ def with_aborts(rounds: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]
 
 
 def retractions(out: dict[str, Any]) -> int:
-    """Of all requests of a run together."""
+    """Return the retractions of all requests of a run together."""
     return sum(request["retractions"] for requests in out["rounds"] for request in requests)

@@ -1,16 +1,19 @@
-"""Runs a real SGLang engine in its own process: `python engine_runner.py plan.json out.json`.
+"""A program that runs a real SGLang engine in its own process:
+`python engine_runner.py plan.json out.json`.
 
 plan: {"engine": {...}, "environment"?: {...}, "rounds": [[{"input_ids", "max_new_tokens",
 "logprobs"?, "logprob_start_len"?, "custom_params"?, "stream"?, "abort_after"?: tokens,
 "refused"?: whether an error is its answer}, ...], ...]}
 environment: SGLang's variables.
-Every round is sent at once (continuous batching); a request may name the round and index it
+Every round is sent at once (continuous batching). A request may name the round and index it
 continues ({"continues": [round, index], "input_ids": tail}): its prompt is then that request's
-prompt, its answer, and the tail. Instead of requests a round may be {"weights": model directory},
-which are loaded over the ones before and flush the cache, {"flush": true}, {"memories": [from,
-to]}: a directory is moved, and the folder of prefix memories read again, or {"until": counter,
-"request": {...}}, which is asked until the tier's counter is more than 0. out: per round and
-request the answer, and the final state; of data parallel replicas the first one's, and all of them.
+prompt, its answer, and the tail. Instead of requests a round may be one of these:
+    {"weights": model directory}: they are loaded over the ones before and flush the cache
+    {"flush": true}
+    {"memories": [from, to]}: a directory is moved, and the folder of prefix memories read again
+    {"until": counter, "request": {...}}: it is asked until the tier's counter is more than 0
+out: per round and request the answer, and the final state; of data parallel replicas the first
+one's, and all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# As a script it is not beside it.
+# A script does not find it beside itself.
 sys.path.append(str(Path(__file__).parents[1]))
 from waiting import wait_for_async
 
@@ -71,7 +74,7 @@ async def run_rounds(
                 results.append(_result(prompt, answer))
         finished.append(results)
         if replicas:
-            # What one has to store may be what another asks for.
+            # One request may ask for what another has to store.
             await settled_states(engine)
     return finished
 
@@ -98,7 +101,7 @@ async def _ask(engine: Any, prompt: list[int], request: dict[str, Any]) -> dict[
     async for part in answer:
         # It grows while it is streamed.
         lengths.append(len(part["output_ids"]))
-        # Of one that is aborted while it waits the last part says less.
+        # The last part says less of a request that is aborted while it waits.
         meta |= part["meta_info"]
         if lengths[-1] >= request.get("abort_after", math.inf):
             engine.tokenizer_manager.abort_request(rid=meta["id"])
@@ -129,7 +132,7 @@ async def _load(engine: Any, model_path: str) -> None:
 
 
 async def _reload(engine: Any, source: str, target: str) -> bool:
-    """Whether the server took what is in its folder of memories now."""
+    """Return whether the server took what is in its folder of memories now."""
     from sglang.srt.managers.io_struct import SetInternalStateReq
 
     Path(source).rename(target)
@@ -164,7 +167,7 @@ def _result(prompt: list[int], answer: dict[str, Any]) -> dict[str, Any]:
         "cached_tokens_details": meta["cached_tokens_details"],
         "retractions": meta["num_retractions"],
         "logprobs": [entry[0] for entry in meta.get("output_token_logprobs") or []],
-        # With drafts: tokens for each pass that verified some.
+        # An engine with drafts says how many tokens each pass gave that verified some.
         "accept_length": meta.get("spec_accept_length"),
         "prompt_logprobs": [entry[0] for entry in meta.get("input_token_logprobs") or []],
     }

@@ -106,7 +106,7 @@ class Fuzzer:
             self.engine.tokenizer_manager.abort_request(rid=self.rng.choice(list(self.running)))
 
     async def _done(self, lists: list[list[str]]) -> bool:
-        """Whether each list has a counter, of the server or its tier, above zero."""
+        """Return whether each list has a counter, of the server or its tier, above zero."""
         state = (await self.engine.tokenizer_manager.get_internal_state())[0]["kvtier"]
         counted = {**state, **(state.get("tier") or {})}
         return all(any(counted.get(name) for name in names) for names in lists)
@@ -144,7 +144,7 @@ def main(plan_path: str, out_path: str) -> None:
         until = Path(plan["until"]) if "until" in plan else None
         life = fuzzer.run(plan["operations"], until, plan.get("done", []))
         engine.loop.run_until_complete(life)
-        # Between two requests a scheduler with nothing else to do checks itself.
+        # A scheduler with nothing else to do checks itself between two requests.
         engine.get_server_info()
         busy = engine.get_server_info()["internal_states"][0]["kvtier"]
         engine.flush_cache()

@@ -13,7 +13,7 @@ from kvtier.errors import UnsupportedModelError
 from kvtier.heads.model.support import check_supported
 
 VOCAB, WINDOW = 97, 40
-# What makes two of three layers attend to their newest tokens only.
+# These settings make two of three layers attend to their newest tokens only.
 WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": WINDOW,
@@ -23,9 +23,9 @@ MIXED = {
     "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"],
     "sliding_window": WINDOW, "num_hidden_layers": 4,
 }  # fmt: skip
-# What makes experts of a model's layers.
+# These settings make experts of a model's layers.
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-# What an engine of any kind is started with. SGLang takes another kernel's layout of gpt-oss's
+# An engine of any kind is started with these. SGLang takes another kernel's layout of gpt-oss's
 # weights where it may choose, and wants a processor of pictures where there are some.
 ENGINE = {"moe_runner_backend": "triton", "enable_multimodal": False}
 LLAMA3 = {
@@ -161,7 +161,7 @@ REFUSED: dict[str, str | dict[str, Any]] = {
 
 
 def configuration(config: str | dict[str, Any]) -> dict[str, Any]:
-    """What stands in the config.json of a model of these defaults."""
+    """Return what stands in the config.json of a model of these defaults."""
     import transformers
 
     if isinstance(config, dict):
@@ -172,7 +172,7 @@ def configuration(config: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def obstacle(config: dict[str, Any]) -> str:
-    """Why a configuration is refused, as a user is told; "" where it is not."""
+    """Return why a configuration is refused, as a user is told; "" where it is not."""
     try:
         check_supported(config, windows=True)
     except UnsupportedModelError as error:
@@ -201,7 +201,7 @@ def write_model(folder: Path, kind: Kind, **sizes: Any) -> Any:
         "max_position_embeddings": 512, "initializer_range": 0.25, "bos_token_id": 1,
         "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
-    # Of a kind of which there are models that see, too, its text's.
+    # A kind of which there are models that see, too, has a class of its text's configuration.
     names = (f"{kind.architecture}TextConfig", f"{kind.architecture}Config")
     make = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
     config, made = make(**{**usual, **kind.extra, **sizes}), "ForCausalLM"
@@ -223,7 +223,7 @@ def write_model(folder: Path, kind: Kind, **sizes: Any) -> Any:
                 torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
     model.save_pretrained(folder)
     if kind.sees is GEMMA_EYES:
-        # As published checkpoints and SGLang call them.
+        # Published checkpoints and SGLang have these names.
         file, tower = folder / "model.safetensors", "vision_tower."
         weights = {
             name.replace(tower, f"{tower}vision_model."): one

@@ -16,8 +16,8 @@ from kvtier_sglang.radix.node import KvNode
 SHAPE = ModelShape(num_layers=2, num_kv_heads=3, num_attention_heads=6, head_dim=2)
 
 
-# What a digest is multiplied by where entries are coded: scales are of 16 bits. And by how much a
-# number may then be off, which has been coded several times.
+# A digest is multiplied by the unit where entries are coded, because scales are of 16 bits. A
+# number which has been coded several times may then be off by so much.
 CODED_UNIT, CODED_OFF = 0.01, 100.0
 
 

@@ -1,4 +1,4 @@
-"""What differs between the versions of SGLang that tests run with."""
+"""The differences between the versions of SGLang that tests run with."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def loads() -> frozenset[tuple[str, str]]:
 
 
 def has(cls: type) -> Iterator[str]:
-    """What instances of a class have: of the class, and what its methods set."""
+    """Yield what instances of a class have: what is of the class, and what its methods set."""
     yield from dir(cls)
     for base in cls.__mro__[:-1]:
         try:

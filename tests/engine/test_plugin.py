@@ -169,7 +169,8 @@ def test_cuda_graphs_that_cannot_be_recorded_are_off_and_refused_by_name(
 
 
 def test_arguments_that_are_resolved_are_left_alone_however_often_sglang_asks(monkeypatch):
-    """As on CUDA, where settling writes to them, in the parent and again in every child."""
+    """This is the case on CUDA, where settling writes to them, in the parent and again in every
+    child."""
     from sglang.srt.server_args import ServerArgs
 
     args = ServerArgs(

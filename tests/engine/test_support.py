@@ -79,12 +79,12 @@ SERVED: dict[str, dict[str, Any]] = {
 
 
 def written(kind: str) -> dict[str, Any]:
-    """What stands in a model's config.json."""
+    """Return what stands in a model's config.json."""
     if kind in REFUSED:
         return configuration(REFUSED[kind])
     found = configuration(WITH_WINDOWS[kind][0])
     if kind == "OLMo 3":
-        # As long as those of the models that people run; the default's may fit into a window.
+        # It is as long as that of the models that people run; the default's may fit into a window.
         found["max_position_embeddings"] = 131072
     if kind.endswith("before layers had types"):
         found["sliding_window"] = getattr(transformers, WITH_WINDOWS[kind][0])().sliding_window

@@ -45,7 +45,7 @@ def run_never_missing(
     env: dict[str, str],
     engine: dict[str, Any] = ENGINE,
 ) -> dict[str, Any]:
-    """What an engine answers that had every turn refreshed that could be."""
+    """Return what an engine answers that had every turn refreshed that could be."""
     out = run_engine(folder, engine, rounds, env)
     assert not out["state"]["tier"].get("refresh_missed")
     return out

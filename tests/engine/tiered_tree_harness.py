@@ -37,7 +37,7 @@ def shape(s: MiniScheduler):
 
 
 def entries(s: MiniScheduler, tokens: list[int]) -> list[torch.Tensor]:
-    """What every column holds of a context, with votes: dense entries, then packed ones."""
+    """Return what every column holds of a context, with votes: dense entries, then packed ones."""
     node, _ = s.tree.walk(s.tree.root_node, RadixKey(array("q", tokens)), 0)
     row, packed = s.tree.path_device_indices(node), s.pool.packed
     dense = packed.dense_of[row]

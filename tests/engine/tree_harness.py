@@ -1,7 +1,7 @@
 """A scheduler in miniature: drives the real tree, allocator and pool without a model.
 
-It does what SGLang's scheduler does to a radix cache, in the same order (match, lock, allocate,
-write the row, checkpoint, release), and writes KV whose value is a digest of the token's whole
+It does what SGLang's scheduler does to a radix cache, in the same order: match, lock, allocate,
+write the row, checkpoint, release. It writes KV whose value is a digest of the token's whole
 prefix, so that any entry found under the wrong prefix is noticed.
 """
 
@@ -97,7 +97,7 @@ class MiniScheduler:
         merges = refresh is not None and refresh.merges
         self.pool = HeadPagedKVPool(
             size,
-            # Of two numbers there are no codes.
+            # There are no codes of two numbers.
             shape=SHAPE if bits is None else SHAPE.model_copy(update={"head_dim": 8}),
             dtype=torch.float32,
             device="cpu",
@@ -259,7 +259,7 @@ class MiniScheduler:
         return True
 
     def _refresh(self, request: Request, tokens: int, decoding: bool) -> None:
-        """What the attention backend does about a refresh in a pass."""
+        """Do what the attention backend does about a refresh in a pass."""
         refresh = self.tree.refresh
         if refresh is None:
             return
@@ -300,7 +300,7 @@ class MiniScheduler:
         if checkpoint:
             self.checkpoint(request)
         row = self.rows.req_to_token[request.kv.req_pool_idx]
-        # As SGLang does: slots of the row's own type, which is int32.
+        # SGLang frees slots of the row's own type, too, which is int32.
         self.allocator.free(row[request.kv.cache_protected_len : request.filled])
         self.tree.unlock(request.lock)
         self.tree.on_release(request, checkpointed=checkpoint)
@@ -342,6 +342,6 @@ def run_turn(
 
 
 def matched(s: MiniScheduler, tokens: list[int]) -> int:
-    """How many of the tokens the tree has."""
+    """Return how many of the tokens the tree has."""
     key = RadixKey(array("q", tokens))
     return s.tree.match_prefix(MatchPrefixParams(key=key)).device_prefix_len

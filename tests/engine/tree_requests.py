@@ -1,4 +1,4 @@
-"""What the miniature scheduler is asked: tokens, and the fields of SGLang's Req that it has."""
+"""The requests to the miniature scheduler: tokens, and the fields of SGLang's Req that it has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both example agents hold a conversation with a live server that runs kvtier."""
+"""Conversations of both example agents with a live server that runs kvtier."""
 
 from __future__ import annotations
 

@@ -33,12 +33,12 @@ MOST_FILES = 64
 def serve(address: str, listens: int) -> None:
     """Import what engines need, then fork a process per job until the tests have ended."""
     preload()
-    # Or a fork's first collection would copy all that was imported.
+    # Without this a fork's first collection would copy all that was imported.
     gc.collect()
     gc.freeze()
     tests = int(os.environ["TESTS_PROCESS"])
     listener = socket.socket(socket.AF_UNIX)
-    # Of one that was killed; whoever starts a server holds the lock.
+    # The address may be that of one that was killed; whoever starts a server holds the lock.
     unlink(address)
     listener.bind(address)
     listener.listen(64)
@@ -84,7 +84,7 @@ def preload() -> None:
     # first call, which fails after `become` has replaced the environment.
     setproctitle.getproctitle()
 
-    # What every engine does at its start: hooks are of the code, not of a server, and each process
+    # Every engine does this at its start: hooks are of the code, not of a server, and each process
     # builds what they call for itself.
     from sglang.srt.plugins import load_plugins
 
@@ -139,7 +139,7 @@ def report_ended(asked_by: dict[int, socket.socket]) -> None:
 
 
 def become(job: dict[str, Any], files: list[int], connection: socket.socket) -> None:
-    """In the forked process: do the job. Does not return."""
+    """Do the job, in the forked process. Does not return."""
     code = 1
     try:
         os.setsid()
@@ -190,7 +190,7 @@ def obey(connection: socket.socket) -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """As Python does with these arguments: `-m module …` or `script …`."""
+    """Run what Python would with these arguments: `-m module …` or `script …`."""
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, os.getcwd())
@@ -202,7 +202,7 @@ def run(arguments: list[str]) -> None:
 
 
 def save_coverage() -> None:
-    """Where it is measured, before a process ends that saves nothing at its end."""
+    """Save coverage where it is measured, before a process ends that saves nothing at its end."""
     if "coverage" in sys.modules and (measured := sys.modules["coverage"].Coverage.current()):
         measured.save()
 

@@ -53,7 +53,7 @@ HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 
 def take_over() -> None:
-    """If this process was started for one of COMMANDS, have it run by a fork, and do not return."""
+    """Have a fork run this process, if it was started for one of COMMANDS, and do not return."""
     if not COMMANDS.match(" ".join(sys.orig_argv[1:])):
         return
     with connected(Path(os.environ[FOLDER]), dict(os.environ)) as connection:

@@ -14,7 +14,7 @@ def _save_again_and_again() -> None:
     ended = threading.Event()
     while not ended.wait(INTERVAL_S):
         if (coverage := Coverage.current()) is not None:
-            # What cannot be saved now is saved the next time.
+            # The coverage that cannot be saved now is saved the next time.
             with contextlib.suppress(Exception):
                 coverage.save()
 

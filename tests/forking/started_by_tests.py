@@ -1,8 +1,8 @@
-"""What processes that tests start do first; imported by their sitecustomize."""
+"""The first work of processes that tests start; imported by their sitecustomize."""
 
 import os
 
-# Where a test wants a server exactly as users start it.
+# A test may want a server exactly as users start it.
 if "TESTS_SPAWN" not in os.environ:
     import fork_instead_of_spawn  # noqa: F401
 
@@ -14,6 +14,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     import faster_interpreter
 
     faster_interpreter.when_imported()
-# Where the coverage of all processes is measured: `make test COVERAGE=1`.
+# The coverage of all processes may be measured: `make test COVERAGE=1`.
 if "COVERAGE_PROCESS_START" in os.environ:
     import periodic_coverage  # noqa: F401

@@ -13,7 +13,7 @@ from kvtier.heads.reference.attention import attending
 from kvtier.retention.locality import LocalityRule
 
 WINDOW = 20
-# What makes two of three layers attend to their newest tokens only.
+# These settings make two of three layers attend to their newest tokens only.
 WINDOWS: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": WINDOW, "pad_token_id": 0,
@@ -31,7 +31,7 @@ def tiny_model(
 
     if architecture == "Mistral":
         others["sliding_window"] = None
-    # Of a model that also sees, its text's.
+    # A model that also sees has a class of its text's configuration.
     names = (f"{architecture}TextConfig", f"{architecture}Config")
     others.setdefault("vocab_size", VOCAB)
     config = next(getattr(transformers, name) for name in names if hasattr(transformers, name))(

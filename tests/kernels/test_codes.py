@@ -23,7 +23,8 @@ from kvtier_kernels.codes import (
 from kvtier_kernels.lists import PAGE_CELLS
 
 LAYERS, HEADS = 2, 3
-# Of every request's lists by layer and head: none, one entry, ends in the middle of a page.
+# The lists of every request by layer and head have none, one entry, and ends in the middle of a
+# page.
 ENTRIES = [[[0, 0, 0], [0, 0, 0]], [[1, 57, 0], [5, 0, 56]], [[300, 20, 3], [0, 90, 160]]]
 dims = st.sampled_from([8, 16, 32, 64, 80, 96, 128, 256])
 
@@ -42,13 +43,13 @@ def test_planners_count_with_the_same_pages(dim):
 
 @given(bits=st.sampled_from(sorted(PLANES)), dim=dims, seed=st.integers(0, 99), data=st.data())
 def test_a_number_is_off_by_half_a_step_at_most(bits, dim, seed, data):
-    """In rotated space, where the numbers that share a scale span that many steps."""
+    """The numbers that share a scale span that many steps in rotated space."""
     shape = coded_shape(bits, dim)
     g = torch.Generator().manual_seed(seed)
     size = 10 ** data.draw(st.integers(-3, 3))
     k, v = (size * torch.randn(2, shape.entries, dim, generator=g) for _ in "kv")
     counts = torch.tensor([shape.entries, data.draw(st.integers(1, shape.entries))])
-    # What is behind a page's count is not read.
+    # The entries behind a page's count are not read.
     k[1, counts[1] :], v[1, counts[1] :] = torch.nan, 1e6
     found = decode(*encode(k, v, counts, bits), shape, rotate=False)
     levels = (1 << bits) - 1
@@ -162,7 +163,7 @@ def make_problem(bits, dim, dtype):
         left = ENTRIES[i][layer][head]
         parts = [torch.zeros(2, 0, dim)]
         while left:
-            # As where a span was cut: some pages are not full.
+            # Some pages are not full, as where a span was cut.
             fill = min(left, shape.entries if left % 3 else 7)
             page, own = free.pop(), torch.randn(2, 1, shape.entries, dim)
             coded = encode(*own, torch.tensor([fill]), bits)

@@ -43,7 +43,7 @@ def device():
 
 @pytest.fixture
 def short_splits(monkeypatch):
-    """So that the Triton backend cuts a prefix that its interpreter is done with soon."""
+    """Have the Triton backend cut a prefix that its interpreter is done with soon."""
     monkeypatch.setattr(tiles, "LEAST_SPLIT", 128)
 
 
@@ -101,7 +101,8 @@ def assert_extends(kernels, q, k_new, v_new, kv, slots, prefixes, news):
     ],
 )
 def test_extend_equals_dense_attention(name, dtype, layout, heads, group, dim):
-    """Of mixed lengths. A layout is but strides, so that no shape of a dtype comes up in both."""
+    """The lengths are mixed. A layout is but strides, so that no shape of a dtype comes up in
+    both."""
     torch.manual_seed(heads * 100 + group)
     prefixes, news = [0, 1, 130, 70], [20, 1, 5, 13]
     k, v = make_cache(heads, dim, dtype, layout=layout)
@@ -136,7 +137,7 @@ def test_extend_equals_dense_attention_over_prefix_and_causal_tail(name, prefixe
 @pytest.mark.usefixtures("short_splits")
 @pytest.mark.parametrize(("new", "length"), [(1, 900), (2, 890)])
 def test_few_tokens_over_a_long_prefix_give_dense_attention(name, new, length):
-    """Where a backend may cut the prefix in pieces: the last of eight has few entries, or none."""
+    """A backend may cut the prefix in pieces: the last of eight has few entries, or none."""
     torch.manual_seed(new)
     heads, group, dim = 2, 3, 64
     kv = RaggedKV(*make_cache(heads, dim, torch.float32, slots=length + 1))

@@ -58,7 +58,7 @@ def assert_exact(name, problem, group, dtype, news, layers=range(LAYERS)):
 
 
 def with_unseen(problem):
-    """In pages of layer 0, all entries of two lists and most of a third are for no query."""
+    """Make all entries of two lists and most of a third be for no query, in pages of layer 0."""
     for request, head, count in ((1, 0, 1), (1, 1, 37), (2, 0, 290)):
         problem.kv.log_votes[problem.cells[request][0][head][:count]] = float("-inf")
     return problem
@@ -71,7 +71,7 @@ def with_unseen(problem):
     ids=["no votes", "per entry", "per head"],
 )
 def test_lists_are_attended_to_exactly(name, votes, entries, layers):
-    """Of layers one by one, and where many programs share a list."""
+    """The layers are attended to one by one, and many programs share a list."""
     torch.manual_seed(1)
     problem = make_problem(votes=votes, entries=entries)
     assert_exact(name, problem, 4, torch.float32, [1, 0, 20], layers)

@@ -15,7 +15,7 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 
 
 def average(q: torch.Tensor, k: torch.Tensor, scale: float, alpha: float = 0.0) -> torch.Tensor:
-    """Of scores as they are."""
+    """Return the average of scores as they are."""
     return predicted_logits(q, k, scale, alpha, torch.zeros(q.shape[:3]))
 
 

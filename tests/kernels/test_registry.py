@@ -1,4 +1,4 @@
-"""Which backend runs is decided in the registry, and what is registered there is a backend."""
+"""The registry decides which backend runs, and what is registered there is a backend."""
 
 import sys
 from types import ModuleType
@@ -44,7 +44,7 @@ def registered(monkeypatch):
 def test_a_registered_backend_can_be_chosen_by_name():
     assert "mine" in available_kernels()
     assert isinstance(get_kernels("mine"), Mine)
-    # Not by itself.
+    # Nothing chooses it by itself.
     assert get_kernels(device="cpu").name == "reference"
 
 
@@ -56,7 +56,7 @@ def test_what_is_automatic_for_a_device_selects_there(monkeypatch):
     monkeypatch.setitem(AUTOMATIC, "cpu", "mine")
     assert get_kernels(device="cpu").name == "mine"
     assert not window_mass(*arguments).any()
-    # What a backend does not bring is torch's.
+    # The selection that a backend does not bring is torch's.
     assert select(torch.tensor([[3.0, 1.0, 2.0]]), 2).tolist() == [[0, 2]]
 
 

@@ -260,7 +260,7 @@ def test_unrotate_undoes_a_rotation(interleaved: bool, factor: float) -> None:
 def test_turned_keys_are_those_of_other_positions(
     interleaved: bool, shift: int, dtype: torch.dtype
 ) -> None:
-    """Whatever factor they carry."""
+    """The keys may carry any factor."""
     keys, factor = normal(6, 2, 50, 24), 1.3
 
     def at(*positions: int) -> Rotation:

@@ -48,7 +48,7 @@ def test_a_card_says_what_was_measured_and_why_it_is_not_served(tmp_path, argume
     assert rows["exact"]["nll_gap"] == 0
     ungated = rows["memory without its gate"]
     assert ungated["bytes_read"] < ungated["bytes_held"] == rows["memory"]["bytes_held"]
-    # What began again read the exact prefix.
+    # The requests that began again read the exact prefix.
     again = rows["memory"]["requeued"]
     assert rows["memory"]["bytes_read"] >= again * rows["exact"]["bytes_read"]
     assert rows["kept KV, as many bytes"]["bytes_held"] <= rows["memory"]["bytes_held"]

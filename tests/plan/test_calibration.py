@@ -31,7 +31,7 @@ CHUNK = 1024
 
 
 def simulated_run() -> ReplayResult:
-    """What an engine of those very rates would say of the trace that calibrates."""
+    """Return what an engine of those very rates would say of the trace that calibrates."""
     trace = probe_trace(2.0, 1e-3).scaled(16, 1.0)
     traffic = traffic_of(trace, answers_continue=False)
     plan = FleetPlan(1, TRUE, Cache("full", 20_000), chunk_tokens=CHUNK, max_running=8)

@@ -57,7 +57,7 @@ def small_traffic(seed: int) -> Traffic:
 
 
 def check(outcome: Outcome) -> None:
-    """What holds of every outcome."""
+    """Check what holds of every outcome."""
     served = ~outcome.refused
     assert not np.isnan(outcome.finish_s[served]).any()
     assert (outcome.first_s[served] > outcome.arrived_s[served]).all()
@@ -137,7 +137,8 @@ def test_with_room_for_all_a_replica_hits_what_an_endless_cache_hits(seed):
     plan = FleetPlan(1, RATES, replace(FULL, slots=10**9))
     outcome = simulate(traffic, plan)
     hit = int(outcome.hit_device.sum()) / int(traffic.input_tokens.sum())
-    # What goes on in the middle of a block, or ends with one that is known, is told apart below.
+    # The tests below tell apart what goes on in the middle of a block, or ends with one that is
+    # known.
     whole = outcome.hit_device // trace.block_tokens * trace.block_tokens
     by_book = lru_hit_rate(literal, math.inf)
     assert hit >= by_book - 1e-9
@@ -160,7 +161,7 @@ def test_a_lone_request_takes_what_its_passes_take():
 def test_compressed_sessions_stay_where_full_ones_are_evicted_and_the_tier_restores_the_rest():
     described = Description(sessions=60, sessions_per_s=2.0, turns=5, context_tokens=4000)
     traffic = make_traffic(described, 3)
-    # Of the same memory.
+    # The caches have the same memory.
     tight = [replace(cache, slots=60_000) for cache in (FULL, QUARTER, CODED)]
     tiered = replace(tight[1], policy="kvtier-tier", tier_tokens=10**7)
     full, quarter, coded, both = (
@@ -309,7 +310,7 @@ def spread_out(turns: int, gap_s: float) -> Traffic:
 
 
 def hits_from_tier(rates: Rates, turns: int, gap_s: float) -> list[bool]:
-    """Whether each of the session's turns after its first got something from the tier."""
+    """Return whether each of the session's turns after its first got something from the tier."""
     cache = replace(FULL, slots=26_000, tier_tokens=10**7)
     outcome = simulate(spread_out(turns, gap_s), FleetPlan(1, rates, cache))
     return (outcome.hit_tier[2::2] > 0).tolist()

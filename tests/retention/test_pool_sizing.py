@@ -1,4 +1,4 @@
-"""What a slot costs, and how many sessions a budget holds."""
+"""The cost of a slot, and how many sessions a budget holds."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What a head that competes keeps of a range for one turn."""
+"""The entries that a head that competes keeps of a range for one turn."""
 
 from __future__ import annotations
 

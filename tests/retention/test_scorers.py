@@ -1,4 +1,4 @@
-"""What every token scorer must do, whichever the registry holds, and what each says of itself."""
+"""The duties of every token scorer, whichever the registry holds, and what each says of itself."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_span(scorer: TokenScorer, chunk: Chunk, first: int = 0) -> Span:
 
 @pytest.fixture(scope="session")
 def weights(tmp_path_factory) -> Path:
-    """What a fitted scorer reads."""
+    """Make a file that a fitted scorer reads."""
     file = tmp_path_factory.mktemp("fitted") / "weights.npz"
     TokenWorth(normal(0, 1, HEADS, feature_width(HEADS, DIM))).save(file)
     return file

@@ -1,4 +1,4 @@
-"""What every share rule must do, whichever the registry holds, and what each says of itself."""
+"""The duties of every share rule, whichever the registry holds, and what each says of itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tokens are predicted to be worth, and the best of all heads."""
+"""The predicted worth of tokens, and the best of all heads."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_token_is_seen_with_its_neighbours_and_no_others() -> None:
 def test_the_place_of_a_token_is_a_number_wherever_the_context_begins(
     first: int, tokens: int
 ) -> None:
-    """And a later turn's tokens stand where they would stand in one long turn."""
+    """The tokens of a later turn stand where they would stand in one long turn."""
     keys, values = normal(1, HEADS, tokens, DIM), normal(2, HEADS, tokens, DIM)
     place = features(keys, values, None, first)[:, PLACE]
     assert place.isfinite().all()

@@ -1,4 +1,4 @@
-"""What a session of the recall language promises to training and to measurements."""
+"""The promises of a session of the recall language to training and to measurements."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ def script_of(kind: str, template: str) -> TextScript:
 
 
 def text_of(tokenizer: Tokenizer, ids: object) -> str:
-    """With special tokens; a SentencePiece tokenizer writes a space in front of each part."""
+    """Return the text with special tokens; a SentencePiece tokenizer writes a space in front of
+    each part."""
     return tokenizer._tokenizer.decode(list(ids))
 
 

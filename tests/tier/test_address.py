@@ -32,7 +32,7 @@ def test_without_a_runtime_directory_it_is_in_the_data_directory(tmp_path, monke
 
 
 def test_without_the_variable_of_a_session_it_is_still_the_sessions(tmp_path, monkeypatch):
-    """What cron starts shall find what a login has started."""
+    """A service that cron starts finds what a login has started."""
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(address_module, "RUNTIME_DIRECTORIES", tmp_path)
     monkeypatch.setattr(address_module.os, "getuid", lambda: 12)

@@ -21,7 +21,7 @@ from kvtier.v1 import tier_pb2 as pb
 
 KINDS = (pb.PutRequest, pb.GetResponse)
 PARSERS = {pb.PutRequest: parse_put_request, pb.GetResponse: parse_get_response}
-# Around every length whose varint is one byte longer.
+# The lengths lie around every length whose varint is one byte longer.
 LENGTHS = st.sampled_from([0, 1, 127, 128, 129, 16383, 16384, 1 << 20, (1 << 21) - 1, 1 << 21])
 payloads = st.binary(max_size=300) | LENGTHS.map(bytes)
 

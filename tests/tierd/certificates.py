@@ -77,7 +77,7 @@ class Authority:
 
 
 def serial(certificate: bytes) -> int:
-    """Of PEM or DER."""
+    """Return the serial number of a certificate in PEM or DER."""
     if certificate.startswith(b"-----"):
         return x509.load_pem_x509_certificate(certificate).serial_number
     return x509.load_der_x509_certificate(certificate).serial_number

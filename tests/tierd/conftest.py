@@ -24,14 +24,16 @@ def mooncake() -> None:
 
 @pytest.fixture(scope="module")
 def master(mooncake: None) -> Iterator[MooncakeMaster]:
-    """For all the tests of a module, with whatever segments the earlier ones have left."""
+    """Start a master for all the tests of a module, with whatever segments the earlier ones have
+    left."""
     with MooncakeMaster() as one:
         yield one
 
 
 @pytest.fixture
 def memory_directory() -> Iterator[Path]:
-    """Where the service makes its shared file by default, but for one test alone."""
+    """Make a directory where the service makes its shared file by default, but for one test
+    alone."""
     with tempfile.TemporaryDirectory(prefix="kvt", dir="/dev/shm") as directory:
         yield Path(directory)
 

@@ -56,7 +56,7 @@ class Landed:
 
 @contextmanager
 def raw_stub(address: str) -> Iterator[tier_pb2_grpc.TierServiceStub]:
-    """For what a client of ours would never say."""
+    """Open a stub for what a client of ours would never say."""
     with grpc.insecure_channel(address) as channel:
         yield tier_pb2_grpc.TierServiceStub(channel)
 
@@ -73,7 +73,7 @@ def header_of(blob: Blob, namespace: str = "default", **changes: Any) -> tier_pb
 
 @contextmanager
 def failing(code: grpc.StatusCode) -> Iterator[None]:
-    """What is called in here fails with this status."""
+    """Check that a call in here fails with this status."""
     with pytest.raises(grpc.RpcError) as caught:
         yield
     assert caught.value.code() is code, caught.value.details()
@@ -202,7 +202,8 @@ class InProcessTier:
         return self.server.store
 
     def problems(self) -> list[str]:
-        """What is wrong with the store; and what is still held of it though no client is there."""
+        """Return what is wrong with the store; and what is still held of it though no client is
+        there."""
 
         def look() -> list[str]:
             found = self.store.check_integrity()
@@ -218,7 +219,7 @@ class InProcessTier:
         return self.call(look)
 
     def shut_down(self) -> None:
-        """As SIGTERM does, once."""
+        """Shut down as SIGTERM does, once."""
         if not self.is_down:
             self.is_down = True
             self.run(self.server.stop())

@@ -19,7 +19,7 @@ CLIENT_TTL_S = 2  # seconds without a heartbeat after which the master drops a s
 
 
 def missing() -> str:
-    """Why there can be no master; empty when there can."""
+    """Return why there can be no master; empty when there can."""
     spec = importlib.util.find_spec("mooncake")
     if spec is None or spec.origin is None:
         return "needs pip install mooncake-transfer-engine-non-cuda"
@@ -98,7 +98,7 @@ class MooncakeMaster:
         return self._said()[-2000:]
 
     def dropped(self) -> int:
-        """How many segments of silent services it has dropped."""
+        """Return how many segments of silent services it has dropped."""
         return self._said().count("action=unmount_expired")
 
     def signal(self, number: int) -> None:
@@ -109,7 +109,7 @@ class MooncakeMaster:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """It hangs, with its connections open."""
+        """Have it hang, with its connections open."""
         assert self.process is not None
         pause(self.process.pid)
         try:

@@ -1,4 +1,5 @@
-"""How the tests of the distributed store play a scenario on one store of a mooncake_master."""
+"""The stage of the tests of the distributed store, which play a scenario on one store of a
+mooncake_master."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ prefixes = (f"test-{number}" for number in itertools.count())
 
 
 def options_of(master: MooncakeMaster, prefix: str = "", **others: Any) -> MooncakeOptions:
-    """Of a small service; with a prefix of its own unless it is to share one."""
+    """Return the options of a small service; with a prefix of its own unless it is to share one."""
     given = {"segment_bytes": SEGMENT, "buffer_bytes": 64 * MIB, "timeout_s": TIMEOUT_S} | others
     return MooncakeOptions(master=master.address, prefix=prefix or next(prefixes), **given)
 
@@ -46,7 +47,7 @@ def play(options: MooncakeOptions, scenario: Callable[[MooncakeStore], Awaitable
 
 
 async def puts(store: MooncakeStore, number: int, num_bytes: int = MIB) -> bool:
-    """Whether a put works, which may fail as the interface allows only."""
+    """Return whether a put works, which may fail as the interface allows only."""
     try:
         await put(store, blob_name(number), payload_of(number, num_bytes))
     except (TierUnavailableError, TierExhaustedError):

@@ -51,6 +51,6 @@ async def get(store: BlobStore, name: BlobName) -> bytes | None:
 
 
 async def held(store: BlobStore, *numbers: int) -> list[int]:
-    """Which of the numbered blobs there are."""
+    """Return which of the numbered blobs there are."""
     found = await store.exists([blob_name(number) for number in numbers])
     return [number for number, there in zip(numbers, found, strict=True) if there]

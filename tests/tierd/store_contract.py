@@ -1,4 +1,4 @@
-"""What every store must do, whatever it keeps blobs in: subclass StoreContract, name a factory.
+"""The contract of every store, whatever it keeps blobs in: subclass StoreContract, name a factory.
 
     class TestMemoryStore(StoreContract):
         @staticmethod

@@ -14,7 +14,7 @@ from kvtier_tierd.stores.base import BlobName, BlobStore, Draft, Handle
 
 @dataclass
 class Model:
-    """What a store has been told, to compare it with what it says."""
+    """A model of what a store has been told, to compare it with what it says."""
 
     store: BlobStore
     committed: dict[BlobName, bytes] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Model:
             await self.close(0)
 
     async def check(self, quotas: Mapping[str, int]) -> None:
-        """Nothing unknown is held, and no more of it than allowed."""
+        """Check that nothing unknown is held, and no more of it than allowed."""
         assert self.store.check_integrity() == []
         stats = self.store.stats()
         assert stats.used_bytes == sum(stats.namespaces.values()) <= stats.capacity_bytes

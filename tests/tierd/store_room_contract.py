@@ -1,4 +1,4 @@
-"""What every store must do about room: limits that hold, and who goes first when it is short."""
+"""The contract of every store about room: limits that hold, and who goes first when it is short."""
 
 from __future__ import annotations
 

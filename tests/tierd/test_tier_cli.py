@@ -38,7 +38,7 @@ def tierd(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def refusal(*arguments: str) -> str:
-    """What the user is told; refused by exit code 2 and without a traceback."""
+    """Return what the user is told; refused by exit code 2 and without a traceback."""
     done = tierd(*arguments)
     assert done.returncode == 2, done
     assert "Traceback" not in done.stderr

@@ -113,7 +113,7 @@ def test_agents_sessions_are_read_as_they_were_recorded(tmp_path: Path):
     requests = read_trace(file).requests
     mine = [one for one in requests if one.session == "one"]
     assert [one.arrival_s for one in mine] == [0.0, 10.0, 20.0]
-    # As it says, or as its times do.
+    # The delays are as it says, or as its times do.
     assert [one.delay_s for one in mine] == [None, 7.5, 10.0]
     assert [one.output_tokens for one in mine] == [5, 1, 5]
     # Eight blocks of 64 are one of 512; what is partly filled is nobody else's.

@@ -1,4 +1,5 @@
-"""What of the kvpress runner needs no kvpress: it must score and count exactly as kvtier does."""
+"""The parts of the kvpress runner that need no kvpress: it must score and count exactly as kvtier
+does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What all benchmarks share: flags refused by name, bars judged and printed, JSON, exit codes."""
+"""The parts that all benchmarks share: flags refused by name, bars judged and printed, JSON, exit
+codes."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def test_commands_of_the_documentation_are_parsed(name, flags) -> None:
 
 def test_the_documentation_has_every_program() -> None:
     named = {name for name, _ in DOCUMENTED}
-    assert set(PROGRAMS) - named == {"gpu.check"}  # which `make gpu-check` runs
+    assert set(PROGRAMS) - named == {"gpu.check"}  # `make gpu-check` runs that one
 
 
 def test_the_example_of_the_readme_is_a_benchmark(tmp_path: Path, capsys) -> None:

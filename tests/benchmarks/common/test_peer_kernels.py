@@ -26,7 +26,7 @@ from benchmarks.gpu.check.claims import make_bars
 from kvtier_kernels import get_kernels
 
 SCALE = 0.2
-# As compactor-vllm describes its arguments.
+# compactor-vllm describes its arguments like this.
 PAGED_DECODE = """
 import torch
 def num_splits_heuristic(total_mblocks, max_seq_len, num_sms, max_splits):
@@ -44,7 +44,7 @@ def head_sparse_decode_attention(
             out[b, own] = (q[b, own] @ k[rows].T * scale).softmax(-1) @ v[rows]
     return out
 """
-# What kvpress's keys that no query sees amount to.
+# kvpress's keys that no query sees amount to this.
 MASKING = """
 import torch
 def attention_patch(func):

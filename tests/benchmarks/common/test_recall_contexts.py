@@ -39,7 +39,7 @@ def num_codes(context: RecallContext) -> int:
 
 
 def fact_positions(context: RecallContext) -> list[int]:
-    """Where each asked name stands, which must be exactly once."""
+    """Return where each asked name stands, which must be exactly once."""
     found = []
     for question in context.questions:
         at = [i for i, pair in enumerate(pairwise(context.context_ids))

@@ -1,4 +1,4 @@
-"""What the benchmark of branches asks, and how it judges."""
+"""The questions of the benchmark of branches, and how it judges."""
 
 from __future__ import annotations
 

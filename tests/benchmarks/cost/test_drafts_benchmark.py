@@ -1,4 +1,4 @@
-"""What drafts bring: both engines are alike but for them, and what differs is told."""
+"""The benchmark of drafts: both engines are alike but for them, and what differs is told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmark of edits asks, and how it judges."""
+"""The questions of the benchmark of edits, and how it judges."""
 
 from __future__ import annotations
 

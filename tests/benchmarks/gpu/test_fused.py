@@ -21,7 +21,7 @@ DEVICE = "cpu" if is_interpreted() else "cuda"
 # float16 shows that numbers are rounded where PyTorch rounds them: Triton's interpreter cuts off
 # what bfloat16 has no room for, a GPU rounds.
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-# Of tokens, and of numbers: the second no power of two, and more than a block.
+# The shapes are of tokens, and of numbers: the second is no power of two, and more than a block.
 SHAPES = [(1, 128), (7, 96), (3, 1300)]
 POSITIONS = 50
 
@@ -32,7 +32,8 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """To a rounding: the order of a sum, and exp, are not the same."""
+    """Assert that both are the same to a rounding: the order of a sum, and exp, are not the
+    same."""
     assert found.dtype == expected.dtype
     rtol = {torch.bfloat16: 2**-6, torch.float16: 2**-10, torch.float32: 2e-6}[found.dtype]
     torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-6)
@@ -67,7 +68,7 @@ def test_silu_and_mul_is_sglangs(tokens: int, dim: int, dtype: torch.dtype) -> N
 
 def rotation(dim: int, rotated: int, dtype: torch.dtype, *, halves: bool = True) -> RotaryEmbedding:
     layer = RotaryEmbedding(dim, rotated, POSITIONS, 10000, halves, dtype)
-    # As SGLang has it on a GPU.
+    # SGLang has the cache so on a GPU.
     layer.cos_sin_cache = layer._compute_cos_sin_cache().to(DEVICE)
     return layer
 
@@ -81,7 +82,7 @@ def test_rotating_in_place_is_sglangs(
 ) -> None:
     layer = rotation(dim, rotated, dtype)
     widths = [count * dim for count in (*heads, heads[1])]
-    # Where a projection left them, side by side.
+    # The parts lie where a projection left them, side by side.
     qkv = numbers(tokens, sum(widths), dtype=dtype)
     q, k, v = qkv.split(widths, dim=-1)
     positions = torch.arange(tokens, device=DEVICE) * 5 + 3
@@ -92,7 +93,7 @@ def test_rotating_in_place_is_sglangs(
         if dtype == torch.float16:
             assert torch.equal(one, other)
         else:
-            # What is cut off of both products shows in their difference.
+            # The part that is cut off of both products shows in their difference.
             rtol, atol = (2**-6, 0.05) if dtype == torch.bfloat16 else (2e-6, 1e-6)
             torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
     assert found[0].data_ptr() == qkv.data_ptr()

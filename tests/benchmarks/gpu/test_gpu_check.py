@@ -19,7 +19,7 @@ def test_without_a_gpu_it_says_so(capsys, monkeypatch):
     assert "expected a CUDA device" in capsys.readouterr().err
 
 
-# What a GPU machine has: torch with numpy, Triton, and nothing else that kvtier or its bench want.
+# A GPU machine has torch with numpy, Triton, and nothing else that kvtier or its bench want.
 WITHOUT_PACKAGES = """
 import importlib.metadata, sys
 MISSING = {name.partition(".")[0] for name in sys.argv[2:]}

@@ -1,4 +1,4 @@
-"""What is packed for a GPU without a network: the stub, the environment, what is left out."""
+"""The pack for a GPU without a network: the stub, the environment, what is left out."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ imported = [name for name, module in sys.modules.items() if getattr(module, "__f
 for name in {name.partition(".")[0] for name in imported}:
     print(*found.get(name, []), sep="\\n")
 """
-# Of the GPU machine itself, or of any Python.
+# The packages of the GPU machine itself, or of any Python.
 TAKEN_FOR_GRANTED = {"torch", "triton", "transformers", "numpy", "setuptools", "kvtier"}
 
 
 def test_what_the_serving_benchmark_imports_is_packed_or_taken_for_granted() -> None:
     command = [sys.executable, "-c", IMPORTED]
-    # Where coverage is measured, the process would have it imported.
+    # The process would import coverage where that is measured.
     environment = {k: v for k, v in os.environ.items() if k != "COVERAGE_PROCESS_START"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True

@@ -19,7 +19,7 @@ FLAGS = [
     *("--sessions", "3", "--context", "1000", "--turns", "4", "--turn-tokens", "20"),
     *("--answer-tokens", "10", "--chunk", "500"),
 ]
-# Of all turns, and of the one that is profiled.
+# The tokens of all turns, and of the one that is profiled.
 TURNS_TOKENS = 5 * (20 + 10)
 
 
@@ -56,7 +56,7 @@ def test_a_policys_engine_gets_its_own_settings_and_no_stray_one(
     options = serving.BENCHMARK.parse(FLAGS)
 
     def settings(policy: str) -> dict[str, str]:
-        """Those that are told the engine, and not what they are anyway."""
+        """Return the settings that the engine is told, and not what they are anyway."""
         found = serving_plan.environment(options, policy, tmp_path)
         assert "KVTIER_STRAY" not in found
         usual = serving_plan.Settings().to_env()
@@ -176,7 +176,7 @@ def test_sessions_prefill_one_by_one_and_then_ask_together_on_top_of_what_was_sa
 
 
 def test_a_request_that_is_aborted_ends_the_sessions() -> None:
-    """Its time is none of an answer's."""
+    """The time of such a request is none of an answer's."""
     engine = Listening({"type": "abort", "message": "no room"})
     load = Load(
         sessions=1, context=100, turns=2, turn_tokens=20, answer_tokens=10, chunk=50,

@@ -19,8 +19,8 @@ class Entries:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """What was measured, in order: a tile of 64 entries and 4 warps is the fastest, and one of 128
-    entries does not run."""
+    """Record what is measured, in order: a tile of 64 entries and 4 warps is the fastest, and one
+    of 128 entries does not run."""
     seen: list[tuple[int, ...]] = []
 
     def layer_seconds(kernels: Any, contexts: Entries) -> float:

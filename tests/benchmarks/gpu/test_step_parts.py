@@ -20,7 +20,7 @@ from benchmarks.gpu.step_parts import (
     read_trace,
 )
 
-# Of a profile of both policies there, with torch 2.11 and CUDA 13, and names of ours.
+# The kernels of a profile of both policies there, with torch 2.11 and CUDA 13, and names of ours.
 RECORDED = {
     ATTENTION: [
         "decode_units", "merge_parts", "extend_blocks", "count_kept",
@@ -72,7 +72,7 @@ def step(at: float) -> list[Ran]:
 
 
 def test_parts_of_whole_steps_add_up_to_a_step() -> None:
-    # Of a prefill that still ran, and three steps.
+    # The trace has a prefill that still ran, and three steps.
     ran = [Ran("nvjet_p", -30, -20), *(one for k in range(3) for one in step(100 * k))]
     found = parts_of(ran, products=2)
     assert (found["steps"], found["step_ms"]) == (2, pytest.approx(0.1))

@@ -28,7 +28,7 @@ families = pytest.mark.parametrize("name", FAMILIES)
 
 
 def said(request: Request) -> str:
-    """What the user says, without the marks around it."""
+    """Return what the user says, without the marks around it."""
     marks = re.fullmatch(rf"{re.escape(USER)}(.*){re.escape(END)}\n{re.escape(ASSISTANT)}",
                          request.prompt)  # fmt: skip
     assert marks, request.prompt
@@ -56,7 +56,7 @@ def templates(requests: tuple[Request, ...]) -> set[str]:
 
 
 def contents(family: Family, split: str) -> set[tuple[str, ...]]:
-    """What the requests of a split are about, whatever their wording."""
+    """Return what the requests of a split are about, whatever their wording."""
     found = set()
     for request in getattr(family, split):
         values = dict(filled(request))
@@ -65,7 +65,7 @@ def contents(family: Family, split: str) -> set[tuple[str, ...]]:
 
 
 def filled(request: Request) -> list[tuple[str, str]]:
-    """What stands in a request for each name in its template."""
+    """Return what stands in a request for each name in its template."""
     parts = list(Formatter().parse(request.template))
     names = [name for _, name, _, _ in parts if name]
     pattern = "".join(re.escape(text) + ("(.+?)" if name else "") for text, name, _, _ in parts)
@@ -143,7 +143,7 @@ def test_no_trace_has_a_new_wording_and_held_out_requests_have_none(name: str, s
 
 @families
 def test_templates_of_a_kind_name_the_same_values(name: str) -> None:
-    """So a text says all of its content, and two contents never have the same text."""
+    """A text therefore says all of its content, and two contents never have the same text."""
     task = make_task(name, 0)
     for kind in task.kinds:
         wordings = task.wordings(kind)

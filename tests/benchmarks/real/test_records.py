@@ -1,4 +1,4 @@
-"""What a long benchmark keeps on disk, and what it makes of it."""
+"""The records of a long benchmark on disk, and what it makes of them."""
 
 from __future__ import annotations
 

@@ -164,7 +164,8 @@ def test_changed_facts_are_asked_alone(
 
 
 def worth_of_middle(context: Context, fitted: TokenWorth, sink: int, recent: int) -> Tensor:
-    """As a session has it, which predicts from the tokens alone that it may drop."""
+    """Return the worth as a session has it, which predicts from the tokens alone that it may
+    drop."""
     layers, end = [], context.num_tokens - recent
     for layer, (k, v) in enumerate(context.kv):
         rotation = rotation_of(context.model, layer, torch.arange(sink, end))
@@ -217,7 +218,7 @@ def test_a_later_turn_is_computed_over_what_its_own_queries_choose(
 def test_a_course_holds_its_share(
     context: tuple[Context, Asker], folder: Path, course: Course | Edited | Clock
 ) -> None:
-    """But for windows, and whole pages of every turn."""
+    """A course may hold more by windows, and by whole pages of every turn."""
     ctx, _ = context
     sample = make_samples(tasks_for(str(folder)).make, ["key-value"], 1, [TOKENS], 0)[0]
     ids, worth = sample.context_ids, drawn_by_lot(ctx)
@@ -264,7 +265,7 @@ def test_a_run_writes_the_table_and_another_measures_nothing_again(
         nothing_measures.setattr(Asker, "quality", None)
         assert table.main([*arguments, "--out", str(out)]) == 0
     assert json.loads(out.read_text())["kept"] == first
-    # As many shares, but another one.
+    # There are as many shares, but another one.
     assert table.main([*arguments, "--shares", "0.6", "--out", str(out)]) == 0
     again = json.loads(out.read_text())["kept"]
     assert {row["share"] for row in again if row["way"] != table.BY_QUALITY} == {0.6}

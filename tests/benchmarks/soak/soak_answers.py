@@ -1,4 +1,4 @@
-"""What engines say in the tests of the soak, and the rule of their locality heads."""
+"""The answers of engines in the tests of the soak, and the rule of their locality heads."""
 
 from __future__ import annotations
 

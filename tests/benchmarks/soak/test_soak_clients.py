@@ -45,7 +45,7 @@ class Fake:
         self.version = version
 
     async def post(self, path: str, body: dict) -> dict:
-        """As the reference: token 7 is right."""
+        """Answer as the reference does: token 7 is right."""
         ids = body["input_ids"]
         first = body["logprob_start_len"]
         given = [[None, ids[first]], *([-1.0, one] for one in ids[first + 1 : -2])]
@@ -59,7 +59,7 @@ TOLD = ["turn", "fork", "prompt logprobs", "scopes", "exact forks", "move"]
 
 
 def served(fake: Fake, action: str, turns: int = 5) -> tuple[Tally, Checker]:
-    """What becomes of one client's turns."""
+    """Return what becomes of one client's turns."""
 
     async def run() -> tuple[Tally, Checker]:
         checker = Checker(Fake(), {FIRST: Path(), SECOND: Path()}, FIRST)
@@ -99,7 +99,8 @@ def test_an_engine_that_fails_is_found_out(action) -> None:
 
 
 def test_what_another_rule_stored_is_told_from_what_an_engines_own_rule_did() -> None:
-    """Only the first answer of an engine in a scope, and only if something was restored for it."""
+    """The first answer of an engine in a scope alone is told apart, and only if something was
+    restored for it."""
 
     async def run(restored: int) -> Tally:
         fake = Fake(restored=restored)
@@ -152,7 +153,7 @@ def test_a_closed_gate_has_no_client_inside_and_lets_none_in() -> None:
         gate, said_so = Gate(), []
 
         async def turns() -> None:
-            """Of the event loop: as many as anything here could need."""
+            """Let the event loop turn as often as anything here could need."""
             for _ in range(20):
                 await asyncio.sleep(0)
 

@@ -170,7 +170,8 @@ def put(client: TierClient, number: int) -> None:
 
 
 def answered(call):
-    """What a call says. Of one that is answered early gRPC itself now and then says INTERNAL."""
+    """Return what a call says. gRPC itself now and then says INTERNAL of one that is answered
+    early."""
     for _ in range(3):
         with suppress(TierUnavailableError):
             return call()
@@ -224,7 +225,7 @@ def test_a_service_that_was_killed_or_stopped_is_back(where, name, memory_direct
 
 @pytest.fixture
 def memory_directory(tmp_path, monkeypatch):
-    """Not /dev/shm, which others may be watching."""
+    """Have the memory in a directory other than /dev/shm, which others may be watching."""
     from benchmarks.tier.faults import kinds as tier_faults_kinds
 
     monkeypatch.setattr(tier_faults_kinds, "SHARED_MEMORY", tmp_path)
@@ -259,7 +260,7 @@ def test_a_small_run_fails_no_request_and_says_no_wrong_token(tmp_path: Path) ->
     out = tmp_path / "out.json"
     kinds = ["bit-flip", "reset"] if THOROUGH else ["bit-flip"]
     flags = ["--faults", "2", "--kinds", *kinds, "--sessions", "2", "--rounds", "0"]
-    # On a busy machine loading may be slower than computing, and then the tier would not be asked.
+    # Loading may be slower than computing on a busy machine, and then the tier would not be asked.
     flags += ["--tier-patience-s", "30"]
     tier_faults.main([*flags, "--out", str(out)])
     document = json.loads(out.read_text())

@@ -12,13 +12,14 @@ from benchmarks.tier.fleet import Turn
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-# So many sessions that a server without any is unlikely; and no server computes what its tier has.
+# There are so many sessions that a server without any is unlikely; and no server computes what its
+# tier has.
 FLAGS = ["--len", "1k", "--sessions", "10", "--patience-s", "600"]
 
 
 def verdicts(out: Path) -> dict[str, bool]:
-    """Whether each bar of a benchmark is met, but for those on time. No request failed, or why it
-    did is in the report of the test."""
+    """Return whether each bar of a benchmark is met, but for those on time. No request failed, or
+    why it did is in the report of the test."""
     record = json.loads(out.read_text())
     assert record["failures"] == []
     found = {bar["bar"]: bar["met"] for bar in record["bars"]}
@@ -40,6 +41,7 @@ def test_servers_are_restarted_one_by_one_and_nothing_is_lost(tmp_path):
 
 @pytest.mark.parametrize(("cached", "again"), [(999, 0), (1000, 0), (744, 0), (743, 256), (0, 999)])
 def test_what_was_computed_again_is_what_was_neither_on_the_device_nor_in_the_tier(cached, again):
-    """But for the last token of an answer, whose KV is of the next turn, and less than a span."""
+    """The last token of an answer, whose KV is of the next turn, is left out, and less than a
+    span."""
     turn = Turn("s", (1,), (2,), 1000, cached, from_tier=0, ttft_ms=1.0)
     assert turn.computed_again == again

@@ -99,7 +99,7 @@ def test_bad_input_is_refused_by_name(flags, named, capsys) -> None:
 
 @pytest.mark.engine
 def test_forks_of_a_small_context_are_exact(tmp_path: Path) -> None:
-    """Whatever their times: of so few tokens the tier need not be the faster one."""
+    """The times do not matter: of so few tokens the tier need not be the faster one."""
     out = tmp_path / "out.json"
     tier_forks.main(["--len", "2k", "--forks", "3", "--out", str(out)])
     document = json.loads(out.read_text())

@@ -41,7 +41,7 @@ def flat(half: float, power: float = 1.0) -> Curve:
 def test_the_inverse_gives_back_the_retention(retention, half, power):
     curve = flat(half, power)
     quality = curve.quality(retention, 2.0)
-    # Where f is level, neighbouring retentions share one floating-point quality.
+    # Neighbouring retentions share one floating-point quality where f is level.
     if 1e-9 < quality < 1 - 1e-9:
         assert curve.retention(quality, 2.0) == pytest.approx(retention, abs=1e-6)
 
@@ -73,7 +73,7 @@ def test_every_curve_gives_shares(retention, quality, half, power):
 
 @given(st.floats(0.01, 0.4), st.floats(2, 24))
 def test_half_of_the_quality_is_left_at_m(half, power):
-    """Up to what the whole context still adds beyond it, which is little where m is small."""
+    """The whole context still adds something beyond m, which is little where m is small."""
     rest = 2 ** -((1 / half) ** power)
     assert flat(half, power).quality(half, 2.0) == pytest.approx(0.5 / (1 - rest), rel=1e-9)
     assert rest < 0.02

@@ -22,7 +22,7 @@ MODEL = Path(__file__).resolve().parents[3] / "models" / "kvtier-demo"
 
 
 def test_the_stored_curve_is_the_one_that_a_server_with_default_settings_asks_for(monkeypatch):
-    monkeypatch.chdir(MODEL)  # where no kvtier.toml is
+    monkeypatch.chdir(MODEL)  # no kvtier.toml is there
     settings, profile = Settings(), load_profile(MODEL / "head_profile.json")
     policy = policy_digest(profile, locality_rule(settings), scorer_of(settings))
     revision = weights_revision(str(MODEL))

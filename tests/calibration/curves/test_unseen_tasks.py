@@ -30,7 +30,7 @@ def test_tasks_alike_get_the_quality_that_is_asked_for() -> None:
 def test_a_task_is_judged_by_the_curve_of_the_others() -> None:
     measurements = [*of_task("easy", EASY, range(2)), *of_task("hard", HARD, range(2, 4))]
     easy, hard = unseen_tasks(measurements, 0.95)
-    # What the other one needs.
+    # Each task gets the share that the other one needs.
     assert easy.share == pytest.approx(HARD.retention(0.95, 2.0), abs=0.01)
     assert hard.share == pytest.approx(EASY.retention(0.95, 2.0), abs=0.01)
     assert easy.quality > 0.99

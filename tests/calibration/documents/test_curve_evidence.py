@@ -26,7 +26,7 @@ from kvtier.errors import CalibrationDocumentError
 
 DEMO_CURVE = Path(__file__).resolve().parents[3] / "models" / "kvtier-demo" / "curve.json"
 TARGETS = (0.8, 0.9, 0.95)
-LARGE = 0.1  # of the context, kept more or less than the fitted curve asks for
+LARGE = 0.1  # share of the context, kept more or less than the fitted curve asks for
 
 
 def fitted(measured: list[Measurement], weight: float = 2.0) -> CurveDocument:

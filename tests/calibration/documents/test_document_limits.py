@@ -1,4 +1,4 @@
-"""How large and how deep a calibration may be, wherever it is read or written."""
+"""The limits on the size and depth of a calibration, wherever it is read or written."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from waiting import SAFETY_S
 Answer = Callable[[socket.socket, threading.Event], None]
 
 DRIP_S = 0.05
-# How often a server that waits for commands looks whether it is to end.
+# A server that waits for commands looks this often whether it is to end.
 POLL_S = 0.2
 HUGE_BYTES = 256 * 2**20
 

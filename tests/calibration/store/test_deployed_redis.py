@@ -25,7 +25,7 @@ CONFIGURATION = DEPLOY / "base" / "redis" / "valkey.conf"
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
-    """Its port, and the folder of its certificates."""
+    """Start the deployed Redis and yield its port, and the folder of its certificates."""
     binary, port = needs_tls_binary(), free_port()
     folder = tmp_path_factory.mktemp("certificates")
     write_certificates(folder, ["127.0.0.1"])
@@ -36,7 +36,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Pa
     ):
         (folder / ours).rename(folder / theirs)
     written = tmp_path_factory.mktemp("redis") / "valkey.conf"
-    # Where a container has its volumes, and which port is free here.
+    # The container's volumes are moved to folders here, and its port to one that is free.
     text = CONFIGURATION.read_text()
     for old, new in (
         ("/certificates", str(folder)),
@@ -79,7 +79,7 @@ def wait_until_it_answers(one: Any, server: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture
 def settings(deployed, monkeypatch) -> None:
-    """As deploy/overlays/production sets them."""
+    """Set the settings as deploy/overlays/production does."""
     port, folder = deployed
     monkeypatch.setenv("KVTIER_REDIS_URL", f"rediss://127.0.0.1:{port}/0")
     for name, file in (("CA", "ca.crt"), ("CERTIFICATE", "tls.crt"), ("KEY", "tls.key")):

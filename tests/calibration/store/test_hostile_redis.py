@@ -61,7 +61,7 @@ def opened(url: str) -> RedisStore:
 
 @pytest.fixture(params=["tcp", "unix"])
 def unix_path(request):
-    """Where a server listens: None for TCP; a socket's path must be short."""
+    """Yield where a server listens: None for TCP; a socket's path must be short."""
     if request.param == "tcp":
         yield None
         return
@@ -205,7 +205,7 @@ def test_a_huge_value_is_given_up_long_before_it_is_all_here(unix_path):
         pytest.raises(CalibrationDocumentError, match=f"{POLICY}: .*1048576 bytes"),
     ):
         store.get(KEY)
-    # What was sent and not read lies in the kernel's buffers.
+    # The bytes that were sent and not read lie in the kernel's buffers.
     assert huge.sent_bytes < HUGE_BYTES / 16
 
 
@@ -243,7 +243,8 @@ def test_garbage_is_never_a_document(garbage):
     ids=["silent", "drips_at_once", "drips", "huge", *map(str, range(len(GARBAGE)))],
 )
 def test_a_watcher_falls_back_to_its_local_copy_and_never_to_an_exception(answer, tmp_path, caplog):
-    """With the time-out of the watcher's tests: the first poll is over soon, whatever it meets."""
+    """The watcher has the time-out of its own tests: the first poll is over soon, whatever it
+    meets."""
     local, known = LocalCopy(tmp_path), curve_document()
     local.save(known)
     with hostile_server(answer) as url:

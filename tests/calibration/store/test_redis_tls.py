@@ -175,7 +175,7 @@ def test_a_client_takes_over_a_renewed_certificate(tmp_path):
     mine, servers = tmp_path / "mine", tmp_path / "servers"
     for folder in (mine, servers):
         folder.mkdir()
-    write_certificates(mine, ["127.0.0.1"])  # of an authority that the server does not know
+    write_certificates(mine, ["127.0.0.1"])  # the server does not know this authority
     with tls_server(servers, "yes") as (_, port):
         store = RedisStore(
             f"rediss://127.0.0.1:{port}/0",

@@ -53,7 +53,8 @@ def persistent_redis(folder: Path, *, tls: bool) -> Iterator[tuple[RedisServer, 
         "--tls-port", str(port), "--bind", "127.0.0.1", "--tls-auth-clients", "no",
         "--tls-cert-file", str(folder / "server.pem"), "--tls-key-file", str(folder / "server.key"),
         "--tls-ca-cert-file", str(folder / "ca.pem"),
-        # On the command line, because a killed server forgets users that were added later.
+        # The user is on the command line, because a killed server forgets users that were added
+        # later.
         "--user", "ada", "on", f">{PASSWORD}", "~*", "+@all",
     ]  # fmt: skip
     with redis_server(*durable, *options, binary=binary) as server:
@@ -105,7 +106,7 @@ class Load:
 
 
 def test_a_killed_redis_costs_no_request_and_the_curve_comes_back(tmp_path, monkeypatch):
-    # By TLS where there is a redis-server that has it; how it is reached is all that differs.
+    # The store is reached by TLS where there is a redis-server that has it; nothing else differs.
     tls = tls_binary() is not None or os.environ.get("KVTIER_REQUIRE_TLS_REDIS") == "1"
     folder = tmp_path / "c"
     folder.mkdir()
@@ -219,7 +220,7 @@ def counts(url: str) -> dict[str, int]:
 
 
 def share_kept(curve: CurveDocument, nll: float) -> float:
-    """Of a prompt of the load, what its CA heads keep under a curve."""
+    """Return the share of a prompt of the load that its CA heads keep under a curve."""
     protected = SINK + RECENT
     droppable = PROMPT_TOKENS - protected
     return (protected + curve.retention(QUALITY, nll) * droppable) / PROMPT_TOKENS

@@ -203,7 +203,7 @@ def test_a_document_that_may_not_be_used_changes_nothing(bench, caplog, spoil, r
 
 def test_a_refusal_is_counted_as_one_and_keeps_the_password(bench, caplog):
     url = bench.server.add_user("ada", "s3cr3t", "+@all", "-get", "~*")
-    # With a short timeout there may be an outage in between, and two reports.
+    # There may be an outage in between with a short timeout, and two reports.
     watcher = bench.watcher(url=url, timeout_s=SAFETY_S)
     wait_for(lambda: watcher.counters["refused"] > 1)
     assert caplog.text.count("store: refused") == 1

@@ -1,4 +1,4 @@
-"""What tokens are worth comes from the Redis of the settings, and stays where that is away."""
+"""The worth of tokens comes from the Redis of the settings, and stays where that is away."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(tmp_path):
 
 
 def fitted(model: str, folder: Path, value: float = 0.0) -> WorthDocument:
-    """Of weights that are all the same."""
+    """Return the document of weights that are all the same."""
     shape = model_shape(read_config(model))
     width = feature_width(shape.num_kv_heads, shape.head_dim)
     weights = torch.full((shape.num_layers, shape.num_kv_heads, width), value)

@@ -57,7 +57,7 @@ class Cluster:
         self.ask("DELETE", f"{self.pods}/{name}")
 
     def configuration(self, file: Path) -> Path:
-        """What a client in the cluster would read from its service account."""
+        """Write what a client in the cluster would read from its service account."""
         known = {"server": self.url}
         context = {"cluster": "emulated", "user": "nobody", "namespace": NAMESPACE}
         file.write_text(
@@ -128,7 +128,7 @@ class Router:
 
 @contextmanager
 def emulated_cluster(folder: Path) -> Iterator[Cluster]:
-    """Of engines; it answers."""
+    """Start an emulated cluster of engines, which answers."""
     port = free_port()
     cluster = Cluster(port, {"app.kubernetes.io/name": "kvtier-engine"})
     emulator = [sys.executable, str(Path(__file__).with_name("emulated_cluster.py")), str(port)]

@@ -16,7 +16,7 @@ class Engine(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """Whatever a router wants to know."""
+        """Answer whatever a router wants to know."""
         known = "kvtier-demo"
         self._say({"model_path": known, "served_model_name": known, "data": [{"id": known}]})
 

@@ -22,7 +22,8 @@ from waiting import SAFETY_S, wait_for
 
 from deploy.checks.rendering import DEPLOY
 
-# So many that an engine without any is as good as impossible; of those that move some are enough.
+# There are so many sessions that an engine without any is as good as impossible; of those that move
+# some are enough.
 SESSIONS, MOVING = 64, 3
 # More than a router keeps by default, as a long context is.
 LARGE_BYTES = 2 << 20
@@ -105,7 +106,7 @@ def test_large_requests_outlive_an_engine_where_the_router_keeps_them(rendered):
 
 
 def homes(port: int) -> dict[int, str | None]:
-    """Which engine answers which session."""
+    """Return which engine answers which session."""
     return {session: answered_by(port, session, 1) for session in range(SESSIONS)}
 
 

@@ -39,7 +39,7 @@ def engines(folder: Path, port: int) -> Iterator[None]:
 
 def all_answer(router: Router) -> None:
     for session in range(SESSIONS):
-        # Where engines are discovered, every request has to name its model.
+        # Every request has to name its model where engines are discovered.
         body = {"model": MODEL, "prompt": f"{session} is", "max_tokens": 2, "ignore_eos": True}
         found = router.ask("/v1/completions", body, {"x-session-id": f"session-{session}"})
         assert found["usage"]["completion_tokens"] == 2

@@ -44,7 +44,7 @@ def test_a_scale_that_is_no_positive_number_is_refused(bad, monkeypatch):
     monkeypatch.setattr("kvtier_sglang.pool.scales.attention_layers", lambda model: layers)
     with pytest.raises(StartupError, match=r"^KV cache scales: expected positive numbers"):
         KvScales.of_model(None, range(1), FP8)
-    # Which no other cache reads.
+    # No other cache reads them.
     assert KvScales.of_model(None, range(1), torch.bfloat16).all() == [LayerScales()]
 
 
@@ -137,7 +137,7 @@ class Seen(Compactor):
 def test_a_scorer_sees_the_models_numbers(backend):
     pool, scorer = backend.pool, Seen()
     object.__setattr__(scorer, "spans", [])
-    # With a whole bundle among them.
+    # There is a whole bundle among them.
     slots = allocator_of(pool).alloc(40)
     q, k = torch.randn(40, KV_HEADS, GROUP, DIM), torch.randn(40, KV_HEADS, DIM)
     run_pass(backend, [(q, k, k)] * 2, slots, 0)

@@ -1,6 +1,6 @@
-"""What CUDA graphs record of decoding: run again over changed tables it gives what the reference
-kernels plan afresh, at the same addresses, and asks the host nothing. Without a GPU nothing is
-captured; the part that would be is called again.
+"""The recording of decoding in CUDA graphs: run again over changed tables a graph gives what the
+reference kernels plan afresh, at the same addresses, and asks the host nothing. Without a GPU
+nothing is captured; the part that would be is called again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def eager(batch: SimpleNamespace) -> SimpleNamespace:
 
 
 def layers(backend: KvtierAttnBackend, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What each layer gives of its q, k, v."""
+    """Return what each layer gives of its q, k, v."""
     found = []
     for index, qkv in enumerate(inputs):
         layer = SimpleNamespace(
@@ -80,7 +80,7 @@ def some_inputs(seed: int) -> list[torch.Tensor]:
 
 
 def recorded_once(step: Callable[[], None]) -> Callable[[], None]:
-    """What runs the step's work again."""
+    """Record a step and return a function that runs its work again."""
     if DEVICE == "cpu":
         return step
     stream = torch.cuda.Stream()
@@ -186,7 +186,7 @@ def test_what_was_recorded_serves_other_requests_as_they_grow(packing):
 
 
 def test_a_row_that_got_other_slots_is_written_again_before_a_replay(packing):
-    """As where another request published the same tokens, and this one's own are free."""
+    """This happens where another request published the same tokens, and this one's own are free."""
     runner, spans = packing
     backend = backend_of(runner, "reference")
     backend.init_cuda_graph_state(REQUESTS, REQUESTS)

@@ -1,4 +1,4 @@
-"""What is called before there are requests: every variant that they would have to wait for."""
+"""The calls before there are requests: every variant that they would have to wait for."""
 
 import torch
 from test_graphs import make_pool

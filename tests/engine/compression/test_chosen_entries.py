@@ -59,7 +59,7 @@ def entries(pool: HeadPagedKVPool, slots: torch.Tensor) -> list[torch.Tensor]:
 
 
 def expected_of(keys: list[torch.Tensor], keep: int, page: int = PAGE) -> list[torch.Tensor]:
-    """What every column keeps, in pages of so many."""
+    """Return what every column keeps, in pages of so many."""
     kept = adaptive_selection(torch.stack([k[:, -1] for k in keys]), keep, page)
     return [k[mine] for k, mine in zip(keys, kept, strict=True)]
 

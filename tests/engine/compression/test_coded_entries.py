@@ -60,7 +60,8 @@ def keys_of(pool: HeadPagedKVPool, slots: torch.Tensor) -> list[torch.Tensor]:
     bits=st.sampled_from([3, 4, 8]),
 )
 def test_what_is_kept_is_what_its_codes_say(seed, tokens, share, bits):
-    """In as many bundles as the pages of all columns fill, and in order of position."""
+    """The entries are in as many bundles as the pages of all columns fill, and in order of
+    position."""
     pool, held = a_pool(seed, bits), coded_shape(bits, DIM).entries
     slots = PAGE + torch.arange(tokens)
     slots = slots[torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))]
@@ -82,7 +83,7 @@ def test_what_is_kept_is_what_its_codes_say(seed, tokens, share, bits):
 
 @given(seed=st.integers(0, 1000), at=st.integers(60, 380), again=st.integers(20, 40))
 def test_a_cut_leaves_the_first_codes_as_they_were(seed, at, again):
-    """And codes the others anew, as often as that is."""
+    """The cut codes the others anew, as often as that is."""
     pool = a_pool(seed)
     span = compacted(pool, PAGE + torch.arange(400), 100)
     assert span is not None

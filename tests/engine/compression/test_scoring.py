@@ -1,4 +1,4 @@
-"""What the engine notes of a prefill: which tokens are asked, and how keys are un-rotated."""
+"""The notes of the engine in a prefill: which tokens are asked, and how keys are un-rotated."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def trees(draw, most: int = 9) -> list[int]:
 
 
 def mask_of(parents: list[int]) -> torch.Tensor:
-    """Which drafts each draft sees: itself and those above."""
+    """Return which drafts each draft sees: itself and those above."""
     mask = torch.eye(len(parents), dtype=torch.bool)
     for node, parent in enumerate(parents):
         if parent >= 0:
@@ -154,7 +154,7 @@ def test_links_of_a_tree_are_those_that_sglang_derives_on_its_host(parents, leng
 
 @given(parents=several, data=st.data())
 def test_the_branch_that_the_model_says_is_accepted(parents, data):
-    """What is accepted, found by trying every branch from its root."""
+    """The test finds what is accepted by trying every branch from its root."""
     masks = torch.stack([mask_of(one) for one in parents])
     requests, count = masks.shape[:2]
     token = st.integers(0, 2)

@@ -26,7 +26,8 @@ ENGINE = {
 }
 PROFILE = {"KVTIER_HEAD_PROFILE": str(DEMO_MODEL / "head_profile.json")}
 SHARE = {**PROFILE, "KVTIER_RETENTION": "0.3"}
-# What is dropped of prompts that share a chunk depends on time: one by one.
+# The entries that are dropped of prompts that share a chunk depend on time, so they come one by
+# one.
 ALONE = {"max_running_requests": 1}
 
 
@@ -93,7 +94,7 @@ def logprobs(out: dict) -> list[float]:
 
 
 def test_answers_may_end_where_the_models_context_does(tmp_path):
-    """With SGLang's default number of drafts, of which it reserves two passes' ahead."""
+    """The engine has SGLang's default number of drafts, of which it reserves two passes' ahead."""
     engine = {**ENGINE, "context_length": 300, "speculative_algorithm": "NGRAM"}
     rng = random.Random(6)
     phrases = [[rng.randrange(6, 384) for _ in range(24)] for _ in range(3)]
@@ -128,8 +129,8 @@ def test_slots_come_back_where_turns_are_evicted_and_requests_retracted(tmp_path
     ("merge", "by"), [("off", "fetch"), ("keepkv", "fetch"), ("off", "near-data")]
 )
 def test_a_context_that_a_tier_brought_back_is_asked_with_drafts(tmp_path, merge, by):
-    """And its entries are chosen again by the question, whose answer is drafted. What comes back is
-    chosen from here: the tier chooses of a context that stayed.
+    """The context's entries are chosen again by the question, whose answer is drafted. What comes
+    back is chosen from here: the tier chooses of a context that stayed.
 
     The contexts are computed one by one: who shares a batch is a matter of time, and a choice
     among entries of nearly the same worth would be, too.

@@ -1,5 +1,5 @@
-"""What sessions say behind a memory's prefix, in a real tier: restored and refreshed as any other
-KV, and never taken for what was computed behind the exact prefix.
+"""The answers of sessions behind a memory's prefix, in a real tier: restored and refreshed as any
+other KV, and never taken for what was computed behind the exact prefix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from tiered_engine import ENGINE, RULE, continued, run_never_missing
 pytestmark = pytest.mark.engine
 
 TURNS = 3
-# By memory, or None: the first one's prefix, exactly, with the same turns behind it.
+# Each session has a memory, or None: the first one's prefix, exactly, with the same turns behind
+# it.
 SESSIONS = (0, None, 1, 1)
 
 

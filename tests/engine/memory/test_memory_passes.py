@@ -1,4 +1,4 @@
-"""What passes remember between each other: whose memory a row's request has, and which lookups fell
+"""The state of passes between each other: whose memory a row's request has, and which lookups fell
 back in which pass."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def batch(*requests: tuple[str, int], tokens: int = 2) -> SimpleNamespace:
 
 
 def test_a_row_never_remembers_the_memory_of_a_request_before():
-    """Not even where there was no memory at all when the later request was prefilled."""
+    """This holds even where there was no memory at all when the later request was prefilled."""
     bank = Bank()
     passes = MemoryPasses(bank, None, rows=4)
     bank.index = {"first": 0}
@@ -54,7 +54,7 @@ def test_a_row_never_remembers_the_memory_of_a_request_before():
 
 
 def test_graphs_record_memories_only_where_there_are_some():
-    """And none is loaded behind what was recorded, see MemoryBank.check_loads."""
+    """No memory is loaded behind what was recorded, see MemoryBank.check_loads."""
     bank = Bank()
     passes = MemoryPasses(bank, None, rows=4)
     decoding = SimpleNamespace(req_pool_indices=torch.tensor([1]), positions=torch.tensor([0]))
@@ -65,7 +65,7 @@ def test_graphs_record_memories_only_where_there_are_some():
 
 
 def layer(*nearness: float) -> SimpleNamespace:
-    """Of memories with entries; NaN: one without."""
+    """Return a layer of memories with entries; NaN: one without."""
     entries = [0 if math.isnan(one) else 3 for one in nearness]
     return SimpleNamespace(
         key_indptr=torch.tensor([0, *entries]).cumsum(0), nearness=torch.tensor(nearness)

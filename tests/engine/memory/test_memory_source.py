@@ -1,4 +1,4 @@
-"""Which memories ranks serve: those that the first one finds and all can read, or none."""
+"""The memories that ranks serve: those that the first one finds and all can read, or none."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Finder:
 
 
 class Disk:
-    """What `Place.read` finds on this rank's disk, by name."""
+    """The memories that `Place.read` finds on this rank's disk, by name."""
 
     def __init__(self, **held: Any) -> None:
         self.held = held
@@ -152,7 +152,7 @@ def in_disk(disk: Disk, source: MemorySource) -> None:
 
 
 def test_ranks_serve_the_same_whichever_of_them_redis_answers(tmp_path):
-    """And none of them serves what one cannot read."""
+    """None of them serves what one cannot read."""
     processes.spawn(one_rank, (str(tmp_path),), nprocs=2)
     first, second = ((tmp_path / f"{rank}").read_text() for rank in (0, 1))
     assert first == second

@@ -199,7 +199,7 @@ def test_a_session_in_fp8_behind_a_memory_in_the_models_dtype(tmp_path, model, s
 def test_a_request_that_entries_do_not_know_is_answered_from_the_exact_prefix(
     tmp_path, model, stored, env
 ):
-    """Where a memory's card allows no lookup to fall back. Nothing is sent before its answer."""
+    """The memory's card allows no lookup to fall back. Nothing is sent before its answer."""
     strict = stored[0].memory.card.model_copy(update={"requeue_above": 0.0})
     folder = tmp_path / "strict"
     save(folder, strict, stored[0].prefix, stored[0].memory.layers)
@@ -278,7 +278,7 @@ def test_nothing_leaks_in_a_life_of_forks_aborts_evictions_and_new_beginnings(
 
 
 def test_new_weights_are_never_answered_from_a_memory_of_the_old_ones(tmp_path, model, stored, env):
-    """After an update of the weights, even to the same ones, the prefix is computed."""
+    """The prefix is computed after an update of the weights, even to the same ones."""
     own = tokens(random.Random(6), 30)
     request = {"input_ids": [*stored[0].prefix, *own], "max_new_tokens": NEW}
     rounds = [[request], {"weights": str(DEMO_MODEL)}, [request]]
@@ -291,8 +291,8 @@ def test_new_weights_are_never_answered_from_a_memory_of_the_old_ones(tmp_path, 
 
 
 def test_memories_come_and_go_while_a_server_runs(tmp_path, model, stored, env):
-    """What is in the folder when it is read again is served from then on, and nothing else; a
-    directory that cannot be served changes nothing."""
+    """The server serves what is in the folder when it is read again, and nothing else; a directory
+    that cannot be served changes nothing."""
     served, away = tmp_path / "served", tmp_path / "away"
     for folder, one in ((served, stored[0]), (away, stored[1])):
         save(folder / one.folder.name, one.memory.card, one.prefix, one.memory.layers)

@@ -61,7 +61,7 @@ def write_memory(model: Any, folder: Path, name: str, kept_share: float) -> Pref
 
 @dataclass
 class Server:
-    """What one asks a server, and what operators tell it."""
+    """A server as one asks it, and as operators do."""
 
     url: str
     log: Path
@@ -93,7 +93,7 @@ class Server:
 
 @pytest.fixture
 def redis() -> Iterator[RedisServer]:
-    """Not running yet."""
+    """Make a server that is not running yet."""
     server = RedisServer()
     server.stop()
     yield server
@@ -134,7 +134,7 @@ def answers(model: Any, prefixes: dict[str, Prefix]) -> dict[str, Sequence[int]]
 
 
 def test_what_is_published_is_served_from_the_next_reload_on(redis, server, tmp_path):
-    """Nothing dropped, so that asking again says the same; SGLang's own checker ends the server if
+    """The server drops nothing, so that asking again says the same; SGLang's own checker ends it if
     its ranks part."""
     model = load_model(str(DEMO_MODEL))
     memories = {name: write_memory(model, tmp_path, name, 0.1) for name in LENGTHS}

@@ -25,7 +25,7 @@ def competing(**asked) -> MiniScheduler:
 
 
 def left(s: MiniScheduler, prompt: list[int]) -> int:
-    """How many tokens a request finds; it computes and ends."""
+    """Run a turn and return how many tokens its request finds; it computes and ends."""
     return run_turn(s, prompt, [1, 2], chunk=40).prefix_len
 
 
@@ -37,7 +37,7 @@ def test_a_branch_computes_a_window_and_the_next_one_nothing():
     assert left(s, shared + context(60, seed=2)) == 200 - WINDOW
     grown = s.tree.total_size() - held
     assert s.tree.counters["cut_spans"] == 1
-    # Of the shared beginning the second session holds no more than the window.
+    # The second session holds no more than the window of the shared beginning.
     alone = competing()
     left(alone, context(62 + WINDOW, seed=2))
     assert grown <= alone.tree.total_size() + 2 * 16

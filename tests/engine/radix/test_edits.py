@@ -1,4 +1,4 @@
-"""What the tree holds of a text that was edited: found, copied, and told apart."""
+"""The tree's part of a text that was edited: found, copied, and told apart."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_what_was_turned_too_often_is_computed_again(small, monkeypatch, bits, m
     before = s.tree.counters["moved_tokens"]
     for turn in range(2 * most + 1):
         run_turn(s, [200 + turn, *range(100, 98 + len(moved)), *old, turn], [1])
-        # Behind the first one a token is computed again. To code the rest anew once more would be
+        # A token is computed again behind the first one. To code the rest anew once more would be
         # once too often.
         is_worn = turn == 0 and bits is not None
         assert (s.tree.counters["moved_tokens"] == before) == is_worn
@@ -133,7 +133,7 @@ def test_what_was_turned_too_often_is_computed_again(small, monkeypatch, bits, m
 
 
 def test_a_text_that_was_edited_makes_room_before_older_ones(small):
-    """But for what others use, or have standing on it."""
+    """It leaves what others use, or have standing on it."""
     s = scheduler()
     shared, other, old = context(100, seed=4), context(90, seed=6), context(300)
     run_turn(s, other, [1])
@@ -162,7 +162,7 @@ def test_a_text_that_is_quoted_makes_no_room_before_older_ones(small):
 
 
 def test_a_request_may_have_forgotten_what_it_edited(small):
-    """And all that stands on it, but for what another request reads."""
+    """All that stands on it goes, too, but for what another request reads."""
     s = scheduler()
     old, shared = context(300), context(100, seed=4)
     run_turn(s, [*shared, *old], [1])
@@ -210,7 +210,7 @@ EDIT = st.tuples(
     least=st.integers(6, 30),
 )
 def test_runs_are_where_they_are_said_to_be(paths, edit, where, least):
-    """Whatever repeats itself in paths and requests."""
+    """The runs are right whatever repeats itself in paths and requests."""
     with every_window():
         found_runs(paths, edited_by(paths[where % len(paths)], edit), least)
 
@@ -222,8 +222,8 @@ def test_runs_are_where_they_are_said_to_be(paths, edit, where, least):
     least=st.integers(6, 30),
 )
 def test_runs_are_found_wherever_they_stand(lengths, edit, where, least):
-    """As many tokens as a search of all places finds, where every window is remembered and none is
-    twice in a path."""
+    """The index finds as many tokens as a search of all places, where every window is remembered
+    and none is twice in a path."""
     paths = [context(tokens, seed=seed) for seed, tokens in enumerate(lengths)]
     request = edited_by(paths[where % len(paths)], edit)
     with every_window():
@@ -433,7 +433,7 @@ def test_of_evicted_contexts_the_newest_are_remembered(small, connect, monkeypat
 
 
 def edited_at_random(rng: random.Random, base: list[int]) -> list[int]:
-    """Up to three texts changed, put in, or taken out, and a new end."""
+    """Change, put in, or take out up to three texts, and add a new end."""
     for _ in range(rng.randrange(4)):
         begin = rng.randrange(len(base) + 1)
         new, gone = random_tokens(rng, rng.randrange(8)), rng.randrange(30)

@@ -1,4 +1,4 @@
-"""How many slots SGLang's answer becomes."""
+"""The number of slots that SGLang's answer becomes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ CONFIGURATOR = SimpleNamespace(kv_cache_dtype=torch.float32)
 
 
 def sized(budget: int, *, cap: int = 1 << 40, counted: int = TOKEN_BYTES) -> int:
-    """Where SGLang counts so many bytes for a token, and makes at most `cap` slots."""
+    """Return the slots where SGLang counts so many bytes for a token, and makes at most `cap`
+    slots."""
 
     def config_from_budget(configurator, budget_bytes):
         slots = min(budget_bytes // counted, cap)

@@ -65,7 +65,7 @@ def test_what_is_computed_again_for_an_exact_answer_leaves_the_tree_with_it():
     held = s.tree.evictable_size()
     run_turn(s, [*context(60), 1, 2, 3, 9, 9], [4, 5], sampling_params=EXACT)
     assert (s.tree.evictable_size(), max(node.stop for node in s.tree.nodes())) == (held, 63)
-    # Of a context that nobody has, there is nothing to compute again: it stays.
+    # There is nothing to compute again of a context that nobody has: it stays.
     run_turn(s, context(50, seed=8), [4, 5], sampling_params=EXACT)
     assert s.admit([*context(50, seed=8), 4, 5, 6]).prefix_len == 52
 

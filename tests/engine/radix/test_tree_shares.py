@@ -57,7 +57,7 @@ def test_a_token_budget_is_for_the_whole_session():
     first, second = sorted(s.tree.nodes(), key=lambda node: node.start)
     # Sink, recent window, and as many pages as the rest of the budget holds.
     assert first.entries == 10 + 2 * PAGE
-    # Not even a page is left of the budget: the recent window and one page stay.
+    # The budget leaves not even a page: the recent window and one page stay.
     assert second.entries == 6 + PAGE
 
 

@@ -56,7 +56,8 @@ def test_an_aborted_prefill_is_compressed_so_that_it_does_not_push_out_others():
     s.check()
     (node,) = s.tree.nodes()
     assert node.compressed
-    # Of 110 dropped tokens seven pages of the anchored head and five others: two bundles of six.
+    # The 110 dropped tokens leave seven pages of the anchored head and five others: two bundles of
+    # six.
     assert node.num_slots == 4 + 2 * PAGE + 6
 
 
@@ -97,7 +98,7 @@ def test_the_same_prompt_computed_again_from_scratch_is_kept_once():
     for _ in range(5):
         request = s.admit(context(60))
         s.tree.unlock(request.lock)
-        # As a request that wants the log-probabilities of its whole prompt: no prefix is used.
+        # A request that wants the log-probabilities of its whole prompt uses no prefix.
         request.filled = request.prefix_len = request.kv.cache_protected_len = 0
         request.last_node = s.tree.root_node
         request.lock = s.tree.lock(request.last_node)

@@ -1,5 +1,5 @@
-"""What can go wrong on the last tensor parallel rank, for runners whose schedulers are forked from
-them: `play(fault)` before the engine is made. A server of one rank is its own last rank.
+"""The faults of the last tensor parallel rank, for runners whose schedulers are forked from them:
+`play(fault)` before the engine is made. A server of one rank is its own last rank.
 
     slow       its tier answers late
     losing     none of its tier's answers comes

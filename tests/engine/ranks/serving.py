@@ -21,7 +21,8 @@ def serve(
     folder: Path, ranks: int, rounds: list[Any], env: dict[str, str], *, fault: str | None = None,
     **flags: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """What a server of so many ranks answers; see engine_runner.py and faulty_ranks.py."""
+    """Run a server of so many ranks and return what it answers; see engine_runner.py and
+    faulty_ranks.py."""
     plan = {"engine": {**ENGINE, "tp_size": ranks, **flags}, "rounds": rounds, "fault": fault}
     return run_script(RUNNER, folder, plan, env | ranks_on_a_cpu(ranks))
 
@@ -44,7 +45,8 @@ def empty_rank() -> HeadProfile:
     return profile.model_copy(update={"ca_heads": heads, "scores": None})
 
 
-# By how they split between two ranks: that of compressing.py has three CA heads on each.
+# The profiles are named by how they split between two ranks: that of compressing.py has three CA
+# heads on each.
 PROFILES = {"even": uneven_profile, "uneven": demo_profile, "an empty rank": empty_rank}
 
 

@@ -34,8 +34,8 @@ SHARE = {"KVTIER_RETENTION": "0.3"}
 
 
 class Life(NamedTuple):
-    """How a server lives. slots: so few that contexts are evicted; flushes: before the third turn;
-    one_by_one: no turn waits for another's."""
+    """The life of a server. slots: so few that contexts are evicted; flushes: before the third
+    turn; one_by_one: no turn waits for another's."""
 
     settings: Mapping[str, str] = MappingProxyType({})
     slots: int = 40_000
@@ -121,7 +121,7 @@ def test_ranks_say_what_one_says(tmp_path: Path, profile: str, life: str, fault:
         env["KVTIER_TIER"] = tier.address
         for ranks in (1, 2):
             env["KVTIER_TIER_NAMESPACE"] = f"{ranks}"
-            # What one rank loses is lost to all; what it waits for comes.
+            # All ranks lose what one loses; what it waits for comes.
             wrong = fault if ranks == 2 or fault == "losing" else None
             outs.append(
                 serve(tmp_path, ranks, rounds, env, fault=wrong, max_total_tokens=one_life.slots)

@@ -87,8 +87,8 @@ def test_a_prompt_shorter_than_a_span_is_asked_for_by_no_rank(connect):
 
 
 def full_of_others(connect) -> MiniScheduler:
-    """Where something must be evicted before a context can be restored; the tier has nothing of
-    what it is full of."""
+    """Make a server where something must be evicted before a context can be restored; the tier has
+    nothing of what it is full of."""
     s = server(connect(), Partner())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TierLink, "healthy", False)

@@ -25,7 +25,7 @@ from benchmarks.common.recall_engine import ranks_on_a_cpu
 pytestmark = pytest.mark.engine
 
 FUZZER = Path(__file__).parents[1] / "fuzz_runner.py"
-# How often the tier is killed, and how often it is paused.
+# The number of times that the tier is killed, and that it is paused.
 TIMES = 60 if THOROUGH else 2
 
 

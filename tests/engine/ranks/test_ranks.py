@@ -1,4 +1,4 @@
-"""What ranks decide together, in two processes over gloo, as SGLang's ranks talk."""
+"""The decisions that ranks take together, in two processes over gloo, as SGLang's ranks talk."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def session_rounds() -> list[list[dict[str, Any]]]:
 
 
 def test_two_replicas_that_take_turns_say_what_one_server_says(tmp_path, tier):
-    """With three sessions and two replicas, every turn meets the replica that did not have the one
-    before: what it lacks comes from the tier, compressed as it was.
+    """Every turn of three sessions meets that of two replicas that did not have the one before:
+    what it lacks comes from the tier, compressed as it was.
     """
     alone = serve(tmp_path, 1, session_rounds(), ENV)
     env = {**ENV, "KVTIER_TIER": tier.address, **ranks_on_a_cpu(2)}

@@ -40,8 +40,9 @@ def test_two_ranks_say_what_one_says(tmp_path, profile, settings):
 
 
 def test_two_ranks_evict_what_one_evicts(tmp_path):
-    """So few slots that contexts are evicted and computed again. What is computed again says other
-    things: so ranks are even, which hold as many slots as one, and requests come one by one."""
+    """There are so few slots that contexts are evicted and computed again. What is computed again
+    says other things: so ranks are even, which hold as many slots as one, and requests come one by
+    one."""
     PROFILES["even"]().save(tmp_path / "profile.json")
     env = {**RULE, "KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json")}
     first, second = sessions(3, 6, 1200)
@@ -55,7 +56,7 @@ def test_two_ranks_evict_what_one_evicts(tmp_path):
 
 @needs_drafts
 def test_two_ranks_verify_drafts_over_an_fp8_cache_as_one_does(tmp_path):
-    """Where a text repeats itself, so that drafts are accepted."""
+    """A text repeats itself, so that drafts are accepted."""
     PROFILES["uneven"]().save(tmp_path / "profile.json")
     rng = random.Random(5)
     phrases = [tokens(rng, 35) for _ in range(4)]

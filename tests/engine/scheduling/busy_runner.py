@@ -26,7 +26,8 @@ MOST_AT_ONCE = 4
 
 
 def rid(index: int) -> str:
-    """Of equal length, as SGLang aborts all requests whose names begin with what it is told."""
+    """Return a request's name. All are of equal length, as SGLang aborts all requests whose names
+    begin with what it is told."""
     return f"request-{index:03}"
 
 

@@ -37,7 +37,7 @@ KEEPS_ALL = LocalityRule(4, 2 * LONGEST, 4)
 
 @dataclass
 class Asked(Request):
-    """Of SGLang's Req also what its own tree reads."""
+    """A request with what SGLang's own tree reads of its Req, too."""
 
     session: None = None
     session_id: None = None

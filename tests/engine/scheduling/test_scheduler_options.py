@@ -50,7 +50,7 @@ def requests(count: int = 24) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory) -> list[list[int]]:
-    """What stock SGLang answers where there is room for all."""
+    """Return what stock SGLang answers where there is room for all."""
     folder = tmp_path_factory.mktemp("quiet")
     engine = {**SMALL, "max_total_tokens": 30_000, "max_running_requests": 24, **POLICIES["stock"]}
     (answers,) = run_engine(folder, engine, [requests()])["rounds"]
@@ -126,7 +126,7 @@ LIVES: dict[str, dict[str, Any]] = {
 RETRACTED = {"enable_mixed_chunk": True, "schedule_policy": "random"}
 # In all lives.
 SIZES = {"max_running_requests"}
-# Of models, devices and tasks that are refused, by us or by SGLang.
+# The options of models, devices and tasks that are refused, by us or by SGLang.
 ELSEWHERE = {
     *("swa_full_tokens_ratio", "_swa_full_tokens_ratio_explicitly_set", "swa_prefix_tails"),
     *("disable_hybrid_swa_memory", "max_mamba_cache_size", "mamba_full_memory_ratio"),
@@ -147,13 +147,13 @@ def test_every_option_of_the_scheduler_is_in_a_life_or_refused():
 
 
 def live(folder: Path, engine: dict[str, Any], env: dict[str, str], **plan: Any) -> dict[str, Any]:
-    """What a busy server answered, which ended with all its slots."""
+    """Return what a busy server answered, which ended with all its slots."""
     # An SGLang that is older than an option goes without it.
     known = {name: engine[name] for name in engine if name in ServerArgs.__struct_fields__}
     plan = {"engine": {**SMALL, **POLICIES["kvtier"], **known}, "seed": 3, **plan}
     out = run_script(BUSY, folder, {**plan, "requests": requests()}, env)
     assert out["state"]["integrity"] == []
-    # What a context keeps a quarter of may find room.
+    # Contexts of which a quarter is kept may find room.
     everything = "KVTIER_RETENTION" not in env
     assert not everything or out["state"]["kv_evicted_tokens"] > 0, "nobody had to make room"
     assert out["after_flush"]["slots_used"] == 0

@@ -26,7 +26,7 @@ HERE = Path(__file__).parent / "absent_gpu"
 # Triton's interpreter takes seconds for each.
 SESSIONS = 3 if THOROUGH else 2
 FORKING = str(Path(__file__).parents[2] / "forking")
-# As in a pack's environment.sh.
+# A pack's environment.sh sets these.
 WITHOUT_ITS_KERNELS = {
     "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
     "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",
@@ -73,7 +73,7 @@ def test_a_server_on_cuda_says_what_one_on_a_cpu_says(tmp_path: Path) -> None:
     with live_tier(tmp_path, "--memory", "256m") as tier:
         on_cuda = serve("cuda", tier.address, {} if there else absent_gpu(tmp_path, replays))
         on_cpu = serve("cpu", tier.address, ON_CPU, "cpu")
-    # Where turns' slots begin decides how much of a span is whole bundles; passes that overlap
+    # The beginning of turns' slots decides how much of a span is whole bundles; passes that overlap
     # take a slot earlier.
     assert min(one.pop("compacted_tokens") for one in (on_cuda, on_cpu)) > 100
     assert on_cuda == on_cpu

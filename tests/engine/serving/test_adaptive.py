@@ -45,7 +45,7 @@ def adaptive(tmp_path, worth) -> dict[str, str]:
 
 
 def prompts(sessions: int, longest: int) -> list[list[list[int]]]:
-    """Of each session's turns."""
+    """Return the prompts of each session's turns."""
     rng = random.Random(12)
     lengths = [
         [rng.randrange(longest // 5, longest), *(rng.randrange(1, longest // 4) for _ in "abc")]
@@ -228,7 +228,7 @@ def test_requests_that_prefill_one_prefix_together_share_it_from_then_on(tmp_pat
 
 
 def test_triton_kernels_say_the_same(tmp_path, adaptive):
-    """Without a GPU in Triton's interpreter, so contexts are short."""
+    """The contexts are short, because Triton runs in its interpreter without a GPU."""
     engine = {
         "model_path": str(DEMO_MODEL),
         "max_total_tokens": 4000,
@@ -309,7 +309,8 @@ def test_a_restarted_server_restores_and_refreshes_what_heads_competed_for(
     ids=["every four tokens", "merged", "moved"],
 )  # fmt: skip
 def test_heads_that_compete_choose_again_while_a_turn_is_generated(tmp_path, adaptive, settings):
-    """Asked again until what is chosen in the background has come before the end of an answer."""
+    """The turn is asked again until what is chosen in the background has come before the end of an
+    answer."""
     first, second, *_ = prompts(1, 1500)[0]
     asked = {"input_ids": second, "max_new_tokens": 80, "continues": [0, 0]}
     rounds = [[{"input_ids": first, "max_new_tokens": 2}], [asked]]

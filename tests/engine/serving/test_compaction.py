@@ -66,7 +66,7 @@ def compacting_rounds(
             expected.append([session.turn(prompt, 9).token_ids])
             if turn == 1:
                 fork = session.fork()
-                # Or both would note what their scorer wants to see in the same lists.
+                # Both would otherwise note what their scorer wants to see in the same lists.
                 fork.forget()
                 forks.append((len(rounds) - 1, fork))
     for before, fork in forks:

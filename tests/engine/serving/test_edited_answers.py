@@ -26,14 +26,15 @@ NEW, SHARE = 9, 0.3
 
 
 class Edited:
-    """What a first request's context became: pieces of it, by where they stood, and new tokens."""
+    """The context that came of a first request's: pieces of it, by where they stood, and new
+    tokens."""
 
     def __init__(self, session: AdaptiveSession, ids: list[int], window: int) -> None:
         self.session, self.ids, self.window = session, ids, window
 
     def answer(self, first: int, pieces: list[list[int] | range], tail: list[int]) -> list[int]:
-        """Up to `first` it is as it was; then come new tokens and ranges of the old ones. Behind
-        new ones as many are computed again, 64 at most."""
+        """Answer a context that up to `first` is as it was; then come new tokens and ranges of the
+        old ones. Behind new ones as many are computed again, 64 at most."""
         begin = max(first - self.window, 0)
         one = self.session.cut(begin)
         computed, again = self.ids[begin:first], 0
@@ -106,7 +107,7 @@ def test_edited_contexts_say_what_transformers_says_over_turned_entries(
     other = {"input_ids": tokens(rng, 3000), "max_new_tokens": NEW}
     rounds = [requests[:1], requests[1:2], [other, *requests[2:]]]
     if dtype is not None:
-        # What is cut is coded anew, so it matters who cuts first.
+        # A cut codes anew, so it matters who cuts first.
         rounds = [
             *([request] for request in requests[:2]),
             [other],

@@ -51,7 +51,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/score": {"query": IDS, "items": [[9], [10]], "label_token_ids": [5, 6], "model": "m"},
     "/vertex_generate": {"instances": [ASK]},
 }
-# What is begun by one endpoint and ended by another.
+# An endpoint that begins something, and the one that ends it.
 ENDED_BY = {"/pause_generation": "/continue_generation", "/start_profile": "/stop_profile"}
 
 
@@ -93,7 +93,7 @@ def call(url: str, method: str, path: str, body: dict[str, Any]) -> int:
 
 @contextmanager
 def running(url: str) -> Iterator[None]:
-    """Within this context a request runs, whose client reads what it is sent and then leaves.
+    """Have a request run within this context, whose client reads what it is sent and then leaves.
 
     It ends by itself, too: an endpoint that changes weights waits for it.
     """

@@ -167,7 +167,7 @@ def policy_session_rounds(
 def test_with_a_profile_the_tokens_are_those_of_the_transformers_reference(
     tmp_path, which, compensation, environment
 ):
-    """Beside requests that are aborted."""
+    """Other requests beside them are aborted."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -59,7 +59,8 @@ def prompts() -> list[tuple[list[int], list[int]]]:
 
 @torch.inference_mode()
 def is_greedy(model: Any, prompt: list[int], answer: list[int]) -> bool:
-    """Whether each token is transformers' best one after those before it, but for rounding."""
+    """Return whether each token is transformers' best one after those before it, but for
+    rounding."""
     ids = torch.tensor([[*prompt, *answer[:-1]]])
     logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
     logprobs = logits.log_softmax(-1)
@@ -70,7 +71,7 @@ def is_greedy(model: Any, prompt: list[int], answer: list[int]) -> bool:
 def answers_of(
     folder: Path, model: str, policy: str, env: dict[str, str] | None = None, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """What an engine says in two turns of every session."""
+    """Return what an engine says in two turns of every session."""
     sessions, asked = prompts(), {"max_new_tokens": NEW_TOKENS, "logprobs": True}
     rounds = [
         [{"input_ids": first, **asked} for first, _ in sessions],
@@ -162,8 +163,8 @@ def test_the_docs_list_the_kinds_that_are_tested() -> None:
 
 
 def test_in_bfloat16_it_says_what_stock_sglang_says(tmp_path: Path) -> None:
-    """But for rounding: how a machine rounds depends on its instructions, and where two tokens are
-    nearly as good, the answers may part. Up to there log-probabilities are compared."""
+    """The answers may part by rounding: how a machine rounds depends on its instructions, and two
+    tokens may be nearly as good. Up to there log-probabilities are compared."""
     write_model(tmp_path / "model", KINDS["Llama"])
     ours, theirs = (
         answers_of(tmp_path / policy, str(tmp_path / "model"), policy, dtype="bfloat16")["rounds"]

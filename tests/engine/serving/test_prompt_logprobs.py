@@ -50,7 +50,7 @@ def prompt_logprobs(answers: list[list[dict]]) -> list[list[float]]:
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory):
-    """What an engine that keeps everything says."""
+    """Return what an engine that keeps everything says."""
     out = run_engine(tmp_path_factory.mktemp("exact"), ENGINE, rounds(), RULE_ENV)
     found = prompt_logprobs(out["rounds"])
     assert [len(one) for one in found] == [985, 975, 485, 79, 49]
@@ -65,7 +65,7 @@ def test_prompt_logprobs_behind_a_compressed_turn_are_exact(tmp_path, exact):
     for ours, theirs in zip(prompt_logprobs(out["rounds"]), exact, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
 
-    # What is before a position may be taken from the cache: here, of what it has, the sink.
+    # The cache may give what is before a position: here, of what it has, the sink.
     details = [answer["cached_tokens_details"] for (answer,) in out["rounds"][1:]]
     for start, found in zip(STARTS[3:], details[3:], strict=True):
         assert found == {"device": SINK, "host": 0, "kvtier_recomputed": start - SINK}
@@ -95,7 +95,8 @@ EXACTLY = {"custom_params": {"kvtier": {"exact": True}}}
 
 
 def test_an_exact_answer_is_the_models_and_leaves_the_session_as_it_was(tmp_path):
-    """Asked twice about a session, once more with exactness, and then as before; a turn goes on."""
+    """The session is asked about twice, once more with exactness, and then as before; a turn goes
+    on."""
     rng = random.Random(3)
     first, second, third = ([rng.randrange(6, 384) for _ in range(n)] for n in (FIRST, SECOND, 9))
     again = {"continues": [0, 0], "input_ids": second, "max_new_tokens": 8, "logprobs": True}

@@ -54,8 +54,8 @@ class Engine:
             return reply.read()
 
     def ask(self, prompt: list[int]) -> tuple[list[int], int]:
-        """Of a server that holds nothing on its device: the answer, and how many tokens of the
-        prompt were not computed."""
+        """Ask a server that holds nothing on its device, and return the answer, and how many tokens
+        of the prompt were not computed."""
         self._answer("/flush_cache", {})
         sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling}
@@ -71,7 +71,7 @@ class Engine:
         return tier["healthy"] and not tier["pending"]
 
     def restores(self, prompt: list[int], answer: list[int]) -> bool:
-        """Whether the tier had the prompt."""
+        """Return whether the tier had the prompt."""
         tokens, cached = self.ask(prompt)
         assert tokens == answer
         return cached == STORED_TOKENS
@@ -115,7 +115,7 @@ def test_an_engine_goes_on_with_certificates_of_a_new_authority(tmp_path):
             tier.start()
             assert engine.ask(between)[1] == 0
             wait_for(lambda: not engine.tier["healthy"])
-            # Not because of the tier: who has the new certificates finds it well, and only he.
+            # The tier is not to blame: who has the new certificates finds it well, and only he.
             renewed = issue(tmp_path / "renewed", new, NAMESPACE)
             with TierClient(tier.address, NAMESPACE, timeout_s=SAFETY_S, tls=renewed) as client:
                 client.connect()
@@ -126,7 +126,7 @@ def test_an_engine_goes_on_with_certificates_of_a_new_authority(tmp_path):
 
             issue(tmp_path / "engine", new, NAMESPACE)
             wait_for(engine.has_stored)
-            # What the tier had before, and what comes to it now.
+            # The tier gives what it had before, and takes what comes to it now.
             wait_for(lambda: engine.restores(before, answer))
             newest, cached = engine.ask(after)
             assert cached == 0

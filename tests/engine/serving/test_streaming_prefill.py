@@ -80,7 +80,7 @@ def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, adaptive, 
         env["KVTIER_KEPT_DTYPE"] = f"int{bits}"
     out = run_engine(tmp_path, {**ENGINE, "tp_size": ranks}, one_session(turns), env)
     assert said(out) == expected
-    # Of 6, 3, 1 and 3 chunks the last two of a turn stay exact while it is generated.
+    # The last two of a turn's 6, 3, 1 and 3 chunks stay exact while it is generated.
     assert out["state"]["streamed_chunks"] == 4 + 1 + 0 + 1
     held = [sum(len(prompt) for prompt in turns[: turn + 1]) for turn in range(len(turns))]
     cached = [request["cached_tokens"] for (request,) in out["rounds"]]
@@ -88,7 +88,7 @@ def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, adaptive, 
 
 
 def test_a_prompt_of_twice_the_pool_is_served(tmp_path, adaptive):
-    """Beside others, and asked again; what cannot be compressed is refused."""
+    """The prompt is served beside others, and asked again; what cannot be compressed is refused."""
     size = 2048
     (long, question), others = prompts(2 * size, 60), prompts(2 * size, 300, 200, 100)[1:]
     engine = {**ENGINE, "max_total_tokens": size}

@@ -53,7 +53,8 @@ def session_rounds() -> list[list[dict]]:
 def reference_answers(
     rounds: list[list[dict]], share: FixedShare, kv_dtype: torch.dtype | None
 ) -> list[list[int]]:
-    """What the transformers reference says in each round; by RULE, which the engine goes by."""
+    """Return what the transformers reference says in each round; by RULE, which the engine goes
+    by."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
@@ -80,7 +81,7 @@ def reference_answers(
 def test_a_session_that_comes_back_to_a_restarted_server_goes_on_as_if_it_never_left(
     tmp_path, tier, retention, kv
 ):
-    """And one that never left is answered as by the reference."""
+    """A session that never left is answered as by the reference."""
     engine = {**ENGINE, "kv_cache_dtype": kv}
     env = RULE if retention is None else {**RULE, "KVTIER_RETENTION": retention}
     rounds = session_rounds()
@@ -137,7 +138,8 @@ def test_a_fork_in_the_middle_of_a_compressed_context_answers_like_one_never_com
 def test_entries_chosen_by_the_tier_give_the_tokens_of_entries_chosen_here(
     tmp_path, tier, kv, merge
 ):
-    """And while a turn is generated they are chosen again, by either, without a slot lost."""
+    """The entries are chosen again while a turn is generated, too, by either, without a slot
+    lost."""
     retention, engine = 0.25, {**ENGINE, "kv_cache_dtype": kv}
     sessions = session_rounds()[: 2 * SESSIONS]
     env = {
@@ -150,7 +152,7 @@ def test_entries_chosen_by_the_tier_give_the_tokens_of_entries_chosen_here(
     answers, states = [], []
     for refresh_by in ("fetch", "near-data"):
         wanted = {"KVTIER_REFRESH": "turn", "KVTIER_REFRESH_BY": refresh_by}
-        # Of its own, or the second run would have nothing to compute.
+        # Each has a namespace of its own, or the second run would have nothing to compute.
         wanted["KVTIER_TIER_NAMESPACE"] = refresh_by
         found = run_never_missing(tmp_path, sessions, env | wanted, engine)
         answers.append([one["output_ids"] for (one,) in found["rounds"]])
@@ -163,7 +165,8 @@ def test_entries_chosen_by_the_tier_give_the_tokens_of_entries_chosen_here(
         return
     fetched, near = (state["tier"]["refresh_moved_bytes"] for state in states)
     assert near <= 1.1 * retention * fetched
-    # Asked again until what is chosen in the background has come before the end of an answer.
+    # The turn is asked again until what is chosen in the background has come before the end of an
+    # answer.
     longer = [[{**one, "max_new_tokens": 80} for one in requests] for requests in sessions]
     longer += [{"until": "refreshed_again", "request": longer[-1][0]}]
     for refresh_by in ("fetch", "near-data"):
@@ -180,7 +183,8 @@ def test_entries_chosen_by_the_tier_give_the_tokens_of_entries_chosen_here(
     ids=["merged", "moved"],
 )  # fmt: skip
 def test_anchored_heads_choose_again_while_a_turn_is_generated(tmp_path, tier, settings):
-    """Asked again until what is chosen in the background has come before the end of an answer."""
+    """The turn is asked again until what is chosen in the background has come before the end of an
+    answer."""
     sessions = session_rounds()
     asked = {**sessions[SESSIONS][0], "max_new_tokens": 80}
     rounds = [sessions[0], [asked], {"until": "refreshed_again", "request": asked}]

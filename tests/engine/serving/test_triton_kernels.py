@@ -36,7 +36,8 @@ def rounds() -> list[list[dict]]:
     return turns
 
 
-# What is dropped depends a little on which prompts share a chunk, and that on time: one by one.
+# The entries that are dropped depend a little on which prompts share a chunk, and that on time, so
+# they come one by one.
 SHARED = {"KVTIER_RETENTION": "0.5"}, {"max_running_requests": 1}
 BATCHED: tuple[dict, dict] = ({}, {})
 

@@ -56,7 +56,7 @@ def some(*counts: int) -> list[list[int]]:
 
 
 def served(folder: Path, rounds: Sequence[Any], env: dict[str, str], **engine: Any) -> Any:
-    """What an engine says, and its state behind it."""
+    """Return what an engine says, and its state behind it."""
     plan = {
         "model_path": str(folder / "model"), "dtype": "float32", "max_total_tokens": 12_000,
         "chunked_prefill_size": 128, **POLICIES["kvtier"], **engine,
@@ -74,7 +74,7 @@ def session_of(model: Any, worth: TokenWorth, window: int = WINDOW) -> AdaptiveS
 
 @pytest.mark.parametrize("kind", ["Gemma3", "Cohere2"])
 def test_four_turns_say_what_the_reference_says(tmp_path: Path, kind: str) -> None:
-    """Of all turns heads of the full layers keep a third, but for the newest window."""
+    """Heads of the full layers keep a third of all turns, but for the newest window."""
     model, worth, env = written(tmp_path, kind)
     lengths = ((250, 20, 120, 30), (90, 120, 120, 120), (60, 60, 60, 60), (200, 200, 10, 10))
     prompts = some(*(count for of in lengths for count in of))
@@ -96,7 +96,7 @@ def test_four_turns_say_what_the_reference_says(tmp_path: Path, kind: str) -> No
 
 
 def test_such_a_model_is_calibrated_and_served(tmp_path: Path) -> None:
-    """What its tokens are worth is fitted, of its full layers; a curve and heads are not."""
+    """The worth of its tokens is fitted, of its full layers; a curve and heads are not."""
     write_model(tmp_path / "model", Kind("Gemma3", WINDOWS), **SIZES)
     for file in DEMO_MODEL.glob("tokenizer*"):
         shutil.copy(file, tmp_path / "model")
@@ -138,8 +138,7 @@ def test_a_branch_computes_a_window_and_the_next_one_nothing(tmp_path: Path) -> 
 
 
 def test_layers_with_a_window_hold_it_and_the_others_their_share(tmp_path: Path) -> None:
-    """Of 8,000 tokens of a model of which one of six layers is full, as the pool's account has
-    them."""
+    """The pool's account says so, of 8,000 tokens of a model of which one of six layers is full."""
     window, tokens = 512, 8000
     types = [*["sliding_attention"] * 5, "full_attention"]
     _, _, env = written(
@@ -154,7 +153,7 @@ def test_layers_with_a_window_hold_it_and_the_others_their_share(tmp_path: Path)
     assert before["slots_used"] == tokens + NEW - 1
     dense = RULE.sink_tokens + window + NEW - 1
     kept = KEPT.choose(Turn(tokens - window, tokens - window - RULE.sink_tokens)).kept_tokens
-    # What the full layer keeps stands in pages of all six.
+    # The full layer's entries stand in pages of all six.
     bundles = -(-kept // PAGE // 6)
     assert after["slots_used"] == dense + PAGE * bundles
     assert after["kv_used_bytes"] == pytest.approx(after["slots_used"] * bytes_of_slot, rel=0.1)

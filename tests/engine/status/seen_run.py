@@ -41,7 +41,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 @dataclass
 class SeenRun:
-    """What runs. prompts: what its sessions have said so far, with the answers."""
+    """The parts that run. prompts: what its sessions have said so far, with the answers."""
 
     url: str
     tier: LiveTier
@@ -53,7 +53,7 @@ class SeenRun:
     restored_before: float = 0
 
     def state(self) -> dict[str, Any]:
-        """What the engine says of its tier just now; its status page may be a second old."""
+        """Return what the engine says of its tier just now; its status page may be a second old."""
         _, text = self.get("/server_info")
         return json.loads(text)["internal_states"][0]["kvtier"]["tier"]
 
@@ -101,7 +101,8 @@ class SeenRun:
         self.ask([*self.memory.prefix, *(rng.randrange(136, 384) for _ in range(40))])
 
     def settle(self) -> None:
-        """Until nothing is on its way to the tier any more, and the status page says so, too."""
+        """Wait until nothing is on its way to the tier any more, and the status page says so,
+        too."""
         wait_for(lambda: not self.state()["pending"])
         restored = self.state().get("restored_tokens", 0)
 
@@ -144,7 +145,7 @@ class SeenRun:
 
 
 def samples_of(text: str) -> Samples:
-    """What a target exports, by name and labels."""
+    """Return what a target exports, by name and labels."""
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)

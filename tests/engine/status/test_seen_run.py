@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PROMETHEUS = shutil.which("prometheus")
-# What has no data while all is well, as docs/monitoring.md says.
+# These panels have no data while all is well, as docs/monitoring.md says.
 NEEDS_A_FAILURE = {
     "kvtier-tier: Failed calls per second": "a call that fails",
     "kvtier-redis: Turns without a curve": "a turn before there is a curve",
@@ -91,7 +91,7 @@ def scraping(run: SeenRun, folder: Path, port: int) -> Iterator[Callable[[], Non
         wait_for(lambda: len(ask(port, "up == 1")) == len(targets))
 
         def seen() -> dict[str, float]:
-            """How often each target was scraped, and the rules evaluated."""
+            """Return how often each target was scraped, and the rules evaluated."""
             scrapes = ask(port, f"count_over_time(up[{RUN_S}s])")
             found = {one["metric"]["job"]: float(one["value"][1]) for one in scrapes}
             own = scrape(f"http://127.0.0.1:{port}/metrics")
@@ -110,7 +110,7 @@ def scraping(run: SeenRun, folder: Path, port: int) -> Iterator[Callable[[], Non
 
 
 def ask(port: int, query: str) -> list[dict]:
-    """What Prometheus answers, or nothing while it starts."""
+    """Return what Prometheus answers, or nothing while it starts."""
     url = f"http://127.0.0.1:{port}/api/v1/query?query={quote(query)}"
     try:
         with urlopen(url, timeout=SAFETY_S) as answer:
@@ -216,7 +216,7 @@ def test_rows_of_sessions_add_up_to_the_metrics(run):
 def test_a_browser_draws_the_page_light_and_dark_from_itself_alone(run, tmp_path, scheme):
     _, page = run.get("/kvtier/status")
     source, picture = tmp_path / "status.html", tmp_path / f"status-{scheme}.png"
-    # As the header says, which a file has none of.
+    # The header says the same, which a file has none of.
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     source.write_text(page.replace("<head>", f"<head>{meta}"))
@@ -258,7 +258,7 @@ def test_every_metric_of_dashboards_and_rules_is_exported_by_a_run(run):
         wrong = [one for one in wrong if "no target has redis_" not in one]
     wrong = [one for one in wrong if not any(name in one for name in BEGIN_WITH_A_FAILURE)]
     assert wrong == []
-    # That this one exists only SGLang's source says.
+    # Only SGLang's source says that this one exists.
     assert '"sglang:num_retracted_requests_total"' in Path(metrics_collector.__file__).read_text()
 
 
@@ -291,8 +291,8 @@ def test_prometheus_records_every_rule_and_no_alert_fires(run, prometheus_port):
 
 
 def ever(port: int, query: str) -> bool:
-    """Whether it has had a number for an answer at any time of the run: what it says of the last
-    minutes is gone later."""
+    """Return whether it has had a number for an answer at any time of the run: what it says of the
+    last minutes is gone later."""
     _, now = ask(port, "time()")
     end = float(now)
     given = f"query={quote(query)}&start={end - RUN_S}&end={end}&step=1"

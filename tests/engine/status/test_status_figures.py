@@ -35,7 +35,7 @@ def publish(monkeypatch):
 
 
 def samples(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
-    """By name and the value of the label beside the model's."""
+    """Return the samples by name and the value of the label beside the model's."""
     found = {}
     for family in registry.collect():
         for sample in family.samples:

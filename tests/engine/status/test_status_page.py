@@ -17,7 +17,7 @@ SERVER = Server("a-model", "2026-11-26 12:00:00 UTC")
 
 
 def status(s: MiniScheduler) -> dict:
-    """As it comes over SGLang's message."""
+    """Return the status as it comes over SGLang's message."""
     return json.loads(json.dumps(status_of(s.tree)))
 
 

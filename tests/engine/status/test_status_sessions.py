@@ -1,4 +1,4 @@
-"""What the status page says of a tree is what the tree and its pool say of themselves."""
+"""The status page's account of a tree is what the tree and its pool say of themselves."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_node_that_is_cut_shares_out_what_is_known_of_it(connect):
     (node,) = s.tree.nodes()
     before = node.sent_tokens
     assert before == 62
-    # Inside the sink, so that the compressed node is cut there.
+    # The fork is inside the sink, so that the compressed node is cut there.
     s.release(s.admit([*context(3), 49, 49, 48]), checkpoint=False)
     parts = sorted(s.tree.nodes(), key=lambda one: one.start)
     assert len(parts) == 2

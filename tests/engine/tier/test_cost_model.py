@@ -44,7 +44,7 @@ def test_a_tier_that_was_slow_once_is_asked_again():
 
 
 def test_one_good_load_later_it_is_used_again():
-    """What it was like when it was slow does not drag the average down."""
+    """The slow load before does not drag the average down."""
     clock = Clock()
     costs = CostModel(clock)
     costs.computed(1.0, 2000)

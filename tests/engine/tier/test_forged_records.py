@@ -115,7 +115,7 @@ class Anything(TurnRules):
 
 
 def test_a_record_that_cannot_be_restored_is_a_miss(connect):
-    """What the rules would refuse, had they been asked: a span of nothing kept."""
+    """The rules would refuse it, had they been asked: a span of nothing kept."""
     session = Session(connect())
     nodes = [NodeRecord.model_construct(**node) for node in session.record["nodes"]]
     nodes[0] = nodes[0].model_copy(update={"dropped": (4, 54), "kept": 0})
@@ -179,7 +179,7 @@ def test_whatever_goes_wrong_while_restoring_is_a_miss_that_leaves_nothing(
     b.check()
 
 
-# Where rules, spans and numbers of a machine begin and end.
+# The numbers are those where rules, spans and numbers of a machine begin and end.
 NUMBERS = [-1, 0, 1, 2, 3, 4, 5, 6, 31, 49, 50, 53, 54, 55, 56, 60, 61, 62, 63, 97, 102, 104, 105]
 NUMBERS += [106, 107, 108, (1 << 31) - 1, 1 << 31, (1 << 63) - 1, 1 << 63, 1 << 64, 10**40, -9999]
 NONSENSE = [None, True, False, 1.5, 1e308, float("nan"), "62", "", [], [1], [1, 2, 3], {}, {"a": 1}]
@@ -252,7 +252,7 @@ def _whole(rng: random.Random, record: dict) -> None:
 
 
 def decoded(payloads: Iterable[bytes], rules: TurnRules) -> tuple[list[TurnRecord], int]:
-    """Those that are records, and how many of them the rules take."""
+    """Return the payloads that are records, and how many of them the rules take."""
     records, taken = [], 0
     for payload in payloads:
         with suppress(TierProtocolError):
@@ -270,7 +270,7 @@ def test_thousands_of_forged_records_are_taken_or_refused_and_nothing_else(conne
     records, taken = decoded(payloads, rules)
     assert len(payloads) // 6 < len(records) < len(payloads) * 5 // 6
     assert 0 < taken < len(records) // 2
-    # Of those that are records, the ones that a lookup of the session would try.
+    # The names are those of records that a lookup of the session would try.
     width = session.server.tree.tier.names.span_tokens
     last = len(session.tokens) // width
     tried = [record for record in records if record.stop // width == last][:250]

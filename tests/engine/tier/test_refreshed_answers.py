@@ -41,7 +41,8 @@ ONE_PASS = 4096
 
 @dataclass
 class Entries:
-    """Of one head: `[n, dim]`, `[n, dim]`, and log-votes that broadcast to `[group, n]`."""
+    """The entries of one head: `[n, dim]`, `[n, dim]`, and log-votes that broadcast to
+    `[group, n]`."""
 
     k: Tensor
     v: Tensor
@@ -149,15 +150,17 @@ class ByProfile(Competing):
 
 
 class Again(NamedTuple):
-    """When entries are chosen again while a turn is generated: `first` passes after it began, and
-    `every` so many after those that were chosen so are there. They are with the next pass."""
+    """The times when entries are chosen again while a turn is generated: `first` passes after it
+    began, and `every` so many after those that were chosen so are there. They are with the next
+    pass."""
 
     first: int
     every: int
 
 
 class RefreshedSession(ReferenceSession):
-    """From the pass over its prompt on, a turn reads entries that were chosen again for it."""
+    """A session in which a turn reads entries that were chosen again for it, from the pass over its
+    prompt on."""
 
     def __init__(self, model: Any, policy: Competing, again: Again | None) -> None:
         super().__init__(model, full_profile(shape_of(model)), LOCALITY, ONE_PASS)
@@ -177,7 +180,7 @@ class RefreshedSession(ReferenceSession):
         ]
 
     def _watch(self, scale: float) -> None:
-        """Before a pass over a generated token."""
+        """Note a pass over a generated token, before it."""
         if self.when is None or not self.past:
             return
         if self.awaited:

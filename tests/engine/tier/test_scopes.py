@@ -22,7 +22,8 @@ def test_equal_only_for_the_same_extra_key_and_adapter(extra, adapter, other_ext
 
 
 def request(extra_key, lora_id):
-    """As SGLang's constructor leaves it: the adapter's id behind the extra key."""
+    """Return the extra key as SGLang's constructor leaves it: the adapter's id behind the extra
+    key."""
     both = extra_key if lora_id is None else (extra_key or "") + lora_id
     req = SimpleNamespace(extra_key=both, lora_id=lora_id)
     separate_adapters(req)

@@ -25,7 +25,7 @@ def make_pool(dtype: torch.dtype, *, state_width: int | None) -> HeadPagedKVPool
 
 
 def bits(pool: HeadPagedKVPool, slots: torch.Tensor) -> list[torch.Tensor]:
-    """What every head of every layer holds of these tokens, as bytes."""
+    """Return what every head of every layer holds of these tokens, as bytes."""
     found = [side[slots].contiguous().view(torch.uint8) for layer in pool.kv for side in layer]
     return found + [seen[:, slots].contiguous().view(torch.uint8) for seen in pool.state or ()]
 

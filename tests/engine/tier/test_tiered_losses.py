@@ -32,7 +32,7 @@ PUT_S = 3600.0
 
 
 class WaitingClient(TierClient):
-    """Whose puts wait until a get waits for them."""
+    """A client whose puts wait until a get waits for them."""
 
     link: TierLink | None = None
     clock = FakeClock()
@@ -71,7 +71,7 @@ def test_what_the_tree_has_lost_comes_back_while_it_is_still_spilled(connect, mo
     monkeypatch.setattr(
         emptied.tree.tier.cost_model, "loaded", lambda took, *_: measured.append(took)
     )
-    # What the link takes for the time: only puts take any.
+    # The link takes this clock for the time: only puts take any.
     monkeypatch.setattr(link_module, "time", WaitingClient.clock)
     assert turn(emptied, [*context(90), 1, 2, 9, 9], [3]).restored == 92
     # Waiting for puts is not what loading takes; writing the pool is.
@@ -188,7 +188,7 @@ def test_while_the_tier_is_away_the_scheduler_does_not_look_what_to_ask_for(conn
     for _ in range(3):
         link.breaker.failed()
     hooks.ask_tier(scheduler)
-    # Who waits is not forgotten.
+    # A request that waits is not forgotten.
     assert scheduler.enable_lmcache
     answer.set()
     s.tree.tier.fetches.forget("waiting")
@@ -204,7 +204,7 @@ def test_while_the_tier_is_away_the_scheduler_does_not_look_what_to_ask_for(conn
 
 
 class LosingClient(TierClient):
-    """Says it has what it cannot give."""
+    """A client that says it has what it cannot give."""
 
     lost: frozenset[bytes] = frozenset()
     says_so = False
@@ -310,7 +310,7 @@ def test_a_request_that_computes_exactly_does_not_take_over_what_was_not(connect
     b.check()
     assert torn.first.last_node.stop == 105
     assert all(node.exact for node in torn.first.last_node.path())
-    # Nor does its copy give way to the other one, or the other one come before it.
+    # Its copy does not give way to the other one either, nor does the other one come before it.
     b.release(other, checkpoint=False, aborted=True)
     b.check()
     b.release(torn.first, checkpoint=True)

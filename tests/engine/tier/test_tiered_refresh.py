@@ -73,14 +73,14 @@ def test_a_tier_that_chooses_by_itself_chooses_the_same(connect):
 
 
 def chosen_by_now(s: MiniScheduler) -> None:
-    """What is chosen in the background is."""
+    """Wait until what is chosen in the background is."""
     for ahead in s.tree.refresh.prefetch._ahead.values():
         if ahead.choosing is not None:
             ahead.choosing.result(SAFETY_S)
 
 
 def generated(s: MiniScheduler, request, count: int) -> list[int]:
-    """After which tokens the request's entries were others than before."""
+    """Return after which tokens the request's entries were others than before."""
     changed = []
     for number in range(count):
         row = s.rows.req_to_token[request.kv.req_pool_idx, : request.filled].long()
@@ -109,7 +109,8 @@ def test_every_so_many_tokens_the_newest_queries_choose_again(connect, near_data
     assert s.tree.tier.link.flush(SAFETY_S)
     request = s.admit([*prompt, 1, 2, 7, 7, 7])
     assert s.extend(request, 100)
-    # Asked with the 4th token, come and being chosen from with the 5th, written with the 6th.
+    # They are asked for with the 4th token, have come and are chosen from with the 5th, and are
+    # written with the 6th.
     assert generated(s, request, 16) == [5, 11]
     assert s.tree.refresh.refresher.counters["refreshed_again"] == 2
     watched = s.tree.refresh.trigger._watched[request.rid]
@@ -135,7 +136,7 @@ def test_attention_that_has_moved_on_chooses_again_and_attention_that_has_not_do
         assert s.tree.tier.link.flush(SAFETY_S)
         request = s.admit([*prompt, 1, 2, 7, 7, 7])
         assert s.extend(request, 100)
-        # Looked at with the 8th token for the first time, and with the 16th.
+        # The trigger looks with the 8th token for the first time, and with the 16th.
         generated(s, request, 19)
         assert s.tree.refresh.refresher.counters["refreshed_again"] == again
         s.release(request, checkpoint=True)

@@ -24,8 +24,8 @@ from kvtier_sglang.refresh.trigger import TriggerRule
 @pytest.mark.parametrize("span_tokens", [6, 32])
 @pytest.mark.parametrize("share", SHARES)
 def test_turns_come_back_to_another_server_compressed_as_they_were(connect, share, span_tokens):
-    """Whether a turn's recent tokens fill the span in which the next one begins, or the beginning
-    of that comes from the tier."""
+    """A turn's recent tokens may fill the span in which the next one begins, or the beginning of
+    that comes from the tier."""
     asked = {"share": share, "span_tokens": span_tokens}
     a, never_left = MiniScheduler(**asked, link=connect()), MiniScheduler(**asked)
     history = context(80)
@@ -45,7 +45,7 @@ def test_turns_come_back_to_another_server_compressed_as_they_were(connect, shar
 
 
 def test_a_branch_of_a_turn_comes_back_whose_first_span_began_in_that_turn(connect, monkeypatch):
-    """What is before the branch is in a span of the turn that it left."""
+    """The tokens before the branch are in a span of the turn that it left."""
     monkeypatch.setattr(matching, "CUT_WINDOW", 8)
     monkeypatch.setattr(matching, "LEAST_CUT", 16)
     asked = {"size": 1200, "share": FixedShare(0.5), "adaptive": True, "span_tokens": 25}
@@ -174,7 +174,7 @@ class FlakyClient(TierClient):
     def exists(self, keys):
         self._perhaps()
         found = super().exists(keys)
-        # Says it has what it lost since.
+        # The client says it has what it lost since.
         return found._replace(present=[p or self.rng.random() < 0.05 for p in found.present])
 
 
@@ -182,14 +182,14 @@ class FlakyClient(TierClient):
 @pytest.mark.parametrize("client", [TierClient, FlakyClient])
 @pytest.mark.parametrize("bits", [None, 8])
 def test_random_turns_forks_and_aborts_on_two_servers_and_one_tier(connect, client, seed, bits):
-    """Of heads that compete, coded, or by a head profile."""
+    """The heads compete, coded, or are of a head profile."""
     rng = random.Random(seed)
     share = SHARES[seed % 2] if bits is None else FixedShare(0.4)
     refresh = None if share is None else REFRESH
     # Short ranges would take more room as entries.
     longer = 1 if bits is None else 3
     servers = [
-        # Of 25 bundles: of fewer hardly any is whole, and then nothing is refreshed.
+        # There are 25 bundles: of fewer hardly any is whole, and then nothing is refreshed.
         MiniScheduler(
             400 * longer,
             share=share,

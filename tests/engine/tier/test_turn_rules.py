@@ -56,7 +56,7 @@ def test_whatever_servers_do_their_own_records_pass(connect, monkeypatch, share,
     for name, tokens in (("CUT_WINDOW", 4), ("WIDE_CUT_WINDOW", 8), ("LEAST_CUT", 16)):
         monkeypatch.setattr(matching, name, tokens)
     rng = random.Random(seed)
-    # Of 100 bundles: of few hardly any is whole, and then spans stay as they are.
+    # There are 100 bundles: of few hardly any is whole, and then spans stay as they are.
     servers = [
         MiniScheduler(1600, share=share, link=connect(), adaptive=adaptive) for _ in range(2)
     ]
@@ -90,7 +90,7 @@ def test_whatever_servers_do_their_own_records_pass(connect, monkeypatch, share,
     for s in servers:
         for request in list(s.running):
             s.release(request, checkpoint=False, aborted=True)
-        # What a server still has of a turn is a matter of time; this one is left in its middle.
+        # Time decides what a server still has of a turn; this one is left in its middle.
         s.tree.evict(EvictParams(num_tokens=1600))
         tokens = random_tokens(rng, 200)
         for prompt in (tokens, [*tokens[:100], *random_tokens(rng, 20)]):

@@ -1,4 +1,4 @@
-"""What a cache does for a traced request becomes spans below the request's, and costs others
+"""The spans of a cache's work for a traced request, which are below the request's and cost others
 nothing."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Traced:
 
 @pytest.fixture
 def traced(monkeypatch) -> Iterator[Traced]:
-    """With every request traced."""
+    """Have every request traced."""
     found = Traced()
     thread = SimpleNamespace(thread_span=found.scheduler_span)
     of_request = SimpleNamespace(tracing_enable=True, thread_context=thread)
@@ -161,7 +161,7 @@ def test_where_sglang_does_not_trace_nothing_is_wrapped_and_no_call_intercepted(
 
 
 def test_a_request_without_a_thread_of_its_own_is_below_its_root():
-    """As SGLang's own spans are made in another process."""
+    """SGLang makes its own spans so in another process."""
     root = object()
     of_request = SimpleNamespace(tracing_enable=True, root_span_context=root)
     assert context_of(SimpleNamespace(time_stats=SimpleNamespace(trace_ctx=of_request))) is root

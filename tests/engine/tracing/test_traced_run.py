@@ -30,7 +30,7 @@ RULE = {
     "refresh": "turn",
     "head-profile": str(DEMO_MODEL / "head_profile.json"),
 }
-# Of the client that asks: W3C Trace Context.
+# The context of the client that asks: W3C Trace Context.
 TRACE_ID, CLIENT_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 

@@ -40,20 +40,20 @@ def retrained(tmp_path_factory) -> Path:
         if "k_proj" in name or "v_proj" in name:
             weights[name] = weight + 0.3 * weight.std() * torch.randn_like(weight)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    # Of heads that were found for other weights.
+    # The heads were found for other weights.
     (folder / "head_profile.json").unlink()
     return folder
 
 
 def asked(folder, rounds, env, **engine):
-    """Per round the tokens that were cached, and the answer."""
+    """Return per round the tokens that were cached, and the answer."""
     found = run_engine(folder, ENGINE | engine, rounds, env)
     assert found["state"]["integrity"] == []
     return [(r[0]["cached_tokens"], r[0]["output_ids"]) if r else None for r in found["rounds"]]
 
 
 def unbound(env, folder) -> dict[str, str]:
-    """With a head profile that is not bound to the demo model's weights."""
+    """Return the environment with a head profile that is not bound to the demo model's weights."""
     profile = json.loads((DEMO_MODEL / "head_profile.json").read_text())
     path = folder / "unbound_profile.json"
     path.write_text(json.dumps(profile | {"revision": None}))
@@ -69,7 +69,8 @@ def test_new_weights_never_meet_kv_of_the_old_ones(tmp_path, tier, retrained):
 
     updated = asked(tmp_path, [ASK, {"weights": str(retrained)}, ASK], env)
     assert updated == [(0, old), None, (0, wanted)]
-    # What it stored since is under the new weights' names, what it stored before under the old's.
+    # The KV that it stored since is under the new weights' names, the KV from before under the
+    # old's.
     ((cached, tokens),) = asked(tmp_path, [ASK], env, model_path=str(retrained))
     assert (tokens, cached >= 1024) == (wanted, True)
     ((cached, tokens),) = asked(tmp_path, [ASK], env)

@@ -35,7 +35,7 @@ def server(connect, step: int = 0) -> MiniScheduler:
 
 
 def update(s: MiniScheduler, step: int) -> None:
-    """As an update of SGLang's goes about it, before its cache is flushed."""
+    """Update the weights as SGLang goes about it, before its cache is flushed."""
     s.tree.weights_change()
     s.tree.tier.model.step = step
 
@@ -69,7 +69,7 @@ def test_nothing_is_asked_or_stored_while_kv_of_other_weights_is_cached(connect)
     spilled = s.tree.tier.spiller.counters["spans_spilled"]
     update(s, 1)
     assert s.tree.report()["tier"]["outdated"]
-    # Of these weights the tier has the prompt; but what a request attends to here may be of others.
+    # The tier has the prompt of these weights; but what a request attends to here may be of others.
     assert turn(s, [*PROMPT, 1, 2, 9], [3]).restored == 0
     assert s.tree.tier.spiller.counters["spans_spilled"] == spilled
     flush(s)
@@ -91,7 +91,7 @@ def test_a_request_that_runs_while_weights_change_is_not_stored(connect):
     s.release(request, checkpoint=True)
     assert s.tree.tier.link.flush(SAFETY_S)
     for step in (0, 1):
-        # What was stored before the change is of the weights before.
+        # The KV that was stored before the change is of the weights before.
         restored = turn(server(connect, step), [*PROMPT, 1, 2, 9], [3]).restored
         assert restored <= (30 if step == 0 else 0)
 

@@ -24,7 +24,8 @@ from kvtier_sglang.tier.identity import KV_ARGUMENTS, ModelIdentity, adapter_dig
 HERE = Path(__file__).parent
 # Arguments of older versions alone, which compute nothing else.
 GONE = {"speculative_skip_dp_mlp_sync"}
-# Of the manager of weights: reads them, or prepares connections over which they come.
+# The calls of the manager of weights that only read them, or prepare connections over which they
+# come.
 HARMLESS_CALLS = {
     "destroy_weights_update_group",
     "flush_cache_after_weight_update",

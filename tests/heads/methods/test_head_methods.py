@@ -1,4 +1,4 @@
-"""What every head method must do, whichever the registry holds."""
+"""The duties of every head method, whichever the registry holds."""
 
 from __future__ import annotations
 

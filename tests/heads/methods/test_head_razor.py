@@ -103,7 +103,7 @@ masses = st.integers(1, 3).flatmap(
 
 
 def scored(razor: Razor, group: int, found: RepeatMasses) -> tuple[RazorScores, list[Any]]:
-    """What `score` makes of masses, and a batch of such a model."""
+    """Return what `score` makes of masses, and a batch of such a model."""
     mean = tuple(tuple(1 / a for a in row) for row in razor.admissions(found, group))
     shape = SimpleNamespace(
         num_layers=len(mean), num_kv_heads=len(mean[0]), group_size=group,
@@ -162,7 +162,7 @@ def test_the_paper_s_shares_are_of_all_layers_together() -> None:
 
 
 def test_a_budget_takes_as_few_heads_as_it_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in ContextKeeper, in the order of admission."""
+    """The order is that of admission; ContextKeeper does the same."""
 
     def measure(_: Any, kept: Any) -> Quality:
         lost = sum(0.1 * (1 + head) for head, keeps in enumerate(kept[0]) if not keeps)

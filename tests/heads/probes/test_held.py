@@ -38,7 +38,7 @@ def test_who_holds_everything_answers_as_the_model_does(dtype, close):
 
 
 def test_heads_may_hold_different_numbers_of_entries():
-    """What a head does not hold is not seen, whatever the others of its layer hold."""
+    """The queries do not see what a head does not hold, whatever the others of its layer hold."""
     model = tiny_model()
     group, kv = shape_of(model).group_size, exact_kv(model)
     kept = torch.rand(LAYERS, KV_HEADS, TOKENS, generator=torch.Generator().manual_seed(1)) < 0.5

@@ -20,7 +20,7 @@ REQUEST = [5, 9, 2]
 
 
 def exact_kv(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of the context, per layer."""
+    """Return the exact KV of the context, per layer."""
     shape = shape_of(model)
     session = ReferenceSession(model, full_profile(shape))
     session.turn(CONTEXT, 0)

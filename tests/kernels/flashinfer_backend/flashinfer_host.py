@@ -195,7 +195,7 @@ class HostWrapper:
         if voted:
             assert (q.dtype, k.dtype, dim) == self.kind.votes
             votes, slots, *others = extra
-            # What lies beyond the last request's end belongs to none.
+            # The entries beyond the last request's end belong to none.
             beyond = torch.full((TILE,), NOWHERE, dtype=torch.int32)
             extra = [votes, torch.cat([slots, beyond]), *others]
             assert math.isclose(extra[-1], planned["sm_scale"])

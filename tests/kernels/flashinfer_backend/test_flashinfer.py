@@ -149,7 +149,7 @@ def test_what_flashinfer_cannot_do_is_served_all_the_same(kernels, made):
 @pytest.mark.parametrize("votes", [None, (), (4,)], ids=["no votes", "per entry", "per head"])
 @pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn])
 def test_lists_are_the_references(kernels, made, votes, kv_dtype):
-    """And a plan is filled again while they grow."""
+    """The plan is filled again while they grow."""
     problem, reference = make_problem(kv_dtype, votes=votes), get_kernels("reference").lists
     exact = problem.kv._replace(k=problem.kv.k.float(), v=problem.kv.v.float())
     news, plan = [0, 9, 30], None
@@ -264,7 +264,7 @@ def test_attention_with_votes_compiles_for_hopper(tmp_path):
     # All variants are the same code but for the type of KV.
     kernel = "batch_prefill_paged_kernel_mask_0.cu"
     one = [] if THOROUGH else ["--kv", "float8_e4m3fn", "--file", kernel]
-    # Nor does it matter how fast the code is; nvcc has the flag since 12.8.
+    # The speed of the code does not matter; nvcc has the flag since 12.8.
     flags = {} if THOROUGH else {"FLASHINFER_EXTRA_CUDAFLAGS": "--Ofast-compile=max"}
     done = subprocess.run(
         [sys.executable, "-m", "kvtier_kernels.flashinfer_backend.ahead", *one],

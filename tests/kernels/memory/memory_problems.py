@@ -24,7 +24,7 @@ MARGIN = 2e-4
 
 
 class Problem(NamedTuple):
-    """What `attend` takes."""
+    """The arguments of `attend`."""
 
     q: torch.Tensor
     x: torch.Tensor
@@ -35,7 +35,7 @@ class Problem(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How large a problem is. entries: of each memory; kept: of each memory and KV head."""
+    """The size of a problem. entries: of each memory; kept: of each memory and KV head."""
 
     entries: list[int]
     kept: list[int]

@@ -67,7 +67,7 @@ def test_every_token_gets_what_the_formula_says(name, shape, seed, dtype):
 
 
 def test_problems_have_both_kinds_of_answers():
-    """What the test above rests on."""
+    """The test above rests on this."""
     shape = Shape([300, 130], [64] * 2 * HEADS, 40, 2, 16, 5)
     answers = [exact_answer(make(shape, seed, torch.float32)) for seed in range(4)]
     found = torch.cat([answer.entry for answer in answers]) >= 0

@@ -79,7 +79,7 @@ def make_problem(
 
 
 def asked(q: torch.Tensor, entries: Entries, assignment: Assignment, scale: float = 1.0) -> Problem:
-    """With the logits that the query has."""
+    """Return the problem with the logits that the query has."""
     problem = Problem(q, entries, torch.empty(0), assignment, scale)
     return problem._replace(logits=problem.logits_of(entries.k))
 

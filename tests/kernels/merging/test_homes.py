@@ -1,4 +1,4 @@
-"""Where entries go: to the most similar kept one, and what has none to the compensation entry."""
+"""The homes of entries: the most similar kept one, and for what has none the compensation entry."""
 
 from __future__ import annotations
 

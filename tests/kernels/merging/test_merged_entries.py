@@ -1,5 +1,5 @@
-"""What merged entries are: no bit changes where nothing merges, and extremes stay finite. That
-order and other heads do not matter is in tests/retention/test_keepkv.py.
+"""The entries that a merge makes: no bit changes where nothing merges, and extremes stay finite.
+That order and other heads do not matter is in tests/retention/test_keepkv.py.
 """
 
 from __future__ import annotations

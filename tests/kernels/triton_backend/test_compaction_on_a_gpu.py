@@ -1,4 +1,4 @@
-"""What a GPU computes of merging and prediction is what a CPU computes.
+"""The results of merging and prediction on a GPU, which are those of a CPU.
 
 Without a GPU the kernels run in Triton's interpreter.
 """
@@ -206,7 +206,7 @@ def make_problem(
 
 
 def no_logits(keys: torch.Tensor) -> torch.Tensor:
-    """So that an entry's vote is its bin's mass, however its key was rounded."""
+    """Return zeros, so that an entry's vote is its bin's mass, however its key was rounded."""
     return torch.zeros(len(keys), 1, keys.shape[1], device=keys.device)
 
 

@@ -1,4 +1,4 @@
-"""How the Triton backend deals lists to programs."""
+"""The deal of lists to programs by the Triton backend."""
 
 import pytest
 import torch

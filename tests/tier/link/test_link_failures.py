@@ -248,7 +248,7 @@ def test_a_bug_in_a_put_loses_that_blob_only(link, client):
 
 
 class NotedBreaker(Breaker):
-    """Of which every answer about pauses is noted; no time passes for it."""
+    """A breaker of which every answer about pauses is noted; no time passes for it."""
 
     def __init__(self) -> None:
         super().__init__(first_s=0.02, longest_s=0.05, clock=FakeClock())

@@ -113,7 +113,7 @@ async def gone(store: MooncakeStore, *numbers: int) -> bool:
 
 
 def test_puts_that_went_to_a_killed_process_work_again():
-    # Beside segments that others have left behind, the puts before the kill could go to those.
+    # The puts before the kill could go to segments that others have left behind, so there are none.
     with MooncakeMaster() as alone:
         put_again_after_a_kill(options_of(alone, capacity_bytes=256 * MIB))
 
@@ -136,7 +136,8 @@ def put_again_after_a_kill(options: MooncakeOptions) -> None:
 
 
 def test_with_two_replicas_a_blob_outlives_either_process():
-    # Beside segments that others have left behind it may have only one that lives.
+    # Only one of its segments may live beside those that others have left behind, so there are
+    # none.
     with MooncakeMaster() as alone:
         outlives_either_process(options_of(alone, replicas=2))
 

@@ -52,7 +52,7 @@ FLAGS = ("--mooncake-segment", "16m", "--mooncake-buffer", "32m")
 def services(
     master: MooncakeMaster, directory: Path, count: int = 2, flags: Sequence[str] = FLAGS
 ) -> Iterator[list[tuple[LiveTier, TierClient]]]:
-    """So many services in the same cache, and a client of each, patient."""
+    """Start so many services in the same cache, and a client of each, patient."""
     with ExitStack() as stack:
         started = []
         for number in range(count):
@@ -67,7 +67,7 @@ def services(
 
 
 def get(client: TierClient, number: int, num_bytes: int = MIB) -> bool:
-    """Whether it was there, in which case it was right."""
+    """Return whether it was there, in which case it was right."""
     (outcome,), landed = fetch(client, [key_of(number)], num_bytes)
     assert outcome in (Landing.LANDED, Landing.MISSING)
     assert landed == ({0: payload_of(number, num_bytes)} if outcome is Landing.LANDED else {})

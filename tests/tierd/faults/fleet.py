@@ -80,11 +80,11 @@ class Engine:
         )  # fmt: skip
 
     def waits(self) -> bool:
-        """Whether a get is still under way."""
+        """Return whether a get is still under way."""
         return not all(fetch.done for fetch in self._fetches)
 
     def works(self) -> bool:
-        """Whether a put and a get go through."""
+        """Return whether a put and a get go through."""
         self.link.put([blob_of(0)], replace=True)
         fetch = self.link.submit(lambda client: self.get(client, [0]))
         fetch.wait(SAFETY_S)

@@ -130,7 +130,7 @@ def test_a_service_with_a_disk_grows_by_one_blob_for_many_who_do_not_read_it(tmp
         calls = [stub.Get(pb.GetRequest(keys=[key_of(1)])) for _ in range(24)]
         for call in calls:
             next(call)
-        # What gRPC holds of each stream is a chunk or two.
+        # gRPC holds a chunk or two of each stream.
         assert resident_bytes(tier) - before < 24 * 4 * MIB + size
         for call in calls:
             call.cancel()

@@ -56,7 +56,7 @@ def test_a_put_that_can_never_be_stored_is_refused_by_its_header():
 
 @pytest.mark.parametrize("parts", [0, 1, 2])
 def test_a_put_that_stalls_is_over_soon(parts):
-    """Before its header, after it, and after a chunk."""
+    """The put stalls before its header, after it, and after a chunk."""
     with in_process(stall_s=0.3) as tier, raw_stub(tier.address) as stub:
         go_on = threading.Event()
 

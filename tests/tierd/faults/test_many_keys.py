@@ -65,7 +65,7 @@ def test_equal_keys_share_a_lease_and_all_of_them_land(tier):
 
 
 def test_no_call_about_many_keys_keeps_the_others_waiting(tier, monkeypatch):
-    """Between two turns of the event loop the store is asked about some of them only."""
+    """The store is asked about some of them only between two turns of the event loop."""
     store, token = tier.store, tier.server.service.shared.token
     most, since = Counter[str](), Counter[str]()
 
@@ -116,7 +116,7 @@ def test_no_call_about_many_keys_keeps_the_others_waiting(tier, monkeypatch):
         stub.Release(pb.ReleaseRequest(leases=leases))
         assert stub.Delete(pb.DeleteRequest(keys=held)).deleted == 2000
         tier.call(watching.cancel)
-    # What takes some milliseconds.
+    # So many keys take some milliseconds.
     assert most == {"exists": 2048, "open": 64, "release": 64, "delete": 256}
 
 

@@ -36,7 +36,7 @@ def test_the_load_does_what_it_says(tmp_path, memory_directory):
 
 
 def test_kill_minus_nine(tmp_path, memory_directory):
-    """In the middle of everything, and started again on the same port."""
+    """The service is killed in the middle of everything, and started again on the same port."""
     flags = ("--memory", "4m", "--shared-memory", str(memory_directory))
     with live_tier(tmp_path, *flags) as tier, fleet(tier.address) as engines:
         kills = 0
@@ -69,7 +69,7 @@ def test_a_stopped_service(tmp_path, memory_directory):
 
 
 def test_flipped_bits_in_the_memory_of_the_service(memory_directory):
-    """In 1 % of the blobs (and at least one) again and again, wherever they are."""
+    """The bits are in 1 % of the blobs (and at least one) again and again, wherever they are."""
     chance = random.Random(0)
     everything = list(range(BLOBS))
     with in_process(shared_directory=memory_directory) as tier:
@@ -158,7 +158,8 @@ def test_a_network_that_is_slower_than_any_deadline(tmp_path):
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_is_full_or_broken(tmp_path: Path, monkeypatch, fault):
-    """What is there is still got; a full disk is no reason to give up on the tier, either."""
+    """The blobs that are there are still got; a full disk is no reason to give up on the tier,
+    either."""
     options = {"store": DiskOptions(tmp_path / "disk", 64 << 20)}
     write_all = disk_medium._write_all
 

@@ -20,12 +20,13 @@ from kvtier_tierd.options import TierOptions
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FOLDERS = ("kvtier", "services", "sglang_patches", "benchmarks", "examples", "tests")
-# What an option is called, and nothing else in the sources: health's service has capitals.
+# The pattern is that of an option's name, and of nothing else in the sources: health's service has
+# capitals.
 NAME = re.compile(r"grpc\.[a-z0-9_.]+")
 
 
 def known_names() -> set[str]:
-    """Whatever looks like an option in the shared object of gRPC."""
+    """Return whatever looks like an option in the shared object of gRPC."""
     binary = Path(cygrpc.__file__).read_bytes()
     return {name.decode() for name in re.findall(rb"grpc\.[a-z0-9_.]+(?=\0)", binary)}
 
@@ -59,8 +60,8 @@ def test_grpc_knows_every_option_that_is_passed_to_it():
 
 
 def test_a_client_that_is_idle_keeps_its_connection(monkeypatch):
-    """With a ping a second, the most that gRPC does: it ends a connection at the fourth that comes
-    sooner than the server allows, and its default for that is five minutes."""
+    """The client sends a ping a second, the most that gRPC does: it ends a connection at the fourth
+    that comes sooner than the server allows, and its default for that is five minutes."""
     monkeypatch.setattr(server_module, "MIN_PING_INTERVAL_MS", 500, raising=False)
     states = []
     options = dict(channel_module.OPTIONS) | {

@@ -25,7 +25,7 @@ def written(tls: Tls, pair: Pair) -> TlsPaths:
 
 
 def replaced(path: Path, content: bytes) -> None:
-    """As people do: a new file moved into place."""
+    """Replace a file as people do: a new file is moved into place."""
     new = path.with_suffix(".new")
     new.write_bytes(content)
     os.replace(new, path)

@@ -1,4 +1,5 @@
-"""Who gets at the service: by default this user alone, through a socket in a private directory."""
+"""The access to the service: by default this user alone has it, through a socket in a private
+directory."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from kvtier_tierd.options import TierOptions
 
 
 def test_a_service_that_is_told_nothing_is_this_users_alone(tmp_path, monkeypatch):
-    """And found by a client that is told as little; through shared memory as by the stream."""
+    """A client that is told as little finds it; through shared memory as by the stream."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     command = [sys.executable, "-m", "kvtier_tierd", "--memory", "1m"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as service:

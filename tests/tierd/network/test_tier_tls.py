@@ -49,7 +49,7 @@ class Tls:
             yield tier
 
     def files(self, common_name: str | None = "ada", **how) -> TlsFiles:
-        """What a client has."""
+        """Return the certificates and the key that a client has."""
         pair = self.authority.issue(common_name, **how)
         return TlsFiles(self.authority.pem, pair.certificate, pair.key)
 
@@ -60,7 +60,7 @@ class Tls:
         return TierClient(tier.address, namespace, timeout_s=SAFETY_S, tls=tls)
 
     def serial_seen(self, tier: InProcessTier) -> int:
-        """Of the certificate that a new connection is shown."""
+        """Return the serial number of the certificate that a new connection is shown."""
         context = ssl.create_default_context(cadata=self.authority.pem.decode())
         context.set_alpn_protocols(["h2"])
         context.load_cert_chain(*self.authority.issue("ada").write(self.folder, "looking"))

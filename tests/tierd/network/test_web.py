@@ -1,4 +1,4 @@
-"""What the service says over HTTP: its metrics, whether it lives, and whether it is ready."""
+"""The service's answers over HTTP: its metrics, whether it lives, and whether it is ready."""
 
 from __future__ import annotations
 

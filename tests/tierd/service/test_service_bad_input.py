@@ -1,4 +1,5 @@
-"""What no client should send: a typed error or a miss, and the service is as it was."""
+"""The requests that no client should send: a typed error or a miss, and the service is as it
+was."""
 
 from __future__ import annotations
 
@@ -132,7 +133,8 @@ def test_a_message_larger_than_any_of_the_protocol_is_refused(stub):
 
 
 def test_bytes_that_are_no_message_are_an_invalid_argument_and_one_line_of_log(tier, caplog):
-    """For every method, of every service here, but Refresh, which this one does not do at all."""
+    """The test has every method, of every service here, but Refresh, which this one does not do at
+    all."""
     methods = pb.DESCRIPTOR.services_by_name["TierService"].methods
     names = {method.name for method in methods} - {"Refresh"}
     paths = {name: f"/kvtier.v1.TierService/{name}" for name in sorted(names)}
@@ -141,7 +143,7 @@ def test_bytes_that_are_no_message_are_an_invalid_argument_and_one_line_of_log(t
     with grpc.insecure_channel(tier.address) as channel:
         for name, path in paths.items():
             with failing(INVALID):
-                # Of one request as of many: on the wire they are the same.
+                # One request is the same as many on the wire.
                 list(channel.stream_stream(path)(iter([b"\xff\xff\xff"])))
             counted = tier.server.metrics._errors._metrics
             if name in names:
@@ -208,7 +210,7 @@ def test_another_keys_or_namespaces_bytes_under_this_key_do_not_land(tier, share
 
 
 def test_a_client_that_cries_wolf_takes_nothing_out_of_service(tier, monkeypatch):
-    """Nor does the service's answer to it keep others waiting."""
+    """The service's answer to it does not keep others waiting, either."""
     looked, verifies = [], verifying.verifies
     monkeypatch.setattr(
         verifying, "verifies", lambda *a: looked.append(threading.current_thread()) or verifies(*a)

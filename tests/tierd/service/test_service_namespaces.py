@@ -1,4 +1,4 @@
-"""Whose blobs they are: namespaces, their quotas, their share of transfers and their rates."""
+"""The owners of blobs: namespaces, their quotas, their share of transfers and their rates."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ def test_a_quota_is_hard_and_evicts_only_its_own(memory_directory, shared):
 
 @pytest.fixture
 def waited(monkeypatch) -> list[float]:
-    """How long, in seconds, namespaces kept their clients waiting; no time passes otherwise."""
+    """Record how long, in seconds, namespaces kept their clients waiting; no time passes
+    otherwise."""
     clock, found = FakeClock(), []
 
     async def sleep(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""How the service is run: what it says of itself, and how it ends."""
+"""The run of the service: what it says of itself, and how it ends."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_a_lease_lasts_as_long_as_asked_for_and_never_longer_than_a_minute(tier)
 
 
 def test_a_writer_that_was_asleep_until_its_lease_was_over_writes_nothing(tier, monkeypatch):
-    """Its room may be another blob's by then."""
+    """The room of the lease may be another blob's by then."""
     client = TierClient(tier.address, timeout_s=0.2)
     real_copy, late = shared_puts.copy, []
 

@@ -127,7 +127,7 @@ def test_a_client_elsewhere_streams(memory_directory):
 
 
 def test_what_is_not_in_shared_memory_comes_by_the_stream(tier, client, monkeypatch):
-    """As from a disk behind a memory that has no room."""
+    """The blobs come as from a disk behind a memory that has no room."""
     for number in range(4):
         client.put(blob_of(number))
     real_open = tier.store.open
@@ -196,7 +196,7 @@ def test_nothing_that_is_open_is_handed_down_to_other_programs(memory_directory)
 
 
 def inheritable() -> set[str]:
-    """What a program that is started now would have open."""
+    """Return what a program that is started now would have open."""
     names = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -93,7 +93,7 @@ def played(steps: list[tuple[str, BlobName, int]]) -> Accounts:
 def over(
     account: LruAccount, namespace: str, num_bytes: int, gone: list[BlobName], *, own: bool = False
 ) -> bool:
-    """Whether so many more bytes break a limit, or only the quota, once `gone` are gone."""
+    """Return whether so many more bytes break a limit, or only the quota, once `gone` are gone."""
     left = {name: entry for name, entry in account.entries.items() if name not in gone}
     total = sum(entry.num_bytes for entry in left.values()) + account.reserved.total()
     mine = sum(entry.num_bytes for name, entry in left.items() if name.namespace == namespace)
@@ -115,7 +115,8 @@ def test_limits_hold_and_bytes_add_up_whatever_happens(steps):
 
 
 def simple_plan(account: LruAccount, namespace: str, num_bytes: int) -> list[BlobName] | None:
-    """What `plan` names, by looking at all entries: first for the quota, then for the capacity."""
+    """Return what `plan` names, by looking at all entries: first for the quota, then for the
+    capacity."""
     victims: list[BlobName] = []
     for own in (True, False):
         for name, entry in account.entries.items():

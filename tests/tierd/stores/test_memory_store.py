@@ -13,7 +13,7 @@ from kvtier_tierd.stores.arena import pages
 from kvtier_tierd.stores.layered import LayeredStore
 from kvtier_tierd.stores.memory import MemoryStore
 
-# What is evicted ahead of time would be missed by tests that count blobs.
+# Tests that count blobs would miss what is evicted ahead of time.
 NO_WATERMARKS = (1.0, 1.0)
 COST = pages(SIZE)
 

@@ -1,4 +1,4 @@
-"""What the distributed store does not need a Mooncake for: its options, and what an object is."""
+"""The parts of the distributed store that need no Mooncake: its options, and what an object is."""
 
 from __future__ import annotations
 

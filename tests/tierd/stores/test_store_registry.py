@@ -19,8 +19,8 @@ from kvtier_tierd.stores.base import BlobStore, StoreResources
 from kvtier_tierd.stores.options import DIRECTORY, SIZE
 from kvtier_tierd.stores.registry import STORES, make_store, parse_store, store_flags
 
-# Held to the contract in files of their own, made with more than their flags say: nothing may be
-# evicted ahead of time, no test shall wait for a disk, and Mooncake wants a master.
+# The stores are held to the contract in files of their own, made with more than their flags say:
+# nothing may be evicted ahead of time, no test shall wait for a disk, and Mooncake wants a master.
 CONTRACTS = {
     "memory": test_memory_store.TestMemoryStoreContract,
     "disk": test_disk_contract.TestDiskStoreContract,
@@ -30,7 +30,7 @@ CONTRACTS = {
 
 
 def typed_flags(**typed: str) -> dict[str, str | None]:
-    """What the command line hands over where only these are typed."""
+    """Return what the command line hands over where only these are typed."""
     flags = {name: flag.default for name, flag in store_flags().items()}
     return flags | {f"--{name.replace('_', '-')}": text for name, text in typed.items()}
 

@@ -18,7 +18,7 @@ TOTAL, FREE = 150 * 10**9, 149 * 10**9
 
 
 class Properties:
-    """Of a Hopper with few multiprocessors, as each costs the interpreter."""
+    """The properties of a Hopper with few multiprocessors, as each costs the interpreter."""
 
     name = NAME
     major, minor, warp_size = 9, 0, 32
@@ -85,7 +85,7 @@ def believe(torch):
     class OnTheCpu(TorchFunctionMode):
         def __torch_function__(self, func, types_, args=(), kwargs=None):
             if func is torch.device:
-                # Who asks its type is told the truth that is believed.
+                # A function that asks for its type is told the truth that is believed.
                 return func(*args, **kwargs or {})
             kwargs = {name: here(x) for name, x in (kwargs or {}).items()}
             if "pin_memory" in kwargs:

@@ -1,4 +1,4 @@
-"""Where a test's disk store lies."""
+"""The place of a test's disk store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the tests of the disk store play a scenario on one directory."""
+"""The stage of the tests of the disk store, which play a scenario on one directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a disk store may be, and who may enter."""
+"""The places where a disk store may be, and who may enter."""
 
 from __future__ import annotations
 

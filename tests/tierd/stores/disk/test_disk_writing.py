@@ -1,4 +1,4 @@
-"""How the disk store writes and reads: commits share writes, bytes on disk and in memory have
+"""The writing and reading of the disk store: commits share writes, bytes on disk and in memory have
 limits, and whoever gives up waiting leaves everything in order.
 """
 
@@ -124,7 +124,7 @@ def test_what_no_row_can_hold_is_refused_by_name(directory, name, info, argument
 
 
 def test_readers_that_go_before_the_payload_is_there_give_its_memory_back_when_it_is(tmp_path):
-    """And the next one reads it anew; a budget that is used up is said, and not a miss."""
+    """The next one reads it anew; a budget that is used up is said, and not a miss."""
     payload, reading, go_on = payload_of(1), threading.Event(), threading.Event()
 
     async def play() -> None:
