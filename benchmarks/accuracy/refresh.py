@@ -3,8 +3,8 @@
     python -m benchmarks.accuracy.refresh --shares 0.25 0.1
 
 The same contexts and questions are served with the whole cache, with a share of it that was chosen
-before any question, and with the same share chosen again when the question is known,
-from the exact KV in a tier: by the engine or by the tier, what is not kept dropped or merged
+before any question, and with the same share chosen again when the question is known. It is chosen
+from the exact KV in a tier, by the engine or by the tier, and what is not kept is dropped or merged
 (KeepKV). With `--peer-python`, kvpress keeps the same share of the bytes, dropping and merging;
 benchmarks/peers/README.md has the rules.
 

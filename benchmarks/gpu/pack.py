@@ -85,7 +85,7 @@ def install(site: Path, python: str) -> None:
 def trim(sglang: Path) -> None:
     for name in TRIMMED:
         shutil.rmtree(sglang / name, ignore_errors=True)
-    # Such as a tree in Rust, built for one torch.
+    # Binaries are such as a tree in Rust, built for one torch.
     for binary in sglang.rglob("*.so"):
         binary.unlink()
 

@@ -14,12 +14,13 @@ this run, with the same requests:
     adaptive  all heads compete for a quarter of the entries, by what tokens are worth
               (--token-worth: as fitted to a model of this shape; else random)
 
-The JSON has per policy the bytes of KV that the sessions hold between turns (from the pools), the
-medians of time to first token and time per output token of the later turns, tokens per second over
-these turns, and what one step of decoding consists of, from a profile of one more turn. With
---equal-bytes each policy that compresses has a second engine, with as many sessions as go into the
-bytes that full KV takes for those of the first. Both engines' pools have slack beside these bytes:
-a chunk and 4096 slots. So what sessions hold between turns is compared, not the sizes of pools.
+The JSON has per policy the bytes of KV that the sessions hold between turns (from the pools). It
+has the medians of time to first token and time per output token of the later turns, and tokens per
+second over these turns. It has the parts of one step of decoding, from a profile of one more turn.
+With --equal-bytes each policy that compresses has a second engine, with as many sessions as go into
+the bytes that full KV takes for those of the first. Both engines' pools have slack beside these
+bytes: a chunk and 4096 slots. So what sessions hold between turns is compared, not the sizes of
+pools.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ def _before_rotation(keys: torch.Tensor, part: slice, rotation: Rotation | None)
 def _whitening(gram: torch.Tensor) -> torch.Tensor:
     """W with |xW|² = xᵀ (G + ridge)⁻¹ x: float32 `[heads, dim, dim]`, NaN where G is no numbers.
 
-    With G + ridge = L Lᵀ, W is L⁻ᵀ. Whether a ridge was enough is never asked by the host: all are
-    tried, and each head takes its first good one.
+    With G + ridge = L Lᵀ, W is L⁻ᵀ. The host never asks whether a ridge was enough: all are tried,
+    and each head takes its first good one.
     """
     dim = gram.shape[-1]
     eye = torch.eye(dim, dtype=gram.dtype, device=gram.device)

@@ -1,7 +1,7 @@
 """The measuring loop: hold the sessions of a plan with an engine, one request at a time.
 
-Sessions are interleaved by turn, as an agent server sees them: turn 1 of every session, then
-turn 2 of every session, … With a budget too small for all of them, what was evicted since a
+Sessions are interleaved by turn, as an agent server sees them: turn 1 of every session, then turn 2
+of every session, and so on. With a budget too small for all of them, what was evicted since a
 session's last turn has to be computed again, and its time to first token shows it.
 """
 

@@ -8,8 +8,8 @@ tables of cells (`lists.py`), read by the same kernels.
 FlashInfer plans on the host; the layers of a step share that (`FlashInferPlan`). CUDA graphs cannot
 record it.
 
-The Triton kernels serve what FlashInfer does not: head dimensions other than 64,
-128 and 256, float32 queries, K and V in layouts that differ (`limits.fits`), selection and
+The Triton kernels serve what FlashInfer does not: head dimensions other than 64, 128 and 256,
+float32 queries, and K and V in layouts that differ (`limits.fits`). They also serve selection and
 memories, of which FlashInfer has nothing, and merging of states, for which its kernel has no room
 with many heads of dimension 256.
 """

@@ -1,8 +1,8 @@
 """The kernel contract, fourth part: attention over fixed prefixes that memories stand for.
 
-A memory of a prefix has, in every layer, M entries, each an attention state over the whole prefix
-under the key of the queries that it is for, and some of the prefix's own KV, `kept` for the queries
-that no entry is for:
+A memory of a prefix has M entries in every layer. Each is an attention state over the whole prefix,
+under the key of the queries that it is for. It also has some of the prefix's own KV, `kept` for the
+queries that no entry is for:
 
     query ──project──> x ──nearest key──> entry near enough? yes: its state  (KV heads that look up)
                                                              no:  attention over the kept KV

@@ -137,7 +137,7 @@ class ShareRule(ABC):
     def bounds(self, turn: Turn, most_held: int) -> tuple[int, int]:
         """The fewest and the most entries that this rule may have kept of an earlier turn, of which
         neither the NLL is known any more nor exactly what was held before it: from
-        `turn.held_tokens` to `most_held` entries. As given here, for a rule that keeps no more the
+        `turn.held_tokens` to `most_held` entries. This one is for a rule that keeps no more the
         more is held, and does not look at the NLL."""
         most = self.choose(turn).kept_tokens
         return self.choose(replace(turn, held_tokens=most_held)).kept_tokens, most

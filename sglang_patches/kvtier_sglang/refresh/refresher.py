@@ -1,9 +1,9 @@
 """Refresh: the entries of a compacted context are chosen again, with the turn's own questions.
 
-What a context kept when its turn ended was chosen without knowing what would be asked next. When a
-new turn begins, its exact KV comes back from the tier while the request waits, and inside the pass
-that ends the new prompt every layer derives its entries anew, from the exact KV and the queries it
-has just computed, right before it attends:
+A context's entries are chosen, when its turn ends, without knowing what will be asked next. When a
+new turn begins, its exact KV comes back from the tier while the request waits. Inside the pass that
+ends the new prompt every layer derives its entries anew, right before it attends, from the exact KV
+and the queries that it has just computed:
 
     tree      | sink | packed span: slots 17 18 19 | recent |        shared, never touched
     request   | sink | packed span: slots 41 42 43 | recent | new    its own, freed at its end

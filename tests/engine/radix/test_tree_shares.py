@@ -17,7 +17,7 @@ def test_a_share_of_the_context_gives_its_slots_back():
     run_turn(s, context(60), [1, 2, 3])
     node = next(s.tree.nodes())
     # 40% of 60 prompt tokens, the protected sink (4) and recent (6) among them: of the others one
-    # page of each of six heads, which is one bundle. And the answer.
+    # page of each of six heads, which is one bundle. The answer stays, too.
     assert node.entries == node.num_slots == 10 + PAGE + 3
     assert s.allocator.available_size() == s.allocator.size - node.num_slots
     assert s.tree.evictable_size() == node.num_slots

@@ -62,8 +62,8 @@ FAULTS = (None, "slow", "losing")
 
 
 def some() -> list[tuple[str, str, str | None]]:
-    """Every life once, with each profile and each fault in turn. By their places those that refresh
-    lose nothing."""
+    """Every life once, with each profile and each fault in turn. The places of those that refresh
+    are such that they lose nothing."""
     profiles, faults = list(PROFILES), ("slow", "losing", None)
     return [(profiles[at % 3], life, faults[at // 2 % 3]) for at, life in enumerate(LIVES)]
 

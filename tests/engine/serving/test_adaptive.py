@@ -96,7 +96,7 @@ def test_the_tokens_are_those_of_the_transformers_reference(
     tmp_path, adaptive, worth, share, kv, ranks, environment, bits
 ):
     """Six sessions at a time beside requests that are aborted, and in the end all once more from
-    their second turn. Of two ranks, each has its own heads compete."""
+    their second turn. Each of two ranks has its own heads compete."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)

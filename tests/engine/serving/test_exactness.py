@@ -1,4 +1,4 @@
-"""With nothing compressed, kvtier's engine is SGLang's engine: the same tokens, bit for bit of
+"""kvtier's engine with nothing compressed is SGLang's engine: the same tokens, bit for bit of
 greedy choice, on 240 requests; with a profile it is the policy's own reference implementation.
 """
 

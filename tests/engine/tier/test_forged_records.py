@@ -97,7 +97,7 @@ def test_a_record_that_this_server_could_not_have_written_is_refused(connect, fo
 
 
 def test_a_record_of_a_span_that_stayed_whole_is_taken(connect):
-    """As of a turn of which no slot would have gone: it is exact, and stays so."""
+    """The turn is one of which no slot would have gone: it is exact, and stays so."""
     session = Session(connect())
     session.forge(changed(session.record, 0, dropped=[0, 0], kept=0))
     b = MiniScheduler(share=SHARE, link=connect())

@@ -289,7 +289,7 @@ def test_what_is_there_in_one_piece_is_worth_more_than_a_torn_record(connect):
 
 
 def test_a_gap_does_not_make_what_is_before_it_exact(connect):
-    """What goes on exactly where the record ends says nothing of what is in it."""
+    """A run that goes on exactly where the record ends says nothing of what is in it."""
     torn = Torn(connect, says_so=False)
     request, node = torn.restored()
     assert (node.stop, node.exact) == (78, False)
