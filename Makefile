@@ -116,9 +116,10 @@ proto: $(READY)  ## Generate the tier's stubs again after editing proto/
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=. \
 		--grpc_python_out=. --mypy_out=. --mypy_grpc_out=. proto/kvtier/v1/tier.proto
 
-lint: $(READY)  ## Check style, formatting, the protocol and the one-way imports
+lint: $(READY)  ## Check style, formatting, the language, the protocol and the one-way imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/ast-grep scan --rule ast-grep.yml .
 	$(BIN)/buf lint proto
 	$(BIN)/buf format --diff --exit-code proto
 	$(BIN)/lint-imports

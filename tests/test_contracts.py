@@ -1,5 +1,5 @@
-"""Contracts of the code's own shape: one about imports, which `make lint` checks, and one about
-time in tests. Both hold, and both find what is planted to break them.
+"""Contracts of the code's own shape: those of imports and of the language, which `make lint`
+checks, and one about time in tests. All of them find what is planted to break them.
 """
 
 import ast
@@ -58,6 +58,29 @@ def test_a_planted_circle_is_found(tree, path, planted):
     done = check(tree)
     assert done.returncode != 0
     assert "No circles, of files or of packages BROKEN" in done.stdout
+
+
+LANGUAGE = '''"""Where entries go."""
+def go():
+    """Return where entries go. Of a head there are some."""
+    # Of a head there are some,
+    # As many as it keeps.
+    return 1  # of all
+class Process:
+    "Of one process."
+    tasks = "Of one process."
+    # The tasks
+    # Of one process.
+'''
+
+
+def test_a_planted_fragment_is_found(tmp_path):
+    (tmp_path / "planted.py").write_text(LANGUAGE)
+    ast_grep, rules = Path(sys.executable).with_name("ast-grep"), ROOT / "ast-grep.yml"
+    command = [str(ast_grep), "scan", "--rule", str(rules), "--report-style", "short"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert re.findall(r"planted\.py:(\d+):.*names-its-subject", done.stdout) == ["1", "4", "8"]
 
 
 # No test measures time, and none waits for it to pass: see tests/waiting.py.

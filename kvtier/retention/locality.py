@@ -27,7 +27,7 @@ CUT_WINDOW, WIDE_CUT_WINDOW, SMALL_SHARE = 64, 256, 0.2
 LEAST_CUT = 256
 # Fewer tokens are not worth being compressed by themselves before a window, or copied for an edit.
 LEAST_PART = 64
-# As many of the tokens behind an edit are computed again as are new before them, at most so many.
+# The most tokens behind an edit that are computed again, as many as are new before them.
 MOST_AGAIN = 64
 
 
