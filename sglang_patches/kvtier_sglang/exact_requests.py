@@ -1,12 +1,17 @@
 """Requests that are answered as if nothing had ever been dropped, and what else they may ask for.
 
-They want log-probabilities of their prompt, which measure the model, or say so in `custom_params`:
+They want log-probabilities of their prompt, which are the model's, or say so in `custom_params`:
 
     {"kvtier": {"exact": true}}
 
 Such a request matches exact KV only and computes the rest of its prompt again. What it computed
 again is taken out of the tree when it ends: the session's compressed KV stays what it was, and what
 later requests read is what they would have read without it.
+
+    {"kvtier": {"measure": true}}
+
+asks for the log-probabilities that this server gives its prompt, over what is kept. What such a
+request computed is taken out of the tree, too: a session can be asked and goes on as it was.
 
     {"kvtier": {"forget": true}}
 
@@ -22,62 +27,79 @@ from typing import Any
 from kvtier.errors import UsageError
 
 # In a request's `custom_params`.
-PARAMS, EXACT, FORGET = "kvtier", "exact", "forget"
+PARAMS, EXACT, MEASURE, FORGET = "kvtier", "exact", "measure", "forget"
+_KNOWN = (EXACT, MEASURE, FORGET)
 
 
-def asks_exactly(custom_params: Any) -> bool:
-    """Whether a request's `custom_params` ask for an exact answer. Raises UsageError for a value
-    that kvtier does not know."""
-    return _asked(custom_params).get(EXACT, False)
-
-
-def asks_to_forget(req: Any) -> bool:
-    """Whether contexts are dropped that have what stands behind a request's edits. Raises
-    UsageError, as `asks_exactly`."""
-    return _asked(req.sampling_params.custom_params).get(FORGET, False)
-
-
-def _asked(custom_params: Any) -> Mapping[str, bool]:
+def asked_of(custom_params: Any) -> Mapping[str, bool]:
+    """Return what a request's `custom_params` ask of kvtier, by name. Raises UsageError for
+    anything that kvtier does not know."""
     asked = (custom_params or {}).get(PARAMS, {})
-    known = isinstance(asked, dict) and set(asked) <= {EXACT, FORGET}
+    known = isinstance(asked, dict) and asked.keys() <= {*_KNOWN}
     if not known or not all(isinstance(value, bool) for value in asked.values()):
-        expected = '{"exact": true} or {"forget": true}'
+        expected = " or ".join(f'{{"{name}": true}}' for name in _KNOWN)
+        raise UsageError(f"custom_params.{PARAMS}", expected, asked)
+    if asked.get(EXACT) and asked.get(MEASURE):
+        expected = "exact or measure, of which one reads what was dropped and the other does not"
         raise UsageError(f"custom_params.{PARAMS}", expected, asked)
     found: Mapping[str, bool] = asked
     return found
 
 
+def asks_exactly(req: Any) -> bool:
+    """Return whether a request asks for an exact answer in so many words."""
+    return _asks(req, EXACT)
+
+
+def asks_to_forget(req: Any) -> bool:
+    """Return whether contexts are dropped that have what stands behind a request's edits."""
+    return _asks(req, FORGET)
+
+
+def measures(req: Any) -> bool:
+    """Return whether a request measures what is kept. req: None for a match that is of no
+    request."""
+    return req is not None and _asks(req, MEASURE)
+
+
+def _asks(req: Any, name: str) -> bool:
+    return asked_of(req.sampling_params.custom_params).get(name, False)
+
+
 def wants_exact(req: Any) -> bool:
     """Whether a request must read exact KV only. req: None for a match that is of no request."""
-    if req is None:
+    if req is None or measures(req):
         return False
     asks_prompt = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
-    return bool(asks_prompt) or asks_exactly(req.sampling_params.custom_params)
+    return bool(asks_prompt) or asks_exactly(req)
 
 
 def recomputed_tokens(req: Any) -> int:
     """Tokens of a request's prompt that are cached and computed again all the same: the cached ones
     were compressed, or computed behind such."""
-    return getattr(req, "kvtier_recomputed", (0, 0))[0]
+    return getattr(req, "kvtier_recomputed", (0, None))[0]
 
 
 def own_from(req: Any) -> int | None:
-    """The position from which a request computed again what is cached; None where it did not."""
-    tokens, begin = getattr(req, "kvtier_recomputed", (0, 0))
-    return begin if tokens else None
+    """Return the position from which a request's KV leaves the tree when it ends; None where it
+    stays."""
+    begin: int | None = getattr(req, "kvtier_recomputed", (0, None))[1]
+    return begin
 
 
 def note_recomputed(req: Any, tokens: int, begin: int) -> None:
-    """Remember that so many cached tokens from this position on are computed again. As with
-    SGLang's count of cached tokens, a request that has begun to compute is not looked at again: it
-    would find its own KV."""
+    """Remember that so many cached tokens from this position on are computed again, or that the
+    request only measures. As with SGLang's count of cached tokens, a request that has begun to
+    compute is not looked at again: it would find its own KV."""
     if not (req.already_computed or req.retracted_stain):
-        req.kvtier_recomputed = tokens, begin
+        req.kvtier_recomputed = tokens, begin if tokens or measures(req) else None
 
 
 __all__ = [
+    "asked_of",
     "asks_exactly",
     "asks_to_forget",
+    "measures",
     "note_recomputed",
     "own_from",
     "recomputed_tokens",

@@ -16,6 +16,7 @@ from fastapi import HTTPException
 from kvtier.errors import UsageError
 from kvtier_sglang import compat
 from kvtier_sglang.compat import NAME
+from kvtier_sglang.exact_requests import asked_of
 
 
 def check_request(manager: Any, obj: Any, input_ids: Sequence[int] | None) -> None:
@@ -28,6 +29,9 @@ def check_request(manager: Any, obj: Any, input_ids: Sequence[int] | None) -> No
         return
     if input_ids is not None and len(input_ids) == 0:
         raise UsageError("input", "at least one token", "")
+    params = getattr(obj, "sampling_params", None)
+    if isinstance(params, dict):
+        asked_of(params.get("custom_params"))
     if manager.model_config.model_is_mrope and obj.contains_mm_input():
         _check_pictures(manager)
     if getattr(obj, "return_logprob", False) and obj.logprob_start_len < -1:

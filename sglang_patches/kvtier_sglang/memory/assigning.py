@@ -24,7 +24,7 @@ def assign(bank: MemoryBank, req: Any) -> None:
     if not len(bank) or req.lora_id is not None or req.input_embeds is not None:
         return
     custom = req.sampling_params.custom_params
-    if asks_exactly(custom) or (custom or {}).get(WANTS) is False:
+    if asks_exactly(req) or (custom or {}).get(WANTS) is False:
         bank.counters["opted_out"] += 1
         return
     memory = bank.of_prompt(req.origin_input_ids)

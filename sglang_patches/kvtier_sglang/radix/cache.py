@@ -41,7 +41,7 @@ from sglang.srt.utils.rank_consensus_checker import rank_consensus
 from kvtier.config import PrefillCompression
 from kvtier.retention.refreshing import PrunedRange
 from kvtier_sglang.compression.compressor import Compressor
-from kvtier_sglang.exact_requests import note_recomputed, own_from, wants_exact
+from kvtier_sglang.exact_requests import measures, note_recomputed, own_from, wants_exact
 from kvtier_sglang.memory.bank import MemoryBank
 from kvtier_sglang.radix import prefix_nodes
 from kvtier_sglang.radix.contexts import compacted_context, offer_restored, pruned_ranges
@@ -283,6 +283,8 @@ class KvtierRadixCache(VariantRadixTree):
             req.kvtier_moved = moved_tokens(node)
         if exact_only:
             note_recomputed(req, cached_length(self.root_node, key) - length, length)
+        elif measures(req):
+            note_recomputed(req, 0, length)
         return MatchResult(
             device_prefix_len=length,
             last_device_node=node,

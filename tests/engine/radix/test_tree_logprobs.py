@@ -12,7 +12,7 @@ from tree_harness import MiniScheduler, run_turn
 from tree_requests import Request, context
 
 from kvtier.errors import UsageError
-from kvtier_sglang.exact_requests import asks_exactly, recomputed_tokens
+from kvtier_sglang.exact_requests import asked_of, recomputed_tokens
 
 
 def asks_for_logprobs(s: MiniScheduler, prompt: list[int], start: int, **state) -> Request:
@@ -70,13 +70,33 @@ def test_what_is_computed_again_for_an_exact_answer_leaves_the_tree_with_it():
     assert s.admit([*context(50, seed=8), 4, 5, 6]).prefix_len == 52
 
 
-@pytest.mark.parametrize("asked", [True, {"exact": 1}, {"exactly": True}, [], "exact"])
+MEASURING = SamplingParams(custom_params={"kvtier": {"measure": True}})
+
+
+def test_a_request_that_measures_reads_what_is_kept_and_leaves_the_tree_as_it_was():
+    s = MiniScheduler()
+    run_turn(s, context(60), [1, 2, 3])
+    held = s.tree.evictable_size()
+    tokens = [*context(60), 1, 2, 3, 9, 9]
+    request = asks_for_logprobs(s, tokens, 63, sampling_params=MEASURING)
+    assert (request.prefix_len, recomputed_tokens(request)) == (63, 0)
+    run_turn(s, tokens, [4], sampling_params=MEASURING)
+    assert (s.tree.evictable_size(), max(node.stop for node in s.tree.nodes())) == (held, 63)
+    # Nor does anything stay of a context that nobody has.
+    run_turn(s, context(50, seed=8), [4, 5], sampling_params=MEASURING)
+    assert s.tree.evictable_size() == held
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [True, {"exact": 1}, {"exactly": True}, [], "exact", 5, {"exact": True, "measure": True}],
+)
 def test_what_a_request_asks_of_kvtier_is_checked(asked):
-    with pytest.raises(UsageError, match=r"^custom_params.kvtier: expected {.exact.: true}"):
-        asks_exactly({"kvtier": asked})
+    with pytest.raises(UsageError, match=r"^custom_params.kvtier: expected .*exact"):
+        asked_of({"kvtier": asked})
 
 
-def test_a_request_that_asks_nothing_of_kvtier_is_not_exact():
-    for params in (None, {}, {"other": 1}, {"kvtier": {}}, {"kvtier": {"exact": False}}):
-        assert not asks_exactly(params)
-    assert asks_exactly({"kvtier": {"exact": True}})
+def test_what_is_asked_of_others_asks_nothing_of_kvtier():
+    for params in (None, {}, {"other": 1}, {"kvtier": {}}):
+        assert asked_of(params) == {}
+    assert asked_of({"kvtier": {"exact": True}}) == {"exact": True}

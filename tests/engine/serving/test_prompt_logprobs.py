@@ -129,3 +129,30 @@ def test_an_exact_answer_is_the_models_and_leaves_the_session_as_it_was(tmp_path
         assert ours["logprobs"] == pytest.approx(theirs["logprobs"], abs=1e-4)
         assert ours["cached_tokens"] == theirs["cached_tokens"]
     assert mine[2]["cached_tokens_details"]["kvtier_recomputed"] > FIRST - SINK - 1
+
+
+MEASURED = {"custom_params": {"kvtier": {"measure": True}}}
+
+
+def test_a_request_that_measures_is_told_what_this_server_would_say(tmp_path):
+    """The log-probabilities of an answer as a prompt are those with which it was generated, over a
+    compressed turn; and the session goes on as if nobody had asked."""
+    rng = random.Random(3)
+    first, second = ([rng.randrange(6, 384) for _ in range(n)] for n in (FIRST, SECOND))
+    turn = {"input_ids": first, "max_new_tokens": ANSWER}
+    later = {"continues": [0, 0], "input_ids": second, "max_new_tokens": 8, "logprobs": True}
+    (tmp_path / "plain").mkdir()
+    plain = run_engine(tmp_path / "plain", ENGINE, [[turn], [later]], COMPRESSING)
+    told = plain["rounds"][1][0]
+    measuring = {
+        "continues": [0, 0], "input_ids": [*second, *told["output_ids"]], "max_new_tokens": 0,
+        "logprobs": True, "logprob_start_len": FIRST + ANSWER + SECOND - 1, **MEASURED,
+    }  # fmt: skip
+    out = run_engine(tmp_path, ENGINE, [[turn], [measuring], [later]], COMPRESSING)
+    assert out["state"]["integrity"] == []
+    _, measured, again = [one for (one,) in out["rounds"]]
+    assert measured["prompt_logprobs"][1:] == pytest.approx(told["logprobs"], abs=1e-4)
+    assert measured["cached_tokens"] == FIRST + ANSWER - 1
+    for name in ("output_ids", "cached_tokens"):
+        assert again[name] == told[name]
+    assert again["logprobs"] == pytest.approx(told["logprobs"], abs=1e-4)

@@ -33,6 +33,10 @@ REFUSED = {
             "sampling_params": SAMPLING,
         },
     ),
+    "unknown to kvtier": (
+        "/generate",
+        {"input_ids": IDS, "sampling_params": SAMPLING | {"custom_params": {"kvtier": {"x": 1}}}},
+    ),
     "release": ("/release_memory_occupation", {}),
     "resume": ("/resume_memory_occupation", {}),
 }
