@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvtier.errors import UsageError
@@ -64,24 +64,37 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(getattr(self._tokenizer, "chat_template", None))
 
-    def render_chat(self, messages: list[dict[str, str]]) -> str:
-        """A conversation up to where the assistant's next message begins, as text.
+    @property
+    def takes_tool_calls(self) -> bool:
+        """Whether the chat template writes the tools that an assistant's message calls."""
+        return "tool_calls" in str(getattr(self._tokenizer, "chat_template", ""))
 
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        answers: bool = True,
+    ) -> str:
+        """Return a conversation as text, up to where the assistant's next message begins.
+
+        tools: definitions in OpenAI's format; answers: whether the assistant's message comes next.
         Raises UsageError when the template refuses it.
         """
         try:
             return str(
                 self._tokenizer.apply_chat_template(
                     messages,
+                    tools=tools,
                     tokenize=False,
-                    add_generation_prompt=True,
+                    add_generation_prompt=answers,
                     # For templates that know them: answers begin at once, and no text has a date.
                     enable_thinking=False,
                     date_string="26 Jul 2024",
                 )
             )
         except Exception as error:  # jinja2's, or whatever a template raises by itself
-            expected = "a model whose chat template takes user and assistant messages"
+            expected = "a model whose chat template takes these messages"
             raise UsageError("--model-path", expected, f"{self.model_path}: {error}") from error
 
 

@@ -10,7 +10,7 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -58,22 +58,32 @@ def _calibrate(settings: Settings, sglang_flags: list[str]) -> None:
 def launch(sglang_flags: list[str]) -> None:
     """Start SGLang's server in this process with the given flags."""
     from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    from kvtier_sglang import compat, plugin
+    from kvtier_sglang import compat
 
-    load_plugins()
-    plugin.verify()
-    server_args = prepare_server_args(sglang_flags)
-    compat.check_server_args(server_args, compat.settings_of(server_args))
+    server_args = server_args_of(sglang_flags)
     if server_args.tokenizer_worker_num == 1:
         _mount(status=compat.uses_kvtier(server_args))
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def server_args_of(flags: Sequence[str]) -> Any:
+    """Return SGLang's ServerArgs of its flags, with kvtier's plugin in force. Raises KvtierError
+    for what does not go together with it."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    from kvtier_sglang import compat, plugin
+
+    load_plugins()
+    plugin.verify()
+    server_args = prepare_server_args(list(flags))
+    compat.check_server_args(server_args, compat.settings_of(server_args))
+    return server_args
 
 
 class RefusedAtTheEnd:
@@ -143,4 +153,4 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-__all__ = ["launch", "main", "with_defaults"]
+__all__ = ["launch", "main", "server_args_of", "with_defaults"]

@@ -83,28 +83,6 @@ def test_transcripts_that_end_before_are_passed_over(tokenizer: Tokenizer, tmp_p
         samples(file, tokenizer, 400, 3)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (b"no JSON", "a file of JSON"),
-        (b"\x1f\x8bno gzip", "a file of JSON"),
-        (gzip.compress(b"[]", mtime=0)[:-9], "a file of JSON"),
-        (gzip.compress(b"[]", mtime=0)[:10] + b"\xff" * 9, "a file of JSON"),
-        (b"{}", "a list of transcripts"),
-        (b'[{"other": []}]', "transcript 1"),
-        (b'[[], [{"content": "no role"}]]', "transcript 2: 0.role"),
-    ],
-    ids=["text", "no gzip", "gzip cut", "gzip broken", "no list", "no turns", "no content"],
-)
-def test_what_holds_no_transcripts_is_refused(
-    tokenizer: Tokenizer, tmp_path: Path, text: bytes, expected: str
-) -> None:
-    file = tmp_path / "file.json"
-    file.write_bytes(text)
-    with pytest.raises(UsageError, match=expected):
-        samples(file, tokenizer, 400, 1)
-
-
 def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer(str(write_tokenizer(tmp_path)))
     with pytest.raises(UsageError, match="a model with a chat template"):

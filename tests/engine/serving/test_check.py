@@ -1,0 +1,114 @@
+"""`kvtier check` on conversations in which the demo model truly recalls."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_process import CLEAN_ENVIRONMENT, DEMO_MODEL
+from waiting import SAFETY_S
+
+from kvtier.errors import UsageError
+from kvtier_sglang.check.command import main
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+SESSIONS = 2
+ANSWERS = 5
+
+
+def conversation(seed: int) -> list[dict[str, str]]:
+    """A story of the examples as it goes where every answer is right."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import vault
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    story, note = vault.write_story(seed, 1500), ""
+    messages = [{"role": "system", "content": story.manual}]
+    for question in story.questions:
+        name = " ".join(question.split()[-2:])
+        answer = f"{name} {story.vaults.codes[name]}"
+        messages += [
+            {"role": "user", "content": vault.user_turn(note, question)},
+            {"role": "assistant", "content": answer},
+        ]
+        note = story.vaults.open(answer)
+    return messages
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("recorded") / "sessions.json"
+    file.write_text(json.dumps([conversation(seed) for seed in range(SESSIONS)]))
+    return file
+
+
+def check(folder: Path, recorded: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
+    """The command's exit code, its figures, and all that it printed."""
+    out = folder / "check.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "kvtier", "check", "--model-path", str(DEMO_MODEL)),
+            *("--transcripts", str(recorded), "--dtype", "float32", "--json", str(out)),
+            *("--max-total-tokens", "16000", "--max-new-tokens", "12"),
+            *("--html", str(folder / "check.html"), *flags),
+        ],
+        env=CLEAN_ENVIRONMENT | {"KVTIER_DATA_DIR": str(folder), "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=SAFETY_S,
+    )
+    assert out.is_file(), done.stderr[-4000:]
+    return done.returncode, json.loads(out.read_text()), done.stdout + done.stderr
+
+
+@pytest.mark.engine
+def test_what_keeps_everything_loses_nothing(tmp_path, recorded):
+    code, found, printed = check(tmp_path, recorded, "--min-worth", "0.999")
+    assert code == 0
+    turns = found["turns"]
+    assert len(turns) == SESSIONS * ANSWERS
+    for one in turns:
+        assert one["kept"] == pytest.approx(one["full"], abs=1e-3)
+        assert one["same_tokens"] == one["said_tokens"] > 0
+    figures = found["figures"]
+    assert figures["turns"] == SESSIONS * (ANSWERS - 1)
+    assert figures["worth"] == pytest.approx(1, abs=1e-3)
+    assert figures["agreement"] == figures["answers"] == 1
+    # Recorded answers stand in the manual: without it they cannot be told.
+    assert sum(one["bare"] - one["full"] for one in turns) > 20
+    assert "worth kept" in printed
+    assert (tmp_path / "check.html").read_text().count("<svg") == 3
+
+
+@pytest.mark.engine
+def test_what_drops_most_is_told_and_fails_its_bounds(tmp_path, recorded):
+    flags = ("--retention", "0.02", "--min-worth", "0.9", "--min-agreement", "0.9")
+    code, found, printed = check(tmp_path, recorded, *flags)
+    assert code == 1
+    first = [one for one in found["turns"] if one["turn"] == 1]
+    # Nothing was compressed before a session's first answer.
+    for one in first:
+        assert one["kept"] == pytest.approx(one["full"], abs=1e-3)
+        assert one["same_answer"]
+    assert found["figures"]["worth"] < 0.9
+    assert found["figures"]["agreement"] < 0.9
+    for name in ("worth", "agreement"):
+        assert f"{name}: {found['figures'][name]:.3f} is below 0.9" in printed
+    assert found["settings"]["retention"] == "0.02"
+
+
+def test_sessions_of_one_answer_and_unknown_parsers_are_refused(tmp_path):
+    file = tmp_path / "sessions.json"
+    flags = ["--model-path", str(DEMO_MODEL), "--transcripts", str(file)]
+    file.write_text(json.dumps([conversation(0)[:3]]))
+    with pytest.raises(UsageError, match=r"^--transcripts: expected a session of at least two"):
+        main(flags)
+    file.write_text(json.dumps([conversation(0)]))
+    with pytest.raises(UsageError, match=r"^--tool-call-parser: expected one of .*hermes"):
+        main([*flags, "--tool-call-parser", "unheard"])
