@@ -102,6 +102,13 @@ class Settings(BaseModel):
         "(`kvtier memory build`). store: those that are published for the model "
         "(`kvtier memory publish`); a directory of that name is ./store.",
     )
+    shadow_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of the requests that are computed a second time over exact KV when "
+        "nothing else is under way, to count how many tokens agree.",
+    )
     kernels: str = Field(
         "auto",
         description="Attention kernels: reference, triton, flashinfer, or auto (triton on a GPU).",

@@ -66,7 +66,7 @@ class Tokenizer:
 
     @property
     def takes_tool_calls(self) -> bool:
-        """Whether the chat template writes the tools that an assistant's message calls."""
+        """Return whether the chat template writes the tools that an assistant's message calls."""
         return "tool_calls" in str(getattr(self._tokenizer, "chat_template", ""))
 
     def render_chat(

@@ -19,6 +19,7 @@ from kvtier_sglang.memory.hooks import RequestHooks
 from kvtier_sglang.occupancy import Occupancy
 from kvtier_sglang.platform import is_cpu
 from kvtier_sglang.runtime import Runtime
+from kvtier_sglang.shadow import Shadow
 from kvtier_sglang.status import state
 from kvtier_sglang.status.publisher import publish
 from kvtier_sglang.tracing.tracer import engine_tracer
@@ -50,6 +51,7 @@ WEIGHT_CHANGES = (
 def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]:
     """Return what is hooked, and where. runtime: of this process; it makes the parts."""
     occupancy, on_requests = Occupancy(), RequestHooks(lambda: runtime.memories)
+    shadow = Shadow()
     before, around, after = HookType.BEFORE, HookType.AROUND, HookType.AFTER
     on_cpu = cpu_drafts.functions() if is_cpu() else {}
     older: dict[str, tuple[Callable[..., Any], HookType]] = {}
@@ -109,6 +111,8 @@ def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]
             before,
         ),
         f"{_TOKENIZER}._validate_one_request": (requests.check_request, before),
+        f"{_TOKENIZER}._send_one_request": (shadow.sending, before),
+        f"{_TOKENIZER}._handle_batch_output": (shadow.answering, before),
         **{
             f"{_CONTROL}.{verb}_expert_distribution_record": (requests.refuse_recording, before)
             for verb in ("start", "stop", "dump")

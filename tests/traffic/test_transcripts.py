@@ -24,7 +24,7 @@ SESSION: list[dict[str, Any]] = [
     {"role": "user", "content": "Thanks."},
 ]
 TOOL = {"type": "function", "function": {"name": "get_user", "parameters": {"type": "object"}}}
-# As the templates of models that are trained to call tools: they write definitions and calls.
+# A template of a model that is trained to call tools: it writes definitions and calls.
 CALLING = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }}{% endfor %}\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
@@ -33,7 +33,7 @@ CALLING = (
     "{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As that of a model that thinks: its answers of earlier turns are not written as it said them.
+# The template of a model that thinks does not write earlier answers as they were said.
 THINKING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 
 

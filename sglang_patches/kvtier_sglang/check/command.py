@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +184,8 @@ class _ToolCalls:
         for call in found:
             at = text.find(call.name, at) + len(call.name)
             ends.append((call.name, at))
-        for (name, named), (_, end) in zip(ends, [*ends[1:], ("", len(text))], strict=True):
+        ends.append(("", len(text)))
+        for (name, named), (_, end) in pairwise(ends):
             yield name, named, end
 
 

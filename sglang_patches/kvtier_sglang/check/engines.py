@@ -33,7 +33,7 @@ _MEASURED = {"custom_params": {PARAMS: {MEASURE: True}}}
 
 
 class Said(NamedTuple):
-    """What full KV makes of a turn.
+    """A turn with full KV.
 
     held_tokens: how many of the prompt's tokens the session had before
     said_ids:    its greedy answer
@@ -47,7 +47,7 @@ class Said(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a server makes of a turn.
+    """A turn over what a server keeps.
 
     loss:     of the recorded answer, nats
     best_ids: its own next token in place of each that full KV said

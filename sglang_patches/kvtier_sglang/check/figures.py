@@ -1,4 +1,4 @@
-"""What a check measured of every turn, and what it comes to.
+"""The measurements of a check, turn by turn, and their figures.
 
 Losses are nats. The worth kept is how much of what the context tells about the recorded answers is
 still there: (bare - kept) / (bare - full), over all turns behind the first. Agreement is of what

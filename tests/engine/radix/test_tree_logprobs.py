@@ -82,7 +82,7 @@ def test_a_request_that_measures_reads_what_is_kept_and_leaves_the_tree_as_it_wa
     assert (request.prefix_len, recomputed_tokens(request)) == (63, 0)
     run_turn(s, tokens, [4], sampling_params=MEASURING)
     assert (s.tree.evictable_size(), max(node.stop for node in s.tree.nodes())) == (held, 63)
-    # Nor does anything stay of a context that nobody has.
+    # Nothing stays of a context that nobody has, either.
     run_turn(s, context(50, seed=8), [4, 5], sampling_params=MEASURING)
     assert s.tree.evictable_size() == held
 
