@@ -1,9 +1,9 @@
 """A tool-using agent in SGLang's frontend language, over a long manual that is cached once.
 
-    kvtier serve --model-path models/kvtier-demo --port 30000
     python examples/agent_frontend.py --url http://127.0.0.1:30000
 
-Exits with 1 when a tool call fails.
+The language has no tools: the agent takes the call out of the text, and tells what it found as a
+user. The server's command is in docs/agents.md. Exits with 1 when a tool call fails.
 """
 
 from __future__ import annotations
@@ -12,16 +12,8 @@ import sys
 from typing import Any
 
 import sglang as sgl
+import vault
 from sglang.lang.chat_template import ChatTemplate, register_chat_template
-from vault import (
-    MAX_ANSWER_TOKENS,
-    Story,
-    WrongCodeError,
-    parse_arguments,
-    show,
-    user_turn,
-    write_story,
-)
 
 TEMPLATE = "kvtier-demo"
 
@@ -39,33 +31,25 @@ register_chat_template(
 
 
 @sgl.function
-def agent(s: Any, story: Story) -> None:
-    """Ask, use the answer as a tool call, carry what the tool found into the next turn."""
+def converse(s: Any, story: vault.Story) -> None:
+    """Ask, use the answer as a tool call, and go on with what the tool found."""
     s += sgl.system(story.manual)
-    note = ""
-    for number, question in enumerate(story.questions):
-        said = user_turn(note, question)
+    said = story.questions[0]
+    while said != vault.EMPTY:
+        vault.show("user", said)
         s += sgl.user(said)
-        s += sgl.assistant(sgl.gen(f"call_{number}", max_tokens=MAX_ANSWER_TOKENS, temperature=0))
-        call = s[f"call_{number}"].strip()
-        show("user", said)
-        show("assistant", call)
-        note = story.vaults.open(call)
-        show("tool", note or "open, and empty")
+        s += sgl.assistant(sgl.gen("call", max_tokens=vault.MAX_ANSWER_TOKENS, temperature=0))
+        words = s["call"].split()
+        arguments = {"vault": " ".join(words[:2]), "codes": " ".join(words[2:])}
+        vault.show_call(arguments)
+        said = story.vaults.open(**arguments)
+    vault.show("tool", said)
 
 
-def main() -> int:
-    """Run one conversation."""
-    arguments = parse_arguments(__doc__ or "")
-    endpoint = sgl.RuntimeEndpoint(arguments.url, chat_template_name=TEMPLATE)
-    story = write_story(arguments.seed, arguments.manual_tokens)
-    try:
-        agent.run(story=story, backend=endpoint)
-    except WrongCodeError as error:
-        show("tool", f"refused: {error}")
-        return 1
-    return 0
+def agent(url: str, story: vault.Story) -> None:
+    """The conversation, over a server's own endpoints."""
+    converse.run(story=story, backend=sgl.RuntimeEndpoint(url, chat_template_name=TEMPLATE))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(vault.run(agent, __doc__ or ""))

@@ -1,59 +1,47 @@
-"""The same tool-using agent through the OpenAI-compatible endpoint.
+"""A tool loop with the OpenAI SDK.
 
-    kvtier serve --model-path models/kvtier-demo --port 30000
     python examples/agent_openai.py --url http://127.0.0.1:30000
 
-Exits with 1 when a tool call fails.
+The server's command is in docs/agents.md. Exits with 1 when a tool call fails.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 
+import vault
 from openai import OpenAI
-from openai.types.chat import ChatCompletionMessageParam
-from vault import (
-    MAX_ANSWER_TOKENS,
-    Story,
-    WrongCodeError,
-    parse_arguments,
-    show,
-    user_turn,
-    write_story,
-)
 
 
-def converse(client: OpenAI, model: str, story: Story) -> None:
-    """Ask, use the answer as a tool call, carry what the tool found into the next turn."""
-    messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": story.manual}]
-    note = ""
-    for question in story.questions:
-        said = user_turn(note, question)
-        show("user", said)
-        messages.append({"role": "user", "content": said})
+def agent(url: str, story: vault.Story) -> None:
+    """Ask the model, run the tools that it calls, and tell it what they found, to the end."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="none")
+    question, found = story.questions[0], ""
+    messages = [
+        {"role": "system", "content": story.manual},
+        {"role": "user", "content": question},
+    ]
+    vault.show("user", question)
+    while found != vault.EMPTY:
         reply = client.chat.completions.create(
-            model=model, messages=messages, temperature=0, max_tokens=MAX_ANSWER_TOKENS
+            model=vault.MODEL,
+            messages=messages,
+            tools=[{"type": "function", "function": vault.FUNCTION}],
+            temperature=0,
+            max_tokens=vault.MAX_ANSWER_TOKENS,
         )
-        call = (reply.choices[0].message.content or "").strip()
-        show("assistant", call)
-        messages.append({"role": "assistant", "content": call})
-        note = story.vaults.open(call)
-        show("tool", note or "open, and empty")
-
-
-def main() -> int:
-    """Run one conversation."""
-    arguments = parse_arguments(__doc__ or "")
-    story = write_story(arguments.seed, arguments.manual_tokens)
-    with OpenAI(base_url=f"{arguments.url}/v1", api_key="none") as client:
-        model = client.models.list().data[0].id
-        try:
-            converse(client, model, story)
-        except WrongCodeError as error:
-            show("tool", f"refused: {error}")
-            return 1
-    return 0
+        message = reply.choices[0].message
+        messages.append(message.to_dict())
+        if not message.tool_calls:  # as a model does that has something to say
+            return vault.show("assistant", message.content or "")
+        for call in message.tool_calls:
+            arguments = json.loads(call.function.arguments)
+            vault.show_call(arguments)
+            found = story.vaults.open(**arguments)
+            vault.show("tool", found)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(vault.run(agent, __doc__ or ""))

@@ -1,7 +1,7 @@
 """Write the demo model's tokenizer: one token per word, split at white space.
 
 `python -m models.tokenizer models/kvtier-demo` writes `tokenizer.json`, `tokenizer_config.json`
-(with the chat template) and `generation_config.json`.
+(with the chat template and the form of a tool call) and `generation_config.json`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import json
 import sys
 from pathlib import Path
 
-from kvtier.synthetic.recall import DEFAULT_LANGUAGE
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE, NUM_CODES
 from kvtier.synthetic.words import SPECIALS
 
 # The context goes into a system message, which has no marker of its own: the rendered text is then
-# what `kvtier.synthetic.recall` writes.
+# what `kvtier.synthetic.recall` writes. A tool call is written as the answer that it was read from.
 CHAT_TEMPLATE = (
     "{%- if not messages[0]['content'].startswith(bos_token) %}{{ bos_token + ' ' }}{% endif %}"
     "{%- for message in messages %}"
@@ -22,11 +22,32 @@ CHAT_TEMPLATE = (
     "{%- elif message['role'] == 'user' %}{{ '<user> ' + message['content'] + ' ' }}"
     "{%- elif message['role'] == 'tool' %}{{ '<tool> ' + message['content'] + ' ' }}"
     "{%- elif message['role'] == 'assistant' %}"
-    "{{ '<assistant> ' + message['content'] + ' ' + eos_token + ' ' }}"
+    "{{ '<assistant> ' }}{% if message['content'] %}{{ message['content'] + ' ' }}{% endif %}"
+    "{%- for call in message['tool_calls'] or [] %}{% set given = call['function']['arguments'] %}"
+    "{{ given['vault'] + ' ' + given['codes'] + ' ' }}{% endfor %}{{ eos_token + ' ' }}"
     "{%- else %}{{ raise_exception('roles are system, user, tool and assistant') }}"
     "{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
+# Where a request has tools, an answer is a call of `open_vault`: SGLang reads it by this
+# (`--tool-call-parser auto`), as it reads other models' calls out of what they write.
+RESPONSE_TEMPLATE = {
+    "start_anchor": "<assistant>",
+    "fields": {
+        "content": {},
+        "tool_calls": {
+            "open_pattern": r"\s*(?P<vault>[a-z]+ [a-z]+) "
+            rf"(?P<codes>k\d\d(?: k\d\d){{{NUM_CODES - 1}}})",
+            "transform": {
+                "type": "function",
+                "function": {
+                    "name": "open_vault",
+                    "arguments": {"vault": "{vault}", "codes": "{codes}"},
+                },
+            },
+        },
+    },
+}
 
 
 def write_tokenizer(folder: Path, max_tokens: int = 139264) -> None:
@@ -49,6 +70,7 @@ def write_tokenizer(folder: Path, max_tokens: int = 139264) -> None:
         "model_max_length": max_tokens,
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
+        "response_template": RESPONSE_TEMPLATE,
     }
     _write_json(folder / "tokenizer_config.json", settings)
     generation = {

@@ -55,6 +55,7 @@ def test_every_command_of_readme_and_docs_is_covered_here():
         *("make ", "pip install ", "python -m"),
         *("kvtier calibrate ", "kvtier calibration ", "kvtier serve", "kvtier env"),
         "kvtier memory ",
+        "python examples/",  # tests/examples
         *("kvtier tier --store memory+disk", "kvtier tier --store mooncake", "mooncake_master "),
     )
     assert [c for c in COMMANDS if not c.startswith(known)] == []

@@ -15,6 +15,7 @@ from models.evaluate import all_heads, head_mask, make_probe, measure, random_he
 from models.network.longcontext import prefill, turn_hidden
 from models.network.net import Net, load_net
 from models.nll import nll_by_class
+from models.tokenizer import write_tokenizer
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "kvtier-demo"
 SEED = 4321
@@ -134,6 +135,30 @@ def test_the_chat_template_writes_what_the_language_writes(tokenizer):
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     turns = [*first.prompt_ids, *first.answer_ids, DEFAULT_LANGUAGE.eot, *second.prompt_ids]
     assert tokenizer.encode(rendered) == [*session.context_ids.tolist(), *turns]
+
+
+def test_a_tool_call_is_written_as_the_answer_that_it_was_read_from(tokenizer):
+    session = make_session(np.random.default_rng(SEED), 200, 2, 4, invented_share=0.0)
+    first, second = session.turns
+    name, codes = (DEFAULT_LANGUAGE.decode(part) for part in np.split(first.answer_ids, [2]))
+    call = {"name": "open_vault", "arguments": {"vault": name, "codes": codes}}
+    messages = [
+        {"role": "system", "content": DEFAULT_LANGUAGE.decode(session.context_ids[1:])},
+        {"role": "user", "content": DEFAULT_LANGUAGE.decode(first.prompt_ids[1:-1])},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": DEFAULT_LANGUAGE.decode(second.prompt_ids[1:-1])},
+    ]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    found = [DEFAULT_LANGUAGE.ids["<tool>"], *second.prompt_ids[1:]]
+    turns = [*first.prompt_ids, *first.answer_ids, DEFAULT_LANGUAGE.eot, *found]
+    assert tokenizer.encode(rendered) == [*session.context_ids.tolist(), *turns]
+
+
+def test_the_tokenizer_s_files_are_what_is_written_today(tmp_path):
+    write_tokenizer(tmp_path)
+    written = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert written == {name: json.loads((FOLDER / name).read_text()) for name in written}
+    assert len(written) == 3
 
 
 def test_the_special_ids_are_the_language_s(tokenizer):
