@@ -51,7 +51,7 @@ def agent(url: str, story: vault.Story) -> None:
 
 
 def show(node: str, message: AnyMessage) -> None:
-    """What a node of the graph said, as a line of the transcript."""
+    """Show the words of a node of the graph as a line of the transcript."""
     calls = message.tool_calls if isinstance(message, AIMessage) else []
     for call in calls:
         vault.show_call(call["args"])

@@ -39,8 +39,8 @@ async def step(client: AsyncOpenAI, story: vault.Story, messages: Messages) -> t
 
 
 def cost(usage: CompletionUsage) -> str:
-    """What of a prompt was cached and computed. A server without --enable-cache-report says nothing
-    of what was cached."""
+    """Return how many tokens of a prompt were cached, and how many computed. A server without
+    --enable-cache-report says nothing of what was cached."""
     details = usage.prompt_tokens_details
     cached = details.cached_tokens if details else 0
     return f"{cached:5} cached {usage.prompt_tokens - cached:5} computed"

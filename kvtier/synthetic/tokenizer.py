@@ -25,6 +25,11 @@ class Tokenizer:
             raise UsageError("--model-path", "a model with a tokenizer", model_path) from error
 
     @property
+    def inner(self) -> Any:
+        """The tokenizer of transformers behind this one."""
+        return self._tokenizer
+
+    @property
     def first_ids(self) -> tuple[int, ...]:
         """The ids that every plain text begins with: BOS, where there is one."""
         bos = self._tokenizer.bos_token_id

@@ -91,8 +91,8 @@ class ShadowMetrics:
 
 @dataclass
 class Counts:
-    """Sums over turns: those compared and given up; tokens of answers, and those that exact KV takes
-    for likeliest, too; the divergence, nats."""
+    """Sums over turns: those compared and given up; tokens of answers, and those of them that exact
+    KV takes for likeliest, too; the divergence, nats."""
 
     turns: int = 0
     given_up: int = 0

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     sessions = [turns_of(one, tokenizer) for one in transcripts]
     if not any(len(turns) > 1 for turns in sessions):
         raise UsageError(ARGUMENT, "a session of at least two answers", str(own["transcripts"]))
-    calls = _ToolCalls(transcripts, own["tool_call_parser"] or DEFAULT_PARSER)
+    calls = _ToolCalls(transcripts, tokenizer, own["tool_call_parser"] or DEFAULT_PARSER)
     most, parallel = own["max_new_tokens"], own["parallel"]
     said = with_full_kv(flags, settings, sessions, most_tokens=most, parallel=parallel)
     kept = as_served(flags, settings, sessions, said, parallel=parallel)
@@ -150,7 +150,9 @@ def _results(
 class _ToolCalls:
     """Tool calls in texts, found by SGLang's parser of that name."""
 
-    def __init__(self, transcripts: Sequence[Transcript], parser: str) -> None:
+    def __init__(
+        self, transcripts: Sequence[Transcript], tokenizer: Tokenizer, parser: str
+    ) -> None:
         """Raises UsageError for a parser that SGLang does not have."""
         from sglang.srt.entrypoints.openai.protocol import Tool
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -169,20 +171,22 @@ class _ToolCalls:
         if parser not in FunctionCallParser.ToolCallParserEnum:
             names = ", ".join(FunctionCallParser.ToolCallParserEnum)
             raise UsageError("--tool-call-parser", f"one of {names}", parser)
-        self._tools, self._parser = list(known.values()), parser
+        self._tools, self._tokenizer, self._parser = list(known.values()), tokenizer.inner, parser
 
     def of(self, text: str) -> Iterator[tuple[str, int, int]]:
         """The name of each call, where it ends in the text, and where the call does: at the next
         one's name, or at the text's end."""
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-        parser = FunctionCallParser(self._tools, self._parser)
+        parser = FunctionCallParser(self._tools, self._parser, self._tokenizer)
         if not parser.has_tool_call(text):
             return
         _, found = parser.parse_non_stream(text)
         ends, at = [], 0
         for call in found:
-            at = text.find(call.name, at) + len(call.name)
+            # Some formats have no names.
+            place = text.find(call.name, at)
+            at = at if place < 0 else place + len(call.name)
             ends.append((call.name, at))
         ends.append(("", len(text)))
         for (name, named), (_, end) in pairwise(ends):

@@ -21,23 +21,30 @@ SESSIONS = 2
 ANSWERS = 5
 
 
-def conversation(seed: int) -> list[dict[str, str]]:
-    """A story of the examples as it goes where every answer is right."""
+def conversation(seed: int) -> list[dict[str, Any]]:
+    """A story of the examples as it goes where every vault is opened."""
     sys.path.insert(0, str(EXAMPLES))
     try:
         import vault
     finally:
         sys.path.remove(str(EXAMPLES))
-    story, note = vault.write_story(seed, 1500), ""
-    messages = [{"role": "system", "content": story.manual}]
-    for question in story.questions:
-        name = " ".join(question.split()[-2:])
-        answer = f"{name} {story.vaults.codes[name]}"
+    story = vault.write_story(seed, 1500)
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": story.manual},
+        {"role": "user", "content": story.questions[0]},
+    ]
+    for number, (name, codes) in enumerate(story.vaults.codes.items()):
+        arguments = json.dumps({"vault": name, "codes": codes})
+        call = {"id": f"call_{number}", "type": "function"}
+        call |= {"function": {"name": vault.TOOL, "arguments": arguments}}
         messages += [
-            {"role": "user", "content": vault.user_turn(note, question)},
-            {"role": "assistant", "content": answer},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {
+                "role": "tool",
+                "tool_call_id": call["id"],
+                "content": story.vaults.open(name, codes),
+            },
         ]
-        note = story.vaults.open(answer)
     return messages
 
 
@@ -56,6 +63,7 @@ def check(folder: Path, recorded: Path, *flags: str) -> tuple[int, dict[str, Any
             *(sys.executable, "-m", "kvtier", "check", "--model-path", str(DEMO_MODEL)),
             *("--transcripts", str(recorded), "--dtype", "float32", "--json", str(out)),
             *("--max-total-tokens", "16000", "--max-new-tokens", "12"),
+            *("--tool-call-parser", "response_template"),
             *("--html", str(folder / "check.html"), *flags),
         ],
         env=CLEAN_ENVIRONMENT | {"KVTIER_DATA_DIR": str(folder), "PATH": os.environ["PATH"]},
@@ -79,11 +87,12 @@ def test_what_keeps_everything_loses_nothing(tmp_path, recorded):
     figures = found["figures"]
     assert figures["turns"] == SESSIONS * (ANSWERS - 1)
     assert figures["worth"] == pytest.approx(1, abs=1e-3)
-    assert figures["agreement"] == figures["answers"] == 1
+    assert figures["agreement"] == figures["answers"] == figures["calls"] == 1
+    assert figures["tool_calls"] == SESSIONS * (ANSWERS - 1)
     # Recorded answers stand in the manual: without it they cannot be told.
     assert sum(one["bare"] - one["full"] for one in turns) > 20
     assert "worth kept" in printed
-    assert (tmp_path / "check.html").read_text().count("<svg") == 3
+    assert (tmp_path / "check.html").read_text().count("<svg") == 4
 
 
 @pytest.mark.engine
@@ -98,6 +107,7 @@ def test_what_drops_most_is_told_and_fails_its_bounds(tmp_path, recorded):
         assert one["same_answer"]
     assert found["figures"]["worth"] < 0.9
     assert found["figures"]["agreement"] < 0.9
+    assert found["figures"]["calls"] < 1
     for name in ("worth", "agreement"):
         assert f"{name}: {found['figures'][name]:.3f} is below 0.9" in printed
     assert found["settings"]["retention"] == "0.02"
