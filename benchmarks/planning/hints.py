@@ -99,7 +99,7 @@ def told_tenants(traffic: Traffic) -> dict[str, Told]:
 
 def declare(arguments: Arguments) -> None:
     arguments.add("--trace", required=True, metavar="FILE", help="sessions of agents")
-    arguments.whole("--seeds", 10, "traffics, from --seed on", least=2)
+    arguments.whole("--seeds", 20, "traffics, from --seed on", least=2)
 
 
 def run(options: Options) -> Iterator[Measured]:
