@@ -25,7 +25,6 @@ import numpy.typing as npt
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
 from benchmarks.common.table import new_table, show
 from kvtier.plan.answers import Slo
-from kvtier.plan.fleet import FleetPlan
 from kvtier.plan.hints import Hints, away_s
 from kvtier.plan.simulate import Outcome, simulate
 from kvtier.plan.study import Question, replicas_of
@@ -40,12 +39,14 @@ Setting = tuple[str, str | None, int]
 MEANS = ("hit", "computed_tokens", "ttft_p50_s", "ttft_p90_s", "refused")
 # policy, kept dtype, H100s
 SETTINGS: tuple[Setting, ...] = (
-    ("full", None, 1), ("full", None, 2),
-    ("kvtier", None, 1), ("kvtier", None, 2), ("kvtier", None, 4),
-    ("kvtier-tier", None, 1), ("kvtier-tier", None, 2),
-    ("kvtier", "int4", 1), ("kvtier", "int4", 2),
-    ("kvtier-tier", "int4", 1), ("kvtier-tier", "int4", 2),
-)  # fmt: skip
+    *product(POLICIES[:1], (None,), (1, 2)),
+    *product(POLICIES[1:2], (None,), (1, 2, 4)),
+    *product(POLICIES[2:], (None,), (1, 2)),
+    *product(POLICIES[1:], ("int4",), (1, 2)),
+)
+INSTANT = dict.fromkeys(
+    ("tier_latency_s", "tier_token_s", "tier_shared_token_s", "tier_write_token_s"), 0.0
+)
 TENANTS, TENANT = 24, Description(
     sessions=40, sessions_per_s=0.01, turns=6, shared_tokens=16384, context_tokens=8192,
     turn_tokens=1024, output_tokens=256, think_s=60,
@@ -127,22 +128,16 @@ def measure(traffic: Traffic, setting: Setting, one: Told) -> dict[str, Any]:
         (policy,), Slo(ttft_s=2.0, tpot_s=0.05), model="llama-3-8b", tp=1, kept_dtype=kept_dtype,
         retention=one.retention, schedule_policy="lpm",
     )  # fmt: skip
-    outcome = simulate(traffic, fleet_of(question, traffic, count, one.instant), one.hints)
+    plan = replicas_of(question, traffic)[0].with_replicas(count)
+    plan = replace(plan, cache=replace(plan.cache, tier_tokens=count * plan.cache.tier_tokens))
+    if one.instant:
+        plan = replace(plan, rates=replace(plan.rates, **INSTANT))
+    outcome = simulate(traffic, plan, one.hints)
     found: dict[str, Any] = figures(outcome, np.ones(traffic.num_requests, bool))
     if one.named is not None:
         named = one.named[traffic.session]
         found |= {"named": figures(outcome, named), "others": figures(outcome, ~named)}
     return found
-
-
-def fleet_of(question: Question, traffic: Traffic, count: int, instant: bool) -> FleetPlan:
-    """So many H100s, and a tier of as many machines. instant: fetching takes no time."""
-    plan = replicas_of(question, traffic)[0].with_replicas(count)
-    plan = replace(plan, cache=replace(plan.cache, tier_tokens=count * plan.cache.tier_tokens))
-    if not instant:
-        return plan
-    names = ("tier_latency_s", "tier_token_s", "tier_shared_token_s", "tier_write_token_s")
-    return replace(plan, rates=replace(plan.rates, **dict.fromkeys(names, 0.0)))
 
 
 def figures(outcome: Outcome, which: npt.NDArray[np.bool_]) -> dict[str, float]:
@@ -174,11 +169,20 @@ def judged(found: dict[tuple[Any, ...], list[dict[str, Any]]]) -> list[dict[str,
         rows.append({
             **dict(zip(("traffic", "policy", "kept_dtype", "gpus"), setting, strict=True)),
             "hint": hint, "one_would_run": runs, "gains": gains,
-            **{name: average([one[name] for one in seeds])[0] for name in MEANS},
             "hit_gain": hit, "hit_error": hit_error,
-            "ttft_p90_ratio": math.exp(log), "ttft_p90_error": log_error, "seeds": seeds,
+            "ttft_p90_ratio": math.exp(log), "ttft_p90_error": log_error, **summary(seeds),
         })  # fmt: skip
     return rows
+
+
+def summary(seeds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means over the seeds, and by seed what is judged."""
+    found: dict[str, Any] = {name: average([one[name] for one in seeds])[0] for name in MEANS}
+    for group in ("named", "others"):
+        if group in seeds[0]:
+            found[group] = summary([one[group] for one in seeds])
+    by_seed = {name: [round(one[name], 5) for one in seeds] for name in ("hit", "ttft_p90_s")}
+    return found | {"by_seed": by_seed}
 
 
 def average(values: list[float]) -> tuple[float, float]:

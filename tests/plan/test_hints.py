@@ -83,10 +83,10 @@ def test_with_any_hints_every_slot_is_in_a_unit_and_all_is_answered(seed, cache)
 
 
 def test_by_return_times_the_session_that_comes_back_last_makes_room():
-    # The first is used least recently, and asks again first. Two of three fit.
+    # Two of three fit. The oldest is the one that asks again next, all the way.
     traffic = turns((0, 10), (2, 40), (4, 100))
     plan = FleetPlan(1, RATES, FULL)
-    assert hits_of_second_turns(simulate(traffic, plan)) == [False, True, True]
+    assert hits_of_second_turns(simulate(traffic, plan)) == [False, False, False]
     assert hits_of_second_turns(simulate(traffic, plan, Hints(away_s=away_s(traffic)))) == [
         True, False, True,
     ]  # fmt: skip
