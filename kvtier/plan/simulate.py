@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvtier.errors import UsageError
 from kvtier.plan.fleet import STREAMING, FleetPlan
+from kvtier.plan.hints import Hints, owners
 from kvtier.pool_sizing import IN_FLIGHT_SHARE
 from kvtier.retention.shares.base import PAGE
 from kvtier.traffic.prefixes import Traffic
@@ -18,7 +19,15 @@ try:
     from numba.core.errors import NumbaTypeSafetyWarning
 
     from kvtier.plan.core import loop, routing
-    from kvtier.plan.core.state import Asked, Fleet, World, asked, new_world, with_more_units
+    from kvtier.plan.core.state import (
+        Asked,
+        Fleet,
+        World,
+        asked,
+        new_world,
+        with_hints,
+        with_more_units,
+    )
 except ImportError as error:  # pragma: no cover - where the engine is not installed
     raise UsageError(
         "kvtier plan", "numba, which `pip install 'kvtier[plan]'` and SGLang bring", str(error)
@@ -65,9 +74,9 @@ class Outcome:
             return np.where(later > 0, (self.finish_s - self.first_s) / later, np.nan)
 
 
-def simulate(traffic: Traffic, plan: FleetPlan) -> Outcome:
+def simulate(traffic: Traffic, plan: FleetPlan, hints: Hints | None = None) -> Outcome:
     """Serve all of the traffic. Equal arguments give equal outcomes."""
-    world, fleet, tables = run(traffic, plan)
+    world, fleet, tables = run(traffic, plan, hints)
     last = np.flatnonzero(_is_last(traffic)).astype(np.int32)
     found, replicas = world.requests, world.replicas
     return Outcome(
@@ -86,10 +95,14 @@ def simulate(traffic: Traffic, plan: FleetPlan) -> Outcome:
     )
 
 
-def run(traffic: Traffic, plan: FleetPlan) -> tuple[World, Fleet, Asked]:
+def run(
+    traffic: Traffic, plan: FleetPlan, hints: Hints | None = None
+) -> tuple[World, Fleet, Asked]:
     """The fleet's state when everything is answered, and what the loop was given."""
-    fleet, tables = _numbers(plan), asked(traffic)
+    fleet, tables = _numbers(plan, hints), asked(traffic)
     world = new_world(fleet, traffic, FIRST_UNITS + UNITS_PER_RUNNING * (plan.max_running + 1))
+    if hints is not None:
+        world = with_hints(world, *hints.filled(traffic, plan.cache.retention), owners(traffic))
     independent = np.flatnonzero(np.isfinite(traffic.arrival_s))
     order = independent[np.argsort(traffic.arrival_s[independent], kind="stable")].astype(np.int32)
     with warnings.catch_warnings():
@@ -109,7 +122,7 @@ def _is_last(traffic: Traffic) -> npt.NDArray[np.bool_]:
     return found
 
 
-def _numbers(plan: FleetPlan) -> Fleet:
+def _numbers(plan: FleetPlan, hints: Hints | None) -> Fleet:
     cache, rates = plan.cache, plan.rates
     kept = cache.retention * cache.ca_share * PAGE / cache.page
     compresses = cache.compresses and kept < 1
@@ -146,6 +159,7 @@ def _numbers(plan: FleetPlan) -> Fleet:
         routing=routing.POLICIES[plan.routing],
         routing_slack=plan.routing_slack,
         longest_first=plan.schedule_policy == "lpm",
+        hinted=hints is not None,
     )
 
 

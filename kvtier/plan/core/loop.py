@@ -64,6 +64,9 @@ def _arrive(world: World, traffic: Asked, fleet: Fleet, request: int, now_s: flo
     replica = routing.choose(world, traffic, fleet, request)
     requests.arrived_s[request], requests.replica[request] = now_s, replica
     requests.ready_s[request] = now_s
+    if fleet.hinted:
+        session = traffic.asks.session[request]
+        world.hints.priority[session] = max(0.0, world.hints.priority[session])
     replicas.outstanding[replica] += 1
     clocks.put(world.loads, replica, float(replicas.outstanding[replica]))
     routing.note_home(world, traffic, request, replica)

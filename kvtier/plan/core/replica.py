@@ -31,7 +31,7 @@ from kvtier.plan.core.state import (
     World,
 )
 from kvtier.plan.core.tiering import restore, spill
-from kvtier.plan.core.turns import end_turn, publish, streamed_slots
+from kvtier.plan.core.turns import end_turn, publish, retention_of, streamed_slots
 from kvtier.plan.core.units import lock_path, reserve, unlock_path
 
 ADMITTED, NO_ROOM, NEVER_FITS = 0, 1, 2
@@ -157,7 +157,7 @@ def _start_prefill(world: World, traffic: Asked, fleet: Fleet, replica: int, now
             break
         _dequeue(world, replica, before, request)
         if outcome == NEVER_FITS:
-            leave(world, traffic, replica, request, now_s)
+            leave(world, traffic, fleet, replica, request, now_s)
         else:
             took_s += fleet.prefill_request_s
             took_s += _take_chunk(world, traffic, fleet, replica, request, room)
@@ -228,7 +228,8 @@ def _admit(
     requests.streams[request] = streams
     if streams:
         restored = 0
-        wanted += streamed_slots(fleet, tokens - hit) - (tokens - hit)
+        retention = retention_of(world, fleet, traffic.asks.node[request])
+        wanted += streamed_slots(fleet, tokens - hit, retention) - (tokens - hit)
     alone = replicas.num_running[replica] + replicas.num_batch[replica] == 0
     in_flight = replicas.used[replica] - replicas.evictable[replica] + wanted
     waits = not alone and in_flight > fleet.in_flight_slots
@@ -315,11 +316,13 @@ def finish(
     end_turn(world, traffic, fleet, request)
     if fleet.tier_tokens > 0:
         spill(world, traffic, fleet, request, now_s)
-    leave(world, traffic, replica, request, now_s)
+    leave(world, traffic, fleet, replica, request, now_s)
 
 
 @compiled
-def leave(world: World, traffic: Asked, replica: int, request: int, now_s: float) -> None:
+def leave(
+    world: World, traffic: Asked, fleet: Fleet, replica: int, request: int, now_s: float
+) -> None:
     """The replica has a request less."""
     replicas = world.replicas
     replicas.outstanding[replica] -= 1
@@ -329,6 +332,8 @@ def leave(world: World, traffic: Asked, replica: int, request: int, now_s: float
         session = traffic.asks.session[later]
         world.waiting[session] = later
         clocks.put(world.waits, session, now_s + traffic.asks.think_s[later])
+    if fleet.hinted and not math.isnan(world.away_s[request]):
+        world.hints.priority[traffic.asks.session[request]] = -(now_s + world.away_s[request])
 
 
 __all__ = [

@@ -44,6 +44,7 @@ class Fleet(NamedTuple):
     streams:    a place in STREAMING: which prompts are compressed while they are prefilled
     routing:    a place in routing.POLICIES
     longest_first: the waiting request with the longest cached prefix is admitted first
+    hinted:     there are hints of sessions
     in_flight_slots: slots that requests in flight may hold while another runs
     tier_tokens: 0 where there is no tier; tier_span: fewer missing tokens are not asked for
     """
@@ -79,6 +80,7 @@ class Fleet(NamedTuple):
     routing: int
     routing_slack: int
     longest_first: bool
+    hinted: bool
 
 
 # A number that is no request, unit or node, or not yet a time, is what a field begins with.
@@ -159,6 +161,8 @@ _TOTALS = {
     "held": "i8", "evicted": "i8", "newest": "i4", "oldest": "i4", "link_free_s": "f8",
     "free_units": "i8", "arrivals": "i8", "turn": "i8",
 }  # fmt: skip
+# Per session, and behind them of what several share: see kvtier.plan.hints.
+_HINTS = {"priority": "f8", "retention": "f8"}
 
 
 class World(NamedTuple):
@@ -171,6 +175,7 @@ class World(NamedTuple):
     batch, running: requests of each replica, [replicas, max_running]
     events, loads: per replica, trees of `clocks`: its next event, and how many requests it has
     waits, waiting: per session, such a tree of when its next turn comes, and which request that is
+    hints, owner, away_s: by session, node and request; of length 1 where there are no hints
     """
 
     requests: Records
@@ -187,6 +192,9 @@ class World(NamedTuple):
     loads: Float64
     waits: Float64
     waiting: Int32
+    hints: Records
+    owner: Int32
+    away_s: Float64
 
 
 def new_world(fleet: Fleet, traffic: Traffic, units: int) -> World:
@@ -214,7 +222,19 @@ def new_world(fleet: Fleet, traffic: Traffic, units: int) -> World:
         loads=_tournament(np.zeros(r)),
         waits=_tournament(np.full(sessions, np.inf)),
         waiting=np.full(sessions, NONE, np.int32),
+        hints=_table(1, _HINTS),
+        owner=np.zeros(1, np.int32),
+        away_s=np.zeros(1),
     )
+
+
+def with_hints(
+    world: World, priority: Float64, retention: Float64, away_s: Float64, owner: Int32
+) -> World:
+    """The same with hints, as `kvtier.plan.hints` says them."""
+    hints = _table(len(priority), _HINTS)
+    hints.priority, hints.retention = priority, retention
+    return world._replace(hints=hints, owner=owner, away_s=away_s)
 
 
 def with_more_units(world: World) -> World:
@@ -257,4 +277,4 @@ def _tournament(values: Float64) -> Float64:
     return tree
 
 
-__all__ = ["Asked", "Fleet", "World", "asked", "new_world", "with_more_units"]
+__all__ = ["Asked", "Fleet", "World", "asked", "new_world", "with_hints", "with_more_units"]

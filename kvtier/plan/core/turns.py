@@ -43,13 +43,21 @@ def publish(world: World, traffic: Asked, fleet: Fleet, request: int) -> None:
 
 
 @compiled
-def streamed_slots(fleet: Fleet, tokens: int) -> int:
+def retention_of(world: World, fleet: Fleet, node: int) -> float:
+    """What is kept of the turns of a node's session."""
+    if fleet.hinted:
+        return world.hints.retention[world.owner[node]]
+    return fleet.retention
+
+
+@compiled
+def streamed_slots(fleet: Fleet, tokens: int, retention: float) -> int:
     """Slots of so many tokens of a prompt that is compressed while it is prefilled: as
     `kvtier_sglang.radix.streaming.Streaming`."""
     early = tokens - 2 * fleet.chunk
     if early <= 0:
         return tokens
-    return tokens - early + min(early, kept_slots(fleet, early, math.ceil(fleet.retention * early)))
+    return tokens - early + min(early, kept_slots(fleet, early, math.ceil(retention * early)))
 
 
 @compiled
@@ -108,11 +116,12 @@ def compress(world: World, fleet: Fleet, unit: int) -> int:
     if dropped <= 1:
         return 0
     units.drop_begin[unit], units.drop_end[unit] = begin, end
-    kept = math.ceil(fleet.retention * (prompt - start)) - (prompt - start - dropped)
+    retention = retention_of(world, fleet, units.node[unit])
+    kept = math.ceil(retention * (prompt - start)) - (prompt - start - dropped)
     freed = dropped - min(dropped, kept_slots(fleet, dropped, kept))
     units.slots[unit] -= freed
     world.replicas.used[root] -= freed
     return freed
 
 
-__all__ = ["compress", "end_turn", "publish", "streamed_slots"]
+__all__ = ["compress", "end_turn", "publish", "retention_of", "streamed_slots"]

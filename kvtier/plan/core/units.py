@@ -127,10 +127,24 @@ def new_unit(world: World, replica: int) -> int:
 
 
 @compiled
-def evict_oldest(world: World, replica: int) -> None:
-    """Evict the unit that was used least recently."""
+def _least_wanted(world: World, replica: int) -> int:
+    """The leaf whose session has the lowest priority; of equal ones that used least recently."""
+    units, found, least = world.units, NONE, 0.0
+    unit = world.replicas.oldest[replica]
+    while unit != NONE:
+        if units.children[unit] == 0:
+            priority = world.hints.priority[world.owner[units.node[unit]]]
+            if found == NONE or priority < least:
+                found, least = unit, priority
+        unit = units.newer[unit]
+    return found
+
+
+@compiled
+def evict(world: World, fleet: Fleet, replica: int) -> None:
+    """Evict the unit that was used least recently, or that by hints is wanted least."""
     units, replicas = world.units, world.replicas
-    unit = replicas.oldest[replica]
+    unit = _least_wanted(world, replica) if fleet.hinted else replicas.oldest[replica]
     take_out(world, unit)
     detach(world, unit)
     replicas.used[replica] -= units.slots[unit]
@@ -179,7 +193,7 @@ def reserve(world: World, fleet: Fleet, replica: int, slots: int) -> bool:
     if replicas.used[replica] + slots - fleet.slots > replicas.evictable[replica]:
         return False
     while replicas.used[replica] + slots > fleet.slots:
-        evict_oldest(world, replica)
+        evict(world, fleet, replica)
     replicas.used[replica] += slots
     replicas.peak[replica] = max(replicas.peak[replica], replicas.used[replica])
     return True

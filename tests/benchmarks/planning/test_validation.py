@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from benchmarks.planning import fleet_study, validation
+from benchmarks.planning import fleet_study, hints, validation
 
 ROW = {
     "policy": "full",
@@ -40,11 +40,11 @@ def test_windows_are_scaled_for_the_run_and_restored_after_it():
     assert dict(os.environ) == before
 
 
-@pytest.mark.parametrize("program", [validation, fleet_study])
+@pytest.mark.parametrize("program", [validation, fleet_study, hints])
 def test_programs_want_a_trace_and_have_good_defaults(program, capsys):
     with pytest.raises(SystemExit):
         program.BENCHMARK.parse([])
     assert "--trace" in capsys.readouterr().err
-    assert program.BENCHMARK.parse(["--trace", "some.jsonl"]).seed == 0
+    assert program.BENCHMARK.parse(["--trace", "some.jsonl"]).seed == program.BENCHMARK.seed
     assert program.main(["--trace", "no-such-trace.jsonl", "--out", os.devnull]) == 2
     assert "--trace: expected a readable file" in capsys.readouterr().err
