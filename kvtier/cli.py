@@ -8,6 +8,7 @@
     kvtier memory             build, show, verify and publish prefix memories
     kvtier plan               how many GPUs a workload needs, with and without kvtier
     kvtier serve              SGLang's server with kvtier's cache (installed by kvtier_sglang)
+    kvtier check              what recorded sessions lose on such a server
 
 Commands of other packages arrive through the entry point group `kvtier.commands`, so that the
 core imports neither the engine nor a server.

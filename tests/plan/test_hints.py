@@ -50,7 +50,7 @@ def turns(*sessions: tuple[float, float]) -> Traffic:
 
 
 def hits_of_second_turns(outcome: Outcome) -> list[bool]:
-    """By session: whether most of its second turn's prompt was cached."""
+    """Return of each session whether most of its second turn's prompt was cached."""
     second = outcome.traffic.next_request[np.argsort(outcome.traffic.session, kind="stable")]
     return [bool(outcome.hit_device[one] > 4000) for one in second[second >= 0]]
 
