@@ -102,6 +102,13 @@ class Settings(BaseModel):
         "(`kvtier memory build`). store: those that are published for the model "
         "(`kvtier memory publish`); a directory of that name is ./store.",
     )
+    request_log: Path | None = Field(
+        None,
+        description="File that a line is appended to for each request that ended: lengths, keyed "
+        "hashes of blocks, times, and why tokens were computed again, but no text "
+        "(`kvtier trace explain`). With --dp-size a file for each replica, FILE.1.jsonl for the "
+        "second. None: no log.",
+    )
     kernels: str = Field(
         "auto",
         description="Attention kernels: reference, triton, flashinfer, or auto (triton on a GPU).",

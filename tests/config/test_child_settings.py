@@ -33,6 +33,7 @@ _LOOSE = {
     "reuse_least_tokens": st.integers(64, 1000),
     "nll_stride": _counts,
     "memory": st.just("store") | _paths,
+    "request_log": _paths,
     "kernels": st.sampled_from(["auto", "reference", "triton", "flashinfer"]),
     "force_cpu": st.booleans(),
     "data_dir": _paths,

@@ -41,6 +41,7 @@ EXAMPLES = {
     "reuse_least_tokens": (300, {}),
     "nll_stride": (2, {}),
     "memory": ("memories", {}),
+    "request_log": ("requests.jsonl", {}),
     "kernels": ("reference", {}),
     "force_cpu": (True, {}),
     "data_dir": ("elsewhere", {}),
