@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvtier_sglang.radix.gone import GRAIN, Gone
@@ -174,7 +175,10 @@ class Misses:
         self, req: Any, cached: tuple[int, KvNode], held: int, *, exact: bool, copied: bool
     ) -> None:
         """A request waits and was matched; `held` tokens of it are there, the last ones just copied
-        from behind other text where `copied` says so. cached: see Match."""
+        from behind other text where `copied` says so. cached: see Match. SGLang's health checks
+        are nobody's requests."""
+        if req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
+            return
         if not hasattr(req, "kvtier_account"):
             req.kvtier_account = Account(len(req.origin_input_ids), req.extra_key, arrival(req))
             self.began_s = self.began_s or req.kvtier_account.arrived_s
