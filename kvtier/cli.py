@@ -7,6 +7,7 @@
     kvtier calibration        list, show, export, import and delete stored calibrations
     kvtier memory             build, show, verify and publish prefix memories
     kvtier plan               how many GPUs a workload needs, with and without kvtier
+    kvtier trace              why a server computed tokens of prompts again, from its log
     kvtier serve              SGLang's server with kvtier's cache (installed by kvtier_sglang)
     kvtier check              what recorded sessions lose on such a server
 
@@ -28,6 +29,7 @@ from kvtier.config import SETTINGS, config_file, load_settings
 from kvtier.errors import KvtierError
 from kvtier.memory.cli import add_memory_parser
 from kvtier.plan.cli import add_plan_parser
+from kvtier.traffic.cli import add_trace_parser
 
 COMMANDS_GROUP = "kvtier.commands"
 _SHOWN_VERSIONS = ("sglang", "torch", "transformers", "triton", "flashinfer_python", "numpy")
@@ -64,6 +66,7 @@ def _parser(external: dict[str, EntryPoint]) -> argparse.ArgumentParser:
     add_calibration_parser(commands)
     add_memory_parser(commands)
     add_plan_parser(commands)
+    add_trace_parser(commands)
     for name, entry in sorted(external.items()):
         # Listed for --help only: `main` hands their arguments over before parsing.
         commands.add_parser(name, help=f"see `kvtier {name} --help` ({entry.value})")

@@ -109,6 +109,13 @@ class Settings(BaseModel):
         description="Share of the requests that are computed a second time over exact KV when "
         "nothing else is under way, to count how many tokens agree.",
     )
+    request_log: Path | None = Field(
+        None,
+        description="File that a line is appended to for each request that ended: lengths, keyed "
+        "hashes of blocks, times, and why tokens were computed again, but no text "
+        "(`kvtier trace explain`). With --dp-size a file for each replica, FILE.1.jsonl for the "
+        "second. None: no log.",
+    )
     kernels: str = Field(
         "auto",
         description="Attention kernels: reference, triton, flashinfer, or auto (triton on a GPU).",

@@ -24,11 +24,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
 from kvtier.errors import UsageError
 
 # In a request's `custom_params`.
 PARAMS, EXACT, MEASURE, FORGET = "kvtier", "exact", "measure", "forget"
 _KNOWN = (EXACT, MEASURE, FORGET)
+# The ids of the requests by which a server measures itself (shadow.py) begin so.
+SHADOW_RID_PREFIX = "kvtier-shadow-"
 
 
 def asked_of(custom_params: Any) -> Mapping[str, bool]:
@@ -60,6 +64,12 @@ def measures(req: Any) -> bool:
     """Return whether a request measures what is kept. req: None for a match that is of no
     request."""
     return req is not None and _asks(req, MEASURE)
+
+
+def is_of_a_client(req: Any) -> bool:
+    """Return whether a request is traffic: not SGLang's health check, nor one that measures."""
+    own = (HEALTH_CHECK_RID_PREFIX, SHADOW_RID_PREFIX)
+    return not (req.rid.startswith(own) or measures(req))
 
 
 def _asks(req: Any, name: str) -> bool:
@@ -99,6 +109,7 @@ __all__ = [
     "asked_of",
     "asks_exactly",
     "asks_to_forget",
+    "is_of_a_client",
     "measures",
     "note_recomputed",
     "own_from",

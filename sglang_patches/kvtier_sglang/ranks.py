@@ -45,9 +45,11 @@ class Ranks:
     """The ranks that share the KV heads of one replica, and this process's place among them.
 
     group: SGLang's GroupCoordinator of them; None for a server of one rank.
+    replica: which of a server's data parallel replicas they are.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, replica: int = 0) -> None:
+        self.replica = replica
         self.size: int = 1 if group is None else group.world_size
         self.rank: int = 0 if group is None else group.rank_in_group
         self._group = group
@@ -58,7 +60,8 @@ class Ranks:
         from sglang.srt.runtime_context import get_parallel
 
         parallel = get_parallel()
-        return cls(parallel.attn_tp_group) if parallel.attn_tp_size > 1 else cls()
+        group = parallel.attn_tp_group if parallel.attn_tp_size > 1 else None
+        return cls(group, getattr(parallel, "dp_rank", None) or 0)
 
     @property
     def is_first(self) -> bool:

@@ -54,6 +54,7 @@ from kvtier_sglang.pool.sizing import size_pool
 from kvtier_sglang.pool.turning import KeyTurner
 from kvtier_sglang.radix.cache import KvtierRadixCache
 from kvtier_sglang.radix.edits import Edits
+from kvtier_sglang.radix.request_log import RequestLog
 from kvtier_sglang.radix.tree import VariantRadixTree
 from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.refresh.refresher import (
@@ -369,8 +370,16 @@ class Runtime:
             compress_prefill=settings.compress_prefill,
             chunk_tokens=_chunk_tokens(ctx.server_args),
             make_edits=None if self.turner is None else self._edits,
+            log=self._request_log(),
         )
         return self.cache
+
+    def _request_log(self) -> RequestLog | None:
+        file = self.settings.request_log
+        if file is None or not self.ranks.is_first:
+            return None
+        replica = self.ranks.replica
+        return RequestLog(file.with_suffix(f".{replica}{file.suffix}") if replica else file)
 
     def _edits(self, tree: VariantRadixTree) -> Edits:
         assert self.turner is not None, "an attention backend that turns no keys"

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier_sglang import compat
-from kvtier_sglang.exact_requests import EXACT, PARAMS, asked_of
+from kvtier_sglang.exact_requests import EXACT, PARAMS, SHADOW_RID_PREFIX, asked_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ MOST_WAITING = 8
 MOST_STARTS = 5
 # The time between two looks at whether anything is under way, while a turn waits, s.
 IDLE_CHECK_S = 0.1
-RID_PREFIX = "kvtier-shadow-"
 _CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias")
 _PENALTIES = {
     "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0,
@@ -119,7 +118,7 @@ class Shadow:
     def sending(self, manager: Any, request: Any) -> None:
         """BEFORE TokenizerManager._send_one_request: note one of many requests, and stop what is
         computed again meanwhile."""
-        if request.rid.startswith(RID_PREFIX) or not self._is_on(manager):
+        if request.rid.startswith(SHADOW_RID_PREFIX) or not self._is_on(manager):
             return
         if self._running is not None:
             manager.abort_request(self._running)
@@ -178,7 +177,7 @@ class Shadow:
                 continue
             answered = self._waiting.pop()
             answered.starts += 1
-            self._running = f"{RID_PREFIX}{uuid.uuid4().hex}"
+            self._running = f"{SHADOW_RID_PREFIX}{uuid.uuid4().hex}"
             try:
                 counts = await _compare(manager, answered, self._running)
             except Exception:

@@ -35,6 +35,7 @@ _LOOSE = {
     "nll_stride": _counts,
     "memory": st.just("store") | _paths,
     "shadow_share": st.floats(0, 1),
+    "request_log": _paths,
     "kernels": st.sampled_from(["auto", "reference", "triton", "flashinfer"]),
     "force_cpu": st.booleans(),
     "data_dir": _paths,

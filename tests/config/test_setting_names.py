@@ -42,6 +42,7 @@ EXAMPLES = {
     "nll_stride": (2, {}),
     "memory": ("memories", {}),
     "shadow_share": (0.01, {}),
+    "request_log": ("requests.jsonl", {}),
     "kernels": ("reference", {}),
     "force_cpu": (True, {}),
     "data_dir": ("elsewhere", {}),

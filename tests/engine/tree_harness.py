@@ -176,9 +176,13 @@ class MiniScheduler:
     def admit(self, prompt: list[int], **asked: Any) -> Request | None:
         """Match and lock; None when the pool cannot hold the request. asked: other fields of the
         request."""
-        request = Request(prompt, **asked)
+        return self.admit_again(Request(prompt, **asked))
+
+    def admit_again(self, request: Request) -> Request | None:
+        """The same for a request that may have been retracted."""
+        wanted = len(request.full_untruncated_fill_ids)
         key = RadixKey(
-            request.full_untruncated_fill_ids, request.extra_key, limit=len(prompt) - 1,
+            request.full_untruncated_fill_ids, request.extra_key, limit=wanted - 1,
             cache_salt=request.cache_salt,
         )  # fmt: skip
         match = self.tree.match_prefix(MatchPrefixParams(key=key, req=request))
@@ -189,7 +193,7 @@ class MiniScheduler:
         if match.host_hit_length:
             self._load_back(request, match)
         request.lock = self.tree.lock(request.last_node)
-        need = len(prompt) - request.prefix_len + 1
+        need = wanted - request.prefix_len + 1
         room = self.allocator.available_size() + self.tree.evictable_size()
         if need >= room or not self.free_rows:
             self.tree.unlock(request.lock)

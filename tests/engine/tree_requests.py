@@ -45,6 +45,7 @@ class Request:
     filled: int = 0
     extend_end: int = 0
     restored: int = 0
+    session_id: str | None = None
 
     def __post_init__(self) -> None:
         self.origin_input_ids = array("q", self.prompt)
@@ -52,6 +53,10 @@ class Request:
 
     def finished(self) -> bool:
         return self.done
+
+    @property
+    def output_ids(self) -> array:
+        return self.full_untruncated_fill_ids[len(self.prompt) :]
 
 
 def random_tokens(rng: random.Random, count: int) -> list[int]:

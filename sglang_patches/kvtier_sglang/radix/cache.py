@@ -47,8 +47,9 @@ from kvtier_sglang.radix import prefix_nodes
 from kvtier_sglang.radix.contexts import compacted_context, offer_restored, pruned_ranges
 from kvtier_sglang.radix.edits import Edits
 from kvtier_sglang.radix.index import TokenIndex
-from kvtier_sglang.radix.matching import cached_length
+from kvtier_sglang.radix.matching import furthest_cached
 from kvtier_sglang.radix.node import KvNode, moved_tokens
+from kvtier_sglang.radix.request_log import RequestLog
 from kvtier_sglang.radix.restorer import Restorer, continues
 from kvtier_sglang.radix.streaming import Streaming
 from kvtier_sglang.radix.tree import VariantRadixTree
@@ -56,6 +57,7 @@ from kvtier_sglang.radix.turn_end import compress_path, remove_path
 from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.refresh.turn_refresh import MakeRefresh, TurnRefresh
 from kvtier_sglang.tier.connector import TierConnector
+from kvtier_sglang.tier.prefetch import FAILED
 
 # Of evicted contexts whose tokens are remembered, as a tier may have them.
 MOST_EVICTED_TOKENS = 4_000_000
@@ -70,6 +72,7 @@ class KvtierRadixCache(VariantRadixTree):
     memories:     prefix memories that requests may begin with; None: none.
     compress_prefill, chunk_tokens: see Streaming.
     make_edits:   how what stood behind an edit is reused; None: it is computed again.
+    log:          of requests that ended, which is closed with the cache; None: none is kept.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class KvtierRadixCache(VariantRadixTree):
         compress_prefill: PrefillCompression = "never",
         chunk_tokens: int | None = None,
         make_edits: Callable[[VariantRadixTree], Edits] | None = None,
+        log: RequestLog | None = None,
     ) -> None:
         self.memories = memories
         self.compressor, self.tier = compressor, tier
@@ -99,6 +103,10 @@ class KvtierRadixCache(VariantRadixTree):
         self.streaming = Streaming(self, compressor, compress_prefill, chunk_tokens)
         self.allocator.prompt_slots = self.streaming.slots
         self.edits = None if make_edits is None else make_edits(self)
+        self.log = log
+        if log is not None and self.index is None:
+            # So that the log tells what stood behind other text.
+            self.index = TokenIndex()
         if tier is not None:
             self.restorer = Restorer(self, compressor, tier.codec, self.ranks)
             if self.edits is not None:
@@ -109,6 +117,8 @@ class KvtierRadixCache(VariantRadixTree):
     def reset(self) -> None:
         for rid in list(self._matched):
             self._forget(rid)
+        if hasattr(self, "root_node"):
+            self.misses.flushed(self.nodes())
         super().reset()
         for part in (self.tier, self.memories):
             if part is not None:
@@ -116,6 +126,7 @@ class KvtierRadixCache(VariantRadixTree):
 
     def weights_change(self) -> None:
         """The weights are about to change, or may; see TierConnector.weights_change."""
+        self.misses.weights_change()
         if self.refresh is not None:
             self.refresh.clear()
         if self.memories is not None:
@@ -167,6 +178,7 @@ class KvtierRadixCache(VariantRadixTree):
         if scope is None or rid in self._asks_exactly:
             return
         if self.ranks.size == 1 and not tier.link.healthy:
+            tier.fetches.said[rid] = FAILED
             return
         matched = matched_prefix_tokens or ()
         if self.refresh is not None and rid in self._matched:
@@ -277,14 +289,18 @@ class KvtierRadixCache(VariantRadixTree):
             return self._empty_match_result
         start = prefix_nodes.begin(self, self.memories, key, req)
         node, length = start.walk(self, key, exact_only=exact_only)
-        if self.edits is not None and req is not None and not exact_only:
-            node = self.edits.begin(req, key, node, length)
-            length = node.stop
-            req.kvtier_moved = moved_tokens(node)
-        if exact_only:
-            note_recomputed(req, cached_length(self.root_node, key) - length, length)
-        elif measures(req):
-            note_recomputed(req, 0, length)
+        if req is not None:
+            cached = furthest_cached(self.root_node, key, node)
+            if exact_only:
+                note_recomputed(req, cached[0] - length, length)
+            elif measures(req):
+                note_recomputed(req, 0, length)
+            if self.edits is not None and not exact_only:
+                node = self.edits.begin(req, key, node, cached[0])
+                req.kvtier_moved = moved_tokens(node)
+            exact = exact_only or start.exact_only
+            copied, length = node.stop > length, node.stop
+            self.misses.matched(req, cached, length, exact=exact, copied=copied)
         return MatchResult(
             device_prefix_len=length,
             last_device_node=node,
@@ -305,9 +321,10 @@ class KvtierRadixCache(VariantRadixTree):
         began = time.monotonic()
         restored = self.restorer.restore(_whole_key(req), node, landed)
         if restored is None:
+            self.tier.fetches.said[req.rid] = FAILED
             pending.drop()
             return 0, node
-        loaded = landed.stop - node.stop
+        req.kvtier_loaded = loaded = landed.stop - node.stop
         self.tier.restored(pending, loaded, time.monotonic() - began)
         self._matched[req.rid] = (restored, len(req.full_untruncated_fill_ids))
         offered = self.refresh and offer_restored(
@@ -357,6 +374,9 @@ class KvtierRadixCache(VariantRadixTree):
         owned = req.kv.cache_protected_len
         anchor = req.lock.node if req.lock is not None else self.root_node
         assert anchor is self.root_node or anchor.stop == owned, "lock and row disagree"
+        said = None if self.tier is None else self.tier.fetches.said.get(req.rid)
+        texts = [text for text in (self.index, self.evicted) if text is not None]
+        self.misses.computed(req, anchor, up_to, texts, said)
         if self.tier is not None:
             exact, elsewhere = not anchor.is_behind_a_drop, anchor.first_tokens_behind
             self.tier.published(req, row, exact=exact, elsewhere=elsewhere)
@@ -415,6 +435,9 @@ class KvtierRadixCache(VariantRadixTree):
         Not when it was retracted: it will be back for its exact KV.
         """
         begin = own_from(req)
+        account = self.misses.released(req, ended=req.finished())
+        if account is not None and self.log is not None:
+            self.log.ended(req, account, self.misses.began_s)
         if not self.disable and (checkpointed or req.finished()):
             if begin is None:
                 compress_path(self, self.compressor, req.last_node)
@@ -436,10 +459,13 @@ class KvtierRadixCache(VariantRadixTree):
         super().release_host_resources()
         if self.tier is not None:
             self.tier.close()
+        if self.log is not None:
+            self.log.close()
 
     def report(self) -> dict[str, Any]:
         """For the server's internal state."""
         report = {"integrity": self.check_integrity(), **self.counters, **self.compressor.report()}
+        report["prompts"] = self.misses.report()
         if self.memories is not None:
             report["memories"] = self.memories.report()
         if self.tier is not None and self.restorer is not None:

@@ -34,7 +34,7 @@ from kvtier.retention.locality import LEAST_PART, MOST_AGAIN, DroppedSpan
 from kvtier_sglang.exact_requests import asks_to_forget
 from kvtier_sglang.pool.turning import KeyTurner
 from kvtier_sglang.radix.index import Run, TokenIndex, path_key
-from kvtier_sglang.radix.matching import cached_length, cut_window
+from kvtier_sglang.radix.matching import cut_window
 from kvtier_sglang.radix.node import KvNode, descendants
 from kvtier_sglang.radix.tree import VariantRadixTree
 
@@ -81,10 +81,10 @@ class Edits:
         # When that was looked up: the index's version, and from which position on.
         self._looked: dict[str, tuple[int, int]] = {}
 
-    def begin(self, req: Any, key: RadixKey, node: KvNode, length: int) -> KvNode:
-        """A request matched `key` up to a node. Look for what it may go on with; the node that it
-        begins behind."""
-        begin = max(length, cached_length(self._tree.root_node, key))
+    def begin(self, req: Any, key: RadixKey, node: KvNode, cached: int) -> KvNode:
+        """A request matched `key` up to a node, and the tree has `cached` tokens of it, usable or
+        not. Look for what it may go on with; the node that it begins behind."""
+        begin = max(node.stop, cached)
         if self._looked.get(req.rid) != (self._index.version, begin):
             runs = list(self._runs(key, begin))
             if asks_to_forget(req):
@@ -212,6 +212,7 @@ class Edits:
         node = tree.hang(parent, key, value, source.priority, source.prompt_stop + shift)
         node.compressed, node.exact, node.moved = True, False, True
         node.turns = piece.turns(shift, coded=self._coded)
+        node.session = source.session
         first, last = piece.dropped
         tree.shrink(node, len(key) - int((value > 0).sum()))
         if last > first:

@@ -197,17 +197,28 @@ def tokens_of(key: RadixKey) -> Tokens:
 
 def sampled(tokens: Tokens) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
     """Where the windows begin that are remembered, of at least WINDOW tokens, and their hashes."""
-    powers, inverse = _powers(1 << (int(tokens.size).bit_length()))
-    mixed = tokens.view(np.uint64) * _MIX
-    mixed ^= mixed >> _SHIFT
-    mixed *= powers[: mixed.size]
-    sums = np.cumsum(mixed, out=mixed)
+    sums = prefix_hashes(tokens)
+    _, inverse = _powers(1 << (int(tokens.size).bit_length()))
     windows = np.empty(sums.size - WINDOW + 1, dtype=np.uint64)
     windows[0] = sums[WINDOW - 1]
     np.subtract(sums[WINDOW:], sums[:-WINDOW], out=windows[1:])
     windows *= inverse[: windows.size]
     picked = np.flatnonzero(windows <= np.uint64(((1 << 64) - 1) // SAMPLED))
     return picked, windows[picked]
+
+
+def prefix_hashes(tokens: Tokens, begin: int = 0, before: int = 0) -> NDArray[np.uint64]:
+    """Of each token the hash of all up to it: uint64 `[tokens]`. begin: the position of the first;
+    before: the hash of those before it."""
+    powers, _ = _powers(1 << (int(begin + tokens.size).bit_length()))
+    # A token 0 counts, too.
+    mixed = tokens.view(np.uint64) + np.uint64(1)
+    mixed *= _MIX
+    mixed ^= mixed >> _SHIFT
+    mixed *= powers[begin : begin + mixed.size]
+    np.cumsum(mixed, out=mixed)
+    mixed += np.uint64(before)
+    return mixed
 
 
 @lru_cache(maxsize=32)
@@ -260,4 +271,4 @@ def _namespace(key: RadixKey) -> Namespace:
     return key.extra_key, key.cache_salt
 
 
-__all__ = ["WINDOW", "Run", "TokenIndex", "path_key", "sampled", "tokens_of"]
+__all__ = ["WINDOW", "Run", "TokenIndex", "path_key", "prefix_hashes", "sampled", "tokens_of"]

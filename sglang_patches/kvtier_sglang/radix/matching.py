@@ -79,19 +79,24 @@ def branch_points(node: KvNode, key: RadixKey, offset: int) -> set[int]:
     }
 
 
-def cached_length(root: KvNode, key: RadixKey) -> int:
-    """How many leading tokens of `key` are cached in whatever state, usable or not."""
-    longest, ends = 0, [(root, 0)]
+def furthest_cached(root: KvNode, key: RadixKey, matched: KvNode) -> tuple[int, KvNode]:
+    """How many leading tokens of `key` are cached in whatever state, usable or not, and the node
+    that has the last of them. matched: a node that `key` goes through, so that the tokens up to it
+    need not be compared."""
+    known = {node.id for node in matched.path()}
+    longest, last, ends = 0, root, [(root, 0)]
     while ends:
         node, offset = ends.pop()
         if offset == len(key):
             break
         for child in node.siblings.get(key.child_key_at(offset), ()):
-            matched = child.key.match_at(key, offset)
-            longest = max(longest, offset + matched)
-            if matched == len(child.key):
-                ends.append((child, offset + matched))
-    return longest
+            whole = len(child.key)
+            same = whole if child.id in known else child.key.match_at(key, offset)
+            if offset + same > longest:
+                longest, last = offset + same, child
+            if same == whole:
+                ends.append((child, offset + same))
+    return longest, last
 
 
-__all__ = ["Matching", "branch_points", "cached_length", "cut_window"]
+__all__ = ["Matching", "branch_points", "cut_window", "furthest_cached"]

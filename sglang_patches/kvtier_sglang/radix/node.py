@@ -37,6 +37,9 @@ class KvNode(TreeNode):
                     None likewise.
     sent_tokens:    tokens whose exact KV was handed over for the tier.
     restored_tokens: tokens whose KV came from the tier.
+    session:        of the request that computed it, see misses.py; None while that runs.
+    account:        of the request that ended here last, likewise; None where none did.
+    prefix_hash:    of all tokens up to its end, see gone.py; None until it is asked for.
     """
 
     # SGLang's, which has no types.
@@ -65,6 +68,9 @@ class KvNode(TreeNode):
         self.choice: Choice | None = None
         self.kept_entries: int | None = None
         self.sent_tokens = self.restored_tokens = 0
+        self.session: str | None = None
+        self.account: Any = None
+        self.prefix_hash: int | None = None
 
     @property
     def stop(self) -> int:
@@ -159,6 +165,7 @@ class KvNode(TreeNode):
         upper.num_slots = int(torch.count_nonzero(value))
         upper.sent_tokens = min(self.sent_tokens, at)
         upper.restored_tokens = min(self.restored_tokens, at)
+        upper.session = self.session
         return upper
 
     def keep_what_is_held(self, entries: Callable[[int], int]) -> None:

@@ -42,6 +42,7 @@ from kvtier_sglang.pool.turning import KeyTurner
 from kvtier_sglang.radix import accounts
 from kvtier_sglang.radix.index import TokenIndex
 from kvtier_sglang.radix.matching import Matching, branch_points
+from kvtier_sglang.radix.misses import DROPPED, EVICTED, Misses
 from kvtier_sglang.radix.node import KvNode, descendants, moved_tokens, same_tokens
 from kvtier_sglang.ranks import Ranks
 
@@ -63,6 +64,9 @@ class VariantRadixTree(RadixCache):
         self.index: TokenIndex | None = None
         # Where those of evicted ones stood that a tier may have; None likewise.
         self.evicted: TokenIndex | None = None
+        self.misses = Misses()
+        # Why the nodes go that go now.
+        self._going = EVICTED
         super().__init__(params)
         # Slots that running requests have beside those of their nodes.
         self.private_slots = 0
@@ -390,6 +394,7 @@ class VariantRadixTree(RadixCache):
         older.hit_count += node.hit_count
         older.priority = max(older.priority, node.priority)
         older.last_access_time = max(older.last_access_time, node.last_access_time)
+        older.account = node.account or older.account
         children = list(node.children.values())
         for child in children:
             child.detach()
@@ -405,7 +410,9 @@ class VariantRadixTree(RadixCache):
         self.forget(node)
         if node.num_slots:
             self.allocator.free(node.value)
+        self._going = DROPPED
         self._delete_leaf(node)
+        self._going = EVICTED
         self.kv_events.record_remove(node)
 
     # -- accounting: what is held, not how long the keys are --
@@ -451,6 +458,7 @@ class VariantRadixTree(RadixCache):
         was_known = self.index is not None and node in self.index
         if was_known and self.evicted is not None and not moved_tokens(node):
             self.evicted.add(node)
+        self.misses.gone.add(node, self._going)
         self.forget(node)
         node.detach()
         self.evictable_size_ -= node.num_slots

@@ -64,6 +64,14 @@ def _one(read: Callable[[KvtierRadixCache], float]) -> Read:
     return lambda cache: {"": read(cache)}
 
 
+def _of_prompts(name: str) -> Read:
+    return _one(lambda cache: cache.misses.counters[name])
+
+
+def _new_tokens(cache: KvtierRadixCache) -> float:
+    return cache.misses.counters["computed"] - cache.misses.reasons.total()
+
+
 def _of_compressor(name: str) -> Read:
     return _one(lambda cache: cache.compressor.counters[name])
 
@@ -180,6 +188,25 @@ FIGURES = (
         Kind.COUNTER,
         "Tokens behind an edit whose KV was copied from where they stood before.",
         _one(lambda cache: cache.counters["moved_tokens"]),
+    ),
+    Figure(
+        "kvtier_hit_tokens",
+        Kind.COUNTER,
+        "Prompt tokens whose KV was there.",
+        _of_prompts("hit"),
+    ),
+    Figure(
+        "kvtier_new_tokens",
+        Kind.COUNTER,
+        "Prompt tokens that were computed for the first time.",
+        _one(_new_tokens),
+    ),
+    Figure(
+        "kvtier_recomputed_tokens",
+        Kind.COUNTER,
+        "Prompt tokens that were computed again, by why they had to be.",
+        lambda cache: dict(cache.misses.reasons),
+        "reason",
     ),
     Figure(
         "kvtier_engine_tier_healthy",

@@ -163,7 +163,7 @@ def _figures(status: Json) -> str:
         for name in ("prompt", "retained"):
             key = "prompt_tokens" if name == "prompt" else "kept_tokens"
             turns.append([f"kvtier_{name}_tokens_total", f"{status['retention'][key]:,}"])
-    groups = {"Turns": turns, "Pool": [], "Tier": [], "Refreshes": []}
+    groups = {"Turns": turns, "Prompts": [], "Pool": [], "Tier": [], "Refreshes": []}
     for figure in FIGURES:
         rows = [
             [_metric(figure.name, figure.kind, figure.label, label), _number(value)]
@@ -187,6 +187,8 @@ def _group(name: str) -> str:
     part = name.removeprefix("kvtier_")
     if part.startswith("refresh"):
         return "Refreshes"
+    if part.startswith(("hit", "new", "recomputed")):
+        return "Prompts"
     if part.startswith(("engine_tier", "restored")):
         return "Tier"
     return "Pool" if part.startswith(("pool", "idle")) else "Turns"

@@ -20,9 +20,10 @@ CSS = """
   margin: .25rem 0 .75rem; }
 .key i { display: inline-block; width: .8rem; height: .8rem; border-radius: .2rem;
   margin-right: .4rem; vertical-align: -1px; } .key i.none { background: var(--rule); }
-.sessions { min-width: 980px; font-size: .9rem; font-variant-numeric: tabular-nums; }
+.sessions { min-width: 1120px; font-size: .9rem; font-variant-numeric: tabular-nums; }
 .sessions .row { display: grid; gap: .9rem; align-items: center; padding: .45rem .6rem;
-  grid-template-columns: 7.5rem 5rem 6rem minmax(13.5rem, 1.5fr) 6rem minmax(8rem, 1fr) 12.5rem; }
+  grid-template-columns: 7.5rem 5rem 6rem minmax(13.5rem, 1.5fr) 6rem minmax(8rem, 1fr) 12.5rem
+  minmax(9rem, 1fr); }
 .sessions .row > * { text-align: right; } .sessions .row > .text { text-align: left; }
 .sessions .head { font-weight: 600; border-bottom: 1px solid var(--rule); }
 .sessions details { border-bottom: 1px solid var(--rule); }
@@ -39,7 +40,7 @@ CSS = """
 
 _SESSION_HEAD = (
     ("Session", "text"), ("Last used", ""), ("Context", ""), ("KV kept on the device", "text"),
-    ("Slots", ""), ("Why", "text"), ("In the tier", "text"),
+    ("Slots", ""), ("Why", "text"), ("In the tier", "text"), ("Last prompt", "text"),
 )  # fmt: skip
 _TURN_HEAD = (
     *("tokens", "state", "dropped", "slots", "entries of an anchored head"),
@@ -76,6 +77,7 @@ def _session(row: Json) -> str:
         f"<span>{row['slots']:,}<small>{share(row['slots'], tokens)}</small></span>",
         f'<span class="text">{_why(row)}</span>',
         f'<span class="text">{_tier(row)}</span>',
+        f'<span class="text">{_last_prompt(row["last_prompt"])}</span>',
     ]
     turns = table(_TURN_HEAD, [_turn(turn) for turn in row["turns"]])
     return (
@@ -128,6 +130,18 @@ def _tier(row: Json) -> str:
     restored = row["restored_tokens"]
     note = f"{tokens:,} tokens" + (f", {restored:,} restored" if restored else "")
     return f"{_bar(('tier', tokens / max(row['context_tokens'], 1)))}<small>{note}</small>"
+
+
+def _last_prompt(prompt: Json | None) -> str:
+    """How much of it was computed, and why what was computed before had to be again."""
+    if prompt is None:
+        return ""
+    again = sorted(prompt["recomputed"].items(), key=lambda one: -one[1])
+    notes = [f"{tokens:,} {escape(reason)}" for reason, tokens in again]
+    if "changed_at" in prompt:
+        notes.append(f"changed at {prompt['changed_at']:,}")
+    computed = f"{prompt['computed']:,} of {prompt['tokens']:,} computed"
+    return f"{computed}<small>{', '.join(notes)}</small>"
 
 
 def _turn(turn: Json) -> list[str]:

@@ -80,8 +80,16 @@ def _session(tree: VariantRadixTree, leaf: KvNode) -> dict[str, Any]:
         "tier_tokens": sum(max(n.sent_tokens, n.restored_tokens) for n in path),
         "restored_tokens": sum(n.restored_tokens for n in path),
         "num_turns": sum(not _is_memory(n) for n in path),
+        "last_prompt": _last_prompt(path),
         "turns": [_turn(node) for node in path[:MOST_TURNS]],
     }
+
+
+def _last_prompt(path: list[KvNode]) -> dict[str, Any] | None:
+    """What became of the prompt of the last request that ended on a path, see misses.py. path:
+    newest node first."""
+    account = next((node.account for node in path if node.account is not None), None)
+    return None if account is None else {"tokens": account.tokens, **account.summary()}
 
 
 def _is_memory(node: KvNode) -> bool:

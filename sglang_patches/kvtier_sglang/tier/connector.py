@@ -40,7 +40,7 @@ from kvtier.tier.prefetch.lookup import Landed, Lookup
 from kvtier_sglang.ranks import Awaited
 from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.cost_model import CostModel
-from kvtier_sglang.tier.prefetch import PendingFetch, PendingFetches
+from kvtier_sglang.tier.prefetch import REFUSED, PendingFetch, PendingFetches
 from kvtier_sglang.tier.scopes import memory_in, separated, without_memory
 from kvtier_sglang.tier.setup import NamedModel
 from kvtier_sglang.tier.spiller import Spiller
@@ -152,6 +152,7 @@ class TierConnector:
         if not self.loading_pays:
             if shared:
                 self.fetches.decline(rid, scope)
+            self.fetches.said[rid] = REFUSED
             return
         lookup = Lookup(
             names=self.names,
@@ -220,6 +221,7 @@ class TierConnector:
     def forget(self, rid: str) -> None:
         """The request ended, in whatever way."""
         self.fetches.forget(rid)
+        self.fetches.said.pop(rid, None)
         self._clock.pop(rid, None)
 
     # -- spilling --

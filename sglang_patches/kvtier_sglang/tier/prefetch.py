@@ -22,6 +22,10 @@ from kvtier.tier.link.link import TierLink
 from kvtier.tier.prefetch.lookup import Landed, Lookup
 from kvtier_sglang.ranks import Answer
 
+# Why what was not on the device did not come from the tier: it was asked and had it not; loading
+# was judged slower than computing; it was away, or what it gave could not be used.
+LOST, REFUSED, FAILED = "lost", "refused", "failed"
+
 
 @dataclass
 class PendingFetch:
@@ -67,6 +71,8 @@ class PendingFetches:
         self.link = link
         self.counters: Counter[str] = Counter()
         self._pending: dict[str, PendingFetch] = {}
+        # Of requests that have not ended: why what did not come will have to be computed.
+        self.said: dict[str, str] = {}
 
     def __bool__(self) -> bool:
         return bool(self._pending)
@@ -83,6 +89,7 @@ class PendingFetches:
             self.link.submit(lookup, needs=lookup.needs), lookup.scope, deadline
         )
         self.counters["asked"] += 1
+        self.said[rid] = LOST
 
     def decline(self, rid: str, scope: Scope) -> None:
         """Other ranks ask for the request, this one does not: it has lost its part."""
@@ -100,8 +107,10 @@ class PendingFetches:
             return False
         if not pending.fetch.done:
             self.counters["gave_up_waiting"] += 1
+            self.said[rid] = REFUSED
         elif pending.fetch.result is not None:
             self.counters["lost_by_another_rank"] += 1
+            self.said[rid] = FAILED
         self.forget(rid)
         return True
 
@@ -134,4 +143,4 @@ def _release(landed: Landed | None) -> None:
         landed.host.release()
 
 
-__all__ = ["PendingFetch", "PendingFetches"]
+__all__ = ["FAILED", "LOST", "REFUSED", "PendingFetch", "PendingFetches"]

@@ -7,9 +7,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import packed_checks
 import pytest
-import tree_harness
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -21,22 +19,9 @@ from tree_requests import context, random_tokens
 from waiting import SAFETY_S
 
 from kvtier.retention.shares import FixedShare
-from kvtier_sglang.radix import cache, edits, index, matching
+from kvtier_sglang.radix import cache, edits, index
 from kvtier_sglang.radix.index import TokenIndex
 from kvtier_sglang.radix.node import KvNode
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """Windows for contexts of some hundred tokens, and KV that is of a token whatever is before
-    it."""
-    for name, tokens in (("CUT_WINDOW", 4), ("WIDE_CUT_WINDOW", 8), ("LEAST_CUT", 6)):
-        monkeypatch.setattr(matching, name, tokens)
-    for name, tokens in (("WINDOW", 6), ("SAMPLED", 2)):
-        monkeypatch.setattr(index, name, tokens)
-    monkeypatch.setattr(edits, "LEAST_PART", 16)
-    for module in (packed_checks, tree_harness):
-        monkeypatch.setattr(module, "digest", lambda tokens: float(tokens[-1]))
 
 
 def scheduler(reuse: int | None = 24, **settings) -> MiniScheduler:

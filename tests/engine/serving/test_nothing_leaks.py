@@ -11,6 +11,8 @@ from thorough import THOROUGH
 from tierd.live_tier import live_tier
 
 from kvtier.heads.tokens import fit_tokens
+from kvtier.traffic.formats import read_trace
+from kvtier.traffic.request_log import read_log, sums_of
 
 pytestmark = pytest.mark.engine
 
@@ -85,7 +87,13 @@ def live(
         "edits": edits,
         "done": done,
     }
-    env = {**RULE_ENV, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", **settings}
+    log = tmp_path / "requests.jsonl"
+    env = {
+        **RULE_ENV,
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+        "KVTIER_REQUEST_LOG": str(log),
+        **settings,
+    }
     out = run_script(FUZZER, tmp_path, plan, env)
     assert sum(out["counts"].values()) >= 0.96 * operations, "the operations were issued"
     assert out["counts"]["aborts"] > 0.06 * operations
@@ -93,4 +101,26 @@ def live(
     assert out["state"]["integrity"] == []
     assert out["state"]["compacted_tokens"] > 0
     assert out["after_flush"]["slots_used"] == 0
+    check_log(log, out)
     return out["state"]
+
+
+def check_log(log: Path, out: dict) -> None:
+    """Every prompt is accounted, and lines sum up to what the server counted."""
+    requests = list(read_log(log))
+    assert len(requests) >= out["finished"]
+    assert len(read_trace(log).requests) == len(requests)
+    whole = 0
+    for one in requests:
+        there = one.hit + one.restored + one.computed - one.recomputed.get("retracted", 0)
+        # The last chunk of an aborted request is missing.
+        assert there <= one.tokens
+        assert one.recomputed_tokens <= one.computed
+        whole += there == one.tokens
+    assert whole >= out["finished"]
+    every, _ = sums_of(requests)
+    counted = out["state"]["prompts"]
+    assert {name: getattr(every, name) for name in ("hit", "restored", "computed")} == {
+        name: counted[name] for name in ("hit", "restored", "computed")
+    }
+    assert every.recomputed == {why: n for why, n in counted["recomputed"].items() if n}

@@ -1,0 +1,318 @@
+"""How much of each prompt was there, and why the rest was not.
+
+    prompt      [   hit   |  restored  |                computed                 ]
+    computed                           [ recomputed: evicted | new | edited | new ]
+
+Tokens are *recomputed* which this server had computed for a request before, and had no more, or
+could not use. `split` cuts what is computed where the reasons change, so that they always sum up to
+it. A request is accounted once, as far as it has come: what it computes a second time, because it
+was retracted, is `retracted`. The last token of a prompt is always computed, as its logits are
+wanted, and counts as new.
+
+Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from kvtier_sglang.exact_requests import is_of_a_client
+from kvtier_sglang.radix.gone import GRAIN, Gone
+from kvtier_sglang.radix.index import WINDOW, Run, TokenIndex, path_key
+from kvtier_sglang.radix.node import KvNode
+from kvtier_sglang.tier.prefetch import FAILED, LOST, REFUSED
+
+EVICTED, DROPPED, FLUSHED, WEIGHTS = "evicted", "dropped", "flushed", "weights"
+CUT, EXACT, EDITED, RETRACTED = "cut", "exact", "edited", "retracted"
+OF_EVICTED = (EVICTED, LOST, REFUSED, FAILED)
+REASONS = (*OF_EVICTED, CUT, EXACT, EDITED, DROPPED, FLUSHED, WEIGHTS, RETRACTED)
+# A request goes on with a session where it has the whole of its last prompt, but for so many
+# tokens: templates end prompts in ways of their own, and borders of what is gone are so far apart.
+ENDS_OTHERWISE = GRAIN
+
+
+class Span(NamedTuple):
+    """Tokens [begin, stop) of a prompt that were computed before, and why they are not used."""
+
+    begin: int
+    stop: int
+    reason: str
+
+
+class Match(NamedTuple):
+    """What a request's last match said.
+
+    cached:     tokens that the tree has in whatever state, the last of them in `node`
+    exact:      only exact KV was looked for
+    changed_at: where KV was first copied from behind other text, see Account
+    """
+
+    cached: int
+    node: KvNode
+    exact: bool
+    changed_at: int | None
+
+
+@dataclass
+class Account:
+    """Of one request's prompt; see the module.
+
+    tokens:     of the prompt
+    extra_key:  the namespace that it was matched in
+    session:    by the name that its client gave, or this server; None: not known yet
+    changed_at: the position at which it leaves the context that has most of what follows
+    covered:    its first tokens, which are accounted
+    known:      what was computed before of those that its present life computes, first to last
+    arrived_s:  time.time() when it came
+    """
+
+    tokens: int
+    extra_key: str | None
+    arrived_s: float
+    session: str | None = None
+    hit: int = 0
+    restored: int = 0
+    computed: int = 0
+    recomputed: Counter[str] = field(default_factory=Counter)
+    changed_at: int | None = None
+    covered: int = 0
+    known: Sequence[Span] = ()
+    is_running: bool = False
+
+    @property
+    def new(self) -> int:
+        """Tokens that were computed for the first time."""
+        return self.computed - sum(self.recomputed.values())
+
+    def have(self, stop: int, restored: int = 0) -> None:
+        """The first `stop` tokens are there, the last `restored` of them from a tier."""
+        there = max(0, min(stop, self.tokens) - self.covered)
+        loaded = min(restored, there)
+        self.restored += loaded
+        self.hit += there - loaded
+        self.covered += there
+
+    def compute(self, begin: int, stop: int) -> None:
+        """Tokens [begin, stop) are computed."""
+        for part in split(begin, min(stop, self.tokens), self._told()):
+            self.computed += part.stop - part.begin
+            if part.reason is not None:
+                self.recomputed[part.reason] += part.stop - part.begin
+        self.covered = max(self.covered, min(stop, self.tokens))
+
+    def _told(self) -> Iterator[Span]:
+        yield Span(0, self.covered, RETRACTED)
+        yield from self.known
+
+    def summary(self) -> dict[str, Any]:
+        """For people and logs: numbers alone."""
+        found: dict[str, Any] = {
+            "hit": self.hit,
+            "restored": self.restored,
+            "computed": self.computed,
+            "recomputed": {one: self.recomputed[one] for one in REASONS if self.recomputed[one]},
+        }
+        return found if self.changed_at is None else {**found, "changed_at": self.changed_at}
+
+
+class Part(NamedTuple):
+    """A part of what is computed; reason: None for tokens that are new."""
+
+    begin: int
+    stop: int
+    reason: str | None
+
+
+def split(begin: int, stop: int, known: Iterator[Span] | Sequence[Span]) -> Iterator[Part]:
+    """[begin, stop) in parts that follow each other. known: first to last; where they overlap the
+    first one counts."""
+    for span in known:
+        first, last = max(begin, span.begin), min(stop, span.stop)
+        if first < last:
+            if begin < first:
+                yield Part(begin, first, None)
+            yield Part(first, last, span.reason)
+            begin = last
+    if begin < stop:
+        yield Part(begin, stop, None)
+
+
+class Misses:
+    """Accounts of one cache's requests. counters: of all of them, as `Account.summary` names them,
+    with reasons beside."""
+
+    def __init__(self) -> None:
+        self.gone = Gone()
+        self.counters: Counter[str] = Counter(hit=0, restored=0, computed=0)
+        self.reasons: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
+        # time.time() when the first request came.
+        self.began_s = 0.0
+        self._weights_changed = False
+        self._sessions = 0
+
+    # -- what becomes of what was computed --
+
+    def flushed(self, nodes: Iterator[KvNode]) -> None:
+        """The cache is flushed, which has these."""
+        reason = WEIGHTS if self._weights_changed else FLUSHED
+        for node in nodes:
+            self.gone.add(node, reason)
+        self._weights_changed = False
+
+    def weights_change(self) -> None:
+        """What is cached will be flushed because the weights change."""
+        self._weights_changed = True
+
+    # -- a request --
+
+    def matched(
+        self, req: Any, cached: tuple[int, KvNode], held: int, *, exact: bool, copied: bool
+    ) -> None:
+        """A request waits and was matched; `held` tokens of it are there, the last ones just copied
+        from behind other text where `copied` says so. cached: see Match."""
+        if not is_of_a_client(req):
+            return
+        if not hasattr(req, "kvtier_account"):
+            req.kvtier_account = Account(len(req.origin_input_ids), req.extra_key, arrival(req))
+            self.began_s = self.began_s or req.kvtier_account.arrived_s
+        before = getattr(req, "kvtier_match", None)
+        changed_at = None if before is None else before.changed_at
+        if copied and changed_at is None:
+            changed_at = min(cached[0], held)
+        req.kvtier_match, req.kvtier_loaded = Match(*cached, exact, changed_at), 0
+
+    def computed(
+        self,
+        req: Any,
+        anchor: KvNode,
+        stop: int,
+        texts: Sequence[TokenIndex],
+        tier_said: str | None,
+    ) -> None:
+        """A request computed its tokens from the end of `anchor`, which it has locked, to `stop`.
+
+        texts: where what stands behind other text may be found. tier_said: why the tier did not
+        bring what it was asked for; None: it was not asked.
+        """
+        account: Account | None = getattr(req, "kvtier_account", None)
+        if account is None:
+            return
+        if account.extra_key != req.extra_key:
+            # Its prefix memory did not know its prompt: it began again, with nothing of it.
+            account = Account(account.tokens, req.extra_key, account.arrived_s)
+            req.kvtier_account = account
+        if anchor.stop >= account.tokens and account.is_running:
+            return
+        before = account.summary()
+        if not account.is_running:
+            account.is_running = True
+            account.have(anchor.stop, req.kvtier_loaded)
+            self._look_up(req, account, anchor, texts, tier_said)
+        account.have(anchor.stop)
+        account.compute(anchor.stop, stop)
+        self._count(before, account.summary())
+
+    def released(self, req: Any, *, ended: bool) -> Account | None:
+        """A request ended, or will begin again; its account where it has computed something."""
+        account: Account | None = getattr(req, "kvtier_account", None)
+        if account is None or not account.is_running:
+            return None
+        account.is_running = False
+        if not ended:
+            return None
+        for node in req.last_node.path():
+            if node.session is not None:
+                break
+            node.session = account.session
+        req.last_node.account = account
+        return account
+
+    def report(self) -> dict[str, Any]:
+        """For the server's internal state."""
+        return {**self.counters, "recomputed": dict(self.reasons)}
+
+    def _count(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        for name in self.counters:
+            self.counters[name] += after[name] - before[name]
+        for reason, tokens in after["recomputed"].items():
+            self.reasons[reason] += tokens - before["recomputed"].get(reason, 0)
+
+    def _look_up(
+        self,
+        req: Any,
+        account: Account,
+        anchor: KvNode,
+        texts: Sequence[TokenIndex],
+        tier_said: str | None,
+    ) -> None:
+        """Find what was computed before of what a request is about to compute."""
+        match: Match = req.kvtier_match
+        stop = account.tokens - 1
+        ids = req.full_untruncated_fill_ids[:stop]
+        key = RadixKey(ids, req.extra_key, cache_salt=req.cache_salt)
+        cached = max(match.cached, anchor.stop)
+        reached, record = self.gone.reach(key, anchor, cached)
+        known = [Span(anchor.stop, cached, EXACT if match.exact else CUT)]
+        if record is not None:
+            was_evicted = record.reason == EVICTED and tier_said is not None
+            known.append(Span(cached, reached, str(tier_said) if was_evicted else record.reason))
+        runs = [run for text in texts for run in _elsewhere(text, key, reached, anchor)]
+        known += [Span(run.begin, run.stop, EDITED) for run in sorted(runs, key=lambda r: r.begin)]
+        account.known = known
+        if account.changed_at is None:
+            account.changed_at = match.changed_at
+        longest = max(runs, key=lambda run: run.stop - run.begin, default=None)
+        if longest is not None and account.changed_at is None:
+            account.changed_at = path_key(longest.node).match(key)
+        if account.session is None:
+            account.session = self._session(req, match, anchor, reached, record, longest)
+
+    def _session(
+        self,
+        req: Any,
+        match: Match,
+        anchor: KvNode,
+        reached: int,
+        record: Any,
+        longest: Run | None,
+    ) -> str:
+        """The session that a request goes on with: as its client says, or the one whose last prompt
+        it has."""
+        given = getattr(req, "session_id", None)
+        if given is not None:
+            return str(given)
+        last = match.node if match.cached >= anchor.stop else anchor
+        candidates = [(last.session, last.prompt_stop, max(match.cached, anchor.stop))]
+        if record is not None:
+            candidates.insert(0, (record.session, record.prompt_stop, reached))
+        if longest is not None:
+            node = longest.node
+            candidates.append((node.session, node.prompt_stop, longest.stop - longest.shift))
+        for session, prompt_stop, has in candidates:
+            if session is not None and has + ENDS_OTHERWISE >= prompt_stop:
+                return str(session)
+        self._sessions += 1
+        return f"#{self._sessions}"
+
+
+def _elsewhere(text: TokenIndex, key: RadixKey, begin: int, anchor: KvNode) -> Iterator[Run]:
+    """Runs of key[begin:] that stand behind other tokens; what the prompt itself repeats is new."""
+    own = {node.id for node in anchor.path()}
+    for run in text.runs(key, begin, WINDOW):
+        if run.node.id not in own:
+            yield run
+
+
+def arrival(req: Any) -> float:
+    """time.time() when a request came, as SGLang noted it; now, where it did not."""
+    noted = getattr(getattr(req, "time_stats", None), "wait_queue_entry_time", 0.0)
+    return time.time() - (time.perf_counter() - noted if noted else 0.0)
+
+
+__all__ = ["REASONS", "Account", "Misses", "Part", "Span", "split"]
