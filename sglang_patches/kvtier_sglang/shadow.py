@@ -21,7 +21,7 @@ import logging
 import random
 import uuid
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvtier_sglang import compat
@@ -157,6 +157,8 @@ class Shadow:
             args = manager.server_args
             settings = compat.settings_of(args) if compat.uses_kvtier(args) else None
             self._share = 0.0 if settings is None else settings.shadow_share
+            if self._share:
+                manager.kvtier_shadow = self.counts
             if self._share and manager.enable_metrics:
                 self._metrics = ShadowMetrics(args.served_model_name or args.model_path)
         return self._share > 0
@@ -195,6 +197,13 @@ class Shadow:
             setattr(self.counts, name, getattr(self.counts, name) + value)
         if self._metrics is not None:
             self._metrics.count(one)
+
+
+def shadowed(manager: Any) -> dict[str, Any] | None:
+    """Return the counts of a tokenizer manager's shadowed turns; None where none are shadowed, or
+    no request came yet."""
+    counts: Counts | None = getattr(manager, "kvtier_shadow", None)
+    return None if counts is None else asdict(counts)
 
 
 async def _compare(manager: Any, answered: Answered, rid: str) -> Counts | None:
@@ -245,4 +254,4 @@ def _is_the_models(request: Any) -> bool:
     return all(getattr(params, name) == usual for name, usual in _PENALTIES.items())
 
 
-__all__ = ["Answered", "Counts", "Shadow", "ShadowMetrics"]
+__all__ = ["Answered", "Counts", "Shadow", "ShadowMetrics", "shadowed"]

@@ -26,10 +26,12 @@ h2 small { font-weight: normal; color: var(--soft); font-size: .85rem; }
 
 
 class Server(NamedTuple):
-    """What the page says of the server as a whole. asked_at: local time, as text."""
+    """The facts of the page about the server as a whole. asked_at: local time, as text; shadow: the
+    figures of shadow.Counts, None where no turns are shadowed."""
 
     model_name: str
     asked_at: str
+    shadow: Json | None = None
 
 
 def render(server: Server, replicas: Sequence[Json | None], most: int) -> str:
@@ -37,12 +39,26 @@ def render(server: Server, replicas: Sequence[Json | None], most: int) -> str:
     body = [
         "<h1>kvtier</h1>",
         f'<p class="soft">{escape(server.model_name)}, {escape(server.asked_at)}</p>',
+        _shadow(server.shadow),
     ]
     for index, replica in enumerate(replicas):
         if len(replicas) > 1:
             body.append(f"<h2>Replica {index}</h2>")
         body += [_nothing()] if replica is None else _replica(replica, most)
     return page(f"kvtier: {server.model_name}", body, _CSS + CSS)
+
+
+def _shadow(shadow: Json | None) -> str:
+    if shadow is None:
+        return ""
+    turns, tokens = shadow["turns"], shadow["tokens"]
+    told = f"{turns:,} turns were computed again over exact KV"
+    if tokens:
+        agree = share(shadow["same"], tokens)
+        told += f": it agrees with {agree} of the {tokens:,} tokens of their answers"
+    if shadow["given_up"]:
+        told += f"; {shadow['given_up']:,} were given up"
+    return f"<p>{told}.</p>"
 
 
 def _nothing() -> str:

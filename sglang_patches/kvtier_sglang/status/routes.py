@@ -19,6 +19,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Query
 from fastapi.responses import HTMLResponse, JSONResponse
 
+from kvtier_sglang.shadow import shadowed
 from kvtier_sglang.status.page import Server, render
 from kvtier_sglang.status.state import ANSWER, MOST_SESSIONS, QUESTION
 
@@ -89,7 +90,9 @@ def mount(app: FastAPI, manager: Callable[[], Any]) -> None:
         found = await asker.ask()
         args = manager().server_args
         server = Server(
-            args.served_model_name or args.model_path, time.strftime("%Y-%m-%d %H:%M:%S %Z")
+            args.served_model_name or args.model_path,
+            time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+            shadowed(manager()),
         )
         return HTMLResponse(render(server, found, sessions), headers=_HEADERS)
 
@@ -97,7 +100,7 @@ def mount(app: FastAPI, manager: Callable[[], Any]) -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def status_json(sessions: int = Query(SHOWN, ge=0, le=MOST_SESSIONS)) -> JSONResponse:
         shown = [one and _first_sessions(one, sessions) for one in await asker.ask()]
-        return JSONResponse({"replicas": shown}, headers=_HEADERS)
+        return JSONResponse({"replicas": shown, "shadow": shadowed(manager())}, headers=_HEADERS)
 
 
 def _first_sessions(status: dict[str, Any], most: int) -> dict[str, Any]:

@@ -76,7 +76,7 @@ MEASURING = SamplingParams(custom_params={"kvtier": {"measure": True}})
 def test_a_request_that_measures_reads_what_is_kept_and_leaves_the_tree_as_it_was():
     s = MiniScheduler()
     run_turn(s, context(60), [1, 2, 3])
-    held = s.tree.evictable_size()
+    held, told = s.tree.evictable_size(), s.tree.misses.report()
     tokens = [*context(60), 1, 2, 3, 9, 9]
     request = asks_for_logprobs(s, tokens, 63, sampling_params=MEASURING)
     assert (request.prefix_len, recomputed_tokens(request)) == (63, 0)
@@ -85,6 +85,8 @@ def test_a_request_that_measures_reads_what_is_kept_and_leaves_the_tree_as_it_wa
     # Nothing stays of a context that nobody has, either.
     run_turn(s, context(50, seed=8), [4, 5], sampling_params=MEASURING)
     assert s.tree.evictable_size() == held
+    # It is no traffic.
+    assert s.tree.misses.report() == told
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,12 @@ def test_what_keeps_everything_agrees_with_exact_kv(tmp_path):
         before = warmed_up(url)
         asked = [ask(url, session(seed)[0]) for seed in range(2)]
         found = compared(url, before, 2)
+        with urlopen(f"{url}/kvtier/status.json", timeout=SAFETY_S) as reply:
+            shadow = json.load(reply)["shadow"]
+        with urlopen(f"{url}/kvtier/status", timeout=SAFETY_S) as reply:
+            shown = reply.read().decode()
+    assert shadow["same"] == shadow["tokens"] > 2 * ANSWER
+    assert f"it agrees with 100.0% of the {shadow['tokens']} tokens of their answers" in shown
     assert found["kvtier_shadow_tokens_total"] == 2 * ANSWER
     assert agreement(found) == 1
     assert found["kvtier_shadow_divergence_nats_sum"] == pytest.approx(0, abs=1e-3)

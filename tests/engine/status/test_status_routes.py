@@ -119,7 +119,7 @@ def test_as_many_sessions_are_told_as_asked_for_and_never_more_than_there_are_pl
 
 def test_another_cache_than_kvtiers_has_nothing_to_show():
     manager = Manager(object())
-    assert get(manager, "/kvtier/status.json").json() == {"replicas": [None]}
+    assert get(manager, "/kvtier/status.json").json() == {"replicas": [None], "shadow": None}
     assert "not kvtier's" in get(manager, "/kvtier/status").text
 
 
