@@ -60,11 +60,8 @@ def explain_log(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_document(every, sessions, requests), indent=2))
         return 0
-    from rich.console import Console
-
-    console = Console()
     reasons = [reason for reason, _ in every.recomputed.most_common()]
-    console.print(_sums_table(every, sessions, most_sessions, reasons))
+    _print(_sums_table(every, sessions, most_sessions, reasons))
     if options.session is not None:
         title, shown = "its requests", requests
     else:
@@ -72,8 +69,18 @@ def explain_log(options: argparse.Namespace) -> int:
         shown = heapq.nlargest(most_requests, requests, key=lambda one: one.recomputed_tokens)
         shown = [one for one in shown if one.recomputed_tokens]
     if shown:
-        console.print(_requests_table(title, shown))
+        _print(_requests_table(title, shown))
     return 0
+
+
+def _print(table: Table) -> None:
+    """As wide as it is: of numbers and names every character counts."""
+    from rich.console import Console
+
+    console = Console()
+    wide = console.measure(table, options=console.options.update(width=10_000)).maximum
+    console.width = max(console.width, wide)
+    console.print(table)
 
 
 def _document(
@@ -123,9 +130,10 @@ def _requests_table(title: str, requests: Sequence[Logged]) -> Table:
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for name in columns:
         table.add_column(name, justify="left" if name in ("session", "again") else "right")
     return table

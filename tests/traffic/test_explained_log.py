@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,15 @@ def write(folder: Path, *lines: dict[str, Any]) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+def narrow(monkeypatch):
+    """Nothing is cut off where a terminal is narrow."""
+    monkeypatch.setenv("COLUMNS", "40")
 
 
 def rows(text: str) -> list[list[str]]:
     """The cells of every row that has some."""
-    found = (line.strip("│┃ ").replace("┃", "│").split("│") for line in text.splitlines())
-    return [[cell.strip() for cell in one] for one in found if len(one) > 1]
+    found = (re.split(r" {2,}", line.strip()) for line in text.splitlines())
+    return [one for one in found if len(one) > 1]
 
 
 def test_sessions_and_requests_are_told_the_worst_first(log, capsys):

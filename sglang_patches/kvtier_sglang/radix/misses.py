@@ -33,8 +33,9 @@ CUT, EXACT, EDITED, RETRACTED = "cut", "exact", "edited", "retracted"
 OF_EVICTED = (EVICTED, LOST, REFUSED, FAILED)
 REASONS = (*OF_EVICTED, CUT, EXACT, EDITED, DROPPED, FLUSHED, WEIGHTS, RETRACTED)
 # A request goes on with a session where it has the whole of its last prompt, but for so many
-# tokens: templates end prompts in ways of their own, and borders of what is gone are so far apart.
-ENDS_OTHERWISE = GRAIN
+# tokens, or an eighth: templates end prompts in ways of their own, and borders of what is gone are
+# so far apart.
+ENDS_OTHERWISE, OF = GRAIN, 8
 
 
 class Span(NamedTuple):
@@ -144,12 +145,12 @@ def split(begin: int, stop: int, known: Iterator[Span] | Sequence[Span]) -> Iter
 
 
 class Misses:
-    """Accounts of one cache's requests. counters: of all of them, as `Account.summary` names them,
-    with reasons beside."""
+    """Accounts of one cache's requests. counters, reasons: of all of them, as an Account has them;
+    they only grow."""
 
     def __init__(self) -> None:
         self.gone = Gone()
-        self.counters: Counter[str] = Counter(hit=0, restored=0, computed=0)
+        self.counters: Counter[str] = Counter(hit=0, restored=0, computed=0, new=0)
         self.reasons: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
         # time.time() when the first request came.
         self.began_s = 0.0
@@ -238,10 +239,15 @@ class Misses:
         return {**self.counters, "recomputed": dict(self.reasons)}
 
     def _count(self, before: dict[str, Any], after: dict[str, Any]) -> None:
-        for name in self.counters:
+        """Metrics are read meanwhile by another thread: nothing that is counted ever shrinks."""
+        for name in ("hit", "restored", "computed"):
             self.counters[name] += after[name] - before[name]
+        new = after["computed"] - before["computed"]
         for reason, tokens in after["recomputed"].items():
-            self.reasons[reason] += tokens - before["recomputed"].get(reason, 0)
+            again = tokens - before["recomputed"].get(reason, 0)
+            self.reasons[reason] += again
+            new -= again
+        self.counters["new"] += new
 
     def _look_up(
         self,
@@ -286,7 +292,7 @@ class Misses:
         it has."""
         given = getattr(req, "session_id", None)
         if given is not None:
-            return str(given)
+            return f"named {given}"
         last = match.node if match.cached >= anchor.stop else anchor
         candidates = [(last.session, last.prompt_stop, max(match.cached, anchor.stop))]
         if record is not None:
@@ -295,10 +301,11 @@ class Misses:
             node = longest.node
             candidates.append((node.session, node.prompt_stop, longest.stop - longest.shift))
         for session, prompt_stop, has in candidates:
-            if session is not None and has + ENDS_OTHERWISE >= prompt_stop:
+            missing = max(0, prompt_stop - has)
+            if session is not None and missing <= min(ENDS_OTHERWISE, prompt_stop // OF):
                 return str(session)
         self._sessions += 1
-        return f"#{self._sessions}"
+        return f"number {self._sessions}"
 
 
 def _elsewhere(text: TokenIndex, key: RadixKey, begin: int, anchor: KvNode) -> Iterator[Run]:

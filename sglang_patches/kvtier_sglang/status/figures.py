@@ -68,10 +68,6 @@ def _of_prompts(name: str) -> Read:
     return _one(lambda cache: cache.misses.counters[name])
 
 
-def _new_tokens(cache: KvtierRadixCache) -> float:
-    return cache.misses.counters["computed"] - cache.misses.reasons.total()
-
-
 def _of_compressor(name: str) -> Read:
     return _one(lambda cache: cache.compressor.counters[name])
 
@@ -199,7 +195,7 @@ FIGURES = (
         "kvtier_new_tokens",
         Kind.COUNTER,
         "Prompt tokens that were computed for the first time.",
-        _one(_new_tokens),
+        _of_prompts("new"),
     ),
     Figure(
         "kvtier_recomputed_tokens",

@@ -60,7 +60,8 @@ def test_a_turn_that_goes_on_recomputes_nothing():
     request = run_turn(s, [*context(60), 1, 2, *context(20, seed=1)], [3], chunk=7)
     assert of(request) == {"hit": 62, "restored": 0, "computed": 20, "recomputed": {}}
     assert s.tree.misses.report() == {
-        "hit": 62, "restored": 0, "computed": 80, "recomputed": dict.fromkeys(REASONS, 0),
+        "hit": 62, "restored": 0, "computed": 80, "new": 80,
+        "recomputed": dict.fromkeys(REASONS, 0),
     }  # fmt: skip
 
 
@@ -232,8 +233,16 @@ def test_an_edited_prompt_goes_on_with_the_session(small):
 def test_a_name_that_the_client_gives_counts():
     s = scheduler()
     first = run_turn(s, context(60), [1], session_id="a")
-    assert session(first) == "a"
-    assert session(run_turn(s, context(60, seed=9), [1], session_id="a")) == "a"
+    second = run_turn(s, context(60, seed=9), [1], session_id="a")
+    other = run_turn(s, [*context(60), 1, 2], [1], session_id="b")
+    assert session(first) == session(second) != session(other)
+
+
+def test_short_prompts_that_begin_alike_are_of_different_sessions():
+    s = scheduler()
+    first = run_turn(s, context(40), [1])
+    second = run_turn(s, [*context(40)[:20], *context(40, seed=9)], [1])
+    assert session(first) != session(second)
 
 
 # -- whatever happens --
@@ -371,7 +380,9 @@ def test_of_a_thousand_random_requests_every_token_is_accounted_and_known_by_its
     for request in life.begun:
         for why, tokens in request.kvtier_account.recomputed.items():
             seen[why] += tokens
-    assert life.s.tree.misses.report()["recomputed"] == seen
+    counted = life.s.tree.misses.report()
+    assert counted["recomputed"] == seen
+    assert counted["computed"] == counted["new"] + sum(seen.values())
     wanted = set(REASONS) - {"lost", "refused", "failed"}
     assert {why for why, tokens in seen.items() if tokens} == wanted
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -14,12 +15,15 @@ from tree_harness import MiniScheduler, run_turn
 from tree_requests import Request, context
 from waiting import wait_for
 
+from kvtier.config import Settings
 from kvtier.retention.shares import FixedShare
 from kvtier.traffic.continuations import sessions_of
 from kvtier.traffic.formats import read_trace
 from kvtier.traffic.request_log import read_log, sums_of
 from kvtier_sglang.radix import request_log
 from kvtier_sglang.radix.request_log import RequestLog
+from kvtier_sglang.ranks import Ranks
+from kvtier_sglang.runtime import Runtime
 
 
 def scheduler(log: RequestLog) -> MiniScheduler:
@@ -199,3 +203,21 @@ def test_others_may_not_read_the_log(tmp_path):
     """It tells who asked when, and how much."""
     served(tmp_path / "log.jsonl")
     assert stat.S_IMODE((tmp_path / "log.jsonl").stat().st_mode) & 0o077 == 0
+
+
+@pytest.mark.parametrize(("replica", "name"), [(0, "log.jsonl"), (1, "log.1.jsonl")])
+def test_each_replica_has_a_file_of_its_own(tmp_path, replica, name):
+    runtime = Runtime()
+    runtime.settings = Settings(request_log=tmp_path / "log.jsonl")
+    runtime.ranks = Ranks(replica=replica)
+    log = runtime._request_log()
+    log.close()
+    assert [one.name for one in tmp_path.iterdir()] == [name]
+
+
+def test_only_the_first_rank_of_a_replica_keeps_a_log(tmp_path):
+    runtime = Runtime()
+    runtime.settings = Settings(request_log=tmp_path / "log.jsonl")
+    runtime.ranks = Ranks(SimpleNamespace(world_size=2, rank_in_group=1))
+    assert runtime._request_log() is None
+    assert list(tmp_path.iterdir()) == []

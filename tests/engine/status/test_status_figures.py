@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tiered_tree_harness import REFRESH, turn, two_turns
 from tree_harness import MiniScheduler, run_turn
 from tree_requests import context
@@ -81,6 +83,26 @@ def test_what_was_restored_is_told_in_tokens_and_bytes(publish, connect):
     assert found["kvtier_engine_tier_events_total", "restored_requests"] == 1
     token_bytes = b.tree.tier.token_bytes
     assert found["kvtier_engine_tier_bytes_total", "restored"] == len(tokens) * token_bytes
+
+
+def test_every_figure_is_in_the_documentation():
+    page = (Path(__file__).parents[3] / "docs" / "monitoring.md").read_text()
+    suffix = {Kind.COUNTER: "_total"}
+    told = [figure.name + suffix.get(figure.kind, "") for figure in FIGURES]
+    assert [name for name in told if f"`{name}`" not in page] == []
+
+
+def test_what_became_of_prompts_is_told_by_reason(publish):
+    s = MiniScheduler()
+    publisher, registry = publish(s.tree)
+    run_turn(s, context(60), [1])
+    s.tree.evict(EvictParams(num_tokens=s.allocator.size))
+    run_turn(s, [*context(60), 1, 9], [2])
+    publisher.update()
+    found = samples(registry)
+    assert found["kvtier_recomputed_tokens_total", "evicted"] == 61
+    assert found["kvtier_new_tokens_total", ""] == 61
+    assert found["kvtier_hit_tokens_total", ""] == 0
 
 
 def test_a_server_without_a_tier_has_no_figures_of_one(publish):

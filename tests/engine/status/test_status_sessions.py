@@ -72,6 +72,16 @@ def test_a_session_keeps_its_number_while_it_goes_on():
     assert after["context_tokens"] > before["context_tokens"]
 
 
+def test_a_session_says_what_became_of_its_last_prompt():
+    s = MiniScheduler()
+    run_turn(s, context(60), [1, 2])
+    run_turn(s, [*context(60), 1, 2, *context(40, seed=1)], [3])
+    (row,) = rows(s)
+    assert row["last_prompt"] == {
+        "tokens": 102, "hit": 62, "restored": 0, "computed": 40, "recomputed": {},
+    }  # fmt: skip
+
+
 def test_the_newest_come_first_and_no_more_than_asked_for():
     s = MiniScheduler()
     for seed in range(4):
