@@ -25,7 +25,7 @@ FIRST_ID = 1 << 40
 
 
 def probe_trace(gap_s: float, token_s: float, repeats: int = 2) -> Trace:
-    """Return the trace. A pause follows each request, or batch of requests, in which it is answered:
+    """Return the trace. A pause follows each request or batch, in which it is answered:
     `gap_s`, and `token_s` for each token of its prompts. repeats: the number of prompts per
     length."""
     fresh = iter(range(FIRST_ID, 1 << 62))
