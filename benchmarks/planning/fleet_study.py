@@ -1,9 +1,10 @@
-"""How many GPUs does a 70B model want for a recorded hour, with full KV, kvtier, and its tier?
+"""The number of GPUs that a 70B model wants for a recorded hour: full KV, kvtier, and its tier.
 
     python -m benchmarks.planning.fleet_study --trace conversation_trace.jsonl --copies 2 5 10
 
-The recorded users, so many times; replicas of stated hardware (`kvtier plan` says which); and the
-fewest that keep the 90th percentile of both times. Nothing here was measured on a GPU.
+The recorded users come so many times over, and replicas are of stated hardware (`kvtier plan` says
+which). The study finds the fewest replicas that keep the 90th percentile of both times. Nothing
+here was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def declare(arguments: Arguments) -> None:
 
 
 def run(options: Options) -> Iterator[Measured]:
-    """Size by size; each is written when it comes."""
+    """Simulate traffic of every size. Yields the outcome so far after each, to be written."""
     rows: list[dict[str, Any]] = []
     stated: Mapping[str, Any] = {}
     for copies in options.copies:
@@ -63,7 +64,7 @@ def run(options: Options) -> Iterator[Measured]:
 
 
 def document(plan: PolicyPlan) -> dict[str, Any]:
-    """One policy, as it stands in the JSON."""
+    """Return one policy's plan, as it stands in the JSON."""
     return {
         "rates": plan.rates,
         "cache": plan.cache,
@@ -92,7 +93,7 @@ def show_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def draw(rows: list[dict[str, Any]], options: Options) -> None:
-    """GPUs over traffic, and the largest traffic's times over GPUs."""
+    """Draw GPUs over traffic, and the largest traffic's times over GPUs."""
     import matplotlib
 
     matplotlib.use("Agg")

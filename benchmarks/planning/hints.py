@@ -1,12 +1,13 @@
-"""What could agents gain a fleet by saying what they know of their sessions?
+"""The gain to a fleet if agents said what they know of their sessions.
 
     python -m benchmarks.planning.hints --trace claude_code_sessions.jsonl.gz
 
 Each hint is simulated as if all sessions gave it without an error, which bounds what it can gain,
-beside the same traffic without hints. A hint is worth building if in at least two settings that one
-would run it raises the hit rate by .02 or lowers TTFT's p90 by a tenth, on average over the seeds
-and by more than two standard errors. One would run those of kvtier's whose p90 is at most 10 s.
-Recorded sessions have no common prefix; described tenants with system prompts of their own do.
+beside the same traffic without hints. A hint is worth building if it raises the hit rate by .02 or
+lowers TTFT's p90 by a tenth in at least two settings that one would run. The gain is an average
+over the seeds, and has to be more than two standard errors. One would run the settings of kvtier
+whose p90 without hints is at most 10 s. Recorded sessions have no common prefix; described tenants
+with system prompts of their own do.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LOW_RETENTION, RETENTION = 0.1, 0.25
 POLICIES = ("full", "kvtier", "kvtier-tier")
 Setting = tuple[str, str | None, int]
 MEANS = ("hit", "computed_tokens", "ttft_p50_s", "ttft_p90_s", "refused")
-# policy, kept dtype, H100s
+# A setting is a policy, the dtype of kept entries, and a number of H100s.
 SETTINGS: tuple[Setting, ...] = (
     *product(POLICIES[:1], (None,), (1, 2)),
     *product(POLICIES[1:2], (None,), (1, 2, 4)),
@@ -54,9 +55,9 @@ TENANTS, TENANT = 24, Description(
 
 
 class Told(NamedTuple):
-    """One row. retention: of the plan; instant: fetching from the tier takes no time; named: the
-    sessions that the hints are about, where they are not about all; policies: that it is tried on.
-    """
+    """The hints of one row. retention: that of the plan; instant: fetching from the tier takes no
+    time; named: the sessions that the hints are about, where they are not about all; policies:
+    those that it is tried on."""
 
     hints: Hints | None = None
     retention: float = RETENTION
@@ -66,7 +67,7 @@ class Told(NamedTuple):
 
 
 def told(traffic: Traffic, seed: int) -> dict[str, Told]:
-    """The rows for recorded sessions. Sessions that are named are drawn from the seed."""
+    """Return the rows for recorded sessions. Sessions that are named are drawn from the seed."""
     count = traffic.num_sessions
     order = np.random.default_rng(seed).permutation(count)
     fifth = np.isin(np.arange(count + 1), order[: count // 5])
@@ -93,7 +94,7 @@ def told(traffic: Traffic, seed: int) -> dict[str, Told]:
 
 
 def told_tenants(traffic: Traffic) -> dict[str, Told]:
-    """The rows for tenants: what several sessions share is evicted last."""
+    """Return the rows for tenants: without hints, and with shared prefixes evicted last."""
     pinned = np.append(np.zeros(traffic.num_sessions), 1.0)
     return {"nothing": Told(), "shared by many": Told(Hints(priority=pinned))}
 
@@ -104,7 +105,7 @@ def declare(arguments: Arguments) -> None:
 
 
 def run(options: Options) -> Iterator[Measured]:
-    """Seed by seed; each is written when it comes."""
+    """Simulate every row with every seed. Yields the rows so far after each, to be written."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for seed in range(options.seed, options.seed + options.seeds):
         recorded = traffic_of(read_trace(Path(options.trace), spread_s=SPREAD_S, seed=seed))
@@ -122,7 +123,8 @@ def run(options: Options) -> Iterator[Measured]:
 
 
 def measure(traffic: Traffic, setting: Setting, one: Told) -> dict[str, Any]:
-    """One simulation: of all sessions, and of those that are named and the others."""
+    """Simulate one row in one setting. Returns the figures of all sessions and, where some are
+    named, those of the named ones and of the others."""
     policy, kept_dtype, count = setting
     question = Question(
         (policy,), Slo(ttft_s=2.0, tpot_s=0.05), model="llama-3-8b", tp=1, kept_dtype=kept_dtype,
@@ -141,7 +143,8 @@ def measure(traffic: Traffic, setting: Setting, one: Told) -> dict[str, Any]:
 
 
 def figures(outcome: Outcome, which: npt.NDArray[np.bool_]) -> dict[str, float]:
-    """What became of some of the requests. hit: of their tokens, from the device or the tier."""
+    """Return the figures of some of the requests. which: bool `[requests]`. hit: the share of their
+    input tokens that came from the device or the tier."""
     served = which & ~outcome.refused
     inputs = int(outcome.traffic.input_tokens[served].astype(np.int64).sum())
     hit = int((outcome.hit_device + outcome.hit_tier)[served].sum())
@@ -153,8 +156,8 @@ def figures(outcome: Outcome, which: npt.NDArray[np.bool_]) -> dict[str, float]:
 
 
 def judged(found: dict[tuple[Any, ...], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """A row for each hint in each setting, and what it gains over nothing with the same seeds.
-    Errors are standard errors, of p90 that of its logarithm."""
+    """Return a row for each hint in each setting, with its gain over no hints with the same seeds.
+    Errors are standard errors; that of p90 is its logarithm's."""
     rows = []
     for (*setting, hint), seeds in found.items():
         pairs = list(zip(seeds, found[(*setting, "nothing")], strict=True))
@@ -176,7 +179,7 @@ def judged(found: dict[tuple[Any, ...], list[dict[str, Any]]]) -> list[dict[str,
 
 
 def summary(seeds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over the seeds, and by seed what is judged."""
+    """Return the means over the seeds, and the judged figures by seed."""
     found: dict[str, Any] = {name: average([one[name] for one in seeds])[0] for name in MEANS}
     for group in ("named", "others"):
         if group in seeds[0]:
@@ -186,7 +189,7 @@ def summary(seeds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def average(values: list[float]) -> tuple[float, float]:
-    """Mean and standard error; 0 for that of one value, of which it is not known."""
+    """Return the mean and its standard error, which is 0 for one value, as it is not known then."""
     error = np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
     return float(np.mean(values)), float(error)
 

@@ -1,14 +1,14 @@
-"""Does the simulator of `kvtier plan` say what the real engine does?
+"""The simulator of `kvtier plan` beside the real engine, over the same requests.
 
     OMP_NUM_THREADS=1 python -m benchmarks.planning.validation --trace conversation_trace.jsonl
 
-On two cores: one for the engine, and one for everything beside it, as a GPU's server has.
+It wants two cores: one for the engine, and one for everything beside it, as a GPU's server has.
 
 Three policies replay the first requests of a recorded trace on the real engine, scaled to this
 machine. The simulator serves the same requests with pools of the same size. Its rates are from
 another replay, of a trace made for that (`kvtier.traffic.probe`); nothing of the judged replay is
-known to it. Bars: hit rate and resident conversations within 5%, the median time to the first token
-within 25%.
+known to it. The bars are hit rate and resident conversations within 5%, and the median time to the
+first token within 25%.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from kvtier.traffic.probe import probe_trace
 from kvtier.traffic.trace import BLOCK_TOKENS
 
 POLICIES = "full,kvtier,kvtier-tier"
-# Settings of a full-sized server, in tokens, that are scaled like the lengths.
+# These settings of a full-sized server, in tokens, are scaled like the lengths.
 SCALED_SETTINGS = {
     "LOCALITY_SINK_TOKENS": 128,
     "LOCALITY_RECENT_TOKENS": 512,
     "LOCALITY_BRANCH_RECENT_TOKENS": 256,
     "TIER_SPAN_TOKENS": 512,
 }
-# What a scaled token of the replay that calibrates may take at most, on any machine of today.
+# A scaled token of the replay that calibrates may take so many s, on any machine of today.
 TOKEN_S = 2.5e-4
 HIT_RATE, RESIDENT, TTFT = 0.05, 0.05, 0.25
 
@@ -99,7 +99,7 @@ def run(options: Options) -> Measured:
 
 @contextmanager
 def scaled_windows(block_tokens: int) -> Iterator[None]:
-    """SCALED_SETTINGS in this process's environment."""
+    """Set SCALED_SETTINGS, scaled, in this process's environment for as long as the block lasts."""
     before = dict(os.environ)
     for name, tokens in SCALED_SETTINGS.items():
         os.environ[f"KVTIER_{name}"] = str(max(1, tokens * block_tokens // BLOCK_TOKENS))
@@ -111,8 +111,8 @@ def scaled_windows(block_tokens: int) -> Iterator[None]:
 
 
 def replay(options: Options, trace: Path, budget: str, more: list[str]) -> ReplayDocument:
-    """A replay on the real engine, as `python -m kvtier.bench` makes it. Raises StartupError where
-    a policy failed."""
+    """Replay a trace on the real engine, as `python -m kvtier.bench` does. Raises StartupError
+    where a policy failed."""
     flags = [
         *("--trace", str(trace), "--block-tokens", str(options.block_tokens)),
         *("--policies", options.policies, "--kv-budget", budget, "--device", "cpu"),
@@ -129,7 +129,7 @@ def replay(options: Options, trace: Path, budget: str, more: list[str]) -> Repla
 
 
 def compare(judged: ReplayDocument, real: ReplayResult, calibration: Calibration) -> dict[str, Any]:
-    """A policy's replay beside its simulation."""
+    """Simulate a policy's replay. Returns pairs of the engine's figure and the simulated one."""
     plan = FleetPlan(
         replicas=1,
         rates=calibration.rates,
@@ -174,7 +174,7 @@ def show_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def off(pair: list[float]) -> float:
-    """How far the simulated value is from the real one, as a share of that."""
+    """Return the difference of the simulated value from the real one, as a share of that."""
     real, simulated = pair
     if real == simulated:
         return 0.0
@@ -182,7 +182,7 @@ def off(pair: list[float]) -> float:
 
 
 def bars(row: Mapping[str, Any]) -> list[Bar]:
-    """What has to hold of one policy."""
+    """Return the bars of one policy."""
     limits = {"hit rate": HIT_RATE, "resident": RESIDENT, "TTFT p50, ms": TTFT}
     return [
         Bar(

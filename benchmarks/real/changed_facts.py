@@ -3,7 +3,8 @@
     before  │ Remember: the door code is 4821. │ prose │
     now     │ Remember: the door code is 7350. │ prose │ The door code that was said … │ prose │
 
-The question is what the code is now. The sentence that refers to it stands in every other context.
+The question asks what the code is now. The sentence that refers to it stands in every other
+context.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from kvtier.synthetic.prose import document, sentences
 
 PLAIN, REFERRED_TO = "changed fact", "changed fact, referred to"
 TASKS = (PLAIN, REFERRED_TO)
-# Sentences before the one that refers to the fact.
+# So many sentences stand before the one that refers to the fact.
 SENTENCES_BEFORE = 10
 REFERENCE = " The door code that was said at the beginning is still the one in use."
 
 
 def maker(model_path: str) -> SampleMaker:
-    """Samples of `TASKS`, told with the model's tokenizer. Raises UsageError where it has none."""
+    """Return a maker of samples of `TASKS`, told with the model's tokenizer. Raises UsageError
+    where it has none."""
     tellers = {task: partial(_changed_fact, referred_to=task == REFERRED_TO) for task in TASKS}
     return text_maker_for(model_path, tellers)
 

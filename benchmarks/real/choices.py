@@ -1,4 +1,4 @@
-"""The heads that every method chooses, once and on the same contexts; kept beside the records."""
+"""The heads that every method chooses, once and on the same contexts, kept beside the records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from kvtier.heads.samples.synthetic import CALIBRATION, Tasks, make_samples, tas
 
 @dataclass(frozen=True)
 class Choice:
-    """order: every head, best first; seconds: scoring and ranking, without the prefill."""
+    """The choice of a method. order: every head, best first; seconds: the time of scoring and
+    ranking, without the prefill."""
 
     method: str
     order: tuple[Head, ...]
@@ -31,7 +32,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, its tasks, and what every method chooses on."""
+    """A model, its tasks, and the contexts on which every method chooses."""
 
     model_path: Path
     tasks: Tasks
@@ -41,11 +42,12 @@ class Setup:
 
     @classmethod
     def of(cls, model_path: Path, length: int, contexts: int, seed: int) -> Setup:
-        """Raises UsageError for a model that is not there."""
+        """Return the setup of a model, with its tasks. Raises UsageError where there is no such
+        model."""
         return cls(model_path, tasks_for(str(model_path)), length, contexts, seed)
 
     def described(self) -> dict[str, Any]:
-        """What records are kept under; reads all weights for their digest."""
+        """Return the settings that records are kept under; reads all weights for their digest."""
         return {
             "model": model_name(str(self.model_path)),
             "revision": weights_revision(str(self.model_path)),
@@ -59,14 +61,15 @@ class Setup:
         }
 
     def load(self) -> Any:
-        """The model. Raises UsageError and UnsupportedModelError."""
+        """Load the model. Raises UsageError and UnsupportedModelError."""
         return load_model(str(self.model_path))
 
 
 def chosen_heads(
     setup: Setup, methods: Sequence[str], records: Records, probe: HeadProbe, progress: Progress
 ) -> list[Choice]:
-    """What each method chooses, or chose before. Raises UsageError for an unknown method."""
+    """Return the choice of each method, made now or read from a run before. Raises UsageError for
+    an unknown method."""
     files = {method: records.directory / f"choice-{method}.json" for method in methods}
     missing = {method: make(setup, method) for method, file in files.items() if not file.exists()}
     if missing:
@@ -91,7 +94,7 @@ def chosen_heads(
 
 
 def make(setup: Setup, name: str) -> Any:
-    """The method, with the run's seed where it draws. Raises UsageError."""
+    """Make a method, with the run's seed where it draws. Raises UsageError for an unknown name."""
     seeded = name in METHODS and METHODS[name].takes_seed
     return make_method(name, **({"seed": setup.seed} if seeded else {}))
 

@@ -13,8 +13,8 @@ another when they were compressed.
                  [ a, less │ window, new │ b ]    these computed, and what is kept of b goes on
                                                   behind them, its keys turned
 
-All of it is what `kvtier serve` does, without a tier but for refreshes and where a window comes
-from there.
+`kvtier serve` does all of this. It has a tier for refreshes and where a window comes from there,
+and none otherwise.
 """
 
 from __future__ import annotations
@@ -46,16 +46,21 @@ from kvtier.retention.shares import PAGE, FixedShare, Turn
 from kvtier.retention.token_worth import TokenWorth
 from kvtier_kernels.codes import coded_shape
 
-# Where transcripts have something taken out, and how many tokens each.
+# Transcripts have texts taken out at these places, each of so many tokens.
 TAKEN_OUT, OUT_PLACES, OUT_TOKENS = "4 texts taken out", (0.2, 0.4, 0.6, 0.8), 150
 
 
 @dataclass(frozen=True)
 class Course:
-    """turns: in which the context came, of equal length. is_branch: it was left at its end by a
-    request, behind which other text followed. has_tier: then the window comes from there. chunks:
-    as many in which it was prefilled, each compressed when the next was computed. refreshes:
-    whether every turn, and every question, has entries chosen again."""
+    """The course by which a context came to be held.
+
+    turns:     the number of turns in which it came, of equal length
+    refreshes: whether every turn, and every question, has entries chosen again
+    is_branch: whether a request left it at its end, behind which other text followed
+    has_tier:  whether the window before that place comes from a tier
+    chunks:    the number of chunks in which it was prefilled, each compressed when the next was
+               computed
+    """
 
     name: str
     turns: int = 1
@@ -72,8 +77,8 @@ class Course:
         share: float,
         worth: TokenWorth,
     ) -> Kept:
-        """What is held of the context, of `share` of each turn's entries. others_ids: half as many
-        tokens of another context."""
+        """Return the KV that is held of the context, with `share` of each turn's entries kept.
+        others_ids: half as many tokens of another context."""
         kind = RefreshedSession if self.refreshes else AdaptiveSession
         session = _session(model, share, worth, kind)
         if self.refreshes:
@@ -98,13 +103,13 @@ class Course:
 
 @dataclass(frozen=True)
 class Edited:
-    """The context's text was another one when it was compressed.
+    """A context whose text was another one when it was compressed.
 
-    places:     where, as shares of its tokens
-    new_tokens: that are new at each place, behind which as many are computed again, 64 at most;
-                none where something was taken out
-    old_tokens: that stood there instead
-    bits:       of the codes that kept entries are
+    places:     the places of the edits, as shares of its tokens
+    new_tokens: the number of new tokens at each place, behind which as many are computed again,
+                MOST_AGAIN at most; 0 where something was taken out
+    old_tokens: the number of tokens that stood there instead
+    bits:       the bits of the codes of kept entries; None where these stay as they are
     """
 
     name: str
@@ -121,8 +126,9 @@ class Edited:
         share: float,
         worth: TokenWorth,
     ) -> Kept:
-        """What is held of the context, of `share` of the old text's entries. others_ids: of which
-        the old text has equal parts at the places, and at most as many as it may have there."""
+        """Return the KV that is held of the context, with `share` of the old text's entries kept.
+        others_ids: tokens of another context, of which the old text has equal parts at the places,
+        each of `old_tokens` at most."""
         starts = [round(place * len(context_ids)) for place in self.places]
         window = _window(share)
         old_tokens = min(self.old_tokens, len(others_ids) // len(starts))
@@ -148,10 +154,10 @@ class Edited:
 
 @dataclass(frozen=True)
 class Clock:
-    """The context's first tokens were others many times, and everything else is turned each time,
-    in bfloat16.
+    """A context whose first tokens were replaced many times, in bfloat16. Everything else is turned
+    each time.
 
-    times: how often they became others; new_tokens: that they are at last
+    times: the number of replacements; new_tokens: the length of the front at last
     """
 
     name: str
@@ -166,7 +172,8 @@ class Clock:
         share: float,
         worth: TokenWorth,
     ) -> Kept:
-        """As of `Edited`."""
+        """Return the KV that is held of the context, with `share` of its entries kept. others_ids:
+        tokens of another context, of which the earlier fronts are."""
         fronts = [others_ids[time : 2 * time + 16] for time in range(self.times)]
         front, *later = *fronts, context_ids[: self.new_tokens]
         session = _session(model, share, worth, dtype=torch.bfloat16)
@@ -183,8 +190,8 @@ class Clock:
 
 
 class Kept(NamedTuple):
-    """What is held of a context per layer, what chooses it again for a question, and as how many
-    entries it counts; None where that is as many as there are."""
+    """The KV that is held of a context, per layer. refresh: chooses it again for a question;
+    used: the number of entries that it counts as; None where that is as many as there are."""
 
     layers: list[Held]
     refresh: Refresh | None = None
@@ -192,8 +199,9 @@ class Kept(NamedTuple):
 
 
 class _Past(NamedTuple):
-    """A turn that has ended. kv: exact, per layer `[kv_heads, tokens, dim]`; span: the tokens that
-    it could drop; worth: per layer `[kv_heads, span]`, their scores, none where all stay."""
+    """A turn that has ended. kv: its exact K and V, per layer `[kv_heads, tokens, dim]`; span: the
+    tokens that it could drop; worth: their scores, per layer `[kv_heads, span]`, empty where all
+    stay."""
 
     kv: list[tuple[Tensor, Tensor]]
     span: DroppedSpan
@@ -201,8 +209,8 @@ class _Past(NamedTuple):
 
 
 class RefreshedSession(AdaptiveSession):
-    """A session each of whose turns reads entries that its newest queries chose again, a head as
-    many as it keeps. Between turns a head holds those that it kept. A turn is one chunk."""
+    """A session each of whose turns reads entries that its newest queries chose again, for each
+    head as many as it keeps. Between turns a head holds those that it kept. A turn is one chunk."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -210,18 +218,18 @@ class RefreshedSession(AdaptiveSession):
         self._worth: list[Tensor] = []
 
     def held_for(self, layer: int, window: QueryWindow) -> Held:
-        """What is held while the turn with these newest queries runs."""
+        """Return the KV of a layer that is held while the turn with these newest queries runs."""
         group = window.q.shape[2]
         heads = [joined(blocks) for blocks in self._again(layer, window)]
         return stacked([Held(k, v, k.new_zeros(group, k.shape[1])) for k, v in heads])
 
     def scores(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the base's; remembered until the turn ends."""
+        """Return the base's scores, which are remembered until the turn ends."""
         self._worth.append(super().scores(*args, **kwargs))
         return self._worth[-1]
 
     def _again(self, layer: int, window: QueryWindow) -> list[list[Block]]:
-        """Per head a block for every turn."""
+        """Return, for each head of a layer, a block for every turn."""
         return [
             [
                 self._chosen(past, layer, head, kept, window)
@@ -308,7 +316,7 @@ def _fixed(share: float) -> Callable[[int, int], int]:
 
 
 def _window(share: float) -> int:
-    """How many tokens before a cut are computed again."""
+    """Return the number of tokens before a cut that are computed again."""
     return WIDE_CUT_WINDOW if share < SMALL_SHARE else CUT_WINDOW
 
 
@@ -341,7 +349,7 @@ def _held(session: AdaptiveSession) -> list[Held]:
 
 
 def _with_window(kept: Sequence[Held], exact: Sequence[Held], begin: int) -> list[Held]:
-    """What is kept, and behind it exact KV from token `begin` on, which all heads have."""
+    """Return the kept KV, with exact KV behind it from token `begin` on, which all heads have."""
     return [
         Held(
             *(torch.cat([mine, whole[:, begin:]], dim=1) for mine, whole in zip(*both, strict=True))

@@ -1,15 +1,18 @@
-"""Does the engine say what the reference implementation says, on a model that others trained?
+"""The engine's answers beside the reference implementation's, on a model that others trained.
 
     python -m benchmarks.real.equality --model-path out/smollm2 [--ranks 3]
 
-Sessions of three turns over real text, greedily: with the model's head profile alone, and with a
-share of the tokens chosen by two scorers, against the reference on transformers; with every head
-context-anchored against stock SGLang. A difference counts unless the reference itself is in two
-minds there: unless its two best tokens are nearer to each other than rounding. By how little a
-token of the context was kept before another is told beside it, and excuses nothing. With --ranks
-kvtier's engine has so many tensor parallel ranks, stock SGLang's one. With --kv-dtype the cache of
-all of them holds KV of that dtype: a rounding of float32 can become one of fp8, so stock SGLang is
-compared with itself, too, its prompts cut into other chunks.
+Sessions of three turns over real text are answered greedily. The engine is compared with the
+reference on transformers with the model's head profile alone, with a share of the tokens chosen by
+two scorers, and with adaptive budgets. With every head context-anchored it is compared with stock
+SGLang.
+
+A difference counts unless the reference's two best tokens are nearer to each other there than
+rounding. The least margin by which a token of the context was kept before another is told beside
+it, and excuses nothing. With --ranks kvtier's engine has so many tensor parallel ranks, stock
+SGLang's one. With --kv-dtype the cache of all of them holds KV of that dtype. A rounding of float32
+can become one of fp8, so stock SGLang is then compared with itself, too, its prompts cut into other
+chunks.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ SETTINGS: Mapping[str, dict[str, str]] = {
         "RETENTION": str(SHARE), "SCORER": "reconstruction", "HEAD_BUDGETS": "adaptive",
     },
 }  # fmt: skip
-# Nats between the two best tokens below which float32 may go either way.
+# Float32 may go either way where the two best tokens differ by fewer nats.
 ROUNDING = 1e-3
 RULE = LocalityRule(sink_tokens=16, recent_tokens=64, branch_recent_tokens=32)
 RULE_VARIABLES = {
@@ -68,14 +71,14 @@ RULE_VARIABLES = {
     "LOCALITY_BRANCH_RECENT_TOKENS": str(RULE.branch_recent_tokens),
 }
 
-# As users write them; None: the model's own.
+# The names are those that users write; None stands for the model's own dtype.
 KV_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
 
-# Its plan's name tells the worker from the command.
+# The name of the worker's plan tells the worker from the command.
 WORKER = "plan.json"
 
 Turns = list[list[int]]
-"""Token ids of a session's turns: its prompts, or its answers."""
+"""The token ids of a session's turns: its prompts, or its answers."""
 
 
 def declare(arguments: Arguments) -> None:
@@ -95,7 +98,7 @@ def declare(arguments: Arguments) -> None:
 
 
 def run(options: Options) -> Measured:
-    """Every setting on both sides."""
+    """Ask both sides in every setting, and compare their answers."""
     model_path = options.model_path
     profile = load_profile(options.head_profile or model_path / "head_profile.json")
     sessions = make_sessions(model_path, options.len, options.sessions, options.seed)
@@ -140,7 +143,7 @@ def run(options: Options) -> Measured:
 
 
 def make_sessions(model_path: Path, length: int, count: int, seed: int) -> list[Turns]:
-    """The prompts of sessions: a context with its first question, then other questions."""
+    """Return the prompts of sessions: a context with its first question, then other questions."""
     tasks = tasks_for(str(model_path))
     samples = make_samples(tasks.make, TASKS, count, [length], seed, HELD_OUT)
     sessions = []
@@ -154,7 +157,7 @@ def ask_engine(
     sessions: Sequence[Turns], options: Options, policy: str, profile: HeadProfile,
     settings: Mapping[str, str], progress: Progress, chunk_tokens: int = CHUNK_TOKENS,
 ) -> list[Turns]:  # fmt: skip
-    """The engine's answers. Raises WorkerError."""
+    """Return the engine's answers. Raises WorkerError."""
     with tempfile.TemporaryDirectory(prefix="kvtier-equality-") as name:
         folder = Path(name)
         profile.save(folder / "head_profile.json")
@@ -193,7 +196,7 @@ def ask_reference(
     sessions: Sequence[Turns], options: Options, profile: HeadProfile,
     settings: Mapping[str, str], progress: Progress,
 ) -> list[list[Said]]:  # fmt: skip
-    """The reference's answers."""
+    """Return the reference's answers."""
     model = load_model(str(options.model_path))
     (eos,) = Tokenizer(str(options.model_path)).eos_ids
     kv_dtype = KV_DTYPES[options.kv_dtype]
@@ -220,7 +223,7 @@ def ask_reference(
 class Said(NamedTuple):
     """A turn's answer.
 
-    leads:  for each token, how far the second best was behind it, nats
+    leads:  for each token, the distance to the second best, in nats
     margin: the least difference of scores by which a token was kept in the turns before
     """
 
@@ -230,8 +233,8 @@ class Said(NamedTuple):
 
 
 class Watching(ScoredSession):
-    """A reference session that remembers how sure it was. share: of what locality heads would drop,
-    what CA heads keep; None: everything."""
+    """A reference session that remembers its margins. share: the part that CA heads keep of the
+    tokens that locality heads would drop; None: everything."""
 
     share: FixedShare | None = None
     margin = math.inf
@@ -245,10 +248,10 @@ class Watching(ScoredSession):
         return self._keep
 
     def say(self, prompt: Sequence[int], eos: int) -> Said:
-        """A turn of at most NEW_TOKENS."""
+        """Answer a turn with at most NEW_TOKENS tokens."""
         self._leads, margin = [], self.margin
         tokens = self.turn(prompt, NEW_TOKENS, eos).token_ids
-        # What would follow `eos` is computed, too.
+        # The token that would follow `eos` is computed, too.
         ended = len(self._leads) - int(tokens[-1] == eos and len(tokens) < NEW_TOKENS)
         return Said(tokens, self._leads[ended - len(tokens) : ended], margin)
 
@@ -260,7 +263,7 @@ class Watching(ScoredSession):
 
 
 class WatchedSession(Watching, CompactingSession):
-    """Every CA head keeps as much."""
+    """A session whose CA heads keep equally many tokens."""
 
     def scores(
         self, layer: int, heads: Sequence[int], keys: Tensor, values: Tensor, first: int
@@ -272,15 +275,15 @@ class WatchedSession(Watching, CompactingSession):
 
 
 class WatchedAdaptive(Watching, AdaptiveSession):
-    """Heads compete; margins between them are not looked at."""
+    """A session whose heads compete; margins between them are not looked at."""
 
 
 def compare(
     setting: str, against: str, ours: Sequence[Turns], theirs: Sequence[Sequence[Said]]
 ) -> dict[str, Any]:
-    """How many prompts have the same answer.
+    """Count the prompts that have the same answer, and tell the differences.
 
-    A session ends where an answer differs: what comes after it was asked about another past.
+    A session ends where an answer differs: later prompts were asked about another past.
     """
     counts = dict.fromkeys(("prompts", "equal", "within rounding", "different", "not compared"), 0)
     differences = []
@@ -305,13 +308,14 @@ def compare(
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
-    """Where two different answers part."""
+    """Return the index of the first token in which two different answers differ."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def main_worker(argv: Sequence[str]) -> int:
-    """The worker: PLAN READ_FD WRITE_FD; prompts of a session in, its answers out."""
+    """Run the worker, whose arguments are PLAN READ_FD WRITE_FD. It reads the prompts of a session
+    and writes its answers, a line for each. Returns the exit code."""
     die_with_parent()
     plan = Plan.model_validate_json(Path(argv[0]).read_text())
     stops = Tokenizer(str(plan.engine_args["model_path"])).eos_ids

@@ -1,4 +1,4 @@
-"""What `kvtier calibrate --scorer reconstruction` finds on a model, kept beside the records."""
+"""The outcome of `kvtier calibrate --scorer reconstruction` on a model, kept beside the records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvtier.retention.token_worth import TokenWorth
 
 
 class Calibrated(NamedTuple):
-    """What tokens are worth on a model, and what keeping a share of them costs."""
+    """The worth of tokens on a model, and the curve of the cost of keeping a share of them."""
 
     worth: TokenWorth
     curve: CurveDocument
@@ -29,7 +29,8 @@ def calibrated(
     fit_lengths: Sequence[int], curve_lengths: Sequence[int], rule: LocalityRule, seed: int,
     progress: Progress,
 ) -> Calibrated:  # fmt: skip
-    """Read what is in `folder`, or calibrate on these tasks. contexts: per length, of the curve."""
+    """Read the calibration in `folder`, or calibrate on these tasks. contexts: their number per
+    length of the curve."""
     worth, curve = folder / "token_worth.npz", folder / "curve.json"
     if not worth.exists():
         fit = fit_tokens(model_path, tasks=tasks, lengths=fit_lengths, seed=seed, progress=progress)

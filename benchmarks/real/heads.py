@@ -1,12 +1,13 @@
-"""Which method finds the heads: what each keeps of a real context's worth, on text and tasks that
-nothing was chosen on.
+"""Methods that choose heads, compared: the share of a real context's worth that the heads of each
+keep, on text and tasks that nothing was chosen on.
 
     python -m models.smollm2 --out out/smollm2
     python -m benchmarks.real.heads --model-path out/smollm2
 
 Every method chooses once, on the same contexts of one length. Its best heads at every share then
-answer the questions of other contexts, of other lengths, tasks and texts, beside all heads, none,
-and as many random ones. What was measured is kept in --state: a run goes on where it stopped.
+answer the questions of other contexts, of other lengths, tasks and texts. All heads, none, and as
+many random ones are measured beside them. Measurements are kept in --state: a run goes on where it
+stopped.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def declare(arguments: Arguments) -> None:
 
 @dataclass(frozen=True)
 class Setting:
-    """Heads to measure. method: RANDOM's draws are settings of one method."""
+    """The heads to measure. method: its name; RANDOM's draws are settings of one method."""
 
     method: str
     share: float
@@ -61,13 +62,13 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """The mask as a number, one bit per head."""
+        """Return the mask as a hexadecimal number, one bit per head."""
         bits = "".join(str(int(head)) for layer in self.kept for head in layer)
         return f"{int(bits, 2):x}"
 
 
 def run(options: Options) -> Measured:
-    """Choose, measure, and compare."""
+    """Choose heads, measure them, and compare the methods."""
     setup = Setup.of(options.model_path, options.choose_len, options.choose_contexts, options.seed)
     described = setup.described()
     records = Records(options.state, described)
@@ -89,7 +90,7 @@ def run(options: Options) -> Measured:
 def all_settings(
     probe: HeadProbe, choices: Sequence[Choice], shares: Sequence[float], draws: int, seed: int
 ) -> list[Setting]:
-    """All heads, none, and every method's and random heads at every share."""
+    """Return the settings: all heads, none, and every method's and random heads at every share."""
     layers, total = probe.shape.num_layers, probe.shape.num_layers * probe.shape.num_kv_heads
 
     def kept(heads: Sequence[Head]) -> Kept:
@@ -113,7 +114,7 @@ def measure(
     setup: Setup, records: Records, probe: HeadProbe, settings: Sequence[Setting], length: int,
     options: Options, progress: Progress,
 ) -> None:  # fmt: skip
-    """Whatever is not yet in `records`, context by context."""
+    """Measure whatever is not yet in `records`, context by context."""
     tasks = setup.tasks.measuring
     count = options.contexts * len(tasks)
     samples = make_samples(setup.tasks.make, tasks, count, [length], options.seed, HELD_OUT)
@@ -139,7 +140,7 @@ def measure(
 def compare(
     setup: Setup, records: Records, settings: Sequence[Setting], options: Options
 ) -> list[dict[str, Any]]:
-    """One row per length, share and method."""
+    """Return one row per length, share and method."""
     tasks = setup.tasks.measuring
     rows = []
     for length in options.lens:
@@ -164,7 +165,7 @@ def compare(
 def losses(
     records: Records, settings: Sequence[Setting], length: int, tasks: int, contexts: int
 ) -> dict[tuple[str, float], Losses]:
-    """By method and share, the mean over its draws."""
+    """Return losses by method and share, each the mean over the method's draws."""
     found: dict[tuple[str, float], list[Losses]] = {}
     for one in settings:
         row = [records[length, index, one.name]["loss"] for index in range(contexts * tasks)]
@@ -175,7 +176,7 @@ def losses(
 
 
 def worth_table(figures: Sequence[dict[str, Any]], length: int) -> Table:
-    """A line per share and method, over all tasks."""
+    """Return a table with a line per share and method, over all tasks."""
     title = f"Kept of what {length} tokens of context are worth (95% interval)"
     columns = ("heads", "method", "kept", "behind the first")
     table = new_table(title, columns, left=("heads", "method"))
@@ -188,7 +189,7 @@ def worth_table(figures: Sequence[dict[str, Any]], length: int) -> Table:
 
 
 def task_table(figures: Sequence[dict[str, Any]], length: int, share: float) -> Table:
-    """A line per task, a column per method."""
+    """Return a table with a line per task and a column per method."""
     rows = [row for row in figures if (row["length"], row["share"]) == (length, share)]
     title = f"By task: {share:.0%} of the heads, {length} tokens"
     table = new_table(title, ("task", *(row["method"] for row in rows)))

@@ -1,5 +1,5 @@
-"""Ways to keep a share of a context's bytes: which heads, which tokens, how. All of them are what
-`kvtier serve` does, but for `DUO`.
+"""Ways to keep a share of a context's bytes: which heads, which tokens, how. `kvtier serve` does
+all of them but `DUO`.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from kvtier.retention.shares import PAGE
 from kvtier.retention.token_worth import TokenWorth
 from kvtier_kernels.codes import coded_shape, recoded
 
-# CA heads of a setting with a scorer, as a multiple of the bytes' share.
+# The share of CA heads in a setting with a scorer is so many times that of the bytes.
 CA_HEADS_PER_BYTE = 1.4
-# What every head keeps where heads compete.
+# This rule says which tokens every head keeps where heads compete.
 ADAPTIVE_RULE = LocalityRule(**LocalitySettings.COMPETING, compensation=False)
-# DuoAttention's cache (arXiv 2410.10819) with our choice of heads.
+# The setting is DuoAttention's cache (arXiv 2410.10819) with our choice of heads.
 DUO = "DuoAttention-like"
 RANKED = "adaptive budgets, one head a rank"
-# By name: bits of the codes of what is kept.
+# These settings keep codes, of so many bits.
 CODED = {"adaptive budgets, 4 bits": 4, "adaptive budgets, 3 bits": 3}
 
 
 class NoRoomError(ValueError):
-    """A setting keeps more than it may, whatever it drops."""
+    """The error of a setting that keeps more than it may, whatever it drops."""
 
 
 @dataclass(frozen=True)
 class Setting:
     """One way to keep a share of a context's bytes.
 
-    name:     what tables call it
+    name:     its name in tables
     kept:     share of the context's bytes
     heads:    share of the KV heads that are CA, the others being locality heads; the CA heads'
               tokens follow from `kept`
     sink, recent: tokens that every head keeps; where heads compete, as many recent ones as serving
               keeps of such a context
-    scorer:   says which tokens CA heads keep; None where they keep all, and `heads` follows
-    refresh:  chosen again with the question's own queries
-    compensation: whether locality heads keep one entry for what they drop
-    merge:    what is not kept is merged into what is, or dropped
-    adaptive: heads compete for entries, by their tokens' predicted worth
-    bits: of the codes that heads keep between their first and last tokens; None where these stay as
-              they are
-    head_per_rank: as on as many tensor parallel ranks as there are KV heads: only heads of a rank
-              compete
+    scorer:   the scorer of the tokens that CA heads keep; None where they keep all, and `heads`
+              follows
+    refresh:  whether tokens are chosen again with the question's own queries
+    compensation: whether locality heads keep one entry for the tokens that they drop
+    merge:    whether tokens that are not kept are merged into those that are, or dropped
+    adaptive: whether heads compete for entries, by their tokens' predicted worth
+    head_per_rank: whether only heads of a tensor parallel rank compete, with a rank per KV head
+    bits:     bits of the codes that heads keep between their first and last tokens; None where
+              these stay as they are
     """
 
     name: str
@@ -84,7 +84,7 @@ def adaptive_setting(
     name: str, kept: float, *, refresh: bool = False, head_per_rank: bool = False,
     bits: int | None = None,
 ) -> Setting:  # fmt: skip
-    """Heads compete for entries."""
+    """Return a setting whose heads compete for entries."""
     return Setting(
         name, kept, sink=ADAPTIVE_RULE.sink_tokens, compensation=False, adaptive=True,
         refresh=refresh, head_per_rank=head_per_rank, bits=bits,
@@ -92,7 +92,7 @@ def adaptive_setting(
 
 
 def settings_at(kept: float) -> list[Setting]:
-    """All ways at one share of the bytes."""
+    """Return all ways at one share of the bytes."""
     heads = min(1.0, CA_HEADS_PER_BYTE * kept)
     return [
         Setting("head profile", kept, heads=0.0),
@@ -112,7 +112,7 @@ class Context:
 
     def __init__(self, model: Any, shape: ModelShape, sample: CalibrationSample) -> None:
         self.model, self.shape, self.num_tokens = model, shape, len(sample.context_ids)
-        # The one scorer that looks at the prefill; the others need the keys alone.
+        # This is the one scorer that looks at the prefill; the others need the keys alone.
         self._session = ScoredSession(
             model, full_profile(shape), LocalityRule(1, 1, 1), scorer=Compactor()
         )
@@ -124,7 +124,8 @@ class Context:
         self.scores = cache(self._scores)
 
     def _worth(self, fitted: TokenWorth) -> Tensor:
-        """`[layers, kv_heads, tokens]`, ln of the attention that tokens are expected to draw."""
+        """Return ln of the attention that tokens are expected to draw, `[layers, kv_heads,
+        tokens]`."""
         layers = []
         for layer, (k, v) in enumerate(self.kv):
             rotation = rotation_of(self.model, layer, torch.arange(self.num_tokens))
@@ -132,7 +133,8 @@ class Context:
         return torch.stack(layers)
 
     def _scores(self, scorer: str, layer: int, begin: int, end: int) -> Tensor:
-        """Float32 `[kv_heads, end - begin]`, higher = keep."""
+        """Return the scores of the tokens [begin, end), float32 `[kv_heads, end - begin]`, higher =
+        keep."""
         session = self._session
         session.scorer = SCORERS[scorer]()
         heads = range(self.shape.num_kv_heads)
@@ -144,6 +146,8 @@ class Keeper:
     """One setting over one context.
 
     order: every KV head, those that need the context most first
+
+    Raises NoRoomError where the setting keeps too much without any choice.
     """
 
     def __init__(
@@ -169,14 +173,14 @@ class Keeper:
 
     @property
     def _page(self) -> int:
-        """Entries of a page."""
+        """Return the number of entries of a page."""
         bits = self.setting.bits
         return PAGE if bits is None else coded_shape(bits, self.context.shape.head_dim).entries
 
     @property
     def used(self) -> float | None:
-        """How many entries would take as much memory as what is held does, where there are codes
-        among it."""
+        """Return the number of entries that would take as much memory as the held KV does; None
+        where there are no codes among it."""
         if self.setting.bits is None:
             return None
         edges = self.counts.numel() * (self.context.num_tokens - self.end + self.begin)
@@ -187,12 +191,12 @@ class Keeper:
         return self._layer if self.setting.refresh else None
 
     def layers(self) -> list[Held]:
-        """What is held before any question."""
+        """Return the KV that is held before any question, per layer."""
         return [self._layer(layer, None) for layer in range(self.context.shape.num_layers)]
 
     def _by_profile(self, order: Sequence[Head]) -> Tensor:
-        """int64 `[layers, kv_heads]`, tokens of the middle that each head keeps: CA heads as many
-        as there is room for, locality heads none.
+        """Return the number of middle tokens that each head keeps, int64 `[layers, kv_heads]`: CA
+        heads keep as many as there is room for, locality heads none.
 
         Raises NoRoomError where the ends alone are more than may be kept.
         """
@@ -249,7 +253,7 @@ class Keeper:
             kept_k, kept_v = recoded(kept_k, kept_v, setting.bits, self._fed_back(layer, head))
         votes = k.new_zeros(group, count)
         if setting.compensation and not count:
-            # One entry for all others: their mean, with as many votes.
+            # One entry stands for all others: their mean, with as many votes.
             others = middle_k.shape[1] - count
             rest = [
                 (every.sum(1, keepdim=True) - kept.sum(1, keepdim=True)) / others
@@ -260,11 +264,12 @@ class Keeper:
         return self._between(k, v, kept_k, kept_v, votes)
 
     def _fed_back(self, layer: int, head: int) -> Tensor | None:
-        """How errors of this head's keys are fed back, `[1, dim, dim]`."""
+        """Return the matrix by which errors of this head's keys are fed back, `[1, dim, dim]`; None
+        where there is none."""
         return None if self._feedback is None else self._feedback[layer, head : head + 1]
 
     def _scores(self, layer: int, head: int) -> Tensor:
-        """`[1, tokens of the middle]`, higher = keep."""
+        """Return the scores of a head's middle tokens, `[1, tokens]`, higher = keep."""
         if self.setting.adaptive:
             return self.context.worth(self.fitted)[layer, head : head + 1, self.begin : self.end]
         assert self.setting.scorer is not None, "all tokens of a CA head were not kept"

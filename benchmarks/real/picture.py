@@ -1,4 +1,4 @@
-"""A picture of the table: what is kept of a context's worth over the share of its KV bytes."""
+"""A picture of the table: the kept share of a context's worth over the share of its KV bytes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ LOWEST = -0.1
 def draw_worth(
     figures: Sequence[dict[str, Any]], length: int, ours: Sequence[str], path: Path
 ) -> None:
-    """Write one length as PNG; needs matplotlib, no display. ours: ways drawn in full lines, the
-    others are dashed. Bars are 95% intervals."""
+    """Draw the figures of one length as PNG. This needs matplotlib, but no display. ours: ways that
+    are drawn in full lines; the others are dashed. Bars are 95% intervals."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""What NVIDIA kvpress's presses keep of the benchmark's contexts, from an environment of its own.
+"""The entries that NVIDIA kvpress's presses keep of contexts, from an environment of its own.
 
 contexts.jsonl ── kvpress_masks.py, in the background ──> NAME.npz, one after another
 """
@@ -29,7 +29,8 @@ class Presses:
         self.folder, self._process = folder, process
 
     def masks(self, name: str, shape: tuple[int, ...]) -> dict[tuple[str, float], Tensor]:
-        """bool `[layers, kv_heads, tokens]` by press and share of the bytes; waits for the context.
+        """Return the masks of a context, bool `[layers, kv_heads, tokens]`, by press and share of
+        the bytes. Waits until they are there.
 
         Raises UsageError when the other environment cannot make them.
         """
@@ -57,8 +58,8 @@ def pressing(
     python: Path | None, model_path: Path, folder: Path, contexts: Mapping[str, Sequence[int]],
     shares: Sequence[float], threads: int, names: Sequence[str] | None,
 ) -> Iterator[Presses]:  # fmt: skip
-    """Presses at work, for as long as the block lasts. python: None for no presses. names: the
-    presses to run, by their names in kvpress_masks.py; None runs all of them."""
+    """Run presses in the background for as long as the block lasts. python: None for no presses.
+    names: the presses to run, by their names in kvpress_masks.py; None runs all of them."""
     if python is None:
         yield Presses(folder, None)
         return

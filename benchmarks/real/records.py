@@ -1,6 +1,6 @@
-"""What a long benchmark has measured so far, on disk: a run that is cut off goes on where it was.
+"""The measurements of a long benchmark, on disk: a run that is cut off goes on where it was.
 
-STATE/settings.json      what every record was measured under; another setting is refused
+STATE/settings.json      the settings of every record; others are refused
 STATE/records.jsonl      one measurement per line
 """
 
@@ -17,11 +17,12 @@ Key = tuple[str | int | float, ...]
 
 
 class Records:
-    """Measurements by key. Several processes may add to one directory; each sees its own and what
-    was there when it began."""
+    """Measurements by key. Several processes may add to one directory; each sees its own and those
+    that were there when it began."""
 
     def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
-        """Raises UsageError when the directory holds what was measured under other settings."""
+        """Open a directory, or make it. Raises UsageError when it holds measurements under other
+        settings."""
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self._file = directory / "records.jsonl"
@@ -31,7 +32,7 @@ class Records:
             self._read()
 
     def _read(self) -> None:
-        """Take over what is there, but for a last line in whose middle the run was cut off."""
+        """Read the records on disk, and drop a last line in whose middle the run was cut off."""
         whole, _, cut_off = self._file.read_text().rpartition("\n")
         if cut_off:
             self._file.write_text(f"{whole}\n" if whole else "")
@@ -46,7 +47,7 @@ class Records:
         return self._found[key]
 
     def names(self, length: int, share: float) -> list[str]:
-        """Names of what was measured, of keys (length, context, name, share), as they came."""
+        """Return the names in keys (length, context, name, share) of the records, as they came."""
         found = (
             key[2] for key in self._found if len(key) == 4 and (key[0], key[3]) == (length, share)
         )

@@ -1,8 +1,8 @@
-"""How much of what the context is worth is kept, and how sure that is.
+"""The kept share of a context's worth, and its interval.
 
-Losses are `[tasks, contexts]`, nats per answer token. Tasks count alike, contexts of a task, too.
-Intervals are bootstrapped over a task's contexts, the same draw for every setting, so that two
-settings are compared on the same contexts.
+Losses are `[tasks, contexts]`, nats per answer token. Tasks count alike, as do contexts of a task.
+Intervals are bootstrapped over a task's contexts. The draws are the same for every setting, so that
+two settings are compared on the same contexts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Losses = NDArray[np.float64]
 
 DRAWS = 2000
-# Percentiles of the bootstrap: 95 in 100 draws lie between.
+# The percentiles of the bootstrap have 95 in 100 draws between them.
 LOW, HIGH = 2.5, 97.5
 
 
@@ -34,14 +34,15 @@ class Interval(NamedTuple):
 
 
 def kept_worth(chosen: Losses, full: Losses, none: Losses) -> Interval:
-    """(none - chosen) / (none - full): 1 with the loss of the full context, 0 with that of none."""
+    """Return (none - chosen) / (none - full), which is 1 with the loss of the full context and 0
+    with that of none."""
     gained, whole = none - chosen, none - full
     draws = [_mean(gained, rows) / _mean(whole, rows) for rows in _resampled(full.shape)]
     return _interval(gained.mean() / whole.mean(), draws)
 
 
 def difference(one: Losses, other: Losses, full: Losses, none: Losses) -> Interval:
-    """How much more of the context's worth the one keeps than the other."""
+    """Return the share of the context's worth that `one` keeps, less that which `other` keeps."""
     gained, whole = other - one, none - full
     draws = [_mean(gained, rows) / _mean(whole, rows) for rows in _resampled(full.shape)]
     return _interval(gained.mean() / whole.mean(), draws)

@@ -1,12 +1,12 @@
-"""Quality over bytes: what is kept of a real context's worth from 75% to 10% of its KV bytes, by
+"""Quality over bytes: the kept share of a real context's worth at 75% to 10% of its KV bytes, by
 kvtier's ways to keep and by NVIDIA kvpress's presses.
 
     python -m models.smollm2 --out out/smollm2
     python -m benchmarks.real.table --model-path out/smollm2 --kvpress-python VENV/bin/python
 
-A context is prefilled exactly, but for those that came in several turns; its questions were unknown
-when it was compressed, and all are answered from what is held. Heads and weights are chosen on
-other texts. What was measured is kept in --state: a run goes on where it stopped. Without
+A context is prefilled exactly, but for those that came in several turns. Its questions were unknown
+when it was compressed, and all are answered from the KV that is held. Heads and weights are chosen
+on other texts. Measurements are kept in --state: a run goes on where it stopped. Without
 --kvpress-python there are no presses; their environment is benchmarks/peers/requirements.txt.
 """
 
@@ -65,13 +65,13 @@ from kvtier.heads.samples.synthetic import HELD_OUT, make_samples
 from kvtier.synthetic.tokenizer import Tokenizer
 
 FULL, NONE = "all tokens", "no context"
-# Of a context, when all that was asked for is measured.
+# A record with this name says that all that was asked for is measured of a context.
 DONE = "done with"
-# A quality target: each context keeps what its curve says.
+# With a quality target each context keeps the share that the curve says.
 QUALITY, BY_QUALITY = 0.95, "adaptive budgets, quality 0.95"
-# What stays of no context: as much as locality heads hold.
+# These first and last tokens stay of "no context": as many as locality heads hold.
 EDGES = (64, 64)
-# Beside our settings in tables, not in the pictures.
+# These ways are in tables beside our settings, not in the pictures.
 NOT_DRAWN = (DUO, RANKED, *CODED, *(course.name for course in COURSES))
 OURS = tuple(setting.name for setting in settings_at(1.0) if setting.name not in NOT_DRAWN)
 
@@ -107,8 +107,8 @@ def declare(arguments: Arguments) -> None:
 
 
 class Way(NamedTuple):
-    """What is held of a context by one setting or press. used: entries' worth of memory; None where
-    it is as many as there are."""
+    """The KV that is held of a context by one setting or press. used: the number of entries that it
+    counts as; None where that is as many as there are."""
 
     name: str
     share: float
@@ -118,7 +118,7 @@ class Way(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """What every context is measured with."""
+    """The model, the heads and the calibration with which every context is measured."""
 
     model: Any
     setup: Setup
@@ -129,7 +129,7 @@ class Bench(NamedTuple):
 
 
 def run(options: Options) -> Iterator[Measured]:
-    """Choose, fit, and measure; after every length the table as far as it is."""
+    """Choose heads, fit, and measure. Yields the table so far after every length."""
     setup = Setup.of(options.model_path, options.choose_len, options.choose_contexts, options.seed)
     if options.plots is not None and not options.plots.is_dir():
         raise UsageError("--plots", "an existing directory", str(options.plots))
@@ -188,7 +188,7 @@ def run(options: Options) -> Iterator[Measured]:
 
 
 def asked_for(flag: str, known: Sequence[str], asked: Sequence[str] | None) -> list[str]:
-    """The names asked for, or all. Raises UsageError for one that there is not."""
+    """Return the names asked for, or all. Raises UsageError for an unknown one."""
     for name in asked or ():
         if name not in known:
             raise UsageError(flag, f"some of {', '.join(known)}", name)
@@ -199,7 +199,7 @@ def measure(
     bench: Bench, records: Records, tasks: Sequence[str], length: int, options: Options,
     progress: Progress,
 ) -> None:  # fmt: skip
-    """Whatever is not yet in `records`, context by context."""
+    """Measure whatever is not yet in `records`, context by context."""
     setup = bench.setup
     count = options.contexts * len(tasks)
     if options.transcripts is None:
@@ -265,7 +265,7 @@ def measure_context(
 
 
 def ways(bench: Bench, context: Context, presses: Presses, name: str) -> Iterator[Way]:
-    """All that is measured of a context, each made when it is asked for."""
+    """Yield the ways to hold a context that came in one turn, each made when it is asked for."""
     shape, tokens = context.shape, context.num_tokens
     every, group = (shape.num_layers, shape.num_kv_heads, tokens), shape.group_size
     yield Way(FULL, 1.0, selected(context.kv, ends(every, tokens, 0), group))
@@ -287,7 +287,8 @@ def ways(bench: Bench, context: Context, presses: Presses, name: str) -> Iterato
 
 
 def by_quality(bench: Bench, context: Context) -> Setting:
-    """What the curve says of a context: the ends stay in any case."""
+    """Return the setting by which a context keeps the share that the curve says; its ends stay in
+    any case."""
     share = bench.calibrated.curve.retention(QUALITY, context.nll)
     tokens = context.num_tokens
     edges = (ADAPTIVE_RULE.sink_tokens + ADAPTIVE_RULE.recent(tokens)) / tokens
@@ -295,7 +296,7 @@ def by_quality(bench: Bench, context: Context) -> Setting:
 
 
 def ends(shape: tuple[int, int, int], first: int, last: int) -> Tensor:
-    """bool of that shape, True for so many tokens at both ends."""
+    """Return a bool mask of that shape, True for so many tokens at both ends."""
     token = torch.arange(shape[-1])
     return ((token < first) | (token >= shape[-1] - last)).expand(shape)
 
@@ -303,7 +304,7 @@ def ends(shape: tuple[int, int, int], first: int, last: int) -> Tensor:
 def compare(
     records: Records, tasks: Sequence[str], length: int, options: Options
 ) -> list[dict[str, Any]]:
-    """One row per share of the bytes and way, where all contexts were measured."""
+    """Return one row per share of the bytes and way, where all contexts were measured."""
     full, none = (
         losses(records, length, way, tasks, options) for way in ((FULL, 1.0), (NONE, 0.0))
     )
@@ -336,7 +337,7 @@ def compare(
 def losses(
     records: Records, length: int, way: tuple[str, float], tasks: Sequence[str], options: Options
 ) -> Losses | None:
-    """`[tasks, contexts]`, or None where some context has no room for it."""
+    """Return a way's losses, `[tasks, contexts]`, or None where some context has no room for it."""
     keys = [(length, index, *way) for index in range(options.contexts * len(tasks))]
     if any(key not in records for key in keys):
         return None

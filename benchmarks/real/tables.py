@@ -1,4 +1,5 @@
-"""What `benchmarks.real.table` prints. figures: its rows, one per length, share and way."""
+"""The tables that `benchmarks.real.table` prints. figures: its rows, one per length, share and
+way."""
 
 from __future__ import annotations
 
@@ -14,15 +15,16 @@ from benchmarks.real.statistics import Interval
 def worth_table(
     figures: Sequence[dict[str, Any]], length: int, shares: Sequence[float], target: str
 ) -> Table:
-    """A line per way, a column per share of the bytes. target: the way whose share follows from a
-    quality, and has no column."""
+    """Return a table of kept worth: a line per way, a column per share of the bytes. target: the
+    way whose share follows from a quality, and which has no line."""
     title = f"Kept of what {length} tokens of context are worth, by share of the KV bytes (95%)"
     rows = [row for row in figures if row["length"] == length and row["way"] != target]
     return _by_share(title, rows, shares, lambda row: str(Interval(**row["all"])))
 
 
 def recall_table(figures: Sequence[dict[str, Any]], length: int, shares: Sequence[float]) -> Table:
-    """The share of the questions whose whole answer is a way's greedy one; as `worth_table`."""
+    """Return a table of recall, with the lines and columns of `worth_table`: the share of the
+    questions whose whole answer is a way's greedy one."""
     title = f"Questions behind {length} tokens that are answered rightly, by share of the KV bytes"
     rows = [row for row in figures if row["length"] == length]
     return _by_share(title, rows, shares, lambda row: f"{row['recall']:.1%}")
@@ -40,7 +42,7 @@ def _by_share(
 
 
 def quality_table(figures: Sequence[dict[str, Any]], target: str) -> Table:
-    """What a quality target kept, and what it cost; a line per length."""
+    """Return a table of a quality target's bytes, quality and kept worth, a line per length."""
     columns = ("tokens", "bytes", "least", "most", "quality", "kept worth")
     table = new_table(target, columns)
     for row in figures:
@@ -54,7 +56,7 @@ def quality_table(figures: Sequence[dict[str, Any]], target: str) -> Table:
 def task_table(
     figures: Sequence[dict[str, Any]], length: int, share: float, tasks: Sequence[str]
 ) -> Table:
-    """A line per way, a column per task."""
+    """Return a table of kept worth at one share: a line per way, a column per task."""
     table = new_table(f"By task: {share:.0%} of the bytes, {length} tokens", ("way", *tasks))
     for row in figures:
         if (row["length"], row["share"]) == (length, share):
@@ -64,8 +66,8 @@ def task_table(
 
 
 def cheapest_table(figures: Sequence[dict[str, Any]], quality: float, target: str) -> Table:
-    """The fewest bytes with which each way has the quality, on average over contexts; a column per
-    length."""
+    """Return a table of the fewest bytes with which each way has the quality, on average over
+    contexts: a line per way, a column per length."""
     lengths = list(dict.fromkeys(row["length"] for row in figures))
     table = new_table(f"Bytes for quality {quality}", ("way", *map(str, lengths)))
     for way in dict.fromkeys(row["way"] for row in figures):
@@ -82,9 +84,12 @@ def cheapest_table(figures: Sequence[dict[str, Any]], quality: float, target: st
 
 
 def fewest_bytes(points: Sequence[tuple[float, float]], quality: float) -> float | None:
-    """The share of the bytes down to which the quality holds: on a straight line between the last
-    of the measured (share, quality) that has it, going down, and the next. None where the most
-    bytes do not have it; the fewest measured where all have it."""
+    """Return the share of the bytes down to which the quality holds. points: measured (share,
+    quality).
+
+    Going down, it lies on a straight line between the last point that has the quality and the next.
+    It is None where the most bytes do not have it, and the fewest measured where all have it.
+    """
     last = None
     for share, found in sorted(points, reverse=True):
         if found >= quality:

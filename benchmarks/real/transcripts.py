@@ -1,11 +1,11 @@
-"""Recorded sessions of agents as contexts; the question is what the agent said next.
+"""Recorded sessions of agents as contexts; the questions ask what the agent said next.
 
     │ system │ user │ assistant │ tool │ assi│stant │ tool │ assistant │ …
     └────────────── context ────────────┘└── prompt ──────┘└─ answer ─┘
 
 Files are those of kvtier.traffic.transcripts; tools are called as text. A context is cut after so
 many tokens, wherever that is. Agents take texts out of their contexts later, results of tools above
-all; here these are some at fixed places.
+all. Here they are texts at fixed places.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvtier.synthetic.tokenizer import Tokenizer
 from kvtier.traffic.transcripts import ARGUMENT, Message, read_transcripts, written
 
 TASK = "transcripts"
-# Of one context, the answers that come next, as far as they begin near its end.
+# A context's questions are the answers that come next, as far as they begin near its end.
 MOST_QUESTIONS, LONGEST_PROMPT, LONGEST_ANSWER = 4, 1024, 256
 
 
 def samples(file: Path, tokenizer: Tokenizer, length: int, count: int) -> list[CalibrationSample]:
-    """The first `count` transcripts that go on behind `length` tokens, cut there.
+    """Return the first `count` transcripts that go on behind `length` tokens, cut there.
 
-    Raises UsageError for a file without them, and a model without a chat template.
+    Raises UsageError for a file with fewer, and for a model without a chat template.
     """
     if not tokenizer.has_chat_template:
         raise UsageError("--model-path", "a model with a chat template", tokenizer.model_path)
@@ -47,8 +47,8 @@ def samples(file: Path, tokenizer: Tokenizer, length: int, count: int) -> list[C
 def elided(
     sample: CalibrationSample, places: Sequence[float], tokens: int
 ) -> tuple[CalibrationSample, list[int]]:
-    """The sample with `tokens` taken out of its context at each place, given as a share of what
-    stays; and what was taken out."""
+    """Return the sample with `tokens` taken out of its context at each place, and the tokens taken
+    out. places: shares of the tokens that stay."""
     ids = list(sample.context_ids)
     rest = len(ids) - tokens * len(places)
     taken: list[int] = []
@@ -60,7 +60,7 @@ def elided(
 
 
 def _cut(messages: list[Message], tokenizer: Tokenizer, length: int) -> CalibrationSample | None:
-    """The transcript as a sample; None where nothing is asked of it."""
+    """Return the transcript as a sample; None where nothing is asked of it."""
     chat = written(messages, takes_calls=False)
     context: list[int] = []
     questions: list[Question] = []

@@ -1,4 +1,4 @@
-"""What a simulated fleet says of itself: hit rates by level, percentiles, residents, cost."""
+"""The figures of a simulated fleet: hit rates by level, percentiles, residents, cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECONDS_PER_HOUR = 3600
 
 
 class Slo(Frozen):
-    """What is wanted: this percentile of both times at most so long, and nothing refused."""
+    """An objective: this percentile of both times is at most so long, and no request is refused."""
 
     ttft_s: float = Field(gt=0)
     tpot_s: float = Field(gt=0)
@@ -22,15 +22,16 @@ class Slo(Frozen):
 
 
 class Answers(Frozen):
-    """One fleet under one policy.
+    """The figures of one fleet under one policy.
 
-    requests, refused: that were served, and that no replica could hold
+    requests, refused: requests that were served and counted, and those that no replica could hold
     least_refused_tokens: input and output of the shortest refused; None where none was
-    request_room_tokens: of exact KV that a replica holds for one request
-    hit_device, hit_tier, recomputed: tokens of prompts, over all
-    goodput_share:     of the requests, how many met the SLO's times
-    resident_sessions: at the end
-    cost_per_million_tokens: of inputs and outputs, while the traffic lasts; None without a price
+    request_room_tokens: tokens of exact KV that a replica holds for one request
+    hit_device, hit_tier, recomputed: shares of the prompts' tokens, over all requests
+    goodput_share:     share of the requests that met the SLO's times
+    resident_sessions: their number at the end
+    cost_per_million_tokens: cost of a million tokens, inputs and outputs alike, while the traffic
+                       lasts; None without a price
     """
 
     policy: str
@@ -56,12 +57,12 @@ class Answers(Frozen):
 
     @property
     def meets_slo(self) -> bool:
-        """Whether the times are met, and nothing was refused."""
+        """Return whether the times are met and nothing was refused."""
         return self.meets_times and self.refused == 0
 
     @property
     def verdict(self) -> str:
-        """Whether the SLO is met, and what of it is not."""
+        """Return "yes" where the SLO is met, and otherwise the parts of it that are not."""
         if self.meets_slo:
             return "yes"
         times = [] if self.meets_times else ["times" if self.requests else "nothing served"]
@@ -72,8 +73,8 @@ class Answers(Frozen):
 def answers_of(
     outcome: Outcome, slo: Slo, *, gpu_hour_cost: float | None = None, warm_s: float = 0.0
 ) -> Answers:
-    """Summarize an outcome. warm_s: requests that arrive earlier count for nothing but the cache;
-    gpu_hour_cost: of one accelerator."""
+    """Summarize an outcome. warm_s: requests that arrive earlier only fill the cache;
+    gpu_hour_cost: the price of one accelerator."""
     served = ~outcome.refused
     counted = served & (outcome.arrived_s >= warm_s)
     inputs = outcome.traffic.input_tokens.astype(np.int64)[counted]

@@ -1,11 +1,11 @@
 """A replica's rates from a replay of the real engine, request by request.
 
 Requests that were served alone (no other one was there) say what prefill costs, with and without a
-cached prefix and restored tokens; those that came together and with no others say what a request
-more in a pass costs, and a step of a batch. Rates
-are the non-negative least squares (scipy's `nnls`) of the times over what the model of
-`kvtier.plan.fleet.Rates` multiplies them by, each time weighted by its inverse: a relative error
-counts alike for short and long requests. `kvtier.traffic.probe` is a trace that has such requests.
+cached prefix and restored tokens. Those that came together and with no others say what a request
+more in a pass costs, and a step of a batch. Rates are the non-negative least squares (scipy's
+`nnls`) of the times over the factors in the model of `kvtier.plan.fleet.Rates`. Each time is
+weighted by its inverse, so a relative error counts alike for short and long requests.
+`kvtier.traffic.probe` is a trace that has such requests.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from kvtier.plan.fleet import UNBOUNDED, Cache, Rates, Windows
 from kvtier.reading import read_json
 from kvtier.retention.shares.base import CODED_PAGES, PAGE
 
-# Fewer say nothing about so many rates.
+# Fewer requests say nothing about so many rates.
 LEAST_REQUESTS = 6
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Rates of one policy. ttft_error, tpot_error: median of |fitted - measured| / measured over
-    the requests that they were fitted to."""
+    """The rates of one policy. ttft_error, tpot_error: median of |fitted - measured| / measured
+    over the requests that the rates were fitted to, whose number is `requests`."""
 
     rates: Rates
     ttft_error: float
@@ -44,7 +44,7 @@ class Calibration:
 
 
 def load_replay(file: Path, argument: str = "--calibration") -> ReplayDocument:
-    """A replay's JSON. Raises UsageError naming the argument, or file and line."""
+    """Read a replay's JSON. Raises UsageError naming the argument, or file and line."""
     try:
         return ReplayDocument.model_validate(read_json(file, argument))
     except ValidationError as error:
@@ -53,7 +53,7 @@ def load_replay(file: Path, argument: str = "--calibration") -> ReplayDocument:
 
 
 def calibrate(run: ReplayResult, argument: str = "--calibration") -> Calibration:
-    """Rates of a run. Raises UsageError where too few of its requests were alone."""
+    """Fit the rates of a run. Raises UsageError where too few of its requests were alone."""
     groups = groups_alone(run.requests)
     alone = [group[0] for group in groups if len(group) == 1]
     if len(alone) < LEAST_REQUESTS:
@@ -86,7 +86,7 @@ def calibrate(run: ReplayResult, argument: str = "--calibration") -> Calibration
 
 
 def cache_of(run: ReplayResult, settings: Mapping[str, Any]) -> Cache:
-    """What a run's engine kept. settings: the document's. The tier of a run holds everything."""
+    """Return the cache of a run's engine. settings: the document's. A run's tier holds all."""
     policy = POLICIES[run.policy]
     competes = policy.compacts and settings.get("head_budgets") == "adaptive"
     windows = LocalitySettings.model_validate(settings["locality"]).windows(competes=competes)
@@ -107,7 +107,8 @@ def cache_of(run: ReplayResult, settings: Mapping[str, Any]) -> Cache:
 
 
 def groups_alone(records: Sequence[ReplayRecord]) -> list[list[ReplayRecord]]:
-    """Requests that arrived together, where nothing else was there before all were answered."""
+    """Return the groups of requests that arrived together and had the engine to themselves: all
+    earlier ones had been answered, and no other came before all of them were."""
     groups: list[list[ReplayRecord]] = []
     for record in sorted(records, key=lambda one: one.arrival_s):
         if groups and groups[-1][0].arrival_s == record.arrival_s:
@@ -125,8 +126,8 @@ def groups_alone(records: Sequence[ReplayRecord]) -> list[list[ReplayRecord]]:
 
 
 def _prefill_terms(group: Sequence[ReplayRecord], chunk_tokens: int) -> list[float]:
-    """What the rates of a group's prefill are multiplied by: passes, requests, new tokens, pairs of
-    tokens, whether there is something to restore, and how much."""
+    """Return the factors of the rates of a group's prefill: passes, requests, new tokens, pairs of
+    tokens, 1 where tokens were restored, and their number."""
     new = [record.prompt_tokens - record.cached_tokens for record in group]
     pairs = sum(
         count * (record.cached_tokens + count / 2) for record, count in zip(group, new, strict=True)
@@ -137,18 +138,19 @@ def _prefill_terms(group: Sequence[ReplayRecord], chunk_tokens: int) -> list[flo
 
 
 def _new(group: Sequence[ReplayRecord]) -> int:
-    """Tokens that were computed."""
+    """Return the number of a group's prompt tokens that were computed."""
     return sum(record.prompt_tokens - record.cached_tokens for record in group)
 
 
 def _ttft_s(group: Sequence[ReplayRecord]) -> float:
-    """The mean: the first of requests that come together may have a pass of its own."""
+    """Return a group's mean TTFT in s: the first of requests that come together may have a pass of
+    its own."""
     return sum(record.ttft_ms for record in group) / len(group) / 1e3
 
 
 def _decode_terms(group: Sequence[ReplayRecord]) -> list[float]:
-    """The same of a step of requests that decode together: passes, requests, and tokens they read
-    halfway through their answers."""
+    """Return the factors of the rates of a step of requests that decode together: passes, requests,
+    and the tokens that they read halfway through their answers."""
     read = sum(one.prompt_tokens + one.output_tokens / 2 for one in group)
     return [1.0, len(group), read]
 
@@ -160,10 +162,10 @@ def _tpot_s(group: Sequence[ReplayRecord]) -> float:
 def _fit(
     terms: npt.NDArray[np.float64], times: npt.NDArray[np.float64]
 ) -> tuple[list[float], float]:
-    """Rates, and the median relative error."""
+    """Return the fitted rates and the median relative error. terms: `[times, rates]`."""
     from scipy.optimize import nnls
 
-    # Columns of very different size would decide what counts as zero.
+    # Columns of very different sizes would decide what counts as zero.
     scale = np.maximum(terms.max(axis=0), 1e-12)
     weighted = terms / scale / times[:, None]
     found, _ = nnls(weighted, np.ones(len(times)))

@@ -1,4 +1,5 @@
-"""`kvtier plan`: its flags, and what becomes of them. Nothing heavy is imported before it runs."""
+"""The command `kvtier plan`: its flags, and the question that they ask. Nothing heavy is imported
+before it runs."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ EXIT_OK, EXIT_NO_FLEET = 0, 1
 
 
 def add_plan_parser(commands: Subparsers) -> None:
-    """Add `kvtier plan`; parsed arguments carry `handler`."""
+    """Add the parser of `kvtier plan`; parsed arguments carry `handler`."""
     parser = commands.add_parser(
         "plan",
         help="how many GPUs a workload needs, with and without kvtier",
@@ -119,7 +120,7 @@ def _add_probe(group: argparse._ArgumentGroup) -> None:
 
 
 def write_probe(options: argparse.Namespace) -> None:
-    """The trace of `kvtier.traffic.probe`, into the file that --write-probe names."""
+    """Write the trace of `kvtier.traffic.probe` into the file that --write-probe names."""
     from kvtier.bench.options import output_file
     from kvtier.traffic.probe import probe_trace
 
@@ -136,7 +137,7 @@ def write_probe(options: argparse.Namespace) -> None:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """Handler of `kvtier plan`. Raises KvtierError."""
+    """Run `kvtier plan`, and return its exit code. Raises KvtierError."""
     from kvtier.bench.options import output_file
 
     if options.write_probe is not None:
@@ -162,7 +163,8 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def answer(question: Question, quiet: bool = True) -> PlanDocument:
-    """Simulate, and say where that was."""
+    """Return the answer to a question, with the environment that it was simulated in. quiet: no
+    progress goes to stderr. Raises UsageError."""
     from kvtier.environment import describe_environment
     from kvtier.plan.study import PlanDocument, ask
 
@@ -181,7 +183,7 @@ def answer(question: Question, quiet: bool = True) -> PlanDocument:
 
 
 def read_question(options: argparse.Namespace) -> Question:
-    """What the flags ask. Raises UsageError naming the flag."""
+    """Return the question that the flags ask. Raises UsageError naming the flag."""
     from kvtier.plan.answers import Slo
     from kvtier.plan.hardware import Assumptions
     from kvtier.plan.study import Question
@@ -247,7 +249,8 @@ def _windows(options: argparse.Namespace) -> Windows:
 
 
 def _described(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a description that were given, whole numbers where they are."""
+    """Return the fields of a description that were given, as whole numbers where their defaults
+    are. Raises UsageError naming the flag."""
     from kvtier.traffic.described import Description
 
     found: dict[str, Any] = {}

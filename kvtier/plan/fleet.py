@@ -1,5 +1,5 @@
-"""What is simulated, in units that people use: how fast a replica is, what its cache holds, how
-requests are scheduled and routed."""
+"""The fleet that is simulated, in units that people use: rates of a replica, its cache, and the
+scheduling and routing of requests."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from kvtier.errors import UsageError
 from kvtier.retention.shares.base import PAGE
 from kvtier.tier.blobs.keys import SPAN_TOKENS
 
-# "There is always room": more slots than any replica has.
+# More tokens than any traffic has: there is always room.
 UNBOUNDED = 1 << 40
 STREAMING = ("never", "auto", "always")
-"""Which prompts are compressed while they are prefilled."""
+"""The choices of prompts that are compressed while they are prefilled."""
 ROUTINGS = ("affinity", "cache-aware", "least-loaded", "two-choices", "round-robin")
-# First come first served, and longest prefix match.
+# The policies are first come first served, and longest prefix match.
 SCHEDULE_POLICIES = ("fcfs", "lpm")
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How long a replica's passes take, in seconds.
+    """The rates of a replica: the times of its passes and of its tier, in seconds.
 
     A prefill pass: prefill_base_s + prefill_request_s * requests that begin in it
                     + prefill_token_s * new tokens
@@ -28,10 +28,11 @@ class Rates:
     A decode step:  decode_base_s + decode_request_s * requests
                     + decode_token_s * tokens of full KV that they read
 
-    tier_latency_s: from asking the tier to its first byte; tier_token_s: a token's exact KV over
-    the replica's link, and tier_shared_token_s over the tier's own, which all replicas share;
-    tier_write_token_s: writing it into the pool; tier_spill_token_s: until a token that a turn has
-    computed is in the tier
+    tier_latency_s:      from asking the tier to its first byte
+    tier_token_s:        moving a token's exact KV over the replica's link
+    tier_shared_token_s: moving it over the tier's own link, which all replicas share
+    tier_write_token_s:  writing it into the pool
+    tier_spill_token_s:  moving a token that a turn has computed into the tier
     """
 
     prefill_base_s: float
@@ -50,7 +51,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Windows:
-    """What every head keeps of a turn, in tokens: see kvtier.retention.locality."""
+    """The windows of a turn that every head keeps, in tokens: see kvtier.retention.locality."""
 
     sink: int = 4
     recent: int = 16
@@ -60,16 +61,16 @@ class Windows:
 
 @dataclass(frozen=True)
 class Cache:
-    """What one replica keeps.
+    """The cache of one replica.
 
     policy:         its name, one of the bench's
-    slots:          of its pool
+    slots:          slots of its pool
     compresses:     whether `retention` of a finished turn is kept
     page:           entries of a page of what is kept: more where it is coded
     compress_prefill: one of STREAMING
-    ca_share:       of the heads keep that; the others keep one entry for all that they drop
-    tier_tokens:    exact KV that the tier holds for the whole fleet; 0: no tier
-    tier_span_tokens: of a blob there: a request that lacks fewer tokens does not ask for them
+    ca_share:       share of the heads that keep that; the others keep one entry for all they drop
+    tier_tokens:    tokens of exact KV that the tier holds for the whole fleet; 0: no tier
+    tier_span_tokens: tokens of a blob there; a request that lacks fewer does not ask for them
     """
 
     policy: str
@@ -88,11 +89,15 @@ class Cache:
 class FleetPlan:
     """A fleet of equal replicas.
 
-    gpus_per_replica: for counting and cost
-    chunk_tokens, max_running: of a prefill pass, and requests at once
-    routing: one of ROUTINGS; routing_slack: how many requests more than the least loaded replica
-             has cache-aware routing puts up with
-    schedule_policy: one of SCHEDULE_POLICIES, SGLang's names for which request is admitted next
+    gpus_per_replica: accelerators of a replica, for counting and cost
+    chunk_tokens:     most tokens of a prefill pass
+    max_running:      most requests of a replica at once
+    routing:          one of ROUTINGS
+    routing_slack:    requests beyond those of the least loaded replica that cache-aware routing
+                      puts up with
+    schedule_policy:  one of SCHEDULE_POLICIES, SGLang's names of the orders of admission
+
+    Raises UsageError naming the flag of a field that is out of its range.
     """
 
     replicas: int
@@ -116,7 +121,7 @@ class FleetPlan:
                 raise UsageError(f"--{name.replace('_', '-')}", "at least 1", getattr(self, name))
 
     def with_replicas(self, replicas: int) -> FleetPlan:
-        """The same with another number of replicas."""
+        """Return the same plan with another number of replicas."""
         return replace(self, replicas=replicas)
 
 

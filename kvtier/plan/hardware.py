@@ -1,13 +1,13 @@
-"""Rates and budgets from stated figures: what a replica of a model on some accelerators can do.
+"""Rates and budgets of a replica, from stated figures of a model and of accelerators.
 
     prefill   2 FLOPs per parameter and token, 4 per layer, query head, head dimension and pair of
               tokens (QK and PV), at a share `flops_used` of the peak
     decode    a step reads all weights once and each request's KV, at a share `bandwidth_used` of
               the peak, and takes `step_overhead_s` for launches and collectives whatever it reads
-    budget    what is left of `memory_used` of the memory once weights are loaded
+    budget    the share `memory_used` of the memory, less the weights
 
 Everything is divided over the accelerators of a replica (tensor parallel). Figures are the vendors'
-and the models' own; the shares are assumptions that `kvtier plan` prints with its answers.
+and the models' own; the shares are assumptions that `kvtier plan` writes with its answers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from kvtier.plan.fleet import Rates
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Per device: memory, its peak bandwidth, dense 16-bit FLOPs per second. source: of them."""
+    """The figures of one device: memory, its peak bandwidth, and dense 16-bit FLOPs per second.
+    source: where they are from."""
 
     memory_bytes: float
     bandwidth_bytes_per_s: float
@@ -30,7 +31,7 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model decides its cost. source: of the figures."""
+    """The figures of a model that decide its cost. source: where they are from."""
 
     parameters: float
     layers: int
@@ -40,19 +41,22 @@ class ModelShape:
     source: str
 
     def kv_bytes(self, dtype_bytes: float) -> float:
-        """The bytes of one token's keys and values in all layers."""
+        """Return the bytes of one token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * dtype_bytes
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no data sheet says.
+    """The assumptions, which no data sheet states.
 
-    flops_used:      of the peak while prefilling; bandwidth_used: of the peak while decoding
-    memory_used:     of the memory, for weights and KV (SGLang's --mem-fraction-static)
-    step_overhead_s: of a pass, beyond what is computed and read
-    tier_bytes_per_s: from the tier into one replica; tier_shared_bytes_per_s: out of it in all
-    tier_latency_s:  from asking to the first byte
+    flops_used:      share of the peak while prefilling
+    bandwidth_used:  share of the peak while decoding
+    memory_used:     share of the memory for weights and KV (SGLang's --mem-fraction-static)
+    step_overhead_s: time of a pass beyond computing and reading
+    weight_bytes, kv_dtype_bytes: bytes of a parameter, and of a number in KV
+    tier_bytes_per_s: bandwidth from the tier into one replica
+    tier_shared_bytes_per_s: bandwidth out of the tier in all
+    tier_latency_s:  time from asking to the first byte
     """
 
     flops_used: float = 0.45
@@ -79,7 +83,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Replica:
-    """A model over `tp` accelerators."""
+    """A replica: a model over `tp` accelerators."""
 
     accelerator: Accelerator
     model: ModelShape
@@ -88,12 +92,13 @@ class Replica:
 
     @property
     def kv_token_bytes(self) -> float:
-        """Full KV of one token, over all accelerators."""
+        """Return the bytes of one token's full KV, over all accelerators."""
         return self.model.kv_bytes(self.assumed.kv_dtype_bytes)
 
     @property
     def kv_budget_bytes(self) -> float:
-        """Memory for KV, over all accelerators. Raises UsageError where the weights do not fit."""
+        """Return the bytes for KV, over all accelerators. Raises UsageError where the weights do
+        not fit."""
         whole = self.assumed.memory_used * self.accelerator.memory_bytes * self.tp
         left = whole - self.model.parameters * self.assumed.weight_bytes
         if left <= 0:
@@ -101,7 +106,7 @@ class Replica:
         return left
 
     def rates(self) -> Rates:
-        """See the module docstring."""
+        """Return the replica's rates, as the module docstring says."""
         assumed, model = self.assumed, self.model
         flops = self.accelerator.flops * self.tp * assumed.flops_used
         read = self.accelerator.bandwidth_bytes_per_s * self.tp * assumed.bandwidth_used
@@ -123,7 +128,8 @@ class Replica:
 
 
 def find_replica(gpu: str, model: str, tp: int, assumed: Assumptions) -> Replica:
-    """By the names of an accelerator and a model. Raises UsageError for one that is not known."""
+    """Return the replica of an accelerator and a model, by their names. Raises UsageError for a
+    name that is not known."""
     if gpu not in ACCELERATORS:
         raise UsageError("--gpu", f"one of {', '.join(ACCELERATORS)}", gpu)
     if model not in MODELS:

@@ -1,10 +1,10 @@
-"""Hints: what agents could say of their sessions, taken as true.
+"""Hints that agents could give of their sessions, taken as true.
 
     of session    0     1     2    of what several share
     priority      0     1     0     0      the lowest is evicted first; of equal ones the oldest
     retention    .25   .25   .10   .25     of a turn that has ended
 
-The simulator takes them, the engine does not: `benchmarks.planning.hints` asks what they could
+The simulator takes hints, the engine does not; `benchmarks.planning.hints` measures what they could
 gain. Sessions are those of `Traffic.session`.
 """
 
@@ -19,12 +19,12 @@ from kvtier.traffic.prefixes import Float64, Int32, Traffic
 
 @dataclass(frozen=True)
 class Hints:
-    """See the module docstring. None: nothing is said of that.
+    """The hints of all sessions; None where nothing is said.
 
-    priority, retention: [sessions + 1], the last one of what several share; priority at least 0
-    away_s: [requests], said with a request: how long after its answer the session asks again,
+    priority, retention: [sessions + 1], the last for what several share; priority is at least 0
+    away_s: [requests], said with a request: the time from its answer until the session asks again,
             infinite where it never does, nan where nothing is said. Until then its priority is
-            below 0: of such sessions that which comes back last is evicted first.
+            below 0: of such sessions the one that comes back last is evicted first.
     """
 
     priority: Float64 | None = None
@@ -32,7 +32,8 @@ class Hints:
     away_s: Float64 | None = None
 
     def filled(self, traffic: Traffic, retention: float) -> tuple[Float64, Float64, Float64]:
-        """The three arrays for a traffic. retention: of sessions of which nothing is said."""
+        """Return the three arrays for a traffic. retention: that of all sessions, where none is
+        said."""
         sessions, requests = traffic.num_sessions + 1, traffic.num_requests
         found = (
             np.zeros(sessions) if self.priority is None else self.priority,
@@ -44,14 +45,15 @@ class Hints:
 
 
 def away_s(traffic: Traffic) -> Float64:
-    """What is true of `Hints.away_s`, of requests that wait for answers (a closed loop)."""
+    """Return the true `Hints.away_s` of a traffic whose requests wait for answers (a closed
+    loop)."""
     later = traffic.next_request
     return np.where(later < 0, np.inf, traffic.think_s[later])
 
 
 def owners(traffic: Traffic) -> Int32:
-    """For each node the session whose requests alone use it, or, where several do, the number of
-    sessions."""
+    """Return, for each node, the session whose requests alone use it, or the number of sessions
+    where several do."""
     count = traffic.num_sessions
     least = np.full(len(traffic.parent), count, np.int32)
     most = np.full(len(traffic.parent), -1, np.int32)

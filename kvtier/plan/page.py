@@ -18,7 +18,7 @@ SHOWN_TIMES = 5.0
 
 
 def render_plan(document: PlanDocument) -> str:
-    """The whole page."""
+    """Return the whole page as HTML."""
     traffic = describe_traffic(document)
     head = ["", *(plan.policy for plan in document.policies)]
     facts = {
@@ -58,7 +58,7 @@ def _tiles(document: PlanDocument) -> list[tuple[str, str]]:
 
 
 def _style(plan: PolicyPlan) -> int:
-    """A policy has the same colour in every report."""
+    """Return the number of a policy's colour, the same in every report."""
     return list(POLICIES).index(plan.policy)
 
 

@@ -1,8 +1,9 @@
-"""The fewest replicas that meet an SLO's times.
+"""A search for the fewest replicas that meet an SLO's times.
 
-What one replica cannot hold any number refuses, so refusals are told and not searched for. More
-replicas do not make a fleet slower, as far as routing spreads requests, so the least number is
-found by doubling and halving. Each try is kept: together they are the curve over the fleet's size.
+A request that one replica cannot hold is refused by any number of them, so refusals are told and
+not searched for. More replicas do not make a fleet slower, as far as routing spreads requests, so
+the least number is found by doubling and halving. Each try is kept: together they are the curve
+over the fleet's size.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from kvtier.plan.answers import Answers
 def fewest_replicas(
     answer: Callable[[int], Answers], at_most: int, begin: int = 1
 ) -> tuple[Answers | None, list[Answers]]:
-    """The least fleet that meets its times, or None where `at_most` replicas do not; and all that
-    was tried, by size. answer: simulates so many replicas; begin: a first guess."""
+    """Return the least fleet that meets its times, or None where `at_most` replicas do not, and all
+    tries by size. answer: simulates so many replicas; begin: a first guess. Raises UsageError where
+    `at_most` is below 1."""
     if at_most < 1:
         raise UsageError("--max-replicas", "at least 1", at_most)
     tried: dict[int, Answers] = {}

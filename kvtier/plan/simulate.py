@@ -1,4 +1,4 @@
-"""Traffic through a fleet: the compiled loop with its arguments, and what came of it."""
+"""The simulation of traffic through a fleet: the compiled loop, its arguments and its outcome."""
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ except ImportError as error:  # pragma: no cover - where the engine is not insta
     ) from error
 
 FIRST_UNITS = 1 << 16
-# What the loop wants to have free before every event.
+# The loop wants fewer units than that to be free, per running request, before every event.
 UNITS_PER_RUNNING = 40
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of every request, and of the fleet. Arrays are as long as the traffic.
+    """The outcome of every request, and of the fleet. Arrays are as long as the traffic.
 
-    arrived_s, first_s, finish_s: nan for a request that no replica could hold (`refused`)
+    arrived_s, first_s, finish_s: times of arrival, of the first token and of the last; the two of
+              tokens are nan for a request that no replica could hold (`refused`)
     hit_device, hit_tier: tokens of the prompt that were on the device, or came from the tier
-    resident_sessions: whose last prompt is on the device at the end (90% of it)
-    evicted_tokens: over all replicas; peak_slots: of the fullest replica
+    resident_sessions: sessions whose last prompt is on the device at the end (90% of it)
+    evicted_tokens: tokens evicted by all replicas; peak_slots: most slots used in any of them
     """
 
     traffic: Traffic
@@ -63,12 +64,12 @@ class Outcome:
 
     @property
     def ttft_s(self) -> npt.NDArray[np.float64]:
-        """Time to the first token."""
+        """Return the times to the first token, in s."""
         return self.first_s - self.arrived_s
 
     @property
     def tpot_s(self) -> npt.NDArray[np.float64]:
-        """Time per output token after the first; nan for answers of one token."""
+        """Return the times per output token after the first, in s; nan for answers of one token."""
         later = self.traffic.output_tokens.astype(np.float64) - 1
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(later > 0, (self.finish_s - self.first_s) / later, np.nan)
@@ -98,7 +99,8 @@ def simulate(traffic: Traffic, plan: FleetPlan, hints: Hints | None = None) -> O
 def run(
     traffic: Traffic, plan: FleetPlan, hints: Hints | None = None
 ) -> tuple[World, Fleet, Asked]:
-    """The fleet's state when everything is answered, and what the loop was given."""
+    """Serve all of the traffic. Returns the fleet's state when everything is answered, and the
+    fleet and the traffic as the loop took them."""
     fleet, tables = _numbers(plan, hints), asked(traffic)
     world = new_world(fleet, traffic, FIRST_UNITS + UNITS_PER_RUNNING * (plan.max_running + 1))
     if hints is not None:
@@ -115,7 +117,7 @@ def run(
 
 
 def _is_last(traffic: Traffic) -> npt.NDArray[np.bool_]:
-    """Which requests are the last of their sessions."""
+    """Return whether each request is the last of its session."""
     last = np.zeros(traffic.num_sessions, np.int64)
     np.maximum.at(last, traffic.session, np.arange(traffic.num_requests))
     found: npt.NDArray[np.bool_] = last[traffic.session] == np.arange(traffic.num_requests)

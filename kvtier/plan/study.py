@@ -34,12 +34,12 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked.
+    """A question to the planner.
 
     trace, requests, copies, spread_s: recorded traffic, so many times; or described: a workload
     calibration: a replay's JSON, whose engine is a replica; or gpu, model, tp: stated figures
-    replicas:    of the fleet; None: the fewest up to max_replicas that meet the SLO's times
-    tier_bytes:  that each replica's machine gives to the tier
+    replicas:    the fleet's size; None: the fewest up to max_replicas that meet the SLO's times
+    tier_bytes:  the bytes that each replica's machine gives to the tier
     """
 
     policies: tuple[str, ...]
@@ -73,8 +73,8 @@ class Question:
 
 
 class PolicyPlan(Frozen):
-    """One policy. best: the least fleet that meets the SLO's times, None where no size did; tried:
-    all sizes, by size."""
+    """The plan of one policy. best: the least fleet that meets the SLO's times, None where no size
+    did; tried: all fleets that were simulated, by size."""
 
     policy: str
     rates: dict[str, float]
@@ -84,13 +84,13 @@ class PolicyPlan(Frozen):
 
     @property
     def shown(self) -> Answers:
-        """The fleet to show: the best, or the largest that was tried."""
+        """Return the fleet to show: the best, or the largest that was tried."""
         return self.best or self.tried[-1]
 
 
 class PlanDocument(Frozen):
-    """The whole answer. lru: of a trace, the share of tokens that one cache of so many tokens for
-    the whole of it would hit."""
+    """The whole answer. lru: for a trace, pairs of a size in tokens and the share of input tokens
+    that one LRU cache of that size would hit."""
 
     schema_version: Literal[1] = 1
     started_at: str
@@ -104,7 +104,7 @@ class PlanDocument(Frozen):
 
 
 def ask(question: Question, tell: Tell = lambda text: None) -> dict[str, Any]:
-    """The answer's fields but for where it was made. Raises UsageError."""
+    """Return the fields of the answer, but for those of where it was made. Raises UsageError."""
     traffic, described, lru = open_traffic(question)
     found = []
     for base in replicas_of(question, traffic):
@@ -123,7 +123,7 @@ def ask(question: Question, tell: Tell = lambda text: None) -> dict[str, Any]:
 def open_traffic(
     question: Question,
 ) -> tuple[Traffic, dict[str, Any], tuple[tuple[float, float], ...]]:
-    """The traffic, what to say of it, and a trace's LRU curve."""
+    """Return the traffic, its description, and a trace's LRU curve. Raises UsageError."""
     if question.trace is None:
         traffic = make_traffic(question.described, question.seed)
         return traffic, {"described": asdict(question.described), **_sizes(traffic)}, ()
@@ -150,7 +150,7 @@ def _sizes(traffic: Traffic) -> dict[str, Any]:
 
 
 def replicas_of(question: Question, traffic: Traffic) -> list[FleetPlan]:
-    """A fleet of one replica for each policy."""
+    """Return a fleet of one replica for each policy. Raises UsageError."""
     if question.calibration is not None:
         return _calibrated(question)
     replica = find_replica(question.gpu, question.model, question.tp, question.assumed)
@@ -193,7 +193,7 @@ def _calibrated(question: Question) -> list[FleetPlan]:
 
 
 def cache_on(replica: Replica, question: Question, policy: str) -> Cache:
-    """What a replica of stated hardware keeps under a policy."""
+    """Return the cache of a replica of stated hardware under a policy."""
     slots = int(replica.kv_budget_bytes / replica.kv_token_bytes)
     if not POLICIES[policy].splits_heads:
         return Cache(policy, slots)
@@ -245,7 +245,8 @@ def _plan(question: Question, traffic: Traffic, base: FleetPlan, tell: Tell) -> 
 
 
 def least_replicas(traffic: Traffic, base: FleetPlan) -> int:
-    """A first guess: what computing a half of all prompts keeps busy while the traffic lasts."""
+    """Return a first guess: the number of replicas that computing a half of all prompts keeps busy
+    while the traffic lasts."""
     known = traffic.arrival_s[np.isfinite(traffic.arrival_s)]
     duration_s = max(1.0, float(known.max() - known.min()))
     tokens = traffic.input_tokens.astype(np.float64)
@@ -254,7 +255,7 @@ def least_replicas(traffic: Traffic, base: FleetPlan) -> int:
 
 
 def _stated(question: Question) -> Mapping[str, Any]:
-    """What is said of a replica, with every assumption."""
+    """Return the description of a replica, with every assumption."""
     common = {
         "routing": question.routing,
         "schedule_policy": question.schedule_policy,

@@ -14,7 +14,7 @@ Cell = Callable[[PolicyPlan], str]
 
 
 def print_plan(document: PlanDocument, console: Console) -> None:
-    """A column for each policy."""
+    """Print the answer, a column for each policy."""
     console.print(f"[bold]{describe_traffic(document)}[/bold]")
     console.print(describe_replica(document))
     table = Table(title=describe_slo(document), title_justify="left")
@@ -27,7 +27,7 @@ def print_plan(document: PlanDocument, console: Console) -> None:
 
 
 def describe_traffic(document: PlanDocument) -> str:
-    """The traffic in one line."""
+    """Describe the traffic in one line."""
     said = document.traffic
     name = f"{said['copies']} x {said['trace']}" if "trace" in said else "described sessions"
     return (
@@ -37,7 +37,7 @@ def describe_traffic(document: PlanDocument) -> str:
 
 
 def describe_replica(document: PlanDocument) -> str:
-    """A replica in one line."""
+    """Describe a replica in one line."""
     said = document.replica
     if "calibration" in said:
         return f"replicas as measured in {said['calibration']}, routed by {said['routing']}"
@@ -49,13 +49,13 @@ def describe_replica(document: PlanDocument) -> str:
 
 
 def describe_slo(document: PlanDocument) -> str:
-    """What is wanted, in one line."""
+    """Describe the SLO in one line."""
     slo = document.slo
     return f"p{slo.percentile:g}: TTFT ≤ {slo.ttft_s * 1e3:,.0f} ms, TPOT ≤ {slo.tpot_s * 1e3:g} ms"
 
 
 def plan_rows(document: PlanDocument) -> list[tuple[str, list[str]]]:
-    """Label and one cell per policy."""
+    """Return the table's rows: a label and one cell per policy."""
     rows: list[tuple[str, Cell]] = [
         ("meets the SLO", lambda plan: plan.shown.verdict),
         ("replicas", lambda plan: f"{plan.shown.replicas:,}"),

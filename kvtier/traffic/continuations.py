@@ -1,4 +1,4 @@
-"""Which request goes on with which conversation, as far as a trace tells.
+"""Continuations: the requests that go on with earlier ones, as far as a trace tells.
 
 A trace names whole blocks. The end of a request, in a block that is partly filled, has an id of its
 own, and the next turn, which goes on in the middle of that block, has another:
@@ -6,9 +6,9 @@ own, and the next turn, which goes on in the middle of that block, has another:
     turn 1     [ 0 ][ 7 ][ 8 ][ 9 ·· ]            9: partly filled
     turn 2     [ 0 ][ 7 ][ 8 ][ 12    ][ 13 ]     12 begins with what 9 holds, then with the answer
 
-Taken literally no turn would go on with the one before. A request is taken to continue an earlier
-one where it shares all of its whole blocks, at least two, is long enough to hold it with its
-answer, and is the first to go on behind them with a new block.
+Taken literally, no turn would continue the one before. So a request is taken to continue an earlier
+one under three conditions: it shares all of that one's whole blocks, at least two; it is long
+enough to hold that one with its answer; and it is the first to go on behind them with a new block.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from dataclasses import dataclass
 
 from kvtier.traffic.trace import Trace, TraceRequest
 
-# Fewer are a system prompt that strangers share, rather than a conversation.
+# Fewer shared blocks are a system prompt that strangers share, rather than a conversation.
 LEAST_SHARED_BLOCKS = 2
 
 
 @dataclass(frozen=True)
 class Continuations:
-    """What is taken to continue what.
+    """The requests of a trace that continue others, and their blocks that begin alike.
 
-    next_request: for a request the one that goes on with it, both by their places in the trace
-    same_block:   for the id of a partly filled block the id of that which begins with its tokens;
-                  never an id that is itself replaced
+    next_request: maps a request to the one that continues it, both by their places in the trace
+    same_block:   maps the id of a partly filled block to the id of the block that begins with its
+                  tokens, which is never an id that is itself replaced
     """
 
     next_request: dict[int, int]
     same_block: dict[int, int]
 
     def blocks(self, request: TraceRequest) -> list[int]:
-        """A request's ids, where the last stands for the block that it is the beginning of."""
+        """Return a request's ids, the last replaced by that of the block that begins with it."""
         *whole, last = request.block_ids
         return [*whole, self.same_block.get(last, last)]
 
 
 def find_continuations(trace: Trace) -> Continuations:
-    """See the module docstring."""
+    """Find the continuations of a trace, under the conditions of the module docstring."""
     next_request: dict[int, int] = {}
     same_block: dict[int, int] = {}
     seen: set[int] = set()
-    # By the last whole block: the newest request that ends in a partly filled one behind it.
+    # Keys are last whole blocks; values, the newest request with a partly filled block behind it.
     ends: dict[int, int] = {}
     for index, request in enumerate(trace.requests):
         before = _continued(trace, request, ends, seen)
@@ -60,8 +60,11 @@ def find_continuations(trace: Trace) -> Continuations:
 
 
 def sessions_of(trace: Trace, links: Continuations | None = None) -> list[int]:
-    """Of each request the number of its session: by its name, or where it has none that of what it
-    goes on with. links: what `find_continuations` says, if that is known."""
+    """Return the number of each request's session, `[requests]`.
+
+    A session is told by its name. A request without one is in the session of the request that it
+    continues, or in a session of its own. links: the trace's continuations; None: they are found.
+    """
     following = {
         later: index for index, later in (links or find_continuations(trace)).next_request.items()
     }
@@ -82,7 +85,8 @@ def sessions_of(trace: Trace, links: Continuations | None = None) -> list[int]:
 def _continued(
     trace: Trace, request: TraceRequest, ends: dict[int, int], seen: set[int]
 ) -> int | None:
-    """The request that this one goes on with: that which shares most with it."""
+    """Return the place of the request that this one continues, the one that shares most blocks with
+    it, and take it from `ends`; None where there is none."""
     for place in range(len(request.block_ids) - 1, LEAST_SHARED_BLOCKS - 1, -1):
         index = ends.get(request.block_ids[place - 1])
         if index is None or request.block_ids[place] in seen:
@@ -95,7 +99,7 @@ def _continued(
 
 
 def _resolved(same_block: dict[int, int]) -> dict[int, int]:
-    """Chains followed to their ends: a block that continues one may be partly filled itself."""
+    """Follow chains to their ends: a block that continues another may be partly filled itself."""
     resolved: dict[int, int] = {}
     for first in same_block:
         last = first

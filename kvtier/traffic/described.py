@@ -2,9 +2,9 @@
 
     session    [ shared | context ] answer 1 │think│ [ turn 2 ] answer 2 │think│ …
 
-Sessions arrive as a Poisson process; the number of turns is geometric, lengths are log-normal about
-their medians and think times exponential. A turn comes so long after the answer before it was
-complete, and its prompt is everything said before and something new.
+Sessions arrive as a Poisson process. The number of turns is geometric, lengths are log-normal about
+their medians, and think times are exponential. A turn comes a think time after the answer before it
+was complete. Its prompt is everything said before and something new.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kvtier.traffic.prefixes import Int32, Traffic
 
 @dataclass(frozen=True)
 class Description:
-    """A workload.
+    """The description of a workload.
 
-    sessions, sessions_per_s: how many, and how fast they arrive
-    turns:          of a session, on average
-    shared_tokens:  every session begins with, such as a system prompt
-    context_tokens: median of what the first turn adds to that
-    turn_tokens:    median of what a later turn adds to the conversation
-    output_tokens:  median of an answer
+    sessions, sessions_per_s: the number of sessions, and the rate of their arrivals
+    turns:          mean number of turns of a session
+    shared_tokens:  length of the prefix of all sessions, such as a system prompt
+    context_tokens: median of the tokens that the first turn adds to that
+    turn_tokens:    median of the tokens that a later turn adds to the conversation
+    output_tokens:  median length of an answer
     think_s:        mean time from an answer to the next turn
-    spread:         of all lengths: the standard deviation of their logarithms
-    max_tokens:     a session ends before it would become longer than that
+    spread:         standard deviation of the logarithm of each length
+    max_tokens:     greatest length of a session, which ends before it would become longer
     """
 
     sessions: int = 1000
@@ -56,7 +56,7 @@ class Description:
 
 
 def make_traffic(described: Description, seed: int) -> Traffic:
-    """The traffic of a description; equal seeds give equal traffic."""
+    """Draw the traffic of a description; equal seeds give equal traffic."""
     rng = np.random.default_rng(seed)
     count = described.sessions
     begin = np.cumsum(rng.exponential(1 / described.sessions_per_s, count))
@@ -76,7 +76,7 @@ def make_traffic(described: Description, seed: int) -> Traffic:
     inputs = described.shared_tokens + added - before[session]
     fits = inputs + output <= described.max_tokens
     fits |= is_first
-    # Later turns of a session that has become too long do not come, either.
+    # The later turns of a session that has become too long do not come, either.
     ended = np.maximum.accumulate(np.where(fits, -1, np.arange(total)))
     keep = ended < first[session]
     think_s = described.think_s * rng.exponential(1.0, total)
@@ -102,7 +102,8 @@ def _assembled(
     output: npt.NDArray[np.int64],
     think_s: npt.NDArray[np.float64],
 ) -> Traffic:
-    """Node 0 is what all share, where there is such a thing; node `shift + i` is request i's."""
+    """Assemble the arrays. Node 0 is the prefix that all sessions share, where there is one; node
+    `shift + i` is request i's."""
     total = len(session)
     shift = 1 if described.shared_tokens else 0
     own = np.arange(total, dtype=np.int64) + shift

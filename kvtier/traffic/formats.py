@@ -1,4 +1,4 @@
-"""Files of recorded traffic. A file whose name ends with .gz is decompressed.
+"""Readers of files of recorded traffic. A file whose name ends with .gz is decompressed.
 
 **Mooncake's format**, one request a line:
 
@@ -7,11 +7,11 @@
 `timestamp` is the arrival in ms, lengths are in tokens, and `hash_ids` names each block of 512
 input tokens, the last of which may be partly filled. An id digests a block and all before it, so
 equal ids are equal prefixes. Source: github.com/kvcache-ai/Mooncake, FAST25-release/traces. A line
-may also say, as in AIPerf's reading of the format (github.com/ai-dynamo/aiperf):
+may also have two more fields, as in AIPerf's reading of the format (github.com/ai-dynamo/aiperf):
 
-    "session_id": "a"     the session that it is of
-    "delay": 12000        it comes so many ms after the answer before it in its session; its
-                          `timestamp` is then when it came in the recording, and may be missing
+    "session_id": "a"     the request's session
+    "delay": 12000        the request comes so many ms after the answer before it in its session;
+                          its `timestamp` is then the time in the recording, and may be missing
 
 **Agents' sessions** as kv-cache-tester records them (github.com/callanjfox/kv-cache-tester), one
 session a line:
@@ -19,10 +19,11 @@ session a line:
     {"id": "trace_0001", "block_size": 64, "hash_id_scope": "local", "requests": [
       {"t": 19.0, "in": 72762, "out": 296, "hash_ids": [1, 2, …], "think_time": 12.0, …}, …]}
 
-`t` is when a request came, in s from the session's beginning, and `think_time` how long after the
-answer before it. `hash_ids` names whole blocks, those of one session alone where their scope is
-local. A request of type `subagent` has `requests` of its own, side by side with those that follow.
-Sessions have no common clock: each begins when it is drawn to, within a given time.
+`t` is the arrival of a request, in s from the session's beginning, and `think_time` is its delay
+after the answer before it, in s. `hash_ids` names whole blocks, those of one session alone where
+their scope is local. A request of type `subagent` has `requests` of its own, side by side with
+those that follow. Sessions have no common clock: the beginning of each is drawn within a given
+time.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from kvtier.errors import TracesFileError, UsageError
 from kvtier.reading import read_json_lines
 from kvtier.traffic.trace import BLOCK_TOKENS, Trace, TraceRequest
 
-# Of an input or an output: the simulator counts with 32 bits.
+# The longest input or output: the simulator counts with 32 bits.
 MOST_TOKENS = 1 << 30
 Lines = Iterable[tuple[str, dict[str, Any]]]
 
@@ -46,12 +47,12 @@ Lines = Iterable[tuple[str, dict[str, Any]]]
 def read_trace(
     file: Path, argument: str = "--trace", *, spread_s: float = 0.0, seed: int = 0
 ) -> Trace:
-    """The trace of a file of either format.
+    """Return the trace of a file of either format.
 
-    spread_s, seed: agents' sessions begin up to so much later, as is drawn from the seed
+    spread_s, seed: agents' sessions begin within `spread_s` seconds, at times drawn from the seed
 
-    Raises UsageError naming `argument` where there is none, TracesFileError naming line and field
-    where it is malformed.
+    Raises UsageError naming `argument` where there is no such file or no request in it, and
+    TracesFileError naming line and field where it is malformed.
     """
     lines = read_json_lines(file, argument, TracesFileError)
     first = next(lines, None)
@@ -78,8 +79,8 @@ def _requests(lines: Lines) -> Iterator[TraceRequest]:
 def _arrival(
     where: str, fields: dict[str, Any], newest: dict[str, float]
 ) -> tuple[float, str | None, float | None]:
-    """When a request comes, its session and its delay. newest: when the last request of each
-    session came."""
+    """Return a request's arrival in s, its session and its delay in s. newest: the arrival of the
+    last request of each session."""
     session, delay = fields.get("session_id"), fields.get("delay")
     if session is not None and not isinstance(session, str):
         raise TracesFileError(f"{where}: session_id", "text", session)
@@ -127,8 +128,9 @@ def _number(
 
 
 def _check_prefixes(where: str, request: TraceRequest, before: dict[int, int | None]) -> None:
-    """Equal ids are equal prefixes, so each has one id before it, or none. before: as seen so
-    far."""
+    """Check that each block follows the same block as before, as equal ids are equal prefixes.
+    before: the id before each id seen so far, which is added to. Raises TracesFileError naming the
+    line."""
     last = None
     for one in request.block_ids:
         if before.setdefault(one, last) != last:
@@ -156,7 +158,8 @@ def _of_session(
     where: str, fields: dict[str, Any], name: str, begin_s: float, size: int, scope: str | None,
     ids: _Ids,
 ) -> Iterator[TraceRequest]:  # fmt: skip
-    """Of a session, or of a subagent. scope: of its hashes; None: of all sessions."""
+    """Yield the requests of a session or of a subagent. scope: the name that its hashes belong to;
+    None: all sessions share them."""
     asked = fields.get("requests")
     if not isinstance(asked, list) or not all(isinstance(one, dict) for one in asked):
         raise TracesFileError(f"{where}: requests", "a list of requests", asked)
@@ -189,21 +192,23 @@ def _of_session(
 
 
 def _delay(where: str, request: dict[str, Any], recorded_s: float) -> float:
-    """How long after the answer before it a request comes; recorded_s: as their times say."""
+    """Return a request's delay in s after the answer before it. recorded_s: the difference of their
+    times, for a request without a think time."""
     if request.get("think_time") is None:
         return max(0.0, recorded_s)
     return _number(where, request, "think_time", least=0)
 
 
 class _Ids:
-    """Numbers of blocks of BLOCK_TOKENS, of hashes of smaller ones."""
+    """The ids of blocks of BLOCK_TOKENS, made from the hashes of smaller ones."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], int] = {}
         self._fresh = 0
 
     def of(self, scope: str | None, hashes: list[Any], tokens: int, each: int) -> tuple[int, ...]:
-        """Of an input of so many tokens; hashes: of its small blocks, `each` of which are one."""
+        """Return the ids of an input's blocks. hashes: those of its small blocks, `each` of which
+        make one; tokens: the input's length."""
         found: list[int] = []
         before = -1
         for begin in range(0, tokens // BLOCK_TOKENS * each, each):

@@ -1,4 +1,4 @@
-"""What a least-recently-used cache of any size would hit of a trace.
+"""The hits of a trace in a least-recently-used cache of any size.
 
 The cache holds whole blocks, and a request's blocks are used in the order of its prompt. A block is
 a hit where it and all blocks before it are cached. LRU caches contain each other: a block is in a
@@ -17,12 +17,13 @@ import numpy.typing as npt
 
 from kvtier.traffic.trace import Trace
 
-# The distance of what was never used before.
+# The distance of a block that was never used before.
 NEVER = np.iinfo(np.int64).max
 
 
 def hit_rates(trace: Trace, capacities_tokens: Sequence[float]) -> list[float]:
-    """The share of all input tokens that caches of so many tokens hit; math.inf is a size, too."""
+    """Return the share of all input tokens that a cache of each capacity hits. capacities_tokens:
+    in tokens; math.inf is one, too."""
     needed, tokens = needed_blocks(trace)
     order = np.argsort(needed, kind="stable")
     hit = np.concatenate([[0], np.cumsum(tokens[order])])
@@ -36,12 +37,12 @@ def hit_rates(trace: Trace, capacities_tokens: Sequence[float]) -> list[float]:
 
 
 def needed_blocks(trace: Trace) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """For every block of every request the least size, in blocks, of a cache that hits it (`NEVER`
-    where none does), and the block's tokens."""
+    """Return, for every block of every request, the least size of a cache that hits it and the
+    block's tokens, two arrays of one length. A size is in blocks, `NEVER` where no cache hits."""
     distances = stack_distances([request.block_ids for request in trace.requests])
     needed, tokens = [], []
     for request, own in zip(trace.requests, distances, strict=True):
-        # Useful only where all blocks before it are hit, too.
+        # A block is useful only where all blocks before it are hit, too.
         needed.append(np.maximum.accumulate(own))
         filled = np.full(len(own), trace.block_tokens, np.int64)
         filled[-1] = request.input_tokens - (len(own) - 1) * trace.block_tokens
@@ -50,13 +51,13 @@ def needed_blocks(trace: Trace) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.i
 
 
 def stack_distances(uses: Sequence[Sequence[int]]) -> list[npt.NDArray[np.int64]]:
-    """For each use of a block, the least size of an LRU cache that has it, or `NEVER`.
+    """Return, for each use of a block, the least size of an LRU cache that has it, or `NEVER`.
 
-    A request's lookups come before any of its own uses: within it a block counts what was used
-    since its last use by an earlier request.
+    A request's lookups come before any of its own uses: a block's size counts the distinct blocks,
+    itself among them, that were used from its last use by an earlier request until this one began.
     """
     total = sum(map(len, uses))
-    # A Fenwick tree over the times of uses that has one for each block's newest use.
+    # A Fenwick tree over the times of uses has a one for each block's newest use.
     newest = np.zeros(total + 1, np.int64)
     last: dict[int, int] = {}
     found, now = [], 0
@@ -83,7 +84,7 @@ def _add(tree: npt.NDArray[np.int64], at: int, value: int) -> None:
 
 
 def _sum(tree: npt.NDArray[np.int64], at: int) -> int:
-    """Over the first `at` times."""
+    """Return the sum over the first `at` times."""
     total = 0
     while at > 0:
         total += int(tree[at])

@@ -1,11 +1,11 @@
-"""Traffic as arrays over one tree of prefixes: what the simulator of a fleet reads.
+"""Traffic as arrays over one tree of prefixes, which the simulator of a fleet reads.
 
     nodes      0:[0,512) ─┬─ 1:[512,1024) ── 2:[1024,1300)     each: parent, tokens [start, stop)
                           └─ 3:[512,800)
     request    ends in node 2, after 1200 tokens of input; its answer goes on to 1300, in node 2
 
-Two requests begin alike as far as the path to the one's last node is a path to the other's. A node
-is a block of a trace, or what one turn of a described session adds. Lengths are in tokens, times in
+Two requests begin alike as far as the paths to their last nodes agree. A node is a block of a
+trace, or the tokens that one turn of a described session adds. Lengths are in tokens, times in
 seconds.
 """
 
@@ -25,16 +25,19 @@ Float64 = npt.NDArray[np.float64]
 
 
 class Traffic(NamedTuple):
-    """See the module docstring; arrays of one length for requests, and of another for nodes.
+    """The arrays of the module docstring, `[requests]` and, from `parent` on, `[nodes]`.
 
-    arrival_s:    when it comes; infinite where it waits for an earlier turn's end
-    think_s:      then, how long after that end
+    arrival_s:    the request's arrival; infinite where it waits for an earlier turn's end
+    think_s:      the time from that end to its arrival
     next_request: the request that waits for this one's end, or -1
-    session:      requests of a session share it
-    node:         the last node of the input; input_tokens, output_tokens: of the request
-    out_node, out_known: the last node of input and answer, as far as the tree has them, and up to
-                  which token that is: the rest of the answer is in no other request
-    depth:        nodes before a node
+    session:      the number of the request's session
+    node:         the last node of the input
+    input_tokens, output_tokens: the request's lengths
+    out_node:     the last node of input and answer, as far as the tree has them
+    out_known:    the tokens up to there: the rest of the answer is in no other request
+    parent:       the node before a node, or -1
+    start, stop:  a node's tokens, [start, stop)
+    depth:        the number of nodes before a node
     """
 
     arrival_s: Float64
@@ -63,12 +66,12 @@ class Traffic(NamedTuple):
 def traffic_of(
     trace: Trace, *, answers_continue: bool = True, links: Continuations | None = None
 ) -> Traffic:
-    """A trace's traffic. Requests come at their own times, whatever became of earlier ones, but for
-    those that wait for an answer.
+    """Return a trace's traffic. Requests come at their own times, whatever became of earlier ones;
+    only those with a delay wait for an answer.
 
     answers_continue: whether the request that continues another begins with the answer that was
                       given, as in a real conversation; a replay's prompts know nothing of answers
-    links:            what continues what (`find_continuations` where it is None)
+    links:            the trace's continuations; None: they are found (`find_continuations`)
     """
     links = links or find_continuations(trace)
     numbers: dict[int, int] = {}
@@ -121,8 +124,8 @@ def traffic_of(
 
 
 def copies(traffic: Traffic, count: int, spread_s: float, seed: int) -> Traffic:
-    """So many times the traffic, of users who share nothing between copies. Each copy begins up to
-    `spread_s` later than the first could, so that bursts of the recording do not coincide."""
+    """Return `count` copies of the traffic, of users who share nothing between copies. Each copy is
+    shifted by a time drawn from [0, spread_s), so that bursts of the recording do not coincide."""
     rng = np.random.default_rng(seed)
     requests, nodes = traffic.num_requests, len(traffic.parent)
     which = np.repeat(np.arange(count, dtype=np.int32), requests)

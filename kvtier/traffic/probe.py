@@ -1,4 +1,4 @@
-"""A trace that measures an engine's rates when it is replayed: what the simulator is calibrated by.
+"""A trace that measures an engine's rates when it is replayed, to calibrate the simulator.
 
     alone     prompts of several lengths, each by itself, nothing of it cached
     longer    the same prompts and some blocks more, each by itself: a cached prefix
@@ -6,8 +6,8 @@
     again     the first prompts, which have been evicted by now where the budget is small: computed
               again, or restored from a tier
 
-It shares no block with any other trace. Lengths are those of the format, to be scaled with a replay
-as the trace is that will be simulated.
+It shares no block with any other trace. Lengths are those of the format; a replay scales them as it
+scales the trace that will be simulated.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 114688)
 BATCHES = (2, 4, 8)
 ANSWER_TOKENS = 1024
 LONGER_BLOCKS = 6
-# Ids of a range of their own.
+# The trace's ids are of a range of their own.
 FIRST_ID = 1 << 40
 
 
 def probe_trace(gap_s: float, token_s: float, repeats: int = 2) -> Trace:
-    """The trace. gap_s: between requests at least, and token_s more for each of their tokens, so
-    that one has been answered when the next comes."""
+    """Return the trace. A pause follows each request or batch, in which it is answered:
+    `gap_s`, and `token_s` for each token of its prompts. repeats: the number of prompts per
+    length."""
     fresh = iter(range(FIRST_ID, 1 << 62))
     requests, at = [], 0.0
 

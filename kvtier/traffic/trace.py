@@ -1,5 +1,5 @@
-"""Recorded traffic: requests in the order in which they arrive, and blocks that tell what begins
-alike. `kvtier.traffic.formats` reads it.
+"""Recorded traffic: requests in the order in which they arrive, and blocks that tell which of them
+begin alike. `kvtier.traffic.formats` reads it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# Tokens of a block in the format.
+# A block of the format has so many tokens.
 BLOCK_TOKENS = 512
 
 
@@ -17,12 +17,12 @@ BLOCK_TOKENS = 512
 class TraceRequest:
     """One request.
 
-    arrival_s: when it comes; of one that waits, when it came in the recording, or the earliest that
-               it could come
-    block_ids: of its input, ceil(input_tokens / block_tokens) of them
-    session:   that it is of, where the trace says
-    delay_s:   how long after the answer before it in its session it comes; None where it waits for
-               none
+    arrival_s: its arrival; for one that waits, the arrival in the recording, or the earliest that
+               is possible
+    block_ids: the ids of its input's blocks, ceil(input_tokens / block_tokens) of them
+    session:   the name of its session, where the trace says one
+    delay_s:   the time from the answer before it in its session to its arrival; None where it waits
+               for none
     """
 
     arrival_s: float
@@ -35,13 +35,14 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in the order in which they arrive. block_tokens: of a whole block."""
+    """Requests in the order in which they arrive. block_tokens: the length of a whole block."""
 
     requests: tuple[TraceRequest, ...]
     block_tokens: int = BLOCK_TOKENS
 
     def before(self) -> list[int | None]:
-        """Of each request the place of the one before it whose answer it waits for, if any."""
+        """Return, for each request, the place of the earlier one whose answer it waits for, or None
+        where it waits for none."""
         newest: dict[str, int] = {}
         found: list[int | None] = []
         for index, request in enumerate(self.requests):
@@ -53,23 +54,23 @@ class Trace:
 
     @property
     def duration_s(self) -> float:
-        """When the last request arrives."""
+        """Return the arrival of the last request."""
         return self.requests[-1].arrival_s
 
     def whole_blocks(self, request: TraceRequest) -> int:
-        """How many of a request's blocks are filled."""
+        """Return the number of a request's blocks that are filled."""
         return request.input_tokens // self.block_tokens
 
     def first(self, count: int) -> Trace:
-        """The first requests alone."""
+        """Return the trace of the first `count` requests alone."""
         return replace(self, requests=self.requests[:count])
 
     def scaled(self, block_tokens: int, speed: float) -> Trace:
-        """The same traffic for another machine: a block becomes `block_tokens` long, inputs and
-        outputs shrink or grow alike, and requests arrive, or come after answers, `speed` times as
-        fast.
+        """Return the same traffic for another machine. A block becomes `block_tokens` long, and
+        inputs and outputs shrink or grow alike. Requests arrive, or come after answers, `speed`
+        times as fast.
 
-        What begins alike does so afterwards, and every length is at least one token.
+        Requests that begin alike still do so afterwards, and every length is at least one token.
         """
         share = block_tokens / self.block_tokens
 
@@ -90,7 +91,7 @@ class Trace:
         return Trace(tuple(map(one, self.requests)), block_tokens)
 
     def write(self, file: Path) -> None:
-        """Write it in Mooncake's format, whose blocks are of BLOCK_TOKENS."""
+        """Write the trace in Mooncake's format, whose blocks are of BLOCK_TOKENS."""
         lines = []
         for one in self.requests:
             said: dict[str, Any] = {

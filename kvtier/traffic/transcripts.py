@@ -1,6 +1,6 @@
 """Recorded sessions of agents, with their texts, as the turns that a server would see.
 
-A file holds transcripts: as one JSON list, or one a line. A transcript is a list of messages in
+A file holds transcripts as one JSON list, or one a line. A transcript is a list of messages in
 OpenAI's format, or an object that has it as `messages` (and perhaps `tools`) or, like those of
 tau-bench, as `traj`. A file whose name ends with .gz is decompressed.
 
@@ -8,7 +8,7 @@ tau-bench, as `traj`. A file whose name ends with .gz is decompressed.
     └─ prompt of 1 ─┘└ answer 1 ┘
     └────────── prompt of turn 2 ──────┘└ answer 2 ┘
 
-Messages are written by the model's chat template. One that knows of no tool calls is given them as
+The model's chat template writes messages. A template that knows of no tool calls is given them as
 text, in the Hermes format: <tool_call>{"name": …, "arguments": …}</tool_call>.
 """
 
@@ -29,7 +29,7 @@ ARGUMENT = "--transcripts"
 
 
 class Call(BaseModel):
-    """A tool that is called. arguments: JSON."""
+    """The call of a tool. arguments: JSON."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -66,7 +66,7 @@ class Message(BaseModel):
 
     @property
     def text_with_calls(self) -> str:
-        """The content, and a line for each tool that is called."""
+        """Return the content, and a line for each tool that is called."""
         calls = [
             f'<tool_call>{{"name": "{call.function.name}", "arguments": {call.function.arguments}}}'
             "</tool_call>"
@@ -91,7 +91,7 @@ class Turn(NamedTuple):
 
 def read_transcripts(file: Path) -> list[Transcript]:
     """Return a file's transcripts. Raises UsageError naming `--transcripts` where there is no such
-    file, TracesFileError naming line, transcript and field where it is malformed."""
+    file, and TracesFileError naming line or transcript, and field, where it is malformed."""
     text = read_text(file, ARGUMENT)
     found: Iterable[tuple[str, Any]]
     if text.lstrip().startswith("["):
@@ -103,8 +103,8 @@ def read_transcripts(file: Path) -> list[Transcript]:
 
 
 def turns_of(transcript: Transcript, tokenizer: Tokenizer) -> list[Turn]:
-    """Return a session's turns: one for each answer. Raises UsageError for a model without a chat
-    template, and one whose template refuses the messages."""
+    """Return a session's turns, one for each answer. Raises UsageError for a model without a chat
+    template, and for one whose template refuses the messages."""
     if not tokenizer.has_chat_template:
         raise UsageError("--model-path", "a model with a chat template", tokenizer.model_path)
     chat = written(transcript.messages, takes_calls=tokenizer.takes_tool_calls)
@@ -135,7 +135,7 @@ def written(messages: Sequence[Message], *, takes_calls: bool) -> list[dict[str,
 
 
 def _until_its_end(tokenizer: Tokenizer, answer: str) -> list[int]:
-    """The ids of an answer and of what ends it; templates write more behind that."""
+    """Return the ids of an answer up to and with its end token; templates write more behind it."""
     ids = tokenizer.encode(answer)
     ends = [ids.index(end) for end in tokenizer.eos_ids if end in ids]
     return ids[: min(ends) + 1] if ends else ids

@@ -1,22 +1,24 @@
-"""Requests that are answered as if nothing had ever been dropped, and what else they may ask for.
+"""Requests that are answered as if nothing had ever been dropped, and two other wishes of requests.
 
-They want log-probabilities of their prompt, which are the model's, or say so in `custom_params`:
+Exact requests want log-probabilities of their prompt, which are the model's, or say in
+`custom_params` that they are exact:
 
     {"kvtier": {"exact": true}}
 
-Such a request matches exact KV only and computes the rest of its prompt again. What it computed
-again is taken out of the tree when it ends: the session's compressed KV stays what it was, and what
-later requests read is what they would have read without it.
+Such a request matches exact KV only and computes the rest of its prompt again. The KV that it
+computed again is taken out of the tree when it ends. So the session's compressed KV stays what it
+was, and later requests read what they would have read without it.
 
     {"kvtier": {"measure": true}}
 
-asks for the log-probabilities that this server gives its prompt, over what is kept. What such a
-request computed is taken out of the tree, too: a session can be asked and goes on as it was.
+This request asks for the log-probabilities that the server gives its prompt, over the KV that is
+kept. The KV that it computed is taken out of the tree, too: a session can be measured and goes on
+as it was.
 
     {"kvtier": {"forget": true}}
 
-takes nothing of what stood behind an edit, and drops the contexts that have it: they have seen what
-stood there before.
+This request takes nothing of what stood behind an edit, and drops the contexts that have it: they
+have seen what stood there before.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
 from kvtier.errors import UsageError
 
-# In a request's `custom_params`.
+# These are the names in a request's `custom_params`.
 PARAMS, EXACT, MEASURE, FORGET = "kvtier", "exact", "measure", "forget"
 _KNOWN = (EXACT, MEASURE, FORGET)
 # The ids of the requests by which a server measures itself (shadow.py) begin so.
@@ -36,8 +38,8 @@ SHADOW_RID_PREFIX = "kvtier-shadow-"
 
 
 def asked_of(custom_params: Any) -> Mapping[str, bool]:
-    """Return what a request's `custom_params` ask of kvtier, by name. Raises UsageError for
-    anything that kvtier does not know."""
+    """Return the wishes in a request's `custom_params`, by name. Raises UsageError for anything
+    that kvtier does not know, and for exact and measure together."""
     asked = (custom_params or {}).get(PARAMS, {})
     known = isinstance(asked, dict) and asked.keys() <= {*_KNOWN}
     if not known or not all(isinstance(value, bool) for value in asked.values()):
@@ -51,17 +53,17 @@ def asked_of(custom_params: Any) -> Mapping[str, bool]:
 
 
 def asks_exactly(req: Any) -> bool:
-    """Return whether a request asks for an exact answer in so many words."""
+    """Return whether a request's `custom_params` ask for an exact answer."""
     return _asks(req, EXACT)
 
 
 def asks_to_forget(req: Any) -> bool:
-    """Return whether contexts are dropped that have what stands behind a request's edits."""
+    """Return whether a request asks to drop the contexts that have what stands behind its edits."""
     return _asks(req, FORGET)
 
 
 def measures(req: Any) -> bool:
-    """Return whether a request measures what is kept. req: None for a match that is of no
+    """Return whether a request measures the KV that is kept. req: None for a match that is of no
     request."""
     return req is not None and _asks(req, MEASURE)
 
@@ -77,7 +79,8 @@ def _asks(req: Any, name: str) -> bool:
 
 
 def wants_exact(req: Any) -> bool:
-    """Whether a request must read exact KV only. req: None for a match that is of no request."""
+    """Return whether a request must read exact KV only. req: None for a match that is of no
+    request."""
     if req is None or measures(req):
         return False
     asks_prompt = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
@@ -85,8 +88,8 @@ def wants_exact(req: Any) -> bool:
 
 
 def recomputed_tokens(req: Any) -> int:
-    """Tokens of a request's prompt that are cached and computed again all the same: the cached ones
-    were compressed, or computed behind such."""
+    """Return the number of a request's prompt tokens that are cached and computed again all the
+    same: the cached ones were compressed, or computed behind such."""
     return getattr(req, "kvtier_recomputed", (0, None))[0]
 
 
@@ -98,9 +101,9 @@ def own_from(req: Any) -> int | None:
 
 
 def note_recomputed(req: Any, tokens: int, begin: int) -> None:
-    """Remember that so many cached tokens from this position on are computed again, or that the
-    request only measures. As with SGLang's count of cached tokens, a request that has begun to
-    compute is not looked at again: it would find its own KV."""
+    """Note that so many cached tokens from this position on are computed again, or that the request
+    only measures. As with SGLang's count of cached tokens, a request that has begun to compute is
+    not looked at again: it would find its own KV."""
     if not (req.already_computed or req.retracted_stain):
         req.kvtier_recomputed = tokens, begin if tokens or measures(req) else None
 

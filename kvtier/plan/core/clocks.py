@@ -1,8 +1,9 @@
-"""A tree over numbers, one a replica, that knows which is least: a tournament.
+"""A tournament: a tree over numbers, one a replica or session, that knows the least of them.
 
     tree[1] the least of all;  tree[i] = min(tree[2i], tree[2i + 1]);  leaves from len(tree) / 2 on
 
-Used for the replicas' next events and for their loads; ties go to the lowest number.
+It is used for the replicas' next events, for their loads and for the sessions' next turns. Ties go
+to the lowest index.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def put(tree: Float64, index: int, value: float) -> None:
 
 @compiled
 def least(tree: Float64) -> int:
-    """The index of the least number."""
+    """Return the index of the least number."""
     at, half = 1, len(tree) // 2
     while at < half:
         at = 2 * at if tree[2 * at] <= tree[2 * at + 1] else 2 * at + 1

@@ -1,8 +1,8 @@
-"""The decorator of what numba compiles here, and where it keeps what it has compiled.
+"""The decorator of functions that numba compiles here, and the folder of their machine code.
 
-Compiling takes most of a minute, so machine code is kept between runs. numba looks at the file of a
-function to tell whether that is still good, not at the files of what it calls. So the code is kept
-in a folder that is named for a digest of all sources of this package.
+Compiling takes most of a minute, so machine code is kept between runs. To tell whether that is
+still good, numba looks at the file of a function, not at those of the functions that it calls. So
+the code is kept in a folder that is named for a digest of all sources of this package.
 """
 
 from __future__ import annotations

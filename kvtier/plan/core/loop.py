@@ -1,4 +1,4 @@
-"""Arrivals and replicas in the order of time."""
+"""The simulator's loop: arrivals and replicas in the order of time."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ RESIDENT_PERCENT = 90
 
 @compiled
 def run(world: World, traffic: Asked, fleet: Fleet, order: Int32) -> int:
-    """Go on until every request is answered, or there might be too few units for the next event.
-    order: requests that wait for no other, by arrival."""
+    """Go on until every request is answered (DONE), or until there might be too few units for the
+    next event (NEEDS_UNITS). order: requests that wait for no other, by arrival."""
     margin = (MOST_CUTS + 4) * (fleet.max_running + 1)
     while world.totals.free_units[0] > margin:
         replica = clocks.least(world.events)
@@ -92,7 +92,8 @@ def _leaf(world: World, replica: int) -> int:
 
 @compiled
 def count_resident(world: World, traffic: Asked, fleet: Fleet, last: Int32) -> int:
-    """Sessions whose last prompt is still cached where it was served. last: their last requests."""
+    """Return the number of sessions whose last prompt is still cached where it was served. last:
+    the last request of each."""
     count = 0
     for request in last:
         replica = world.requests.replica[request]

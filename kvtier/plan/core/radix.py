@@ -1,10 +1,10 @@
-"""Matching, cutting and growing one replica's radix tree: SGLang's, with the variants of kvtier's.
+"""A replica's radix tree, matched, cut and grown: SGLang's, with the variants of kvtier's.
 
 A compressed unit of competing heads that nobody uses is cut where a request leaves it, a window
-before that place. One of a head profile cannot be cut inside what was dropped: a request that
-leaves it there uses what comes before. What it computes becomes a variant; where it left is a
-boundary of the variant, so that the next request that leaves there shares it
-(`kvtier_sglang.radix.tree` and `.matching`, of which this is a model).
+before that place. A unit of a head profile cannot be cut inside what was dropped: a request that
+leaves it there uses the tokens before. The tokens that the request computes become a variant. The
+place where it left is a boundary of the variant, so that the next request that leaves there shares
+it. This is a model of `kvtier_sglang.radix.tree` and `.matching`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvtier.plan.core.units import attach, detach, first_child, new_unit, put_ne
 from kvtier.retention.locality import CUT_WINDOW, LEAST_CUT, SMALL_SHARE, WIDE_CUT_WINDOW
 from kvtier.retention.shares.base import PAGE
 
-# Places where a new unit is cut at most.
+# A new path is cut into so many units at most.
 MOST_CUTS = 32
 
 
@@ -35,7 +35,7 @@ def set_path(world: World, traffic: Asked, node: int) -> None:
 
 @compiled
 def node_at(world: World, traffic: Asked, position: int) -> int:
-    """The node of the path at hand that has the token at a position; NONE behind its end."""
+    """Return the node of the path at hand that has the token at a position; NONE behind its end."""
     depth = 0
     while world.path[depth] != NONE:
         if position < traffic.nodes.stop[world.path[depth]]:
@@ -46,7 +46,8 @@ def node_at(world: World, traffic: Asked, position: int) -> int:
 
 @compiled
 def shared(world: World, traffic: Asked, unit: int, limit: int) -> int:
-    """Up to which token the path at hand, to `limit`, and the one that ends with a unit agree."""
+    """Return the number of leading tokens, `limit` at most, on which the path at hand agrees with
+    the path to a unit."""
     node = world.units.node[unit]
     while node != NONE:
         if world.path[traffic.nodes.depth[node]] == node:
@@ -57,7 +58,8 @@ def shared(world: World, traffic: Asked, unit: int, limit: int) -> int:
 
 @compiled
 def usable(world: World, fleet: Fleet, unit: int, upto: int, exact_only: bool) -> int:
-    """Up to which token a unit can be used, where it agrees up to `upto`."""
+    """Return the position up to which a unit can be used, where it agrees up to `upto`.
+    exact_only: dropped tokens are not used."""
     units = world.units
     begin, end = units.drop_begin[unit], units.drop_end[unit]
     if end == begin:
@@ -76,7 +78,7 @@ def usable(world: World, fleet: Fleet, unit: int, upto: int, exact_only: bool) -
 
 @compiled
 def kept_of_dropped(world: World, unit: int) -> int:
-    """Slots that hold what is kept of a unit's dropped tokens."""
+    """Return the number of slots that hold the kept entries of a unit's dropped span."""
     units = world.units
     dropped = units.drop_end[unit] - units.drop_begin[unit]
     return units.slots[unit] - (units.stop[unit] - units.start[unit] - dropped)
@@ -94,7 +96,7 @@ def walk(
 ) -> tuple[int, int]:
     """Follow the path at hand from a unit's end as far as units allow, up to `limit`.
 
-    exact_only: not into what was dropped; cut: the last unit is cut where it is left inside.
+    exact_only: dropped tokens are not used; cut: the last unit is cut where it is left inside.
     Returns the last unit and the position reached.
     """
     units = world.units
@@ -122,7 +124,8 @@ def walk(
 
 @compiled
 def split(world: World, traffic: Asked, lower: int, at: int) -> int:
-    """Cut a unit at a position within it; the new upper part, which is a boundary from now on."""
+    """Cut a unit at a position within it. Returns the new upper part, whose end is a boundary from
+    now on."""
     units = world.units
     parent, key_node = units.parent[lower], units.key_node[lower]
     detach(world, lower)
@@ -161,8 +164,8 @@ def split(world: World, traffic: Asked, lower: int, at: int) -> int:
 
 @compiled
 def append(world: World, traffic: Asked, parent: int, stop: int, known: int, prompt: int) -> int:
-    """Hang the path at hand below a unit, from its end up to `stop`, in locked units that are cut
-    where the path leaves what is there already. Returns the deepest."""
+    """Hang the path at hand below a unit, from its end up to `stop`. The new units are locked, and
+    cut where the path leaves units that are there already. Returns the deepest."""
     units = world.units
     position = units.stop[parent]
     cuts = _cuts(world, traffic, parent, position, stop)
@@ -185,7 +188,8 @@ def append(world: World, traffic: Asked, parent: int, stop: int, known: int, pro
 
 @compiled
 def _cuts(world: World, traffic: Asked, parent: int, position: int, stop: int) -> np.ndarray:
-    """Where the path leaves the children of a unit that begin as it does, in order, and its end."""
+    """Return, in order, the positions where the path leaves the children of a unit that begin as it
+    does, and `stop`. position: the unit's end."""
     cuts = np.full(MOST_CUTS, stop, np.int64)
     node = node_at(world, traffic, position)
     if node == NONE:

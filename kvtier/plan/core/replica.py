@@ -1,6 +1,8 @@
-"""One replica's scheduler, as SGLang's: new prompts go before decoding, in chunks of `chunk`
-tokens, first come first served (`fcfs`) or longest cached prefix first (`lpm`); what waits for the
-tier does not hold up what is behind it.
+"""One replica's scheduler, a model of SGLang's.
+
+New prompts go before decoding, in chunks of `chunk` tokens. They are admitted first come first
+served (`fcfs`) or longest cached prefix first (`lpm`); a request that waits for the tier does not
+hold up those behind it.
 
     prefill pass   base + request * requests that begin in it
                    + token * new tokens + pair * (new tokens x tokens that they attend to)
@@ -39,7 +41,7 @@ ADMITTED, NO_ROOM, NEVER_FITS = 0, 1, 2
 
 @compiled
 def enqueue(world: World, replica: int, request: int) -> None:
-    """Behind all others that wait."""
+    """Put a request into the queue, behind all others that wait."""
     requests, replicas = world.requests, world.replicas
     requests.follows[request] = NONE
     if replicas.queue_first[replica] == NONE:
@@ -63,7 +65,7 @@ def _dequeue(world: World, replica: int, before: int, request: int) -> None:
 
 @compiled
 def start(world: World, traffic: Asked, fleet: Fleet, replica: int, now_s: float) -> None:
-    """Begin the replica's next pass, and say when it ends."""
+    """Begin the replica's next pass, and set its next event to the end of that."""
     replicas = world.replicas
     replicas.phase_began_s[replica] = now_s
     took_s = _start_prefill(world, traffic, fleet, replica, now_s)
@@ -85,7 +87,8 @@ def start(world: World, traffic: Asked, fleet: Fleet, replica: int, now_s: float
 
 @compiled
 def _next_ready(world: World, replica: int, now_s: float) -> float:
-    """When the tier has answered the next request that waits for it."""
+    """Return the time when the next request that waits for the tier goes on; infinite where none
+    waits."""
     request, next_s = world.replicas.queue_first[replica], math.inf
     while request != NONE:
         if world.requests.ready_s[request] > now_s:
@@ -105,7 +108,8 @@ def _steps_to_next_end(world: World, replica: int) -> int:
 
 @compiled
 def _some_steps_s(world: World, fleet: Fleet, replica: int, steps: int) -> float:
-    """So many steps, each of which reads a token more per request than the one before."""
+    """Return the time in s of so many decode steps, each of which reads a token more per request
+    than the one before."""
     replicas = world.replicas
     batch = replicas.num_running[replica]
     first_s = fleet.decode_base_s + fleet.decode_request_s * batch
@@ -115,13 +119,13 @@ def _some_steps_s(world: World, fleet: Fleet, replica: int, steps: int) -> float
 
 @compiled
 def decode_s(world: World, fleet: Fleet, replica: int) -> float:
-    """How long the decode steps under way take together."""
+    """Return the time in s that the decode steps under way take together."""
     return _some_steps_s(world, fleet, replica, world.replicas.phase_steps[replica])
 
 
 @compiled
 def stop_decoding_at(world: World, fleet: Fleet, replica: int, when_s: float) -> None:
-    """End the decode steps under way with the one that goes on at a time."""
+    """Let the decode steps under way end with the one that is running at `when_s`."""
     replicas = world.replicas
     began_s = replicas.phase_began_s[replica]
     low, high = 1, replicas.phase_steps[replica]
@@ -137,7 +141,7 @@ def stop_decoding_at(world: World, fleet: Fleet, replica: int, when_s: float) ->
 
 @compiled
 def _start_prefill(world: World, traffic: Asked, fleet: Fleet, replica: int, now_s: float) -> float:
-    """Fill a prefill batch; how long its pass takes."""
+    """Fill a prefill batch. Returns the time in s that its pass takes."""
     requests, replicas = world.requests, world.replicas
     replicas.num_batch[replica] = 0
     room = fleet.chunk
@@ -169,7 +173,8 @@ def _start_prefill(world: World, traffic: Asked, fleet: Fleet, replica: int, now
 def _next_waiting(
     world: World, traffic: Asked, fleet: Fleet, replica: int, now_s: float
 ) -> tuple[int, int]:
-    """The next request to admit, and the one before it in the queue. NONE where there is none."""
+    """Return the next request to admit, behind the one before it in the queue; NONE where there is
+    none."""
     requests = world.requests
     found, found_before, longest = NONE, NONE, -1
     before, request = NONE, world.replicas.queue_first[replica]
@@ -190,7 +195,8 @@ def _next_waiting(
 def _take_chunk(
     world: World, traffic: Asked, fleet: Fleet, replica: int, request: int, room: int
 ) -> float:
-    """Put a request's next tokens into the batch, as many as fit; how long they take."""
+    """Put a request's next tokens into the batch, as many as fit. Returns the time in s that they
+    take."""
     requests, replicas = world.requests, world.replicas
     before = traffic.asks.input_tokens[request] - requests.left[request]
     tokens = min(room, requests.left[request])
@@ -211,8 +217,8 @@ def _take_chunk(
 def _admit(
     world: World, traffic: Asked, fleet: Fleet, replica: int, request: int, now_s: float
 ) -> int:
-    """Match a request's prefix, take slots for the rest and restore what came from the tier, unless
-    the request's patience has ended before it came."""
+    """Match a request's prefix, take slots for the rest and restore the KV that has come from the
+    tier by now. Returns ADMITTED, NO_ROOM or NEVER_FITS."""
     requests, replicas = world.requests, world.replicas
     tokens, answer = traffic.asks.input_tokens[request], traffic.asks.output_tokens[request] - 1
     set_path(world, traffic, traffic.asks.node[request])
@@ -222,7 +228,7 @@ def _admit(
     landed = requests.landed[request] if requests.lands_s[request] <= now_s else 0
     restored = landed - hit if hit >= requests.fetched[request] and landed > hit else 0
     fits = wanted < fleet.slots - _read_tokens(world, unit)
-    # What is computed is compressed as it comes; what comes from the tier is there at once.
+    # Computed tokens are compressed as they come; tokens from the tier are there at once.
     streams = fleet.streams == ALWAYS and restored == 0
     streams = streams or (fleet.streams >= AUTO and not fits)
     requests.streams[request] = streams
@@ -255,7 +261,7 @@ def _admit(
 
 @compiled
 def _read_tokens(world: World, unit: int) -> float:
-    """What attention reads of the path to a unit, in tokens of full KV."""
+    """Return the length of the path to a unit as attention reads it, in tokens of full KV."""
     units, slots = world.units, 0
     root = units.replica[unit]
     while unit != root:
@@ -266,7 +272,7 @@ def _read_tokens(world: World, unit: int) -> float:
 
 @compiled
 def finish_prefill(world: World, traffic: Asked, fleet: Fleet, replica: int, now_s: float) -> None:
-    """A prefill pass has ended: prompts that are complete have their first token."""
+    """End a prefill pass: prompts that are complete have their first token."""
     requests, replicas = world.requests, world.replicas
     for place in range(replicas.num_batch[replica]):
         request = world.batch[replica, place]
@@ -288,7 +294,7 @@ def finish_prefill(world: World, traffic: Asked, fleet: Fleet, replica: int, now
 
 @compiled
 def finish_decoding(world: World, traffic: Asked, fleet: Fleet, replica: int, now_s: float) -> None:
-    """The decode steps under way have ended, and some answers with them."""
+    """End the decode steps under way, and the answers that are complete with them."""
     requests, replicas = world.requests, world.replicas
     steps = replicas.phase_steps[replica]
     replicas.steps[replica] += steps
@@ -310,7 +316,7 @@ def finish_decoding(world: World, traffic: Asked, fleet: Fleet, replica: int, no
 def finish(
     world: World, traffic: Asked, fleet: Fleet, replica: int, request: int, now_s: float
 ) -> None:
-    """An answer is complete. The session's next turn, where it waits for that, comes a while
+    """Complete an answer. The session's next turn, where it waits for that, comes a think time
     later."""
     world.requests.finish_s[request] = now_s
     end_turn(world, traffic, fleet, request)
@@ -323,7 +329,7 @@ def finish(
 def leave(
     world: World, traffic: Asked, fleet: Fleet, replica: int, request: int, now_s: float
 ) -> None:
-    """The replica has a request less."""
+    """Let a request leave its replica, and note when the turn that waits for its end comes."""
     replicas = world.replicas
     replicas.outstanding[replica] -= 1
     clocks.put(world.loads, replica, float(replicas.outstanding[replica]))

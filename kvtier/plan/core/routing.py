@@ -1,12 +1,12 @@
-"""Which replica a request goes to.
+"""The choice of a replica for a request.
 
-affinity      all requests of a session to one replica, drawn by its number (consistent hashing on a
-              session header does that)
-cache-aware   where the longest prefix was served last, unless that replica has `routing_slack` more
-              requests than the least loaded one; then, and for what nobody knows, the least loaded
+affinity      one replica for all requests of a session, drawn by its number (consistent hashing on
+              a session header does that)
+cache-aware   the replica that served the longest prefix last; the least loaded one where that has
+              over `routing_slack` requests fewer, or where nobody knows the prefix
 least-loaded  the replica with the fewest requests
-two-choices   the less loaded of two that are drawn by the request's number
-round-robin   one after the other
+two-choices   the less loaded of two replicas that are drawn by the request's number
+round-robin   one replica after the other
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POLICIES = {
 
 @compiled
 def choose(world: World, traffic: Asked, fleet: Fleet, request: int) -> int:
-    """The replica of a request that has just arrived."""
+    """Return the replica for a request that has just arrived."""
     loads = world.replicas.outstanding
     if fleet.routing == AFFINITY:
         return drawn(traffic.asks.session[request], 0, fleet.replicas)
@@ -58,7 +58,7 @@ def _home(world: World, traffic: Asked, request: int) -> int:
 
 @compiled
 def note_home(world: World, traffic: Asked, request: int, replica: int) -> None:
-    """The request's prefix is at that replica from now on."""
+    """Note that the request's prefix is at that replica from now on."""
     node = traffic.asks.node[request]
     while node != NONE and world.kept.home[node] != replica:
         world.kept.home[node] = replica
@@ -67,7 +67,7 @@ def note_home(world: World, traffic: Asked, request: int, replica: int) -> None:
 
 @compiled
 def drawn(number: int, stream: int, count: int) -> int:
-    """A draw from [0, count) that depends on its arguments alone (MurmurHash3's finaliser).
+    """Return a number drawn from [0, count) by the arguments alone (MurmurHash3's finaliser).
     Products are of 32 bits by 32 bits: nothing overflows, in Python neither."""
     low = np.uint64(0xFFFFFFFF)
     mixed = np.uint64(number + 1) * np.uint64(0x9E3779B1) + np.uint64(stream * 0x7FEB352D)
@@ -75,7 +75,7 @@ def drawn(number: int, stream: int, count: int) -> int:
     mixed = ((mixed ^ (mixed >> np.uint64(16))) * np.uint64(0x85EBCA6B)) & low
     mixed = ((mixed ^ (mixed >> np.uint64(13))) * np.uint64(0xC2B2AE35)) & low
     mixed ^= mixed >> np.uint64(16)
-    # A number with a sign: numba mixes the two kinds to floats.
+    # The number is one with a sign, as numba makes floats of the two kinds together.
     return int(np.int64(mixed % np.uint64(count)))
 
 

@@ -1,16 +1,17 @@
 """The simulator's state. Times are in seconds, lengths in tokens, memory in slots.
 
-A slot holds one token's KV. What is left of a turn that has ended takes fewer slots than it has
+A slot holds one token's KV. A turn that has ended and was compressed takes fewer slots than it has
 tokens.
 
 A *unit* is a node of a replica's radix tree. Its tokens are known as far as `known`: they are those
-of the traffic's tree on the path to `node`; behind that comes what no other request can share.
+of the traffic's tree on the path to `node`. Tokens behind that can be shared by no other request.
 
     unit       [ start | drop_begin … drop_end |  known | … stop )
                          of which a part is kept when its turn has ended
 
 Tables are arrays of records, because a compiled function is handed every array of its arguments one
-by one: a table of twenty fields is one argument, and a record is next to itself in memory.
+by one. A table of twenty fields is one argument, and the fields of a record are side by side in
+memory.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ NONE = -1
 IDLE, PREFILLING, DECODING, WAITING = 0, 1, 2, 3
 
 
-# Places in kvtier.plan.fleet.STREAMING, of which the first is never.
+# These are places in kvtier.plan.fleet.STREAMING, of which the first is "never".
 AUTO, ALWAYS = 1, 2
 
 
 class Fleet(NamedTuple):
-    """What is simulated: numbers alone, as the compiled loop takes them. See kvtier.plan.fleet,
-    which makes it, for units and sources.
+    """The fleet that is simulated: numbers alone, as the compiled loop takes them.
+    kvtier.plan.simulate makes it of a plan; kvtier.plan.fleet says units and sources.
 
     compresses: `retention` of a turn that has ended is kept
     streams:    a place in STREAMING: which prompts are compressed while they are prefilled
@@ -83,7 +84,8 @@ class Fleet(NamedTuple):
     hinted: bool
 
 
-# A number that is no request, unit or node, or not yet a time, is what a field begins with.
+# In all tables, fields that number something begin with NONE, and times that are not known yet
+# with nan (`_table`).
 _ASKS = {
     "arrival_s": "f8", "think_s": "f8", "next_request": "i4", "session": "i4", "node": "i4",
     "input_tokens": "i4", "output_tokens": "i4", "out_node": "i4", "out_known": "i4",
@@ -100,7 +102,7 @@ class Asked(NamedTuple):
 
 
 def asked(traffic: Traffic) -> Asked:
-    """Traffic as tables."""
+    """Return the traffic as tables."""
     tables = []
     for layout in (_ASKS, _NODES):
         table = _table(len(getattr(traffic, next(iter(layout)))), layout)
@@ -110,12 +112,15 @@ def asked(traffic: Traffic) -> Asked:
     return Asked(*tables)
 
 
-# Per request. replica: where it went; hit_device, hit_tier: tokens that were not computed. One that
-# fits no replica is refused, and its times stay nan. The rest is for while it is there: the one
-# behind it in the queue, until when it waits for the tier, when that has answered, what it fetched
-# and how much of that is whole turns, the unit that it goes on from, its own unit, tokens left to
-# compute, in the pass under way and restored, slots that it has beside its units', tokens that
-# attention reads, the decode step that ends it, and whether its prompt is compressed as it comes.
+# The fields of a request. replica: the one that it went to; hit_device, hit_tier: tokens that were
+# not computed. A request that fits no replica is refused; its first_s and finish_s stay nan. The
+# other fields serve while it is there. follows: the one behind it in the queue; ready_s: the end of
+# its wait for the tier; lands_s: the time when the tier has answered; fetched, landed: the tokens
+# before and up to the end of the answer; recorded: the end of the whole turns in that; anchor: the
+# unit that it goes on from; own: its own unit; left, chunk, restored: tokens left to compute, in
+# the pass under way, and restored; reserved: slots that it has beside its units'; reads: tokens
+# that attention reads; target: the decode step that ends it; streams: whether its prompt is
+# compressed as it comes.
 _REQUESTS = {
     "arrived_s": "f8", "first_s": "f8", "finish_s": "f8", "replica": "i4", "hit_device": "i4",
     "hit_tier": "i4", "refused": "?", "follows": "i4", "ready_s": "f8", "lands_s": "f8",
@@ -123,19 +128,20 @@ _REQUESTS = {
     "restored": "i4", "recorded": "i4", "reserved": "i4", "reads": "f8",
     "target": "i8", "streams": "?",
 }  # fmt: skip
-# Per unit; the root of replica i is unit i. sibling: the next variant of the same parent that
-# begins within the same node, key_node; prompt: where the prompt ended of the request that computed
-# it, as the rest was generated; newer, older: neighbours in its replica's order of use, for units
-# that nothing has locked.
+# The fields of a unit; the root of replica i is unit i. sibling: the next variant of the same
+# parent that begins within the same node, key_node; prompt: the end of the prompt of the request
+# that computed it, as the rest was generated; newer, older: neighbours in its replica's order of
+# use, for units that nothing has locked.
 _UNITS = {
     "parent": "i4", "sibling": "i4", "key_node": "i4", "node": "i4", "start": "i4", "known": "i4",
     "stop": "i4", "prompt": "i4", "drop_begin": "i4", "drop_end": "i4", "compressed": "?",
     "branch": "?", "children": "i4", "locks": "i4", "slots": "i4", "newer": "i4",
     "older": "i4", "replica": "i4",
 }  # fmt: skip
-# Per replica. used: slots of its units and of running requests; evictable: of units that no request
-# has locked; chunked: the request whose prompt is partly computed; steps: of decoding so far;
-# compute_rate, load_rate: tokens/s as measured, 0 before, and loaded_s when loading last was.
+# The fields of a replica. used: slots of its units and of running requests; evictable: slots of
+# units that no request has locked; chunked: the request whose prompt is partly computed; steps:
+# decode steps so far; compute_rate, load_rate: tokens/s as measured, 0 before; loaded_s: the time
+# when loading was last measured.
 _REPLICAS = {
     "phase": "i4", "phase_began_s": "f8", "phase_steps": "i8", "used": "i8",
     "evictable": "i8", "peak": "i8",
@@ -144,9 +150,9 @@ _REPLICAS = {
     "link_free_s": "f8", "evicted": "i8", "compute_rate": "f8", "load_rate": "f8",
     "loaded_s": "f8",
 }  # fmt: skip
-# Per node of the traffic: tokens that the tier holds of it, since when, where a turn that it knows
-# whole ends in it, and its neighbours in the tier's order of use; home: the replica that served it
-# last.
+# The fields of a node of the traffic. held: tokens that the tier holds of it, from since_s on;
+# turn_end: the end of a turn that the tier knows whole, if one ends in it; newer, older: neighbours
+# in the tier's order of use; home: the replica that served it last.
 _KEPT = {
     "held": "i4",
     "turn_end": "i4",
@@ -155,26 +161,28 @@ _KEPT = {
     "older": "i4",
     "home": "i4",
 }
-# Of all: tokens that the tier holds and has evicted, the newest and oldest of its nodes, when its
-# link is free, unused units, arrivals taken so far, and the round robin's place.
+# The totals. held, evicted: tokens that the tier holds and has evicted; newest, oldest: the ends of
+# its order of use; link_free_s: the time when its link is free; free_units: unused units; arrivals:
+# those taken so far; turn: the round robin's place.
 _TOTALS = {
     "held": "i8", "evicted": "i8", "newest": "i4", "oldest": "i4", "link_free_s": "f8",
     "free_units": "i8", "arrivals": "i8", "turn": "i8",
 }  # fmt: skip
-# Per session, and behind them of what several share: see kvtier.plan.hints.
+# The fields of a session's hints; the last record is for what several share (kvtier.plan.hints).
 _HINTS = {"priority": "f8", "retention": "f8"}
 
 
 class World(NamedTuple):
-    """Everything that changes.
+    """The tables and arrays that change.
 
     requests, units, replicas, kept: see the layouts above; totals: one record
     children: the first unit by parent unit and node; free: unused units, the first
               totals.free_units of them
     path:     nodes of the request at hand, by depth
     batch, running: requests of each replica, [replicas, max_running]
-    events, loads: per replica, trees of `clocks`: its next event, and how many requests it has
-    waits, waiting: per session, such a tree of when its next turn comes, and which request that is
+    events, loads: trees of `clocks` over replicas: the next event in s, and the requests there
+    waits:    such a tree over sessions: the time when the next turn comes
+    waiting:  the request of that turn, by session
     hints, owner, away_s: by session, node and request; of length 1 where there are no hints
     """
 
@@ -198,7 +206,7 @@ class World(NamedTuple):
 
 
 def new_world(fleet: Fleet, traffic: Traffic, units: int) -> World:
-    """An empty fleet. units: room for so many beside the replicas' roots, to begin with."""
+    """Return an empty fleet. units: its room for units beside the replicas' roots, at first."""
     r = fleet.replicas
     made = _table(units + r, _UNITS)
     made.replica[:r] = np.arange(r)
@@ -231,14 +239,14 @@ def new_world(fleet: Fleet, traffic: Traffic, units: int) -> World:
 def with_hints(
     world: World, priority: Float64, retention: Float64, away_s: Float64, owner: Int32
 ) -> World:
-    """The same with hints, as `kvtier.plan.hints` says them."""
+    """Return the same world with hints, as `kvtier.plan.hints` says them."""
     hints = _table(len(priority), _HINTS)
     hints.priority, hints.retention = priority, retention
     return world._replace(hints=hints, owner=owner, away_s=away_s)
 
 
 def with_more_units(world: World) -> World:
-    """The same with twice the room for units."""
+    """Return the same world with twice the room for units."""
     before = len(world.units)
     more = _table(2 * before, _UNITS)
     more[:before] = world.units
@@ -250,7 +258,7 @@ def with_more_units(world: World) -> World:
     return world._replace(units=more, free=free)
 
 
-# Fields that are numbers of something, and times that are not known yet.
+# The first are fields that number something, the second times that are not known at first.
 _NOTHING = {
     *("parent", "sibling", "key_node", "node", "newer", "older", "replica", "newest", "oldest"),
     *("queue_first", "queue_last", "chunked", "follows", "anchor", "own", "home"),

@@ -1,11 +1,12 @@
 """Exact KV in a tier that all replicas share, and fetching it.
 
-The tier holds tokens of the traffic's nodes, least recently used ones out first. A node is held
-after all before it, and put into the order of use after them, so what it evicts ends a prefix.
+The tier holds tokens of the traffic's nodes and evicts the least recently used first. A node is put
+into the order of use before those that it follows, so an evicted node ends a prefix.
 
-A prompt that begins with a whole turn of before, answer included, has that back as it was
-compressed. What follows, or a prompt that leaves a turn in its middle, has whole spans of exact KV,
-compressed when its own turn ends (`kvtier_sglang.radix.restorer`).
+A prompt that begins with a whole earlier turn, answer included, gets that back as it was
+compressed. The tokens behind it come as whole spans of exact KV, as do those of a prompt that
+leaves a turn in its middle; they are compressed when the prompt's own turn ends
+(`kvtier_sglang.radix.restorer`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from kvtier.plan.core.turns import compress
 
 @compiled
 def spill(world: World, traffic: Asked, fleet: Fleet, request: int, now_s: float) -> None:
-    """A turn has ended: what the tier lacks of it is written behind the answer."""
+    """Write the tokens of an ended turn that the tier lacks, behind the answer, and evict the
+    oldest nodes that it has no room for."""
     kept, totals = world.kept, world.totals
     node, known = traffic.asks.out_node[request], traffic.asks.out_known[request]
     tokens, answer = traffic.asks.input_tokens[request], traffic.asks.output_tokens[request] - 1
@@ -73,7 +75,8 @@ def _take_out(world: World, node: int) -> None:
 
 @compiled
 def held_until(world: World, traffic: Asked, limit: int, now_s: float) -> int:
-    """How many leading tokens of the path at hand the tier holds, up to `limit`."""
+    """Return the number of leading tokens of the path at hand that the tier holds, at most
+    `limit`."""
     kept, depth, reach = world.kept, 0, 0
     while world.path[depth] != NONE:
         node = world.path[depth]
@@ -88,8 +91,8 @@ def held_until(world: World, traffic: Asked, limit: int, now_s: float) -> int:
 
 @compiled
 def _recorded_until(world: World, reach: int) -> int:
-    """Where the last turn ends whose KV, answer included, is within `reach` tokens of the path at
-    hand; 0 for none."""
+    """Return the end of the last turn whose KV, answer included, is within `reach` tokens of the
+    path at hand; 0 for none."""
     kept, depth, found = world.kept, 0, 0
     while world.path[depth] != NONE:
         end = kept.turn_end[world.path[depth]]
@@ -103,10 +106,13 @@ def _recorded_until(world: World, reach: int) -> int:
 def fetch(
     world: World, traffic: Asked, fleet: Fleet, request: int, cached: int, now_s: float
 ) -> None:
-    """A request arrived whose replica has `cached` tokens, and asks for what the tier has behind
-    them, as long as loading has been measured to pay. A replica's questions are answered one after
-    the other. A question that finds nothing only delays those behind it, because the calibrated
-    time of a prompt contains its own. The path at hand is the request's."""
+    """Ask the tier for the tokens behind the `cached` ones that the replica of an arrived request
+    has. It is not asked for less than a span, nor where loading has been measured not to pay.
+
+    A replica's questions are answered one after the other. A question that finds nothing only
+    delays those behind it, because the calibrated time of a prompt contains its own. The path at
+    hand is the request's.
+    """
     requests, totals = world.requests, world.totals
     replica, tokens = requests.replica[request], traffic.asks.input_tokens[request]
     requests.ready_s[request] = requests.lands_s[request] = now_s
@@ -134,9 +140,9 @@ def fetch(
 
 @compiled
 def restore(world: World, traffic: Asked, fleet: Fleet, unit: int, request: int) -> int:
-    """Hang what was fetched below the locked unit that a request has matched: turns compressed as
-    they had been, the rest exact. Its slots are reserved. Returns the unit that the request goes
-    on from, locked."""
+    """Hang the fetched tokens below the locked unit that a request has matched: whole turns
+    compressed as they had been, the rest exact. The slots of all were reserved. Returns the unit
+    that the request goes on from, locked."""
     reach, recorded = world.requests.landed[request], world.requests.recorded[request]
     set_path(world, traffic, traffic.asks.node[request])
     deepest = unit

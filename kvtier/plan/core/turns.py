@@ -1,4 +1,5 @@
-"""What a request publishes of its KV, and what becomes of it when its turn ends."""
+"""A request's KV in the tree: published when its prompt is computed, compressed when its turn
+ends."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from kvtier.retention.shares.base import PAGE
 
 @compiled
 def publish(world: World, traffic: Asked, fleet: Fleet, request: int) -> None:
-    """Its prompt is computed: others may use it. What another has published meanwhile is shared,
-    and the request's own copy given back."""
+    """Put a computed prompt into the tree, where others may use it. Tokens that another request has
+    published meanwhile are shared, and the request's own copy is given back."""
     requests, units, replicas = world.requests, world.units, world.replicas
     replica, anchor = requests.replica[request], requests.anchor[request]
     tokens = traffic.asks.input_tokens[request]
@@ -27,13 +28,13 @@ def publish(world: World, traffic: Asked, fleet: Fleet, request: int) -> None:
         unit = append(world, traffic, above, early, early, early)
         one = unit
         while one != above:
-            # All of it was never in use.
+            # The freed slots were never in use, as the prompt was compressed while it came.
             freed = compress(world, fleet, one)
             replicas.used[replica] += freed
             one = units.parent[one]
     unit = append(world, traffic, unit, tokens, tokens, tokens)
     requests.own[request] = unit
-    # What was set aside for it is in its own units now, but for its answer.
+    # The slots set aside for the request are in its own units now, but for those of its answer.
     answer = traffic.asks.output_tokens[request] - 1
     replicas.used[replica] += answer - requests.reserved[request]
     requests.reserved[request] = answer
@@ -44,7 +45,7 @@ def publish(world: World, traffic: Asked, fleet: Fleet, request: int) -> None:
 
 @compiled
 def retention_of(world: World, fleet: Fleet, node: int) -> float:
-    """What is kept of the turns of a node's session."""
+    """Return the share that is kept of the turns of a node's session."""
     if fleet.hinted:
         return world.hints.retention[world.owner[node]]
     return fleet.retention
@@ -52,8 +53,8 @@ def retention_of(world: World, fleet: Fleet, node: int) -> float:
 
 @compiled
 def streamed_slots(fleet: Fleet, tokens: int, retention: float) -> int:
-    """Slots of so many tokens of a prompt that is compressed while it is prefilled: as
-    `kvtier_sglang.radix.streaming.Streaming`."""
+    """Return the slots of so many tokens of a prompt that is compressed while it is prefilled, a
+    model of `kvtier_sglang.radix.streaming.Streaming`."""
     early = tokens - 2 * fleet.chunk
     if early <= 0:
         return tokens
@@ -62,15 +63,16 @@ def streamed_slots(fleet: Fleet, tokens: int, retention: float) -> int:
 
 @compiled
 def kept_slots(fleet: Fleet, dropped: int, kept: int) -> int:
-    """As kvtier.retention.shares.base.profile_slots."""
+    """Return the slots that hold a dropped span of which the anchored heads keep `kept` tokens, as
+    kvtier.retention.shares.base.profile_slots does for whole numbers of heads."""
     pages = math.ceil(max(1, min(dropped, kept)) / fleet.page)
     return PAGE * math.ceil(fleet.ca_share * pages + 1 - fleet.ca_share)
 
 
 @compiled
 def end_turn(world: World, traffic: Asked, fleet: Fleet, request: int) -> None:
-    """The answer is complete: it becomes part of the tree, and the path is compressed where no
-    other request uses it."""
+    """Make a complete answer part of the tree, and compress the path where no other request uses
+    it."""
     requests, units = world.requests, world.units
     own = requests.own[request]
     answer = traffic.asks.output_tokens[request] - 1
@@ -92,7 +94,7 @@ def end_turn(world: World, traffic: Asked, fleet: Fleet, request: int) -> None:
 
 @compiled
 def compress_path(world: World, fleet: Fleet, unit: int) -> None:
-    """Compress what no request has locked of the path to a unit, each turn as one."""
+    """Compress those units of the path to a unit that no request has locked, each turn as one."""
     units = world.units
     root = units.replica[unit]
     while unit != root:
@@ -104,8 +106,8 @@ def compress_path(world: World, fleet: Fleet, unit: int) -> None:
 
 @compiled
 def compress(world: World, fleet: Fleet, unit: int) -> int:
-    """Keep a share of what `kvtier.retention.locality.LocalityRule` drops. Returns how many slots
-    are free again."""
+    """Keep a share of the tokens of a unit that `kvtier.retention.locality.LocalityRule` drops.
+    Returns the number of slots that are free again."""
     units, root = world.units, world.units.replica[unit]
     units.compressed[unit] = True
     start, stop = units.start[unit], units.stop[unit]

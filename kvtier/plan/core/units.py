@@ -1,8 +1,8 @@
-"""Slots and recency of what one replica caches.
+"""Slots and recency of a replica's cached units.
 
 Units that no request has locked are in their replica's order of use, newest first. A path is put in
 from its end to its beginning, so that a unit is always newer than its children and the oldest is
-always a leaf: what SGLang evicts.
+always a leaf, as SGLang evicts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvtier.plan.core.state import NONE, Fleet, World
 
 @compiled
 def take_out(world: World, unit: int) -> None:
-    """Out of the order of use."""
+    """Take a unit out of the order of use."""
     units, replicas, at = world.units, world.replicas, world.units.replica[unit]
     newer, older = units.newer[unit], units.older[unit]
     if newer == NONE:
@@ -29,7 +29,7 @@ def take_out(world: World, unit: int) -> None:
 
 @compiled
 def put_newest(world: World, unit: int) -> None:
-    """Into the order of use, at its newer end."""
+    """Put a unit into the order of use, at its newer end."""
     units, replicas, at = world.units, world.replicas, world.units.replica[unit]
     first = replicas.newest[at]
     units.newer[unit], units.older[unit] = NONE, first
@@ -42,7 +42,7 @@ def put_newest(world: World, unit: int) -> None:
 
 @compiled
 def lock_path(world: World, unit: int) -> None:
-    """A request uses the path to a unit, whose units cannot be evicted meanwhile."""
+    """Lock the path to a unit for a request: its units cannot be evicted meanwhile."""
     units, replicas = world.units, world.replicas
     root = units.replica[unit]
     while unit != root:
@@ -55,7 +55,7 @@ def lock_path(world: World, unit: int) -> None:
 
 @compiled
 def unlock_path(world: World, unit: int) -> None:
-    """The request uses it no more; what nobody else uses has been used most recently."""
+    """Unlock the path to a unit for a request; units that nobody else uses become the newest."""
     units, replicas = world.units, world.replicas
     root = units.replica[unit]
     while unit != root:
@@ -68,13 +68,13 @@ def unlock_path(world: World, unit: int) -> None:
 
 @compiled
 def child_key(world: World, parent: int, node: int) -> int:
-    """Where the dictionary has the units below a parent that begin within a node."""
+    """Return the key in `children` of the units below a parent that begin within a node."""
     return parent * len(world.kept) + node
 
 
 @compiled
 def first_child(world: World, parent: int, node: int) -> int:
-    """The first of the variants below a parent that begin within a node, or NONE."""
+    """Return the first of the variants below a parent that begin within a node, or NONE."""
     key = child_key(world, parent, node)
     if key in world.children:
         return world.children[key]
@@ -83,7 +83,8 @@ def first_child(world: World, parent: int, node: int) -> int:
 
 @compiled
 def attach(world: World, unit: int, parent: int, node: int) -> None:
-    """Make a unit a child; a node of NONE cannot be found again, as its tokens are unique."""
+    """Make a unit a child of `parent` that begins within `node`. A unit with a node of NONE cannot
+    be found again, as its tokens are unique."""
     units = world.units
     units.parent[unit], units.key_node[unit], units.sibling[unit] = parent, node, NONE
     units.children[parent] += 1
@@ -115,7 +116,7 @@ def detach(world: World, unit: int) -> None:
 
 @compiled
 def new_unit(world: World, replica: int) -> int:
-    """A unit that is nowhere yet. `loop` stops in time for there to be one."""
+    """Return a unit that is nowhere yet. `loop` stops in time for there to be one."""
     units = world.units
     world.totals.free_units[0] -= 1
     unit = world.free[world.totals.free_units[0]]
@@ -128,7 +129,8 @@ def new_unit(world: World, replica: int) -> int:
 
 @compiled
 def _least_wanted(world: World, replica: int) -> int:
-    """The leaf whose session has the lowest priority; of equal ones that used least recently."""
+    """Return the unlocked leaf whose session has the lowest priority, of equal ones the one used
+    least recently."""
     units, found, least = world.units, NONE, 0.0
     unit = world.replicas.oldest[replica]
     while unit != NONE:
@@ -142,7 +144,7 @@ def _least_wanted(world: World, replica: int) -> int:
 
 @compiled
 def evict(world: World, fleet: Fleet, replica: int) -> None:
-    """Evict the unit that was used least recently, or that by hints is wanted least."""
+    """Evict the unit that was used least recently, or, with hints, the one that is wanted least."""
     units, replicas = world.units, world.replicas
     unit = _least_wanted(world, replica) if fleet.hinted else replicas.oldest[replica]
     take_out(world, unit)
@@ -155,7 +157,7 @@ def evict(world: World, fleet: Fleet, replica: int) -> None:
 
 @compiled
 def free_unit(world: World, unit: int) -> None:
-    """A unit that is nowhere any more can be a new one."""
+    """Let a unit that is nowhere any more be a new one."""
     world.units.replica[unit] = NONE
     world.free[world.totals.free_units[0]] = unit
     world.totals.free_units[0] += 1
@@ -163,8 +165,8 @@ def free_unit(world: World, unit: int) -> None:
 
 @compiled
 def merge_upwards(world: World, unit: int) -> None:
-    """Make an unlocked unit one with those before it that are of its turn: uncompressed, no
-    boundary, and used by nobody else. It keeps its place in the order of use."""
+    """Merge an unlocked unit with those before it that are of its turn: uncompressed, no boundary,
+    and used by nobody else. The unit keeps its place in the order of use."""
     units = world.units
     root, parent = units.replica[unit], units.parent[unit]
     while (
@@ -187,8 +189,8 @@ def merge_upwards(world: World, unit: int) -> None:
 
 @compiled
 def reserve(world: World, fleet: Fleet, replica: int, slots: int) -> bool:
-    """Take slots, evicting what is needed for them; False, and nothing taken, where running
-    requests leave too few."""
+    """Take slots, and evict as many units as that needs. Returns False, with nothing taken, where
+    running requests leave too few."""
     replicas = world.replicas
     if replicas.used[replica] + slots - fleet.slots > replicas.evictable[replica]:
         return False
