@@ -74,7 +74,7 @@ def explain_log(options: argparse.Namespace) -> int:
 
 
 def _print(table: Table) -> None:
-    """As wide as it is: of numbers and names every character counts."""
+    """Print a table at its own width: no number or name may be cut."""
     from rich.console import Console
 
     console = Console()

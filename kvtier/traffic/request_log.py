@@ -43,7 +43,7 @@ class Logged:
 
 @dataclass
 class Sum:
-    """Of several requests; tokens: of their prompts."""
+    """The sums over several requests. tokens: of their prompts."""
 
     requests: int = 0
     tokens: int = 0
@@ -118,7 +118,8 @@ def _tokens(where: str, value: Any) -> int:
 
 
 def sums_of(requests: Iterable[Logged]) -> tuple[Sum, dict[str | None, Sum]]:
-    """Of all requests, and of each session, in the order of their first requests' ends."""
+    """Return the sum of all requests, and of each session, in the order in which first requests
+    ended."""
     every, sessions = Sum(), dict[str | None, Sum]()
     for request in requests:
         every.add(request)

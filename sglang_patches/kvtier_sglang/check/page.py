@@ -61,7 +61,7 @@ def _charts(
 
     context = Series("context", tuple(_mean_prompt(group) for group in groups), 0)
     return page.figures([
-        chart("Worth of the context that is kept", ("worth", lambda one: one.worth)),
+        chart("Worth of the context that is kept", ("worth, none below 0", _drawn_worth)),
         chart("Tokens of full KV that are said alike", ("agreement", lambda one: one.agreement)),
         chart("Tool calls that are made alike", ("calls", lambda one: one.calls)),
         (
@@ -69,6 +69,11 @@ def _charts(
             line_chart("prompt", [context], lambda value: f"{value:,.0f}", steps=steps),
         ),
     ])  # fmt: skip
+
+
+def _drawn_worth(found: Figures) -> float | None:
+    """Return the worth kept; 0 for less, as where few answers need the context."""
+    return None if found.worth is None else max(0.0, found.worth)
 
 
 def _row(label: str, group: Sequence[TurnResult], found: Figures) -> list[str]:
