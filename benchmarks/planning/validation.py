@@ -69,7 +69,7 @@ def declare(arguments: Arguments) -> None:
 
 
 def run(options: Options) -> Measured:
-    read_trace(Path(options.trace))  # refused before an engine starts
+    read_trace(Path(options.trace))  # a bad file is refused before an engine starts
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
     with scaled_windows(options.block_tokens), tempfile.TemporaryDirectory() as name:

@@ -9,7 +9,7 @@ from kvtier.errors import UsageError
 from kvtier.retention.shares.base import PAGE
 from kvtier.tier.blobs.keys import SPAN_TOKENS
 
-# More tokens than any traffic has: there is always room.
+# A tier of so many tokens has room for any traffic.
 UNBOUNDED = 1 << 40
 STREAMING = ("never", "auto", "always")
 """The choices of prompts that are compressed while they are prefilled."""

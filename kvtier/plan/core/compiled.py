@@ -25,7 +25,7 @@ def compiled(function: Function) -> Function:
     numba.config.CACHE_DIR = str(_folder())
     try:
         made: Function = numba.njit(cache=True)(function)
-    except (OSError, RuntimeError):  # nowhere to write
+    except (OSError, RuntimeError):  # there is nowhere to write
         made = numba.njit(function)
     finally:
         numba.config.CACHE_DIR = before
