@@ -53,7 +53,7 @@ run_tests = $(PYTEST) $(1)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup bench real test test-fast docs deploy-check deploy-render proto lint types check constraints demo-model ahead gpu-pack gpu-check clean
+.PHONY: help setup bench real build test test-fast docs deploy-check deploy-render proto lint types check constraints demo-model ahead gpu-pack gpu-check clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -128,6 +128,10 @@ types: $(READY)  ## Check types (mypy, strict)
 	$(BIN)/mypy
 
 check: lint types test  ## What CI runs
+
+build: $(READY)  ## Build the source distribution and the wheel into dist
+	rm -rf dist
+	$(BIN)/python -m hatchling build
 
 constraints: $(READY)  ## Pin what is installed in VENV now (use with MOONCAKE=1)
 	@{ sed -n '/^#/p' constraints.txt; \
