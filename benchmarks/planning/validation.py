@@ -1,14 +1,15 @@
 """The simulator of `kvtier plan` beside the real engine, over the same requests.
 
     OMP_NUM_THREADS=1 python -m benchmarks.planning.validation --trace conversation_trace.jsonl
+    … --trace claude_code_sessions.jsonl.gz --sessions 8 --speed 40 --kv-budget 80m
 
 It wants two cores: one for the engine, and one for everything beside it, as a GPU's server has.
 
-Three policies replay the first requests of a recorded trace on the real engine, scaled to this
-machine. The simulator serves the same requests with pools of the same size. Its rates are from
-another replay, of a trace made for that (`kvtier.traffic.probe`); nothing of the judged replay is
-known to it. The bars are hit rate and resident conversations within 5%, and the median time to the
-first token within 25%.
+Three policies replay the first requests of a recorded trace, or the first sessions of agents in a
+closed loop, on the real engine, scaled to this machine. The simulator serves the same requests with
+pools of the same size. Its rates are from another replay, of a trace made for that
+(`kvtier.traffic.probe`); nothing of the judged replay is known to it. The bars are hit rate and
+resident conversations within 5%, and the median time to the first token within 25%.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from kvtier.errors import StartupError
 from kvtier.plan.calibration import Calibration, cache_of, calibrate
 from kvtier.plan.fleet import FleetPlan
 from kvtier.plan.simulate import simulate
+from kvtier.reading import read_text
 from kvtier.traffic.formats import read_trace
 from kvtier.traffic.prefixes import traffic_of
 from kvtier.traffic.probe import probe_trace
@@ -56,7 +58,9 @@ HIT_RATE, RESIDENT, TTFT = 0.05, 0.05, 0.25
 def declare(arguments: Arguments) -> None:
     arguments.add("--trace", required=True, metavar="FILE", help="in Mooncake's format")
     arguments.add("--policies", default=POLICIES, help="of the bench (%(default)s)")
-    arguments.whole("--requests", 300, "of it, the first ones")
+    arguments.whole("--requests", 300, "of it, the first ones, where it is not of sessions")
+    arguments.whole("--sessions", 8, "of agents' sessions, the first ones, whole")
+    arguments.number("--spread", 600.0, "s within which these begin")
     arguments.whole("--block-tokens", 32, "what a block of 512 tokens becomes on this machine")
     arguments.number("--speed", 1.0, "requests arrive so many times as fast")
     arguments.add("--kv-budget", default="152m", metavar="SIZE", help="bytes of KV (%(default)s)")
@@ -69,24 +73,29 @@ def declare(arguments: Arguments) -> None:
 
 
 def run(options: Options) -> Measured:
-    read_trace(Path(options.trace))  # a bad file is refused before an engine starts
+    recorded = read_trace(Path(options.trace))  # a bad file is refused before an engine starts
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
     with scaled_windows(options.block_tokens), tempfile.TemporaryDirectory() as name:
         probe = Path(name) / "probe.jsonl"
         token_s = TOKEN_S * options.block_tokens / BLOCK_TOKENS
         probe_trace(options.probe_gap, token_s).write(probe)
-        calibrating = replay(options, probe, options.probe_budget, [])
-        judged = replay(
-            options, Path(options.trace), options.kv_budget,
-            ["--requests", str(options.requests), "--speed", str(options.speed)],
-        )  # fmt: skip
+        calibrating = replay(options, probe, options.probe_budget, options.block_tokens)
+        trace, more = Path(options.trace), ["--requests", str(options.requests)]
+        if recorded.block_tokens != BLOCK_TOKENS:
+            trace, more = Path(name) / "sessions.jsonl", ["--spread", str(options.spread)]
+            lines = read_text(Path(options.trace), "--trace").split("\n")
+            trace.write_text("\n".join(lines[: options.sessions]))
+        block_tokens = max(1, options.block_tokens * recorded.block_tokens // BLOCK_TOKENS)
+        more += ["--speed", str(options.speed)]
+        judged = replay(options, trace, options.kv_budget, block_tokens, *more)
+        rows = [
+            compare(judged, real, calibrate(probed))
+            for probed, real in zip(calibrating.runs, judged.runs, strict=True)
+        ]
     if options.keep is not None:
         for name, document in (("probe", calibrating), ("judged", judged)):
             (options.keep / f"{name}.json").write_text(document.model_dump_json())
-    rows = []
-    for probed, real in zip(calibrating.runs, judged.runs, strict=True):
-        rows.append(compare(judged, real, calibrate(probed)))
     show_rows(rows)
     figures = {
         "workload": judged.workload.model_dump() | {"trace": Path(options.trace).name},
@@ -110,11 +119,13 @@ def scaled_windows(block_tokens: int) -> Iterator[None]:
         os.environ.update(before)
 
 
-def replay(options: Options, trace: Path, budget: str, more: list[str]) -> ReplayDocument:
+def replay(
+    options: Options, trace: Path, budget: str, block_tokens: int, *more: str
+) -> ReplayDocument:
     """Replay a trace on the real engine, as `python -m kvtier.bench` does. Raises StartupError
     where a policy failed."""
     flags = [
-        *("--trace", str(trace), "--block-tokens", str(options.block_tokens)),
+        *("--trace", str(trace), "--block-tokens", str(block_tokens)),
         *("--policies", options.policies, "--kv-budget", budget, "--device", "cpu"),
         *("--model-path", str(ROOT / "models" / "kvtier-demo"), "--seed", str(options.seed)),
         *more,
