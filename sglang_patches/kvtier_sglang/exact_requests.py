@@ -1,4 +1,4 @@
-"""Requests that are answered as if nothing had ever been dropped, and two other wishes of requests.
+"""Requests that are answered as if nothing had ever been dropped, and other wishes of requests.
 
 Exact requests want log-probabilities of their prompt, which are the model's, or say in
 `custom_params` that they are exact:
@@ -19,6 +19,12 @@ as it was.
 
 This request takes nothing of what stood behind an edit, and drops the contexts that have it: they
 have seen what stood there before.
+
+    {"kvtier": {"retention": 0.1}}
+
+The turns of this session keep at most this share, and never more than the server's rule says. All
+of its requests say so: they share KV with those alone that ask for the same share, so that nobody
+else reads what they gave up.
 """
 
 from __future__ import annotations
@@ -32,23 +38,28 @@ from kvtier.errors import UsageError
 
 # These are the names in a request's `custom_params`.
 PARAMS, EXACT, MEASURE, FORGET = "kvtier", "exact", "measure", "forget"
-_KNOWN = (EXACT, MEASURE, FORGET)
+RETENTION = "retention"
+_WISHES = (EXACT, MEASURE, FORGET)
 # The ids of the requests by which a server measures itself (shadow.py) begin so.
 SHADOW_RID_PREFIX = "kvtier-shadow-"
 
 
-def asked_of(custom_params: Any) -> Mapping[str, bool]:
+def asked_of(custom_params: Any) -> Mapping[str, Any]:
     """Return the wishes in a request's `custom_params`, by name. Raises UsageError for anything
     that kvtier does not know, and for exact and measure together."""
     asked = (custom_params or {}).get(PARAMS, {})
-    known = isinstance(asked, dict) and asked.keys() <= {*_KNOWN}
-    if not known or not all(isinstance(value, bool) for value in asked.values()):
-        expected = " or ".join(f'{{"{name}": true}}' for name in _KNOWN)
+    known = isinstance(asked, dict) and asked.keys() <= {*_WISHES, RETENTION}
+    if not known or not all(isinstance(asked.get(name, True), bool) for name in _WISHES):
+        expected = " or ".join(f'{{"{name}": true}}' for name in _WISHES)
+        expected += f' or {{"{RETENTION}": a number in (0, 1]}}'
         raise UsageError(f"custom_params.{PARAMS}", expected, asked)
+    share = asked.get(RETENTION, 1.0)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise UsageError(f"custom_params.{PARAMS}.{RETENTION}", "a number in (0, 1]", share)
     if asked.get(EXACT) and asked.get(MEASURE):
         expected = "exact or measure, of which one reads what was dropped and the other does not"
         raise UsageError(f"custom_params.{PARAMS}", expected, asked)
-    found: Mapping[str, bool] = asked
+    found: Mapping[str, Any] = asked
     return found
 
 
@@ -74,8 +85,14 @@ def is_of_a_client(req: Any) -> bool:
     return not (req.rid.startswith(own) or measures(req))
 
 
+def asked_share(req: Any) -> float | None:
+    """Return the share that a request's session is to keep at most; None where it does not say."""
+    share = asked_of(req.sampling_params.custom_params).get(RETENTION)
+    return None if share is None else float(share)
+
+
 def _asks(req: Any, name: str) -> bool:
-    return asked_of(req.sampling_params.custom_params).get(name, False)
+    return bool(asked_of(req.sampling_params.custom_params).get(name, False))
 
 
 def wants_exact(req: Any) -> bool:
@@ -101,15 +118,17 @@ def own_from(req: Any) -> int | None:
 
 
 def note_recomputed(req: Any, tokens: int, begin: int) -> None:
-    """Note that so many cached tokens from this position on are computed again, or that the request
-    only measures. As with SGLang's count of cached tokens, a request that has begun to compute is
-    not looked at again: it would find its own KV."""
+    """Note that so many cached tokens from this position on are computed again. The request's KV
+    stays where there were none, unless it is no client's. As with SGLang's count of cached tokens,
+    a request that has begun to compute is not looked at again: it would find its own KV."""
     if not (req.already_computed or req.retracted_stain):
-        req.kvtier_recomputed = tokens, begin if tokens or measures(req) else None
+        leaves = tokens or not is_of_a_client(req)
+        req.kvtier_recomputed = tokens, begin if leaves else None
 
 
 __all__ = [
     "asked_of",
+    "asked_share",
     "asks_exactly",
     "asks_to_forget",
     "is_of_a_client",

@@ -23,7 +23,7 @@ from kvtier.retention.shares.base import (
 )
 from kvtier.retention.shares.byte_budget import ByteBudget
 from kvtier.retention.shares.everything import Everything
-from kvtier.retention.shares.fixed_share import FixedShare
+from kvtier.retention.shares.fixed_share import AtMost, FixedShare
 from kvtier.retention.shares.quality_target import QualityTarget
 from kvtier.retention.shares.token_budget import TokenBudget
 
@@ -94,6 +94,7 @@ __all__ = [
     "PAGE",
     "SHARE_RULES",
     "AskedShare",
+    "AtMost",
     "ByteBudget",
     "Choice",
     "CurveSource",

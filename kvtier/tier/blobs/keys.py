@@ -79,6 +79,7 @@ class Scope:
     memory:  digest of the prefix memory that it is computed behind, "" for none.
     memory_tokens: how long the memory's prefix is. Those tokens have no KV: in a span that they are
              part of, zeros are in their place.
+    share:   the share that its turns keep at most, None where the server's rule alone decides.
     """
 
     extra_key: str = ""
@@ -86,13 +87,16 @@ class Scope:
     adapter: str = ""
     memory: str = ""
     memory_tokens: int = 0
+    share: float | None = None
 
     def encode(self) -> bytes:
         """Equal only for equal scopes: each part behind its length. Keys of requests may be any
         JSON string, half of a surrogate pair included."""
         parts = [self.extra_key, self.cache_salt, self.adapter]
-        if self.memory:
+        if self.memory or self.share is not None:
             parts.append(self.memory)
+        if self.share is not None:
+            parts.append(repr(self.share))
         encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
         return b"".join(len(part).to_bytes(8, "little") + part for part in encoded)
 

@@ -18,12 +18,12 @@ A node is compressed once, by the rule for what it is then, and may be cut after
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from kvtier.errors import TierProtocolError
 from kvtier.retention.locality import DroppedSpan, LocalityRule
-from kvtier.retention.shares import PAGE, ShareRule, Turn, whole_pages
+from kvtier.retention.shares import PAGE, AtMost, Everything, ShareRule, Turn, whole_pages
 from kvtier.tier.blobs.turns import Place, TurnRecord, places
 
 
@@ -39,8 +39,12 @@ class TurnRules:
     share: ShareRule
     page: int = PAGE
 
-    def check(self, record: TurnRecord) -> None:
-        """Raises TierProtocolError naming the first node that these rules do not make."""
+    def check(self, record: TurnRecord, share: float | None = None) -> None:
+        """Raises TierProtocolError naming the first node that these rules do not make. share: that
+        the session's turns keep at most, see Scope. A server that keeps everything does so of all
+        sessions."""
+        if share is not None and not isinstance(self.share, Everything):
+            return replace(self, share=AtMost(self.share, share)).check(record)
         begun = []
         held, torn = 0, False
         for place in places(record):

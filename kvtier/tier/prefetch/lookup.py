@@ -148,7 +148,7 @@ class Lookup:
                 continue
             try:
                 record = decode_record(payload)
-                self.rules.check(record)
+                self.rules.check(record, self.scope.share)
             except TierProtocolError as error:
                 # Another version's, or a stranger's: no reason to give up on the tier.
                 self.link.count("records_refused")

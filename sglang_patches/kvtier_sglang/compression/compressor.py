@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvtier.retention.locality import DroppedSpan, LocalityRule
 from kvtier.retention.scorers import TokenScorer
@@ -27,11 +28,13 @@ from kvtier.tier.blobs.turns import NodeRecord
 from kvtier_sglang.compression.retention import Retention, mean_nll
 from kvtier_sglang.compression.selection import PackedSelection
 from kvtier_sglang.pool.allocator import BundleAllocator
+from kvtier_sglang.tier.scopes import share_in
 
 
 class Compressible(Protocol):
     """The part of a context that one node of the tree holds; see KvNode."""
 
+    key: RadixKey
     start: int
     prompt_stop: int
     value: torch.Tensor
@@ -164,7 +167,7 @@ class Compressor:
             held_tokens=sum(held_before),
             nll=nll,
         )
-        return self.retention.choose(turn)
+        return self.retention.choose(turn, share_in(node.key.extra_key))
 
 
 __all__ = ["Compressible", "Compressor"]

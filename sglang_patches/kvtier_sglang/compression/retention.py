@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvtier.retention.shares import Choice, ShareRule, Turn
+from kvtier.retention.shares import AtMost, Choice, ShareRule, Turn
 from kvtier_sglang.compression.metrics import RetentionMetrics
 from kvtier_sglang.ranks import Ranks
 
@@ -40,10 +40,11 @@ class Retention:
         self.prompt_tokens = 0
         self.kept_tokens = 0
 
-    def choose(self, turn: Turn) -> Choice:
+    def choose(self, turn: Turn, share: float | None = None) -> Choice:
         """Choose how many entries of a turn's droppable span its CA heads keep, 1 … all of them,
-        and say why."""
-        choice = self.ranks.first(lambda: self.rule.choose(turn))
+        and say why. share: that its session keeps at most, where it says so."""
+        rule = self.rule if share is None else AtMost(self.rule, share)
+        choice = self.ranks.first(lambda: rule.choose(turn))
         self._record(turn, choice)
         return choice
 

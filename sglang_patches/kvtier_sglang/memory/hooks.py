@@ -8,9 +8,10 @@ from typing import Any
 from kvtier.errors import KvtierError
 from kvtier.memory.storage import PrefixMemory
 from kvtier_sglang.compat import backends_are_ours
+from kvtier_sglang.exact_requests import asked_share
 from kvtier_sglang.memory.assigning import assign
 from kvtier_sglang.memory.server import Memories
-from kvtier_sglang.tier.scopes import separate_adapters
+from kvtier_sglang.tier.scopes import separate_adapters, with_share
 
 # In the `server_args` of `/set_internal_state`, with any number.
 RELOAD = "kvtier_reload_memories"
@@ -25,9 +26,13 @@ class RequestHooks:
 
     def scope_request(self, result: Any, req: Any, *args: Any, **kwargs: Any) -> None:
         """AFTER Req.__init__: extra keys and adapters cannot be taken for each other, nor what was
-        computed behind a prefix memory for what was computed behind the exact prefix."""
+        computed behind a prefix memory, or by sessions that keep less, for what was computed
+        without."""
         if backends_are_ours()[1]:
             separate_adapters(req)
+            share = asked_share(req)
+            if share is not None:
+                req.extra_key = with_share(req.extra_key, share)
             if (memories := self._memories()) is not None:
                 assign(memories.bank, req)
 

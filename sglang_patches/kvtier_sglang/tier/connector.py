@@ -41,7 +41,13 @@ from kvtier_sglang.ranks import Awaited
 from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.cost_model import CostModel
 from kvtier_sglang.tier.prefetch import REFUSED, PendingFetch, PendingFetches
-from kvtier_sglang.tier.scopes import memory_in, separated, without_memory
+from kvtier_sglang.tier.scopes import (
+    memory_in,
+    separated,
+    share_in,
+    without_memory,
+    without_share,
+)
 from kvtier_sglang.tier.setup import NamedModel
 from kvtier_sglang.tier.spiller import Spiller
 
@@ -132,11 +138,11 @@ class TierConnector:
         memory = self.memory_of(rid)
         if memory_in(extra_key) != (memory and memory.digest):
             return None
-        extra, lora_id = separated(without_memory(extra_key))
+        extra, lora_id = separated(without_share(without_memory(extra_key)))
         adapter = "" if lora_id is None else self.model.adapter(lora_id)
         if adapter is None:
             return None
-        scope = Scope(extra, cache_salt or "", adapter)
+        scope = Scope(extra, cache_salt or "", adapter, share=share_in(extra_key))
         if memory is not None:
             scope = replace(scope, memory=memory.digest, memory_tokens=len(memory.prefix_ids))
         return scope

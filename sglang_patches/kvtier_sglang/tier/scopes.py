@@ -7,6 +7,7 @@ which; SGLang's tree and all that is derived from it then use that:
     no adapter, no extra key     None
     extra key "tenant"           "e" + "tenant"
     adapter 7f3…, "tenant"       "a6:" + "tenant" + "7f3…"      6: the length of the extra key
+    keeping at most a tenth      "s0.1:" + what it would be without
     behind a prefix memory       "m" + its digest + what it would be without
 """
 
@@ -54,6 +55,26 @@ def without_memory(extra_key: str | None) -> str | None:
     return extra_key[1 + DIGEST_DIGITS :] or None
 
 
+def with_share(extra_key: str | None, share: float) -> str:
+    """Return the extra key of a request whose session keeps at most that share."""
+    return f"s{share!r}:{extra_key or ''}"
+
+
+def share_in(extra_key: str | None) -> float | None:
+    """Return the share in an extra key of this module's; None where there is none."""
+    text = without_memory(extra_key)
+    if not text or text[0] != "s":
+        return None
+    return float(text[1:].partition(":")[0])
+
+
+def without_share(extra_key: str | None) -> str | None:
+    """Return an extra key without a memory as it would be without the share."""
+    if not extra_key or extra_key[0] != "s":
+        return extra_key
+    return extra_key.partition(":")[2] or None
+
+
 def separated(text: str | None) -> tuple[str, str | None]:
     """The extra key and the adapter's id of what `joined` gave."""
     if not text:
@@ -71,6 +92,9 @@ __all__ = [
     "memory_in",
     "separate_adapters",
     "separated",
+    "share_in",
     "with_memory",
+    "with_share",
     "without_memory",
+    "without_share",
 ]

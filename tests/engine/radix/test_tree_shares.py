@@ -10,6 +10,7 @@ from tree_requests import context, digest
 
 from kvtier.retention.scorers import Span
 from kvtier.retention.shares import PAGE, FixedShare, QualityTarget, TokenBudget
+from kvtier_sglang.tier.scopes import with_share
 
 
 def test_a_share_of_the_context_gives_its_slots_back():
@@ -66,6 +67,27 @@ def test_without_a_curve_everything_is_kept():
     run_turn(s, context(60), [])
     assert next(s.tree.nodes()).entries == 60
     assert s.tree.compressor.retention.reasons == {"no-curve": 1}
+
+
+@pytest.mark.parametrize(("asked", "pages"), [(0.05, 1), (0.3, 1), (0.9, 2)])
+def test_a_session_keeps_at_most_the_share_that_it_asks_for(asked, pages):
+    """The server's rule allows two pages of each head; one is the least that heads keep."""
+    s = MiniScheduler(share=FixedShare(0.7))
+    run_turn(s, context(60), [1, 2, 3], extra_key=with_share(None, asked))
+    assert next(s.tree.nodes()).entries == 10 + pages * PAGE + 3
+    assert s.tree.compressor.retention.reasons == {"asked" if pages == 1 else "share": 1}
+
+
+def test_a_session_that_keeps_less_takes_nothing_from_others():
+    s = MiniScheduler(share=FixedShare(0.7))
+    less = with_share(None, 0.05)
+    run_turn(s, context(60), [1, 2, 3], extra_key=less)
+    # Nobody else reads what it gave up, nor does it what others keep.
+    other = run_turn(s, context(60), [1, 2, 3])
+    assert other.prefix_len == 0
+    assert sorted(node.entries for node in s.tree.nodes()) == [10 + PAGE + 3, 10 + 2 * PAGE + 3]
+    again = run_turn(s, [*context(60), 1, 2, 3, 4], [5], extra_key=less)
+    assert again.prefix_len == 63
 
 
 class NoCurve:

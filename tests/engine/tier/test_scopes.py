@@ -1,5 +1,6 @@
 """Extra keys, adapters and cache salts that cannot be taken for each other."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 from hypothesis import given
@@ -7,7 +8,16 @@ from hypothesis import strategies as st
 from tree_harness import MiniScheduler
 
 from kvtier.tier.blobs.keys import Scope
-from kvtier_sglang.tier.scopes import joined, separate_adapters, separated, with_memory
+from kvtier_sglang.tier.scopes import (
+    joined,
+    separate_adapters,
+    separated,
+    share_in,
+    with_memory,
+    with_share,
+    without_memory,
+    without_share,
+)
 
 KEYS = st.text(alphabet="ae0123:|\0t", max_size=6)
 ADAPTERS = st.none() | st.text(alphabet="ae0123:", min_size=1, max_size=6)
@@ -19,6 +29,26 @@ def test_equal_only_for_the_same_extra_key_and_adapter(extra, adapter, other_ext
     assert separated(text) == (extra, adapter)
     same = (extra, adapter) == (other_extra, other_adapter)
     assert (text == joined(other_extra, other_adapter)) == same
+
+
+SHARES = st.none() | st.floats(0, 1, exclude_min=True)
+MEMORIES = st.none() | st.text(alphabet="0123", min_size=16, max_size=16)
+
+
+@given(
+    first=st.tuples(KEYS, ADAPTERS, SHARES, MEMORIES),
+    second=st.tuples(KEYS, ADAPTERS, SHARES, MEMORIES),
+)
+def test_sessions_that_keep_at_most_a_share_are_with_those_of_the_same_alone(first, second):
+    texts = []
+    for extra, adapter, share, memory in (first, second):
+        text = plain = joined(extra, adapter)
+        text = text if share is None else with_share(text, share)
+        text = text if memory is None else with_memory(text, memory)
+        assert share_in(text) == share
+        assert without_share(without_memory(text)) == plain
+        texts.append(text)
+    assert (texts[0] == texts[1]) == (first == second)
 
 
 def request(extra_key, lora_id):
@@ -46,6 +76,11 @@ def test_a_request_is_in_the_scope_of_the_memory_that_it_was_matched_behind(conn
     expected = Scope("tenant", "salt", memory=memory.digest, memory_tokens=30)
     assert tier.scope("behind", key, "salt") == expected
     assert tier.scope("plain", joined("tenant", None), "salt") == Scope("tenant", "salt")
+    less = with_share(joined("tenant", None), 0.1)
+    assert tier.scope("plain", less, "salt") == Scope("tenant", "salt", share=0.1)
+    assert tier.scope("behind", with_memory(less, memory.digest), "salt") == replace(
+        expected, share=0.1
+    )
     # Its memory was dropped before it was matched, or it has left it since.
     assert tier.scope("plain", key, "salt") is None
     assert tier.scope("behind", joined("tenant", None), "salt") is None

@@ -14,6 +14,7 @@ from waiting import SAFETY_S
 from kvtier.retention.shares import FixedShare, QualityTarget, TokenBudget
 from kvtier.tier.blobs.turns import TurnRecord
 from kvtier_sglang.radix import matching
+from kvtier_sglang.tier.scopes import with_share
 
 
 class Curve:
@@ -34,14 +35,14 @@ class Source:
 SHARES = [None, FixedShare(0.5), TokenBudget(30), QualityTarget(0.9, Source())]
 
 
-def recorded(s: MiniScheduler, records: list[TurnRecord]) -> None:
-    """Have every record of a server checked and counted."""
+def recorded(s: MiniScheduler, records: list[TurnRecord], asked: dict[str, float | None]) -> None:
+    """Have every record of a server checked and counted. asked: shares of requests' sessions."""
     compressed = s.tree.tier.spiller.compressed
 
     def check(rid, token_ids, nodes):
         if nodes:
             record = TurnRecord(nodes=tuple(nodes), tail="")
-            s.tree.tier.rules.check(record)
+            s.tree.tier.rules.check(record, asked.get(rid))
             records.append(record)
         return compressed(rid, token_ids, nodes)
 
@@ -61,17 +62,22 @@ def test_whatever_servers_do_their_own_records_pass(connect, monkeypatch, share,
         MiniScheduler(1600, share=share, link=connect(), adaptive=adaptive) for _ in range(2)
     ]
     records: list[TurnRecord] = []
+    asked: dict[str, float | None] = {}
     for s in servers:
-        recorded(s, records)
-    histories = [random_tokens(rng, 100)]
+        recorded(s, records, asked)
+    histories: list[tuple[list[int], float | None]] = [(random_tokens(rng, 100), None)]
     for _ in range(150 if THOROUGH else 90):
         s = rng.choice(servers)
-        history = rng.choice(histories)
+        history, less = rng.choice(histories)
+        if rng.random() < 0.1:
+            less = rng.choice([None, 0.2])
         if rng.random() < 0.5:
             history = history[: rng.randrange(1, len(history) + 1)]
         prompt = [*history, *random_tokens(rng, rng.randrange(1, 120))][:500]
         if len(s.running) < 3:
-            s.admit(prompt)
+            request = s.admit(prompt, extra_key=None if less is None else with_share(None, less))
+            if request is not None:
+                asked[request.rid] = less
         for request in list(s.running):
             if rng.random() < 0.3:
                 continue
@@ -84,7 +90,7 @@ def test_whatever_servers_do_their_own_records_pass(connect, monkeypatch, share,
             ending = rng.random()
             s.release(request, checkpoint=going and ending < 0.8, aborted=ending < 0.9)
             s.check()
-            histories.append([*request.prompt, *answered])
+            histories.append(([*request.prompt, *answered], asked[request.rid]))
         if rng.random() < 0.5:
             s.tree.tier.link.flush(SAFETY_S)
     for s in servers:
