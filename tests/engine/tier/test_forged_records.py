@@ -110,7 +110,7 @@ def test_a_record_of_a_span_that_stayed_whole_is_taken(connect):
 class Anything(TurnRules):
     """Rules that refuse nothing: what only restoring can notice gets there."""
 
-    def check(self, record):
+    def check(self, record, share=None):
         pass
 
 
