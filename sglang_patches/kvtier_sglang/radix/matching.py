@@ -74,8 +74,8 @@ def _rank(node: KvNode, usable: int) -> tuple[bool, bool, bool]:
 
 
 def branch_points(node: KvNode, key: RadixKey, offset: int) -> set[int]:
-    """Return the positions where key[offset:] leaves the children of a node that start
-    alike."""
+    """Return the positions where key[offset:] leaves the children of a node that have its first
+    token."""
     return {
         offset + child.key.match_at(key, offset)
         for child in node.siblings.get(key.child_key_at(offset), ())
