@@ -98,7 +98,7 @@ class KvtierRadixCache(VariantRadixTree):
         self._matched: dict[str, tuple[KvNode, int]] = {}
         # The evicted contexts that requests were edited from, and wait for.
         self._edited_from: dict[str, RadixKey] = {}
-        # Requests that want nothing compressed, see `wants_exact`.
+        # The requests that want exact KV alone, see `wants_exact`.
         self._asks_exactly: set[str] = set()
         super().__init__(params, compressor.rule, ranks or Ranks())
         self.streaming = Streaming(self, compressor, compress_prefill, chunk_tokens)
@@ -431,8 +431,9 @@ class KvtierRadixCache(VariantRadixTree):
 
     @rank_consensus(same_params=["req.rid", "checkpointed"])
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
-        """Compress what no other request uses of the path of a turn that ended or was aborted, or
-        take out of the tree what an exact or measuring request computed for itself.
+        """Compress what no other request uses of the path of a turn that ended or was aborted. Take
+        it out of the tree instead, as far as the request computed it, where an exact request
+        computed cached tokens again, or the request only measured.
 
         The path of a retracted request stays as it is: the request will be back for its exact KV.
         """

@@ -30,8 +30,7 @@ from kvtier_sglang.radix.node import KvNode
 
 GRAIN = 64
 # So many borders are about 20 MB of hashes, of 16 million tokens: several times the contexts that a
-# GPU's pool holds. It would take a pool as many times as large to hit what was evicted before
-# those.
+# GPU's pool holds. It would take a pool as many times as large to hit older ones.
 MOST_BORDERS = 1 << 18
 
 

@@ -66,7 +66,7 @@ class Account:
 
     tokens:     the number of the prompt's tokens
     extra_key:  the namespace that it was matched in
-    session:    the name that its client gave the session, or this server; None: not known yet
+    session:    the session's name, by its client or by this server; None: not known yet
     changed_at: the position at which it leaves the context that has most of what follows
     covered:    the number of its first tokens, which are accounted
     known:      spans computed before, of what its present life computes; where they overlap the

@@ -42,7 +42,7 @@ class KvNode(TreeNode):
     prefix_hash:    hash of all tokens up to its end, see gone.py; None until it is asked for.
     """
 
-    # These are SGLang's, which has no types.
+    # These are of SGLang's node, which has no types.
     key: RadixKey
     value: torch.Tensor
     parent: Any

@@ -34,7 +34,7 @@ from kvtier_sglang.radix.misses import Account
 
 logger = logging.getLogger(__name__)
 
-# Lines that wait to be written; a prompt of a million tokens is 8 MB until then.
+# At most so many lines wait to be written; a prompt of a million tokens is 8 MB until then.
 MOST_WAITING = 256
 # The longest that a server which ends waits for them.
 CLOSING_S = 5.0

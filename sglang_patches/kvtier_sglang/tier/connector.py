@@ -1,4 +1,4 @@
-"""The tier as the cache sees it: it is asked for a request's prompt, and exact KV goes there.
+"""The tier as the cache sees it: it is asked for the KV of prompts, and exact KV goes there.
 
     prefetch     a request arrived: the tier is asked for what the tree lacks
     settled      it waits in the queue for the answer, never longer than computing what it asked

@@ -23,8 +23,8 @@ from kvtier.tier.prefetch.lookup import Landed, Lookup
 from kvtier_sglang.ranks import Answer
 
 # These say why what was not on the device did not come from the tier. LOST: it was asked and had it
-# not. REFUSED: loading was judged slower than computing, or was too late. FAILED: the tier was
-# away, or what it gave could not be used.
+# not. REFUSED: loading was judged slower than computing, or took too long. FAILED: the tier was
+# away, or what it gave could not be used, on this rank or on another.
 LOST, REFUSED, FAILED = "lost", "refused", "failed"
 
 

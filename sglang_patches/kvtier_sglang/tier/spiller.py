@@ -17,7 +17,8 @@ from it in the background, before the span is sent.
 
 A span that begins in the prefix that a memory stands for has zeros for the prefix's tokens.
 
-All but `Joined` runs in the scheduler's thread only.
+All of it runs in the scheduler's thread only, but for `Joined` and the waiting for copies, which
+the link's threads call.
 """
 
 from __future__ import annotations
