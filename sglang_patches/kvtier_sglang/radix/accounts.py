@@ -1,4 +1,4 @@
-"""How many slots a tree's nodes hold, and whether that is what it believes."""
+"""The slots that a tree's nodes hold, compared with what the tree believes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvtier_sglang.radix.node import KvNode
 
 @dataclass
 class HeldSlots:
-    """Slots of unlocked (evictable) and of locked (protected) nodes."""
+    """The slots of unlocked (evictable) and of locked (protected) nodes."""
 
     evictable: int = 0
     protected: int = 0
 
 
 def held_slots(nodes: Iterable[KvNode]) -> HeldSlots:
-    """Counted from what the nodes say of themselves."""
+    """Count the slots that nodes hold, by what each says of itself."""
     held = HeldSlots()
     for node in nodes:
         if node.lock_ref == 0:
@@ -30,7 +30,7 @@ def held_slots(nodes: Iterable[KvNode]) -> HeldSlots:
 
 
 def differences(counted: HeldSlots, kept: HeldSlots) -> Iterator[str]:
-    """Where a tree's accounts are not what its nodes hold."""
+    """Yield the differences between a tree's accounts and what its nodes hold."""
     for field in fields(HeldSlots):
         held, believed = getattr(counted, field.name), getattr(kept, field.name)
         if held != believed:
@@ -39,7 +39,7 @@ def differences(counted: HeldSlots, kept: HeldSlots) -> Iterator[str]:
 
 
 def wrong_nodes(nodes: Iterable[KvNode]) -> Iterator[str]:
-    """Violations of what a node says of itself."""
+    """Yield the violations of what nodes say of themselves."""
     for node in nodes:
         if node.start != (0 if node.parent.parent is None else node.parent.stop):
             yield f"node {node.id} does not continue its parent"

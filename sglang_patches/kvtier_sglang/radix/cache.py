@@ -9,7 +9,7 @@ compressed:
     while prefilling   [chunk 0]-[chunk 1]-[chunk 2]                    exact
     turn ended         [ sink | what heads keep | recent | generated ]  one node
 
-What a request goes through, in SGLang's own words for its storage tiers:
+A request goes through these steps, in SGLang's own words for its storage tiers:
 
     prefetch_from_storage     it arrived: the tier is asked for what the tree lacks
     check_prefetch_progress   it waits in the queue for the answer
@@ -18,7 +18,8 @@ What a request goes through, in SGLang's own words for its storage tiers:
     checkpoint, on_release    its own KV leaves, and its turn is compressed; the beginning of some
                               prompts already while they are prefilled (streaming.py)
 
-The parts are called from here and call nothing here but `refresh.Contexts`. Scheduler thread only.
+The parts are called from here and call nothing here but what `refresher.Contexts` names. All of it
+runs in the scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -59,20 +60,20 @@ from kvtier_sglang.refresh.turn_refresh import MakeRefresh, TurnRefresh
 from kvtier_sglang.tier.connector import TierConnector
 from kvtier_sglang.tier.prefetch import FAILED
 
-# Of evicted contexts whose tokens are remembered, as a tier may have them.
+# The tokens of evicted contexts that are remembered, as a tier may have them, are at most so many.
 MOST_EVICTED_TOKENS = 4_000_000
 
 
 class KvtierRadixCache(VariantRadixTree):
     """The cache behind `--radix-cache-backend kvtier`; see the module docstring.
 
-    tier:         where exact KV goes and comes from; None: nowhere.
-    make_refresh: how compressed contexts are refreshed from the tier; None: they are not.
-    ranks:        which decide together; None: this one alone.
+    tier:         the tier that exact KV goes to and comes from; None: there is none.
+    make_refresh: makes the refresh of compressed contexts; None, or no tier: they have none.
+    ranks:        the ranks that decide together; None: this one alone.
     memories:     prefix memories that requests may begin with; None: none.
     compress_prefill, chunk_tokens: see Streaming.
-    make_edits:   how what stood behind an edit is reused; None: it is computed again.
-    log:          of requests that ended, which is closed with the cache; None: none is kept.
+    make_edits:   makes the part that reuses KV behind an edit; None: that is computed again.
+    log:          the log of requests that ended, closed with the cache; None: none is kept.
     """
 
     def __init__(
@@ -93,11 +94,11 @@ class KvtierRadixCache(VariantRadixTree):
         self.compressor, self.tier = compressor, tier
         self.refresh: TurnRefresh | None = None
         self.restorer: Restorer | None = None
-        # What a request matched last, and how many tokens it is to fill.
+        # The node that a request matched last, and how many tokens it is to fill.
         self._matched: dict[str, tuple[KvNode, int]] = {}
         # The evicted contexts that requests were edited from, and wait for.
         self._edited_from: dict[str, RadixKey] = {}
-        # Requests that want nothing compressed, see `wants_prompt_logprobs`.
+        # The requests that want exact KV alone, see `wants_exact`.
         self._asks_exactly: set[str] = set()
         super().__init__(params, compressor.rule, ranks or Ranks())
         self.streaming = Streaming(self, compressor, compress_prefill, chunk_tokens)
@@ -105,7 +106,7 @@ class KvtierRadixCache(VariantRadixTree):
         self.edits = None if make_edits is None else make_edits(self)
         self.log = log
         if log is not None and self.index is None:
-            # So that the log tells what stood behind other text.
+            # The log tells by it what stood behind other text.
             self.index = TokenIndex()
         if tier is not None:
             self.restorer = Restorer(self, compressor, tier.codec, self.ranks)
@@ -125,7 +126,7 @@ class KvtierRadixCache(VariantRadixTree):
                 part.cache_flushed()
 
     def weights_change(self) -> None:
-        """The weights are about to change, or may; see TierConnector.weights_change."""
+        """Prepare for a change of the weights that may come; see TierConnector.weights_change."""
         self.misses.weights_change()
         if self.refresh is not None:
             self.refresh.clear()
@@ -136,7 +137,8 @@ class KvtierRadixCache(VariantRadixTree):
 
     # -- a request arrives and waits --
 
-    # SGLang's scheduler reads these before it prefetches; names are of tokens: any node will do.
+    # SGLang's scheduler reads these before it prefetches. The tier's names are made of tokens, so
+    # any node will do.
     hicache_storage_pass_prefix_keys = False
 
     def is_backuped(self, node: KvNode) -> bool:
@@ -150,8 +152,8 @@ class KvtierRadixCache(VariantRadixTree):
 
     @property
     def uses_tier(self) -> bool:
-        """Whether SGLang's scheduler must ask here before it admits a request; ranks always do, as
-        they must ask all at once and one's tier may be away."""
+        """Return whether SGLang's scheduler must ask here before it admits a request. Several ranks
+        always do, as they must ask all at once and one's tier may be away."""
         parts = [part for part in (self.tier, self.refresh) if part is not None]
         awaited = any(part.is_awaited for part in parts)
         return self.tier is not None and (self.ranks.size > 1 or self.tier.link.healthy or awaited)
@@ -168,7 +170,7 @@ class KvtierRadixCache(VariantRadixTree):
         cache_salt: str | None = None,
         storage_hit_end: int | None = None,
     ) -> None:
-        """A request arrived: ask the tier for what the tree lacks, in the background."""
+        """Ask the tier, in the background, for what the tree lacks of a request that arrived."""
         tier, rid, node = self.tier, handle.rid, last_host_node
         if tier is None:
             return
@@ -200,7 +202,7 @@ class KvtierRadixCache(VariantRadixTree):
 
     @rank_consensus(same_params=["handle.rid"], same_results=True)
     def check_prefetch_progress(self, handle: CacheRequestHandle) -> bool:
-        """Whether the request need not wait for the tier (any longer)."""
+        """Return whether the request need not wait for the tier (any longer)."""
         if self.tier is None:
             return True
         _, filled = self._matched.get(handle.rid, (self.root_node, 0))
@@ -209,7 +211,7 @@ class KvtierRadixCache(VariantRadixTree):
         return self.tier.settled(handle.rid)
 
     def pop_prefetch_loaded_span(self, handle: CacheRequestHandle) -> tuple[int, int | None]:
-        """Tokens that came from the tier for a request, and where they begin."""
+        """Return how many tokens came from the tier for a request, and where they begin."""
         landed = None if self.tier is None else self.tier.landed(handle.rid)
         if landed is None or handle.rid in self._edited_from:
             return 0, None
@@ -221,15 +223,15 @@ class KvtierRadixCache(VariantRadixTree):
             self.tier.forget_spilling(handle.rid)
 
     def check_hicache_events(self) -> None:
-        """A round of the scheduler begins: ranks settle what they all have by now."""
+        """Settle what all ranks have by now, as a round of the scheduler begins."""
         self.ranks.settle([one for part in (self.tier, self.refresh) if part for one in part.open])
 
     def has_pending_cache_operations(self) -> bool:
-        """None that keeps SGLang from flushing: what waits here are requests in its own queue."""
+        """Return that nothing keeps SGLang from flushing: requests wait only in its own queue."""
         return False
 
     def _forget(self, rid: str) -> None:
-        """The request is gone: nothing is fetched or held for it any more."""
+        """Forget a request that is gone: nothing is fetched or held for it any more."""
         self._matched.pop(rid, None)
         self._asks_exactly.discard(rid)
         self._edited_from.pop(rid, None)
@@ -245,7 +247,7 @@ class KvtierRadixCache(VariantRadixTree):
 
     @rank_consensus(same_results=["result.device_prefix_len", "result.host_hit_length"])
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """The device's prefix, and what landed behind it as a host hit."""
+        """Return the device's prefix, and what landed behind it as a host hit."""
         key, req = params.key, params.req
         exact_only = wants_exact(req)
         if req is not None and req.rid in self._edited_from:
@@ -257,7 +259,7 @@ class KvtierRadixCache(VariantRadixTree):
         self.tier.matched(rid)
         self._matched[rid] = (node, len(req.full_untruncated_fill_ids))
         if exact_only:
-            # What is restored may be compressed, and is then no more exact than the tree's.
+            # Restored KV may be compressed, and is then no more exact than the tree's.
             self._asks_exactly.add(rid)
             return result
         landed = self.tier.landed(rid)
@@ -284,7 +286,7 @@ class KvtierRadixCache(VariantRadixTree):
         pending.drop()
 
     def _match_device(self, key: RadixKey, req: Any, *, exact_only: bool) -> MatchResult:
-        """What the tree has of a key."""
+        """Return the prefix of a key that the tree has, with what can be copied behind an edit."""
         if self.disable or len(key) == 0:
             return self._empty_match_result
         start = prefix_nodes.begin(self, self.memories, key, req)
@@ -337,19 +339,19 @@ class KvtierRadixCache(VariantRadixTree):
     # -- what a refresh asks of its contexts (refresh.Contexts) --
 
     def pruned_ranges(self, rid: str) -> list[PrunedRange]:
-        """The compressed ranges of the prefix that a request was admitted with."""
+        """Return the compressed ranges of the prefix that a request was admitted with."""
         node = self._matched.get(rid, (self.root_node, 0))[0]
         return pruned_ranges(node, is_coded=self._is_coded)
 
     @property
     def _is_coded(self) -> bool:
-        """Whether what is kept of turns is coded."""
+        """Return whether what is kept of turns is coded."""
         packed = self.allocator.pool.packed
         return packed is not None and packed.coded is not None
 
     def make_room(self, num_slots: int) -> None:
-        """Evict what is needed for so many slots of whole bundles, as far as that can be, and at
-        most as many slots again as there are too few."""
+        """Evict what is needed for so many slots of whole bundles, as far as that can be. Once so
+        many slots are free, at most about as many again are evicted to make bundles whole."""
         self.allocator.evict_to_free_tokens(self, num_slots)
         spare = num_slots
         while spare > 0 and (missing := num_slots - self.allocator.whole_bundles()) > 0:
@@ -362,8 +364,8 @@ class KvtierRadixCache(VariantRadixTree):
     def checkpoint(self, req: Any, *, up_to: int) -> None:
         """Publish the request's KV up to `up_to`; see BasePrefixCache.checkpoint.
 
-        Continues below the node the request has locked, never from the root: another variant of
-        the same tokens must not be taken for the request's own prefix.
+        The walk continues below the node that the request has locked, never from the root: another
+        variant of the same tokens must not be taken for the request's own prefix.
         """
         if self.disable:
             return
@@ -387,7 +389,7 @@ class KvtierRadixCache(VariantRadixTree):
         node = self.append(node, key, matched, slots, req.priority or 0, len(req.origin_input_ids))
         node.note_used(req.kv.cache_inserted_len)
         if matched > owned:
-            # Tokens another request published meanwhile: use the tree's copy, free ours.
+            # Another request published these meanwhile: the tree's copy is used, ours is freed.
             path = self.path_device_indices(node)
             new = slice(owned, matched)
             self.req_to_token_pool.write((req.kv.req_pool_idx, new), path[new])
@@ -407,7 +409,7 @@ class KvtierRadixCache(VariantRadixTree):
                 self.tier.is_behind_a_drop(req.rid)
 
     def _go_on(self, req: Any, node: KvNode) -> None:
-        """A request that is being prefilled goes on behind what stood behind an edit."""
+        """Let a request in its prefill go on behind a copy of what stood behind an edit."""
         if self.edits is None or req.finished() or wants_exact(req):
             return
         last = self.edits.go_on(req, _whole_key(req), node)
@@ -429,10 +431,11 @@ class KvtierRadixCache(VariantRadixTree):
 
     @rank_consensus(same_params=["req.rid", "checkpointed"])
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
-        """The turn ended or was aborted: compress what no other request uses of its path, or take
-        it out of the tree where it was computed again for an exact answer.
+        """Compress what no other request uses of the path of a turn that ended or was aborted. Take
+        it out of the tree instead, as far as the request computed it, where an exact request
+        computed cached tokens again, or the request only measured.
 
-        Not when it was retracted: it will be back for its exact KV.
+        The path of a retracted request stays as it is: the request will be back for its exact KV.
         """
         begin = own_from(req)
         account = self.misses.released(req, ended=req.finished())
@@ -455,7 +458,7 @@ class KvtierRadixCache(VariantRadixTree):
         req.last_node.note_sent(self.tier.ended(req.rid, ids, nodes))
 
     def release_host_resources(self) -> None:
-        """SGLang's scheduler ends."""
+        """Close the tier and the log, as SGLang's scheduler ends."""
         super().release_host_resources()
         if self.tier is not None:
             self.tier.close()
@@ -463,7 +466,7 @@ class KvtierRadixCache(VariantRadixTree):
             self.log.close()
 
     def report(self) -> dict[str, Any]:
-        """For the server's internal state."""
+        """Return the cache's counters and those of its parts, for the server's internal state."""
         report = {"integrity": self.check_integrity(), **self.counters, **self.compressor.report()}
         report["prompts"] = self.misses.report()
         if self.memories is not None:
@@ -475,7 +478,7 @@ class KvtierRadixCache(VariantRadixTree):
 
 
 def _whole_key(req: Any) -> RadixKey:
-    """Of all tokens that a request has so far."""
+    """Return the key of all tokens that a request has so far."""
     return RadixKey(req.full_untruncated_fill_ids, req.extra_key, cache_salt=req.cache_salt)
 
 

@@ -1,5 +1,5 @@
-"""What a path of the tree is as one context for a refresh: which ranges were pruned, and what is
-exact. One that was restored is refreshed from the very KV that it was restored from."""
+"""The context that a path of the tree is for a refresh: the ranges that were pruned, and how far it
+is exact. A restored context is refreshed from the very KV that it was restored from."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 def pruned_ranges(node: KvNode, *, is_coded: bool) -> list[PrunedRange]:
-    """The ranges of the context up to `node` of which anchored heads keep a part, first to last.
-    What is coded and would not fit its range as entries is none."""
+    """Return the ranges of the context up to `node` of which anchored heads keep a part, first to
+    last. A range whose coded entries would not fit it uncoded is left out."""
     found = []
     for one in node.path():
         begin, end = one.dropped
@@ -35,7 +35,7 @@ def pruned_ranges(node: KvNode, *, is_coded: bool) -> list[PrunedRange]:
 def compacted_context(
     node: KvNode, token_ids: Sequence[int], scope: Scope, *, is_coded: bool
 ) -> CompactedContext | None:
-    """The context up to `node`, for a refresh; None where anchored heads keep all of it."""
+    """Return the context up to `node`, for a refresh; None where it has no pruned range."""
     ranges = pruned_ranges(node, is_coded=is_coded)
     if not ranges:
         return None
@@ -52,8 +52,9 @@ def offer_restored(
     *,
     is_coded: bool,
 ) -> bool:
-    """Whether a restored context will be refreshed, which then owns what landed. What came from
-    elsewhere must not end the scheduler here, either."""
+    """Offer a restored context for a refresh, and return whether it will have one. The refresh then
+    owns what landed. An error over what came from elsewhere must not end the scheduler here,
+    either: it is logged."""
     filled = len(req.full_untruncated_fill_ids)
     try:
         scope = tier.scope(req.rid, req.extra_key, req.cache_salt)

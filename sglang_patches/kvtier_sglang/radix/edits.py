@@ -1,4 +1,4 @@
-"""What stood behind a text that was edited goes on behind the new one.
+"""The reuse of what stood behind a text that was edited: it goes on behind the new text.
 
     the tree has   [ system | clock 9:41 | turn 1 | turn 2 | turn 3 ]
     request        [ system | clock 9:57 | turn 1 | note   | turn 3 | turn 4 ]
@@ -10,15 +10,15 @@
     copied                                               [ turn 3 ]
     computed                                                      [ turn 4 ]
 
-The request's prefill stops where a run of tokens begins that the tree holds elsewhere (index.py);
-of its first tokens, which were computed closest to what is gone, as many are computed again as are
-new before them, at most MOST_AGAIN. Entries that are kept of the run are copied behind what was
+The request's prefill stops where a run of tokens begins that the tree holds elsewhere (index.py).
+The run's first tokens were computed closest to what is gone: as many of them are computed again as
+are new before them, at most MOST_AGAIN. Entries that are kept of the run are copied behind what was
 computed, with their keys rotated by as much as the run has moved, and the prefill goes on behind
 them. The copies are `moved`: they have seen the text that is gone, so no request that wants exact
 KV enters them. Where a run reaches the end of the old context, that is evicted before any other, so
 that nobody else's makes room for the copy.
 
-Scheduler thread only.
+All of it runs in the scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ from kvtier_sglang.radix.matching import cut_window
 from kvtier_sglang.radix.node import KvNode, descendants
 from kvtier_sglang.radix.tree import VariantRadixTree
 
-# What was turned so often is computed again, as every turn rounds; of codes, every one codes anew.
+# KV that was turned so often is computed again, as every turn rounds. Codes may be turned less
+# often, as every turn codes them anew.
 MOST_TURNS, MOST_CODINGS = 40, 2
 
 
 class Piece(NamedTuple):
-    """Tokens of a node between two offsets, of which something may be copied."""
+    """The tokens of a node between two offsets, of which something may be copied."""
 
     node: KvNode
     begin: int
@@ -51,11 +52,12 @@ class Piece(NamedTuple):
 
     @property
     def dropped(self) -> DroppedSpan:
-        """What it has of the node's dropped span."""
+        """The part of the node's dropped span that lies between the offsets."""
         return DroppedSpan(*(min(max(at, self.begin), self.stop) for at in self.node.dropped))
 
     def turns(self, shift: int, *, coded: bool) -> int:
-        """How often a copy was turned that stands so much further on."""
+        """Return how often the KV of a copy that stands `shift` tokens further on was turned, or
+        coded again."""
         anew = coded and self.begin > self.node.dropped.begin and self.dropped.num_tokens > 0
         return self.node.turns + int(shift != 0 or anew)
 
@@ -68,7 +70,8 @@ class Piece(NamedTuple):
 
 
 class Edits:
-    """See the module docstring. least: tokens of a run that is worth it."""
+    """The reuse of one tree's contexts behind edits, see the module docstring. least: the fewest
+    tokens of a run that is worth it."""
 
     def __init__(self, tree: VariantRadixTree, turner: KeyTurner, least: int) -> None:
         self._tree, self._turner, self._least = tree, turner, least
@@ -76,14 +79,15 @@ class Edits:
         packed = tree.allocator.pool.packed
         self._coded = packed is not None and packed.coded is not None
         tree.index = self._index = TokenIndex()
-        # Of requests that wait or are prefilled: where runs begin that are ahead of them.
+        # The positions where runs begin ahead of each request that waits or is prefilled.
         self._ahead: dict[str, list[int]] = {}
-        # When that was looked up: the index's version, and from which position on.
+        # The index's version when that was looked up, and the position from which on.
         self._looked: dict[str, tuple[int, int]] = {}
 
     def begin(self, req: Any, key: RadixKey, node: KvNode, cached: int) -> KvNode:
-        """A request matched `key` up to a node, and the tree has `cached` tokens of it, usable or
-        not. Look for what it may go on with; the node that it begins behind."""
+        """Look for what a request may go on with, and return the node that it begins behind. It
+        matched `key` up to `node`, and the tree has `cached` tokens of it, usable or not. A request
+        that asks to forget has the contexts with such runs dropped instead."""
         begin = max(node.stop, cached)
         if self._looked.get(req.rid) != (self._index.version, begin):
             runs = list(self._runs(key, begin))
@@ -99,13 +103,13 @@ class Edits:
         return self._go_on(req.rid, key, node)
 
     def forget(self, rid: str) -> None:
-        """The request is gone."""
+        """Forget a request that is gone."""
         self._ahead.pop(rid, None)
         self._looked.pop(rid, None)
 
     def edited_from(self, key: RadixKey, begin: int) -> RadixKey | None:
-        """The context that key[begin:] has most of behind an edit, of those that were evicted; None
-        where the tree itself has as much."""
+        """Return the longest of the evicted contexts that have runs of key[begin:] behind an edit;
+        None where the tree's own runs have as many tokens as theirs."""
         runs = self._evicted_runs(key, begin)
         held = sum(run.stop - run.begin for run in self._runs(key, begin))
         if sum(run.stop - run.begin for run in runs) <= held:
@@ -113,21 +117,22 @@ class Edits:
         return path_key(max((run.node for run in runs), key=lambda node: node.stop))
 
     def _evicted_runs(self, key: RadixKey, begin: int) -> list[Run]:
-        """Runs of evicted contexts, but for those that the request itself begins with."""
+        """Return the runs of evicted contexts, but for those that the request itself begins
+        with."""
         if self._tree.evicted is None:
             return []
         runs = self._tree.evicted.runs(key, begin, self._least)
         return [run for run in runs if run.shift or path_key(run.node).match(key) < run.stop]
 
     def tokens_ahead(self, rid: str, position: int) -> int | None:
-        """How many tokens a request has to compute from this position on before the next run; None
-        where there is none ahead."""
+        """Return how many tokens a request has to compute from this position on before the next
+        run; None where there is none ahead."""
         ahead = self._ahead.get(rid, ())
         return next((begin - position for begin in ahead if begin > position), None)
 
     def go_on(self, req: Any, key: RadixKey, node: KvNode) -> KvNode:
-        """A request was computed up to a node. Copy the run that begins there, if there still is
-        one; the node that the request goes on behind."""
+        """Copy the run that begins at the end of `node`, up to which a request was computed, if
+        there still is one. Return the node that the request goes on behind."""
         if node.stop not in self._ahead.get(req.rid, ()):
             return node
         return self._go_on(req.rid, key[: len(key) - 1], node)
@@ -159,7 +164,7 @@ class Edits:
             if last.stop < len(last.node.key) and not self._rule.can_split(
                 last.node.dropped, last.stop
             ):
-                # What follows wants the newest tokens before it, as behind any other cut.
+                # The tokens that follow want the newest ones before them, as behind any other cut.
                 run = run._replace(stop=run.stop - cut_window(last.node))
             copied = list(takewhile(partial(self._may_be_copied, run=run), _pieces(run)))
             if copied:
@@ -168,12 +173,13 @@ class Edits:
                     yield run
 
     def _may_be_copied(self, piece: Piece, run: Run) -> bool:
-        # What is kept for several tokens at once cannot be told apart.
+        # Entries that are kept for several tokens at once cannot be told apart.
         is_known = not piece.dropped.num_tokens or self._tree.matching.has_tokens(piece.node)
         return is_known and piece.may_be_copied(run.shift, coded=self._coded)
 
     def _copy(self, node: KvNode, key: RadixKey, run: Run) -> KvNode:
-        """Hang copies of a run's tokens behind a node; the last of them."""
+        """Hang copies of a run's tokens behind a node, and return the last of them; the node itself
+        where nothing could be copied."""
         tree = self._tree
         locks, copy = [tree.lock(run.node), tree.lock(node)], None
         for piece in _pieces(run):
@@ -235,7 +241,7 @@ def _let_go_first(node: KvNode) -> None:
 
 
 def _pieces(run: Run) -> list[Piece]:
-    """What the nodes of a run's path have of it, first to last."""
+    """Return the parts that the nodes of a run's path have of it, first to last."""
     begin, stop = run.begin - run.shift, run.stop - run.shift
     found = []
     for node in run.node.path():

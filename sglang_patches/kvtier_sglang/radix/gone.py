@@ -1,17 +1,19 @@
-"""What this server has computed and holds no more: hashes of prefixes that were evicted or dropped.
+"""The prefixes that this server has computed and holds no more, as hashes: they were evicted or
+dropped.
 
     evicted node      [ 130 ...... 192 ....... 256 ... 270 | answer ... 300 ]
     remembered                      x           x       x                x
 
-Each is a hash of all tokens up to there: at whole multiples of GRAIN, at the last token but one of
-the turn's prompt (as far as the same prompt is looked up), and at the node's end. A request whose
-prompt has one of them beyond what is cached was computed here up to that place. Where it leaves
-what was evicted, the tokens behind the last border count as new, fewer than GRAIN.
+Each border is a hash of all tokens up to there. There is one at whole multiples of GRAIN, at the
+last token but one of the turn's prompt (as far as the same prompt is looked up), and at the node's
+end. A request whose prompt has one of them beyond what is cached was computed here up to that
+place. Where it leaves what was evicted, the tokens behind the last border count as new, fewer than
+GRAIN.
 
 Nothing is looked up of a prompt that is cached, and nothing is hashed before the first eviction.
 Extra keys and cache salts go into the hashes, which are of this process alone.
 
-Scheduler thread only.
+All of it runs in the scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from kvtier_sglang.radix.node import KvNode
 
 GRAIN = 64
 # So many borders are about 20 MB of hashes, of 16 million tokens: several times the contexts that a
-# GPU's pool holds. What was evicted before those would take a pool as many times as large to hit.
+# GPU's pool holds. It would take a pool as many times as large to hit older ones.
 MOST_BORDERS = 1 << 18
 
 
@@ -42,20 +44,21 @@ class Record(NamedTuple):
 
 
 class Gone:
-    """See the module docstring. most_borders: of all nodes; the oldest are forgotten."""
+    """The borders of nodes that are gone, see the module docstring. most_borders: the most of all
+    nodes together; the oldest nodes are forgotten."""
 
     def __init__(self, most_borders: int = MOST_BORDERS) -> None:
         self._known: dict[int, Record] = {}
-        # Oldest first.
+        # The oldest one comes first.
         self._nodes: deque[tuple[Record, list[int]]] = deque()
         self._most, self._borders = most_borders, 0
 
     def __len__(self) -> int:
-        """Borders that are remembered."""
+        """Return the number of borders that are remembered."""
         return self._borders
 
     def add(self, node: KvNode, reason: str) -> None:
-        """A node of the tree, which still names its parent, is gone."""
+        """Remember a node of the tree that is gone, and still names its parent."""
         hashes = prefix_hashes(tokens_of(node.key), node.start, hash_up_to(node.parent, node.key))
         node.prefix_hash = int(hashes[-1])
         borders: list[int] = hashes[-(node.start + 1) % GRAIN :: GRAIN].tolist()
@@ -70,14 +73,14 @@ class Gone:
             oldest, hashes_of_it = self._nodes.popleft()
             self._borders -= len(hashes_of_it)
             for one in hashes_of_it:
-                # What was evicted again since is a newer one's.
+                # A border that was evicted again since is a newer record's.
                 if self._known.get(one) is oldest:
                     del self._known[one]
 
     def reach(self, key: RadixKey, held: KvNode, begin: int) -> tuple[int, Record | None]:
-        """How many leading tokens of a key were computed here, if more than `begin`, and what had
-        the last of them; else `begin` and None. held: a node that the key goes through, and that
-        ends at `begin` or before."""
+        """Return how many leading tokens of a key were computed here, if more than `begin`, and the
+        record of the node that had the last of them; else `begin` and None. held: a node that the
+        key goes through, and that ends at `begin` or before."""
         if not self._known or begin >= len(key):
             return begin, None
         tokens = tokens_of(key)[held.stop :]
@@ -90,8 +93,8 @@ class Gone:
 
 
 def hash_up_to(node: KvNode, key: RadixKey) -> int:
-    """The hash of all tokens up to a node's end, remembered by the nodes of its path. key: of the
-    same namespace."""
+    """Return the hash of all tokens up to a node's end, which the nodes of its path remember. key:
+    any key of the same namespace."""
     unknown = []
     while node.parent is not None and node.prefix_hash is None:
         unknown.append(node)

@@ -1,15 +1,16 @@
-"""Runs of a request's tokens that the tree holds behind other tokens: what stood behind a text that
-was edited, moved, or taken out.
+"""The runs of a request's tokens that the tree holds behind other tokens: they stood behind a text
+that was edited, moved, or taken out.
 
     in the tree    [ system | clock 9:41 | turn 1 | turn 2 | turn 3           ]
     a request      [ system | clock 9:57 | turn 1 | note   | turn 3 | turn 4  ]
                                          └─ run ─┘          └ run ─┘
 
-A window of tokens is known by its hash, wherever it stands: a hash by which one window in SAMPLED
-is remembered picks the same ones of both. What it finds is compared token by token and extended to
-both sides. Requests find only what is in their own namespace: the same extra key and cache salt.
+A window of tokens is known by its hash, wherever it stands. One window in SAMPLED is remembered;
+its hash decides that, so the same ones are picked of the tree and of a request. A window that is
+found is compared token by token and extended to both sides. Requests find only what is in their own
+namespace: the same extra key and cache salt.
 
-Scheduler thread only.
+All of it runs in the scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from kvtier_sglang.radix.node import KvNode
 
 WINDOW = 64
-# A power of two.
+# One window in so many is remembered: a power of two.
 SAMPLED = 32
-# Of those that begin alike, so many are compared, the newest ones.
+# So many places of one hash are compared, the newest ones.
 MOST_COMPARED = 4
-# Of the hashes that are remembered, by so many of their bits, whether there may be one: most of a
-# request's are not looked at further.
+# A filter tells by so many bits of a hash whether it may be one that is remembered: most of a
+# request's hashes are not looked at further.
 FILTER_BITS = 20
 _BASE, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 _SHIFT = np.uint64(32)
@@ -43,10 +44,10 @@ Namespace = tuple[str | None, str | None]
 
 
 class Run(NamedTuple):
-    """Tokens [begin, stop) of a request that end a path of the tree, or stand within it.
+    """The tokens [begin, stop) of a request that end a path of the tree, or stand within it.
 
     node: the last of that path's nodes that has some of them
-    shift: how much further on they stand in the request
+    shift: the number of positions that they stand further on in the request
     """
 
     begin: int
@@ -56,17 +57,18 @@ class Run(NamedTuple):
 
 
 class TokenIndex:
-    """Where windows of tokens stand in a tree, or stood. most_tokens: of all nodes; the newest ones
-    are remembered then, and of nodes that say the same the newest."""
+    """The places where windows of tokens stand in a tree, or stood. most_tokens: the most of all
+    nodes together. With such a limit the newest nodes are remembered, and of nodes that say the
+    same the newest alone."""
 
     def __init__(self, most_tokens: float = math.inf) -> None:
-        # By namespace and hash: a node in which a window ends, and the position where it begins.
+        # The nodes in which windows end, and where they begin, by namespace and hash.
         self._places: dict[Namespace, dict[int, list[tuple[KvNode, int]]]] = defaultdict(dict)
-        # By its id, in the order in which they came: a node, and its windows' hashes.
+        # Nodes by their ids, in the order in which they came, with their windows' hashes.
         self._nodes: dict[int, tuple[KvNode, NDArray[np.uint64]]] = {}
         self._most_tokens, self._tokens = most_tokens, 0
         self._filter = np.zeros(1 << FILTER_BITS, dtype=np.uint32)
-        # How often anything changed.
+        # It counts the changes so far.
         self.version = 0
 
     def clear(self) -> None:
@@ -80,14 +82,14 @@ class TokenIndex:
         return node.id in self._nodes
 
     def add(self, node: KvNode) -> None:
-        """A node hangs in the tree, or did."""
+        """Remember the windows of a node that hangs in the tree, or did."""
         self.version += 1
         before = _tokens_before(node, WINDOW - 1)
         tokens = np.concatenate([before, tokens_of(node.key)])
         if tokens.size < WINDOW:
             return
         starts, hashes = sampled(tokens)
-        # Of windows that are alike the first: a text may be one token over and over.
+        # The first of windows that are alike will do: a text may be one token over and over.
         hashes, first_of = np.unique(hashes, return_index=True)
         starts = starts[first_of]
         space, first = _namespace(node.key), node.start - before.size
@@ -106,7 +108,7 @@ class TokenIndex:
             self.remove(next(iter(self._nodes.values()))[0])
 
     def remove(self, node: KvNode) -> None:
-        """A node hangs there no more, or is about to change."""
+        """Forget a node that hangs there no more, or is about to change."""
         self.version += 1
         if node not in self:
             return
@@ -125,7 +127,8 @@ class TokenIndex:
             del self._places[space]
 
     def runs(self, key: RadixKey, begin: int, least: int) -> list[Run]:
-        """Runs of at least so many of the tokens key[begin:], first to last; none overlap."""
+        """Return the runs of at least so many of the tokens key[begin:], first to last; none
+        overlap."""
         places = self._places.get(_namespace(key))
         tokens = tokens_of(key)
         if places is None or tokens.size - begin < max(least, WINDOW):
@@ -159,7 +162,7 @@ def _say_the_same(one: KvNode, other: KvNode) -> bool:
 
 
 def path_key(node: KvNode) -> RadixKey:
-    """All tokens up to a node's end."""
+    """Return the key of all tokens up to a node's end."""
     tokens = np.concatenate([_tokens_before(node, node.start), tokens_of(node.key)])
     return RadixKey(
         array("q", tokens.tobytes()), node.key.extra_key, cache_salt=node.key.cache_salt
@@ -169,7 +172,7 @@ def path_key(node: KvNode) -> RadixKey:
 def _extended(
     tokens: Tokens, begin: int, here: int, node: KvNode, at: int, paths: dict[int, Tokens]
 ) -> Run:
-    """The run around tokens[here:], not before `begin`, that the path of a node has at `at`."""
+    """Return the run around tokens[here:], not before `begin`, that a node's path has at `at`."""
     if node.id not in paths:
         paths[node.id] = tokens_of(path_key(node))
     path = paths[node.id]
@@ -190,13 +193,14 @@ def _extended(
 
 
 def tokens_of(key: RadixKey) -> Tokens:
-    """int64 `[tokens]`, shared with the key where it has no limit."""
+    """Return a key's tokens, int64 `[tokens]`, shared with the key where it has no limit."""
     found: Tokens = np.frombuffer(key.raw_token_ids(), dtype=np.int64)
     return found
 
 
 def sampled(tokens: Tokens) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Where the windows begin that are remembered, of at least WINDOW tokens, and their hashes."""
+    """Return where the windows that are remembered begin, and their hashes. tokens: at least WINDOW
+    of them."""
     sums = prefix_hashes(tokens)
     _, inverse = _powers(1 << (int(tokens.size).bit_length()))
     windows = np.empty(sums.size - WINDOW + 1, dtype=np.uint64)
@@ -208,8 +212,8 @@ def sampled(tokens: Tokens) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
 
 
 def prefix_hashes(tokens: Tokens, begin: int = 0, before: int = 0) -> NDArray[np.uint64]:
-    """Of each token the hash of all up to it: uint64 `[tokens]`. begin: the position of the first;
-    before: the hash of those before it."""
+    """Return for each token the hash of all up to it: uint64 `[tokens]`. begin: the position of the
+    first; before: the hash of those before it."""
     powers, _ = _powers(1 << (int(begin + tokens.size).bit_length()))
     # A token 0 counts, too.
     mixed = tokens.view(np.uint64) + np.uint64(1)
@@ -223,7 +227,7 @@ def prefix_hashes(tokens: Tokens, begin: int = 0, before: int = 0) -> NDArray[np
 
 @lru_cache(maxsize=32)
 def _powers(count: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """The powers of the hash's base, and those of its inverse, modulo 2 to the 64th."""
+    """Return the powers of the hash's base, and those of its inverse, modulo 2 to the 64th."""
     base, found = int(_BASE), []
     for factor in (base, pow(base, -1, 1 << 64)):
         powers = np.full(count, factor, dtype=np.uint64)
@@ -233,13 +237,14 @@ def _powers(count: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
 
 
 def _filtered(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Where the filter has them: by bits that do not say which ones are picked."""
+    """Return the places of hashes in the filter, by bits that do not decide which windows are
+    remembered."""
     mixed = (hashes ^ (hashes >> _SHIFT)) & np.uint64((1 << FILTER_BITS) - 1)
     return mixed.view(np.int64)
 
 
 def _tokens_before(node: KvNode, most: int) -> Tokens:
-    """At most so many tokens before a node, of its path."""
+    """Return the newest tokens of a node's path before it, at most so many."""
     parts: list[Tokens] = []
     for one in _above(node):
         if most <= 0:
@@ -257,7 +262,7 @@ def _above(node: KvNode) -> Iterator[KvNode]:
 
 
 def _alike(a: Tokens, b: Tokens) -> int:
-    """How many of the first tokens are the same."""
+    """Return how many of the first tokens are the same."""
     size, begin, stop = min(a.size, b.size), 0, 512
     while begin < size:
         differ = a[begin : min(stop, size)] != b[begin : min(stop, size)]

@@ -1,4 +1,4 @@
-"""How much of each prompt was there, and why the rest was not.
+"""The accounts of prompts: how much of each was there, and why the rest was not.
 
     prompt      [   hit   |  restored  |                computed                 ]
     computed                           [ recomputed: evicted | new | edited | new ]
@@ -9,7 +9,7 @@ it. A request is accounted once, as far as it has come: what it computes a secon
 was retracted, is `retracted`. The last token of a prompt is always computed, as its logits are
 wanted, and counts as new.
 
-Scheduler thread only.
+All of it runs in the scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ CUT, EXACT, EDITED, RETRACTED = "cut", "exact", "edited", "retracted"
 OF_EVICTED = (EVICTED, LOST, REFUSED, FAILED)
 REASONS = (*OF_EVICTED, CUT, EXACT, EDITED, DROPPED, FLUSHED, WEIGHTS, RETRACTED)
 # A request goes on with a session where it has the whole of its last prompt, but for so many
-# tokens, or an eighth: templates end prompts in ways of their own, and borders of what is gone are
-# so far apart.
+# tokens, or an eighth where that is less: templates end prompts in ways of their own, and borders
+# of what is gone are so far apart.
 ENDS_OTHERWISE, OF = GRAIN, 8
 
 
 class Span(NamedTuple):
-    """Tokens [begin, stop) of a prompt that were computed before, and why they are not used."""
+    """The tokens [begin, stop) of a prompt that were computed before, and why they are not used."""
 
     begin: int
     stop: int
@@ -47,11 +47,11 @@ class Span(NamedTuple):
 
 
 class Match(NamedTuple):
-    """What a request's last match said.
+    """The result of a request's last match.
 
     cached:     tokens that the tree has in whatever state, the last of them in `node`
-    exact:      only exact KV was looked for
-    changed_at: where KV was first copied from behind other text, see Account
+    exact:      True where only exact KV was looked for
+    changed_at: position at which KV was first copied from behind other text, see Account
     """
 
     cached: int
@@ -62,14 +62,15 @@ class Match(NamedTuple):
 
 @dataclass
 class Account:
-    """Of one request's prompt; see the module.
+    """The account of one request's prompt; see the module docstring.
 
-    tokens:     of the prompt
+    tokens:     the number of the prompt's tokens
     extra_key:  the namespace that it was matched in
-    session:    by the name that its client gave, or this server; None: not known yet
+    session:    the session's name, by its client or by this server; None: not known yet
     changed_at: the position at which it leaves the context that has most of what follows
-    covered:    its first tokens, which are accounted
-    known:      what was computed before of those that its present life computes, first to last
+    covered:    the number of its first tokens, which are accounted
+    known:      spans computed before, of what its present life computes; where they overlap the
+                first one counts
     arrived_s:  time.time() when it came
     """
 
@@ -88,11 +89,11 @@ class Account:
 
     @property
     def new(self) -> int:
-        """Tokens that were computed for the first time."""
+        """The number of tokens that were computed for the first time."""
         return self.computed - sum(self.recomputed.values())
 
     def have(self, stop: int, restored: int = 0) -> None:
-        """The first `stop` tokens are there, the last `restored` of them from a tier."""
+        """Account the first `stop` tokens as there, the last `restored` of them from a tier."""
         there = max(0, min(stop, self.tokens) - self.covered)
         loaded = min(restored, there)
         self.restored += loaded
@@ -100,7 +101,7 @@ class Account:
         self.covered += there
 
     def compute(self, begin: int, stop: int) -> None:
-        """Tokens [begin, stop) are computed."""
+        """Account that tokens [begin, stop) are computed."""
         for part in split(begin, min(stop, self.tokens), self._told()):
             self.computed += part.stop - part.begin
             if part.reason is not None:
@@ -112,7 +113,7 @@ class Account:
         yield from self.known
 
     def summary(self) -> dict[str, Any]:
-        """For people and logs: numbers alone."""
+        """Return the account's numbers, for people and logs."""
         found: dict[str, Any] = {
             "hit": self.hit,
             "restored": self.restored,
@@ -131,8 +132,8 @@ class Part(NamedTuple):
 
 
 def split(begin: int, stop: int, known: Iterator[Span] | Sequence[Span]) -> Iterator[Part]:
-    """[begin, stop) in parts that follow each other. known: first to last; where they overlap the
-    first one counts."""
+    """Yield [begin, stop) in parts that follow each other. known: spans, first to last; where they
+    overlap the first one counts."""
     for span in known:
         first, last = max(begin, span.begin), min(stop, span.stop)
         if first < last:
@@ -145,14 +146,14 @@ def split(begin: int, stop: int, known: Iterator[Span] | Sequence[Span]) -> Iter
 
 
 class Misses:
-    """Accounts of one cache's requests. counters, reasons: of all of them, as an Account has them;
-    they only grow."""
+    """The accounts of one cache's requests. counters, reasons: the sums over all of them of what an
+    Account has; they only grow."""
 
     def __init__(self) -> None:
         self.gone = Gone()
         self.counters: Counter[str] = Counter(hit=0, restored=0, computed=0, new=0)
         self.reasons: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
-        # time.time() when the first request came.
+        # This is time.time() when the first request came.
         self.began_s = 0.0
         self._weights_changed = False
         self._sessions = 0
@@ -160,14 +161,14 @@ class Misses:
     # -- what becomes of what was computed --
 
     def flushed(self, nodes: Iterator[KvNode]) -> None:
-        """The cache is flushed, which has these."""
+        """Remember the nodes of a cache that is flushed."""
         reason = WEIGHTS if self._weights_changed else FLUSHED
         for node in nodes:
             self.gone.add(node, reason)
         self._weights_changed = False
 
     def weights_change(self) -> None:
-        """What is cached will be flushed because the weights change."""
+        """Note that what is cached will be flushed because the weights change."""
         self._weights_changed = True
 
     # -- a request --
@@ -175,8 +176,8 @@ class Misses:
     def matched(
         self, req: Any, cached: tuple[int, KvNode], held: int, *, exact: bool, copied: bool
     ) -> None:
-        """A request waits and was matched; `held` tokens of it are there, the last ones just copied
-        from behind other text where `copied` says so. cached: see Match."""
+        """Note the match of a request that waits. `held` tokens of it are there, the last ones just
+        copied from behind other text where `copied` says so. cached: see Match."""
         if not is_of_a_client(req):
             return
         if not hasattr(req, "kvtier_account"):
@@ -196,9 +197,10 @@ class Misses:
         texts: Sequence[TokenIndex],
         tier_said: str | None,
     ) -> None:
-        """A request computed its tokens from the end of `anchor`, which it has locked, to `stop`.
+        """Account the tokens that a request computed, from the end of `anchor`, which it has
+        locked, to `stop`.
 
-        texts: where what stands behind other text may be found. tier_said: why the tier did not
+        texts: the indexes that find what stands behind other text. tier_said: why the tier did not
         bring what it was asked for; None: it was not asked.
         """
         account: Account | None = getattr(req, "kvtier_account", None)
@@ -220,7 +222,8 @@ class Misses:
         self._count(before, account.summary())
 
     def released(self, req: Any, *, ended: bool) -> Account | None:
-        """A request ended, or will begin again; its account where it has computed something."""
+        """Close the account of a request that ended, or suspend that of one that will begin again.
+        Return it where the request ended and has computed something; else None."""
         account: Account | None = getattr(req, "kvtier_account", None)
         if account is None or not account.is_running:
             return None
@@ -235,11 +238,12 @@ class Misses:
         return account
 
     def report(self) -> dict[str, Any]:
-        """For the server's internal state."""
+        """Return the sums for the server's internal state."""
         return {**self.counters, "recomputed": dict(self.reasons)}
 
     def _count(self, before: dict[str, Any], after: dict[str, Any]) -> None:
-        """Metrics are read meanwhile by another thread: nothing that is counted ever shrinks."""
+        """Add to the sums what an account grew by. Metrics are read meanwhile by another thread:
+        nothing that is counted ever shrinks."""
         for name in ("hit", "restored", "computed"):
             self.counters[name] += after[name] - before[name]
         new = after["computed"] - before["computed"]
@@ -288,8 +292,8 @@ class Misses:
         record: Any,
         longest: Run | None,
     ) -> str:
-        """The session that a request goes on with: as its client says, or the one whose last prompt
-        it has."""
+        """Return the session that a request goes on with: the one that its client names, the one
+        whose last prompt it has, or a new one."""
         given = getattr(req, "session_id", None)
         if given is not None:
             return f"named {given}"
@@ -309,7 +313,8 @@ class Misses:
 
 
 def _elsewhere(text: TokenIndex, key: RadixKey, begin: int, anchor: KvNode) -> Iterator[Run]:
-    """Runs of key[begin:] that stand behind other tokens; what the prompt itself repeats is new."""
+    """Yield the runs of key[begin:] that stand behind other tokens; what the prompt itself repeats
+    is new."""
     own = {node.id for node in anchor.path()}
     for run in text.runs(key, begin, WINDOW):
         if run.node.id not in own:
@@ -317,7 +322,7 @@ def _elsewhere(text: TokenIndex, key: RadixKey, begin: int, anchor: KvNode) -> I
 
 
 def arrival(req: Any) -> float:
-    """time.time() when a request came, as SGLang noted it; now, where it did not."""
+    """Return time.time() when a request came, as SGLang noted it; now, where it did not."""
     noted = getattr(getattr(req, "time_stats", None), "wait_queue_entry_time", 0.0)
     return time.time() - (time.perf_counter() - noted if noted else 0.0)
 

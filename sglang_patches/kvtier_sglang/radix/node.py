@@ -14,7 +14,7 @@ from kvtier.retention.shares import Choice
 from kvtier.tier.blobs.turns import NodeRecord
 
 NOTHING_DROPPED = DroppedSpan(0, 0)
-# Of a node's children; more of them say the same of what is before them.
+# So many of a node's children are followed; more of them say the same of what is before them.
 MOST_FOLLOWED = 4
 
 
@@ -30,19 +30,19 @@ class KvNode(TreeNode):
                     a token without one is 0, SGLang's padding slot.
     exact:          its KV was computed with nothing before it dropped.
     moved:          its KV was computed behind other tokens, and its keys turned to where it stands.
-    turns:          how often what it holds was turned, or coded again, since it was computed.
-    choice:         how much of the dropped span anchored heads keep, and why; None where nothing
-                    is dropped, or they keep all.
+    turns:          times that what it holds was turned, or coded again, since it was computed.
+    choice:         the part of the dropped span that anchored heads keep, and why; None where
+                    nothing is dropped, or they keep all.
     kept_entries:   entries of the dropped span that an anchored head keeps, or a head on average;
                     None likewise.
     sent_tokens:    tokens whose exact KV was handed over for the tier.
     restored_tokens: tokens whose KV came from the tier.
-    session:        of the request that computed it, see misses.py; None while that runs.
-    account:        of the request that ended here last, likewise; None where none did.
-    prefix_hash:    of all tokens up to its end, see gone.py; None until it is asked for.
+    session:        session of the request that computed it, see misses.py; None while that runs.
+    account:        account of the request that ended here last, likewise; None where none did.
+    prefix_hash:    hash of all tokens up to its end, see gone.py; None until it is asked for.
     """
 
-    # SGLang's, which has no types.
+    # These are of SGLang's node, which has no types.
     key: RadixKey
     value: torch.Tensor
     parent: Any
@@ -77,7 +77,7 @@ class KvNode(TreeNode):
         return self.start + len(self.key)
 
     def path(self) -> Iterator[KvNode]:
-        """From this node up to, not including, the root."""
+        """Yield the nodes from this one up to, not including, the root."""
         node = self
         while node.parent is not None:
             yield node
@@ -85,12 +85,12 @@ class KvNode(TreeNode):
 
     @property
     def is_behind_a_drop(self) -> bool:
-        """Whether what is computed behind this node sees KV that is not exact."""
+        """Return whether what is computed behind this node sees KV that is not exact."""
         return not self.exact or any(node.dropped.num_tokens for node in self.path())
 
     def first_tokens_behind(self, most: int) -> list[list[int]]:
-        """At most so many tokens behind this node, of each of its first MOST_FOLLOWED children and
-        of what follows that first."""
+        """Return at most so many tokens behind this node, for each of its first MOST_FOLLOWED
+        children: the child's own, and then those of the first child of each node."""
         found = []
         for child in list(self.children.values())[:MOST_FOLLOWED]:
             tokens: list[int] = []
@@ -102,17 +102,18 @@ class KvNode(TreeNode):
         return found
 
     def like(self, other: KvNode) -> bool:
-        """Whether both were computed as exactly."""
+        """Return whether both were computed as exactly."""
         return (self.exact, self.moved) == (other.exact, other.moved)
 
     @property
     def kept(self) -> int:
-        """Entries that an anchored head keeps of the dropped span."""
+        """The number of entries that an anchored head keeps of the dropped span."""
         return self.dropped.num_tokens if self.kept_entries is None else self.kept_entries
 
     @property
     def entries(self) -> int:
-        """Entries that an anchored head keeps of the node; none of what a memory stands for."""
+        """The number of entries that an anchored head keeps of the node; 0 where a memory stands
+        for its tokens."""
         return len(self.key) - self.dropped.num_tokens + self.kept if self.num_slots else 0
 
     def attach(self, child: KvNode) -> None:
@@ -131,8 +132,8 @@ class KvNode(TreeNode):
         del self.parent.children[(first, self.id)]
 
     def cut(self, at: int, entries: Callable[[int], int]) -> KvNode:
-        """A new node that takes this one's first `at` tokens, and no place in the tree yet.
-        entries: how many of what it keeps so many slots hold."""
+        """Return a new node that takes this one's first `at` tokens, and has no place in the tree
+        yet. entries: says how many kept entries so many slots hold."""
         upper = self.beginning(at, self.value[:at].clone())
         upper.lock_ref, upper.hit_count = self.lock_ref, self.hit_count
         upper.last_access_time, upper.creation_time = self.last_access_time, self.creation_time
@@ -156,7 +157,8 @@ class KvNode(TreeNode):
         return upper
 
     def beginning(self, at: int, value: torch.Tensor) -> KvNode:
-        """A new node of this one's first `at` tokens in these slots, without what it drops."""
+        """Return a new node of this one's first `at` tokens in these slots. Its dropped span is
+        empty."""
         upper = KvNode(priority=self.priority)
         upper.start, upper.prompt_stop = self.start, self.prompt_stop
         upper.compressed = self.compressed
@@ -169,7 +171,7 @@ class KvNode(TreeNode):
         return upper
 
     def keep_what_is_held(self, entries: Callable[[int], int]) -> None:
-        """Count what is kept of the dropped span by the slots that it has; entries: as of `cut`."""
+        """Count what is kept of the dropped span by the slots that it has; entries: see `cut`."""
         held = self.value[self.dropped.begin : self.dropped.end]
         room = entries(int(torch.count_nonzero(held)))
         self.kept_entries = min(room, self.dropped.num_tokens)
@@ -187,16 +189,17 @@ class KvNode(TreeNode):
         self.priority = max(self.priority, upper.priority)
 
     def note_used(self, counted: int) -> None:
-        """A request computed or used the KV up to this node's end; its first `counted` tokens were
-        counted before. Eviction policies go by this, as they do over SGLang's own tree."""
+        """Note that a request computed or used the KV up to this node's end; its first `counted`
+        tokens were counted before. Eviction policies go by this, as they do over SGLang's own tree.
+        """
         now = time.monotonic()
         for node in self.path():
             node.last_access_time = now
             node.hit_count += node.stop > counted
 
     def note_sent(self, tokens: int) -> None:
-        """The exact KV of the newest `tokens` tokens up to this node's end was handed over for the
-        tier."""
+        """Note that the exact KV of the newest `tokens` tokens up to this node's end was handed
+        over for the tier."""
         for node in self.path():
             part = min(tokens, len(node.key))
             if not part:
@@ -205,7 +208,8 @@ class KvNode(TreeNode):
             tokens -= part
 
     def record(self) -> NodeRecord:
-        """What a tier stores about the node, so that it can be compressed again just as it is."""
+        """Return the record that a tier stores of the node, so that it can be compressed again just
+        as it is."""
         return NodeRecord(
             stop=self.stop,
             prompt_stop=self.prompt_stop,
@@ -229,7 +233,7 @@ def same_tokens(a: KvNode, b: KvNode) -> bool:
 
 
 def moved_tokens(node: KvNode) -> int:
-    """Tokens up to a node that were computed behind other ones."""
+    """Return the number of tokens up to a node's end that were computed behind other ones."""
     return sum(len(one.key) for one in node.path() if one.moved)
 
 

@@ -1,4 +1,4 @@
-"""Prefixes that memories stand for, as nodes of the tree.
+"""The prefixes that memories stand for, as nodes of the tree.
 
     root ─┬─ [ prefix ]─[ ... ]                          computed exactly
           └─ "m" + digest: [ prefix, no slots ]─[ ... ]  behind the memory: compressed, atomic
@@ -22,8 +22,8 @@ from kvtier_sglang.tier.scopes import memory_in
 
 
 class Start(NamedTuple):
-    """Where a key is looked up from. node: the last one that is known to match; offset: how many
-    tokens of the key that is; exact_only: see VariantRadixTree.walk."""
+    """The place that a key is looked up from. node: the last one that is known to match; offset:
+    the number of the key's tokens up to there; exact_only: see VariantRadixTree.walk."""
 
     node: KvNode
     offset: int
@@ -32,17 +32,18 @@ class Start(NamedTuple):
     def walk(
         self, tree: VariantRadixTree, key: RadixKey, *, exact_only: bool
     ) -> tuple[KvNode, int]:
-        """See VariantRadixTree.walk."""
+        """Walk a key from here; see VariantRadixTree.walk."""
         exact_only = exact_only or self.exact_only
         return tree.walk(self.node, key, self.offset, exact_only=exact_only)
 
 
 def begin(tree: VariantRadixTree, bank: MemoryBank | None, key: RadixKey, req: Any) -> Start:
-    """Behind the prefix of a request's memory, or at the root. The bank learns which it is.
+    """Return the place behind the prefix of a request's memory, or the root, and tell the bank
+    which it is.
 
-    A memory may be dropped while the request waits: then it is computed exactly, where the
-    memory's other requests are, but enters nothing of theirs. req: None for a match that is of no
-    request.
+    A memory may be dropped while the request waits. Then the request is computed exactly: it stands
+    where the memory's other requests do, but enters nothing of theirs that is not exact. req: None
+    for a match that is of no request.
     """
     digest = None if bank is None else memory_in(key.extra_key)
     memory = None if bank is None or digest is None else bank.named(digest)
@@ -58,7 +59,7 @@ def begin(tree: VariantRadixTree, bank: MemoryBank | None, key: RadixKey, req: A
 
 
 def _hang(tree: VariantRadixTree, key: RadixKey) -> KvNode:
-    """A node that holds nothing of a prefix."""
+    """Hang a node that stands for a prefix and holds nothing of it below the root."""
     node = KvNode()
     node.key, node.value = key, torch.zeros(len(key), dtype=torch.int64, device=tree.device)
     node.prompt_stop, node.dropped = len(key), DroppedSpan(0, len(key))

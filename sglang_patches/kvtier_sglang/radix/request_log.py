@@ -34,14 +34,14 @@ from kvtier_sglang.radix.misses import Account
 
 logger = logging.getLogger(__name__)
 
-# Lines that wait to be written; a prompt of a million tokens is 8 MB until then.
+# At most so many lines wait to be written; a prompt of a million tokens is 8 MB until then.
 MOST_WAITING = 256
 # The longest that a server which ends waits for them.
 CLOSING_S = 5.0
 
 
 class Ended(NamedTuple):
-    """A request that ended: what its line is made of. input_ids: of its prompt. first_s, arrived_s:
+    """A request that ended, as its line is made of it. input_ids: its prompt's. first_s, arrived_s:
     time.time() when the server's first request and this one came."""
 
     input_ids: Sequence[int]
@@ -54,18 +54,18 @@ class Ended(NamedTuple):
 
 
 class RequestLog:
-    """See the module docstring. `ended` and `close` are called by the scheduler's thread."""
+    """The log of the module docstring. The scheduler's thread calls `ended` and `close`."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._key = file, secrets.token_bytes(32)
         self._waiting: queue.Queue[Ended | None] = queue.Queue(MOST_WAITING)
-        # is_on: whether lines are written; lost: how many were given up.
+        # is_on says whether lines are written; lost counts those that were given up.
         self.is_on, self.lost = True, 0
         self._thread = threading.Thread(target=self._run, name="kvtier-request-log", daemon=True)
         self._thread.start()
 
     def ended(self, req: Any, account: Account, first_s: float) -> None:
-        """A request ended, in whatever way. first_s: see Ended."""
+        """Log a request that ended, in whatever way. first_s: see Ended."""
         if not self.is_on:
             return
         told = account.summary()
@@ -99,7 +99,7 @@ class RequestLog:
     def _run(self) -> None:
         try:
             with open(self._file, "ab", buffering=0, opener=_private) as file:
-                # What is no file has no size.
+                # A pipe or a device has no size, and is new.
                 is_new = not os.fstat(file.fileno()).st_size
                 began_s = None if is_new else _began_s(self._file)
                 while (one := self._waiting.get()) is not None:
@@ -110,7 +110,7 @@ class RequestLog:
             logger.warning("the request log failed and is off from now on", exc_info=True)
 
     def line(self, one: Ended, began_s: float) -> dict[str, Any]:
-        """What a request's line says. began_s: time.time() of the file's beginning."""
+        """Return a request's line. began_s: time.time() of the file's beginning."""
         line = {
             "timestamp": max(0, round(1000 * (one.arrived_s - began_s))),
             "input_length": len(one.input_ids),
@@ -124,7 +124,7 @@ class RequestLog:
         return {**line, "kvtier": told}
 
     def _hash_ids(self, one: Ended) -> Iterator[int]:
-        """An id for each block, of 63 bits: readers take them for signed numbers of 64."""
+        """Yield an id for each block, of 63 bits: readers take them for signed numbers of 64."""
         before = self._digest(repr(one.namespace).encode())
         for begin in range(0, len(one.input_ids), BLOCK_TOKENS):
             block = array("q", one.input_ids[begin : begin + BLOCK_TOKENS])
@@ -136,7 +136,7 @@ class RequestLog:
 
 
 def _private(file: str, flags: int) -> int:
-    """Opened for its owner alone: lengths and times say something, too."""
+    """Open a file, for its owner alone where it is made: lengths and times say something, too."""
     return os.open(file, flags, mode=0o600)
 
 
@@ -150,8 +150,8 @@ def append(file: BinaryIO, line: dict[str, Any]) -> None:
 
 
 def _began_s(file: Path) -> float:
-    """time.time() when a log that is gone on with began. Raises whatever a file raises that is no
-    such log."""
+    """Return time.time() when a log that is gone on with began. Raises whatever reading a file
+    raises that is no such log."""
     with file.open("rb") as before:
         line = json.loads(before.readline())
     return float(line["kvtier"]["time"]) - float(line["timestamp"]) / 1000

@@ -7,7 +7,7 @@ they were, whatever today's rule would choose, and what follows them as if it ha
 Nodes and slots are the same on every tensor parallel rank, so a rank that cannot write what it has
 builds them nonetheless; then the ranks tell each other, and all keep the path or none.
 
-Scheduler thread only.
+All of it runs in the scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Restorer:
-    """Writes what landed into one tree. ranks: which do so together."""
+    """The writer of what landed into one tree. ranks: those that write together."""
 
     def __init__(
         self, tree: VariantRadixTree, compressor: Compressor, codec: SpanCodec, ranks: Ranks
@@ -40,16 +40,16 @@ class Restorer:
         self.codec = codec
         self.ranks = ranks
         self.counters: Counter[str] = Counter()
-        # Whether some of the path that is being restored could not be written.
+        # True once some of the path that is being restored could not be written.
         self._failed = False
 
     def restore(self, key: RadixKey, anchor: KvNode, landed: Landed) -> KvNode | None:
-        """Write what landed of a key behind `anchor`; the deepest node of the restored path, or
-        None where there is no room: what was written by then is a prefix like any other.
+        """Write what landed of a key behind `anchor`. Return the deepest node of the restored path,
+        or None where there is no room: what was written by then is a prefix like any other.
 
-        None, too, where something went wrong on any rank: what came from elsewhere must not end the
-        scheduler, now and after every restart. Then tree and slots are as they were before, but for
-        what was evicted.
+        It returns None, too, where something went wrong on any rank: what came from elsewhere must
+        not end the scheduler, now and after every restart. Then tree and slots are as they were
+        before, but for what was evicted.
         """
         first_id = TreeNode.counter
         taken: list[torch.Tensor] = []
@@ -80,7 +80,7 @@ class Restorer:
     def _restore(
         self, key: RadixKey, anchor: KvNode, landed: Landed, taken: list[torch.Tensor]
     ) -> KvNode | None:
-        """See `restore`. The slots of new nodes are added to `taken`."""
+        """Write what landed, see `restore`, and add the slots of new nodes to `taken`."""
         node = anchor
         locks = []
         try:
@@ -98,7 +98,7 @@ class Restorer:
                     self.tree.shrink(node, freed)
                     self.tree.remember(node)
                 locks.append(self.tree.lock(node))
-            # The run behind them: what is exact of it, and what is not.
+            # The run behind them becomes two nodes: what is exact of it, and what is not.
             for stop in (landed.exact_stop, landed.stop):
                 if stop <= node.stop:
                     continue
@@ -121,8 +121,8 @@ class Restorer:
         landed: Landed,
         taken: list[torch.Tensor],
     ) -> KvNode | None:
-        """A new node of the tokens `key` behind `parent` with what landed of them; None where there
-        is no room. How it was computed the caller knows."""
+        """Write what landed of the tokens `key` into a new node behind `parent`, and return it;
+        None where there is no room. The caller knows how exactly it was computed."""
         begin, stop = parent.stop, parent.stop + len(key)
         allocator = self.tree.allocator
         lock = self.tree.lock(parent)
@@ -144,7 +144,7 @@ class Restorer:
         return child
 
     def _scatter(self, payload: Any, tokens: int, skipped: int, slots: torch.Tensor) -> None:
-        """See SpanCodec.scatter. A failure is remembered, for `restore`."""
+        """Write a part of a payload, see SpanCodec.scatter; remember a failure, for `restore`."""
         try:
             self.codec.scatter(torch.from_numpy(payload), tokens, skipped, slots)
         except Exception:
@@ -154,7 +154,7 @@ class Restorer:
 
 
 def continues(landed: Landed, held: int) -> bool:
-    """Whether what landed can be used behind `held` tokens of the device."""
+    """Return whether what landed can be used behind `held` tokens of the device."""
     if not landed.begin <= held < landed.stop:
         return False
     recorded = max((place.node.stop for place in landed.places), default=0)

@@ -1,4 +1,4 @@
-"""Prompts that are compressed while they are prefilled, so that memory does not wait for the turn's
+"""The compression of prompts while they are prefilled, so that memory does not wait for the turn's
 end, and a prompt may be larger than the pool.
 
     chunk 0 computed    [ 0 exact ]
@@ -10,7 +10,7 @@ turn ends. What is compressed becomes a node of its own, as a turn would. What i
 heads keep is not exact, so by default only a prompt streams that would not fit otherwise, and only
 as far as that needs.
 
-Scheduler thread only.
+All of it runs in the scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kvtier_sglang.radix.turn_end import compress_node
 
 
 class Streaming:
-    """See the module docstring.
+    """The streaming of one tree's prompts, see the module docstring.
 
-    when:         which prompts.
-    chunk_tokens: of a prefill pass; None where prompts are not cut.
+    when:         the prompts that stream.
+    chunk_tokens: the tokens of a prefill pass; None where prompts are not cut.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Streaming:
     ) -> None:
         self._tree, self._compressor, self._when = tree, compressor, when
         self._chunk = chunk_tokens or 0
-        # Slots of a compressed chunk; all of its slots where only its own text will say.
+        # The slots of a compressed chunk; all of its slots where only its own text will say.
         self._kept = compressor.chunk_slots(self._chunk) if self._chunk else 0
 
     @property
     def is_on(self) -> bool:
-        """Whether any prompt streams."""
+        """Return whether any prompt may stream."""
         if not self._chunk or self._compressor.selection is None:
             return False
         if self._chunk < self._compressor.rule.window:
@@ -56,7 +56,7 @@ class Streaming:
         return self._when == "always" or (self._when == "auto" and self._kept < self._chunk)
 
     def slots(self, tokens: int) -> int:
-        """The most slots that so many tokens of a prompt hold while they are prefilled."""
+        """Return the most slots that so many tokens of a prompt hold while they are prefilled."""
         if not self.is_on or tokens <= 2 * self._chunk:
             return tokens
         kept = -(-(tokens - 2 * self._chunk) // self._chunk)
@@ -64,7 +64,7 @@ class Streaming:
 
     @property
     def most_tokens(self) -> int:
-        """The longest prompt that an empty pool has room for."""
+        """The tokens of the longest prompt that an empty pool has room for."""
         size = self._tree.allocator.size
         room = size - 2 * self._chunk - PAGE
         if not self.is_on or room < 0 or self._kept == self._chunk:
@@ -72,9 +72,10 @@ class Streaming:
         return max(size, 2 * self._chunk + room // self._kept * self._chunk)
 
     def admitted_with(self, req: Any, new_tokens: int, wanted: int, chunk: int | None) -> int:
-        """How many slots a request needs, for which the pool has no room with all of its new tokens
-        exact. wanted: slots of those and of its answer, which it needs unless it streams. chunk:
-        the most tokens of the pass that begins it; None: all."""
+        """Return how many slots a request needs that the pool has no room for with all of its new
+        tokens exact; where it has to stream, mark it so. wanted: slots of those and of its answer,
+        which it needs unless it streams. chunk: the most tokens of the pass that begins it; None:
+        all."""
         if not self.is_on or chunk is None or new_tokens <= chunk or wants_exact(req):
             return wanted
         held = sum(node.num_slots for node in req.last_node.path())
@@ -86,8 +87,8 @@ class Streaming:
 
     def chunk_ended(self, req: Any, node: KvNode) -> int | None:
         """Compress what is before the newest chunk of a request, which is `node` and which it has
-        locked. Returns the position from which on the tokens before it have other slots now; None
-        where none has."""
+        locked. Returns the position from which on the tokens before that chunk have other slots
+        now; None where none has."""
         if not self.is_on or wants_exact(req) or not self._is_needed(req, node):
             return None
         changed, window = None, node.stop - self._compressor.rule.window
@@ -102,8 +103,8 @@ class Streaming:
         return changed
 
     def _is_needed(self, req: Any, node: KvNode) -> bool:
-        """Whether a request compresses its chunks now. When its prompt is complete, but for a token
-        that it was answered, a pass may be under way that reads them."""
+        """Return whether a request compresses its chunks now. It does not once all is computed but
+        for the token that it was answered: a pass may be under way that reads them."""
         left = len(req.full_untruncated_fill_ids) - node.stop
         if left <= 1 or self._when == "always":
             return left > 1

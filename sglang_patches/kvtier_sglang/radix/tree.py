@@ -13,7 +13,7 @@ The point where the request left is remembered as a node boundary of the variant
 request that leaves there computes nothing of it again. A span that cannot be cut (its entries stand
 for several tokens each, or its beginning is short) is left where it begins.
 
-Not thread-safe; owned by the scheduler thread.
+The tree is not thread-safe; the scheduler's thread owns it.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from kvtier_sglang.ranks import Ranks
 
 
 class VariantRadixTree(RadixCache):
-    """SGLang's radix cache over a `BundleAllocator`, one page per token; see the module.
+    """SGLang's radix cache over a `BundleAllocator`, one page per token; see the module docstring.
 
-    rule: where a compressed node may be cut.
+    rule: says where a compressed node may be cut.
     """
 
     root_node: KvNode
@@ -60,15 +60,15 @@ class VariantRadixTree(RadixCache):
         self.ranks = ranks
         self.matching = Matching(rule, self._has_tokens)
         self.counters: Counter[str] = Counter(variants=0)
-        # Where tokens of compressed nodes stand; None where nobody asks.
+        # The places where tokens of compressed nodes stand; None where nobody asks.
         self.index: TokenIndex | None = None
-        # Where those of evicted ones stood that a tier may have; None likewise.
+        # The places where those of evicted ones stood that a tier may have; None likewise.
         self.evicted: TokenIndex | None = None
         self.misses = Misses()
-        # Why the nodes go that go now.
+        # The reason for which nodes go now.
         self._going = EVICTED
         super().__init__(params)
-        # Slots that running requests have beside those of their nodes.
+        # The slots that running requests have beside those of their nodes.
         self.private_slots = 0
         self.allocator.owner_check = self.check_integrity
         assert self.page_size == 1, "kvtier keeps one token per page"
@@ -93,13 +93,14 @@ class VariantRadixTree(RadixCache):
         )
 
     def hold_private(self, slots: int) -> None:
-        """A running request got (or, below zero, gave back) slots beside those of its nodes."""
+        """Account slots that a running request got (or, below zero, gave back) beside those of its
+        nodes."""
         self.private_slots += slots
         self.protected_size_ += slots
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """SGLang inserts through `checkpoint`; a whole key from the root could not tell which
-        variant a request has been reading."""
+        """Raise RuntimeError: SGLang inserts through `checkpoint`. A whole key from the root could
+        not tell which variant a request has been reading."""
         raise RuntimeError("the kvtier tree is extended by checkpoint, never by insert")
 
     # -- matching --
@@ -132,10 +133,10 @@ class VariantRadixTree(RadixCache):
         return node, offset
 
     def _before_window(self, node: KvNode, key: RadixKey, offset: int) -> int:
-        """The position up to which a key is looked for where some layers have a window: before the
-        end of what is compressed, where less than half a window is there behind it. Then it is cut
-        a window earlier, and of the window that is computed again the last tokens are nearly as
-        they were."""
+        """Return the position up to which a key is looked for where some layers have a window: a
+        token before the end of what is compressed, where less than half a window is there behind
+        it. Then the span is cut a window earlier, and the last tokens of the window that is
+        computed again are nearly as they were."""
         stop, gap = offset, 0
         path = [(one, len(one.key)) for one in reversed(list(node.path()))]
         for one, usable in (*path, *self._steps(node, key, offset, exact_only=False)):
@@ -149,7 +150,7 @@ class VariantRadixTree(RadixCache):
         return max(offset, gap - 1) if is_little else len(key)
 
     def touch_prefix(self, key: RadixKey) -> None:
-        """See BasePrefixCache: keep what waiting requests will match from being evicted."""
+        """Keep what waiting requests will match from being evicted; see BasePrefixCache."""
         if not self.disable:
             for _ in self._steps(self.root_node, key, 0, exact_only=False):
                 pass
@@ -157,8 +158,8 @@ class VariantRadixTree(RadixCache):
     def _steps(
         self, node: KvNode, key: RadixKey, offset: int, *, exact_only: bool
     ) -> Iterator[tuple[KvNode, int]]:
-        """The nodes that `key` goes through, with how many of their tokens can be used: all of
-        them, but for the last node. They count as used now."""
+        """Yield the nodes that `key` goes through, with how many of their tokens can be used: all
+        of them, but for the last node. They count as used now."""
         now = time.monotonic()
         while offset < len(key):
             child, usable = self.matching.furthest_child(node, key, offset, exact_only=exact_only)
@@ -205,7 +206,8 @@ class VariantRadixTree(RadixCache):
         priority: int,
         prompt_stop: int,
     ) -> KvNode:
-        """A new unlocked child of `parent` that owns the slots `value`, one for each token."""
+        """Hang a new unlocked child below `parent`, which owns the slots `value`, one for each
+        token, and return it."""
         child = KvNode(priority=priority)
         child.start, child.prompt_stop = parent.stop, prompt_stop
         child.key, child.value = key, value
@@ -219,8 +221,8 @@ class VariantRadixTree(RadixCache):
         return child
 
     def _learned_boundaries(self, node: KvNode, key: RadixKey, offset: int) -> list[int]:
-        """Where key[offset:] leaves the compressed nodes it could not use: there a variant is
-        cut, so that the next request with the same prefix can share it."""
+        """Return where key[offset:] leaves the compressed nodes it could not use: there a variant
+        is cut, so that the next request with the same prefix can share it."""
         ends = branch_points(node, key, offset)
         if ends:
             self.counters["variants"] += 1
@@ -229,7 +231,7 @@ class VariantRadixTree(RadixCache):
     # -- cutting and joining --
 
     def _has_tokens(self, node: KvNode) -> bool:
-        """Whether what is kept of a node's dropped span is known token by token."""
+        """Return whether what is kept of a node's dropped span is known token by token."""
         packed = self.allocator.pool.packed
         if packed is None:
             return False
@@ -237,7 +239,7 @@ class VariantRadixTree(RadixCache):
         return span is not None and span.tokens is not None
 
     def _packed(self, node: KvNode) -> tuple[PackedSpans, PackedSpan]:
-        """What is kept of a node's dropped span."""
+        """Return the pool's packed spans, and the one that is kept of a node's dropped span."""
         packed = self.allocator.pool.packed
         assert packed is not None, "a dropped span in a pool that does not pack"
         span = packed.of(node.value[node.dropped.begin :])
@@ -245,15 +247,15 @@ class VariantRadixTree(RadixCache):
         return packed, span
 
     def _make_free(self, slots: int) -> bool:
-        """Evict what is needed for so many free slots. False where all that may go is too little:
-        nothing goes then. A request that waits asks in every round."""
+        """Evict what is needed for so many free slots. Return False where all that may go is too
+        little. Nothing goes then, as a request that waits asks in every round."""
         if slots > self.allocator.available_size() + self.evictable_size_:
             return False
         return self.allocator.evict_to_free_tokens(self, slots) is not False
 
     def _cut_span(self, node: KvNode, at: int) -> bool:
-        """Cut what is kept of a node's dropped span at this offset; False where there is no room.
-        Then the node can be split there."""
+        """Cut what is kept of a node's dropped span at this offset, so that the node can be split
+        there. Return False where the parts would not fit, or there is no room."""
         begin, end = node.dropped
         packed, span = self._packed(node)
         first, rest = (Part.of(span, 0, at - begin), Part.of(span, at - begin, end - begin))
@@ -296,9 +298,10 @@ class VariantRadixTree(RadixCache):
     def copied(
         self, node: KvNode, begin: int, stop: int, turner: KeyTurner | None = None, shift: int = 0
     ) -> torch.Tensor | None:
-        """Copy what is kept of a node's tokens between these offsets, whoever reads it, its keys
-        turned to where they stand that are so many positions further on. Returns the copies' slots,
-        one for each token as in `value`; None where there is no room."""
+        """Copy what is kept of a node's tokens between these offsets, whoever reads it. turner:
+        turns the copies' keys to positions that are `shift` further on; None: they stay as they
+        are. Returns the copies' slots, one for each token as in `value`; None where they would not
+        fit, or there is no room."""
         first, last = (min(max(at, begin), stop) for at in node.dropped)
         part = packed = span = None
         bundles = 0
@@ -332,8 +335,8 @@ class VariantRadixTree(RadixCache):
         return value
 
     def _split_node(self, key: RadixKey, child: KvNode, split_len: int) -> KvNode:
-        """Cut `child` at an offset, inside its dropped span where `_cut_span` was there before; the
-        upper part is a new node."""
+        """Cut `child` at an offset, and return the upper part, a new node. An offset inside its
+        dropped span needs `_cut_span` there first."""
         parent = child.parent
         self.forget(child)
         child.detach()
@@ -346,16 +349,16 @@ class VariantRadixTree(RadixCache):
         return upper
 
     def split(self, node: KvNode, at: int) -> KvNode:
-        """Cut a node that nothing is dropped of; the upper part."""
+        """Cut a node that nothing is dropped of, and return the upper part."""
         return self._split_node(node.key, node, at)
 
     def remember(self, node: KvNode) -> None:
-        """What is kept of a node may be found by its tokens, if it is compressed."""
+        """Let what is kept of a node be found by its tokens, if it is compressed."""
         if self.index is not None and node.compressed and node.num_slots:
             self.index.add(node)
 
     def forget(self, node: KvNode) -> None:
-        """It may be found no more."""
+        """Let a node be found no more."""
         if self.index is not None:
             self.index.remove(node)
 
@@ -406,7 +409,7 @@ class VariantRadixTree(RadixCache):
 
     def remove_leaf(self, node: KvNode) -> None:
         """Free a node that nobody uses and that has no children."""
-        # Not evicted: nobody shall look for it in a tier.
+        # It does not count as evicted: nobody shall look for it in a tier.
         self.forget(node)
         if node.num_slots:
             self.allocator.free(node.value)
@@ -447,7 +450,7 @@ class VariantRadixTree(RadixCache):
         self.protected_size_ += sign * node.num_slots
 
     def shrink(self, node: KvNode, slots: int) -> None:
-        """A node gave back so many slots."""
+        """Account so many slots that a node gave back."""
         node.num_slots -= slots
         if node.lock_ref == 0:
             self.evictable_size_ -= slots
@@ -466,12 +469,12 @@ class VariantRadixTree(RadixCache):
         self._update_leaf_status(node.parent)
 
     def nodes(self) -> Iterator[KvNode]:
-        """Every node but the root."""
+        """Return every node but the root."""
         return descendants(self.root_node)
 
     def remove_since(self, first_id: int) -> None:
-        """Take nodes with this id and later ones out of the tree, whatever state they are in. Their
-        slots are the caller's, and so are the accounts (`recount`)."""
+        """Take nodes with this id and later ones out of the tree, whatever state they are in. The
+        caller sees to their slots and to the accounts (`recount`)."""
         removed = [node for node in self.nodes() if node.id >= first_id]
         for node in removed:
             self.forget(node)
@@ -486,20 +489,20 @@ class VariantRadixTree(RadixCache):
         self.evictable_size_, self.protected_size_ = held.evictable, held.protected
 
     def check_integrity(self) -> list[str]:
-        """Violations of the tree's invariants; empty when healthy."""
+        """Return the violations of the tree's invariants; empty when healthy."""
         problems = list(self.allocator.check_integrity())
         problems += accounts.wrong_nodes(self.nodes())
         sizes = accounts.HeldSlots(self.evictable_size_, self.protected_size_)
         return [*problems, *accounts.differences(self._held(), sizes)]
 
     def _held(self) -> accounts.HeldSlots:
-        """What the nodes and running requests hold, counted anew."""
+        """Count anew what the nodes and running requests hold."""
         held = accounts.held_slots(self.nodes())
         held.protected += self.private_slots
         return held
 
     def pretty_print(self) -> None:
-        """SGLang's, before it gives up for want of memory."""
+        """Print the nodes, as SGLang asks before it gives up for want of memory."""
         for node in sorted(self.nodes(), key=lambda n: n.start):
             print(f"[{node.start}, {node.stop}) slots={node.num_slots} locks={node.lock_ref}")
 

@@ -1,4 +1,4 @@
-"""What becomes of a path's nodes when their turn ends."""
+"""The compression, or removal, of a path's nodes when their turn ends."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvtier_sglang.radix.tree import VariantRadixTree
 def compress_node(
     tree: VariantRadixTree, node: KvNode, end: Callable[[KvNode, Iterable[int]], int]
 ) -> KvNode:
-    """Compress a node as one with those before it that chunks cut it from; the node that is left.
-    end: a compressor's way to do so."""
+    """Compress a node as one with those before it that chunks cut it from, and return the node that
+    is left. end: the compressor's method that does so."""
     node = tree.merge_upwards(node)
     held = (one.entries for one in node.parent.path())
     tree.shrink(node, end(node, held))
@@ -24,7 +24,7 @@ def compress_node(
 
 def compress_path(tree: VariantRadixTree, compressor: Compressor, node: KvNode) -> None:
     """Compress what no request has locked of the path to `node`: each turn as one node. Where some
-    layers have a window, only what is before that of the newest turn."""
+    layers have a window, the last window of the newest prompt, and its answer, stay as they are."""
     window = compressor.rule.window
     end = compressor.end_part if window else compressor.end_turn
     stop = max(0, min(node.prompt_stop, node.stop) - window)
@@ -41,8 +41,8 @@ def compress_path(tree: VariantRadixTree, compressor: Compressor, node: KvNode) 
 
 
 def _before(tree: VariantRadixTree, node: KvNode, stop: int) -> KvNode | None:
-    """The part of a node before a position, a node of its own; None where that is too little yet,
-    or others leave at the node's end, which need the window before it."""
+    """Return the part of a node before a position, as a node of its own; None where that is too
+    little yet, or others leave at the node's end, which need the window before it."""
     node = tree.merge_upwards(node)
     if node.branch_point or len(node.children) > 1:
         return None

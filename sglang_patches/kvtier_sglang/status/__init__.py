@@ -1,4 +1,4 @@
-"""What operators see of one server: Prometheus metrics, and a page that says what is kept and why.
+"""The operators' view of a server: Prometheus metrics, and a page that says what is kept and why.
 
     figures.py     counters and gauges, each described once, for the metrics and the page alike
     publisher.py   figures on SGLang's own `/metrics`, once a second

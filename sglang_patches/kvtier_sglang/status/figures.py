@@ -13,9 +13,9 @@ from enum import Enum
 
 from kvtier_sglang.radix.cache import KvtierRadixCache
 
-# Counted beside each other, these are amounts; everything else in those counters is an event.
+# These are amounts, counted beside events; everything else in those counters is an event.
 _AMOUNTS = {"put_bytes", "spill_bytes", "restored_tokens", "refresh_moved_bytes"}
-# Events that are told from the start, as a counter that begins at 1 has not grown for Prometheus.
+# These events are told from the start, as a counter that begins at 1 has not grown for Prometheus.
 _TIER_EVENTS = (
     *("asked", "restored_requests", "gave_up_waiting", "restore_failed", "no_room"),
     *("puts_shed", "spans_shed", "puts_given_up", "spans_not_exact", "records_refused"),
@@ -31,8 +31,8 @@ Read = Callable[[KvtierRadixCache], Mapping[str, float]]
 
 
 class Kind(Enum):
-    """COUNTER: only grows while the server runs. SUM and LEAST: a gauge, and what replicas of one
-    server are together."""
+    """The kind of a metric. A COUNTER only grows while the server runs. SUM and LEAST are gauges:
+    a server's replicas together are the sum, or the least, of theirs."""
 
     COUNTER = "counter"
     SUM = "livesum"
@@ -43,9 +43,9 @@ class Kind(Enum):
 class Figure:
     """One metric.
 
-    name:  without Prometheus's suffix `_total`
-    label: of what its values are told apart by; "" for a single value
-    read:  values by label; none where the server has no such thing
+    name:  its name, without Prometheus's suffix `_total`
+    label: the name of the label that tells its values apart; "" for a single value
+    read:  reads its values by label; none where the server has no such thing
     """
 
     name: str
@@ -56,7 +56,7 @@ class Figure:
 
 
 def read_all(cache: KvtierRadixCache) -> dict[str, dict[str, float]]:
-    """Every figure's values, by its name."""
+    """Return every figure's values, by its name."""
     return {figure.name: dict(figure.read(cache)) for figure in FIGURES}
 
 

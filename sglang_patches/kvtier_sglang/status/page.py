@@ -1,4 +1,4 @@
-"""A scheduler's answer as one HTML page that needs nothing else, and no script."""
+"""The answers of schedulers as one HTML page, which needs nothing else, and no script."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Server(NamedTuple):
 
 
 def render(server: Server, replicas: Sequence[Json | None], most: int) -> str:
-    """The whole page. replicas: their answers; None: its cache is not kvtier's. most: sessions."""
+    """Return the whole page. replicas: the answer of each; None where its cache is not kvtier's.
+    most: the most sessions to show of each."""
     body = [
         "<h1>kvtier</h1>",
         f'<p class="soft">{escape(server.model_name)}, {escape(server.asked_at)}</p>',
@@ -96,7 +97,8 @@ def _tiles(status: Json) -> str:
 
 
 def _kept_tile(retention: Json, rows: Sequence[Json]) -> list[str]:
-    """What the sessions that are shown keep, and what the share rule has chosen since the start."""
+    """Return the tiles of what all sessions of the answer keep, and of what the share rule has
+    chosen since the start."""
     full = sum(row["full_bytes"] for row in rows)
     if not full:
         return []
@@ -127,7 +129,7 @@ def _tier_tiles(figures: Json) -> list[str]:
 
 
 def _policy(policy: Json) -> str:
-    """The rule in words."""
+    """Return the rule in words."""
     numbers = ", ".join(f"{name} {value:g}" for name, value in policy["share"].items())
     rule = escape(policy["share_rule"] + (f" ({numbers})" if numbers else ""))
     scorer = f", chosen by {escape(policy['scorer'])}" if policy["scorer"] else ""
@@ -172,7 +174,8 @@ def _memories(memories: Json | None) -> str:
 
 
 def _figures(status: Json) -> str:
-    """Every figure by the name that its metric has, and the turns by what they were kept for."""
+    """Return tables of all figures, by the names that their metrics have, and of the turns, by the
+    reasons for what they keep."""
     reasons = status["retention"]["reasons"]
     turns = [[f'kvtier_turns_total{{reason="{name}"}}', f"{n:,}"] for name, n in reasons.items()]
     if turns:
@@ -211,7 +214,7 @@ def _group(name: str) -> str:
 
 
 def _metric(name: str, kind: Kind, key: str, label: str) -> str:
-    """A sample's name, as Prometheus writes it, but for the model's."""
+    """Return a sample's name as Prometheus writes it, but without the label of the model."""
     suffix = "_total" if kind is Kind.COUNTER else ""
     return f"{name}{suffix}" + (f'{{{key}="{label}"}}' if key else "")
 

@@ -40,7 +40,7 @@ class Published:
         self._told: dict[str, float] = {}
 
     def update(self, cache: KvtierRadixCache) -> None:
-        """Make the metric what the figure is."""
+        """Bring the metric up to date with the figure."""
         for label, value in self.figure.read(cache).items():
             known = self._told.get(label)
             if value == known:
@@ -55,9 +55,10 @@ class Published:
 
 
 class Publisher:
-    """Publishes the figures of a scheduler process, which has at most one. Its thread ends with it.
+    """The publisher of a scheduler process's figures; a process has at most one. Its thread ends
+    with the process.
 
-    registry: prometheus_client's, its own one by default. stop: ends the thread; for tests.
+    registry: prometheus_client's, by default its global one. stop: ends the thread; for tests.
     """
 
     def __init__(self, cache: KvtierRadixCache, model_name: str, registry: Any = None) -> None:
@@ -74,7 +75,8 @@ class Publisher:
             try:
                 self.update()
             except RuntimeError:
-                # A counter got its first value of a name while it was read: in a second, then.
+                # A counter got its first value of a name while it was read; it is read again in a
+                # second.
                 logger.debug("figures changed while they were read", exc_info=True)
             except Exception:
                 logger.warning("metrics failed and are off from now on", exc_info=True)

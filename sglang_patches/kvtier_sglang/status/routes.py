@@ -1,7 +1,8 @@
 """`GET /kvtier/status` (HTML) and `GET /kvtier/status.json`, beside SGLang's own endpoints.
 
-Guarded as SGLang's management endpoints are: with `--admin-api-key` by that key, with `--api-key`
-alone by that one. Both take `sessions`, how many are shown of at most MOST_SESSIONS.
+They are guarded as SGLang's management endpoints are: with `--admin-api-key` by that key, with
+`--api-key` alone by that one. Both take `sessions`, the number of sessions that are shown, at most
+MOST_SESSIONS.
 
 However many ask, a scheduler is asked once at a time, and not again within FRESH_S. A question that
 was sent is waited for to its end, whoever goes on waiting: SGLang would take a late answer for that
@@ -24,7 +25,7 @@ from kvtier_sglang.status.page import Server, render
 from kvtier_sglang.status.state import ANSWER, MOST_SESSIONS, QUESTION
 
 SHOWN = 50
-# That a page waits for a scheduler: one that computes a long chunk answers after it.
+# A page waits so long for a scheduler: one that computes a long chunk answers after it.
 PATIENCE_S = 10.0
 FRESH_S = 1.0
 _HEADERS = {
@@ -37,9 +38,9 @@ Replicas = Sequence[dict[str, Any] | None]
 
 
 class Asker:
-    """Asks the schedulers behind SGLang's tokenizer manager. For one event loop.
+    """The questions to the schedulers behind SGLang's tokenizer manager, for one event loop.
 
-    manager: called whenever they are asked, as it is there only once the server runs.
+    manager: returns it; called whenever they are asked, as it is there only once the server runs.
     """
 
     def __init__(self, manager: Callable[[], Any], patience_s: float = PATIENCE_S) -> None:
@@ -48,7 +49,8 @@ class Asker:
         self._answered_at = float("-inf")
 
     async def ask(self) -> Replicas:
-        """Every replica's status. Raises HTTPException where they do not answer in time."""
+        """Return every replica's status. Raises HTTPException where they do not answer in time, or
+        the answer was to another question."""
         if self._asking is None or (self._asking.done() and not self._is_fresh):
             self._asking = asyncio.create_task(self._ask())
         done, _ = await asyncio.wait({self._asking}, timeout=self._patience_s)
@@ -79,7 +81,7 @@ class Asker:
 
 
 def mount(app: FastAPI, manager: Callable[[], Any]) -> None:
-    """Add the routes to SGLang's application, before its keys are looked at."""
+    """Add the routes to SGLang's application, before it looks which keys guard its routes."""
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     asker = Asker(manager)

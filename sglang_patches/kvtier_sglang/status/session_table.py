@@ -49,7 +49,7 @@ _TURN_HEAD = (
 
 
 def session_table(sessions: Json, most: int) -> str:
-    """At most so many of a replica's sessions, see sessions.py."""
+    """Return the table of at most so many of a replica's sessions, see sessions.py."""
     rows = sessions["rows"][:most]
     if not rows:
         return "<h2>Sessions</h2><p>None is cached.</p>"
@@ -110,7 +110,7 @@ def _kept_note(row: Json) -> str:
 
 
 def _why(row: Json) -> str:
-    """The reasons of the newest turns, each once."""
+    """Return the reasons of the newest turns, each once."""
     reasons = dict.fromkeys(_reason(turn) for turn in row["turns"])
     return escape(", ".join(reasons))
 
@@ -133,7 +133,8 @@ def _tier(row: Json) -> str:
 
 
 def _last_prompt(prompt: Json | None) -> str:
-    """How much of it was computed, and why what was computed before had to be again."""
+    """Return how much of a prompt was computed, and why what was computed before had to be
+    again."""
     if prompt is None:
         return ""
     again = sorted(prompt["recomputed"].items(), key=lambda one: -one[1])
@@ -169,7 +170,7 @@ def _bar(*parts: tuple[str, float]) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """A part of a whole, in percent."""
+    """Return a part of a whole, in percent."""
     return f"{100 * part / whole:.1f}%" if whole else "0%"
 
 

@@ -6,7 +6,8 @@
 A branch goes by the number of its first node, which says nothing about what it holds. Bytes are
 those of this rank's heads.
 
-Scheduler thread only. Looking through a tree stops after LONGEST_LOOK_S, as all requests wait.
+All of it runs in the scheduler's thread only. Looking through a tree stops after LONGEST_LOOK_S, as
+all requests wait.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from kvtier_sglang.radix.tree import VariantRadixTree
 from kvtier_sglang.tier.scopes import memory_in
 
 LONGEST_LOOK_S = 0.05
-# Of each session, the newest ones.
+# So many turns of each session are told, the newest ones.
 MOST_TURNS = 8
 
 
 def sessions(tree: VariantRadixTree, most: int) -> dict[str, Any]:
-    """At most so many of a tree's branches, those that were used last.
+    """Return at most so many of a tree's branches, those that were used last.
 
-    seen:     leaves that were looked at
-    complete: whether that is all of them
+    seen:     number of leaves that were looked at
+    complete: True where that is all of them
+    rows:     the branches, the one that was used last first
     """
     until = time.monotonic() + LONGEST_LOOK_S
     leaves: list[KvNode] = []
@@ -55,7 +57,7 @@ def _leaves(root: KvNode) -> Iterator[KvNode]:
 
 
 def _first_of_its_own(leaf: KvNode) -> KvNode:
-    """The first node of a branch that no other branch shares."""
+    """Return the first node of a branch that no other branch shares."""
     node = leaf
     while node.parent.parent is not None and len(node.parent.children) == 1:
         node = node.parent
@@ -63,7 +65,7 @@ def _first_of_its_own(leaf: KvNode) -> KvNode:
 
 
 def _session(tree: VariantRadixTree, leaf: KvNode) -> dict[str, Any]:
-    """One branch, as the status page shows it."""
+    """Return one branch, as the status page shows it."""
     first, path = _first_of_its_own(leaf), list(leaf.path())
     slots = sum(node.num_slots for node in path)
     per_slot = tree.allocator.pool.slot_bytes
@@ -86,19 +88,19 @@ def _session(tree: VariantRadixTree, leaf: KvNode) -> dict[str, Any]:
 
 
 def _last_prompt(path: list[KvNode]) -> dict[str, Any] | None:
-    """What became of the prompt of the last request that ended on a path, see misses.py. path:
-    newest node first."""
+    """Return the account of the prompt of the last request that ended on a path, see misses.py;
+    None where there is none. path: newest node first."""
     account = next((node.account for node in path if node.account is not None), None)
     return None if account is None else {"tokens": account.tokens, **account.summary()}
 
 
 def _is_memory(node: KvNode) -> bool:
-    """Whether a node holds nothing, as a prefix memory stands for its tokens."""
+    """Return whether a node holds nothing, as a prefix memory stands for its tokens."""
     return not node.num_slots and memory_in(node.key.extra_key) is not None
 
 
 def _turn(node: KvNode) -> dict[str, Any]:
-    """One node of a path: a turn, or a part of one."""
+    """Return one node of a path: a turn, or a part of one."""
     choice = node.choice
     return {
         "begin": node.start,

@@ -18,13 +18,14 @@ from kvtier_sglang.status.figures import read_all
 from kvtier_sglang.status.sessions import sessions
 
 QUESTION = "kvtier-status"
-# In the answer's internal state.
+# The answer's internal state has it by this name.
 ANSWER = "kvtier_status"
 MOST_SESSIONS = 200
 
 
 def answer(original: Callable[..., Any], controller: Any, request: Any) -> Any:
-    """AROUND SchedulerInternalStateController.get_internal_state."""
+    """AROUND SchedulerInternalStateController.get_internal_state: answer the page's question, and
+    hand on any other request."""
     if request.rid != QUESTION:
         return original(controller, request)
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
@@ -35,7 +36,7 @@ def answer(original: Callable[..., Any], controller: Any, request: Any) -> Any:
 
 
 def status_of(cache: KvtierRadixCache) -> dict[str, Any]:
-    """All that the page shows of one replica. Scheduler thread only."""
+    """Return all that the page shows of one replica. Only the scheduler's thread may call it."""
     began = time.monotonic()
     status = {
         "policy": _policy(cache),
@@ -49,7 +50,7 @@ def status_of(cache: KvtierRadixCache) -> dict[str, Any]:
 
 
 def _policy(cache: KvtierRadixCache) -> dict[str, Any]:
-    """What is kept, by which settings."""
+    """Return the settings that decide what is kept."""
     pool, compressor, rule = cache.allocator.pool, cache.compressor, cache.compressor.rule
     selection, scorer = compressor.selection, compressor.scorer
     profile = selection.profile if isinstance(selection, ProfileSelection) else None
@@ -72,7 +73,7 @@ def _policy(cache: KvtierRadixCache) -> dict[str, Any]:
 
 
 def _numbers(rule: Any) -> dict[str, float]:
-    """A share rule's own numbers, by their names."""
+    """Return a share rule's own numbers, by their names."""
     if not dataclasses.is_dataclass(rule):
         return {}
     values = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
@@ -80,7 +81,7 @@ def _numbers(rule: Any) -> dict[str, float]:
 
 
 def _retention(compressor: Compressor) -> dict[str, Any]:
-    """What the share rule chose, over all turns that had something to drop."""
+    """Return what the share rule chose, over all turns that had something to drop."""
     retention = compressor.retention
     return {
         "prompt_tokens": retention.prompt_tokens,

@@ -1,11 +1,11 @@
-"""Between the pool's slots and the tier's payloads: every head's exact KV of whole spans.
+"""The codec between the pool's slots and the tier's payloads: every head's exact KV of whole spans.
 
     pool     [slots, KV heads, dim] per layer
     payload  one span: [layers, 2, tokens, KV heads, dim] and, where the pool is scored,
              state per layer [KV heads, tokens] float32, then nll [tokens] float32
 
-Payloads are put together, and taken apart, where the pool is: one copy between device and host for
-each. Scheduler thread only, like the pool, but for `copy`.
+Payloads are put together, and taken apart, where the pool is: each is copied once between device
+and host. All but `copy` runs in the scheduler's thread only, like the pool.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kvtier_sglang.streams import HostPayload, SideCopies
 
 
 class SpanCodec:
-    """Encodes and decodes the slots of one pool."""
+    """The encoder and decoder of one pool's slots."""
 
     def __init__(self, pool: HeadPagedKVPool) -> None:
         self.pool = pool
         self._copies = SideCopies(torch.device(pool.device))
 
     def layout(self, num_tokens: int) -> SpanLayout:
-        """How a payload of that many tokens is laid out."""
+        """Return the layout of a payload of that many tokens."""
         pool = self.pool
         scores = 0
         if pool.state is not None:
@@ -40,8 +40,9 @@ class SpanCodec:
         )
 
     def exact_spans(self, slots: torch.Tensor, num_spans: int, blank: int = 0) -> list[bool]:
-        """For equal spans that follow each other, whether every head still holds the own KV of
-        each of a span's tokens. blank: so many of the first span's tokens have none."""
+        """Return for each of some equal spans that follow each other whether every head still holds
+        the own KV of each of its tokens. blank: so many of the first span's tokens have none, and
+        are not asked about."""
         exact = slots > 0
         if self.pool.packed is not None:
             exact &= self.pool.packed.dense_of[slots] > 0
@@ -51,7 +52,8 @@ class SpanCodec:
         return found
 
     def gather(self, slots: torch.Tensor, num_spans: int, blank: int = 0) -> HostPayload:
-        """Payloads of equal spans that follow each other: uint8 `[spans, bytes]` on the host.
+        """Return payloads of equal spans that follow each other: uint8 `[spans, bytes]`, on the
+        host.
 
         slots: [spans * tokens] int64, all exact; they may be written to afterwards. blank: see
         `exact_spans`; zeros are stored for those.
@@ -81,7 +83,7 @@ class SpanCodec:
     ) -> None:
         """Write tokens [begin, begin + slots) of one span's payload into slots.
 
-        payload: uint8 `[bytes]`; num_tokens: of the span; slots: int64, freshly allocated.
+        payload: uint8 `[bytes]`; num_tokens: those of the span; slots: int64, freshly allocated.
         """
         layout = self.layout(num_tokens)
         kv, state, nll = self._views(self._copies.to_device(payload).unsqueeze(0), layout)
@@ -103,7 +105,7 @@ class SpanCodec:
         count: int,
     ) -> None:
         """Copy the first `count` tokens of one payload into another one, uint8 `[1, bytes]` each
-        on the host. In any thread."""
+        on the host. Any thread may call it."""
         read = self._views(source, self.layout(source_tokens))
         written = self._views(target, self.layout(target_tokens))
         written[0][:, :, :, :count] = read[0][:, :, :, :count]
@@ -113,7 +115,7 @@ class SpanCodec:
     def _views(
         self, payload: torch.Tensor, layout: SpanLayout
     ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-        """KV, state per layer and nll inside `payload` [spans, bytes], nothing copied."""
+        """Return views of KV, state per layer and nll inside `payload` [spans, bytes]."""
         spans, tokens = payload.shape[0], layout.num_tokens
         kv = payload[:, : layout.kv_bytes].view(self.pool.store_dtype)
         kv = kv.view(spans, *layout.shape)
@@ -129,7 +131,7 @@ class SpanCodec:
 
 
 def _spans(rows: torch.Tensor, num_spans: int) -> torch.Tensor:
-    """[spans * tokens, ...] -> [spans, tokens, ...]."""
+    """Return rows [spans * tokens, ...] as [spans, tokens, ...]."""
     return rows.reshape(num_spans, rows.shape[0] // num_spans, *rows.shape[1:])
 
 

@@ -1,4 +1,4 @@
-"""The tier as the cache asks for it: what it has of a request's prompt, and where exact KV goes.
+"""The tier as the cache sees it: it is asked for the KV of prompts, and exact KV goes there.
 
     prefetch     a request arrived: the tier is asked for what the tree lacks
     settled      it waits in the queue for the answer, never longer than computing what it asked
@@ -16,8 +16,8 @@ while the cache may hold KV of the weights before, nothing is asked for, awaited
     weights_change    an update begins (any of SGLang's calls that can change weights)
     cache_flushed     the tier is used again, under new names
 
-The connector knows requests, never nodes or the tree. Scheduler thread only.
-"""
+The connector knows requests, never nodes or the tree. All of it runs in the scheduler's thread
+only."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ LONGEST_WAIT_S = 30.0
 
 
 class TierConnector:
-    """See the module docstring.
+    """The connection of one cache with the tier, see the module docstring.
 
-    link:    owned by the connector; model: whose KV this is.
-    rules:   what a stored turn may be here.
-    names:   of this server's KV, until its weights change.
-    memory_of: the memory that a request was matched behind; None: there are none.
+    link:    the link, which the connector owns; model: the model whose KV this is.
+    rules:   the rules that a stored turn must have been compressed by.
+    names:   the names of this server's KV, until its weights change.
+    memory_of: returns the memory that a request was matched behind; None: there are none.
     drain_s: longest wait for what is on its way to the tier when the server ends.
     patience_s: longest wait of a request, whatever was measured; None: as the cost model says.
     """
@@ -85,22 +85,23 @@ class TierConnector:
         self.drain_s = drain_s
         self._patience_s = patience_s
         self.names = names = model.names()
-        # _renamed: the model's names have to be asked for again, as its weights may have changed.
-        # _outdated: the cache may hold KV that was computed by the weights before.
+        # _renamed says that the model's names have to be asked for again, as its weights may have
+        # changed; _outdated, that the cache may hold KV that was computed by the weights before.
         self._renamed = self._outdated = False
         self.cost_model = cost_model or CostModel()
         self.counters: Counter[str] = Counter()
         self.fetches = PendingFetches(link)
         self.spiller = Spiller(link, codec, names)
         self.layouts = Layouts(codec.layout(names.span_tokens))
-        # When a request's chunk began: at its last match, or where its last chunk ended.
+        # The times when requests' chunks began: at the last match, or where the last chunk ended.
         self._clock: dict[str, float] = {}
 
     # -- whose KV this is --
 
     def weights_change(self, *, cached: bool) -> None:
-        """The weights are about to change, or may: KV of the weights before must not be used for
-        what is computed after. cached: whether the cache holds any."""
+        """Forget what is fetched and spilled, as the weights are about to change, or may: KV of the
+        weights before must not be used for what is computed after. cached: whether the cache holds
+        any; the tier is not used then until it is flushed."""
         self.counters["weight_changes"] += 1
         self._renamed = True
         self.fetches.clear()
@@ -113,7 +114,7 @@ class TierConnector:
             )
 
     def cache_flushed(self) -> None:
-        """The cache holds nothing any more, and no request waits."""
+        """Use the tier again, as the cache holds nothing any more, and no request waits."""
         self.fetches.clear()
         if self._outdated:
             logger.info("the cache is flushed since the weights changed: the tier is used again")
@@ -121,7 +122,7 @@ class TierConnector:
 
     @property
     def _is_usable(self) -> bool:
-        """Whether KV here is of the model as it is loaded; names are its own after this."""
+        """Return whether KV here is of the model as it is loaded; names are its own then."""
         if self._outdated:
             return False
         if self._renamed:
@@ -130,9 +131,9 @@ class TierConnector:
         return True
 
     def scope(self, rid: str, extra_key: str | None, cache_salt: str | None) -> Scope | None:
-        """Where a request's KV is in the tier, by its `extra_key` (scopes.py); None where it has no
-        place there now: while the weights change, for an adapter that is not loaded, or among the
-        requests of a prefix memory that was dropped before it was matched."""
+        """Return where a request's KV is in the tier, by its `extra_key` (scopes.py); None where it
+        has no place there now. That is so while the weights change, for an adapter that is not
+        loaded, and for a request whose prefix memory was dropped before it was matched."""
         if not self._is_usable:
             return None
         memory = self.memory_of(rid)
@@ -174,58 +175,58 @@ class TierConnector:
         self.fetches.ask(rid, lookup, self.patience_s(len(new)))
 
     def patience_s(self, tokens: int) -> float:
-        """How long a request waits for the exact KV of so many tokens."""
+        """Return how long a request waits for the exact KV of so many tokens."""
         if self._patience_s is not None:
             return self._patience_s
         return min(self.cost_model.compute_s(tokens), LONGEST_WAIT_S)
 
     @property
     def loading_pays(self) -> bool:
-        """Whether the tier is asked at all."""
+        """Return whether the tier is asked at all."""
         return self._patience_s is not None or self.cost_model.loading_pays(self.token_bytes)
 
     @property
     def token_bytes(self) -> int:
-        """What one token's exact KV and scores take in the tier."""
+        """The bytes that one token's exact KV and scores take in the tier."""
         span = self.names.span_tokens
         return self.codec.layout(span).num_bytes // span
 
     @property
     def open(self) -> Sequence[Awaited]:
-        """What requests wait for and the ranks have not settled yet."""
+        """The answers that requests wait for and the ranks have not settled yet."""
         return self.fetches.open
 
     @property
     def is_awaited(self) -> bool:
-        """Whether any request waits for the tier."""
+        """Return whether any request waits for the tier."""
         return bool(self.fetches)
 
     def settled(self, rid: str) -> bool:
-        """Whether the request need not wait for the tier (any longer)."""
+        """Return whether the request need not wait for the tier (any longer)."""
         return self.fetches.settled(rid)
 
     def landed(self, rid: str) -> Landed | None:
         return self.fetches.landed(rid)
 
     def take(self, rid: str) -> PendingFetch | None:
-        """What came is the caller's, who drops it."""
+        """Hand what came to the caller, who drops it."""
         return self.fetches.take(rid)
 
     def restored(self, pending: PendingFetch, tokens: int, seconds: float) -> None:
-        """So many tokens of what came were written into the pool, in so long. Waiting behind other
-        requests' questions, and for the scheduler to look, is not loading: a busy server would
-        take its tier for a slow one."""
+        """Note that so many tokens of what came were written into the pool, in so many seconds.
+        Waiting behind other requests' questions, and for the scheduler to look, is not loading: a
+        busy server would take its tier for a slow one."""
         self.counters["restored_requests"] += 1
         self.counters["restored_tokens"] += tokens
         loading_s = pending.fetch.took_s + seconds
         self.cost_model.loaded(loading_s, tokens, tokens * self.token_bytes)
 
     def forget_prefetch(self, rid: str) -> None:
-        """Nothing is fetched for the request any more."""
+        """Let nothing be fetched for the request any more."""
         self.fetches.forget(rid)
 
     def forget(self, rid: str) -> None:
-        """The request ended, in whatever way."""
+        """Forget what is fetched and was said of a request that ended, in whatever way."""
         self.fetches.forget(rid)
         self.fetches.said.pop(rid, None)
         self._clock.pop(rid, None)
@@ -233,7 +234,7 @@ class TierConnector:
     # -- spilling --
 
     def matched(self, rid: str) -> None:
-        """A request was matched and may compute from now on."""
+        """Note that a request was matched and may compute from now on."""
         memory = self.memory_of(rid)
         self.fetches.stays_behind(rid, "" if memory is None else memory.digest)
         self._clock[rid] = time.monotonic()
@@ -246,9 +247,10 @@ class TierConnector:
         exact: bool,
         elsewhere: Callable[[int], Sequence[Sequence[int]]],
     ) -> None:
-        """A request has computed as many tokens as there are slots, the first ones before; slots:
-        any integers, its slots. exact: whether it computes with nothing dropped before it.
-        elsewhere: at most so many tokens that follow in other turns what it began behind."""
+        """Spill what a request has computed: as many tokens as there are slots, the first ones
+        before. slots: its slots, any integers. exact: whether it computes with nothing dropped
+        before it. elsewhere: returns at most so many tokens that follow, in each of some other
+        turns, what it began behind."""
         rid, held, finished = req.rid, req.kv.cache_protected_len, req.finished()
         self.fetches.forget(rid)
         if not self.spiller.known(rid):
@@ -257,7 +259,7 @@ class TierConnector:
                 others = elsewhere(self.names.span_tokens)
                 self.spiller.begin(rid, held, scope, exact=exact, elsewhere=others)
         began = time.monotonic()
-        # How fast prompts are computed; the last checkpoint has decoding in it.
+        # This measures how fast prompts are computed; the last checkpoint has decoding in it.
         if rid in self._clock and not finished:
             self.cost_model.computed(began - self._clock[rid], len(slots) - held)
         self._clock[rid] = began
@@ -266,20 +268,21 @@ class TierConnector:
         self.cost_model.spilled(time.monotonic() - began)
 
     def is_behind_a_drop(self, rid: str) -> None:
-        """What a request computes from now on sees KV of which something was dropped."""
+        """Note that what a request computes from now on sees KV of which something was dropped."""
         self.spiller.is_behind_a_drop(rid)
 
     def ended(self, rid: str, token_ids: Sequence[int], nodes: Sequence[NodeRecord]) -> int:
-        """The turn's nodes are what they will be. Returns how many of its tokens were handed over,
-        the newest ones of its context."""
+        """Store the record of a turn whose nodes are what they will be. Returns how many of its
+        tokens were handed over, the newest ones of its context."""
         return self.spiller.compressed(rid, token_ids, nodes)
 
     def forget_spilling(self, rid: str) -> None:
-        """The request is gone, or will start again."""
+        """Forget what is spilled of a request that is gone, or will start again."""
         self.spiller.forget(rid)
 
     def close(self) -> None:
-        """The server ends: its requests are done, their newest turns may still be on their way."""
+        """Wait `drain_s` at the most for what is on its way to the tier, as the server ends: its
+        requests are done, but their newest turns may be among that."""
         self.fetches.clear()
         if self.link.pending:
             logger.info(
@@ -296,7 +299,7 @@ class TierConnector:
             )
 
     def report(self) -> dict[str, Any]:
-        """For the server's internal state."""
+        """Return the tier's state and counters, for the server's internal state."""
         return {
             "healthy": self.link.healthy,
             "outdated": self._outdated,

@@ -1,10 +1,10 @@
-"""How fast this server computes and loads context, as measured: what decides "load or recompute".
+"""The measured rates of computing and of loading context, which decide "load or recompute".
 
     compute   tokens per second of prefill, over chunks
     load      bytes per second, of asking the tier and of writing the pool
 
-Both are exponential averages over what really happened. Without a recent measurement, loading is
-assumed to pay. Scheduler thread only.
+Both are exponential averages over what really happened. Without a recent measurement of loading, it
+is assumed to pay. All of it runs in the scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOAD_RATE_LIFE_S = 60.0
 
 
 class CostModel:
-    """See the module docstring. clock: seconds, monotonic."""
+    """The rates of one server, see the module docstring. clock: seconds, monotonic."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -32,12 +32,12 @@ class CostModel:
         self.spill_s = 0.0
 
     def computed(self, seconds: float, tokens: int) -> None:
-        """A prefill pass of `tokens` took so long."""
+        """Note that a prefill pass of `tokens` took so many seconds."""
         if tokens >= LEAST_TOKENS and seconds > 0:
             self.compute_tokens_per_s = _average(self.compute_tokens_per_s, tokens / seconds)
 
     def loaded(self, seconds: float, tokens: int, num_bytes: int) -> None:
-        """Loading so many tokens, which are so many bytes, took so long."""
+        """Note that loading so many tokens, which are so many bytes, took so many seconds."""
         if tokens >= LEAST_TOKENS and seconds > 0:
             # An average with a rate of that age would be too slow again, and no request would ask.
             old = None if self._load_rate_is_old else self.load_bytes_per_s
@@ -49,17 +49,18 @@ class CostModel:
         return self._clock() - self._loaded_at > LOAD_RATE_LIFE_S
 
     def spilled(self, seconds: float) -> None:
-        """Copying KV out held up the scheduler for so long."""
+        """Note that copying KV out held up the scheduler for so many seconds."""
         self.spill_s += seconds
 
     def compute_s(self, tokens: int) -> float:
-        """How long computing so many tokens takes; long where nothing is known yet."""
+        """Return the seconds that computing so many tokens takes; infinity where nothing is known
+        yet."""
         if self.compute_tokens_per_s is None:
             return float("inf")
         return tokens / self.compute_tokens_per_s
 
     def loading_pays(self, token_bytes: int) -> bool:
-        """Whether a token's KV is loaded faster than it is computed, as far as is known."""
+        """Return whether a token's KV is loaded faster than it is computed, as far as is known."""
         if self.compute_tokens_per_s is None or self.load_bytes_per_s is None:
             return True
         if self._load_rate_is_old:

@@ -1,10 +1,10 @@
-"""What computed a server's KV, as a digest: equal digests mean equal KV for equal tokens.
+"""The digest of what computed a server's KV: equal digests mean equal KV for equal tokens.
 
     parameters   every parameter and persistent buffer of the loaded model, byte for byte: whatever
                  file, format, quantization, update or other process they came from
     config       the model's configuration as it was resolved, overrides included (RoPE, norms, ...)
     arguments    server arguments that change what is computed with the same parameters
-    scales       of an fp8 cache, which may come from a file beside the parameters
+    scales       those of an fp8 cache, which may come from a file beside the parameters
     adapters     each LoRA adapter's weights and scaling, apart: they are part of a request's scope
 
 The digest is made when the server starts, and again by the first request after a change of the
@@ -22,7 +22,7 @@ import xxhash
 
 from kvtier_sglang.pool.scales import LayerScales
 
-# Server arguments under which equal parameters and configurations compute other KV, and not by
+# Under these server arguments equal parameters and configurations compute other KV, and not by
 # rounding alone. All others of SGLang's are in `tests/engine/weights/server_arguments.txt`, as
 # reviewed.
 KV_ARGUMENTS = (
@@ -55,22 +55,23 @@ KV_ARGUMENTS = (
     "rl_on_policy_target",
     "rl_quant_profile",
 )
-# Where a configuration lies and who wrote it changes nothing that is computed.
+# The place of a configuration and its writer's version change nothing that is computed.
 _UNRELATED_CONFIG = ("_name_or_path", "transformers_version")
 _CHUNK_BYTES = 64 << 20
 
 
 class ModelIdentity:
-    """One model runner's model. Used by the scheduler's thread, between passes."""
+    """The identity of one model runner's model. The scheduler's thread uses it, between passes."""
 
     def __init__(self, model_runner: Any, server_args: Any) -> None:
         self._runner = model_runner
         self._arguments = {name: getattr(server_args, name) for name in KV_ARGUMENTS}
-        # By adapter: the object, which a name or path outlives, and its digest.
+        # Each adapter's object, which its name or path outlives, and its digest.
         self._adapters: dict[str, tuple[Any, str]] = {}
 
     def digest(self) -> str:
-        """A digest of parameters, configuration and arguments as they are now: 32 hex digits."""
+        """Return a digest of parameters, configuration, arguments and scales as they are now: 32
+        hex digits."""
         found = xxhash.xxh3_128()
         found.update(_canonical(self._arguments))
         found.update(_canonical(self._config()))
@@ -85,7 +86,7 @@ class ModelIdentity:
         return {name: value for name, value in config.items() if name not in _UNRELATED_CONFIG}
 
     def adapter(self, lora_id: str) -> str | None:
-        """A digest of an adapter's contents: 32 hex digits; None where it is not loaded."""
+        """Return a digest of an adapter's contents: 32 hex digits; None where it is not loaded."""
         manager: Any = getattr(self._runner, "lora_manager", None)
         loaded: Mapping[str, Any] = {} if manager is None else manager.loras
         if lora_id not in loaded:
@@ -99,7 +100,8 @@ class ModelIdentity:
 
 
 def adapter_digest(adapter: Any) -> str:
-    """A digest of an `sglang.srt.lora.lora.LoRAAdapter`: its weights and how they are scaled."""
+    """Return a digest of an `sglang.srt.lora.lora.LoRAAdapter`: its weights, their scaling and its
+    configuration."""
     found = xxhash.xxh3_128()
     found.update(_canonical({"scaling": adapter.scaling, "config": adapter.config.hf_config}))
     for index, layer in enumerate(adapter.layers):
@@ -123,20 +125,22 @@ def digest_tensors(found: Any, tensors: Mapping[str, Any], prefix: str = "") -> 
 
 
 def _bytes_of(tensor: torch.Tensor) -> Iterator[Any]:
-    """A tensor's bytes in pieces of host memory."""
+    """Yield a tensor's bytes in pieces of host memory."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     for begin in range(0, flat.numel(), _CHUNK_BYTES):
         yield flat[begin : begin + _CHUNK_BYTES].cpu().numpy()
 
 
 def _canonical(value: object) -> bytes:
-    """JSON whose length comes first, so that what follows cannot be taken for a part of it."""
+    """Return a value as JSON whose length comes first, so that what follows cannot be taken for a
+    part of it."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain).encode()
     return len(text).to_bytes(8, "little") + text
 
 
 def _plain(value: object) -> object:
-    """What JSON lacks. A set has no order that two processes share."""
+    """Return what JSON lacks as what it has. Sets are sorted, as they have no order that two
+    processes share."""
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 

@@ -1,13 +1,13 @@
-"""Requests that wait for what the tier has of their prompt.
+"""The requests that wait for what the tier has of their prompts.
 
     ask        the request arrived: in the background exact KV comes into host memory
-    open       those of which the ranks have not settled yet whether all have their part
+    open       the fetches of which the ranks have not settled yet whether all have their part
     settled    it waits in the queue until that is there, or until its patience ends
     landed     what came, still the fetch's
     take       it is admitted: the fetch is the caller's
     forget     it ended, or computes: nothing is fetched or held for it any more
 
-Scheduler thread only; the tier is asked in the link's.
+All of it runs in the scheduler's thread only; the tier is asked in the link's.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from kvtier.tier.link.link import TierLink
 from kvtier.tier.prefetch.lookup import Landed, Lookup
 from kvtier_sglang.ranks import Answer
 
-# Why what was not on the device did not come from the tier: it was asked and had it not; loading
-# was judged slower than computing; it was away, or what it gave could not be used.
+# These say why what was not on the device did not come from the tier. LOST: it was asked and had it
+# not. REFUSED: loading was judged slower than computing, or took too long. FAILED: the tier was
+# away, or what it gave could not be used, on this rank or on another.
 LOST, REFUSED, FAILED = "lost", "refused", "failed"
 
 
@@ -31,8 +32,8 @@ LOST, REFUSED, FAILED = "lost", "refused", "failed"
 class PendingFetch:
     """One request's question.
 
-    scope: where its KV is. deadline: time.monotonic() when it gives up.
-    came: whether all ranks have their part, None until it is settled.
+    scope: the place of its KV in the tier. deadline: time.monotonic() when it gives up.
+    came: whether all ranks have their part; None until that is settled.
     """
 
     fetch: Fetch[Landed | None]
@@ -42,8 +43,8 @@ class PendingFetch:
 
     @property
     def answer(self) -> object:
-        """See ranks.Awaited."""
-        # Looked at once: it may be done at any moment, and would be lost between two looks.
+        """This rank's answer, see ranks.Awaited."""
+        # It is looked at once: it may be done at any moment, and would be lost between two looks.
         if not self.fetch.done:
             return Answer.LOST if time.monotonic() >= self.deadline else Answer.AWAITED
         landed = self.fetch.result
@@ -52,7 +53,7 @@ class PendingFetch:
         return landed.begin, landed.stop, landed.exact_stop, landed.places
 
     def settle(self, *, came: bool) -> None:
-        """See ranks.Awaited."""
+        """Note whether all ranks have their parts, see ranks.Awaited."""
         self.came = came
 
     @property
@@ -60,18 +61,18 @@ class PendingFetch:
         return self.fetch.result if self.came else None
 
     def drop(self) -> None:
-        """The answer is not wanted (any more)."""
+        """Let go of an answer that is not wanted (any more)."""
         self.fetch.cancel(_release)
 
 
 class PendingFetches:
-    """See the module docstring."""
+    """The fetches of one server's requests, see the module docstring."""
 
     def __init__(self, link: TierLink) -> None:
         self.link = link
         self.counters: Counter[str] = Counter()
         self._pending: dict[str, PendingFetch] = {}
-        # Of requests that have not ended: why what did not come will have to be computed.
+        # The reasons why what did not come has to be computed, of requests that have not ended.
         self.said: dict[str, str] = {}
 
     def __bool__(self) -> bool:
@@ -79,7 +80,8 @@ class PendingFetches:
 
     @property
     def open(self) -> list[PendingFetch]:
-        """In the order in which they were asked for."""
+        """The fetches that the ranks have not settled, in the order in which they were asked
+        for."""
         return [pending for pending in self._pending.values() if pending.came is None]
 
     def ask(self, rid: str, lookup: Lookup, patience_s: float) -> None:
@@ -92,14 +94,15 @@ class PendingFetches:
         self.said[rid] = LOST
 
     def decline(self, rid: str, scope: Scope) -> None:
-        """Other ranks ask for the request, this one does not: it has lost its part."""
+        """Note that other ranks may ask for the request and this one does not: its part is lost."""
         fetch: Fetch[Landed | None] = Fetch(lambda client: None)
         fetch.end(None)
         self._pending[rid] = PendingFetch(fetch, scope, deadline=time.monotonic())
         self.counters["declined"] += 1
 
     def settled(self, rid: str) -> bool:
-        """Whether the request need not wait (any longer). One that gives up is forgotten."""
+        """Return whether the request need not wait (any longer). One that gets nothing is
+        forgotten."""
         pending = self._pending.get(rid)
         if pending is None or pending.came:
             return True
@@ -115,8 +118,8 @@ class PendingFetches:
         return True
 
     def stays_behind(self, rid: str, memory: str) -> None:
-        """The request is computed behind that memory, "" for none: what was asked for behind
-        another is forgotten."""
+        """Forget what was asked for behind another memory than `memory`, behind which the request
+        is computed; "" for none."""
         pending = self._pending.get(rid)
         if pending is not None and pending.scope.memory != memory:
             self.forget(rid)

@@ -1,4 +1,5 @@
-"""Which contexts of equal tokens may share KV: the same extra key, adapter and cache salt.
+"""The scopes of KV: contexts of equal tokens share it that have the same extra key, adapter and
+cache salt.
 
 SGLang appends an adapter's id to a request's extra key, so a request without an adapter whose extra
 key is that id would find the adapter's KV. Under kvtier every request's `extra_key` says which is
@@ -19,7 +20,8 @@ DIGEST_DIGITS = 16
 
 
 def separate_adapters(req: Any) -> None:
-    """Give a new request the `extra_key` of this module. req: as SGLang's constructor leaves it."""
+    """Give a new request the `extra_key` of this module. req: the request as SGLang's constructor
+    leaves it."""
     extra, lora_id = req.extra_key or "", req.lora_id
     if lora_id is not None:
         extra = extra[: len(extra) - len(lora_id)]
@@ -27,28 +29,29 @@ def separate_adapters(req: Any) -> None:
 
 
 def joined(extra_key: str, lora_id: str | None) -> str | None:
-    """What SGLang's tree is to know of both."""
+    """Return the extra key by which SGLang's tree knows both; None where there is neither."""
     if lora_id is not None:
         return f"a{len(extra_key)}:{extra_key}{lora_id}"
     return f"e{extra_key}" if extra_key else None
 
 
 def with_memory(extra_key: str | None, digest: str) -> str:
-    """What SGLang's tree is to know of a request that a prefix memory answers. digest: as long as
-    DIGEST_DIGITS says."""
+    """Return the extra key by which SGLang's tree knows a request that a prefix memory answers.
+    digest: DIGEST_DIGITS characters."""
     assert len(digest) == DIGEST_DIGITS, "not a memory's digest"
     return f"m{digest}{extra_key or ''}"
 
 
 def memory_in(extra_key: str | None) -> str | None:
-    """The digest of the memory in an extra key of this module's; None where there is none."""
+    """Return the digest of the memory in an extra key of this module's; None where there is
+    none."""
     if not extra_key or extra_key[0] != "m":
         return None
     return extra_key[1 : 1 + DIGEST_DIGITS]
 
 
 def without_memory(extra_key: str | None) -> str | None:
-    """An extra key as it would be without the memory."""
+    """Return an extra key as it would be without the memory."""
     if memory_in(extra_key) is None:
         return extra_key
     assert extra_key is not None, "a memory in no extra key"
@@ -76,7 +79,7 @@ def without_share(extra_key: str | None) -> str | None:
 
 
 def separated(text: str | None) -> tuple[str, str | None]:
-    """The extra key and the adapter's id of what `joined` gave."""
+    """Return the extra key and the adapter's id of what `joined` gave."""
     if not text:
         return "", None
     kind, rest = text[0], text[1:]

@@ -1,4 +1,4 @@
-"""A server's tier from its settings: the connection, and what its KV is called there."""
+"""A server's tier from its settings: the connection, and the names of its KV there."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.tier.identity import ModelIdentity
 from kvtier_sglang.tracing.tracer import interceptors
 
-# Of what the stored bytes and records mean; counts up whenever old ones would be misread.
+# The version of what the stored bytes and records mean. It counts up whenever old ones would be
+# misread.
 SEMANTICS = 1
 
 
 def tier_link(tier: TierSettings) -> TierLink:
-    """The connection to the tier's address. The tier need not be there, now or ever."""
+    """Return the connection to the tier's address. The tier need not be there, now or ever."""
     assert tier.address is not None, "no tier in the settings"
     tls: TlsPaths | None = None
     if tier.ca is not None:
@@ -48,8 +49,9 @@ def tier_link(tier: TierSettings) -> TierLink:
 class NamedModel:
     """A model runner's model as the connector asks about it.
 
-    identity: of what computes its KV; the rest decides what is kept of it, and with what.
-    profile:  of the whole model, of which the pool has this rank's part.
+    identity: the identity of what computes its KV; the rest decides what is kept of it, and with
+              what.
+    profile:  the head profile of the whole model, of which the pool has this rank's part.
     """
 
     def __init__(
@@ -79,19 +81,19 @@ class NamedModel:
         )
 
     def names(self) -> ContextNames:
-        """What its KV is called in the tier, as the model is loaded now."""
+        """Return the names of its KV in the tier, as the model is loaded now."""
         identity = replace(self._known, revision=self._identity.digest())
         return ContextNames(identity, self._span_tokens)
 
     def adapter(self, lora_id: str) -> str | None:
-        """A digest of an adapter's contents; None where it is not loaded."""
+        """Return a digest of an adapter's contents; None where it is not loaded."""
         return self._identity.adapter(lora_id)
 
 
 def _policy(settings: Settings, profile: HeadProfile, rule: LocalityRule) -> str:
-    """A digest of everything that decides what a later turn sees of an earlier one."""
+    """Return a digest of everything that decides what a later turn sees of an earlier one."""
     scorer, share = scorer_of(settings), asked_share(settings)
-    # Of none a digest is what it was before there were codes.
+    # Where nothing is coded the digest is what it was before there were codes.
     coded = {} if settings.kept_dtype is None else {"kept_dtype": settings.kept_dtype}
     return _digest(
         {
@@ -106,7 +108,7 @@ def _policy(settings: Settings, profile: HeadProfile, rule: LocalityRule) -> str
 
 
 def _scores(settings: Settings) -> str:
-    """A digest of what is stored beside the KV."""
+    """Return a digest of what is stored beside the KV."""
     scorer = scorer_of(settings)
     state = [scorer.name, scorer.state_parameters()] if scorer.state_width else None
     stride = settings.nll_stride if reads_nll(settings) else None

@@ -1,4 +1,4 @@
-"""Exact KV on its way to the tier, while the engine still has it.
+"""The spilling of exact KV to the tier, while the engine still has it.
 
 A prompt's KV is exact until its turn ends, so it leaves in the meantime: whenever a chunk is
 published, the spans that are whole by then are copied to host memory, and the rest happens in the
@@ -16,7 +16,9 @@ from it in the background, before the span is sent.
     this turn              [ beginning | own tokens ][ span ][ ...
 
 A span that begins in the prefix that a memory stands for has zeros for the prefix's tokens.
-Scheduler thread only.
+
+All of it runs in the scheduler's thread only, but for `Joined` and the waiting for copies, which
+the link's threads call.
 """
 
 from __future__ import annotations
@@ -37,19 +39,21 @@ from kvtier.tier.prefetch.host import Layouts, fetch_spans
 from kvtier_sglang.streams import HostPayload
 from kvtier_sglang.tier.codec import SpanCodec
 
-# Copied out into one piece of host memory, which is held until the last of them is sent: so much
-# may be held beyond what the link counts, and on its way on the device.
+# So many spans, and bytes, are copied out into one piece of host memory at the most. It is held
+# until the last of them is sent: so much may be held beyond what the link counts, and on its way on
+# the device.
 SPANS_TOGETHER = 8
 BYTES_TOGETHER = 64 << 20
 
 
 @dataclass
 class Turn:
-    """What was spilled of a request.
+    """The spilling of one request.
 
-    prefix_tokens: of earlier turns. elsewhere: what follows them in other turns. spilled: tokens
-    that are dealt with. exact: computed with nothing dropped. memory_tokens: of its prefix memory.
-    sent: tokens that the link took. group: of its puts.
+    prefix_tokens: tokens of earlier turns. elsewhere: the tokens that follow them in other turns.
+    spilled: tokens that are dealt with. exact: whether it computes with nothing dropped before it.
+    memory_tokens: tokens of its prefix memory. sent: tokens that the link took. group: the group of
+    its puts, which do not overtake each other.
     """
 
     chains: NamedChains
@@ -66,15 +70,16 @@ class Turn:
         return self.chains.exact if self.exact else self.chains.policy
 
     def blank(self, begin: int) -> int:
-        """How many tokens from `begin` on have no KV."""
+        """Return how many tokens from `begin` on have no KV."""
         return max(self.memory_tokens - begin, 0)
 
     def inherited(self, begin: int) -> int:
-        """How many tokens from `begin` on are of earlier turns."""
+        """Return how many tokens from `begin` on are of earlier turns."""
         return max(self.prefix_tokens - begin, 0)
 
     def beginnings(self, token_ids: Sequence[int]) -> list[SpanName]:
-        """What may hold the tokens of earlier turns in this turn's first span."""
+        """Return the names of spans that may hold the tokens of earlier turns in this turn's first
+        span."""
         width = self.chain.span_tokens
         index = self.prefix_tokens // width
         begin, first = index * width, list(token_ids[index * width : self.prefix_tokens])
@@ -89,10 +94,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Joined:
-    """A payload whose first tokens come from the tier; called in the link's thread.
+    """A payload whose first tokens come from the tier. The link's thread calls it.
 
-    payload: of one span, uint8 `[1, bytes]`. names: of spans that may hold those tokens.
-    """
+    payload: that of one span, uint8 `[1, bytes]`. names: those of spans that may hold the tokens.
+    num_tokens: tokens of the payload's span. inherited: the first of them, which come from the
+    tier."""
 
     link: TierLink
     codec: SpanCodec
@@ -106,7 +112,8 @@ class Joined:
         return frozenset(name.key for name in self.names)
 
     def __call__(self, client: TierClient) -> bool:
-        """Whether they were there."""
+        """Copy the first tokens from the tier into the payload, and return whether they were
+        there."""
         if self.payload.ready is not None:
             self.payload.ready()
         present = client.exists([name.key for name in self.names]).present
@@ -114,7 +121,7 @@ class Joined:
         return any(self._landed(client, name) for name in held)
 
     def _landed(self, client: TierClient, name: SpanName) -> bool:
-        """Whether a span landed; then the tokens are in the payload."""
+        """Return whether a span landed; then the tokens are in the payload."""
         host = fetch_spans(client, self.link, [name], Layouts(self.codec.layout(1)))
         if host is None:
             return False
@@ -127,7 +134,7 @@ class Joined:
 
 
 class Spiller:
-    """See the module docstring. names: of this server's KV."""
+    """The spilling of one server's requests, see the module docstring. names: those of its KV."""
 
     def __init__(self, link: TierLink, codec: SpanCodec, names: ContextNames) -> None:
         self.link = link
@@ -145,8 +152,8 @@ class Spiller:
         exact: bool,
         elsewhere: Sequence[Sequence[int]] = (),
     ) -> None:
-        """A request starts computing behind a prefix that the tree had. elsewhere: tokens that
-        follow that prefix in other turns, a span's or fewer."""
+        """Begin the spilling of a request that starts computing behind a prefix that the tree had.
+        elsewhere: tokens that follow that prefix in other turns, a span's or fewer of each."""
         span = self.names.span_tokens
         whole = prefix_tokens // span * span
         chains = self.names.chains(scope)
@@ -156,13 +163,13 @@ class Spiller:
         return rid in self._turns
 
     def is_behind_a_drop(self, rid: str) -> None:
-        """What a request computes from now on sees KV of which something was dropped."""
+        """Note that what a request computes from now on sees KV of which something was dropped."""
         if rid in self._turns:
             self._turns[rid].exact = False
 
     def published(self, rid: str, token_ids: Sequence[int], slots: torch.Tensor) -> None:
-        """The first tokens of a request, as far as they are computed, with their slots (any
-        integers)."""
+        """Spill the whole spans of a request that are due. token_ids: its first tokens, as far as
+        they are computed; slots: theirs, any integers."""
         turn = self._turns.get(rid)
         span = self.names.span_tokens
         stop = len(token_ids) // span * span
@@ -179,7 +186,7 @@ class Spiller:
         turn.spilled += span * self._spill(turn, turn.spilled // span, due)
 
     def _fitting(self, num_tokens: int) -> int:
-        """Spans of that many tokens which the link takes."""
+        """Return how many spans of that many tokens the link takes."""
         room = self.link.room_bytes
         return room // self.codec.layout(num_tokens).num_bytes if room else 0
 
@@ -229,7 +236,8 @@ class Spiller:
         return sent
 
     def _joins(self, turn: Turn, slots: torch.Tensor) -> bool:
-        """Whether the next span, of these slots, is exact but for the tokens of earlier turns."""
+        """Return whether the next span, of these slots, is exact but for the tokens of earlier
+        turns."""
         inherited, blank = turn.inherited(turn.spilled), turn.blank(turn.spilled)
         if inherited <= blank:
             return False
@@ -261,7 +269,8 @@ class Spiller:
         return True
 
     def ended(self, rid: str, token_ids: Sequence[int], slots: torch.Tensor) -> None:
-        """The turn ended; nothing of it is freed yet. Spills its last, partial span."""
+        """Spill what is due of a turn that ended, and its last, partial span; nothing of it is
+        freed yet."""
         self.published(rid, token_ids, slots)
         turn = self._turns.get(rid)
         if turn is None:
@@ -279,7 +288,7 @@ class Spiller:
                 self._send(turn, [key], part, begin)
 
     def compressed(self, rid: str, token_ids: Sequence[int], nodes: Sequence[NodeRecord]) -> int:
-        """The turn's nodes are what they will be: store the record of them, and forget the turn.
+        """Store the record of a turn's nodes, which are what they will be, and forget the turn.
         Returns how many tokens of the turn the link took."""
         turn = self._turns.pop(rid, None)
         if turn is None:
@@ -299,16 +308,18 @@ class Spiller:
         return turn.sent
 
     def forget(self, rid: str) -> None:
-        """The request is gone, or will start again."""
+        """Forget a request that is gone, or will start again."""
         self._turns.pop(rid, None)
 
     def clear(self) -> None:
-        """Nothing that is under way is stored; what the link has already is."""
+        """Forget all turns that are under way. What the link has of them already is stored; the
+        rest is not."""
         self._turns.clear()
 
 
 def _waiting(payload: HostPayload) -> Callable[[TierClient], bool] | None:
-    """What the link waits for before it reads a payload."""
+    """Return the function by which the link waits for a payload before it reads it; None where it
+    is there already."""
     ready = payload.ready
     if ready is None:
         return None
