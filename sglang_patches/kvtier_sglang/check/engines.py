@@ -17,12 +17,13 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 from kvtier.bench.worker import die_with_parent
 from kvtier.config import ENV_PREFIX, Settings
-from kvtier.errors import UsageError
+from kvtier.errors import StartupError, UsageError
 from kvtier.traffic.transcripts import ARGUMENT, Turn
 from kvtier_sglang.compat import NAME
 from kvtier_sglang.exact_requests import MEASURE, PARAMS
@@ -98,7 +99,10 @@ def _in_a_process(
     ):
         environment = settings.to_env() | {f"{ENV_PREFIX}CONFIG": no_config.name}
         asked = (ask, sessions, parallel, more)
-        return process.submit(_run, label, flags, environment, *asked).result()
+        try:
+            return process.submit(_run, label, flags, environment, *asked).result()
+        except BrokenProcessPool as error:
+            raise StartupError(f"the engine ({label}) ended; its log above says why") from error
 
 
 def _run(
@@ -135,8 +139,11 @@ async def _each(
         print(f"{label}: {done} of {len(sessions)} sessions", file=sys.stderr, flush=True)
         return found
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(session)) for session in sessions]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(session)) for session in sessions]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
     return [task.result() for task in tasks]
 
 
@@ -172,12 +179,15 @@ class _Asker:
     async def _ask(
         self, input_ids: Sequence[int], params: dict[str, Any], **more: Any
     ) -> dict[str, Any]:
-        told: dict[str, Any] = await self._engine.async_generate(
-            input_ids=list(input_ids), sampling_params={"temperature": 0, **params}, **more
-        )
+        expected = f"turns that the server takes, of which one has {len(input_ids)} tokens"
+        try:
+            told: dict[str, Any] = await self._engine.async_generate(
+                input_ids=list(input_ids), sampling_params={"temperature": 0, **params}, **more
+            )
+        except ValueError as error:
+            raise UsageError(ARGUMENT, expected, str(error)) from error
         reason = told["meta_info"]["finish_reason"]
         if not reason or reason["type"] not in ("stop", "length"):
-            expected = f"turns that the server takes, of which one has {len(input_ids)} tokens"
             raise UsageError(ARGUMENT, expected, (reason or {}).get("message"))
         return told
 

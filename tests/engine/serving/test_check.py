@@ -71,8 +71,9 @@ def check(folder: Path, recorded: Path, *flags: str) -> tuple[int, dict[str, Any
         text=True,
         timeout=SAFETY_S,
     )
-    assert out.is_file(), done.stderr[-4000:]
-    return done.returncode, json.loads(out.read_text()), done.stdout + done.stderr
+    printed = done.stdout + done.stderr
+    assert out.is_file() or done.returncode == 2, printed[-4000:]
+    return done.returncode, json.loads(out.read_text()) if out.is_file() else {}, printed
 
 
 @pytest.mark.engine
@@ -111,6 +112,13 @@ def test_what_drops_most_is_told_and_fails_its_bounds(tmp_path, recorded):
     for name in ("worth", "agreement"):
         assert f"{name}: {found['figures'][name]:.3f} is below 0.9" in printed
     assert found["settings"]["retention"] == "0.02"
+
+
+@pytest.mark.engine
+def test_a_session_that_does_not_fit_the_pool_is_refused_in_a_sentence(tmp_path, recorded):
+    code, _, printed = check(tmp_path, recorded, "--max-total-tokens", "800")
+    assert code == 2
+    assert "error: --transcripts: expected turns that the server takes, of which one has" in printed
 
 
 def test_sessions_of_one_answer_and_unknown_parsers_are_refused(tmp_path):
