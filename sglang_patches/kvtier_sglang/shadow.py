@@ -24,6 +24,7 @@ from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvtier.config import load_settings
 from kvtier_sglang import compat
 from kvtier_sglang.exact_requests import EXACT, PARAMS, SHADOW_RID_PREFIX, asked_of
 
@@ -107,7 +108,6 @@ class Shadow:
         self.counts = Counts()
         self._draw = draw or random.Random()
         self._share: float | None = None
-        self._served: dict[str, Answered] = {}
         self._waiting: deque[Answered] = deque()
         self._running: str | None = None
         self._task: asyncio.Task[None] | None = None
@@ -122,12 +122,14 @@ class Shadow:
             return
         if self._running is not None:
             manager.abort_request(self._running)
-        is_asked = manager.rid_to_state[request.rid].obj.log_metrics
-        drawn = is_asked and self._draw.random() < (self._share or 0.0)
+        state = manager.rid_to_state.get(request.rid)
+        is_counted = state is not None and state.obj.log_metrics
+        drawn = is_counted and self._draw.random() < (self._share or 0.0)
         if not drawn or not _is_the_models(request):
             return
         scope = {name: getattr(request, name, None) for name in ("extra_key", "cache_salt")}
-        self._served[request.rid] = Answered(list(request.input_ids), scope)
+        # SGLang drops the state with the request, however that ends.
+        state.kvtier_answered = Answered(list(request.input_ids), scope)
         if not request.return_logprob:
             request.return_logprob, request.logprob_start_len = True, -1
         # A client is sent what it asked for itself.
@@ -135,28 +137,27 @@ class Shadow:
 
     def answering(self, manager: Any, batch: Any) -> None:
         """BEFORE TokenizerManager._handle_batch_output: note what was said."""
-        if not self._served:
+        if not self._share:
             return
         for index, rid in enumerate(batch.rids):
-            answered = self._served.get(rid)
+            state = manager.rid_to_state.get(rid)
+            answered: Answered | None = getattr(state, "kvtier_answered", None)
             if answered is None:
                 continue
-            new = batch.output_token_logprobs_idx
-            if new and new[index]:
+            new, best = batch.output_token_logprobs_idx, batch.output_top_logprobs_idx
+            if new and new[index] and best and best[index]:
                 answered.ids += new[index]
                 answered.logprobs += batch.output_token_logprobs_val[index]
-                answered.best_ids += [int(one[0]) for one in batch.output_top_logprobs_idx[index]]
+                answered.best_ids += [int(one[0]) for one in best[index]]
             reason = batch.finished_reasons[index]
-            if reason is not None:
-                del self._served[rid]
-                if reason.get("type") in ("stop", "length") and answered.ids:
-                    self._wait(manager, answered)
+            if reason is not None and reason.get("type") in ("stop", "length") and answered.ids:
+                self._wait(manager, answered)
 
     def _is_on(self, manager: Any) -> bool:
         if self._share is None:
             args = manager.server_args
-            settings = compat.settings_of(args) if compat.uses_kvtier(args) else None
-            self._share = 0.0 if settings is None else settings.shadow_share
+            # The calibration, which may be in Redis, has no say in this.
+            self._share = load_settings().shadow_share if compat.uses_kvtier(args) else 0.0
             if self._share:
                 manager.kvtier_shadow = self.counts
             if self._share and manager.enable_metrics:
@@ -195,8 +196,16 @@ class Shadow:
     def _count(self, one: Counts) -> None:
         for name, value in vars(one).items():
             setattr(self.counts, name, getattr(self.counts, name) + value)
-        if self._metrics is not None:
+        if self._metrics is None:
+            return
+        try:
             self._metrics.count(one)
+        except Exception:
+            # Metrics live in files that processes share; a full disk must not end the server.
+            self._metrics = None
+            logger.warning(
+                "metrics of shadowed turns failed and are off from now on", exc_info=True
+            )
 
 
 def shadowed(manager: Any) -> dict[str, Any] | None:

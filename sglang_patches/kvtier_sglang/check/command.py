@@ -32,6 +32,8 @@ from kvtier_sglang.serve import with_defaults
 
 # SGLang's name of the format in which transcripts call tools where a template knows of none.
 DEFAULT_PARSER = "hermes"
+# The check gives these to its engines itself.
+BACKENDS = ("--attention-backend", "--radix-cache-backend")
 # Figures with a bound, as in the flags' names.
 BOUNDS = {
     "worth": "share of the context's worth",
@@ -52,7 +54,11 @@ def main(argv: list[str]) -> int:
     own = {name: given.pop(name) for name in _OWN}
     settings = load_settings(**given)
     model = located(own["model_path"], own["revision"])
-    flags = [f"--model-path={model}", *with_defaults(flags)]
+    for name in BACKENDS:
+        if any(flag.split("=", 1)[0] == name for flag in flags):
+            raise UsageError(name, "nothing, as a check runs on kvtier's", "one")
+    flags = [flag for flag in with_defaults(flags) if not flag.startswith(BACKENDS)]
+    flags.append(f"--model-path={model}")
     if own["tool_call_parser"]:
         flags.append(f"--tool-call-parser={own['tool_call_parser']}")
     if not any(flag.startswith("--log-level") for flag in flags):

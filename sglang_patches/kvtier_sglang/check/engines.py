@@ -68,11 +68,8 @@ def with_full_kv(
     """
     full = settings.keeping_everything().model_copy(update={"memory": None, "head_profile": None})
     # SGLang's own radix cache drops nothing, whatever a store says of the model's heads.
-    others = [flag for flag in flags if not flag.startswith("--radix-cache-backend")]
-    return _in_a_process(
-        "full KV", [*others, f"--attention-backend={NAME}"], full, _all_said, sessions, parallel,
-        most_tokens,
-    )  # fmt: skip
+    flags = [*flags, f"--attention-backend={NAME}"]
+    return _in_a_process("full KV", flags, full, _all_said, sessions, parallel, most_tokens)
 
 
 def as_served(

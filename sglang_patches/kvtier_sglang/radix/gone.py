@@ -21,8 +21,6 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvtier_sglang.radix.index import prefix_hashes, tokens_of
@@ -84,7 +82,8 @@ class Gone:
         if not self._known or begin >= len(key):
             return begin, None
         tokens = tokens_of(key)[held.stop :]
-        hashes = _from(prefix_hashes(tokens, held.stop, hash_up_to(held, key)), begin - held.stop)
+        found = prefix_hashes(tokens, held.stop, hash_up_to(held, key))
+        hashes: list[int] = found[begin - held.stop :].tolist()
         for behind in range(len(hashes), 0, -1):
             record = self._known.get(hashes[behind - 1])
             if record is not None:
@@ -105,11 +104,6 @@ def hash_up_to(node: KvNode, key: RadixKey) -> int:
     for one in reversed(unknown):
         value = one.prefix_hash = int(prefix_hashes(tokens_of(one.key), one.start, value)[-1])
     return value
-
-
-def _from(hashes: NDArray[np.uint64], begin: int) -> list[int]:
-    found: list[int] = hashes[begin:].tolist()
-    return found
 
 
 __all__ = ["GRAIN", "Gone", "Record", "hash_up_to"]

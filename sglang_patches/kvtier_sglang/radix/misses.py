@@ -35,7 +35,7 @@ REASONS = (*OF_EVICTED, CUT, EXACT, EDITED, DROPPED, FLUSHED, WEIGHTS, RETRACTED
 # A request goes on with a session where it has the whole of its last prompt, but for so many
 # tokens, or an eighth where that is less: templates end prompts in ways of their own, and borders
 # of what is gone are so far apart.
-ENDS_OTHERWISE, OF = GRAIN, 8
+ENDS_OTHERWISE, ENDS_OTHERWISE_PART = GRAIN, 8
 
 
 class Span(NamedTuple):
@@ -306,7 +306,9 @@ class Misses:
             candidates.append((node.session, node.prompt_stop, longest.stop - longest.shift))
         for session, prompt_stop, has in candidates:
             missing = max(0, prompt_stop - has)
-            if session is not None and missing <= min(ENDS_OTHERWISE, prompt_stop // OF):
+            if session is not None and missing <= min(
+                ENDS_OTHERWISE, prompt_stop // ENDS_OTHERWISE_PART
+            ):
                 return str(session)
         self._sessions += 1
         return f"number {self._sessions}"

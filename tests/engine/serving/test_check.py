@@ -130,3 +130,6 @@ def test_sessions_of_one_answer_and_unknown_parsers_are_refused(tmp_path):
     file.write_text(json.dumps([conversation(0)]))
     with pytest.raises(UsageError, match=r"^--tool-call-parser: expected one of .*hermes"):
         main([*flags, "--tool-call-parser", "unheard"])
+    for given in (["--radix-cache-backend", "kvtier"], ["--attention-backend=triton"]):
+        with pytest.raises(UsageError, match=r"backend: expected nothing, as a check runs on"):
+            main([*flags, *given])
