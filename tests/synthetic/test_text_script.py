@@ -196,7 +196,7 @@ def test_a_directory_that_cannot_be_spoken_to_is_refused_by_name(tmp_path: Path)
     with pytest.raises(UsageError, match=r"--model-path: .*with a tokenizer"):
         open_script("text", str(tmp_path))
     refusing = write_tokenizer(tmp_path / "refusing", template="{{ raise_exception('no') }}")
-    with pytest.raises(UsageError, match=r"--model-path: .*user and assistant"):
+    with pytest.raises(UsageError, match=r"--model-path: .*takes these messages"):
         open_script("text", str(refusing))
     silent = write_tokenizer(tmp_path / "silent", template="{{ messages[0]['role'] }}")
     with pytest.raises(UsageError, match=r"--model-path: .*every message once"):

@@ -59,8 +59,8 @@ def _part() -> None:
 
     choose = Retention.choose
 
-    def alone(self: Retention, turn: Any) -> Choice:
-        choice = choose(self, turn)
+    def alone(self: Retention, turn: Any, share: float | None = None) -> Choice:
+        choice = choose(self, turn, share)
         less = 2 * PAGE * _is_last()
         return replace(choice, kept_tokens=max(1, choice.kept_tokens - less))
 

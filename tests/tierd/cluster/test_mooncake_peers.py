@@ -77,7 +77,9 @@ def test_what_a_killed_process_held_costs_its_readers_next_to_nothing_and_is_sto
             assert await held(store, *range(10), 20) == [3, 20]
         with MooncakePeer(options) as peer:
             assert peer.ask("put", 4)
-            assert await get(store, blob_name(4)) == payload_of(4, MIB), "it is back elsewhere"
+            # The client may still be waiting before it connects again: see segments.py.
+            found = await wait_for_async(lambda: get(store, blob_name(4)), "it is not back")
+            assert found == payload_of(4, MIB)
 
     play(options, scenario)
 
