@@ -1,7 +1,7 @@
 """The versions of SGLang that the plugin passes its tests with. What differs between versions asks
 here.
 
-docs/extending.md says how the plugin follows SGLang's next version.
+docs/porting.md says how the plugin follows SGLang's next version.
 """
 
 from __future__ import annotations
