@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from live_server import free_port, serving
+from sglang_versions import needs_response_templates
 from waiting import SAFETY_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +28,7 @@ OWN_TOKENS = 100
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
+    needs_response_templates,
 ]
 
 

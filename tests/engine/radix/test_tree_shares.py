@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import pytest
 import torch
 from packed_checks import SHAPE
@@ -88,6 +91,33 @@ def test_a_session_that_keeps_less_takes_nothing_from_others():
     assert sorted(node.entries for node in s.tree.nodes()) == [10 + PAGE + 3, 10 + 2 * PAGE + 3]
     again = run_turn(s, [*context(60), 1, 2, 3, 4], [5], extra_key=less)
     assert again.prefix_len == 63
+
+
+def hits_beside(flood: Callable[[int], tuple[list[int], str | None]], requests: int) -> int:
+    """The tokens that three sessions find again over four turns, another client sending so many
+    requests between any two of theirs."""
+    s, sent, found = MiniScheduler(share=FixedShare(0.7)), itertools.count(), 0
+    sessions = [context(30, seed) for seed in range(3)]
+    for turn, index in itertools.product(range(4), range(3)):
+        request = run_turn(s, sessions[index], [turn])
+        found += request.prefix_len
+        sessions[index] = [*request.full_untruncated_fill_ids, *context(15, seed=turn)]
+        for number in itertools.islice(sent, requests):
+            prompt, key = flood(number)
+            run_turn(s, prompt, [], extra_key=key)
+    return found
+
+
+@pytest.mark.parametrize("requests", [2, 4])
+def test_a_client_that_floods_with_hints_harms_no_more_than_one_without(requests):
+    """Each hint names another share, so each is a namespace of its own."""
+    alone = hits_beside(lambda number: ([], None), 0)
+    prompts = hits_beside(lambda number: ([100 + number, *context(59)], None), requests)
+    shares = hits_beside(
+        lambda number: ([100, *context(59)], with_share(None, (number + 1) / 100)), requests
+    )
+    assert prompts < alone, "the flood presses nobody"
+    assert prompts <= shares <= alone
 
 
 class NoCurve:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from engine_process import CLEAN_ENVIRONMENT, DEMO_MODEL
+from sglang_versions import needs_response_templates
 from waiting import SAFETY_S
 
 from kvtier.errors import UsageError
@@ -77,6 +78,7 @@ def check(folder: Path, recorded: Path, *flags: str) -> tuple[int, dict[str, Any
 
 
 @pytest.mark.engine
+@needs_response_templates
 def test_what_keeps_everything_loses_nothing(tmp_path, recorded):
     code, found, printed = check(tmp_path, recorded, "--min-worth", "0.999")
     assert code == 0
@@ -97,6 +99,7 @@ def test_what_keeps_everything_loses_nothing(tmp_path, recorded):
 
 
 @pytest.mark.engine
+@needs_response_templates
 def test_what_drops_most_is_told_and_fails_its_bounds(tmp_path, recorded):
     flags = ("--retention", "0.02", "--min-worth", "0.9", "--min-agreement", "0.9")
     code, found, printed = check(tmp_path, recorded, *flags)
@@ -115,6 +118,7 @@ def test_what_drops_most_is_told_and_fails_its_bounds(tmp_path, recorded):
 
 
 @pytest.mark.engine
+@needs_response_templates
 def test_a_session_that_does_not_fit_the_pool_is_refused_in_a_sentence(tmp_path, recorded):
     code, _, printed = check(tmp_path, recorded, "--max-total-tokens", "800")
     assert code == 2
