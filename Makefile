@@ -22,7 +22,10 @@ ifneq ($(SGLANG),)
 READY := $(READY)-$(SGLANG)
 endif
 
-# THOROUGH=1: tests take the time that they like (more examples, all compiled variants).
+# Of the files with tests marked `slow` a third runs, by the hour of the commit.
+# THOROUGH=1: all of them run, and tests take the time that they like (more examples, all compiled
+# variants).
+export TESTS_TURN ?= $(shell expr $$(git log -1 --format=%ct 2>/dev/null || echo 0) / 3600)
 THOROUGH ?=
 export TESTS_THOROUGH := $(THOROUGH)
 

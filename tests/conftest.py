@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 import torch
 from forking import faster_interpreter
-from thorough import THOROUGH
+from thorough import THOROUGH, TURN
 
 # No deadlines: how long an example takes says more about what else the machine does than about what
 # is tested.
@@ -36,8 +36,15 @@ class EndsAtOnce:
             pytest.exit(f"{report.nodeid}\n{report.longreprtext}", pytest.ExitCode.INTERRUPTED)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long come first, so that no process has one left when the others are done."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the files with slow tests a third has its turn. Files that take long come first, so that
+    no process has one left when the others are done."""
+    if TURN is not None:
+        slow = sorted({item.path for item in items if item.get_closest_marker("slow")})
+        waits = {path for number, path in enumerate(slow) if number % 3 != TURN}
+        left = [x for x in items if x.path in waits and x.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
     slowest = {"slow": 0, "engine": 1}
     of_file: dict[Path, int] = {}
     for item in items:
