@@ -30,7 +30,7 @@ import numpy as np
 from benchmarks.common.bars import Bar
 from benchmarks.common.benchmark import RESULTS, Benchmark, Measured, Options
 from benchmarks.common.table import new_table, show
-from benchmarks.common.traffic import Cost, Prompt, Traffic, declare, plain, serve
+from benchmarks.cost.traffic import Cost, Prompt, Traffic, declare, plain, serve
 from kvtier.config import Settings
 
 # The arms by name: the bench's policy, and settings beside its own.

@@ -26,14 +26,12 @@ from torch import Tensor
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
 from benchmarks.common.table import show
 from benchmarks.real import changed_facts, transcripts
-from benchmarks.real.choices import Setup, chosen_heads
+from benchmarks.real.choices import Calibrated, Setup, calibrated, chosen_heads
 from benchmarks.real.courses import COURSES, OUT_PLACES, OUT_TOKENS
-from benchmarks.real.fitting import Calibrated, calibrated
 from benchmarks.real.keeping import (
     ADAPTIVE_RULE,
     CODED,
     DUO,
-    RANKED,
     Context,
     Keeper,
     NoRoomError,
@@ -41,12 +39,12 @@ from benchmarks.real.keeping import (
     adaptive_setting,
     settings_at,
 )
-from benchmarks.real.picture import draw_worth
 from benchmarks.real.presses import Presses, pressing
 from benchmarks.real.records import Records
 from benchmarks.real.statistics import Losses, kept_worth
 from benchmarks.real.tables import (
     cheapest_table,
+    draw_worth,
     quality_table,
     recall_table,
     task_table,
@@ -72,7 +70,7 @@ QUALITY, BY_QUALITY = 0.95, "adaptive budgets, quality 0.95"
 # These first and last tokens stay of "no context": as many as locality heads hold.
 EDGES = (64, 64)
 # These ways are in tables beside our settings, not in the pictures.
-NOT_DRAWN = (DUO, RANKED, *CODED, *(course.name for course in COURSES))
+NOT_DRAWN = (DUO, *CODED, *(course.name for course in COURSES))
 OURS = tuple(setting.name for setting in settings_at(1.0) if setting.name not in NOT_DRAWN)
 
 
@@ -101,7 +99,6 @@ def declare(arguments: Arguments) -> None:
     arguments.add("--settings", nargs="+", metavar="NAME", help="of kvtier's, by name (all)")
     arguments.add("--kvpress-python", type=Path, help="Python of an environment with kvpress")
     arguments.add("--presses", nargs="+", metavar="NAME", help="of kvpress's, as KVzipPress (all)")
-    arguments.whole("--kvpress-threads", 1, "threads of its process")
     arguments.add("--plots", type=Path, metavar="DIR", help="pictures to write, one per length")
     arguments.add("--state", type=Path, default=Path("out/real-table"), help="(%(default)s)")
 
@@ -161,7 +158,7 @@ def run(options: Options) -> Iterator[Measured]:
     with rich_progress() as progress:
         model = setup.load()
         probe = HeadProbe(model)
-        order = chosen_heads(setup, [DEFAULT_METHOD], records, probe, progress)[0].order
+        order = chosen_heads(setup, records, probe, progress)
         known = calibrated(
             options.state, str(options.model_path), tasks=fit_tasks, contexts=options.fit_contexts,
             fit_lengths=options.fit_lens, curve_lengths=options.curve_lens,
@@ -224,7 +221,7 @@ def measure(
     folder = options.state / "-".join([*pressed.split(), f"{length}", *asked.split(", ")])
     with pressing(
         options.kvpress_python, options.model_path, folder, contexts, bench.shares,
-        options.kvpress_threads, options.presses,
+        options.presses,
     ) as presses:  # fmt: skip
         began = time.perf_counter()
         for done, index in enumerate(missing):
