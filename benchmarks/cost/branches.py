@@ -97,12 +97,7 @@ def judged(costs: Sequence[tuple[Cost, Cost]], traffic: Sequence[Traffic]) -> li
 
 
 BENCHMARK = Benchmark(
-    "cost.branches",
-    __doc__,
-    declare,
-    run,
-    out=RESULTS / "branches.json",
-    seeded="of all tokens",
+    "cost.branches", __doc__, declare, run, out=RESULTS / "branches.json", seeded="of all tokens"
 )
 main = BENCHMARK.main
 

@@ -203,12 +203,7 @@ def judged(costs: Sequence[Cost], new: Sequence[int], looking: float) -> list[Ba
 
 
 BENCHMARK = Benchmark(
-    "cost.edits",
-    __doc__,
-    declare,
-    run,
-    out=RESULTS / "edits.json",
-    seeded="of all tokens",
+    "cost.edits", __doc__, declare, run, out=RESULTS / "edits.json", seeded="of all tokens"
 )
 main = BENCHMARK.main
 

@@ -1,5 +1,5 @@
-"""The heads that the default method chooses on a model, and what its tokens are worth, with a curve:
-each is found once and kept beside the records."""
+"""The heads that the default method chooses on a model, and what its tokens are worth, with a
+curve: each is found once and kept beside the records."""
 
 from __future__ import annotations
 

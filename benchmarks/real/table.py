@@ -344,12 +344,7 @@ def losses(
 
 
 BENCHMARK = Benchmark(
-    "real.table",
-    __doc__,
-    declare,
-    run,
-    out=RESULTS / "real-table.json",
-    seeded="of the samples",
+    "real.table", __doc__, declare, run, out=RESULTS / "real-table.json", seeded="of the samples"
 )
 main = BENCHMARK.main
 
