@@ -1,4 +1,4 @@
-"""What kvpress's presses keep, read from what they return, by stand-ins for them."""
+"""The entries that kvpress's presses keep, read from what they return, by stand-ins for them."""
 
 from __future__ import annotations
 
